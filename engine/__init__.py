@@ -1,0 +1,1 @@
+"""Loads an engine directory and generates tokens. Method-neutral: nothing here names a retrieval method."""

@@ -1,0 +1,222 @@
+"""Configuration of an engine: frozen dataclasses, JSON in and out, unknown keys are errors.
+
+A field has one name through the command line (``--max_seq_len``), the JSON of the engine directory and the code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .errors import ConfigError, EngineDirectoryError
+
+FORMAT_VERSION = 1
+CONFIG_FILE = "config.json"
+EXTENT_TOKENS = 1024  # tokens in one extent of the row pool and of every index array
+
+T = TypeVar("T")
+
+
+def require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:
+    """Raise ConfigError that names the field, its value, the limit and the remedy unless `condition` holds."""
+    if not condition:
+        raise ConfigError(f"{name} = {value!r}: must be {limit}; {remedy}")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """RoPE frequency scaling, fields as in Hugging Face `rope_scaling` / `rope_parameters`.
+
+    `kind` is "linear", "llama3" or "yarn"; fields that a kind does not use keep their defaults.
+    """
+
+    kind: str
+    factor: float
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        kinds = ("linear", "llama3", "yarn")
+        require(self.kind in kinds, "rope_scaling.kind", self.kind, f"one of {kinds}", "other scalings are unsupported")
+        require(self.factor > 0, "rope_scaling.factor", self.factor, "> 0", "check the model's config.json")
+        if self.kind in ("llama3", "yarn"):
+            original = self.original_max_position_embeddings
+            name = "rope_scaling.original_max_position_embeddings"
+            require(original > 0, name, original, "> 0", f"{self.kind} scaling needs it; check the model's config.json")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a Llama, Qwen2 or Qwen3 decoder."""
+
+    architecture: str  # "llama", "qwen2" or "qwen3"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        known = ("llama", "qwen2", "qwen3")
+        require(self.architecture in known, "architecture", self.architecture, f"one of {known}", "convert the model")
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "> 0", "check the model's config.json")
+        divides = self.num_heads % self.num_kv_heads == 0
+        limit = f"a divisor of num_heads = {self.num_heads}"
+        require(divides, "num_kv_heads", self.num_kv_heads, limit, "check the model's config.json")
+        even = self.head_dim > 0 and self.head_dim % 2 == 0
+        require(even, "head_dim", self.head_dim, "even and > 0", "RoPE rotates pairs of channels")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The four-region cache: sink | retrieval | local | update buffer (ParisKV paper, fig. 5). Sizes in tokens."""
+
+    sink: int = 64
+    local: int = 256
+    update: int = 256
+    full_threshold: int = 2048
+    """Requests with fewer cached tokens than this attend densely."""
+    kv_cache_host_memory_bytes: int | None = None
+    """Upper bound of the row pool; None: what max_batch_size requests of max_seq_len tokens need."""
+
+    def __post_init__(self) -> None:
+        require(self.sink >= 0, "cache.sink", self.sink, ">= 0", "64 is the default")
+        require(self.local >= 1, "cache.local", self.local, ">= 1", "256 is the default")
+        limit = f"between 1 and {EXTENT_TOKENS}"
+        require(1 <= self.update <= EXTENT_TOKENS, "cache.update", self.update, limit, "256 is the default")
+        require(self.full_threshold >= 0, "cache.full_threshold", self.full_threshold, ">= 0", "0 means never dense")
+        budget = self.kv_cache_host_memory_bytes
+        require(budget is None or budget > 0, "cache.kv_cache_host_memory_bytes", budget, "> 0", "or leave it out")
+
+    @property
+    def window(self) -> int:
+        """Rows of the device-resident window of a slot: sink, local and update buffer."""
+        return self.sink + self.local + self.update
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that an engine directory fixes.
+
+    `method` names a folder of plugins/; `method_config` holds that method's own fields, checked by its config class.
+    `kernels` is "native" (the compiled library in the engine directory) or "reference" (PyTorch).
+    """
+
+    model: ModelConfig
+    method: str
+    method_config: dict[str, Any] = field(default_factory=dict)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    dtype: str = "float32"
+    kernels: str = "native"
+    max_batch_size: int = 4
+    max_input_len: int = 8192
+    max_seq_len: int = 8192
+    prefill_chunk_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        dtypes, kernels = ("float32", "bfloat16"), ("native", "reference")
+        require(self.dtype in dtypes, "dtype", self.dtype, f"one of {dtypes}", "choose one with --dtype")
+        require(self.kernels in kernels, "kernels", self.kernels, f"one of {kernels}", "choose one with --kernels")
+        for name in ("max_batch_size", "max_input_len", "max_seq_len", "prefill_chunk_tokens"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1", f"set --{name}")
+        limit = f"<= max_seq_len = {self.max_seq_len}"
+        require(self.max_input_len <= self.max_seq_len, "max_input_len", self.max_input_len, limit, "raise max_seq_len")
+        limit = f"<= max_position_embeddings = {self.model.max_position_embeddings}"
+        fits = self.max_seq_len <= self.model.max_position_embeddings
+        require(fits, "max_seq_len", self.max_seq_len, limit, "the model was not trained on longer positions")
+
+    def save(self, directory: Path) -> None:
+        """Write config.json into `directory`."""
+        document = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+        (directory / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, directory: Path) -> EngineConfig:
+        """Read config.json of an engine directory; raises EngineDirectoryError or ConfigError."""
+        path = directory / CONFIG_FILE
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise EngineDirectoryError(f"{path} is missing: {directory} is no engine directory; run kvseek build") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise EngineDirectoryError(f"{path} is not JSON ({error}); build the engine again") from None
+        require(isinstance(document, dict), str(path), type(document).__name__, "a JSON object", "build the engine again")
+        version = document.pop("format_version", None)
+        if version != FORMAT_VERSION:
+            raise EngineDirectoryError(
+                f"{path}: format_version = {version!r}, this kvseek reads {FORMAT_VERSION}; build the engine again"
+            )
+        return from_dict(cls, document, "config.json")
+
+
+def from_dict(cls: type[T], values: dict[str, Any], where: str) -> T:
+    """Build the dataclass `cls` from JSON values, nested dataclasses included.
+
+    Raises
+    ------
+    ConfigError
+        On an unknown key, a missing one, or a value of the wrong type; `where` leads the message.
+    """
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(fields))}")
+    hints = typing.get_type_hints(cls)
+    arguments = {name: _convert(hints[name], value, f"{where}: {name}") for name, value in values.items()}
+    for name, f in fields.items():
+        if name not in arguments and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{where}: key {name!r} is missing; add it, or build the engine again")
+    return cls(**arguments)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        (hint,) = (a for a in arguments if a is not type(None))
+        return _convert(hint, value, where)
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where} = {value!r}: must be an object")
+        return from_dict(typing.cast(type, hint), value, where)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        return tuple(_convert(arguments[0], item, where) for item in value)
+    if origin is dict and isinstance(value, dict):
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(hint, type) or not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"{where} = {value!r}: must be {getattr(hint, '__name__', hint)}")
+    return value
