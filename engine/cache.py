@@ -1,0 +1,188 @@
+"""The four-region cache: sink | retrieval | local | update buffer, in token order (ParisKV paper, fig. 5).
+
+Sink, local and update buffer are the *window*, one tensor per layer on the device. Tokens that leave it go to the
+retrieval region, rows [K(D) | V(D)] in the extents of a pool in host memory. The local window and the update buffer
+share a ring: the token at position p >= sink lies in window row sink + (p - sink) mod (local + update), so nothing is
+moved when tokens pass from the buffer to the local window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .config import EXTENT_TOKENS, CacheConfig, EngineConfig
+from .errors import CapacityError
+from .memory import ExtentTable, extents_for
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer of the cache as attention reads it, for the requests of a batch.
+
+    Attributes
+    ----------
+    slots : sequence of int
+        Slot of each request of the batch.
+    window : Tensor [all slots, G, window, 2, D]
+        Window rows, K then V.
+    window_tokens : Tensor, int32 [batch, 3]
+        Per request: sink rows (they start at row 0); first ring row, counted from the ring's start; ring rows (they wrap).
+    rows : Tensor [extents, G, 1024, 2, D]
+        This layer's part of the row pool (strided by extent).
+    table : Tensor, int32 [all slots, max_extents]
+        Extents of each slot.
+    lengths : Tensor, int32 [batch]
+        Retrieval tokens of each request.
+    sink : int
+        Capacity of the sink: the ring starts at window row `sink`.
+    """
+
+    slots: Sequence[int]
+    window: Tensor
+    window_tokens: Tensor
+    rows: Tensor
+    table: Tensor
+    lengths: Tensor
+    sink: int
+
+    def window_rows(self, request: int) -> Tensor:
+        """Window rows of one request in token order, [G, tokens, 2, D] (a copy; for references)."""
+        sink_rows, first, count = self.window_tokens[request].tolist()
+        ring = self.window.shape[2] - self.sink
+        wrapped = (torch.arange(first, first + count, device=self.window.device) % max(1, ring)) + self.sink
+        index = torch.cat([torch.arange(sink_rows, device=self.window.device), wrapped])
+        return self.window[self.slots[request]][:, index]
+
+    def retrieval_rows(self, request: int) -> Tensor:
+        """Retrieval rows of one request in token order, [G, n, 2, D] (a copy; for references)."""
+        n = int(self.lengths[request])
+        parts = [self.rows[e] for e in self.table[self.slots[request], : extents_for(n)].tolist()]
+        if not parts:
+            return self.rows.new_empty((self.rows.shape[1], 0, *self.rows.shape[3:]))
+        return torch.cat(parts, dim=1)[:, :n]
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """Tokens that left the window of a slot: retrieval positions start .. start + count - 1."""
+
+    slot: int
+    start: int
+    count: int
+
+
+class Cache:
+    """Rows of all layers and slots. Lengths are in tokens; shapes as in LayerCache."""
+
+    def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
+        model = config.model
+        self.config: CacheConfig = config.cache
+        self.ring = self.config.local + self.config.update
+        slots = config.max_batch_size
+        max_extents = extents_for(max(0, config.max_seq_len - self.config.sink))
+        row_shape = (model.num_kv_heads, EXTENT_TOKENS, 2, model.head_dim)
+        extent_bytes = model.num_layers * dtype.itemsize * model.num_kv_heads * EXTENT_TOKENS * 2 * model.head_dim
+        capacity = slots * max_extents
+        budget = self.config.kv_cache_host_memory_bytes
+        if budget is not None:
+            capacity = min(capacity, budget // extent_bytes)
+        self.extents = ExtentTable(slots, max_extents, capacity)
+        try:
+            self.rows = torch.empty((capacity, model.num_layers, *row_shape), dtype=dtype)
+        except RuntimeError as error:
+            raise CapacityError(
+                f"cannot reserve {capacity * extent_bytes:,} bytes for {capacity} extents of the row pool ({error}); lower "
+                "max_batch_size or max_seq_len, or set kv_cache_host_memory_bytes"
+            ) from None
+        window_shape = (model.num_layers, slots, model.num_kv_heads, self.config.window, 2, model.head_dim)
+        self.window = torch.zeros(window_shape, dtype=dtype, device=device)
+        self.tokens = [0] * slots  # cached tokens in all
+        self.lengths = [0] * slots  # of those, in the retrieval region
+
+    def fits(self, tokens: int) -> bool:
+        """Whether an empty pool could hold a request of `tokens` tokens."""
+        return extents_for(self.retrieval_tokens(tokens)) <= self.extents.capacity
+
+    def retrieval_tokens(self, tokens: int) -> int:
+        """Most tokens that the retrieval region holds when a request has `tokens` tokens."""
+        return max(0, tokens - self.config.sink - self.config.local)
+
+    def open(self, slot: int, tokens: int) -> None:
+        """Reserve the extents that a request needs to grow to `tokens` tokens; raises CapacityError."""
+        self.extents.reserve(slot, self.retrieval_tokens(tokens))
+
+    def close(self, slot: int) -> None:
+        """Forget a slot and give its extents back."""
+        self.extents.release(slot)
+        self.tokens[slot] = self.lengths[slot] = 0
+
+    def begin_prefill(self, slot: int, tokens: int) -> None:
+        """Set the lengths of a slot that is about to receive a prompt of `tokens` tokens, layer by layer."""
+        self.tokens[slot] = tokens
+        self.lengths[slot] = self.retrieval_tokens(tokens)
+
+    def write_prompt(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> None:
+        """Store a layer's prompt rows, keys and values [G, tokens, D], in window and pool."""
+        sink, n = self.config.sink, self.lengths[slot]
+        rows = torch.stack((keys, values), dim=2)
+        window = self.window[layer, slot]
+        window[:, :sink][:, : rows.shape[1]] = rows[:, :sink]
+        self.extents.write(self.rows[:, layer], slot, 0, rows[:, sink : sink + n])
+        recent = torch.arange(n, max(n, rows.shape[1] - sink), device=window.device)  # ring positions
+        window[:, sink + recent % self.ring] = rows[:, sink + recent]
+
+    def append(self, layer: int, slots: Sequence[int], keys: Tensor, values: Tensor) -> None:
+        """Store the rows of one new token per request, keys and values [batch, G, D]; `advance` counts it first."""
+        for request, slot in enumerate(slots):
+            row = self._window_row(self.tokens[slot] - 1)
+            self.window[layer, slot, :, row, 0] = keys[request]
+            self.window[layer, slot, :, row, 1] = values[request]
+
+    def advance(self, slots: Sequence[int]) -> list[Eviction]:
+        """Count one more token per slot, first moving the oldest `update` tokens of full rings to the retrieval region.
+
+        The caller feeds the keys of each eviction to the indexes.
+        """
+        evictions = []
+        for slot in slots:
+            in_ring = max(0, self.tokens[slot] - self.config.sink) - self.lengths[slot]
+            if in_ring == self.ring:
+                evictions.append(self._evict(slot))
+            self.tokens[slot] += 1
+        return evictions
+
+    def evicted_keys(self, layer: int, eviction: Eviction) -> Tensor:
+        """Keys of evicted tokens, [G, count, D]."""
+        positions = torch.arange(eviction.start, eviction.start + eviction.count) % self.ring + self.config.sink
+        return self.window[layer, eviction.slot][:, positions, 0]
+
+    def view(self, layer: int, slots: Sequence[int], window_tokens: Tensor, lengths: Tensor) -> LayerCache:
+        """The layer as attention reads it; `window_tokens` and `lengths` come from `describe`, once a step."""
+        window, rows = self.window[layer], self.rows[:, layer]
+        return LayerCache(slots, window, window_tokens, rows, self.extents.table, lengths, self.config.sink)
+
+    def describe(self, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """`window_tokens` int32 [batch, 3] and `lengths` int32 [batch] of LayerCache."""
+        sink = self.config.sink
+        described = []
+        for slot in slots:
+            n, total = self.lengths[slot], self.tokens[slot]
+            described.append((min(sink, total), n % self.ring, max(0, total - sink) - n))
+        lengths = [self.lengths[slot] for slot in slots]
+        return torch.tensor(described, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+
+    def _window_row(self, position: int) -> int:
+        sink = self.config.sink
+        return position if position < sink else sink + (position - sink) % self.ring
+
+    def _evict(self, slot: int) -> Eviction:
+        start, count = self.lengths[slot], self.config.update
+        positions = torch.arange(start, start + count) % self.ring + self.config.sink
+        for layer in range(self.window.shape[0]):
+            self.extents.write(self.rows[:, layer], slot, start, self.window[layer, slot][:, positions])
+        self.lengths[slot] += count
+        return Eviction(slot, start, count)

@@ -1,0 +1,96 @@
+"""Extents: the unit in which cache rows and index arrays are allocated.
+
+One extent is room for EXTENT_TOKENS tokens of one slot in every layer and KV head. The row pool and every index array
+are arrays of extents with the same numbering, so one table per slot addresses all of them, and memory follows the
+tokens that exist: CPU pages of an extent that was never written are never committed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .config import EXTENT_TOKENS
+from .errors import CapacityError
+
+
+def extents_for(tokens: int) -> int:
+    """Extents that `tokens` retrieval tokens occupy."""
+    return -(-tokens // EXTENT_TOKENS)
+
+
+@dataclass
+class ExtentTable:
+    """Which extents each slot owns, and how many retrieval tokens it holds.
+
+    Attributes
+    ----------
+    capacity : int
+        Extents in the pool.
+    table : Tensor, int32 [slots, max_extents]
+        Extent number of the e-th thousand tokens of a slot; -1 where there is none.
+    """
+
+    slots: int
+    max_extents: int
+    capacity: int
+    table: Tensor = field(init=False)
+    _free: list[int] = field(init=False)
+    _owned: list[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.table = torch.full((self.slots, max(1, self.max_extents)), -1, dtype=torch.int32)
+        self._free = list(range(self.capacity - 1, -1, -1))
+        self._owned = [[] for _ in range(self.slots)]
+
+    @property
+    def free(self) -> int:
+        """Extents that no slot owns."""
+        return len(self._free)
+
+    def reserve(self, slot: int, tokens: int) -> None:
+        """Give `slot` the extents of `tokens` retrieval tokens; raises CapacityError, changing nothing, if too few are free."""
+        needed = extents_for(tokens) - len(self._owned[slot])
+        if needed > self.free:
+            raise CapacityError(
+                f"{tokens} tokens need {needed} more extents of {EXTENT_TOKENS} tokens, {self.free} of {self.capacity} are "
+                "free; wait for running requests to end or raise kv_cache_host_memory_bytes"
+            )
+        for _ in range(needed):
+            self.table[slot, len(self._owned[slot])] = self._free[-1]
+            self._owned[slot].append(self._free.pop())
+
+    def release(self, slot: int) -> None:
+        """Return all extents of `slot` to the pool."""
+        self._free.extend(reversed(self._owned[slot]))
+        self._owned[slot].clear()
+        self.table[slot].fill_(-1)
+
+    def spans(self, slot: int, start: int, stop: int) -> list[tuple[int, slice, slice]]:
+        """Cut retrieval positions [start, stop) of a slot at extent borders.
+
+        Returns (extent, positions inside the extent, positions inside [start, stop)) for each piece, in order.
+        """
+        pieces = []
+        position = start
+        while position < stop:
+            offset = position % EXTENT_TOKENS
+            length = min(EXTENT_TOKENS - offset, stop - position)
+            extent = self._owned[slot][position // EXTENT_TOKENS]
+            pieces.append((extent, slice(offset, offset + length), slice(position - start, position - start + length)))
+            position += length
+        return pieces
+
+    def write(self, array: Tensor, slot: int, start: int, values: Tensor) -> None:
+        """Write `values` [G, n, ...] at retrieval positions start.. of `slot` into `array` [extents, G, 1024, ...]."""
+        for extent, inside, source in self.spans(slot, start, start + values.shape[1]):
+            array[extent, :, inside] = values[:, source]
+
+    def read(self, array: Tensor, slot: int, length: int) -> Tensor:
+        """Copy the first `length` retrieval positions of `slot` out of `array` [extents, G, 1024, ...]: [G, length, ...]."""
+        parts = [array[extent, :, inside] for extent, inside, _ in self.spans(slot, 0, length)]
+        if not parts:
+            return array.new_empty((array.shape[1], 0, *array.shape[3:]))
+        return torch.cat(parts, dim=1)

@@ -1,0 +1,118 @@
+"""The contract between the engine and a retrieval method.
+
+The engine owns the cache: a device-resident window (sink, local, update buffer) and a retrieval region whose full rows
+lie in host memory. A method owns one `Index` per layer over the retrieval region and answers, for each query, which
+retrieval rows to attend to. Adding a method: docs/add_a_method.md.
+
+Symbols: H query heads, G KV heads, D head size, n retrieval tokens of a slot. Keys and queries are what attention
+sees: after RoPE and, for Qwen3, after QK-norm. KV head j serves query heads j*H/G .. (j+1)*H/G - 1.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvseek.engine.config import EXTENT_TOKENS
+
+if TYPE_CHECKING:
+    from kvseek.engine.cache import LayerCache
+    from kvseek.engine.kernels import CpuLibrary
+    from kvseek.engine.memory import ExtentTable
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Retrieval rows to attend to.
+
+    Attributes
+    ----------
+    rows : Tensor, int32 [batch, G, entries]
+        Entry e stands for retrieval positions e*block .. e*block + block - 1 (those below the slot's length);
+        -1 is no entry. No entry occurs twice in one [batch, KV head].
+    block : int
+        Rows per entry: 1, or the page size of a page-wise method.
+    counts : tuple of int, one per request
+        Rows that one KV head attends to, known without reading `rows` back from a device (mean over KV heads).
+    """
+
+    rows: Tensor
+    block: int
+    counts: tuple[int, ...]
+
+    @classmethod
+    def everything(cls, lengths: Sequence[int], kv_heads: int, device: torch.device) -> Selection:
+        """Select all rows of retrieval regions of `lengths` tokens: pages of one extent."""
+        pages = torch.arange(max(1, -(-max(lengths) // EXTENT_TOKENS)), dtype=torch.int32, device=device)
+        held = torch.tensor(lengths, dtype=torch.int32, device=device)[:, None]
+        rows = torch.where(pages * EXTENT_TOKENS < held, pages, -1)
+        return cls(rows[:, None].expand(-1, kv_heads, -1).contiguous(), EXTENT_TOKENS, tuple(lengths))
+
+
+@dataclass(frozen=True)
+class IndexContext:
+    """What an index is built for. The same for every layer but `layer`."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scaling: float  # softmax scale, 1/sqrt(D)
+    config: Any  # the method's own config dataclass
+    codebooks: dict[str, Tensor]  # what the method's `codebooks` function gave when the engine was built
+    extents: ExtentTable
+    lengths: list[int]  # retrieval tokens per slot; kept by the cache, read-only for an index
+    dtype: torch.dtype
+    device: torch.device
+    library: CpuLibrary | None  # compiled kernels; None: run the PyTorch reference
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class Index(ABC):
+    """Retrieval index of one layer over the retrieval regions of all slots."""
+
+    def __init__(self, context: IndexContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
+        """Index a slot after this layer's prefill, replacing whatever the slot held.
+
+        Parameters
+        ----------
+        keys : Tensor [G, n, D]
+            Retrieval keys; `context.lengths[slot]` is n already. n may be 0.
+        queries : Tensor [H, w, D]
+            The last w <= 2048 queries of the prompt.
+        """
+
+    @abstractmethod
+    def extend(self, slot: int, keys: Tensor) -> None:
+        """Append keys [G, u, D] that just left the window; `context.lengths[slot]` counts them already."""
+
+    @abstractmethod
+    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
+        """Choose rows for queries [batch, H, D] of the given slots. Every slot holds at least one retrieval token."""
+
+    def refresh(self, slots: Sequence[int]) -> None:  # noqa: B027  most methods have no upkeep
+        """Do upkeep that is due, off the critical path, between steps."""
+
+    def attend(self, queries: Tensor, selection: Selection, cache: LayerCache) -> Tensor:
+        """Attend over the window and the selected rows of `cache.slots`: queries [batch, H, D] to outputs [batch, H, D]."""
+        from kvseek.engine.attention import attend  # the engine imports this module
+
+        return attend(queries, selection, cache, self.context.scaling, self.context.library)
+
+    @property
+    @abstractmethod
+    def bytes_per_token(self) -> float:
+        """Index bytes per retrieval token, all KV heads of this layer."""

@@ -1,0 +1,55 @@
+"""Method name → where it lives. One line a method; nothing else outside a method's folder names it."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from kvseek.engine.config import from_dict
+from kvseek.engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Index, IndexContext
+
+# Each folder offers config.py with `Config` (a frozen dataclass) and method.py with `create(context) -> Index` and
+# `codebooks(config, head_dim) -> dict of tensors` (what the builder computes once; may be empty).
+METHODS: dict[str, str] = {
+    "full": "kvseek.plugins.full",
+    "flat": "kvseek.plugins.flat",
+    "pariskv": "kvseek.plugins.pariskv",
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method's entry points, loaded on demand."""
+
+    name: str
+    package: str
+
+    @property
+    def config_class(self) -> type[Any]:
+        """The frozen dataclass of the method's own fields."""
+        return cast("type[Any]", importlib.import_module(f"{self.package}.config").Config)
+
+    def configure(self, values: dict[str, Any]) -> Any:
+        """Check `values` against the config class; raises ConfigError on unknown keys and bad values."""
+        return from_dict(self.config_class, values, self.name)
+
+    def codebooks(self, config: Any, head_dim: int) -> dict[str, Tensor]:
+        """Compute what the builder stores beside the weights."""
+        return cast("dict[str, Tensor]", importlib.import_module(f"{self.package}.method").codebooks(config, head_dim))
+
+    def create(self, context: IndexContext) -> Index:
+        """Make the index of one layer."""
+        return cast("Index", importlib.import_module(f"{self.package}.method").create(context))
+
+
+def get_method(name: str) -> Method:
+    """Look a method up; raises ConfigError that lists the known ones."""
+    if name not in METHODS:
+        raise ConfigError(f"method = {name!r}: unknown; choose one of {', '.join(METHODS)}")
+    return Method(name, METHODS[name])
