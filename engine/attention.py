@@ -30,12 +30,15 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: flo
     -------
     Tensor [q, H, D]
     """
-    past = keys.shape[1] - queries.shape[1]
-    group = queries.shape[0] // keys.shape[0]
-    keys, values = keys.repeat_interleave(group, dim=0), values.repeat_interleave(group, dim=0)
-    out, lse = _flash(queries, keys[:, past:], values[:, past:], scaling, causal=True)
+    heads, q, dim = queries.shape
+    kv_heads, past = keys.shape[0], keys.shape[1] - q
+    diagonal = (part[:, past:].repeat_interleave(heads // kv_heads, dim=0) for part in (keys, values))
+    out, lse = _flash(queries, *diagonal, scaling, causal=True)
     if past:
-        out, _ = merge(out, lse, *_flash(queries, keys[:, :past], values[:, :past], scaling, causal=False))
+        # Every query sees all of the past, so the heads of a group stack as further queries of one KV head.
+        stacked = queries.reshape(kv_heads, -1, dim)
+        past_out, past_lse = _flash(stacked, keys[:, :past], values[:, :past], scaling, causal=False)
+        out, _ = merge(out, lse, past_out.reshape(heads, q, dim), past_lse.reshape(heads, q))
     return out.transpose(0, 1)
 
 

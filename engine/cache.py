@@ -103,9 +103,9 @@ class Cache:
         self.tokens = [0] * slots  # cached tokens in all
         self.lengths = [0] * slots  # of those, in the retrieval region
 
-    def fits(self, tokens: int) -> bool:
-        """Whether an empty pool could hold a request of `tokens` tokens."""
-        return extents_for(self.retrieval_tokens(tokens)) <= self.extents.capacity
+    def extents_needed(self, tokens: int) -> int:
+        """Extents that a request needs to grow to `tokens` tokens."""
+        return extents_for(self.retrieval_tokens(tokens))
 
     def retrieval_tokens(self, tokens: int) -> int:
         """Most tokens that the retrieval region holds when a request has `tokens` tokens."""
@@ -137,10 +137,9 @@ class Cache:
 
     def append(self, layer: int, slots: Sequence[int], keys: Tensor, values: Tensor) -> None:
         """Store the rows of one new token per request, keys and values [batch, G, D]; `advance` counts it first."""
+        rows = torch.stack((keys, values), dim=2)
         for request, slot in enumerate(slots):
-            row = self._window_row(self.tokens[slot] - 1)
-            self.window[layer, slot, :, row, 0] = keys[request]
-            self.window[layer, slot, :, row, 1] = values[request]
+            self.window[layer, slot, :, self._window_row(self.tokens[slot] - 1)] = rows[request]
 
     def advance(self, slots: Sequence[int]) -> list[Eviction]:
         """Count one more token per slot, first moving the oldest `update` tokens of full rings to the retrieval region.

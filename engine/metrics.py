@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 
@@ -17,6 +18,15 @@ class RequestStatistics:
     generated_tokens: int = 0
     cached_token_steps: int = 0  # cached tokens, summed over decode steps
     attended_token_steps: float = 0.0  # of those, attended to
+
+    def record_token(self, cached_tokens: int, attended_tokens: float) -> None:
+        """Count a token drawn now, by a step that attended to `attended_tokens` of `cached_tokens` (0 of 0: prefill)."""
+        self.last_token_at = time.perf_counter()
+        if not self.generated_tokens:
+            self.first_token_at = self.last_token_at
+        self.generated_tokens += 1
+        self.cached_token_steps += cached_tokens
+        self.attended_token_steps += attended_tokens
 
     @property
     def queue_seconds(self) -> float:

@@ -1,0 +1,197 @@
+"""The decoder: Llama, Qwen2 and Qwen3, read top to bottom. Differences between them are biases and QK-norm."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvseek.plugins.base import Index, Selection
+
+from .attention import attend, causal_attention
+from .cache import Cache
+from .config import EngineConfig
+from .kernels import CpuLibrary
+from .rope import RotaryEmbedding, rotate
+
+LAST_QUERIES = 2048  # prompt queries that an index sees at build (plugins/base.py)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Requests of a decode batch that attend the same way: to `selection`, or (None) to what the index selects."""
+
+    requests: list[int]
+    slots: list[int]
+    selection: Selection | None
+    window_tokens: Tensor
+    lengths: Tensor
+
+
+class Layer:
+    """Weights of one decoder layer; absent biases and norms are None."""
+
+    def __init__(self, weights: dict[str, Tensor], number: int) -> None:
+        prefix = f"layers.{number}."
+        self.attention_norm = weights[prefix + "attention_norm.weight"]
+        self.qkv, self.qkv_bias = weights[prefix + "qkv.weight"], weights.get(prefix + "qkv.bias")
+        self.q_norm, self.k_norm = weights.get(prefix + "q_norm.weight"), weights.get(prefix + "k_norm.weight")
+        self.o, self.o_bias = weights[prefix + "o.weight"], weights.get(prefix + "o.bias")
+        self.mlp_norm = weights[prefix + "mlp_norm.weight"]
+        self.gate_up, self.down = weights[prefix + "gate_up.weight"], weights[prefix + "down.weight"]
+
+
+class Decoder:
+    """Runs prompts and decode steps over a cache and one index per layer."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        weights: dict[str, Tensor],
+        cache: Cache,
+        indexes: Sequence[Index],
+        library: CpuLibrary | None,
+    ) -> None:
+        self.config, self.model = config, config.model
+        self.cache, self.indexes, self.library = cache, indexes, library
+        self.embed, self.norm = weights["embed.weight"], weights["norm.weight"]
+        self.lm_head = self.embed if config.model.tie_word_embeddings else weights["lm_head.weight"]
+        self.layers = [Layer(weights, number) for number in range(config.model.num_layers)]
+        self.rope = RotaryEmbedding(config.model, self.embed.device)
+        self.scaling = config.model.head_dim**-0.5
+
+    @torch.inference_mode()
+    def prefill(self, slot: int, prompt_ids: Sequence[int]) -> Generator[float, None, Tensor]:
+        """Process a prompt layer by layer, in units of one layer and one chunk of tokens.
+
+        Yields the share of the work done after each unit; returns the last token's logits, float32 [vocabulary].
+        """
+        n, chunk = len(prompt_ids), self.config.prefill_chunk_tokens
+        self.cache.begin_prefill(slot, n)
+        hidden = F.embedding(torch.tensor(prompt_ids, device=self.embed.device), self.embed)
+        units, done = len(self.layers) * -(-n // chunk), 0
+        for number in range(len(self.layers)):
+            keys = hidden.new_empty(self.model.num_kv_heads, n, self.model.head_dim)
+            values, last = torch.empty_like(keys), []
+            for start in range(0, n, chunk):
+                stop = min(start + chunk, n)
+                last.append(self._prefill_chunk(number, hidden, start, stop, keys, values))
+                done += 1
+                if stop == n:
+                    self._store_layer(number, slot, keys, values, torch.cat(last, dim=1)[:, -LAST_QUERIES:])
+                yield done / units
+        return self._logits(hidden[-1:])[0]
+
+    def _prefill_chunk(self, number: int, hidden: Tensor, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
+        """One layer over tokens start .. stop - 1, in place; returns those of the queries that the index may want."""
+        x = hidden[start:stop]
+        q, k, v = self._project(self.layers[number], x, *self.rope(start, stop))
+        keys[:, start:stop], values[:, start:stop] = k.transpose(0, 1), v.transpose(0, 1)
+        q = q.transpose(0, 1)
+        out = causal_attention(q, keys[:, :stop], values[:, :stop], self.scaling)
+        hidden[start:stop] = self._finish(self.layers[number], x, out.flatten(1))
+        wanted = max(0, hidden.shape[0] - LAST_QUERIES - start)
+        return q[:, wanted:]
+
+    def _store_layer(self, number: int, slot: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        self.cache.write_prompt(number, slot, keys, values)
+        sink, length = self.cache.config.sink, self.cache.lengths[slot]
+        self.indexes[number].build(slot, keys[:, sink : sink + length], queries)
+
+    @torch.inference_mode()
+    def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
+        """Append one token per request and compute what follows it.
+
+        Returns
+        -------
+        logits : Tensor, float32 [batch, vocabulary]
+        attended : list of float
+            Cached tokens that one KV head attended to, per request, averaged over the layers.
+        """
+        self._advance(slots)
+        window_tokens, lengths = self.cache.describe(slots)
+        attended: list[float] = (window_tokens[:, 0] + window_tokens[:, 2]).tolist()
+        groups = self._groups(slots, window_tokens, lengths)
+        cos, sin = self.rope.at([self.cache.tokens[slot] - 1 for slot in slots])
+        x = F.embedding(torch.tensor(tokens, device=self.embed.device), self.embed)
+        for number, layer in enumerate(self.layers):
+            q, k, v = self._project(layer, x, cos, sin)
+            self.cache.append(number, slots, k, v)
+            x = self._finish(layer, x, self._attend(number, q, groups, attended).flatten(1))
+        return self._logits(x), attended
+
+    def refresh(self, slots: Sequence[int]) -> None:
+        """Let the indexes do upkeep that is due for these slots."""
+        for index in self.indexes:
+            index.refresh(slots)
+
+    def _advance(self, slots: Sequence[int]) -> None:
+        for eviction in self.cache.advance(slots):
+            for number, index in enumerate(self.indexes):
+                index.extend(eviction.slot, self.cache.evicted_keys(number, eviction))
+
+    def _attend(self, number: int, queries: Tensor, groups: list[Group], attended: list[float]) -> Tensor:
+        """Attend group by group: queries and outputs [batch, H, D]; adds this layer's share to `attended`."""
+        out = queries
+        for group in groups:
+            part = queries if len(groups) == 1 else queries[group.requests]
+            part, counts = self._attend_group(number, part.contiguous(), group)
+            for request, count in zip(group.requests, counts, strict=True):
+                attended[request] += count / len(self.layers)
+            if len(groups) == 1:
+                return part
+            out = torch.empty_like(queries) if out is queries else out
+            out[group.requests] = part
+        return out
+
+    def _attend_group(self, number: int, queries: Tensor, group: Group) -> tuple[Tensor, tuple[int, ...]]:
+        view = self.cache.view(number, group.slots, group.window_tokens, group.lengths)
+        if group.selection is not None:
+            return attend(queries, group.selection, view, self.scaling, self.library), group.selection.counts
+        selection = self.indexes[number].select(queries, group.slots)
+        return self.indexes[number].attend(queries, selection, view), selection.counts
+
+    def _groups(self, slots: Sequence[int], window_tokens: Tensor, lengths: Tensor) -> list[Group]:
+        """Split a batch into requests below full_threshold, which attend to everything, and the others."""
+        threshold = self.cache.config.full_threshold
+        dense = [self.cache.tokens[slot] < threshold or self.cache.lengths[slot] == 0 for slot in slots]
+        groups = []
+        for wanted in (True, False):
+            requests = [request for request, is_dense in enumerate(dense) if is_dense == wanted]
+            if requests:
+                part = [slots[request] for request in requests]
+                held = [self.cache.lengths[slot] for slot in part]
+                kv_heads = self.model.num_kv_heads
+                selection = Selection.everything(held, kv_heads, self.embed.device) if wanted else None
+                groups.append(Group(requests, part, selection, window_tokens[requests], lengths[requests]))
+        return groups
+
+    def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalise, project and rotate x [tokens, hidden]: queries [tokens, H, D], keys and values [tokens, G, D]."""
+        model = self.model
+        normed = F.rms_norm(x, (model.hidden_size,), layer.attention_norm, model.rms_norm_eps)
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, model.head_dim))
+        heads, kv_heads = model.num_heads, model.num_kv_heads
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
+            q = F.rms_norm(q, (model.head_dim,), layer.q_norm, model.rms_norm_eps)
+            k = F.rms_norm(k, (model.head_dim,), layer.k_norm, model.rms_norm_eps)
+            qk = torch.cat((q, k), dim=1)
+        else:
+            qk = qkv[:, : heads + kv_heads]
+        qk = rotate(qk, cos, sin)
+        return qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
+
+    def _finish(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
+        """Output projection and MLP, both residual: x [tokens, hidden], attended [tokens, H*D]."""
+        x = x + F.linear(attended, layer.o, layer.o_bias)
+        normed = F.rms_norm(x, (self.model.hidden_size,), layer.mlp_norm, self.model.rms_norm_eps)
+        gate, up = F.linear(normed, layer.gate_up).chunk(2, dim=-1)
+        return x + F.linear(F.silu(gate) * up, layer.down)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        normed = F.rms_norm(x, (self.model.hidden_size,), self.norm, self.model.rms_norm_eps)
+        return F.linear(normed, self.lm_head).float()

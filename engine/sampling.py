@@ -1,0 +1,111 @@
+"""Draws the next token of one request: repetition penalty, temperature, top-k, top-p, one draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import RequestError
+from .request import SamplingParams
+
+
+class Sampler:
+    """Sampling state of one request: its generator and the tokens that it has seen.
+
+    Nothing here depends on the batch that the request runs in, so the same seed gives the same tokens in any company.
+
+    Parameters
+    ----------
+    vocab_size : int
+        Length of the logits.
+    prompt_ids : sequence of int
+        Tokens that the repetition penalty counts as seen from the start.
+    """
+
+    def __init__(self, params: SamplingParams, vocab_size: int, prompt_ids: Sequence[int]) -> None:
+        self.params = params
+        self._generator = torch.Generator().manual_seed(params.seed)
+        self._seen: Tensor | None = None
+        if params.repetition_penalty != 1:
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool)
+            self._seen[torch.tensor(prompt_ids, dtype=torch.long)] = True
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor) -> int:
+        """Draw a token and remember it as seen.
+
+        Parameters
+        ----------
+        logits : Tensor, float32 [vocabulary], CPU
+            Not changed. -inf excludes a token.
+
+        Raises
+        ------
+        RequestError
+            If a logit is NaN or +inf, or all are -inf.
+        """
+        scores = logits
+        if self._seen is not None:
+            scores = penalise(scores, self._seen, self.params.repetition_penalty)
+        best, token = scores.max(dim=0)  # of equal scores the lowest id; a NaN anywhere comes out as the maximum
+        if not torch.isfinite(best):
+            raise RequestError(
+                f"logits: the largest is {float(best)}, must be finite; the model's numbers overflow, "
+                "try a build with --dtype float32"
+            )
+        if self.params.temperature > 0:
+            token = self._draw(scores.double() - best.double())
+        drawn = int(token)
+        if self._seen is not None:
+            self._seen[drawn] = True
+        return drawn
+
+    def _draw(self, scores: Tensor) -> Tensor:
+        """Draw from scores [vocabulary] whose maximum is 0: float64, so that no temperature above 0 overflows."""
+        ids, probabilities = candidates(scores / self.params.temperature, self.params.top_k, self.params.top_p)
+        cumulative = probabilities.cumsum(dim=0)
+        target = torch.rand((), generator=self._generator, dtype=torch.float64) * cumulative[-1]
+        # right=True passes over tokens of probability 0; target < cumulative[-1], so the index is in range
+        return ids[torch.searchsorted(cumulative, target, right=True)]
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Divide positive and multiply negative logits of seen tokens by `penalty` (CTRL paper, section 4.1).
+
+    Logits float [vocabulary], seen bool [vocabulary].
+    """
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def candidates(scores: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """Tokens that top-k and then top-p (nucleus sampling) leave, and their probabilities.
+
+    Parameters
+    ----------
+    scores : Tensor, float [vocabulary]
+        Logits over temperature.
+    top_k : int
+        Tokens to keep, with all that equal the last of them; 0 keeps every token.
+    top_p : float
+        Keep the most probable tokens up to and with the one at which their probability reaches top_p.
+
+    Returns
+    -------
+    ids : Tensor, int64 [kept]
+    probabilities : Tensor, dtype of scores [kept]
+        Relative to what top-k left; they sum to less than 1 where top-p cut.
+    """
+    ids = torch.arange(scores.shape[0])
+    if 0 < top_k < scores.shape[0]:
+        ids = (scores >= scores.topk(top_k).values[-1]).nonzero()[:, 0]
+    probabilities = scores[ids].softmax(dim=0)
+    if top_p == 1:
+        return ids, probabilities
+    # Tokens below this bound add up to less than 1 - top_p, so none is in the nucleus; leaving them out saves the sort.
+    likely = (probabilities >= (1 - top_p) / probabilities.shape[0]).nonzero()[:, 0]
+    ordered, order = probabilities[likely].sort(descending=True, stable=True)
+    preceding = ordered.cumsum(dim=0) - ordered
+    kept = preceding < top_p
+    return ids[likely[order[kept]]], ordered[kept]

@@ -1,0 +1,172 @@
+"""Text to token ids and back, and text that grows as tokens arrive."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import EngineDirectoryError, RequestError
+
+TOKENIZER_FOLDER = "tokenizer"  # inside an engine directory, as transformers' save_pretrained writes it
+REPLACEMENT = "\ufffd"  # what decoding puts in place of bytes that are no UTF-8
+LONGEST_RUN = 16  # tokens without complete text after which TextStream looks for a place to cut
+
+
+class Tokenizer:
+    """The tokenizer of an engine directory; may be shared by threads.
+
+    transformers is imported and the files are read when first needed: an engine fed with token ids never pays for it.
+    """
+
+    def __init__(self, engine_dir: Path) -> None:
+        self._directory = engine_dir / TOKENIZER_FOLDER
+        self._lock = threading.Lock()
+        self._loaded: Any = None
+        self._special_ids: frozenset[int] = frozenset()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; `add_special_tokens` adds those with which the model expects a text to begin.
+
+        Text from `apply_chat_template` has them already. Raises RequestError on lone surrogates: they are no Unicode text.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(f"text_input: not Unicode ({error.reason} at {error.start}); send valid UTF-8") from None
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        text: str = self._tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Text of a conversation up to where the model's answer begins; messages have "role" and "content".
+
+        Raises RequestError if the model has no chat template, or its template refuses the messages.
+        """
+        from jinja2 import TemplateError
+
+        if not self._tokenizer.chat_template:
+            raise RequestError(
+                "apply_chat_template = True: this model's tokenizer has no chat template; send the text as it is"
+            )
+        try:
+            text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise RequestError(f"messages: the model's chat template refuses them: {error}") from None
+        return text
+
+    def stream(self, stop_words: Sequence[str] = ()) -> TextStream:
+        """Start the text of one output; see TextStream."""
+        return TextStream(self, stop_words)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `decode` leaves the token out."""
+        return bool(self._tokenizer) and token_id in self._special_ids
+
+    @property
+    def _tokenizer(self) -> Any:
+        with self._lock:
+            if self._loaded is None:
+                self._load()
+            return self._loaded
+
+    def _load(self) -> None:
+        from transformers import AutoTokenizer
+
+        if not self._directory.is_dir():
+            raise EngineDirectoryError(f"{self._directory} is missing: the engine has no tokenizer; build it again")
+        self._loaded = AutoTokenizer.from_pretrained(str(self._directory), local_files_only=True)
+        special = (number for number, token in self._loaded.added_tokens_decoder.items() if token.special)
+        # tokenizers differ in which of them they leave out: ask
+        self._special_ids = frozenset(i for i in special if not self._loaded.decode([i], skip_special_tokens=True))
+
+
+class TextStream:
+    """Text of one output while its tokens arrive.
+
+    `push` returns only text that later tokens cannot change: it holds back bytes of an incomplete UTF-8 character and
+    whatever could be the beginning of a stop word. All parts together equal `Tokenizer.decode` of all tokens, or, if
+    `stopped`, that text before the stop word that was complete first.
+
+    The cost of a token does not grow with the output: a token is decoded together with the few before it, not with all.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_words: Sequence[str] = ()) -> None:
+        if not all(stop_words):
+            raise RequestError("stop_words = '': must be non-empty; leave empty stop words out")
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stop_words = tuple(stop_words)
+        self._ids: list[int] = []  # context (decoders need what stands before a token), then tokens not given out yet
+        self._context = 0  # how many of them are context
+        self._context_text = ""
+        self._held = ""  # text that could begin a stop word
+
+    def push(self, token_id: int) -> str:
+        """Add a token; returns the text that is certain now and was not returned before."""
+        if self.stopped or self._tokenizer.is_special(token_id):
+            return ""
+        self._ids.append(token_id)
+        text = self._tokenizer.decode(self._ids)
+        if not text.endswith(REPLACEMENT):
+            return self._pass_on(self._take(len(self._ids), text))
+        pending = len(self._ids) - self._context
+        return self._pass_on(self._cut_run(text)) if pending % LONGEST_RUN == 0 else ""
+
+    def finish(self) -> str:
+        """End the output; returns the rest of the text."""
+        if self.stopped:
+            return ""
+        text = self._pass_on(self._take(len(self._ids), self._tokenizer.decode(self._ids)))
+        if not self.stopped:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _take(self, stop: int, text: str) -> str:
+        """Give out the tokens before `stop`, which together with the context read `text`; they are the next context."""
+        new = text[len(self._context_text) :]
+        if new:
+            del self._ids[: self._context]
+            self._context = stop - self._context
+            self._context_text = self._tokenizer.decode(self._ids[: self._context])
+        return new
+
+    def _cut_run(self, text: str) -> str:
+        """Give out what is certain of a long run of bytes that end in no complete character.
+
+        A character has at most four bytes, so one of the last four places between tokens is not inside a character; it
+        is where both sides decode to the same text alone as together.
+        """
+        for stop in range(len(self._ids) - 1, max(self._context, len(self._ids) - 5), -1):
+            left = self._tokenizer.decode(self._ids[:stop])
+            if left + self._tokenizer.decode(self._ids[stop:]) == text:
+                return self._take(stop, left)
+        return ""
+
+    def _pass_on(self, text: str) -> str:
+        """Add certain text to what is held, stop at a stop word, hold what could begin one, return the rest."""
+        self._held += text
+        found = [(at + len(word), at) for word in self._stop_words if (at := self._held.find(word)) >= 0]
+        if found:
+            self.stopped = True
+            text, self._held = self._held[: min(found)[1]], ""
+            return text
+        keep = self._possible_beginning()
+        split = len(self._held) - keep
+        text, self._held = self._held[:split], self._held[split:]
+        return text
+
+    def _possible_beginning(self) -> int:
+        """Length of the longest end of the held text with which a stop word begins."""
+        longest = min(len(self._held), max((len(word) - 1 for word in self._stop_words), default=0))
+        for length in range(longest, 0, -1):
+            if any(word.startswith(self._held[-length:]) for word in self._stop_words):
+                return length
+        return 0

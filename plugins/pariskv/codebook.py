@@ -1,0 +1,121 @@
+"""ParisKV codebooks: Lloyd–Max magnitude levels, the randomised Hadamard rotation, nibble packing (paper, section 4).
+
+After the rotation a block of m coordinates points in a nearly uniform direction u of the unit sphere, so each u_j² is
+Beta(1/2, (m-1)/2) (proposition 4.1) whatever the model: the levels below need no data.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from scipy.special import beta, betainc, betaincinv
+from torch import Tensor
+
+from .config import Config
+
+BLOCK = 8  # coordinates per block
+LEVELS = 8  # a 4-bit code is a sign and one of 8 magnitudes
+# The levels that the public release prints are what about 100 rounds from the quantiles give. The fixed point, reached
+# after some 500 rounds, lies up to 0.003 away and has 0.02 % less squared error: not worth differing from the release.
+ROUNDS = 100
+
+
+def padded_dim(head_dim: int) -> int:
+    """Smallest power of two that is >= head_dim and a whole number of blocks of 8: the length of a rotated vector."""
+    return max(BLOCK, 1 << (head_dim - 1).bit_length())
+
+
+def build_codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:
+    """Everything that encoding needs beside the keys, float32 on the CPU.
+
+    Returns
+    -------
+    dict
+        "levels" [8] and "thresholds" [7], magnitudes of a direction's coordinate; "signs" [padded head size], ±1.
+    """
+    levels, thresholds = lloyd_max(config.block_size, LEVELS)
+    return {
+        "levels": torch.from_numpy(levels).float(),
+        "thresholds": torch.from_numpy(thresholds).float(),
+        "signs": rotation_signs(config.rotation_seed, padded_dim(head_dim)),
+    }
+
+
+def lloyd_max(block_size: int, levels: int, rounds: int = ROUNDS) -> tuple[np.ndarray, np.ndarray]:
+    """Lloyd–Max quantiser of x = |u_j|, u uniform on the unit sphere in `block_size` >= 2 dimensions.
+
+    x has density c (1 - x²)^((m-3)/2) on [0, 1], so the mass and the first moment of a cell are differences of a
+    regularised incomplete beta function and of a power: no quadrature error, no sampling.
+
+    Returns
+    -------
+    levels : float64 [levels]
+        Conditional means of the cells, ascending.
+    thresholds : float64 [levels - 1]
+        Midpoints of neighbouring levels.
+    """
+    shape = (block_size - 1) / 2
+    density_scale = 2 / beta(0.5, shape)
+    points = np.sqrt(betaincinv(0.5, shape, (np.arange(levels) + 0.5) / levels))
+    for _ in range(rounds):
+        borders = np.concatenate([[0.0], (points[1:] + points[:-1]) / 2, [1.0]])
+        mass = np.diff(betainc(0.5, shape, borders**2))
+        moment = -np.diff((1 - borders**2) ** shape) * density_scale / (2 * shape)
+        points = moment / mass
+    return points, (points[1:] + points[:-1]) / 2
+
+
+def rotation_signs(seed: int, dim: int) -> Tensor:
+    """Diagonal of the randomised Hadamard transform: float32 [dim] of ±1, the same for a seed on every machine."""
+    bits = torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(seed))
+    return (1 - 2 * bits).float()
+
+
+def walsh_hadamard(values: Tensor) -> Tensor:
+    """Orthonormal Walsh–Hadamard transform over the last dimension (a power of two): float32 [..., P] to [..., P].
+
+    Stages in order of stride 1, 2, 4, …, each (a + b, a - b), scaled once at the end: additions only, so that another
+    implementation can reproduce it to the bit.
+    """
+    size = values.shape[-1]
+    result = values
+    stride = 1
+    while stride < size:
+        low, high = result.reshape(*values.shape[:-1], -1, 2, stride).unbind(dim=-2)
+        result = torch.stack((low + high, low - high), dim=-2).flatten(-3)
+        stride *= 2
+    return result * (1.0 / size**0.5)
+
+
+def rotate(vectors: Tensor, signs: Tensor) -> Tensor:
+    """R x of paper section 4: pad to the length of `signs` with zeros, flip signs, transform. [..., D] to [..., P]."""
+    padded = torch.nn.functional.pad(vectors.float(), (0, signs.shape[0] - vectors.shape[-1]))
+    return walsh_hadamard(padded * signs)
+
+
+def split_blocks(vectors: Tensor) -> Tensor:
+    """Cut vectors into blocks of 8 coordinates: [..., P] to [..., B, 8]."""
+    return vectors.reshape(*vectors.shape[:-1], -1, BLOCK)
+
+
+def pack_bits(negative: Tensor) -> Tensor:
+    """Centroid ids: bool [..., 8] to uint8 [...], bit j set if coordinate j is negative."""
+    powers = 1 << torch.arange(BLOCK, device=negative.device)
+    return (negative * powers).sum(dim=-1).to(torch.uint8)
+
+
+def pack_nibbles(nibbles: Tensor) -> Tensor:
+    """Pack uint8 [..., P] of values 0..15 to uint8 [..., P/2]: coordinate 2i in the low half of byte i."""
+    pairs = nibbles.reshape(*nibbles.shape[:-1], -1, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Inverse of `pack_nibbles`: uint8 [..., P/2] to uint8 [..., P]."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def dequantise(codes: Tensor, levels: Tensor) -> Tensor:
+    """Quantised directions: packed codes uint8 [..., P/2] to float32 [..., P], level times sign."""
+    signed = torch.cat((levels, -levels))  # a nibble with bit 3 set is negative
+    return signed[unpack_nibbles(codes).long()]

@@ -1,0 +1,90 @@
+"""Fields of the ParisKV method, as they stand in `method_config` of an engine directory."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from kvseek.engine.config import require
+from kvseek.plugins.common.group import require_group_reduce
+
+
+@dataclass(frozen=True)
+class ScheduleStep:
+    """Retrieval effort for regions of fewer than `below_tokens` tokens (None: of any length).
+
+    `rho` is the share of the keys that earn a tier in each block, `beta` the share that is reranked.
+    """
+
+    below_tokens: int | None
+    rho: float
+    beta: float
+
+    def __post_init__(self) -> None:
+        below = self.below_tokens
+        limit = "> 0, or null in the last step"
+        require(below is None or below > 0, "schedule_steps.below_tokens", below, limit, "5000 is the first default")
+        for name in ("rho", "beta"):
+            value = getattr(self, name)
+            require(0 < value <= 1, f"schedule_steps.{name}", value, "in (0, 1]", "it is a share of the keys")
+
+
+DEFAULT_SCHEDULE = (
+    ScheduleStep(5_000, 0.5, 0.5),
+    ScheduleStep(10_000, 0.3, 0.25),
+    ScheduleStep(30_000, 0.25, 0.2),
+    ScheduleStep(None, 0.2, 0.1),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """How keys are encoded and how many rows are retrieved.
+
+    Attributes
+    ----------
+    top_k : int
+        Rows retrieved per KV head.
+    group_reduce : str
+        "mean", "max" or "softmax_mean": how the query heads of a KV head agree (plugins/common/group.py).
+    rotation_seed : int
+        Seed of the signs of the randomised Hadamard transform.
+    alpha_correction : bool
+        Divide each block's weight by the cosine between its direction and the quantised one.
+    block_size : int
+        Coordinates per block; a centroid id is one byte, so 8.
+    schedule_steps : tuple of ScheduleStep
+        Effort by region length, ascending; the last step has no bound.
+    """
+
+    top_k: int = 100
+    group_reduce: str = "softmax_mean"
+    rotation_seed: int = 0
+    alpha_correction: bool = True
+    block_size: int = 8
+    schedule_steps: tuple[ScheduleStep, ...] = DEFAULT_SCHEDULE
+
+    def __post_init__(self) -> None:
+        require(self.top_k >= 1, "top_k", self.top_k, ">= 1", "100 is the default")
+        require_group_reduce(self.group_reduce, "group_reduce")
+        in_range = 0 <= self.rotation_seed < 2**63
+        require(in_range, "rotation_seed", self.rotation_seed, "in [0, 2**63)", "any such number will do")
+        limit = "8, the only size supported"
+        require(self.block_size == 8, "block_size", self.block_size, limit, "leave it out: a centroid id is one byte")
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        bounds = [step.below_tokens for step in self.schedule_steps]
+        ended = bool(bounds) and bounds[-1] is None
+        name = "schedule_steps"
+        require(ended, name, bounds, "ended by a step with below_tokens null", "add a step for all longer regions")
+        inner = [bound for bound in bounds[:-1] if bound is not None]
+        only_last = len(inner) == len(bounds) - 1
+        require(only_last, name, bounds, "bounded by below_tokens except in the last step", "give each step its bound")
+        ascending = all(a < b for a, b in itertools.pairwise(inner))
+        require(ascending, name, bounds, "in ascending order of below_tokens", "sort the steps")
+
+    def schedule(self, tokens: int) -> tuple[float, float]:
+        """(rho, beta) for a retrieval region of `tokens` tokens."""
+        step = next(s for s in self.schedule_steps if s.below_tokens is None or tokens < s.below_tokens)
+        return step.rho, step.beta

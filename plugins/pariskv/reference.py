@@ -1,0 +1,185 @@
+"""ParisKV in PyTorch, on any device: the definition of correct for the native and GPU kernels.
+
+Encode a key once; for a query, vote for keys block by block with one byte of each key's code (collision), estimate the
+scores of the best-voted share from 4-bit codes (rerank), keep the top k. ParisKV paper, section 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvseek.engine.config import EXTENT_TOKENS
+from kvseek.plugins.base import Index, IndexContext, Selection
+from kvseek.plugins.common.group import best_positions, query_lanes, reduce_scores
+
+from .codebook import BLOCK, dequantise, pack_bits, pack_nibbles, rotate, split_blocks
+from .config import Config
+
+CENTROIDS = 256  # sign patterns of a block
+TIERS = ((5, 6), (15, 5), (30, 4), (50, 3), (75, 2), (100, 1))  # (per cent of T, score), paper section 4
+ENCODE_TOKENS = 8 * EXTENT_TOKENS  # keys encoded at a time, which bounds temporary memory
+
+
+class ReferenceIndex(Index):
+    """One layer's codes, in extents of 1,024 tokens.
+
+    With E extents, G KV heads, P the padded head size and B = P/8 blocks:
+
+    Attributes
+    ----------
+    ids : Tensor, uint8 [E, G, 1024, B]
+        Centroid of each block; bit j is set if coordinate j is negative.
+    codes : Tensor, uint8 [E, G, 1024, P/2]
+        Nibble of coordinate 2i in the low half of byte i, of 2i+1 in the high half: level in bits 0-2, sign in bit 3.
+    weights : Tensor, float16 [E, G, 1024, B]
+        w_b = ‖k‖ r_b / α_b.
+    counts : Tensor, int32 [slots, G, B, 256]
+        Keys of each slot per centroid.
+    """
+
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context)
+        self.config: Config = context.config
+        books = {name: book.to(context.device) for name, book in context.codebooks.items()}
+        self.levels, self.thresholds, self.signs = books["levels"], books["thresholds"], books["signs"]
+        self.padded_dim = self.signs.shape[0]
+        self.blocks = self.padded_dim // BLOCK
+        rows = (context.extents.capacity, context.num_kv_heads, EXTENT_TOKENS)
+        device = context.device
+        self.ids = torch.empty((*rows, self.blocks), dtype=torch.uint8, device=device)
+        self.codes = torch.empty((*rows, self.padded_dim // 2), dtype=torch.uint8, device=device)
+        self.weights = torch.empty((*rows, self.blocks), dtype=torch.float16, device=device)
+        count_shape = (context.extents.slots, context.num_kv_heads, self.blocks, CENTROIDS)
+        self.counts = torch.zeros(count_shape, dtype=torch.int32, device=device)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Ids, codes and weights of all KV heads; the counters do not grow with the tokens."""
+        return self.context.num_kv_heads * (self.blocks + self.padded_dim // 2 + 2 * self.blocks)
+
+    def encode(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Encode keys [G, n, D]: ids uint8 [G, n, B], codes uint8 [G, n, P/2], weights float16 [G, n, B].
+
+        The key is rotated as it is: dividing by ‖k‖ first and multiplying the radius by it later would cancel.
+        A level is the number of thresholds below the magnitude. Weights beyond float16 are cut at its largest number.
+        """
+        blocks = split_blocks(rotate(keys, self.signs))
+        radius = blocks.square().sum(dim=-1, keepdim=True).sqrt()
+        magnitude = blocks.abs() / torch.where(radius > 0, radius, 1.0)
+        negative = blocks < 0
+        level = torch.bucketize(magnitude, self.thresholds)
+        nibbles = (level + 8 * negative).to(torch.uint8)
+        weight = radius[..., 0]
+        if self.config.alpha_correction:  # α = <v, u>: sign patterns agree, so magnitudes suffice
+            alpha = (self.levels[level] * magnitude).sum(dim=-1)
+            weight = torch.where(weight > 0, weight / alpha, 0.0)
+        weight = weight.clamp(max=torch.finfo(torch.float16).max)
+        return pack_bits(negative), pack_nibbles(nibbles.flatten(-2)), weight.half()
+
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
+        """See Index.build; the queries are not used."""
+        self.counts[slot] = 0
+        self._append(slot, 0, keys)
+
+    def extend(self, slot: int, keys: Tensor) -> None:
+        """See Index.extend."""
+        self._append(slot, self.context.lengths[slot] - keys.shape[1], keys)
+
+    def _append(self, slot: int, start: int, keys: Tensor) -> None:
+        for offset in range(0, keys.shape[1], ENCODE_TOKENS):
+            ids, codes, weights = self.encode(keys[:, offset : offset + ENCODE_TOKENS])
+            for array, values in ((self.ids, ids), (self.codes, codes), (self.weights, weights)):
+                self.context.extents.write(array, slot, start + offset, values)
+            by_block = ids.transpose(1, 2).long()
+            self.counts[slot].scatter_add_(-1, by_block, torch.ones_like(by_block, dtype=torch.int32))
+
+    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
+        """Top k rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
+
+        Rows ascend by position; -1 fills up when the region holds fewer than top_k.
+        """
+        kv_heads, top_k = self.context.num_kv_heads, self.config.top_k
+        rows = torch.full((len(slots), kv_heads, top_k), -1, dtype=torch.int32, device=queries.device)
+        for request, slot in enumerate(slots):
+            grouped = queries[request].reshape(kv_heads, -1, queries.shape[-1])
+            positions = self._positions(grouped, slot)
+            rows[request, :, : positions.shape[1]] = positions.int()
+        return Selection(rows, 1, tuple(min(top_k, self.context.lengths[slot]) for slot in slots))
+
+    def _positions(self, queries: Tensor, slot: int) -> Tensor:
+        # queries [G, g, D] to ascending positions int64 [G, min(top_k, n)]
+        extents, n, top_k = self.context.extents, self.context.lengths[slot], self.config.top_k
+        if n <= top_k:
+            return torch.arange(n, device=queries.device).expand(queries.shape[0], -1)
+        rho, beta = self.config.schedule(n)
+        lanes = rotate(query_lanes(queries, self.config.group_reduce), self.signs)
+        tiers = tier_table(lanes, self.counts[slot], math.ceil(rho * n))
+        votes = collision_scores(tiers, extents.read(self.ids, slot, n))
+        candidates = best_positions(votes, min(n, max(top_k, math.ceil(beta * n))))
+        codes = take_rows(extents.read(self.codes, slot, n), candidates)
+        weights = take_rows(extents.read(self.weights, slot, n), candidates)
+        estimates = estimate_scores(lanes, codes, weights, self.levels)
+        values = reduce_scores(estimates, self.config.group_reduce, self.context.scaling)
+        return candidates.gather(1, best_positions(values, top_k))
+
+
+def take_rows(array: Tensor, positions: Tensor) -> Tensor:
+    """Rows of array [G, n, width] at positions [G, c]: [G, c, width]."""
+    return array.gather(1, positions[..., None].expand(-1, -1, array.shape[-1]))
+
+
+def centroid_scores(lanes: Tensor) -> Tensor:
+    """Score all sign patterns of each block: rotated queries [G, lanes, P] to float32 [G, lanes, B, 256].
+
+    Adds or subtracts coordinate 0, then 1, … 7, so that another implementation can reproduce it to the bit. The length
+    1/√8 that all centroids share is left out: only their order matters.
+    """
+    blocks = split_blocks(lanes)
+    scores = torch.zeros_like(blocks[..., :1])
+    for coordinate in blocks.split(1, dim=-1):
+        scores = torch.cat((scores + coordinate, scores - coordinate), dim=-1)
+    return scores
+
+
+def tier_table(lanes: Tensor, counts: Tensor, budget: int) -> Tensor:
+    """Votes of each centroid: rotated queries [G, lanes, P] and counts [G, B, 256] to uint8 [G, lanes, B, 256].
+
+    Centroids are walked by descending score (ties: ascending id). One that is preceded by less than 5/15/30/50/75/100 %
+    of `budget` = ceil(ρ n) keys earns 6/5/4/3/2/1, any other none.
+    """
+    order = centroid_scores(lanes).argsort(dim=-1, descending=True, stable=True)
+    ranked = counts[:, None].expand(order.shape).long().gather(-1, order)
+    preceding = ranked.cumsum(dim=-1) - ranked
+    tiers = torch.zeros_like(order, dtype=torch.uint8)
+    for percent, tier in reversed(TIERS):
+        tiers[preceding * 100 < percent * budget] = tier
+    return torch.zeros_like(tiers).scatter_(-1, order, tiers)
+
+
+def collision_scores(tiers: Tensor, ids: Tensor) -> Tensor:
+    """Votes for each key: tiers uint8 [G, lanes, B, 256] and ids uint8 [G, n, B] to int32 [G, n].
+
+    Summed over the blocks; the best lane counts.
+    """
+    by_block = ids.transpose(1, 2).long()[:, None].expand(-1, tiers.shape[1], -1, -1)
+    return tiers.gather(-1, by_block).sum(dim=2, dtype=torch.int32).amax(dim=1)
+
+
+def estimate_scores(lanes: Tensor, codes: Tensor, weights: Tensor, levels: Tensor) -> Tensor:
+    """Estimate q·k as Σ_b w_b <v_b, (R q)_b>: float32 [G, lanes, c].
+
+    Parameters
+    ----------
+    lanes : Tensor, float32 [G, lanes, P]
+        Rotated queries (not normalised: ‖q‖ is in them).
+    codes : Tensor, uint8 [G, c, P/2]
+    weights : Tensor, float16 [G, c, B]
+    levels : Tensor, float32 [8]
+    """
+    directions = split_blocks(dequantise(codes, levels))
+    keys = (directions * weights.float()[..., None]).flatten(-2)
+    return lanes @ keys.transpose(1, 2)
