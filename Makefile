@@ -1,0 +1,60 @@
+# Set-up, demo and checks. Every target can be run again; what is up to date is not done twice.
+PYTHON ?= python3
+PIP_ARGS ?=
+THREADS ?=
+PORTS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
+ENGINE := .cache/engines/smollm2-pariskv
+QUESTION ?= $(shell cat examples/question.txt)
+SERVER_THREADS := $(if $(THREADS),--threads $(THREADS))
+
+.PHONY: demo serve test check lint types format install model engine clean
+
+demo: engine ## build, serve, ask a question about a long document, shut down
+	$(BIN)/python -m kvseek.cli.demo --engine_dir $(ENGINE) --document examples/harbour_log.txt \
+	    --question "$(QUESTION)" $(SERVER_THREADS)
+
+serve: engine ## leave the server running in the foreground (Ctrl-C ends it)
+	$(BIN)/kvseek serve --engine_dir $(ENGINE) $(PORTS) $(SERVER_THREADS)
+
+test: install model ## unit, reference, property and end-to-end tests
+	$(BIN)/python -m pytest
+
+check: lint types test ## what .ci/run calls
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
+
+types: install
+	$(BIN)/mypy -p kvseek.engine -p kvseek.plugins -p kvseek.builder -p kvseek.server -p kvseek.client -p kvseek.cli \
+	    -p kvseek.evaluation -p kvseek.benchmarks
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(git ls-files '*.cpp' '*.h')
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) examples/preflight.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt setuptools torch
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e ".[dev]"
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt --no-deps nvidia-pytriton
+	touch $@
+
+model: $(MODEL)
+
+$(MODEL): | install
+	$(BIN)/python examples/fetch_model.py $@
+
+engine: install model ## an engine directory of the example model, rebuilt when anything that it is made of changes
+	$(BIN)/python builder/build.py --model $(MODEL) --method pariskv --output_dir $(ENGINE) --max_batch_size 4
+
+clean: ## forget the virtual environment, the model and the engines
+	rm -rf $(VENV) .cache build *.egg-info

@@ -1,0 +1,72 @@
+"""Fixtures that more than one test file uses: the real models, engine directories, the compiled kernels."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from kvseek.builder import build
+from kvseek.builder.compile import cached_cpu_library
+from kvseek.engine.kernels import CpuLibrary
+
+ROOT = Path(__file__).resolve().parent.parent
+SMOLLM2 = ROOT / ".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf"
+NEEDLE = ROOT.parent / "shared/needle"
+BuildEngine = Callable[..., Path]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct, a real Llama checkpoint."""
+    if not SMOLLM2.exists():
+        pytest.skip(f"{SMOLLM2.relative_to(ROOT)} is absent: run make model")
+    return SMOLLM2
+
+
+@pytest.fixture(scope="session")
+def needle_folder() -> Path:
+    """The retrieval tasks and the tiny Qwen3 model trained on them."""
+    if not (NEEDLE / "tasks.py").exists():
+        pytest.skip("../shared/needle is absent: it is not part of the repository")
+    return NEEDLE
+
+
+@pytest.fixture(scope="session")
+def document() -> str:
+    """A long English text."""
+    return (ROOT / "examples/harbour_log.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def library() -> CpuLibrary:
+    """The compiled CPU kernels of this checkout."""
+    return CpuLibrary(cached_cpu_library())
+
+
+@pytest.fixture(scope="session")
+def build_engine(tmp_path_factory: pytest.TempPathFactory) -> BuildEngine:
+    """Build an engine directory, once per set of arguments: `build_engine(model, method, *flags)`."""
+    built: dict[tuple[object, ...], Path] = {}
+    numbers = itertools.count()
+
+    def make(model: Path, method: str, *flags: str) -> Path:
+        key = (model, method, *flags)
+        if key not in built:
+            directory = tmp_path_factory.mktemp("engines") / f"{method}-{next(numbers)}"
+            arguments = ["--model", str(model), "--method", method, "--output_dir", str(directory), "--quiet", *flags]
+            assert build.main(arguments) == 0
+            built[key] = directory
+        return built[key]
+
+    return make
