@@ -29,7 +29,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` adds those with which the model expects a text to begin.
 
-        Text from `apply_chat_template` has them already. Raises RequestError on lone surrogates: they are no Unicode text.
+        Text from `apply_chat_template` has them already. Raises RequestError on lone surrogates.
         """
         try:
             text.encode("utf-8")

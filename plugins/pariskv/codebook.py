@@ -6,6 +6,8 @@ Beta(1/2, (m-1)/2) (proposition 4.1) whatever the model: the levels below need n
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from scipy.special import beta, betainc, betaincinv
@@ -84,7 +86,7 @@ def walsh_hadamard(values: Tensor) -> Tensor:
         low, high = result.reshape(*values.shape[:-1], -1, 2, stride).unbind(dim=-2)
         result = torch.stack((low + high, low - high), dim=-2).flatten(-3)
         stride *= 2
-    return result * (1.0 / size**0.5)
+    return result * (1.0 / math.sqrt(size))
 
 
 def rotate(vectors: Tensor, signs: Tensor) -> Tensor:

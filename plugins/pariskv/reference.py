@@ -140,7 +140,8 @@ def centroid_scores(lanes: Tensor) -> Tensor:
     """
     blocks = split_blocks(lanes)
     scores = torch.zeros_like(blocks[..., :1])
-    for coordinate in blocks.split(1, dim=-1):
+    for j in range(BLOCK):
+        coordinate = blocks[..., j : j + 1]
         scores = torch.cat((scores + coordinate, scores - coordinate), dim=-1)
     return scores
 

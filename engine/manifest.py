@@ -1,0 +1,97 @@
+"""The manifest of an engine directory: every other file with its size and SHA-256, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import from_dict
+from .errors import ConfigError, EngineDirectoryError
+
+MANIFEST_FILE = "manifest.json"
+CODEBOOKS_FILE = "codebooks.safetensors"
+HASH_THREADS = 4  # hashing and reading release the interpreter lock; more threads only contend for the disk
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the builder wrote: size in bytes, and SHA-256 in hexadecimal."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Contents of manifest.json.
+
+    Attributes
+    ----------
+    kvseek_version : str
+        The version that built the engine.
+    source_model : str
+        Name of the checkpoint's folder or file.
+    fingerprint : str
+        Digest of everything that the build depended on (builder/manifest.py).
+    files : dict of str to FileRecord
+        Every file of the directory but the manifest, by its path with forward slashes.
+    """
+
+    kvseek_version: str
+    source_model: str
+    fingerprint: str
+    files: dict[str, FileRecord]
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read manifest.json of an engine directory; raises EngineDirectoryError if it is missing or malformed."""
+    path = directory / MANIFEST_FILE
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        manifest = from_dict(Manifest, document, MANIFEST_FILE)
+        files = {name: from_dict(FileRecord, record, name) for name, record in dict(manifest.files).items()}
+    except (FileNotFoundError, NotADirectoryError):
+        raise EngineDirectoryError(f"{path} is missing: {directory} is no engine directory; run kvseek build") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, ConfigError, TypeError) as error:
+        raise EngineDirectoryError(f"{path} is corrupt ({error}); build the engine again") from None
+    return Manifest(manifest.kvseek_version, manifest.source_model, manifest.fingerprint, files)
+
+
+def verify(directory: Path) -> None:
+    """Compare every file of an engine directory with its manifest.
+
+    Raises
+    ------
+    EngineDirectoryError
+        Naming the first file that is missing, or whose size or SHA-256 differs, with the expected and the found value.
+    """
+    files = read_manifest(directory).files
+    for name, record in files.items():  # the cheap checks of all files come before the first digest
+        _check_size(directory / name, record.size)
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        digests = pool.map(sha256, [directory / name for name in files])
+        for (name, record), found in zip(files.items(), digests, strict=True):
+            if found != record.sha256:
+                raise EngineDirectoryError(
+                    f"{directory / name} is corrupt: expected SHA-256 {record.sha256}, found {found}; "
+                    "build the engine again, or copy it again from where it was built"
+                )
+
+
+def _check_size(path: Path, expected: int) -> None:
+    if not path.is_file():
+        raise EngineDirectoryError(f"{path} is missing; build the engine again, or copy all of its files")
+    if (found := path.stat().st_size) != expected:
+        raise EngineDirectoryError(
+            f"{path} is corrupt: expected {expected} bytes, found {found}; "
+            "build the engine again, or copy it again from where it was built"
+        )

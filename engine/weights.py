@@ -1,0 +1,61 @@
+"""The weights of an engine directory: safetensors shards and an index, written by builder/weights.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .errors import EngineDirectoryError
+
+INDEX_FILE = "weights.index.json"  # {"metadata": {"total_size": bytes}, "weight_map": {tensor name: shard file}}
+
+
+def load_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Load all weights of an engine directory onto `device`.
+
+    On the CPU, tensors stored in `dtype` are views of the memory-mapped shards: pages are read when first used and
+    shared between processes. Others are converted, which takes memory of their own.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        The engine's dtype; the builder stores weights in it.
+
+    Returns
+    -------
+    dict of str to Tensor
+        Fused weights under the names that builder/weights.py lists.
+
+    Raises
+    ------
+    EngineDirectoryError
+        If the index or a shard is missing or malformed, or a shard lacks a tensor that the index names.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    weights: dict[str, Tensor] = {}
+    for file, names in _read_index(directory).items():
+        try:
+            with safe_open(directory / file, framework="pt", device=str(device)) as shard:
+                weights.update({name: shard.get_tensor(name).to(dtype) for name in names})
+        except (SafetensorError, FileNotFoundError) as error:
+            raise EngineDirectoryError(f"cannot read {directory / file}: {error}; build the engine again") from None
+    return weights
+
+
+def _read_index(directory: Path) -> dict[str, list[str]]:
+    """Tensor names by shard file."""
+    path = directory / INDEX_FILE
+    try:
+        weight_map: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        names: dict[str, list[str]] = {file: [] for file in weight_map.values()}
+    except FileNotFoundError:
+        raise EngineDirectoryError(f"{path} is missing; build the engine again, or copy all of its files") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EngineDirectoryError(f"{path} is corrupt ({error!r}); build the engine again") from None
+    for name, file in weight_map.items():
+        names[file].append(name)
+    return names

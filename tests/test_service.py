@@ -1,0 +1,87 @@
+"""The engine thread: callbacks, cancellation, shutdown, and isolation of callers from each other."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import BuildEngine
+from kvseek.engine.errors import KvseekError, RequestError
+from kvseek.engine.request import FinishReason, Request, StepOutput
+from kvseek.engine.service import EngineService
+from random_models import save_random_model
+
+PROMPT = tuple(i * 13 % 101 for i in range(60))
+TIMEOUT = 60.0
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
+    return build_engine(save_random_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3"), "full")
+
+
+@pytest.fixture
+def service(directory: Path) -> Iterator[EngineService]:
+    service = EngineService.load(directory)
+    yield service
+    service.close()
+
+
+def collect(outputs: queue.Queue[StepOutput]) -> list[StepOutput]:
+    found = [outputs.get(timeout=TIMEOUT)]
+    while found[-1].finish_reason is None:
+        found.append(outputs.get(timeout=TIMEOUT))
+    return found
+
+
+def test_many_threads_submit_at_once(service: EngineService) -> None:
+    answers: dict[int, list[int | None]] = {}
+
+    def ask(number: int) -> None:
+        outputs: queue.Queue[StepOutput] = queue.Queue()
+        service.submit(Request(PROMPT[number:], 5 + number), outputs.put)
+        answers[number] = [o.token_id for o in collect(outputs) if o.token_id is not None]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert [len(answers[number]) for number in range(8)] == [5 + number for number in range(8)]
+
+
+def test_bad_requests_raise_in_the_caller(service: EngineService) -> None:
+    with pytest.raises(RequestError, match="input_ids"):
+        service.submit(Request((), 5), lambda output: None)
+
+
+def test_cancel(service: EngineService) -> None:
+    outputs: queue.Queue[StepOutput] = queue.Queue()
+    handle = service.submit(Request(PROMPT, 400), outputs.put)
+    while outputs.get(timeout=TIMEOUT).token_id is None:
+        pass
+    service.cancel(handle)
+    assert collect(outputs)[-1].finish_reason is FinishReason.CANCELLED
+    service.cancel(handle)  # a second time: nothing happens
+
+
+def test_a_failing_callback_cancels_its_request_only(service: EngineService) -> None:
+    def fail(output: StepOutput) -> None:
+        raise RuntimeError("the stream is gone")
+
+    outputs: queue.Queue[StepOutput] = queue.Queue()
+    service.submit(Request(PROMPT, 400), fail)
+    service.submit(Request(PROMPT, 20), outputs.put)
+    assert collect(outputs)[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_closing_ends_requests_and_refuses_new_ones(service: EngineService) -> None:
+    outputs: queue.Queue[StepOutput] = queue.Queue()
+    service.submit(Request(PROMPT, 400), outputs.put)
+    service.close()
+    assert collect(outputs)[-1].finish_reason is FinishReason.CANCELLED
+    with pytest.raises(KvseekError, match="shutting down"):
+        service.submit(Request(PROMPT, 5), outputs.put)

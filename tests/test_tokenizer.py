@@ -1,0 +1,212 @@
+"""Tokenizer and text streaming: with a byte-level tokenizer made here, with needle's and with SmolLM2's."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from kvseek.engine.errors import EngineDirectoryError, RequestError
+from kvseek.engine.tokenizer import LONGEST_RUN, TextStream, Tokenizer
+
+TEXT = "The lamp was lit at dusk. Größe, naïve, 灯台の光, маяк, 🚢🧭. The end of the log, the end of the year."
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
+
+
+def save_tiny_tokenizer(engine_dir: Path, chat_template: str | None = None) -> None:
+    """A byte-level BPE tokenizer: 256 bytes, some merges, special tokens."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"])
+    backend.train_from_iterator([TEXT] * 3, trainer)
+    backend.add_tokens([AddedToken("<plain>", special=False)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = chat_template
+    fast.save_pretrained(engine_dir / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("engine")
+    save_tiny_tokenizer(directory, TEMPLATE)
+    return Tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_gguf, tmp_path_factory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("smollm2")
+    fast = AutoTokenizer.from_pretrained(str(smollm2_gguf.parent), gguf_file=smollm2_gguf.name)
+    fast.save_pretrained(directory / "tokenizer")
+    return Tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def needle(needle_folder, tmp_path_factory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("needle")
+    (directory / "tokenizer").symlink_to(needle_folder / "model")
+    return Tokenizer(directory)
+
+
+def stream_all(tokenizer: Tokenizer, ids: list[int], stop_words: tuple[str, ...] = ()) -> tuple[str, TextStream]:
+    stream = tokenizer.stream(stop_words)
+    return "".join([*(stream.push(i) for i in ids), stream.finish()]), stream
+
+
+def cut_at_first_complete(text: str, stop_words: tuple[str, ...]) -> str:
+    """Text before the stop word that is complete first, the longest of those that end there."""
+    for end in range(1, len(text) + 1):
+        ending = [word for word in stop_words if text[:end].endswith(word)]
+        if ending:
+            return text[: end - max(map(len, ending))]
+    return text
+
+
+def test_text_round_trip(tiny):
+    assert tiny.decode(tiny.encode(TEXT)) == TEXT
+    assert stream_all(tiny, tiny.encode(TEXT))[0] == TEXT
+
+
+def test_special_tokens(tiny):
+    start, end = tiny.encode("<s></s>")
+    ids = [start, *tiny.encode("a"), end, *tiny.encode("b"), start]
+    assert tiny.decode(ids) == "ab"
+    assert tiny.decode(ids, skip_special_tokens=False) == "<s>a</s>b<s>"
+    assert stream_all(tiny, ids)[0] == "ab"
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_stream_equals_decode_for_any_tokens(tiny, data):
+    ids = data.draw(st.lists(st.integers(0, 330), max_size=80))
+    assert stream_all(tiny, ids)[0] == tiny.decode(ids)
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_stream_equals_decode_for_any_bytes(tiny, data):
+    """Bytes as tokens: invalid, incomplete and complete characters in any order, runs longer than LONGEST_RUN."""
+    pieces = st.sampled_from([b"\xff", b"\x80", b"\xf0\x9f", b"\xe2\x82", b"\xf0\x9f\x9a\xa2", b"\xe2\x82\xac", b"\xc3"])
+    text = b"".join(data.draw(st.lists(st.one_of(pieces, st.binary(max_size=3)), max_size=40)))
+    ids = [byte_token(tiny, byte) for byte in text]
+    assert tiny.decode(ids) == text.decode("utf-8", errors="replace")
+    assert stream_all(tiny, ids)[0] == tiny.decode(ids)
+
+
+def byte_token(tokenizer: Tokenizer, byte: int) -> int:
+    table = dict(zip(pre_tokenizers_bytes(), range(256), strict=True))
+    (name,) = (char for char, value in table.items() if value == byte)
+    return tokenizer._tokenizer.convert_tokens_to_ids(name)
+
+
+def pre_tokenizers_bytes() -> list[str]:
+    """The characters by which byte-level vocabularies write bytes 0 to 255."""
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    printable = [chr(i) for i in (*range(33, 127), *range(161, 173), *range(174, 256))]
+    names = {char.encode("latin-1")[0]: char for char in printable}
+    spare = (chr(256 + i) for i in range(256))
+    table = [names[i] if i in names else next(spare) for i in range(256)]
+    assert sorted(table) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert splitter.pre_tokenize_str(" ")[0][0] == table[32]
+    return table
+
+
+def test_parts_are_certain(tiny):
+    """What push returns is a beginning of the final text, whatever follows, and no character is held for long."""
+    ids = tiny.encode(TEXT)
+    stream, out = tiny.stream(), ""
+    for count, token in enumerate(ids, 1):
+        out += stream.push(token)
+        assert TEXT.startswith(out)
+        assert len(tiny.decode(ids[:count]).rstrip("\ufffd")) == len(out)
+
+
+def test_no_token_costs_more_than_the_first_ones(tiny, monkeypatch):
+    """The number of tokens decoded a push stays bounded: in text, in endless invalid bytes, in special tokens."""
+    decoded = []
+    decode = Tokenizer.decode
+
+    def counting(self, ids, skip_special_tokens=True):
+        decoded.append(len(ids))
+        return decode(self, ids, skip_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "decode", counting)
+    (start,) = tiny.encode("<s>")
+    lead = byte_token(tiny, 0xF0)
+    for ids in (tiny.encode(TEXT) * 10, [byte_token(tiny, 0x80)] * 400, [lead] * 400, [start] * 400):
+        decoded.clear()
+        stream_all(tiny, ids)
+        assert max(decoded, default=0) <= 3 * LONGEST_RUN
+        assert sum(decoded) <= len(ids) * 4 * LONGEST_RUN
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "ab", "ba", "c", "é", "🚢"]), max_size=25),
+    st.lists(st.text("abcé🚢", min_size=1, max_size=4), max_size=3),
+)
+@settings(max_examples=300, deadline=None)
+def test_stop_words_cut_where_one_is_complete_first(tiny, pieces, stop_words):
+    ids = [token for piece in pieces for token in tiny.encode(piece)]
+    text, stream = stream_all(tiny, ids, tuple(stop_words))
+    assert text == cut_at_first_complete("".join(pieces), tuple(stop_words))
+    assert stream.stopped == any(word in "".join(pieces) for word in stop_words)
+
+
+def test_stop_word_is_held_back_and_released(tiny):
+    stream = tiny.stream(("END",))
+    assert [stream.push(t) for c in "xENyEND!" for t in tiny.encode(c)] == ["x", "", "", "ENy", "", "", "", ""]
+    assert stream.stopped
+    assert stream.finish() == ""
+    stream = tiny.stream(("END",))
+    assert [stream.push(t) for c in "EN" for t in tiny.encode(c)] == ["", ""]
+    assert stream.finish() == "EN"
+    assert not stream.stopped
+
+
+def test_empty_stop_word_is_refused(tiny):
+    with pytest.raises(RequestError, match="stop_words = ''"):
+        tiny.stream(("a", ""))
+
+
+def test_chat_template(tiny, tmp_path):
+    messages = [{"role": "user", "content": "When?"}]
+    assert tiny.apply_chat_template(messages) == "<|user|>When?<|assistant|>"
+    save_tiny_tokenizer(tmp_path)
+    with pytest.raises(RequestError, match="no chat template"):
+        Tokenizer(tmp_path).apply_chat_template(messages)
+    save_tiny_tokenizer(tmp_path / "refuses", "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(RequestError, match="roles must alternate"):
+        Tokenizer(tmp_path / "refuses").apply_chat_template(messages)
+
+
+def test_bad_text_and_missing_folder(tiny, tmp_path):
+    with pytest.raises(RequestError, match="text_input: not Unicode"):
+        tiny.encode("a\udc80")
+    with pytest.raises(EngineDirectoryError, match="no tokenizer; build it again"):
+        Tokenizer(tmp_path).encode("a")
+
+
+@pytest.mark.model
+@given(st.lists(st.integers(0, 49151), max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_smollm2_stream_equals_decode(smollm2, ids):
+    assert stream_all(smollm2, ids)[0] == smollm2.decode(ids)
+
+
+@pytest.mark.model
+def test_smollm2_text_and_template(smollm2):
+    assert smollm2.decode(smollm2.encode(TEXT)) == TEXT
+    assert stream_all(smollm2, smollm2.encode(TEXT))[0] == TEXT
+    prompt = smollm2.apply_chat_template([{"role": "user", "content": "When?"}])
+    assert prompt.endswith("<|im_start|>user\nWhen?<|im_end|>\n<|im_start|>assistant\n")
+
+
+@given(st.lists(st.integers(0, 2623), max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_needle_stream_equals_decode(needle, ids):
+    """A tokenizer without a decoder: words joined by spaces, so a word's text depends on what stands before it."""
+    assert stream_all(needle, ids)[0] == needle.decode(ids)
