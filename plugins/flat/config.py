@@ -1,0 +1,20 @@
+"""Fields of the flat method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvseek.engine.config import require
+from kvseek.plugins.common.group import require_group_reduce
+
+
+@dataclass(frozen=True)
+class Config:
+    """How many rows are retrieved per KV head, and how its query heads agree (plugins/common/group.py)."""
+
+    top_k: int = 100
+    group_reduce: str = "softmax_mean"
+
+    def __post_init__(self) -> None:
+        require(self.top_k >= 1, "top_k", self.top_k, ">= 1", "100 is the default")
+        require_group_reduce(self.group_reduce, "group_reduce")
