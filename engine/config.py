@@ -168,10 +168,14 @@ class EngineConfig:
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise EngineDirectoryError(f"{path} is missing: {directory} is no engine directory; run kvseek build") from None
+            raise EngineDirectoryError(
+                f"{path} is missing: {directory} is no engine directory; run kvseek build"
+            ) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise EngineDirectoryError(f"{path} is not JSON ({error}); build the engine again") from None
-        require(isinstance(document, dict), str(path), type(document).__name__, "a JSON object", "build the engine again")
+        require(
+            isinstance(document, dict), str(path), type(document).__name__, "a JSON object", "build the engine again"
+        )
         version = document.pop("format_version", None)
         if version != FORMAT_VERSION:
             raise EngineDirectoryError(

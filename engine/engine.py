@@ -8,11 +8,10 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
-
 from kvseek.plugins.base import Index, IndexContext
 from kvseek.plugins.registry import get_method
+from safetensors.torch import load_file
+from torch import Tensor
 
 from .cache import Cache
 from .config import EngineConfig

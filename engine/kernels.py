@@ -28,7 +28,9 @@ class CpuLibrary:
         try:
             function: ctypes._NamedFuncPointer = getattr(self._library, name)
         except AttributeError:
-            raise KernelError(f"the CPU kernels lack {name}; they are of another version: build the engine again") from None
+            raise KernelError(
+                f"the CPU kernels lack {name}; they are of another version: build the engine again"
+            ) from None
         function.argtypes = list(argument_types)
         function.restype = None
         return function
@@ -37,5 +39,7 @@ class CpuLibrary:
 def pointer(tensor: Tensor) -> int:
     """Address of a contiguous CPU tensor's data."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise KernelError(f"kernel argument on {tensor.device}, strides {tensor.stride()}: must be contiguous on the CPU")
+        raise KernelError(
+            f"kernel argument on {tensor.device}, strides {tensor.stride()}: must be contiguous on the CPU"
+        )
     return tensor.data_ptr()

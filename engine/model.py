@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from kvseek.plugins.base import Index, Selection
+from torch import Tensor
 
 from .attention import attend, causal_attention
 from .cache import Cache
@@ -85,7 +84,9 @@ class Decoder:
                 yield done / units
         return self._logits(hidden[-1:])[0]
 
-    def _prefill_chunk(self, number: int, hidden: Tensor, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
+    def _prefill_chunk(
+        self, number: int, hidden: Tensor, start: int, stop: int, keys: Tensor, values: Tensor
+    ) -> Tensor:
         """One layer over tokens start .. stop - 1, in place; returns those of the queries that the index may want."""
         x = hidden[start:stop]
         q, k, v = self._project(self.layers[number], x, *self.rope(start, stop))

@@ -60,13 +60,19 @@ class Request:
         n, vocabulary = len(self.prompt_ids), config.model.vocab_size
         _require(n >= 1, "input_ids", f"{n} tokens", "at least one token", "send a prompt")
         limit = f"<= max_input_len = {config.max_input_len} tokens"
-        _require(n <= config.max_input_len, "input_lengths", n, limit, "shorten it or build with a larger max_input_len")
+        _require(
+            n <= config.max_input_len, "input_lengths", n, limit, "shorten it or build with a larger max_input_len"
+        )
         _require(self.max_tokens >= 1, "max_tokens (request_output_len)", self.max_tokens, ">= 1", "ask for a token")
         limit = f"<= max_seq_len = {config.max_seq_len} together with the prompt of {n} tokens"
         fits = n + self.max_tokens <= config.max_seq_len
         _require(fits, "max_tokens (request_output_len)", self.max_tokens, limit, "ask for fewer tokens")
         limit = f"in [0, {vocabulary})"
-        for name, ids in (("input_ids", self.prompt_ids), ("end_id", self.end_ids), *(("stop_words_list", w) for w in self.stop_words)):
+        for name, ids in (
+            ("input_ids", self.prompt_ids),
+            ("end_id", self.end_ids),
+            *(("stop_words_list", w) for w in self.stop_words),
+        ):
             bad = next((i for i in ids if not 0 <= i < vocabulary), None)
             _require(bad is None, name, bad, limit, "the vocabulary of the model has no such id")
         _require(all(self.stop_words), "stop_words_list", (), "non-empty sequences", "leave empty stop words out")

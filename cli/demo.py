@@ -1,0 +1,70 @@
+"""`make demo`: starts a server, asks one question about a long document, prints the figures, shuts the server down."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvseek.client.chat import build_prompt, read_text, show
+from kvseek.client.grpc_client import GrpcClient
+from kvseek.client.options import GenerateOptions
+from kvseek.engine.config import EngineConfig
+from kvseek.engine.errors import KvseekError
+from kvseek.engine.tokenizer import Tokenizer
+from kvseek.server.launch import running_server
+from rich.console import Console
+
+
+def shorten(document: str, tokenizer: Tokenizer, tokens: int) -> str:
+    """Whole paragraphs from the beginning of a document, as many as `tokens` tokens have room for."""
+    kept = ""
+    for paragraph in document.split("\n\n"):
+        longer = f"{kept}\n\n{paragraph}" if kept else paragraph
+        if len(tokenizer.encode(longer)) > tokens:
+            break
+        kept = longer
+    return kept
+
+
+def run(arguments: argparse.Namespace, console: Console) -> None:
+    """The whole demonstration."""
+    config, tokenizer = EngineConfig.load(arguments.engine_dir), Tokenizer(arguments.engine_dir)
+    document = shorten(read_text(arguments.document), tokenizer, arguments.document_tokens)
+    tokens = len(tokenizer.encode(document))
+    console.print(f"document: {arguments.document}, {tokens:,} tokens; method: {config.method}; dtype: {config.dtype}")
+    started = time.perf_counter()
+    with running_server(arguments.engine_dir, threads=arguments.threads) as server:
+        console.print(f"tritonserver is ready after {time.perf_counter() - started:.1f} s (gRPC {server.grpc_url})")
+        console.print(f"question: {arguments.question}")
+        options = GenerateOptions(
+            max_tokens=arguments.max_tokens, apply_chat_template=True, return_prefill_progress=True
+        )
+        chunks = GrpcClient(server.grpc_url).generate_stream(build_prompt(document, arguments.question), options)
+        _, figures = show(chunks, console)
+        console.print(figures.summary(), highlight=False, soft_wrap=True)
+        process = server.process
+    console.print(f"the server has shut down (exit status {process.returncode})")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demonstration; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m kvseek.cli.demo", description=__doc__)
+    parser.add_argument("--engine_dir", type=Path, required=True)
+    parser.add_argument("--document", type=Path, required=True)
+    parser.add_argument("--document_tokens", type=int, default=6500, help="use at most this much of it")
+    parser.add_argument("--question", required=True)
+    parser.add_argument("--max_tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int)
+    try:
+        run(parser.parse_args(argv), Console())
+    except KvseekError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""The `kvseek` command: each subcommand is imported when it is asked for, so that help is quick."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+COMMANDS = {
+    "build": ("kvseek.builder.build", "turn a checkpoint into an engine directory"),
+    "serve": ("kvseek.server.launch", "serve an engine directory with Triton"),
+    "chat": ("kvseek.client.chat", "ask a running server"),
+    "bench": ("kvseek.benchmarks.decode", "measure the time per output token"),
+}
+USAGE = "usage: kvseek [--version] COMMAND [ARGUMENT ...]\n\n" + "\n".join(
+    f"  {name:6} {summary}" for name, (_, summary) in COMMANDS.items()
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns its exit status, 2 for bad usage."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] == "--version":
+        print(f"kvseek {version('kvseek')}")
+        return 0
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(f"{USAGE}\n\nkvseek COMMAND --help says more.")
+        return 0 if arguments else 2
+    if arguments[0] not in COMMANDS:
+        print(f"error: unknown command {arguments[0]!r}\n{USAGE}", file=sys.stderr)
+        return 2
+    module, _ = COMMANDS[arguments[0]]
+    status: int = importlib.import_module(module).main(arguments[1:])
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""gRPC client: one stream per request, text as it is generated."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpc
+
+from .chunk import Chunk
+from .errors import ClientError
+from .options import MODEL, GenerateOptions
+
+DTYPES: dict[str, tuple[str, Any]] = {
+    "text_input": ("BYTES", object),
+    "stop_words": ("BYTES", object),
+    "max_tokens": ("INT32", np.int32),
+    "top_k": ("INT32", np.int32),
+    "end_id": ("INT32", np.int32),
+    "temperature": ("FP32", np.float32),
+    "top_p": ("FP32", np.float32),
+    "repetition_penalty": ("FP32", np.float32),
+    "seed": ("UINT64", np.uint64),
+}
+BOOL = ("BOOL", np.bool_)
+
+
+class GrpcClient:
+    """Streams answers from a kvseek server. Nothing is held between requests.
+
+    Parameters
+    ----------
+    url : str
+        host:port of the gRPC service.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def generate_stream(self, text_input: str, options: GenerateOptions) -> Iterator[Chunk]:
+        """Send a prompt and yield chunks until the answer ends; closing the iterator cancels the request.
+
+        Raises
+        ------
+        ClientError
+            If the server cannot be reached or refuses the request.
+        """
+        responses: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        client = grpc.InferenceServerClient(self.url)
+        try:
+            client.start_stream(lambda result, error: responses.put((result, error)))
+            inputs = [_tensor(name, value) for name, value in options.fields(text_input, stream=True).items()]
+            client.async_stream_infer(MODEL, inputs, enable_empty_final_response=True)
+            while True:
+                result, error = responses.get()
+                if error is not None:
+                    raise ClientError(_message(self.url, error))
+                response = result.get_response()
+                if response.outputs:
+                    yield _chunk(result)
+                if response.parameters["triton_final_response"].bool_param:
+                    return
+        finally:
+            client.stop_stream(cancel_requests=True)
+            client.close()
+
+
+def _tensor(name: str, value: Any) -> Any:
+    kind, dtype = DTYPES.get(name, BOOL)
+    values = value if isinstance(value, list) else [value]
+    if kind == "BYTES":
+        values = [item.encode("utf-8") for item in values]
+    array = np.array([values], dtype=dtype)
+    tensor = grpc.InferInput(name, list(array.shape), kind)
+    tensor.set_data_from_numpy(array)
+    return tensor
+
+
+def _chunk(result: Any) -> Chunk:
+    def value(name: str, default: Any) -> Any:
+        array = result.as_numpy(name)
+        return default if array is None else array.reshape(-1)[0]
+
+    return Chunk(
+        text=value("text_output", b"").decode("utf-8"),
+        finish_reason=value("finish_reason", b"").decode("utf-8"),
+        prefill_progress=float(value("prefill_progress", 1.0)),
+        cached_tokens=int(value("cached_tokens", 0)),
+        attended_tokens=float(value("attended_tokens", 0.0)),
+        num_input_tokens=int(value("num_input_tokens", 0)),
+        num_output_tokens=int(value("num_output_tokens", 0)),
+    )
+
+
+def _message(url: str, error: Any) -> str:
+    if "UNAVAILABLE" in str(error.status()):
+        return f"no server answers at {url} ({error.message()}); start one with kvseek serve, or give its --url"
+    return str(error.message())

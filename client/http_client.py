@@ -1,0 +1,68 @@
+"""HTTP client of Triton's generate endpoints: plain JSON and server-sent events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import requests
+
+from .chunk import Chunk
+from .errors import ClientError
+from .options import MODEL, GenerateOptions
+
+CONNECT_SECONDS = 10.0
+EVENT = b"data: "
+NAMES = {field.name for field in fields(Chunk)} - {"text"}
+
+
+class HttpClient:
+    """Asks a kvseek server over HTTP.
+
+    Parameters
+    ----------
+    url : str
+        host:port of the HTTP service.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def generate(self, text_input: str, options: GenerateOptions) -> Chunk:
+        """Send a prompt and return the whole answer; raises ClientError."""
+        with self._post("generate", options.fields(text_input, stream=False), stream=False) as response:
+            return _chunk(response.json())
+
+    def generate_stream(self, text_input: str, options: GenerateOptions) -> Iterator[Chunk]:
+        """Send a prompt and yield chunks until the answer ends; raises ClientError."""
+        with self._post("generate_stream", options.fields(text_input, stream=True), stream=True) as response:
+            for line in response.iter_lines():
+                if line.startswith(EVENT):
+                    yield _chunk(json.loads(line[len(EVENT) :]))
+
+    def _post(self, endpoint: str, body: dict[str, Any], stream: bool) -> requests.Response:
+        try:
+            address = f"http://{self.url}/v2/models/{MODEL}/{endpoint}"
+            response = requests.post(address, json=body, stream=stream, timeout=(CONNECT_SECONDS, None))
+        except requests.ConnectionError as error:
+            raise ClientError(
+                f"no server answers at {self.url} ({error}); start one with kvseek serve, or give its --url"
+            ) from None
+        if not response.ok:
+            raise ClientError(_error(response))
+        return response
+
+
+def _error(response: requests.Response) -> str:
+    try:
+        return str(response.json()["error"])
+    except (ValueError, KeyError):
+        return f"HTTP status {response.status_code}: {response.text[:200]}"
+
+
+def _chunk(body: dict[str, Any]) -> Chunk:
+    if "error" in body:
+        raise ClientError(str(body["error"]))
+    return Chunk(text=body["text_output"], **{name: body[name] for name in NAMES & set(body)})

@@ -1,0 +1,45 @@
+"""What a client asks for: one generation request to the text model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+MODEL = "tensorrt_llm_bls"
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Fields of a request besides its text; None leaves the server's default (greedy decoding, the model's end ids)."""
+
+    max_tokens: int = 128
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    end_id: int | None = None
+    stop_words: tuple[str, ...] = ()
+    apply_chat_template: bool = False
+    return_prefill_progress: bool = False
+
+    def fields(self, text_input: str, stream: bool) -> dict[str, Any]:
+        """Inputs of tensorrt_llm_bls by name, those that are None or empty left out."""
+        values = {
+            "text_input": text_input,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": self.seed,
+            "end_id": self.end_id,
+            "stop_words": list(self.stop_words) or None,
+            "apply_chat_template": self.apply_chat_template,
+            "return_prefill_progress": self.return_prefill_progress,
+            "exclude_input_in_output": True,
+            "return_num_input_tokens": True,
+            "return_num_output_tokens": True,
+            "stream": stream,
+        }
+        return {name: value for name, value in values.items() if value is not None}

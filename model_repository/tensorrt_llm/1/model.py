@@ -1,0 +1,130 @@
+"""tensorrt_llm: token ids to token ids. Translates requests; the engine runs in its own thread.
+
+The engine hands every output to one responder thread, which talks to Triton: sending a response must not hold up the
+engine's next step.
+"""
+
+import json
+import logging
+import queue
+import threading
+from pathlib import Path
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from kvseek.engine.errors import KvseekError
+from kvseek.engine.request import FinishReason
+from kvseek.engine.service import EngineService
+from kvseek.server.metrics import ServerMetrics
+from kvseek.server.tensors import read_tensors
+from kvseek.server.translation import engine_request, one_row, scalar
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class Stream:
+    """One request's way back to its client."""
+
+    def __init__(self, request, tensors, prompt_ids):
+        self.sender = request.get_response_sender()
+        self.request_id = request.request_id()
+        self.streaming = bool(scalar(tensors, "streaming", False))
+        self.wants_progress = bool(scalar(tensors, "return_prefill_progress", False))
+        excluded = self.streaming or scalar(tensors, "exclude_input_in_output", False)
+        self.ids = [] if excluded else list(prompt_ids)  # a complete answer begins with its prompt unless excluded
+        self.handle = None
+        self.ended = False
+
+    def send(self, output):
+        if output.token_id is not None:
+            self.ids.append(output.token_id)
+        last = output.finish_reason is not None
+        progress = output.token_id is None and not last
+        if not (last or (self.streaming and not progress) or (self.wants_progress and progress)):
+            return
+        ids = [] if progress else self.ids
+        tensors = [
+            pb_utils.Tensor("output_ids", one_row(ids)),
+            pb_utils.Tensor("sequence_length", np.array([[len(ids)]], dtype=np.int32)),
+            pb_utils.Tensor("finish_reason", np.array([[output.finish_reason or ""]], dtype=object)),
+            pb_utils.Tensor("cached_tokens", np.array([[output.cached_tokens]], dtype=np.int32)),
+            pb_utils.Tensor("attended_tokens", np.array([[output.attended_tokens]], dtype=np.float32)),
+            pb_utils.Tensor("prefill_progress", np.array([[output.prefill_progress]], dtype=np.float32)),
+        ]
+        self.sender.send(pb_utils.InferenceResponse(tensors))
+        if self.streaming and not progress:
+            self.ids = []
+
+    def end(self, error=""):
+        self.ended = True
+        if error:
+            self.sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(error)))
+        self.sender.send(flags=FINAL)
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        logging.basicConfig(level=logging.INFO)
+        parameters = json.loads(args["model_config"])["parameters"]
+        threads = int(parameters["threads"]["string_value"])
+        self.service = EngineService.load(Path(parameters["engine_dir"]["string_value"]), threads or None)
+        self.metrics = ServerMetrics(pb_utils)
+        self.streams = {}  # request id given by the client → stream, for `stop`
+        self.outputs = queue.SimpleQueue()
+        self.responder = threading.Thread(target=self.respond, name="responder", daemon=True)
+        self.responder.start()
+
+    def execute(self, requests):
+        for request in requests:
+            try:
+                self.start(request)
+            except KvseekError as error:
+                sender = request.get_response_sender()
+                sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error))))
+                sender.send(flags=FINAL)
+
+    def start(self, request):
+        tensors = read_tensors(request)
+        if scalar(tensors, "stop", False):
+            self.stop(request)
+            return
+        engine = engine_request(tensors, self.service.config.model.eos_token_ids)
+        stream = Stream(request, tensors, engine.prompt_ids)
+        if stream.request_id:
+            self.streams[stream.request_id] = stream
+        stream.handle = self.service.submit(engine, lambda output: self.outputs.put((stream, output)))
+
+    def stop(self, request):
+        """A request with `stop` ends the running one that has the same request id, as in TensorRT-LLM."""
+        running = self.streams.get(request.request_id())
+        if running is not None and running.handle is not None:
+            self.service.cancel(running.handle)
+        request.get_response_sender().send(flags=FINAL)
+
+    def respond(self):
+        while (item := self.outputs.get()) is not None:
+            stream, output = item
+            self.metrics.record(output)
+            if stream.ended:
+                continue
+            try:
+                self.pass_on(stream, output)
+            except Exception:
+                logging.exception("a response could not be sent; its request is cancelled")
+                self.service.cancel(stream.handle)
+
+    def pass_on(self, stream, output):
+        if output.finish_reason is None and stream.sender.is_cancelled():
+            self.service.cancel(stream.handle)
+            return
+        if output.finish_reason is not FinishReason.ERROR:
+            stream.send(output)
+        if output.finish_reason is not None:
+            if self.streams.get(stream.request_id) is stream:
+                del self.streams[stream.request_id]
+            stream.end(output.error)
+
+    def finalize(self):
+        self.service.close()
+        self.outputs.put(None)
+        self.responder.join()

@@ -1,0 +1,7 @@
+"""Errors of starting a server."""
+
+from kvseek.engine.errors import KvseekError
+
+
+class ServerError(KvseekError, RuntimeError):
+    """A tritonserver cannot be found, started, or does not become ready."""

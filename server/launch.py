@@ -1,0 +1,213 @@
+"""Runs a tritonserver over an engine directory: `kvseek serve`, the demo and the tests."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from kvseek.engine.config import EngineConfig
+from kvseek.engine.errors import KvseekError
+from kvseek.engine.manifest import verify
+
+from .errors import ServerError
+from .ports import Ports
+from .triton import TritonServer, find_server
+
+READY_SECONDS = 180.0
+SHUTDOWN_SECONDS = 20.0
+LOG_LINES = 30
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MODELS = ("tensorrt_llm", "tensorrt_llm_bls")
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that is ready, and where."""
+
+    host: str
+    ports: Ports
+    process: subprocess.Popen[bytes]
+
+    @property
+    def grpc_url(self) -> str:
+        """host:port for tritonclient.grpc."""
+        return f"{self.host}:{self.ports.grpc}"
+
+    @property
+    def http_url(self) -> str:
+        """host:port for HTTP."""
+        return f"{self.host}:{self.ports.http}"
+
+    @property
+    def metrics_url(self) -> str:
+        """host:port of the Prometheus metrics."""
+        return f"{self.host}:{self.ports.metrics}"
+
+
+@contextmanager
+def running_server(
+    engine_dir: Path,
+    host: str = "127.0.0.1",
+    ports: Ports = Ports(0, 0, 0),  # noqa: B008  frozen
+    threads: int | None = None,
+    log: Path | None = None,
+    verbose: bool = False,
+) -> Iterator[RunningServer]:
+    """Start a server, wait until it is ready, and end it with the context.
+
+    Parameters
+    ----------
+    threads : int, optional
+        CPU threads of the engine; None leaves torch's choice.
+    log : Path, optional
+        File for the server's output; None keeps it for the error message of a failed start only.
+
+    Raises
+    ------
+    EngineDirectoryError, ConfigError
+        If the engine directory cannot be served.
+    ServerError
+        If there is no server, a port is busy, or the server ends or does not become ready in 180 s.
+    """
+    verify(engine_dir)
+    config = EngineConfig.load(engine_dir)
+    ports = ports.resolve(host)
+    with tempfile.TemporaryDirectory(prefix="kvseek-") as folder:
+        scratch = Path(folder)
+        server = find_server(scratch)
+        repository = _write_repository(scratch / "models", engine_dir, config, threads)
+        output = log or scratch / "server.log"
+        process = _start(server, repository, host, ports, output, verbose)
+        try:
+            running = RunningServer(host, ports, process)
+            _wait_until_ready(running, output)
+            yield running
+        finally:
+            _stop(process)
+
+
+def _write_repository(target: Path, engine_dir: Path, config: EngineConfig, threads: int | None) -> Path:
+    """Copy the model repository and point it at the engine."""
+    with as_file(files("kvseek.model_repository")) as source:
+        for model in MODELS:
+            shutil.copytree(source / model, target / model, ignore=shutil.ignore_patterns("__pycache__"))
+    replacements = {
+        "${engine_dir}": str(engine_dir.resolve()),
+        "${threads}": str(threads or 0),
+        "${max_batch_size}": str(config.max_batch_size),
+    }
+    for model in MODELS:
+        path = target / model / "config.pbtxt"
+        text = path.read_text(encoding="utf-8")
+        for name, value in replacements.items():
+            text = text.replace(name, value)
+        path.write_text(text, encoding="utf-8")
+    return target
+
+
+def _start(
+    server: TritonServer, repository: Path, host: str, ports: Ports, output: Path, verbose: bool
+) -> subprocess.Popen[bytes]:
+    command = [
+        str(server.binary),
+        f"--model-repository={repository}",
+        f"--backend-directory={server.backends}",
+        f"--http-address={host}",
+        f"--grpc-address={host}",
+        f"--metrics-address={host}",
+        f"--http-port={ports.http}",
+        f"--grpc-port={ports.grpc}",
+        f"--metrics-port={ports.metrics}",
+        "--exit-timeout-secs=10",
+        f"--log-verbose={int(verbose)}",
+    ]
+    with output.open("wb") as file:
+        return subprocess.Popen(
+            command,
+            env=server.environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=_die_with_parent,
+            start_new_session=True,  # Ctrl-C in a terminal ends the launcher, which ends the server in order
+        )
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _wait_until_ready(server: RunningServer, log: Path) -> None:
+    import tritonclient.grpc as grpc
+
+    deadline = time.monotonic() + READY_SECONDS
+    with grpc.InferenceServerClient(server.grpc_url) as client:
+        while server.process.poll() is None:
+            try:
+                if client.is_server_ready() and all(client.is_model_ready(model) for model in MODELS):
+                    return
+            except grpc.InferenceServerException:
+                pass  # not listening yet
+            if time.monotonic() > deadline:
+                raise ServerError(f"tritonserver is not ready after {READY_SECONDS:.0f} s; its log ends:\n{_tail(log)}")
+            time.sleep(0.1)
+    raise ServerError(f"tritonserver ended with status {server.process.returncode}; its log ends:\n{_tail(log)}")
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(SHUTDOWN_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments of `kvseek serve`."""
+    parser = argparse.ArgumentParser(prog="kvseek serve", description="Serve an engine directory with Triton.")
+    parser.add_argument("--engine_dir", type=Path, required=True, help="what kvseek build wrote")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--http_port", type=int, default=8000, help="default: %(default)s; 0 picks a free port")
+    parser.add_argument("--grpc_port", type=int, default=8001, help="default: %(default)s; 0 picks a free port")
+    parser.add_argument("--metrics_port", type=int, default=8002, help="default: %(default)s; 0 picks a free port")
+    parser.add_argument("--threads", type=int, help="CPU threads of the engine (default: torch's choice)")
+    parser.add_argument("--log", type=Path, help="file for the server's log (default: none is kept)")
+    parser.add_argument("--log_verbose", action="store_true", help="have Triton log every request")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`kvseek serve`: run until SIGINT or SIGTERM, or until the server ends."""
+    arguments = parse_arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    ports = Ports(arguments.http_port, arguments.grpc_port, arguments.metrics_port)
+    options = {"threads": arguments.threads, "log": arguments.log, "verbose": arguments.log_verbose}
+    try:
+        with running_server(arguments.engine_dir, arguments.host, ports, **options) as server:
+            print(
+                f"ready: gRPC {server.grpc_url}, HTTP {server.http_url}, metrics {server.metrics_url}/metrics",
+                flush=True,
+            )
+            status = server.process.wait()
+            raise ServerError(f"tritonserver ended with status {status}; run with --log FILE to see why")
+    except KeyboardInterrupt:
+        return 0
+    except KvseekError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1

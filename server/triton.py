@@ -1,0 +1,116 @@
+"""Finds a tritonserver: the system's (NGC containers), else the one inside the wheel nvidia-pytriton.
+
+The wheel is used as a carrier of the server's binaries. Its Python package is not imported, so it can be installed
+without its dependencies.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from .errors import ServerError
+
+SYSTEM_SERVER = Path("/opt/tritonserver/bin/tritonserver")  # where the NGC containers have it
+WHEEL = "nvidia-pytriton"
+STUB = "triton_python_backend_stub"
+BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
+VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@dataclass(frozen=True)
+class TritonServer:
+    """How to run a tritonserver: its binary, its backend directory and the environment it needs."""
+
+    binary: Path
+    backends: Path
+    environment: dict[str, str]
+
+
+def find_server(scratch: Path) -> TritonServer:
+    """Find a server; an embedded one gets a backend directory assembled inside `scratch`, which must outlive it.
+
+    Raises
+    ------
+    ServerError
+        If there is none, or its Python backend cannot run with this Python.
+    """
+    on_path = shutil.which("tritonserver")
+    binary = Path(on_path) if on_path else SYSTEM_SERVER
+    if binary.exists():
+        backends = binary.resolve().parent.parent / "backends"
+        if not (backends / "python").is_dir():
+            raise ServerError(
+                f"{binary} has no Python backend at {backends / 'python'}; install Triton's Python backend"
+            )
+        return TritonServer(binary, backends, _environment([]))
+    return _embedded_server(scratch)
+
+
+def _embedded_server(scratch: Path) -> TritonServer:
+    try:
+        site = Path(str(distribution(WHEEL).locate_file("")))
+    except PackageNotFoundError:
+        raise ServerError(
+            f"no tritonserver on PATH nor at {SYSTEM_SERVER}, and no embedded one; "
+            f"run: pip install --no-deps {WHEEL}==0.7.0, or start inside a Triton container"
+        ) from None
+    root = site / "pytriton" / "tritonserver"
+    stub = root / "python_backend_stubs" / VERSION / STUB
+    if not stub.exists():
+        known = ", ".join(sorted(folder.name for folder in (root / "python_backend_stubs").glob("3.*")))
+        raise ServerError(
+            f"{WHEEL} has no Python backend stub for Python {VERSION}, only for {known}; use one of these"
+        )
+    libpython = shared_libpython()
+    backend = scratch / "backends" / "python"
+    backend.mkdir(parents=True)
+    for name in BACKEND_FILES:
+        (backend / name).symlink_to(root / "backends" / "python" / name)
+    shutil.copy2(stub, backend / STUB)
+    (backend / STUB).chmod(0o755)  # wheels do not keep the executable bit of every file
+    binary = root / "bin" / "tritonserver"
+    if not os.access(binary, os.X_OK):
+        binary = Path(shutil.copy2(binary, scratch / "tritonserver"))
+        binary.chmod(0o755)
+    return TritonServer(binary, scratch / "backends", _environment([libpython.parent, site / "nvidia_pytriton.libs"]))
+
+
+def shared_libpython() -> Path:
+    """The shared library of the running Python, which the backend's stub loads; raises ServerError if there is none."""
+    name = sysconfig.get_config_var("INSTSONAME") or f"libpython{VERSION}.so.1.0"
+    multiarch = sysconfig.get_config_var("MULTIARCH") or ""
+    folders = (
+        sysconfig.get_config_var("LIBDIR") or "/usr/lib",
+        f"/usr/lib/{multiarch}",
+        "/usr/lib64",
+        "/usr/local/lib",
+    )
+    for folder in map(Path, folders):
+        if ".so" in name and (folder / name).exists():
+            return folder / name
+    raise ServerError(
+        f"no shared libpython{VERSION} in {folders[0]}, and Triton's Python backend loads it; "
+        f"install it (Debian, Ubuntu: apt-get install libpython{VERSION}), or use a Python built with --enable-shared "
+        "(pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared)"
+    )
+
+
+def _environment(libraries: list[Path]) -> dict[str, str]:
+    """This process's environment, with the libraries first and this Python's packages for the backend's stub.
+
+    The stub is a program of its own that starts the `python3` of PATH's first folder: that of the virtual environment.
+    """
+    environment = dict(os.environ)
+    paths = [str(folder) for folder in libraries]
+    if inherited := environment.get("LD_LIBRARY_PATH"):
+        paths.append(inherited)
+    if paths:
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join(paths)
+    environment["PATH"] = os.pathsep.join([str(Path(sys.prefix) / "bin"), environment.get("PATH", os.defpath)])
+    return environment
