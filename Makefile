@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 ENGINE := .cache/engines/smollm2-pariskv
 QUESTION ?= $(shell cat examples/question.txt)
+PACKAGES := engine plugins builder server client cli evaluation benchmarks
 SERVER_THREADS := $(if $(THREADS),--threads $(THREADS))
 
 .PHONY: demo serve test check lint types format install model engine clean
@@ -30,8 +31,9 @@ lint: install
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
 
 types: install
-	$(BIN)/mypy -p kvseek.engine -p kvseek.plugins -p kvseek.builder -p kvseek.server -p kvseek.client -p kvseek.cli \
-	    -p kvseek.evaluation -p kvseek.benchmarks
+	@mkdir -p .cache/types/kvseek  # mypy finds the packages by folder, not through an editable install
+	@for folder in $(PACKAGES); do ln -sfn $(CURDIR)/$$folder .cache/types/kvseek/$$folder; done
+	MYPYPATH=.cache/types $(BIN)/mypy $(PACKAGES:%=-p kvseek.%)
 
 format: install
 	$(BIN)/ruff check --fix .

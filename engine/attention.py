@@ -32,8 +32,8 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: flo
     """
     heads, q, dim = queries.shape
     kv_heads, past = keys.shape[0], keys.shape[1] - q
-    diagonal = (part[:, past:].repeat_interleave(heads // kv_heads, dim=0) for part in (keys, values))
-    out, lse = _flash(queries, *diagonal, scaling, causal=True)
+    own_keys, own_values = (part[:, past:].repeat_interleave(heads // kv_heads, dim=0) for part in (keys, values))
+    out, lse = _flash(queries, own_keys, own_values, scaling, causal=True)
     if past:
         # Every query sees all of the past, so the heads of a group stack as further queries of one KV head.
         stacked = queries.reshape(kv_heads, -1, dim)

@@ -174,7 +174,7 @@ class Decoder:
         """Normalise, project and rotate x [tokens, hidden]: queries [tokens, H, D], keys and values [tokens, G, D]."""
         model = self.model
         normed = F.rms_norm(x, (model.hidden_size,), layer.attention_norm, model.rms_norm_eps)
-        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, model.head_dim))
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, model.head_dim)
         heads, kv_heads = model.num_heads, model.num_kv_heads
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]

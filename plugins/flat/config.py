@@ -1,4 +1,4 @@
-"""Fields of the flat method."""
+"""Fields of the method `flat`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from kvseek.plugins.common.group import require_group_reduce
 
 @dataclass(frozen=True)
 class Config:
-    """How many rows are retrieved per KV head, and how its query heads agree (plugins/common/group.py)."""
+    """How many rows are kept, and by which group reduction (plugins/common/group.py) of the exact scores.
+
+    Attributes
+    ----------
+    top_k : int
+        Rows per KV head.
+    group_reduce : str
+        "mean", "max" or "softmax_mean".
+    """
 
     top_k: int = 100
     group_reduce: str = "softmax_mean"

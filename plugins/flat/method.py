@@ -1,21 +1,20 @@
-"""Exact top-k retrieval: the upper bound of every method that retrieves tokens. Scores all keys, so it is not fast."""
+"""Exact top-k: score every retrieval key. The upper bound of token-level retrieval, in PyTorch on any device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-
 from kvseek.engine.config import EXTENT_TOKENS
 from kvseek.plugins.base import Index, IndexContext, Selection
 from kvseek.plugins.common.group import best_positions, query_lanes, reduce_scores
+from torch import Tensor
 
 from .config import Config
 
 
 class FlatIndex(Index):
-    """Keeps its own copy of the keys, [extents, G, 1024, D], and compares each query with all of them."""
+    """Keeps its own copy of the keys, [extents, G, 1024, D] in the cache's dtype; scores are float32."""
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
@@ -32,25 +31,36 @@ class FlatIndex(Index):
         self.context.extents.write(self.keys, slot, self.context.lengths[slot] - keys.shape[1], keys)
 
     def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
-        """Top k rows by q·k: queries [batch, H, D] to ascending rows int32 [batch, G, top_k], -1 for none."""
+        """Top k rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
+
+        Rows ascend by position; -1 fills up when the region holds fewer than top_k.
+        """
         kv_heads, top_k = self.context.num_kv_heads, self.config.top_k
         rows = torch.full((len(slots), kv_heads, top_k), -1, dtype=torch.int32, device=queries.device)
         for request, slot in enumerate(slots):
-            keys = self.context.extents.read(self.keys, slot, self.context.lengths[slot]).float()
-            lanes = query_lanes(queries[request].unflatten(0, (kv_heads, -1)), self.config.group_reduce)
-            values = reduce_scores(lanes @ keys.transpose(1, 2), self.config.group_reduce, self.context.scaling)
-            positions = best_positions(values, min(top_k, keys.shape[1]))
+            keys = self.context.extents.read(self.keys, slot, self.context.lengths[slot])
+            grouped = queries[request].reshape(kv_heads, -1, queries.shape[-1])
+            positions = exact_top_k(grouped, keys, top_k, self.config.group_reduce, self.context.scaling)
             rows[request, :, : positions.shape[1]] = positions.int()
         return Selection(rows, 1, tuple(min(top_k, self.context.lengths[slot]) for slot in slots))
 
     @property
     def bytes_per_token(self) -> float:
-        """One key per KV head."""
-        return float(self.context.num_kv_heads * self.context.head_dim * self.context.dtype.itemsize)
+        """The copy of the keys."""
+        return self.context.num_kv_heads * self.context.head_dim * self.context.dtype.itemsize
+
+
+def exact_top_k(queries: Tensor, keys: Tensor, top_k: int, group_reduce: str, scaling: float) -> Tensor:
+    """Positions of the best keys by exact scores: queries [G, g, D], keys [G, n, D] to int64 [G, min(top_k, n)].
+
+    Ascending; ties are cut by lowest position.
+    """
+    scores = query_lanes(queries, group_reduce) @ keys.float().transpose(1, 2)
+    return best_positions(reduce_scores(scores, group_reduce, scaling), top_k)
 
 
 def codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:
-    """Nothing to compute when the engine is built."""
+    """The builder has nothing to compute."""
     return {}
 
 

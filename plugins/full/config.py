@@ -1,8 +1,10 @@
-"""Fields of the full method: none."""
+"""Fields of the method `full`: none."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Config:
-    """Dense attention has nothing to configure."""
+    """Dense attention has nothing to set."""

@@ -1,38 +1,37 @@
-"""Dense attention behind the retrieval contract: no index, every row selected."""
+"""Dense attention behind the index contract: every retrieval row is selected."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from kvseek.plugins.base import Index, IndexContext, Selection
+from torch import Tensor
 
 from .config import Config
 
 
 class FullIndex(Index):
-    """Holds nothing and selects everything."""
+    """Keeps nothing and selects everything."""
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
-        """See Index.build: nothing to do."""
+        """See Index.build; there is nothing to index."""
 
     def extend(self, slot: int, keys: Tensor) -> None:
-        """See Index.extend: nothing to do."""
+        """See Index.extend; there is nothing to index."""
 
     def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
-        """All rows of each slot, as pages of one extent."""
+        """All rows of each slot, in pages of one extent."""
         lengths = [self.context.lengths[slot] for slot in slots]
         return Selection.everything(lengths, self.context.num_kv_heads, queries.device)
 
     @property
     def bytes_per_token(self) -> float:
-        """There is no index."""
+        """Nothing is stored."""
         return 0.0
 
 
 def codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:
-    """Nothing to compute when the engine is built."""
+    """The builder has nothing to compute."""
     return {}
 
 
