@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+import numpy as np
+
 from .errors import ServerError
 
 SYSTEM_SERVER = Path("/opt/tritonserver/bin/tritonserver")  # where the NGC containers have it
@@ -67,6 +69,7 @@ def _embedded_server(scratch: Path) -> TritonServer:
         raise ServerError(
             f"{WHEEL} has no Python backend stub for Python {VERSION}, only for {known}; use one of these"
         )
+    _require_numpy_1()
     libpython = shared_libpython()
     backend = scratch / "backends" / "python"
     backend.mkdir(parents=True)
@@ -79,6 +82,15 @@ def _embedded_server(scratch: Path) -> TritonServer:
         binary = Path(shutil.copy2(binary, scratch / "tritonserver"))
         binary.chmod(0o755)
     return TritonServer(binary, scratch / "backends", _environment([libpython.parent, site / "nvidia_pytriton.libs"]))
+
+
+def _require_numpy_1() -> None:
+    """The stub of this wheel reads arrays by NumPy 1's layout: under NumPy 2 every tensor repeats its first byte."""
+    if not np.__version__.startswith("1."):
+        raise ServerError(
+            f"numpy = {np.__version__}: must be < 2 with the server of {WHEEL}, whose Python backend misreads NumPy 2 arrays; "
+            "run: pip install 'numpy<2' (a system tritonserver has no such limit)"
+        )
 
 
 def shared_libpython() -> Path:

@@ -48,7 +48,9 @@ def test_repetition_penalty_agrees_with_transformers(seed, previous, penalty):
     logits = random_logits(seed)
     seen = torch.zeros(VOCABULARY, dtype=torch.bool)
     seen[torch.tensor(previous, dtype=torch.long)] = True
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([previous], dtype=torch.long), logits[None].clone())
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(
+        torch.tensor([previous], dtype=torch.long), logits[None].clone()
+    )
     torch.testing.assert_close(penalise(logits, seen, penalty), expected[0])
 
 
@@ -128,13 +130,15 @@ def test_extreme_temperatures(temperature):
     assert temperature > 1 or token == int(logits.argmax())
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(repetition_penalty=2)])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(repetition_penalty=2)]
+)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_that_are_no_numbers_fail_the_request(params, bad):
     for position in (0, 17, VOCABULARY - 1):
         logits = random_logits(2)
         logits[position] = bad
-        with pytest.raises(RequestError, match="logits: the largest is (nan|inf), must be finite"):
+        with pytest.raises(RequestError, match=r"logits: the largest is (nan|inf), must be finite"):
             Sampler(params, VOCABULARY, (17,)).sample(logits)
     with pytest.raises(RequestError, match="-inf"):
         Sampler(params, VOCABULARY, ()).sample(torch.full((VOCABULARY,), float("-inf")))

@@ -90,7 +90,9 @@ def test_stream_equals_decode_for_any_tokens(tiny, data):
 @settings(max_examples=200, deadline=None)
 def test_stream_equals_decode_for_any_bytes(tiny, data):
     """Bytes as tokens: invalid, incomplete and complete characters in any order, runs longer than LONGEST_RUN."""
-    pieces = st.sampled_from([b"\xff", b"\x80", b"\xf0\x9f", b"\xe2\x82", b"\xf0\x9f\x9a\xa2", b"\xe2\x82\xac", b"\xc3"])
+    pieces = st.sampled_from(
+        [b"\xff", b"\x80", b"\xf0\x9f", b"\xe2\x82", b"\xf0\x9f\x9a\xa2", b"\xe2\x82\xac", b"\xc3"]
+    )
     text = b"".join(data.draw(st.lists(st.one_of(pieces, st.binary(max_size=3)), max_size=40)))
     ids = [byte_token(tiny, byte) for byte in text]
     assert tiny.decode(ids) == text.decode("utf-8", errors="replace")

@@ -28,6 +28,12 @@ CHUNK_DTYPES = {
 WAITING_PER_SLOT = 64  # requests that may wait in tensorrt_llm for each one that runs; more wait here
 
 
+def token_request(request_id, tensors, outputs):
+    return pb_utils.InferenceRequest(
+        request_id=request_id, model_name="tensorrt_llm", inputs=tensors, requested_output_names=outputs
+    )
+
+
 class TritonPythonModel:
     def initialize(self, args):
         logging.basicConfig(level=logging.INFO)
@@ -57,7 +63,7 @@ class TritonPythonModel:
     def answer(self, sender, request):
         inner_id = uuid.uuid4().hex
         tensors = [pb_utils.Tensor(name, value) for name, value in request.token_tensors().items()]
-        inner = pb_utils.InferenceRequest("tensorrt_llm", OUTPUTS, tensors, request_id=inner_id)
+        inner = token_request(inner_id, tensors, OUTPUTS)
         stopped = threading.Event()
         for response in inner.exec(decoupled=True):
             if response.has_error():
@@ -77,8 +83,7 @@ class TritonPythonModel:
         tensors = {"input_ids": np.zeros((1, 1)), "request_output_len": np.ones((1, 1))}
         inputs = [pb_utils.Tensor(name, value.astype(np.int32)) for name, value in tensors.items()]
         inputs.append(pb_utils.Tensor("stop", np.array([[True]])))
-        request = pb_utils.InferenceRequest("tensorrt_llm", ["output_ids"], inputs, request_id=inner_id)
-        for _ in request.exec(decoupled=True):
+        for _ in token_request(inner_id, inputs, ["output_ids"]).exec(decoupled=True):
             pass
 
     def send(self, sender, chunk):

@@ -1,0 +1,176 @@
+"""`kvseek build`: turn a checkpoint into an engine directory. docs/builder.md describes both."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from kvseek.builder.checkpoint import Checkpoint, open_checkpoint
+from kvseek.builder.compile import cached_cpu_library
+from kvseek.builder.manifest import fingerprint, up_to_date, write_manifest
+from kvseek.builder.options import BuildOptions, parse
+from kvseek.builder.weights import total_size, write_weights
+from kvseek.engine.config import EngineConfig
+from kvseek.engine.errors import ConfigError, KvseekError
+from kvseek.engine.kernels import LIBRARY_FILE
+from kvseek.engine.manifest import CODEBOOKS_FILE, MANIFEST_FILE
+from kvseek.engine.tokenizer import TOKENIZER_FOLDER
+from kvseek.plugins.registry import get_method
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build an engine directory; returns 0, or 1 after printing why it could not. Bad usage exits with 2."""
+    options = parse(argv)
+    try:
+        with _terminable():
+            build_engine(options)
+    except (KvseekError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def build_engine(options: BuildOptions) -> bool:
+    """Build `options.output_dir`, unless it holds an intact engine of these options already.
+
+    Returns
+    -------
+    bool
+        Whether it was built.
+
+    Raises
+    ------
+    ConfigError
+        The model is unsupported, an option is out of range, or the directory holds something that is no engine.
+    KernelError
+        The kernels cannot be compiled.
+    """
+    console = Console(stderr=True, quiet=options.quiet)
+    checkpoint = open_checkpoint(options.model)
+    output_dir = options.output_dir.resolve()
+    _refuse_foreign(output_dir)
+    build_fingerprint = fingerprint(options.settings, checkpoint.files)
+    if not options.force and up_to_date(output_dir, build_fingerprint):
+        console.print(f"{options.output_dir} is up to date; --force builds it again")
+        return False
+    with _staging(output_dir) as directory:
+        _write_engine(directory, checkpoint, options, console, build_fingerprint)
+    size = sum(path.stat().st_size for path in output_dir.rglob("*") if path.is_file())
+    console.print(f"{options.output_dir}: {options.method} engine of {options.model.name}, {size / 1e6:,.0f} MB")
+    return True
+
+
+def _write_engine(
+    directory: Path, checkpoint: Checkpoint, options: BuildOptions, console: Console, build_fingerprint: str
+) -> None:
+    columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=options.quiet) as progress:
+        with _step(progress, "read the model"):
+            config = options.engine_config(checkpoint.config)
+            config.save(directory)
+        with _step(progress, "save the tokenizer"):
+            checkpoint.tokenizer().save_pretrained(directory / TOKENIZER_FOLDER)
+        with _step(progress, "compute codebooks"):
+            _write_codebooks(directory, config)
+        if config.kernels == "native":
+            with _step(progress, "compile kernels"):
+                _copy_kernels(directory / LIBRARY_FILE)
+        dtype = getattr(torch, config.dtype)
+        with _step(progress, "fuse, write weights", total_size(config.model, dtype)) as advance:
+            write_weights(checkpoint, directory, dtype, progress=advance)
+        with _step(progress, "hash files"):
+            write_manifest(directory, options.model.resolve().name, build_fingerprint)
+
+
+def _copy_kernels(target: Path) -> None:
+    target.parent.mkdir()
+    shutil.copyfile(cached_cpu_library(), target)  # compiled once per source text and compiler, not once per engine
+
+
+def _write_codebooks(directory: Path, config: EngineConfig) -> None:
+    from safetensors.torch import save_file
+
+    method = get_method(config.method)
+    codebooks = method.codebooks(method.configure(config.method_config), config.model.head_dim)
+    if codebooks:
+        save_file({name: tensor.contiguous() for name, tensor in codebooks.items()}, directory / CODEBOOKS_FILE)
+
+
+@contextlib.contextmanager
+def _step(progress: Progress, description: str, total: int = 1) -> Iterator[Callable[[int], None]]:
+    """Show a line of the progress bar, which the body may advance; it is full at the end."""
+    task = progress.add_task(description, total=total)
+    yield lambda amount: progress.advance(task, amount)
+    progress.update(task, completed=total)
+
+
+def _refuse_foreign(output_dir: Path) -> None:
+    """Raise ConfigError if `output_dir` holds something that the builder did not write."""
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ConfigError(f"output_dir = {str(output_dir)!r}: is a file; name a directory")
+    if output_dir.is_dir() and any(output_dir.iterdir()) and not (output_dir / MANIFEST_FILE).is_file():
+        raise ConfigError(
+            f"output_dir = {str(output_dir)!r}: holds files but no engine; name another directory, or empty it"
+        )
+
+
+@contextlib.contextmanager
+def _staging(output_dir: Path) -> Iterator[Path]:
+    """A sibling of `output_dir` to build in; takes its place at the end, or is removed if the body raises."""
+    output_dir.parent.mkdir(parents=True, exist_ok=True)
+    staged = output_dir.with_name(f".{output_dir.name}.{os.getpid()}.partial")
+    replaced = output_dir.with_name(f".{output_dir.name}.{os.getpid()}.replaced")
+    for path in (staged, replaced):  # of a killed build that had the same process id
+        shutil.rmtree(path, ignore_errors=True)
+    staged.mkdir()
+    try:
+        yield staged
+        _exchange(staged, output_dir, replaced)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _exchange(staged: Path, output_dir: Path, replaced: Path) -> None:
+    """Rename `staged` to `output_dir`, which moves to `replaced` if it exists, and back if the rename fails."""
+    existed = output_dir.exists()
+    if existed:
+        output_dir.rename(replaced)
+    try:
+        staged.rename(output_dir)
+    except BaseException:
+        if existed:
+            replaced.rename(output_dir)
+        raise
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, so that a build that is told to stop removes what it wrote."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Compile the plugins' C++ into one shared library that picks its instruction level when it runs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import kvseek.plugins
+from kvseek.engine.errors import KernelError
+
+COMPILERS = ("c++", "g++", "clang++")
+# No -ffast-math: softmax relies on infinities, and poisoned rows must show. No -fopenmp: plugins/common/parallel.h.
+FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-Wall",
+    "-Wextra",
+)
+LEVEL_FLAGS = {
+    0: (),
+    3: ("-march=x86-64-v3",),
+    4: ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+}
+STDERR_LINES = 20
+REMEDY = "install one (Debian, Ubuntu: apt-get install g++), set CXX, or build with --kernels reference"
+
+
+def compile_cpu_library(output: Path) -> None:
+    """Compile every ``plugins/**/*.cpp`` into the shared library `output`, replacing it atomically.
+
+    On x86-64 each source is compiled for x86-64-v4, x86-64-v3 and the baseline; the library chooses at run time, so it
+    runs on any x86-64 processor, whichever compiled it. On other architectures there is the baseline alone.
+
+    Raises
+    ------
+    KernelError
+        No compiler, or the compiler failed (with the last lines of its messages).
+    """
+    compiler = find_compiler()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # Inside the target's folder: a rename is atomic only within one file system.
+    with tempfile.TemporaryDirectory(prefix=".compile-", dir=output.parent) as name:
+        folder = Path(name)
+        units = [(source, level) for source in sources("*.cpp") for level in instruction_levels()]
+        objects = [folder / f"{number}.o" for number in range(len(units))]
+        commands = [
+            [*compiler, *unit_flags(level), "-c", str(source), "-o", str(target)]
+            for (source, level), target in zip(units, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, commands))
+        library = folder / output.name
+        _run([*compiler, "-shared", "-o", str(library), *map(str, objects)])
+        library.replace(output)
+
+
+def cached_cpu_library() -> Path:
+    """Compile once per source text, compiler and flags into the user's cache folder; for tests and tools.
+
+    Returns
+    -------
+    Path
+        ``$XDG_CACHE_HOME/kvseek/cpu-<hash>.so`` (``~/.cache`` without that variable).
+    """
+    compiler = find_compiler()
+    digest = hashlib.sha256(_run([*compiler, "--version"]).encode())
+    digest.update(repr([(level, unit_flags(level)) for level in instruction_levels()]).encode())
+    for source in (*sources("*.h"), *sources("*.cpp")):
+        digest.update(f"{source.name}\0".encode() + source.read_bytes())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    library = cache / "kvseek" / f"cpu-{digest.hexdigest()[:16]}.so"
+    if not library.exists():
+        compile_cpu_library(library)
+    return library
+
+
+def find_compiler() -> list[str]:
+    """Command of the C++ compiler: ``$CXX``, else the first of c++, g++, clang++. Raises KernelError if there is none."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    if chosen:
+        if shutil.which(chosen[0]) is None:
+            raise KernelError(f"CXX = {os.environ['CXX']!r}: must name a C++17 compiler on PATH; {REMEDY}")
+        return chosen
+    for name in COMPILERS:
+        if shutil.which(name) is not None:
+            return [name]
+    raise KernelError(f"no C++ compiler on PATH (looked for {', '.join(COMPILERS)}); {REMEDY}")
+
+
+def sources(pattern: str) -> list[Path]:
+    """Files of the plugins package that match `pattern`, in a fixed order."""
+    return sorted(path for root in kvseek.plugins.__path__ for path in Path(root).rglob(pattern))
+
+
+def instruction_levels() -> tuple[int, ...]:
+    """Levels that the sources are compiled for (plugins/common/kernel.h)."""
+    return (0, 3, 4) if platform.machine() in ("x86_64", "AMD64") else (0,)
+
+
+def unit_flags(level: int) -> tuple[str, ...]:
+    """Compiler flags of one instruction level."""
+    return (*FLAGS, *LEVEL_FLAGS[level], f"-DKVSEEK_LEVEL={level}")
+
+
+def _run(command: list[str]) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if result.returncode != 0:
+        last = "\n".join(result.stderr.splitlines()[-STDERR_LINES:])
+        raise KernelError(
+            f"{shlex.join(command[:1])} exited with {result.returncode}; it must be GCC 11, Clang 12 or newer; "
+            f"{REMEDY}. Its last messages:\n{last}"
+        )
+    return result.stdout

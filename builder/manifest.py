@@ -1,0 +1,70 @@
+"""Writes manifest.json, and says whether an engine directory is what a build would make."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import kvseek.builder
+import kvseek.engine.config
+import kvseek.plugins
+from kvseek.engine.errors import EngineDirectoryError
+from kvseek.engine.manifest import HASH_THREADS, MANIFEST_FILE, FileRecord, Manifest, read_manifest, sha256, verify
+
+SOURCE_SUFFIXES = (".py", ".cpp", ".h")
+
+
+def fingerprint(settings: dict[str, Any], model_files: Iterable[Path]) -> str:
+    """SHA-256 over everything that a build depends on.
+
+    Parameters
+    ----------
+    settings : dict
+        What was asked for, JSON values.
+    model_files : iterable of Path
+        Told apart by name, size and time of modification: reading them would take as long as the build.
+    """
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in model_files]
+    document = {"version": version("kvseek"), "settings": settings, "files": stats, "sources": _digest_of_sources()}
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def write_manifest(directory: Path, source_model: str, build_fingerprint: str) -> None:
+    """Record size and SHA-256 of every file below `directory` in its manifest.json."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        digests = list(pool.map(sha256, paths))
+    files = {
+        path.relative_to(directory).as_posix(): FileRecord(path.stat().st_size, digest)
+        for path, digest in zip(paths, digests, strict=True)
+    }
+    manifest = Manifest(version("kvseek"), source_model, build_fingerprint, files)
+    text = json.dumps(dataclasses.asdict(manifest), indent=2) + "\n"
+    (directory / MANIFEST_FILE).write_text(text, encoding="utf-8")
+
+
+def up_to_date(directory: Path, build_fingerprint: str) -> bool:
+    """Whether `directory` holds an intact engine of this fingerprint. An engine that is damaged is not."""
+    try:
+        if read_manifest(directory).fingerprint != build_fingerprint:
+            return False
+        verify(directory)
+    except EngineDirectoryError:
+        return False
+    return True
+
+
+def _digest_of_sources() -> str:
+    """Digest of kvseek's code that decides what an engine directory holds, kernels included."""
+    roots = [Path(root) for package in (kvseek.builder, kvseek.plugins) for root in package.__path__]
+    paths = [path for root in roots for path in sorted(root.rglob("*")) if path.suffix in SOURCE_SUFFIXES]
+    digest = hashlib.sha256()
+    for path in [*paths, Path(kvseek.engine.config.__file__)]:
+        digest.update(f"{path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,160 @@
+"""ModelConfig from the config.json of a Hugging Face checkpoint. What the decoder cannot honour is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from kvseek.engine.config import ModelConfig, RopeScaling, from_dict, require
+from kvseek.engine.errors import ConfigError
+
+ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+DEFAULT_ROPE_THETA = 10_000.0  # what checkpoints older than the field mean (RoFormer, section 3.2.2)
+USE_ANOTHER = "use another checkpoint: kvseek's decoder has no such part"
+
+
+def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> ModelConfig:
+    """Translate the fields of a Hugging Face config.json, as transformers 4 or 5 write it.
+
+    Parameters
+    ----------
+    values : dict
+        The parsed config.json.
+    eos_token_ids : iterable of int
+        End ids from elsewhere (generation_config.json); those of `values` follow them.
+
+    Raises
+    ------
+    ConfigError
+        Naming a field that is missing, malformed or asks for what the decoder does not have.
+    """
+    architecture = _architecture(values)
+    _refuse_unsupported(values)
+    heads, hidden = _integer(values, "num_attention_heads"), _integer(values, "hidden_size")
+    attention_bias = bool(values.get("attention_bias", False))
+    return from_dict(
+        ModelConfig,
+        {
+            "architecture": architecture,
+            "vocab_size": _integer(values, "vocab_size"),
+            "hidden_size": hidden,
+            "intermediate_size": _integer(values, "intermediate_size"),
+            "num_layers": _integer(values, "num_hidden_layers"),
+            "num_heads": heads,
+            "num_kv_heads": _kv_heads(values, architecture, heads),
+            "head_dim": _head_dim(values, architecture, hidden, heads),
+            "rms_norm_eps": _required(values, "rms_norm_eps"),
+            "max_position_embeddings": _integer(values, "max_position_embeddings"),
+            **_rope(values),
+            "qkv_bias": attention_bias or architecture == "qwen2",
+            "output_bias": attention_bias and architecture != "qwen2",
+            "qk_norm": architecture == "qwen3",
+            "tie_word_embeddings": values.get("tie_word_embeddings", False),
+            "bos_token_id": values.get("bos_token_id"),
+            "eos_token_ids": list(dict.fromkeys([*eos_token_ids, *token_ids(values.get("eos_token_id"))])),
+            "pad_token_id": values.get("pad_token_id"),
+        },
+        "config.json of the model",
+    )
+
+
+def token_ids(value: Any) -> list[int]:
+    """Turn an id, a list of ids or None, as configs hold them, into a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _architecture(values: dict[str, Any]) -> str:
+    found = values.get("architectures") or ["none"]
+    limit = f"one of {', '.join(ARCHITECTURES)}"
+    require(found[0] in ARCHITECTURES, "architectures", found[0], limit, "convert the model or choose another")
+    return ARCHITECTURES[found[0]]
+
+
+def _refuse_unsupported(values: dict[str, Any]) -> None:
+    quantization = values.get("quantization_config")
+    remedy = "use the unquantised checkpoint, or a GGUF file"
+    require(quantization is None, "quantization_config", quantization, "absent", remedy)
+    require(not values.get("mlp_bias"), "mlp_bias", values.get("mlp_bias"), "false", USE_ANOTHER)
+    activation = values.get("hidden_act", "silu")
+    require(activation == "silu", "hidden_act", activation, "'silu'", USE_ANOTHER)
+    sliding = values.get("use_sliding_window")
+    require(not sliding, "use_sliding_window", sliding, "false", USE_ANOTHER)
+    kinds = sorted(set(values.get("layer_types") or []) - {"full_attention"})
+    require(not kinds, "layer_types", kinds, "'full_attention' in every layer", USE_ANOTHER)
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        require(not values.get(name), name, values.get(name), "absent: no mixture of experts", USE_ANOTHER)
+
+
+def _kv_heads(values: dict[str, Any], architecture: str, heads: int) -> int:
+    """Llama checkpoints older than grouped-query attention do not state the number."""
+    if architecture == "llama" and values.get("num_key_value_heads") is None:
+        return heads
+    return _integer(values, "num_key_value_heads")
+
+
+def _head_dim(values: dict[str, Any], architecture: str, hidden: int, heads: int) -> int:
+    """Qwen3's head size does not follow from the others, so it must be stated."""
+    if architecture != "qwen3" and values.get("head_dim") is None:
+        require(
+            hidden % heads == 0, "hidden_size", hidden, f"a multiple of num_attention_heads = {heads}", "add head_dim"
+        )
+        return hidden // heads
+    return _integer(values, "head_dim")
+
+
+def _rope(values: dict[str, Any]) -> dict[str, Any]:
+    """Fields of ModelConfig that say how positions rotate, and how far they reach."""
+    modern = values.get("rope_parameters")  # transformers 5; version 4 has rope_theta and rope_scaling
+    name = "rope_scaling" if modern is None else "rope_parameters"
+    stated = values.get("rope_scaling") if modern is None else modern
+    require(isinstance(stated or {}, dict), name, stated, "an object or null", "check the model's config.json")
+    parameters = dict(stated or {})
+    theta = parameters.pop("rope_theta", None) or values.get("rope_theta") or DEFAULT_ROPE_THETA
+    _check_partial(parameters.pop("partial_rotary_factor", values.get("partial_rotary_factor")))
+    reach = _integer(values, "max_position_embeddings")
+    scaling = rope_scaling(parameters, reach, name)
+    if scaling is not None and scaling.kind == "yarn":
+        reach = max(reach, int(scaling.factor * scaling.original_max_position_embeddings))
+    scaling_values = None if scaling is None else dataclasses.asdict(scaling)
+    return {"rope_theta": theta, "rope_scaling": scaling_values, "max_position_embeddings": reach}
+
+
+def _check_partial(factor: Any) -> None:
+    require(factor in (None, 1, 1.0), "partial_rotary_factor", factor, "1", USE_ANOTHER)
+
+
+def rope_scaling(parameters: dict[str, Any], max_position_embeddings: int, where: str) -> RopeScaling | None:
+    """Translate `rope_scaling` or `rope_parameters` without its rope_theta; None when frequencies are not scaled.
+
+    A yarn scaling that does not state original_max_position_embeddings means max_position_embeddings, as in
+    transformers. Raises ConfigError on an unsupported kind or an unknown key.
+    """
+    fields = dict(parameters)
+    old, new = fields.pop("type", None), fields.pop("rope_type", None)
+    kind = new or old or "default"
+    supported = ("default", "linear", "llama3", "yarn")
+    require(kind in supported, f"{where}.rope_type", kind, f"one of {supported}", USE_ANOTHER)
+    if kind == "default":
+        return None
+    fields = {key: value for key, value in fields.items() if value is not None}
+    if "kind" in fields:  # our own name of the field, which no checkpoint may set
+        raise ConfigError(f"{where}: unknown key 'kind'; the key is rope_type")
+    if kind == "yarn":
+        fields.setdefault("original_max_position_embeddings", max_position_embeddings)
+    return from_dict(RopeScaling, {"kind": kind, **fields}, where)
+
+
+def _required(values: dict[str, Any], name: str) -> Any:
+    if values.get(name) is None:
+        raise ConfigError(f"config.json of the model: {name} is missing; add it from the model's publisher")
+    return values[name]
+
+
+def _integer(values: dict[str, Any], name: str) -> int:
+    value = _required(values, name)
+    valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    require(valid, name, value, "an integer > 0", "check the model's config.json")
+    return int(value)

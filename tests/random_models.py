@@ -1,0 +1,93 @@
+"""Tiny random Hugging Face checkpoints with a tiny tokenizer, for tests that need a model but not what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+VOCABULARY = 384
+SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|pad|>")  # ids 0, 1, 2
+CORPUS = ("the harbour master wrote the log", "the light was lit at dusk", "one ship, two ships, three ships in 1931")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|begin|>{{ message['role'] }}: {{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>assistant: {% endif %}"
+)
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+# Where the head size is stated it differs from hidden_size / num_attention_heads; Qwen2 has no such field.
+ARCHITECTURE_SHAPE: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 32},
+    "qwen2": {"hidden_size": 192, "tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32},
+}
+
+
+def save_random_model(directory: Path, architecture: str, *, max_shard_size: str = "1GB", **config: Any) -> Path:
+    """Save a random float32 checkpoint and its tokenizer; returns `directory`.
+
+    Parameters
+    ----------
+    architecture : str
+        One of ARCHITECTURES. Six query heads and two KV heads of 32 channels, three layers, 1,024 positions.
+    max_shard_size : str
+        As save_pretrained takes it; a small one makes several shards.
+    **config
+        Fields of the Hugging Face configuration to set, such as rope_parameters or attention_bias.
+    """
+    import transformers
+
+    prefix = architecture.capitalize()
+    config_class = getattr(transformers, f"{prefix}Config")
+    values = {**SHAPE, **ARCHITECTURE_SHAPE[architecture], **config}
+    torch.manual_seed(20)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config_class(**values))
+    _randomise(model)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    save_tokenizer(directory)
+    return directory
+
+
+def _randomise(model: torch.nn.Module) -> None:
+    """Give every parameter values that matter: transformers starts biases at 0 and norms at 1, where mistakes hide."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+        else:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+
+
+def save_tokenizer(directory: Path) -> None:
+    """Save a byte-level BPE tokenizer with a chat template; it encodes any text and never exceeds VOCABULARY ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    begin, end, pad = SPECIAL_TOKENS
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=begin, eos_token=end, pad_token=pad)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory)

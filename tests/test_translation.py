@@ -1,0 +1,88 @@
+"""Tensors to requests and back, without a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+from kvseek.engine.errors import RequestError
+from kvseek.engine.request import SamplingParams
+from kvseek.server.translation import NEUTRAL, engine_request, sampling_params, scalar, text, texts, word_list
+
+
+def tensors(**values: Any) -> dict[str, np.ndarray]:
+    """Tensors [1, n] of a minimal request, with `values` in addition."""
+    base: dict[str, Any] = {"input_ids": [5, 6, 7], "request_output_len": 9}
+    return {name: np.atleast_2d(np.asarray(value)) for name, value in {**base, **values}.items()}
+
+
+def test_a_minimal_request_is_greedy_with_the_models_end_ids() -> None:
+    request = engine_request(tensors(), (2, 3))
+    assert request.prompt_ids == (5, 6, 7)
+    assert (request.max_tokens, request.end_ids, request.stop_words) == (9, (2, 3), ())
+    assert request.sampling == SamplingParams()
+
+
+@pytest.mark.parametrize(("end_id", "expected"), [(7, (7,)), (-1, ())])
+def test_end_id_replaces_the_models(end_id: int, expected: tuple[int, ...]) -> None:
+    assert engine_request(tensors(end_id=end_id), (2,)).end_ids == expected
+
+
+def test_input_lengths_cut_padding() -> None:
+    assert engine_request(tensors(input_lengths=2), ()).prompt_ids == (5, 6)
+    with pytest.raises(RequestError, match=r"input_lengths = 4: must be in \[0, 3\]"):
+        engine_request(tensors(input_lengths=4), ())
+
+
+def test_sampling_fields() -> None:
+    params = sampling_params(tensors(temperature=0.5, runtime_top_k=4, runtime_top_p=0.75, seed=9, repetition_penalty=1.5))
+    assert params == SamplingParams(0.5, 4, 0.75, 1.5, 9)
+    assert sampling_params(tensors(runtime_top_p=0.5)).temperature == 1.0, "top_p alone samples"
+    assert sampling_params(tensors(temperature=0.0)).temperature == 0.0
+    assert sampling_params(tensors(random_seed=3)).seed == 3
+
+
+@given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=4), max_size=5), st.integers(0, 3))
+def test_word_lists_round_trip(words: list[list[int]], padding: int) -> None:
+    flat = [token for word in words for token in word]
+    ends = np.cumsum([len(word) for word in words]).tolist()
+    width = max(len(flat), len(ends)) + padding
+    array = np.array([[flat + [0] * (width - len(flat)), ends + [-1] * (width - len(ends))]], dtype=np.int32)
+    assert word_list({"stop_words_list": array}, "stop_words_list") == tuple(map(tuple, words))
+
+
+def test_bad_word_lists_are_named() -> None:
+    with pytest.raises(RequestError, match="stop_words_list: end 9 must be between 0 and 2"):
+        word_list({"stop_words_list": np.array([[[1, 2], [9, -1]]])}, "stop_words_list")
+    with pytest.raises(RequestError, match=r"stop_words_list has shape \[1, 3, 2\]: must be \[1, 2, n\]"):
+        word_list({"stop_words_list": np.zeros((1, 3, 2))}, "stop_words_list")
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_unsupported_inputs_are_refused_unless_neutral(name: str) -> None:
+    for neutral in NEUTRAL[name]:
+        engine_request(tensors(**{name: neutral}), ())
+    other = True if isinstance(NEUTRAL[name][0], bool) else 3
+    with pytest.raises(RequestError, match=f"{name} = .*kvseek does not support it"):
+        engine_request(tensors(**{name: other}), ())
+
+
+def test_several_prompts_in_one_request_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"input_ids has shape \[2, 2\]: must be \[1, tokens\]"):
+        engine_request({**tensors(), "input_ids": np.ones((2, 2), dtype=np.int32)}, ())
+    with pytest.raises(RequestError, match="temperature has 2 values"):
+        scalar(tensors(temperature=[1.0, 2.0]), "temperature")
+
+
+def test_text_must_be_utf8() -> None:
+    assert text("größer".encode(), "text_input") == "größer"
+    with pytest.raises(RequestError, match=r"text_input: byte 2 \(0xff\) is not UTF-8"):
+        text(b"ab\xff", "text_input")
+
+
+def test_empty_strings_are_left_out() -> None:
+    array = np.array([[b"", b"stop"]], dtype=object)
+    assert texts({"stop_words": array}, "stop_words") == ("stop",)
