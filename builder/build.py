@@ -13,9 +13,6 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
 from kvseek.builder.checkpoint import Checkpoint, open_checkpoint
 from kvseek.builder.compile import cached_cpu_library
 from kvseek.builder.manifest import fingerprint, up_to_date, write_manifest
@@ -27,6 +24,8 @@ from kvseek.engine.kernels import LIBRARY_FILE
 from kvseek.engine.manifest import CODEBOOKS_FILE, MANIFEST_FILE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER
 from kvseek.plugins.registry import get_method
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,9 +119,8 @@ def _refuse_foreign(output_dir: Path) -> None:
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigError(f"output_dir = {str(output_dir)!r}: is a file; name a directory")
     if output_dir.is_dir() and any(output_dir.iterdir()) and not (output_dir / MANIFEST_FILE).is_file():
-        raise ConfigError(
-            f"output_dir = {str(output_dir)!r}: holds files but no engine; name another directory, or empty it"
-        )
+        remedy = "name another directory, or empty it"
+        raise ConfigError(f"output_dir = {str(output_dir)!r}: holds files but no engine; {remedy}")
 
 
 @contextlib.contextmanager

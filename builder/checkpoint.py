@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from kvseek.engine.config import ModelConfig
 from kvseek.engine.errors import ConfigError
+from torch import Tensor
 
 from .model_config import model_config, token_ids
 
@@ -94,9 +93,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         tensor: Tensor = self._open(self._files[name]).get_tensor(name)
         if tensor.dtype not in FLOAT_TYPES:
             limit = ", ".join(str(dtype) for dtype in FLOAT_TYPES)
-            raise ConfigError(
-                f"dtype of {name} = {tensor.dtype}: must be one of {limit}; use the unquantised checkpoint"
-            )
+            remedy = "use the unquantised checkpoint"
+            raise ConfigError(f"dtype of {name} = {tensor.dtype}: must be one of {limit}; {remedy}")
         return tensor
 
     def tokenizer(self) -> Any:
@@ -106,9 +104,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         try:
             return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            raise ConfigError(
-                f"{self.path}: cannot load the tokenizer ({error}); put tokenizer.json beside it"
-            ) from None
+            remedy = "put the model's tokenizer.json and tokenizer_config.json there"
+            raise ConfigError(f"{self.path}: cannot load the tokenizer ({error}); {remedy}") from None
 
     @cached_property
     def _files(self) -> dict[str, str]:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from kvseek.engine.config import ModelConfig, require
 from kvseek.engine.errors import ConfigError
+from torch import Tensor
 
 from .checkpoint import Checkpoint
 from .gguf_tokenizer import load_tokenizer
@@ -56,11 +55,10 @@ class GgufCheckpoint(Checkpoint):
     def config(self) -> ModelConfig:
         """Shape of the model, from the file's metadata and from which tensors it holds."""
         values = {name: self._value(key) for name, key in FIELDS.items()}
+        embedding = self._tensors.get("token_embd.weight")
         values |= {
             "architectures": [ARCHITECTURES[self.architecture]],
-            "vocab_size": int(self._tensors["token_embd.weight"].shape[1])
-            if "token_embd.weight" in self._tensors
-            else None,
+            "vocab_size": None if embedding is None else int(embedding.shape[1]),
             "attention_bias": self.architecture != "qwen2" and "blk.0.attn_q.bias" in self._tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in self._tensors,
             "tie_word_embeddings": "output.weight" not in self._tensors,
@@ -93,9 +91,7 @@ class GgufCheckpoint(Checkpoint):
             values = dequantize(found.data, found.tensor_type)
         except NotImplementedError:
             kind = found.tensor_type.name
-            raise ConfigError(
-                f"{self.path}: {found.name} is quantised as {kind}, which gguf cannot read; {REMEDY}"
-            ) from None
+            raise ConfigError(f"{self.path}: gguf cannot read {found.name}, quantised as {kind}; {REMEDY}") from None
         tensor = torch.tensor(values, dtype=torch.float32)
         if self.architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             return split_halves(tensor, self.config.head_dim)
@@ -171,9 +167,8 @@ class GgufCheckpoint(Checkpoint):
         scaled = model_config({**values, "rope_scaling": scaling}, config.eos_token_ids)
         expected = frequencies(config)[0] / frequencies(scaled)[0]
         same = factors.shape == expected.shape and torch.allclose(factors, expected, rtol=1e-3)
-        require(
-            same and config.rope_scaling is None, ROPE_FACTORS, factors.tolist(), "those of Llama 3.1 scaling", REMEDY
-        )
+        known = same and config.rope_scaling is None
+        require(known, ROPE_FACTORS, factors.tolist(), "those of Llama 3.1's scaling", REMEDY)
         return scaled
 
 
@@ -183,9 +178,8 @@ def split_halves(tensor: Tensor, head_dim: int) -> Tensor:
     GGUF rotates neighbouring channels (2i, 2i + 1) of a head, Hugging Face and kvseek channels (i, i + D/2).
     Takes and returns a weight [heads*D, hidden] or a bias [heads*D].
     """
-    require(
-        tensor.shape[0] % head_dim == 0, "rows of a projection", tensor.shape[0], f"a multiple of {head_dim}", REMEDY
-    )
+    rows, limit = tensor.shape[0], f"a multiple of head_dim = {head_dim}"
+    require(rows % head_dim == 0, "rows of a projection", rows, limit, REMEDY)
     pairs = tensor.view(-1, head_dim // 2, 2, math.prod(tensor.shape[1:]))
     return pairs.transpose(1, 2).reshape(tensor.shape)
 

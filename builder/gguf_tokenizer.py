@@ -52,9 +52,8 @@ def _begin_with_bos(backend: Any, tokenizer: Any, wanted: bool) -> None:
         raise ConfigError(f"tokenizer.ggml.bos_token_id = None: must be stated with add_bos_token; {REMEDY}")
     if wanted:
         special = [(bos, tokenizer.bos_token_id)]
-        backend.post_processor = TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=special
-        )
+        pair = f"{bos} $A {bos} $B"
+        backend.post_processor = TemplateProcessing(single=f"{bos} $A", pair=pair, special_tokens=special)
     else:
         backend.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
 

@@ -98,9 +98,8 @@ def _kv_heads(values: dict[str, Any], architecture: str, heads: int) -> int:
 def _head_dim(values: dict[str, Any], architecture: str, hidden: int, heads: int) -> int:
     """Qwen3's head size does not follow from the others, so it must be stated."""
     if architecture != "qwen3" and values.get("head_dim") is None:
-        require(
-            hidden % heads == 0, "hidden_size", hidden, f"a multiple of num_attention_heads = {heads}", "add head_dim"
-        )
+        limit = f"a multiple of num_attention_heads = {heads}"
+        require(hidden % heads == 0, "hidden_size", hidden, limit, "or state head_dim")
         return hidden // heads
     return _integer(values, "head_dim")
 

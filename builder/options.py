@@ -99,12 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", type=Path, required=True, help="Hugging Face directory with safetensors, or a .gguf file")
     add("--output_dir", type=Path, required=True, help="engine directory to write")
     add("--method", choices=list(METHODS), required=True, help="what runs inside the attention operator")
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of weights and cache (default: %(default)s)",
-    )
+    dtype = "of weights and cache (default: %(default)s)"
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help=dtype)
     kernels = "compiled for the CPU, or PyTorch (default: %(default)s)"
     add("--kernels", choices=("native", "reference"), default="native", help=kernels)
     defaults = {f.name: f.default for f in dataclasses.fields(EngineConfig)}

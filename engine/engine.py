@@ -13,9 +13,10 @@ from kvseek.plugins.registry import get_method
 from safetensors.torch import load_file
 from torch import Tensor
 
+from . import bfloat16
 from .cache import Cache
 from .config import EngineConfig
-from .errors import CapacityError
+from .errors import CapacityError, KvseekError
 from .kernels import LIBRARY_FILE, CpuLibrary
 from .manifest import CODEBOOKS_FILE, verify
 from .metrics import RequestStatistics
@@ -54,6 +55,8 @@ class Engine:
         verify(directory)
         config = EngineConfig.load(directory)
         device, dtype = torch.device("cpu"), getattr(torch, config.dtype)
+        if not bfloat16.usable() and dtype is torch.bfloat16:
+            raise KvseekError("dtype = 'bfloat16': this processor cannot multiply it; build the engine with --dtype float32")
         library = CpuLibrary(directory / LIBRARY_FILE) if config.kernels == "native" else None
         codebooks = load_file(directory / CODEBOOKS_FILE) if (directory / CODEBOOKS_FILE).exists() else {}
         cache = Cache(config, dtype, device)

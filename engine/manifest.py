@@ -7,6 +7,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .config import from_dict
 from .errors import ConfigError, EngineDirectoryError
@@ -58,7 +59,8 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         manifest = from_dict(Manifest, document, MANIFEST_FILE)
-        files = {name: from_dict(FileRecord, record, name) for name, record in dict(manifest.files).items()}
+        records: dict[str, Any] = dict(manifest.files)  # from_dict leaves the values of a dictionary as JSON
+        files = {name: from_dict(FileRecord, record, name) for name, record in records.items()}
     except (FileNotFoundError, NotADirectoryError):
         raise EngineDirectoryError(f"{path} is missing: {directory} is no engine directory; run kvseek build") from None
     except (json.JSONDecodeError, UnicodeDecodeError, ConfigError, TypeError) as error:

@@ -10,12 +10,15 @@ import pytest
 import torch
 from kvseek.builder import build
 from kvseek.builder.compile import cached_cpu_library
+from kvseek.engine import bfloat16
 from kvseek.engine.kernels import CpuLibrary
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = ROOT / ".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 NEEDLE = ROOT.parent / "shared/needle"
 BuildEngine = Callable[..., Path]
+
+bfloat16.usable()  # before any test multiplies matrices
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

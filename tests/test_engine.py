@@ -156,15 +156,15 @@ def test_bad_sampling_names_field_and_limit(values: dict[str, float], message: s
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers(tmp_path: Path, build_engine: BuildEngine) -> None:
     model = save_random_model(tmp_path / "model", "llama")
-    flags = ("--max_seq_len", "2048", "--cache.kv_cache_host_memory_bytes", "1048576", *WINDOW)
-    engine = Engine.load(build_engine(model, "full", *flags))
-    with pytest.raises(CapacityError, match=r"need \d extents of the row pool, it has [01]; shorten"):
-        engine.submit(Request((1,) * 2000, 40))
+    engine = Engine.load(build_engine(model, "full", "--cache.kv_cache_host_memory_bytes", "1000", *WINDOW))
+    with pytest.raises(CapacityError, match=r"= 940 tokens need 1 extents of the row pool, it has 0; shorten"):
+        engine.submit(Request((1,) * 900, 40))
+    assert len(engine.generate([Request((1,) * 15, 5)])[0]) == 5, "a request that stays in the window needs no extent"
 
 
 def test_requests_wait_for_extents(tmp_path: Path, build_engine: BuildEngine) -> None:
     model = save_random_model(tmp_path / "model", "llama")
-    engine = Engine.load(build_engine(model, "full", "--max_seq_len", "1024", *WINDOW))
+    engine = Engine.load(build_engine(model, "full", *WINDOW))
     while engine._cache.extents.free > 1:
         engine._cache.extents._free.pop()
     waiting = [engine.submit(Request(PROMPT, 20)) for _ in range(3)]

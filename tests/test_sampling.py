@@ -4,11 +4,10 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
 from kvseek.engine.errors import RequestError
 from kvseek.engine.request import SamplingParams
 from kvseek.engine.sampling import Sampler, candidates, penalise
+from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 VOCABULARY = 500
 seeds = st.integers(0, 2**32 - 1)

@@ -39,7 +39,7 @@ TIMEOUT = 60.0
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
-    model = save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+    model = save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama", max_position_embeddings=2048)
     limits = ("--max_batch_size", "3", "--max_seq_len", "1200", "--max_input_len", "800")
     return build_engine(model, "pariskv", *WINDOW, *limits, "--pariskv.top_k", "20")
 

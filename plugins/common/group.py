@@ -7,9 +7,8 @@ whose scores cancel (PRKV paper).
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from kvseek.engine.config import require
+from torch import Tensor
 
 GROUP_REDUCTIONS = ("mean", "max", "softmax_mean")
 

@@ -1,0 +1,167 @@
+"""Who takes part in the decode benchmark: kvseek engines and Hugging Face transformers, behind one protocol."""
+
+from __future__ import annotations
+
+import copy
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from kvseek.engine.config import EngineConfig
+from kvseek.engine.engine import Engine
+from kvseek.engine.errors import KvseekError
+from kvseek.engine.request import FinishReason, Request, StepOutput
+
+
+class Contestant(ABC):
+    """Processes a prompt, then generates greedily, one token a step."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.prefill_seconds = 0.0
+        self.tokens: list[int] = []
+        self.attended_tokens = 0.0  # per KV head, mean over the layers, in the last step
+        self.cached_tokens = 0
+
+    @abstractmethod
+    def prefill(self, prompt_ids: list[int], steps: int) -> None:
+        """Process a prompt up to its first token and set `prefill_seconds`; `steps` decode steps are to follow."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Generate one more token."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Forget the prompt."""
+
+    @abstractmethod
+    def step_bytes(self) -> dict[str, float]:
+        """Bytes that the last step had to read: weights, attended rows, and the whole index at most."""
+
+
+class EngineContestant(Contestant):
+    """An engine directory, run through the same `step` that serves."""
+
+    def __init__(self, directory: Path, threads: int) -> None:
+        self.config = EngineConfig.load(directory)
+        super().__init__(self.config.method)
+        self.engine = Engine.load(directory, threads)
+        self._weight_bytes = weight_bytes(self.config)
+        self._request_id = 0
+
+    def prefill(self, prompt_ids: list[int], steps: int) -> None:
+        start = time.perf_counter()
+        self._request_id = self.engine.submit(Request(tuple(prompt_ids), max_tokens=steps + 2))
+        while not self._run():
+            pass
+        self.prefill_seconds = time.perf_counter() - start
+
+    def step(self) -> None:
+        if not self._run():
+            raise KvseekError(f"{self.name}: a decode step gave no token")
+
+    def close(self) -> None:
+        self.engine.cancel(self._request_id)
+        self.tokens = []
+
+    def step_bytes(self) -> dict[str, float]:
+        model = self.config.model
+        row = row_bytes(self.config)
+        sparse = self.attended_tokens < self.cached_tokens
+        per_token = self.engine._decoder.indexes[0].bytes_per_token  # the engine shows it to nobody else
+        index = model.num_layers * per_token * self.cached_tokens if sparse else 0.0
+        return {"weights": self._weight_bytes, "rows": self.attended_tokens * row, "index": index}
+
+    def _run(self) -> bool:
+        """One engine step; whether it gave a token."""
+        tokens = [output for output in self.engine.step() if self._is_token(output)]
+        for output in tokens:
+            assert output.token_id is not None
+            self.tokens.append(output.token_id)
+            self.attended_tokens, self.cached_tokens = output.attended_tokens, output.cached_tokens
+        return bool(tokens)
+
+    def _is_token(self, output: StepOutput) -> bool:
+        if output.finish_reason is FinishReason.ERROR:
+            raise KvseekError(f"{self.name}: {output.error}")
+        return output.token_id is not None
+
+
+class TransformersContestant(Contestant):
+    """Hugging Face transformers with its default cache (DynamicCache) and one attention implementation.
+
+    Contestants of one model share its weights; those created with `like` take over the prompt's cache from another,
+    as eager attention would need gigabytes for the prompt.
+    """
+
+    def __init__(
+        self, model: Any, attention: str, config: EngineConfig, like: TransformersContestant | None = None
+    ) -> None:
+        super().__init__(f"transformers {attention}")
+        self._model, self._attention, self._config, self._like = model, attention, config, like
+        self._cache: Any = None
+
+    @torch.inference_mode()
+    def prefill(self, prompt_ids: list[int], steps: int) -> None:
+        if self._like is not None:
+            self._cache, self.tokens = copy.deepcopy(self._like._cache), list(self._like.tokens)
+            self.prefill_seconds = self._like.prefill_seconds
+        else:
+            from transformers import DynamicCache
+
+            self._cache = DynamicCache(config=self._model.config)
+            start = time.perf_counter()
+            self._forward(prompt_ids)
+            self.prefill_seconds = time.perf_counter() - start
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        self._forward(self.tokens[-1:])
+        self.attended_tokens = self.cached_tokens = self._cache.get_seq_length()
+
+    def close(self) -> None:
+        self._cache, self.tokens = None, []
+
+    def step_bytes(self) -> dict[str, float]:
+        return {
+            "weights": weight_bytes(self._config),
+            "rows": self.cached_tokens * row_bytes(self._config),
+            "index": 0.0,
+        }
+
+    def _forward(self, ids: list[int]) -> None:
+        self._model.set_attn_implementation(self._attention)
+        inputs = torch.tensor([ids])
+        logits = self._model(inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=1).logits
+        self.tokens.append(int(logits[0, -1].argmax()))
+
+
+def load_transformers(model: Path, config: EngineConfig) -> list[Contestant]:
+    """transformers' contestants of a Hugging Face directory or GGUF file, in the dtype of `config`: sdpa and eager."""
+    from transformers import AutoModelForCausalLM
+
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(model)}
+    if model.is_file():
+        source = {"pretrained_model_name_or_path": str(model.parent), "gguf_file": model.name}
+    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, config.dtype)).eval()
+    sdpa = TransformersContestant(loaded, "sdpa", config)
+    return [sdpa, TransformersContestant(loaded, "eager", config, like=sdpa)]
+
+
+def weight_bytes(config: EngineConfig) -> float:
+    """Bytes of the matrices that a decode step multiplies with: every layer's and the output head."""
+    model = config.model
+    attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
+    layer = attention + 3 * model.intermediate_size * model.hidden_size
+    numbers = model.num_layers * layer + model.vocab_size * model.hidden_size
+    return float(numbers * getattr(torch, config.dtype).itemsize)
+
+
+def row_bytes(config: EngineConfig) -> float:
+    """Bytes of one cached token: its key and value rows of all layers and KV heads."""
+    model = config.model
+    itemsize = getattr(torch, config.dtype).itemsize
+    return float(model.num_layers * model.num_kv_heads * 2 * model.head_dim * itemsize)

@@ -1,0 +1,164 @@
+"""Time per output token of decoding at long context: kvseek's methods and Hugging Face transformers, in one run.
+
+    python benchmarks/decode.py --model MODEL --methods full,pariskv --contexts 8000 --text FILE --compare_transformers
+
+The contestants take turns of a few decode steps, so drift of the machine hits all alike; the prompt of each is
+processed once. benchmarks/README.md says what the figures mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvseek.benchmarks.contestants import Contestant, EngineContestant, load_transformers
+from kvseek.benchmarks.machine import READ_BYTES, PlainRead, describe, peak_memory_bytes
+from kvseek.benchmarks.report import add_ratios, print_report, result
+from kvseek.benchmarks.timing import interleave
+from kvseek.engine.errors import ConfigError, KvseekError
+
+WARMUP = 2  # steps of each contestant that are not counted
+READ = "plain read"  # takes turns with the contestants
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Command line to settings; exits with a message on unknown or missing flags."""
+    parser = argparse.ArgumentParser(prog="kvseek bench", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="cpu", help="cpu (the CUDA benchmark is not there yet)")
+    parser.add_argument("--model", type=Path, help="Hugging Face directory or GGUF file, to build and to compare with")
+    engines = parser.add_mutually_exclusive_group(required=True)
+    engines.add_argument("--engine_dirs", type=Path, nargs="+", help="engine directories, the baseline first")
+    engines.add_argument("--methods", help="comma list of methods to build from --model, the baseline first")
+    parser.add_argument("--dtype", default="float32", help="of the engines that --methods builds")
+    parser.add_argument("--contexts", default="8000", help="comma list of prompt lengths in tokens")
+    parser.add_argument("--tokens", type=int, default=32, help="decode steps that are timed")
+    parser.add_argument("--block", type=int, default=4, help="decode steps in a turn")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--text", type=Path, required=True, help="text whose first tokens are the prompt")
+    parser.add_argument("--compare_transformers", action="store_true", help="time Hugging Face transformers too")
+    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    parser.add_argument(
+        "--output", type=Path, help="write the JSON to this file too, e.g. benchmarks/results/NAME.json"
+    )
+    return check(parser.parse_args(argv))
+
+
+def check(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Convert lists and raise ConfigError on settings that cannot work together."""
+    if arguments.device != "cpu":
+        raise ConfigError(f"--device = {arguments.device!r}: must be cpu; the CUDA benchmark is not there yet")
+    if arguments.model is None and (arguments.methods or arguments.compare_transformers):
+        raise ConfigError("--model = None: must be given with --methods or --compare_transformers; name the model")
+    for name in ("tokens", "block", "threads"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name} = {getattr(arguments, name)}: must be >= 1; leave it out for the default")
+    contexts = arguments.contexts.split(",")
+    if not all(c.isdecimal() and int(c) >= 1 for c in contexts):
+        message = "must be a comma list of lengths >= 1; 8000 is the default"
+        raise ConfigError(f"--contexts = {arguments.contexts!r}: {message}")
+    arguments.contexts = [int(c) for c in contexts]
+    return arguments
+
+
+@contextlib.contextmanager
+def engine_directories(arguments: argparse.Namespace) -> Iterator[list[Path]]:
+    """The engine directories to time; those of --methods are built for the occasion."""
+    if arguments.engine_dirs:
+        yield arguments.engine_dirs
+        return
+    from kvseek.builder.build import main as build
+
+    longest = max(arguments.contexts) + WARMUP + arguments.tokens + 2
+    with tempfile.TemporaryDirectory(prefix="kvseek-bench-") as name:
+        directories = [Path(name) / method for method in arguments.methods.split(",")]
+        for directory in directories:
+            flags = ["--method", directory.name, "--output_dir", str(directory), "--dtype", arguments.dtype, "--quiet"]
+            sizes = ["--max_seq_len", str(longest), "--max_input_len", str(longest), "--max_batch_size", "1"]
+            if build(["--model", str(arguments.model), *flags, *sizes]) != 0:
+                raise KvseekError(f"--methods: the build of {directory.name!r} failed; its message stands above")
+        yield directories
+
+
+def prompt(contestant: EngineContestant, text: Path, context: int) -> list[int]:
+    """The first `context` tokens of a text."""
+    ids = contestant.engine.tokenizer.encode(text.read_text(encoding="utf-8"))
+    if len(ids) < context:
+        raise ConfigError(f"--contexts = {context}: {text} has {len(ids)} tokens; lower it or give a longer --text")
+    return ids[:context]
+
+
+def race(
+    contestants: Sequence[Contestant], read: PlainRead, prompt_ids: list[int], tokens: int, block: int
+) -> dict[str, Any]:
+    """Prefill, then time decode steps and plain reads in turns."""
+    for contestant in contestants:
+        contestant.prefill(prompt_ids, WARMUP + tokens)
+    samples = interleave({READ: read, **{c.name: c.step for c in contestants}}, tokens, block, WARMUP)
+    results = [result(c, samples[c.name], contestants[0]) for c in contestants]
+    bandwidth = READ_BYTES / samples[READ].median
+    add_ratios(results, bandwidth)
+    for contestant in contestants:
+        contestant.close()
+    return {"context": len(prompt_ids), "read_bandwidth": bandwidth, "results": results}
+
+
+def run(arguments: argparse.Namespace, directories: Sequence[Path]) -> dict[str, Any]:
+    """Everything that was measured, as it goes into the result file."""
+    engines = [EngineContestant(directory, arguments.threads) for directory in directories]
+    config = engines[0].config
+    for engine in engines[1:]:
+        if (engine.config.model, engine.config.dtype) != (config.model, config.dtype):
+            raise ConfigError(
+                f"--engine_dirs: {engine.name} and {engines[0].name} differ in model or dtype; build both alike"
+            )
+    contestants: list[Contestant] = [*engines]
+    if arguments.compare_transformers:
+        contestants += load_transformers(arguments.model, config)
+    names = [contestant.name for contestant in contestants]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--engine_dirs: methods {names}: must be different; time engines of one method in two runs")
+    prompts = [prompt(engines[0], arguments.text, context) for context in arguments.contexts]
+    read = PlainRead()
+    contexts = [race(contestants, read, ids, arguments.tokens, arguments.block) for ids in prompts]
+    return {
+        "benchmark": "decode",
+        "machine": describe(),
+        "model": Path(arguments.model or directories[0]).name,
+        "text": arguments.text.name,
+        "dtype": config.dtype,
+        "kernels": config.kernels,
+        "tokens": arguments.tokens,
+        "block": arguments.block,
+        "peak_memory_bytes": peak_memory_bytes() - READ_BYTES,
+        "contexts": contexts,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line entry; returns the exit status."""
+    try:
+        arguments = parse(argv)
+        with engine_directories(arguments) as directories:
+            document = run(arguments, directories)
+    except (KvseekError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    text = json.dumps(document, indent=2)
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(text + "\n", encoding="utf-8")
+    if arguments.json:
+        print(text)
+    else:
+        print_report(document)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""What a result depends on beside the code: machine, versions, commit; and what the machine can do at best."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+READ_BYTES = 1 << 30  # more than any last-level cache holds
+VERSIONS = ("kvseek", "torch", "transformers", "numpy")
+
+
+def describe() -> dict[str, object]:
+    """Machine, versions and commit, as they go into every result file."""
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in VERSIONS},
+        "commit": commit(Path(__file__).parent),
+    }
+
+
+def cpu_model() -> str:
+    """Name of the CPU, or its architecture where the system does not tell."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def commit(directory: Path) -> str | None:
+    """Commit of the checkout that `directory` lies in, with "+changes" if files differ from it; None outside of one."""
+    command = ["git", "-C", str(directory), "describe", "--always", "--abbrev=40", "--dirty=+changes"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident set of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
+
+
+class PlainRead:
+    """Reads READ_BYTES of memory in order with all threads: nothing that reads can be faster than this."""
+
+    def __init__(self) -> None:
+        # integers: a sum of floats waits for its additions
+        self._numbers = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+
+    def __call__(self) -> None:
+        """Read everything once."""
+        self._numbers.sum()

@@ -1,0 +1,76 @@
+"""The one timer of all benchmarks: wall-clock samples of contestants that take turns."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Clock = Callable[[], float]
+
+
+@dataclass
+class Samples:
+    """Seconds of repeated calls."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Median, which a few disturbed calls do not move."""
+        return statistics.median(self.seconds)
+
+    def summary(self) -> dict[str, float | int]:
+        """Median, extremes and count, in seconds."""
+        return {
+            "median": self.median,
+            "min": min(self.seconds),
+            "max": max(self.seconds),
+            "count": len(self.seconds),
+        }
+
+
+def measure(call: Callable[[], object], clock: Clock = time.perf_counter) -> float:
+    """Seconds that one call takes."""
+    start = clock()
+    call()
+    return clock() - start
+
+
+def interleave(
+    contestants: Mapping[str, Callable[[], object]],
+    calls: int,
+    block: int,
+    warmup: int,
+    clock: Clock = time.perf_counter,
+) -> dict[str, Samples]:
+    """Time `calls` calls of each contestant, in turns of `block` calls, so that drift of the machine hits all alike.
+
+    Parameters
+    ----------
+    warmup : int
+        Calls of each contestant that go before and are not counted.
+
+    Returns
+    -------
+    dict
+        Contestant → its samples, `calls` of them.
+    """
+    for call in contestants.values():
+        for _ in range(warmup):
+            call()
+    samples = {name: Samples() for name in contestants}
+    gc.collect()
+    for start in range(0, calls, block):
+        for name, call in in_turn(list(contestants.items()), start // block):
+            for _ in range(min(block, calls - start)):
+                samples[name].seconds.append(measure(call, clock))
+    return samples
+
+
+def in_turn(items: Sequence[tuple[str, Callable[[], object]]], turn: int) -> Sequence[tuple[str, Callable[[], object]]]:
+    """The same items, begun one later each turn: nobody always runs after the same neighbour started cold."""
+    first = turn % len(items)
+    return [*items[first:], *items[:first]]

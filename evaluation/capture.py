@@ -1,0 +1,117 @@
+"""Real queries and keys: what attention sees, after RoPE, in every layer of a Hugging Face model on a text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from kvseek.engine.errors import ConfigError
+from torch import Tensor
+
+CHUNK_TOKENS = 1024  # tokens a forward pass, which bounds the memory of attention scores
+ATTENTION_NAME = "kvseek_capture"
+
+
+@dataclass(frozen=True)
+class CapturedLayer:
+    """One layer's vectors, float32 on the CPU.
+
+    Attributes
+    ----------
+    keys : Tensor [G, tokens, D]
+    queries : Tensor [H, queries, D]
+        Of the last positions.
+    scaling : float
+        Softmax scale.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    scaling: float
+
+
+def load_model(path: Path) -> tuple[Any, Any]:
+    """Load a Hugging Face directory or a GGUF file with transformers: (causal model in float32, tokenizer).
+
+    Raises
+    ------
+    ConfigError
+        If `path` is neither.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not path.exists():
+        raise ConfigError(f"model = {str(path)!r}: does not exist; pass a Hugging Face directory or a .gguf file")
+    folder, options = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    return model.eval(), AutoTokenizer.from_pretrained(folder, **options)
+
+
+def token_ids(tokenizer: Any, text: str, tokens: int) -> list[int]:
+    """The first `tokens` token ids of a text; raises ConfigError if it is shorter."""
+    ids: list[int] = tokenizer(text)["input_ids"]
+    if len(ids) < tokens:
+        raise ConfigError(f"tokens = {tokens}: must be <= {len(ids)}, the length of the text; pass a longer --text")
+    return ids[:tokens]
+
+
+@torch.inference_mode()
+def capture(model: Any, ids: list[int], queries: int) -> list[CapturedLayer]:
+    """Run `model` over `ids` and keep every layer's keys and the last `queries` queries.
+
+    The model's attention is replaced by a function that records and then calls the library's own; it is put back.
+    """
+    from transformers import AttentionInterface, DynamicCache
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    recorder = _Recorder(model.config.num_hidden_layers, queries, sdpa_attention_forward)
+    AttentionInterface.register(ATTENTION_NAME, recorder)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(ATTENTION_NAME)
+    try:
+        cache = DynamicCache()
+        for start in range(0, len(ids), CHUNK_TOKENS):
+            part = torch.tensor([ids[start : start + CHUNK_TOKENS]])
+            model.model(part, attention_mask=_causal_mask(start, part.shape[1]), past_key_values=cache)
+    finally:
+        model.set_attn_implementation(before)
+    return recorder.layers()
+
+
+def _causal_mask(past: int, tokens: int) -> Tensor:
+    # Given ready-made, because transformers makes no mask for an attention function that it does not know.
+    allowed = torch.ones(tokens, past + tokens, dtype=torch.bool).tril(past)
+    return torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)[None, None]
+
+
+class _Recorder:
+    """An attention function of transformers' AttentionInterface."""
+
+    def __init__(self, layers: int, queries: int, attention: Any) -> None:
+        self._attention = attention
+        self._kept = queries
+        self._queries: list[Tensor | None] = [None] * layers
+        self._keys: list[Tensor | None] = [None] * layers
+        self._scaling = [0.0] * layers
+
+    def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any) -> Any:
+        number = module.layer_idx
+        earlier = self._queries[number]
+        both = query[0] if earlier is None else torch.cat((earlier, query[0]), dim=1)
+        self._queries[number] = both[:, -self._kept :].clone()
+        self._keys[number] = key[0]  # the whole cache so far; the last call's is the one that stays
+        self._scaling[number] = module.scaling
+        return self._attention(module, query, key, value, mask, **options)
+
+    def layers(self) -> list[CapturedLayer]:
+        """What was seen; raises RuntimeError if a layer did not call the attention function."""
+        layers = []
+        for number, (keys, queries) in enumerate(zip(self._keys, self._queries, strict=True)):
+            if keys is None or queries is None:
+                raise RuntimeError(
+                    f"layer {number} did not use transformers' attention interface: nothing was captured"
+                )
+            layers.append(CapturedLayer(keys.float(), queries.float(), self._scaling[number]))
+        return layers

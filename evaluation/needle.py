@@ -1,0 +1,252 @@
+"""Accuracy on the needle tasks: kvseek engines generate the answers, as they would be served.
+
+    python evaluation/needle.py --needle ../shared/needle --engine_dir FULL --engine_dir PARISKV --lengths 4096,16384
+
+Questions and scores are those of the needle folder's tasks.py. What a method loses against full attention on them is
+retrieval error: the answers cannot be guessed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kvseek.engine.engine import Engine
+from kvseek.engine.errors import ConfigError, KvseekError
+from kvseek.engine.request import FinishReason, Request
+
+FIRST_SEED = 10**6  # as the needle folder's own evaluation: its training drew other seeds
+QUESTIONS_PER_CONTEXT = {"niah_single": 1, "multi_turn": 1, "variable_tracking": 4}
+MOST_QUESTIONS_PER_CONTEXT = 8
+TOKENS_PER_VALUE_GROUP = 2048  # niah_multivalue has one group of values to ask for in so many tokens
+EXTRA_TOKENS = 8  # an answer may be so much longer than the right one
+
+
+@dataclass
+class Dialogue:
+    """Questions on one context, asked one after another; most dialogues have one."""
+
+    context: list[int]
+    rounds: list[tuple[str, list[int], list[int]]]  # kind of question, its ids, ids of the right answer
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the dialogue can grow to."""
+        return len(self.context) + sum(len(q) + len(gold) + EXTRA_TOKENS for _, q, gold in self.rounds)
+
+
+@dataclass
+class Cell:
+    """Result of one engine on one task and length; percentages."""
+
+    task: str
+    length: int
+    engine: str
+    questions: int = 0
+    exact: float = 0.0
+    part: float = 0.0
+    attended_share: float = 1.0
+    seconds: float = 0.0
+    by_round: list[float] = field(default_factory=list)
+
+
+def load_tasks(folder: Path) -> ModuleType:
+    """The needle folder's tasks.py as a module; raises ConfigError if it is not there."""
+    path = folder / "tasks.py"
+    spec = importlib.util.spec_from_file_location("needle_tasks", path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(f"--needle = {str(folder)!r}: must be the needle folder, with tasks.py and model/; name it")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look their own module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_dialogues(tasks: ModuleType, task: str, length: int, count: int) -> list[Dialogue]:
+    """At least `count` questions of a task (multi_turn: count / 4 dialogues of eight), each a dialogue of its own."""
+    wanted = max(2, count // 4) if task == "multi_turn" else count
+    dialogues: list[Dialogue] = []
+    seed = FIRST_SEED
+    while len(dialogues) < wanted:
+        questions = min(QUESTIONS_PER_CONTEXT.get(task, MOST_QUESTIONS_PER_CONTEXT), wanted - len(dialogues))
+        if task == "niah_multivalue":
+            questions = min(questions, max(1, length // TOKENS_PER_VALUE_GROUP))
+        example = tasks.make_example(task, length, seed, questions=questions)
+        context = [int(i) for i in example.context]
+        rounds = [(kind, [*map(int, question)], [*map(int, gold)]) for kind, question, gold in example.rounds]
+        groups = [rounds] if task == "multi_turn" else [[one] for one in rounds]
+        dialogues += [Dialogue(context, group) for group in groups]
+        seed += 1
+    return dialogues
+
+
+def answer(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], list[float]]:
+    """Generate for all requests, as many at a time as the engine batches: token ids and attended shares."""
+    tokens: dict[int, list[int]] = {engine.submit(request): [] for request in requests}
+    shares = dict.fromkeys(tokens, 1.0)
+    while engine.has_work:
+        for output in engine.step():
+            if output.finish_reason is FinishReason.ERROR:
+                raise KvseekError(f"request {output.request_id} failed: {output.error}")
+            if output.token_id is not None:
+                tokens[output.request_id].append(output.token_id)
+            if output.statistics is not None:
+                shares[output.request_id] = output.statistics.attended_share
+    return list(tokens.values()), list(shares.values())
+
+
+def converse(
+    engine: Engine, tasks: ModuleType, dialogues: Sequence[Dialogue]
+) -> list[list[tuple[dict[str, float], float]]]:
+    """Ask round after round; earlier questions and the engine's own answers stand in the prompt of the next.
+
+    Returns the score of tasks.py and the attended share, by round and dialogue.
+    """
+    histories = [list(dialogue.context) for dialogue in dialogues]
+    results = []
+    for number in range(len(dialogues[0].rounds)):
+        requests = []
+        for history, dialogue in zip(histories, dialogues, strict=True):
+            _, question, gold = dialogue.rounds[number]
+            history += question
+            requests.append(Request(tuple(history), len(gold) + EXTRA_TOKENS, stop_words=((tasks.DOT,),)))
+        answers, shares = answer(engine, requests)
+        scored = []
+        for history, dialogue, ids, share in zip(histories, dialogues, answers, shares, strict=True):
+            history += ids
+            kind, _, gold = dialogue.rounds[number]
+            scored.append((tasks.score(kind, gold, ids), share))
+        results.append(scored)
+    return results
+
+
+def check_lengths(engine: Engine, name: str, dialogues: Sequence[Dialogue]) -> None:
+    """Raise ConfigError if the engine is built for shorter requests."""
+    longest = max(dialogue.longest for dialogue in dialogues)
+    for field_name in ("max_input_len", "max_seq_len"):
+        limit = getattr(engine.config, field_name)
+        if longest > limit:
+            raise ConfigError(
+                f"{name}: {field_name} = {limit}: must be >= {longest} for these questions; "
+                f"build with --{field_name} {longest} or more"
+            )
+
+
+def evaluate(engine: Engine, name: str, tasks: ModuleType, task: str, length: int, count: int) -> Cell:
+    """Ask an engine the questions of one task at one length."""
+    dialogues = make_dialogues(tasks, task, length, count)
+    check_lengths(engine, name, dialogues)
+    start = time.perf_counter()
+    rounds = converse(engine, tasks, dialogues)
+    cell = Cell(task, length, name, seconds=time.perf_counter() - start)
+    scores = [score for scored in rounds for score, _ in scored]
+    cell.questions = len(scores)
+    cell.exact = percent([score["exact"] for score in scores])
+    cell.part = percent([score["part"] for score in scores])
+    shares = [share for scored in rounds for _, share in scored]
+    cell.attended_share = sum(shares) / len(shares)
+    if len(rounds) > 1:
+        cell.by_round = [percent([score["exact"] for score, _ in scored]) for scored in rounds]
+    return cell
+
+
+def percent(values: Sequence[float]) -> float:
+    """Mean of values from 0 to 1, in percent."""
+    return 100.0 * sum(values) / len(values)
+
+
+def engine_names(directories: Sequence[Path], engines: Sequence[Engine]) -> list[str]:
+    """What to call each engine: its method, or its directory where methods repeat."""
+    methods = [engine.config.method for engine in engines]
+    return methods if len(set(methods)) == len(methods) else [str(directory) for directory in directories]
+
+
+def print_table(cells: Sequence[Cell], names: Sequence[str]) -> None:
+    """Print a row for each task and length: every engine's figures, and the difference to the first engine's."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="exact % / part %, attended share, seconds; difference of exact in points")
+    for heading in ("task", "tokens", "questions", *names, *(f"{name} − {names[0]}" for name in names[1:])):
+        table.add_column(heading, justify="left" if heading == "task" else "right")
+    for start in range(0, len(cells), len(names)):
+        group = cells[start : start + len(names)]
+        figures = [f"{c.exact:.1f} / {c.part:.1f}, {c.attended_share:.0%}, {c.seconds:.0f} s" for c in group]
+        differences = [f"{c.exact - group[0].exact:+.1f}" for c in group[1:]]
+        table.add_row(group[0].task, f"{group[0].length:,}", str(group[0].questions), *figures, *differences)
+    Console().print(table)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Command line to settings."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--needle", type=Path, default=Path("../shared/needle"), help="the needle folder")
+    parser.add_argument(
+        "--engine_dir",
+        type=Path,
+        action="append",
+        required=True,
+        help="give it again to compare; the first is the reference",
+    )
+    parser.add_argument("--tasks", default="all", help="comma list, or all")
+    parser.add_argument("--lengths", default="4096,16384", help="comma list of context lengths in tokens")
+    parser.add_argument("--n", type=int, default=25, help="questions of each task (multi_turn: n/4 dialogues of eight)")
+    parser.add_argument("--threads", type=int, help="CPU threads; torch's choice if left out")
+    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    return parser.parse_args(argv)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Ask every engine every question; progress goes to stderr, as a cell may take minutes."""
+    tasks = load_tasks(arguments.needle)
+    chosen = list(tasks.TASKS) if arguments.tasks == "all" else arguments.tasks.split(",")
+    unknown = sorted(set(chosen) - set(tasks.TASKS))
+    if unknown:
+        raise ConfigError(f"--tasks: {unknown[0]!r} is unknown; choose from {', '.join(tasks.TASKS)}, or all")
+    if arguments.n < 1:
+        raise ConfigError(f"--n = {arguments.n}: must be >= 1; 25 is the default")
+    lengths = arguments.lengths.split(",")
+    if not all(length.isdecimal() and int(length) >= 256 for length in lengths):
+        raise ConfigError(f"--lengths = {arguments.lengths!r}: must be a comma list of lengths >= 256; try 4096")
+    engines = [Engine.load(directory, arguments.threads) for directory in arguments.engine_dir]
+    names = engine_names(arguments.engine_dir, engines)
+    cells = []
+    for length in map(int, lengths):
+        for task in chosen:
+            for name, engine in zip(names, engines, strict=True):
+                cell = evaluate(engine, name, tasks, task, length, arguments.n)
+                cells.append(cell)
+                print(f"{task} {length} {name}: exact {cell.exact:.1f} ({cell.seconds:.0f} s)", file=sys.stderr)
+    return {
+        "evaluation": "needle",
+        "engines": {name: dataclasses.asdict(engine.config) for name, engine in zip(names, engines, strict=True)},
+        "cells": cells,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line entry; returns the exit status."""
+    arguments = parse(argv)
+    try:
+        document = run(arguments)
+    except (KvseekError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps({**document, "cells": [dataclasses.asdict(cell) for cell in document["cells"]]}, indent=2))
+    else:
+        print_table(document["cells"], list(document["engines"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

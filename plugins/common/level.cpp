@@ -1,0 +1,33 @@
+// Which instruction level this processor runs, and a limit on it for tests that compare the levels.
+#include "kernel.h"
+
+#if KVSEEK_LEVEL == 0
+
+namespace {
+
+int detect() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))) return 0;
+    const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                    __builtin_cpu_supports("avx512vl");
+    return v4 ? 4 : 3;
+#else
+    return 0;
+#endif
+}
+
+int highest = 4;
+
+}  // namespace
+
+int kvseek_processor_level() {
+    static const int detected = detect();
+    return detected < highest ? detected : highest;
+}
+
+// limit: const int*, the highest level to use from now on, in the whole process.
+void kvseek_limit_level(const void* limit) { highest = *static_cast<const int*>(limit); }
+
+#endif

@@ -1,0 +1,63 @@
+// Threads, from the OpenMP runtime that PyTorch has loaded.
+//
+// A second runtime would spin on the cores that PyTorch's threads need. So nothing here asks the compiler for OpenMP
+// (each compiler would link its own runtime): the entry points that GNU and LLVM runtimes both offer are called by name
+// and resolved, when the library is loaded, against the runtime that libtorch brought into the process.
+#pragma once
+
+#include <cstddef>
+#include <cstdio>
+#include <cstdlib>
+
+extern "C" {
+void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
+void GOMP_barrier();
+}
+
+namespace kvseek {
+namespace {
+
+// Work items handed out one at a time, so that a thread that loses its core for a while holds nobody up.
+struct Counter {
+    int next = 0;
+    int take() { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); }
+};
+
+// Run body() once on each of `threads` threads.
+template <class Body>
+void parallel(int threads, const Body& body) {
+    if (threads <= 1) return body();
+    GOMP_parallel([](void* data) { (*static_cast<const Body*>(data))(); }, const_cast<Body*>(&body),
+                  static_cast<unsigned>(threads), 0);
+}
+
+// Wait for all threads of parallel(threads, ...).
+inline void barrier(int threads) {
+    if (threads > 1) GOMP_barrier();
+}
+
+// Scratch memory of the calling thread, kept between calls: fresh pages cost more than the kernels that use them.
+class Scratch {
+  public:
+    // At least `bytes` bytes, aligned to a cache line, valid until the next call.
+    void* reserve(size_t bytes) {
+        if (bytes > size_) {
+            std::free(data_);
+            size_ = (bytes + bytes / 2 + 63) / 64 * 64;
+            data_ = std::aligned_alloc(64, size_);
+            if (data_ == nullptr) {
+                std::fprintf(stderr, "kvseek: no memory for %zu bytes of kernel scratch\n", size_);
+                std::abort();
+            }
+        }
+        return data_;
+    }
+    ~Scratch() { std::free(data_); }
+
+  private:
+    void* data_ = nullptr;
+    size_t size_ = 0;
+};
+
+}  // namespace
+}  // namespace kvseek

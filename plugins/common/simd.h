@@ -1,0 +1,116 @@
+// Vectors of the width that the instruction level offers: GCC/Clang vector types for arithmetic, intrinsics only for
+// what those cannot say. Everything has internal linkage (kernel.h says why).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace kvseek {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
+typedef uint32_t WordVec __attribute__((vector_size(LANES * 4)));
+typedef uint16_t HalfVec __attribute__((vector_size(LANES * 2)));
+
+constexpr float INFINITE = __builtin_inff();
+
+struct Bfloat16 {
+    uint16_t bits;
+};
+
+template <class V, class T>
+inline V load_as(const T* from) {
+    V result;
+    std::memcpy(&result, from, sizeof(V));
+    return result;
+}
+
+inline Vec load(const float* from) { return load_as<Vec>(from); }
+inline Vec load(const Bfloat16* from) {
+    return (Vec)(__builtin_convertvector(load_as<HalfVec>(from), WordVec) << 16);
+}
+inline void store(float* to, Vec value) { std::memcpy(to, &value, sizeof(Vec)); }
+inline Vec splat(float value) { return value - Vec{}; }
+
+inline float to_float(float value) { return value; }
+inline float to_float(Bfloat16 value) {
+    const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+    return load_as<float>(&bits);
+}
+inline void from_float(float value, float* to) { *to = value; }
+inline void from_float(float value, Bfloat16* to) {  // to nearest, ties to even; NaN stays NaN
+    const uint32_t bits = load_as<uint32_t>(&value);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    to->bits = static_cast<uint16_t>(value == value ? rounded : (bits >> 16) | 0x40);
+}
+
+inline Vec maximum(Vec a, Vec b) { return b > a ? b : a; }
+
+inline float sum(Vec value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)value);
+#else
+    float total = 0.0f;
+    for (int i = 0; i < LANES; i++) total += value[i];
+    return total;
+#endif
+}
+
+inline float maximum(Vec value) {
+    float best = value[0];
+    for (int i = 1; i < LANES; i++) best = value[i] > best ? value[i] : best;
+    return best;
+}
+
+// The four sums over the lanes of a, b, c and d.
+inline void sum4(Vec a, Vec b, Vec c, Vec d, float* sums) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)c, (__m512)d), _mm512_unpackhi_ps((__m512)c, (__m512)d));
+    const __m512 abcd = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+#else
+    const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps((__m256)a, (__m256)b), _mm256_unpackhi_ps((__m256)a, (__m256)b));
+    const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps((__m256)c, (__m256)d), _mm256_unpackhi_ps((__m256)c, (__m256)d));
+    const __m256 half = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+#endif
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+#else
+    sums[0] = sum(a), sums[1] = sum(b), sums[2] = sum(c), sums[3] = sum(d);
+#endif
+}
+
+// e^x for x <= 88, relative error about 1e-7: x = n ln 2 + r, a polynomial of r, times 2^n. Below -87 it is 0; NaN stays.
+inline Vec exponential(Vec x) {
+    const float lowest = -87.0f, rounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low bits
+    const Vec clamped = x < lowest ? splat(lowest) : x;
+    const Vec shifted = clamped * 1.44269504f + rounder;
+    const Vec n = shifted - rounder;
+    const Vec r = (clamped - n * 0.693145752f) - n * 1.42860677e-6f;  // ln 2 in two parts
+    Vec p = r * (1.0f / 720.0f) + (1.0f / 120.0f);
+    p = p * r + (1.0f / 24.0f);
+    p = p * r + (1.0f / 6.0f);
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    const Vec power = (Vec)(((IntVec)shifted + (127 - 0x4b400000)) << 23);
+    return x < lowest ? Vec{} : p * power;
+}
+
+inline float exponential(float x) { return exponential(splat(x))[0]; }
+
+}  // namespace
+}  // namespace kvseek

@@ -1,0 +1,171 @@
+"""ParisKV on the CPU with compiled kernels: the reference's index, encoded and searched in C++."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from ctypes import c_double, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from kvseek.engine.errors import KernelError
+from kvseek.engine.kernels import CpuLibrary, pointer
+from kvseek.plugins.base import IndexContext, Selection
+from kvseek.plugins.common.group import GROUP_REDUCTIONS
+from torch import Tensor
+
+from .codebook import padded_dim
+from .reference import ReferenceIndex
+
+MAX_GROUP_SIZE = 16
+MAX_HEAD_DIM = 256
+INT32_BYTES = 4
+
+
+class EncodeArguments(ctypes.Structure):
+    """Arguments of kvseek_pariskv_encode, as in encode.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "ids", "codes", "weights", "counts")),
+        *((name, c_void_p) for name in ("extents", "signs", "levels", "thresholds")),
+        *((name, c_int64) for name in ("kv_heads", "tokens", "dim", "padded_dim")),
+        *((name, c_int64) for name in ("first", "alpha", "bfloat16", "threads")),
+    )
+
+
+class SelectArguments(ctypes.Structure):
+    """Arguments of kvseek_pariskv_select, as in select.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("queries", "rows", "slots", "lengths", "budgets", "candidates")),
+        *((name, c_void_p) for name in ("ids", "codes", "weights", "counts", "table", "signs", "levels")),
+        *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim", "padded_dim", "max_extents", "top_k")),
+        *((name, c_int64) for name in ("reduction", "bfloat16", "threads")),
+        ("scaling", c_double),
+    )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Slots, retrieval lengths and efforts of a batch, as the kernel reads them: int32 arrays, one entry a request."""
+
+    slots: ctypes.Array[ctypes.c_int32]
+    lengths: ctypes.Array[ctypes.c_int32]
+    budgets: ctypes.Array[ctypes.c_int32]
+    candidates: ctypes.Array[ctypes.c_int32]
+    counts: tuple[int, ...]  # rows selected for each request
+
+
+@lru_cache(maxsize=8)
+def kernels(library: CpuLibrary) -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
+    """Encode and select of a library, declared once."""
+    encode = library.function("kvseek_pariskv_encode", c_void_p)
+    return encode, library.function("kvseek_pariskv_select", c_void_p)
+
+
+@lru_cache(maxsize=64)
+def describe_batch(config: Any, slots: tuple[int, ...], lengths: tuple[int, ...]) -> Batch:
+    """Lay a batch out for the kernel: the same for all layers, and for all steps between evictions."""
+    top_k = config.top_k
+    efforts = [config.schedule(n) for n in lengths]
+    budgets = [math.ceil(rho * n) for n, (rho, _) in zip(lengths, efforts, strict=True)]
+    candidates = [min(n, max(top_k, math.ceil(beta * n))) for n, (_, beta) in zip(lengths, efforts, strict=True)]
+    array = ctypes.c_int32 * len(slots)
+    counts = tuple(min(top_k, n) for n in lengths)
+    return Batch(array(*slots), array(*lengths), array(*budgets), array(*candidates), counts)
+
+
+class NativeIndex(ReferenceIndex):
+    """The reference's arrays, filled and searched by compiled kernels.
+
+    Centroid ids, counts, votes and candidates are the reference's to the bit; magnitudes that lie within rounding of a
+    threshold may get the neighbouring level, and estimates differ by rounding.
+    """
+
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context)
+        assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
+        _check(context)
+        self._encode, self._select = kernels(context.library)
+        self._shared = {
+            "ids": pointer(self.ids),
+            "codes": pointer(self.codes),
+            "weights": pointer(self.weights),
+            "signs": pointer(self.signs),
+            "levels": pointer(self.levels),
+            "kv_heads": context.num_kv_heads,
+            "dim": context.head_dim,
+            "padded_dim": self.padded_dim,
+            "bfloat16": context.dtype is torch.bfloat16,
+        }
+        self._select_layout = bytes(
+            SelectArguments(
+                **self._shared,
+                counts=pointer(self.counts),
+                group=context.group_size,
+                top_k=self.config.top_k,
+                reduction=GROUP_REDUCTIONS.index(self.config.group_reduce),
+                scaling=context.scaling,
+            )
+        )
+
+    def _append(self, slot: int, start: int, keys: Tensor) -> None:
+        keys = self._accept("keys", keys).contiguous()
+        table = self.context.extents.table
+        arguments = EncodeArguments(
+            **self._shared,
+            keys=pointer(keys),
+            counts=pointer(self.counts[slot]),
+            extents=pointer(table) + slot * table.shape[1] * INT32_BYTES,
+            thresholds=pointer(self.thresholds),
+            tokens=keys.shape[1],
+            first=start,
+            alpha=self.config.alpha_correction,
+            threads=torch.get_num_threads(),
+        )
+        self._encode(ctypes.byref(arguments))
+
+    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
+        """See ReferenceIndex.select."""
+        context = self.context
+        lengths = context.lengths
+        batch = describe_batch(self.config, tuple(slots), tuple([lengths[slot] for slot in slots]))
+        queries = self._accept("queries", queries).contiguous()
+        rows = torch.empty((len(slots), context.num_kv_heads, self.config.top_k), dtype=torch.int32)
+        table = context.extents.table
+        arguments = SelectArguments.from_buffer_copy(self._select_layout)
+        arguments.queries = queries.data_ptr()
+        arguments.rows = rows.data_ptr()
+        arguments.slots = ctypes.addressof(batch.slots)
+        arguments.lengths = ctypes.addressof(batch.lengths)
+        arguments.budgets = ctypes.addressof(batch.budgets)
+        arguments.candidates = ctypes.addressof(batch.candidates)
+        arguments.table = table.data_ptr()
+        arguments.max_extents = table.shape[1]
+        arguments.batch = len(slots)
+        arguments.threads = torch.get_num_threads()
+        self._select(ctypes.byref(arguments))
+        return Selection(rows, 1, batch.counts)
+
+    def _accept(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.dtype is not self.context.dtype or not tensor.is_cpu:
+            limit = f"{self.context.dtype} on the CPU, as the index was made for"
+            raise KernelError(f"{name}: {tensor.dtype} on {tensor.device}: must be {limit}")
+        return tensor
+
+
+def _check(context: IndexContext) -> None:
+    limits = (
+        ("dtype", context.dtype, context.dtype in (torch.float32, torch.bfloat16), "float32 or bfloat16"),
+        ("device", context.device, context.device.type == "cpu", "the CPU"),
+        ("head_dim", context.head_dim, padded_dim(context.head_dim) <= MAX_HEAD_DIM, f"at most {MAX_HEAD_DIM}"),
+        ("group size", context.group_size, context.group_size <= MAX_GROUP_SIZE, f"at most {MAX_GROUP_SIZE}"),
+    )
+    for name, value, holds, limit in limits:
+        if not holds:
+            raise KernelError(
+                f"native ParisKV: {name} = {value}: must be {limit}; build the engine with --kernels reference"
+            )
