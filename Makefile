@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 ENGINE := .cache/engines/smollm2-pariskv
-QUESTION ?= $(shell cat examples/question.txt)
+QUESTION ?= How many passengers did the Lady Trelawny land?
 PACKAGES := engine plugins builder server client cli evaluation benchmarks
 SERVER_THREADS := $(if $(THREADS),--threads $(THREADS))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from kvseek.engine.config import EngineConfig
 from kvseek.engine.engine import Engine
 from kvseek.engine.errors import KvseekError

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from kvseek.benchmarks.contestants import Contestant, EngineContestant, load_transformers
-from kvseek.benchmarks.machine import READ_BYTES, PlainRead, describe, peak_memory_bytes
+from kvseek.benchmarks.machine import PlainRead, describe, peak_memory_bytes
 from kvseek.benchmarks.report import add_ratios, print_report, result
 from kvseek.benchmarks.timing import interleave
 from kvseek.engine.errors import ConfigError, KvseekError
 
 WARMUP = 2  # steps of each contestant that are not counted
+READ_BYTES = 1 << 30  # of a plain read: more than a last-level cache holds
 READ = "plain read"  # takes turns with the contestants
 
 
@@ -124,7 +125,7 @@ def run(arguments: argparse.Namespace, directories: Sequence[Path]) -> dict[str,
     if len(set(names)) < len(names):
         raise ConfigError(f"--engine_dirs: methods {names}: must be different; time engines of one method in two runs")
     prompts = [prompt(engines[0], arguments.text, context) for context in arguments.contexts]
-    read = PlainRead()
+    read = PlainRead(READ_BYTES)
     contexts = [race(contestants, read, ids, arguments.tokens, arguments.block) for ids in prompts]
     return {
         "benchmark": "decode",

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-READ_BYTES = 1 << 30  # more than any last-level cache holds
 VERSIONS = ("kvseek", "torch", "transformers", "numpy")
 
 
@@ -55,11 +54,11 @@ def peak_memory_bytes() -> int:
 
 
 class PlainRead:
-    """Reads READ_BYTES of memory in order with all threads: nothing that reads can be faster than this."""
+    """Reads `size` bytes of memory in order with all threads: nothing that reads can be faster than this."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         # integers: a sum of floats waits for its additions
-        self._numbers = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+        self._numbers = torch.ones(size // 8, dtype=torch.int64)
 
     def __call__(self) -> None:
         """Read everything once."""

@@ -7,7 +7,7 @@ from typing import Any
 from kvseek.benchmarks.contestants import Contestant, TransformersContestant
 from kvseek.benchmarks.timing import Samples
 
-TABLE_WIDTH = 130  # columns that the table needs unwrapped
+TABLE_WIDTH = 150  # columns that the table needs unwrapped
 
 
 def result(contestant: Contestant, samples: Samples, baseline: Contestant) -> dict[str, Any]:

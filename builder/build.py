@@ -13,6 +13,9 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
 from kvseek.builder.checkpoint import Checkpoint, open_checkpoint
 from kvseek.builder.compile import cached_cpu_library
 from kvseek.builder.manifest import fingerprint, up_to_date, write_manifest
@@ -24,8 +27,6 @@ from kvseek.engine.kernels import LIBRARY_FILE
 from kvseek.engine.manifest import CODEBOOKS_FILE, MANIFEST_FILE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER
 from kvseek.plugins.registry import get_method
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from kvseek.engine.config import ModelConfig
 from kvseek.engine.errors import ConfigError
-from torch import Tensor
 
 from .model_config import model_config, token_ids
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from kvseek.engine.config import ModelConfig, require
 from kvseek.engine.errors import ConfigError
-from torch import Tensor
 
 from .checkpoint import Checkpoint
 from .gguf_tokenizer import load_tokenizer

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
+from torch import Tensor
+
 from kvseek.engine.config import ModelConfig
 from kvseek.engine.errors import ConfigError
 from kvseek.engine.weights import INDEX_FILE
-from torch import Tensor
 
 from .checkpoint import Checkpoint
 

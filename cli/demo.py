@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from kvseek.client.chat import build_prompt, read_text, show
 from kvseek.client.grpc_client import GrpcClient
 from kvseek.client.options import GenerateOptions
@@ -15,7 +17,6 @@ from kvseek.engine.config import EngineConfig
 from kvseek.engine.errors import KvseekError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.launch import running_server
-from rich.console import Console
 
 
 def shorten(document: str, tokenizer: Tokenizer, tokens: int) -> str:
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvseek.cli.demo", description=__doc__)
     parser.add_argument("--engine_dir", type=Path, required=True)
     parser.add_argument("--document", type=Path, required=True)
-    parser.add_argument("--document_tokens", type=int, default=6500, help="use at most this much of it")
+    parser.add_argument("--document_tokens", type=int, default=6240, help="use at most this much of it")
     parser.add_argument("--question", required=True)
     parser.add_argument("--max_tokens", type=int, default=64)
     parser.add_argument("--threads", type=int)

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from kvseek.engine.errors import KvseekError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from kvseek.engine.errors import KvseekError
 
 from .chunk import AnswerFigures, Chunk
 from .errors import ClientError
@@ -20,7 +21,7 @@ from .http_client import HttpClient
 from .options import GenerateOptions
 
 DEFAULT_URLS = {"grpc": "127.0.0.1:8001", "http": "127.0.0.1:8000"}
-DOCUMENT_TEMPLATE = "{document}\n\nQuestion about the text above: {question}"
+DOCUMENT_TEMPLATE = "{document}\n\n{question}"
 
 
 def build_prompt(document: str | None, question: str) -> str:

@@ -15,6 +15,9 @@ from .options import MODEL, GenerateOptions
 
 CONNECT_SECONDS = 10.0
 EVENT = b"data: "
+NO_KEEP_ALIVE = {
+    "Connection": "close"
+}  # Triton counts a kept connection as open after a reply, and waits for it at exit
 NAMES = {field.name for field in fields(Chunk)} - {"text"}
 
 
@@ -45,7 +48,9 @@ class HttpClient:
     def _post(self, endpoint: str, body: dict[str, Any], stream: bool) -> requests.Response:
         try:
             address = f"http://{self.url}/v2/models/{MODEL}/{endpoint}"
-            response = requests.post(address, json=body, stream=stream, timeout=(CONNECT_SECONDS, None))
+            response = requests.post(
+                address, json=body, headers=NO_KEEP_ALIVE, stream=stream, timeout=(CONNECT_SECONDS, None)
+            )
         except requests.ConnectionError as error:
             raise ClientError(
                 f"no server answers at {self.url} ({error}); start one with kvseek serve, or give its --url"

@@ -8,10 +8,11 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
 import torch
-from kvseek.plugins.base import Index, IndexContext
-from kvseek.plugins.registry import get_method
 from safetensors.torch import load_file
 from torch import Tensor
+
+from kvseek.plugins.base import Index, IndexContext
+from kvseek.plugins.registry import get_method
 
 from . import bfloat16
 from .cache import Cache
@@ -56,7 +57,9 @@ class Engine:
         config = EngineConfig.load(directory)
         device, dtype = torch.device("cpu"), getattr(torch, config.dtype)
         if not bfloat16.usable() and dtype is torch.bfloat16:
-            raise KvseekError("dtype = 'bfloat16': this processor cannot multiply it; build the engine with --dtype float32")
+            raise KvseekError(
+                "dtype = 'bfloat16': this processor cannot multiply it; build the engine with --dtype float32"
+            )
         library = CpuLibrary(directory / LIBRARY_FILE) if config.kernels == "native" else None
         codebooks = load_file(directory / CODEBOOKS_FILE) if (directory / CODEBOOKS_FILE).exists() else {}
         cache = Cache(config, dtype, device)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from kvseek.plugins.base import Index, Selection
 from torch import Tensor
+
+from kvseek.plugins.base import Index, Selection
 
 from .attention import attend, causal_attention
 from .cache import Cache

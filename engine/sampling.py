@@ -56,15 +56,14 @@ class Sampler:
                 "try a build with --dtype float32"
             )
         if self.params.temperature > 0:
-            token = self._draw(scores.double() - best.double())
+            token = self._draw(scores)
         drawn = int(token)
         if self._seen is not None:
             self._seen[drawn] = True
         return drawn
 
     def _draw(self, scores: Tensor) -> Tensor:
-        """Draw from scores [vocabulary] whose maximum is 0: float64, so that no temperature above 0 overflows."""
-        ids, probabilities = candidates(scores / self.params.temperature, self.params.top_k, self.params.top_p)
+        ids, probabilities = candidates(scores, self.params.temperature, self.params.top_k, self.params.top_p)
         cumulative = probabilities.cumsum(dim=0)
         target = torch.rand((), generator=self._generator, dtype=torch.float64) * cumulative[-1]
         # right=True passes over tokens of probability 0; target < cumulative[-1], so the index is in range
@@ -79,13 +78,15 @@ def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def candidates(scores: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+def candidates(scores: Tensor, temperature: float, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
     """Tokens that top-k and then top-p (nucleus sampling) leave, and their probabilities.
 
     Parameters
     ----------
-    scores : Tensor, float [vocabulary]
-        Logits over temperature.
+    scores : Tensor, float32 [vocabulary]
+        Logits; the largest is finite.
+    temperature : float
+        Greater than 0.
     top_k : int
         Tokens to keep, with all that equal the last of them; 0 keeps every token.
     top_p : float
@@ -94,13 +95,15 @@ def candidates(scores: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor
     Returns
     -------
     ids : Tensor, int64 [kept]
-    probabilities : Tensor, dtype of scores [kept]
+    probabilities : Tensor, float64 [kept]
         Relative to what top-k left; they sum to less than 1 where top-p cut.
     """
     ids = torch.arange(scores.shape[0])
     if 0 < top_k < scores.shape[0]:
         ids = (scores >= scores.topk(top_k).values[-1]).nonzero()[:, 0]
-    probabilities = scores[ids].softmax(dim=0)
+        scores = scores[ids]
+    # float64, with the largest score at 0, so that no temperature above 0 overflows
+    probabilities = ((scores.double() - scores.max().double()) / temperature).softmax(dim=0)
     if top_p == 1:
         return ids, probabilities
     # Tokens below this bound add up to less than 1 - top_p, so none is in the nucleus; leaving them out saves the sort.

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvseek.engine.errors import ConfigError
 from torch import Tensor
+
+from kvseek.engine.errors import ConfigError
 
 CHUNK_TOKENS = 1024  # tokens a forward pass, which bounds the memory of attention scores
 ATTENTION_NAME = "kvseek_capture"

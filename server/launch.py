@@ -28,6 +28,7 @@ READY_SECONDS = 180.0
 SHUTDOWN_SECONDS = 20.0
 LOG_LINES = 30
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SHARED_MEMORY = Path("/dev/shm")
 MODELS = ("tensorrt_llm", "tensorrt_llm_bls")
 
 
@@ -95,6 +96,7 @@ def running_server(
             yield running
         finally:
             _stop(process)
+            _free_shared_memory(repository)
 
 
 def _write_repository(target: Path, engine_dir: Path, config: EngineConfig, threads: int | None) -> Path:
@@ -131,6 +133,7 @@ def _start(
         f"--metrics-port={ports.metrics}",
         "--exit-timeout-secs=10",
         f"--log-verbose={int(verbose)}",
+        f"--backend-config=python,shm-region-prefix-name={_memory_prefix(repository)}",
     ]
     with output.open("wb") as file:
         return subprocess.Popen(
@@ -163,6 +166,17 @@ def _wait_until_ready(server: RunningServer, log: Path) -> None:
                 raise ServerError(f"tritonserver is not ready after {READY_SECONDS:.0f} s; its log ends:\n{_tail(log)}")
             time.sleep(0.1)
     raise ServerError(f"tritonserver ended with status {server.process.returncode}; its log ends:\n{_tail(log)}")
+
+
+def _memory_prefix(repository: Path) -> str:
+    """Name of this server's shared memory; its scratch folder's name is unique."""
+    return f"{repository.parent.name}-"
+
+
+def _free_shared_memory(repository: Path) -> None:
+    """Remove what a server that had to be killed left behind: it would take up memory until the machine restarts."""
+    for region in SHARED_MEMORY.glob(f"{_memory_prefix(repository)}*"):
+        region.unlink(missing_ok=True)
 
 
 def _tail(log: Path) -> str:

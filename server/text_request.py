@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from kvseek.engine.errors import RequestError
 from kvseek.engine.request import FinishReason
 from kvseek.engine.tokenizer import Tokenizer
-from numpy.typing import NDArray
 
 from .translation import Tensors, refuse_unsupported, sampling_params, scalar, text, texts
 
@@ -24,7 +25,6 @@ PASSED_ON = {
     "repetition_penalty": ("repetition_penalty", np.float32),
     "random_seed": ("random_seed", np.uint64),
     "seed": ("seed", np.uint64),
-    "return_prefill_progress": ("return_prefill_progress", np.bool_),
 }
 
 
@@ -53,6 +53,7 @@ class TextRequest:
             prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
         self._prompt_ids = tokenizer.encode(prompt, add_special_tokens=not use_template)
         self._streaming = bool(scalar(tensors, "stream", False))
+        self._wants_progress = bool(scalar(tensors, "return_prefill_progress", False))
         echo = not self._streaming and not scalar(tensors, "exclude_input_in_output", False)
         self._text = prompt if echo else ""
         self._words = tokenizer.stream(texts(tensors, "stop_words"))
@@ -60,11 +61,15 @@ class TextRequest:
         self.ended = False
 
     def token_tensors(self) -> dict[str, NDArray[Any]]:
-        """Inputs of tensorrt_llm, each [1, ...]. It always streams: only so can a stop word end it early."""
+        """Inputs of tensorrt_llm, each [1, ...].
+
+        It always streams and reports prefill progress: only so can a stop word or a client that left end it early.
+        """
         inputs = {
             "input_ids": np.array([self._prompt_ids], dtype=np.int32).reshape(1, -1),
             "input_lengths": np.array([[len(self._prompt_ids)]], dtype=np.int32),
             "streaming": np.array([[True]]),
+            "return_prefill_progress": np.array([[True]]),
         }
         for name, (inner, dtype) in PASSED_ON.items():
             if name in self._tensors:
@@ -76,7 +81,8 @@ class TextRequest:
         ids = outputs["output_ids"].reshape(-1).tolist()
         reason = text(scalar(outputs, "finish_reason"), "finish_reason")
         if not ids and not reason:
-            yield self._chunk("", "", outputs)  # prefill progress, which the client asked for
+            if self._wants_progress:
+                yield self._chunk("", "", outputs)
             return
         new = ""
         for token in ids:

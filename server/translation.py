@@ -6,13 +6,15 @@ An input that kvseek does not support is accepted at its neutral value and refus
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from kvseek.engine.errors import RequestError
 from kvseek.engine.request import Request, SamplingParams
-from numpy.typing import NDArray
 
 Tensors = Mapping[str, NDArray[Any]]
 
@@ -47,6 +49,16 @@ def refuse_unsupported(tensors: Tensors) -> None:
         if value not in neutral:
             wanted = " or ".join(repr(v) for v in neutral)
             raise RequestError(f"{name} = {value!r}: must be {wanted}; kvseek does not support it, leave it out")
+
+
+def refuse_parameters(parameters: str, model: str) -> None:
+    """Raise RequestError if a request to `model` has parameters (a JSON object) besides its tensors.
+
+    Triton's generate endpoints turn every field of the JSON body that is no input into a parameter, misspelt ones too.
+    """
+    names = sorted(json.loads(parameters or "{}"))
+    if names:
+        raise RequestError(f"{names[0]}: {model} has no such input; check the spelling, or leave it out")
 
 
 def sampling_params(tensors: Tensors, top_k: str = "runtime_top_k", top_p: str = "runtime_top_p") -> SamplingParams:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from kvseek.builder import build
 from kvseek.builder.compile import cached_cpu_library
 from kvseek.engine import bfloat16

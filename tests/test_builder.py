@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import BuildEngine
+from random_models import ARCHITECTURES, save_random_model
+from safetensors.torch import load_file
+
 from kvseek.builder import build
 from kvseek.builder.checkpoint import open_checkpoint
 from kvseek.builder.weights import plan_weights, write_weights
@@ -20,8 +23,6 @@ from kvseek.engine.errors import ConfigError, EngineDirectoryError
 from kvseek.engine.manifest import CODEBOOKS_FILE, read_manifest, verify
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.engine.weights import load_weights
-from random_models import ARCHITECTURES, save_random_model
-from safetensors.torch import load_file
 
 CPU = torch.device("cpu")
 SHARD = "weights-00001-of-00001.safetensors"

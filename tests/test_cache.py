@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+
 from kvseek.engine.cache import Cache
 from kvseek.engine.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.engine.errors import CapacityError

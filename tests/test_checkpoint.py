@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from random_models import save_random_model
+from safetensors.torch import load_file, save_file
+
 from kvseek.builder.checkpoint import open_checkpoint
 from kvseek.builder.model_config import model_config
 from kvseek.engine.config import ModelConfig, RopeScaling
 from kvseek.engine.errors import ConfigError
 from kvseek.engine.rope import frequencies
-from random_models import save_random_model
-from safetensors.torch import load_file, save_file
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from kvseek.engine.config import CONFIG_FILE, CacheConfig, EngineConfig, ModelConfig, RopeScaling, from_dict
 from kvseek.engine.errors import ConfigError, EngineDirectoryError
 from kvseek.plugins.registry import get_method
@@ -69,7 +70,7 @@ def test_unknown_method_lists_the_known() -> None:
 
 
 def test_unknown_method_field() -> None:
-    with pytest.raises(ConfigError, match="pariskv: unknown key 'topk'; known keys: .*top_k"):
+    with pytest.raises(ConfigError, match=r"pariskv: unknown key 'topk'; known keys: .*top_k"):
         get_method("pariskv").configure({"topk": 5})
 
 

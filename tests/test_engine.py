@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from conftest import BuildEngine
+from random_models import save_random_model
+
 from kvseek.engine.engine import Engine
 from kvseek.engine.errors import CapacityError, EngineDirectoryError, KvseekError, RequestError
 from kvseek.engine.request import FinishReason, Request, SamplingParams, StepOutput
-from random_models import save_random_model
 
 PROMPT = tuple(i * 13 % 101 for i in range(120))
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import BuildEngine
+from random_models import ARCHITECTURES, save_random_model
+
 from kvseek.engine.engine import Engine
 from kvseek.engine.request import Request
-from random_models import ARCHITECTURES, save_random_model
 
 MAX_DIFFERENCE = 2e-4
 GREEDY_TOKENS = 64

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import BuildEngine
+from random_models import ARCHITECTURES, save_random_model
+from test_logits import engine_logits
+
 from kvseek.engine.engine import Engine
 from kvseek.engine.request import Request, SamplingParams
 from kvseek.plugins.registry import METHODS
-from random_models import ARCHITECTURES, save_random_model
-from test_logits import engine_logits
 
 # Flags with which a method keeps every row of a short context.
 KEEP_EVERYTHING = {"full": (), "flat": ("--flat.top_k", "4096"), "pariskv": ("--pariskv.top_k", "4096")}

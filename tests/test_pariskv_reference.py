@@ -11,6 +11,8 @@ import scipy.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
 from kvseek.engine.config import from_dict
 from kvseek.engine.errors import ConfigError
 from kvseek.engine.memory import ExtentTable
@@ -21,7 +23,6 @@ from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.pariskv import codebook
 from kvseek.plugins.pariskv.config import DEFAULT_SCHEDULE, Config, ScheduleStep
 from kvseek.plugins.pariskv.reference import ReferenceIndex, estimate_scores
-from torch import Tensor
 
 # Printed by the public release for blocks of 8 (METHODS: ParisKV, item 4).
 RELEASE_LEVELS = [0.0420, 0.1266, 0.2130, 0.3025, 0.3973, 0.5001, 0.6169, 0.7633]

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_models import ARCHITECTURES, save_random_model
+
 from kvseek.engine.errors import ConfigError
 from kvseek.evaluation import recall
 from kvseek.evaluation.capture import CapturedLayer, capture, load_model, token_ids
 from kvseek.plugins.common.group import GROUP_REDUCTIONS
 from kvseek.plugins.pariskv.config import Config
-from random_models import ARCHITECTURES, save_random_model
 
 TOKENS = 700
 TEXT = "the harbour master wrote the log, and the light was lit at dusk. " * 40

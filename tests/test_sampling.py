@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
 from kvseek.engine.errors import RequestError
 from kvseek.engine.request import SamplingParams
 from kvseek.engine.sampling import Sampler, candidates, penalise
-from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 VOCABULARY = 500
 seeds = st.integers(0, 2**32 - 1)
@@ -36,7 +37,7 @@ def test_kept_tokens_and_probabilities_agree_with_transformers(seed, top_k, top_
     assume(bool(((near - top_p).abs() > 1e-9).all()) or top_p == 1)  # either side may be right at the border
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    ids, probabilities = candidates(logits.double() / temperature, top_k, top_p)
+    ids, probabilities = candidates(logits, temperature, top_k, top_p)
     assert set(ids.tolist()) == set(expected[0].isfinite().nonzero()[:, 0].tolist())
     torch.testing.assert_close(probabilities / probabilities.sum(), expected[0].softmax(-1)[ids], rtol=1e-9, atol=0)
 
@@ -80,15 +81,15 @@ def test_greedy_takes_the_lowest_of_equal_logits(size, data):
 
 
 def test_top_k_keeps_all_that_equal_the_last():
-    ids, probabilities = candidates(torch.tensor([1.0, 0.0, 1.0, 1.0]), 2, 1.0)
+    ids, probabilities = candidates(torch.tensor([1.0, 0.0, 1.0, 1.0]), 1.0, 2, 1.0)
     assert ids.tolist() == [0, 2, 3]
-    torch.testing.assert_close(probabilities, torch.full((3,), 1 / 3))
+    torch.testing.assert_close(probabilities, torch.full((3,), 1 / 3, dtype=torch.float64))
 
 
 def test_top_p_includes_the_token_that_crosses_it():
-    scores = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64).log()
+    scores = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     for top_p, kept in ((0.4, [0]), (0.51, [0, 1]), (0.79, [0, 1]), (0.81, [0, 1, 2]), (0.96, [0, 1, 2, 3])):
-        assert candidates(scores, 0, top_p)[0].tolist() == kept
+        assert candidates(scores, 1.0, 0, top_p)[0].tolist() == kept
 
 
 def test_seed_decides_the_draws():

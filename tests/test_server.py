@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -19,6 +20,9 @@ import pytest
 import requests
 import tritonclient.grpc as grpc
 from conftest import BuildEngine
+from random_models import save_random_model
+
+from kvseek.client import chat
 from kvseek.client.errors import ClientError
 from kvseek.client.grpc_client import GrpcClient
 from kvseek.client.http_client import HttpClient
@@ -26,7 +30,6 @@ from kvseek.client.options import GenerateOptions
 from kvseek.engine.engine import Engine
 from kvseek.engine.request import Request
 from kvseek.server.launch import RunningServer, main, running_server
-from random_models import save_random_model
 
 pytestmark = pytest.mark.server
 
@@ -108,7 +111,9 @@ def token_request(server: RunningServer, **values: Any) -> list[dict[str, np.nda
     for response in responses:
         if isinstance(response, Exception):
             raise response
-    return [{o.name: r.as_numpy(o.name) for o in r.get_response().outputs} for r in responses if r.get_response().outputs]
+    return [
+        {o.name: r.as_numpy(o.name) for o in r.get_response().outputs} for r in responses if r.get_response().outputs
+    ]
 
 
 def test_token_ids_streaming_and_not(server: RunningServer, engine: Engine) -> None:
@@ -202,27 +207,53 @@ def test_bad_bytes_and_bad_ids_are_refused(server: RunningServer) -> None:
     assert answer(server), "the server goes on"
 
 
-def test_cancelling_frees_the_slot(server: RunningServer) -> None:
-    options = replace(LONG, max_tokens=390)
-    streams = [GrpcClient(server.grpc_url).generate_stream(PROMPT, options) for _ in range(3)]  # all slots
+def test_a_misspelt_field_is_refused(server: RunningServer) -> None:
+    url = f"http://{server.http_url}/v2/models/tensorrt_llm_bls/generate"
+    reply = requests.post(url, json={"text_input": PROMPT, "max_tokens": 4, "temprature": 1}, timeout=TIMEOUT)
+    assert (reply.status_code, reply.json()["error"].split(";")[0]) == (
+        400,
+        "temprature: tensorrt_llm_bls has no such input",
+    )
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_chat_prints_the_answer(server: RunningServer, protocol: str, capsys: pytest.CaptureFixture[str]) -> None:
+    url = server.grpc_url if protocol == "grpc" else server.http_url
+    flags = ["--protocol", protocol, "--url", url, "--prompt", PROMPT, "--no-chat_template", "--end_id", "-1"]
+    assert chat.main([*flags, "--max_tokens", "12", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["text"] == answer(server)
+    assert (shown["output_tokens"], shown["finish_reason"]) == (12, "length")
+    assert 0 < shown["attended_tokens_per_step"] < shown["cached_tokens_per_step"]
+    assert chat.main([*flags, "--temperature", "-1"]) == 1
+    assert "error: temperature = -1.0: must be finite and >= 0" in capsys.readouterr().err
+
+
+def metric(server: RunningServer, name: str) -> float:
+    text = requests.get(f"http://{server.metrics_url}/metrics", timeout=TIMEOUT).text
+    (line,) = [li for li in text.splitlines() if li.startswith(f"{name}{{")]
+    return float(line.split()[-1])
+
+
+def test_cancelling_ends_generation(server: RunningServer) -> None:
+    tokens, ended = metric(server, "kvseek_generated_tokens_total"), metric(server, "kvseek_requests_total")
+    streams = [GrpcClient(server.grpc_url).generate_stream(PROMPT, LONG) for _ in range(3)]  # all slots
     for stream in streams:
         next(stream)
     for stream in streams:
         stream.close()
-    started = time.monotonic()
-    assert answer(server)
-    assert time.monotonic() - started < TIMEOUT
+    assert answer(server), "a slot is free again"
+    deadline = time.monotonic() + TIMEOUT
+    while metric(server, "kvseek_requests_total") < ended + 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert metric(server, "kvseek_generated_tokens_total") - tokens < 2 * LONG.max_tokens, "3 x were asked for"
 
 
 def test_metrics_count_tokens(server: RunningServer) -> None:
-    def generated() -> float:
-        text = requests.get(f"http://{server.metrics_url}/metrics", timeout=TIMEOUT).text
-        (line,) = [li for li in text.splitlines() if li.startswith("kvseek_generated_tokens_total{")]
-        return float(line.split()[-1])
-
-    before = generated()
+    before = metric(server, "kvseek_generated_tokens_total")
     answer(server)
-    assert generated() - before == 12
+    assert metric(server, "kvseek_generated_tokens_total") - before == 12
 
 
 def test_a_busy_port_is_named(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from conftest import BuildEngine
+from random_models import save_random_model
+
 from kvseek.engine.errors import KvseekError, RequestError
 from kvseek.engine.request import FinishReason, Request, StepOutput
 from kvseek.engine.service import EngineService
-from random_models import save_random_model
 
 PROMPT = tuple(i * 13 % 101 for i in range(60))
 TIMEOUT = 60.0

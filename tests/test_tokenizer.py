@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvseek.engine.errors import EngineDirectoryError, RequestError
-from kvseek.engine.tokenizer import LONGEST_RUN, TextStream, Tokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from kvseek.engine.errors import EngineDirectoryError, RequestError
+from kvseek.engine.tokenizer import LONGEST_RUN, TextStream, Tokenizer
 
 TEXT = "The lamp was lit at dusk. Größe, naïve, 灯台の光, маяк, 🚢🧭. The end of the log, the end of the year."
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"

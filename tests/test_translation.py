@@ -8,9 +8,19 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
+
 from kvseek.engine.errors import RequestError
 from kvseek.engine.request import SamplingParams
-from kvseek.server.translation import NEUTRAL, engine_request, sampling_params, scalar, text, texts, word_list
+from kvseek.server.translation import (
+    NEUTRAL,
+    engine_request,
+    refuse_parameters,
+    sampling_params,
+    scalar,
+    text,
+    texts,
+    word_list,
+)
 
 
 def tensors(**values: Any) -> dict[str, np.ndarray]:
@@ -38,7 +48,9 @@ def test_input_lengths_cut_padding() -> None:
 
 
 def test_sampling_fields() -> None:
-    params = sampling_params(tensors(temperature=0.5, runtime_top_k=4, runtime_top_p=0.75, seed=9, repetition_penalty=1.5))
+    params = sampling_params(
+        tensors(temperature=0.5, runtime_top_k=4, runtime_top_p=0.75, seed=9, repetition_penalty=1.5)
+    )
     assert params == SamplingParams(0.5, 4, 0.75, 1.5, 9)
     assert sampling_params(tensors(runtime_top_p=0.5)).temperature == 1.0, "top_p alone samples"
     assert sampling_params(tensors(temperature=0.0)).temperature == 0.0
@@ -68,6 +80,13 @@ def test_unsupported_inputs_are_refused_unless_neutral(name: str) -> None:
     other = True if isinstance(NEUTRAL[name][0], bool) else 3
     with pytest.raises(RequestError, match=f"{name} = .*kvseek does not support it"):
         engine_request(tensors(**{name: other}), ())
+
+
+def test_parameters_are_refused_by_name() -> None:
+    refuse_parameters("{}", "tensorrt_llm")
+    refuse_parameters("", "tensorrt_llm")
+    with pytest.raises(RequestError, match="top_q: tensorrt_llm has no such input"):
+        refuse_parameters('{"top_q": 1}', "tensorrt_llm")
 
 
 def test_several_prompts_in_one_request_are_refused() -> None:

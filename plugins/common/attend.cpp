@@ -117,11 +117,11 @@ inline void attend_tile(const float* queries, const T* const* rows, int count, c
 
 // One tile for all queries of the group, a few at a time.
 template <class T, int DIM>
-void attend_tile(const float* queries, int group, const T* const* rows, int count, const T* const* next,
-                 int next_count, Weights& weights, const Partial& partial) {
+void attend_tile(const float* queries, int group, const T* const* rows, int count, const T* const* next, int next_count,
+                 Weights& weights, const Partial& partial) {
     for (int q = 0; q < group; q += QUERIES) {
         const float* chunk = queries + q * DIM;
-        float(*scores)[TILE] = weights.of + q;
+        float (*scores)[TILE] = weights.of + q;
         float *highest = partial.highest + q, *total = partial.total + q, *values = partial.values + q * DIM;
         const int ahead = q == 0 ? next_count : 0;
         switch (group - q) {
@@ -221,8 +221,7 @@ void merge(const AttendArguments& a, const Plan& plan, const Task& task) {
             total += partial.total[q] * factor;
             for (int d = 0; d < DIM; d++) values[d] += partial.values[q * DIM + d] * factor;
         }
-        const float share = task.rows > 0 ? 1.0f / total : 0.0f;
-        for (int d = 0; d < a.dim; d++) from_float(values[d] * share, out + q * a.dim + d);
+        for (int d = 0; d < a.dim; d++) from_float(task.rows > 0 ? values[d] / total : 0.0f, out + q * a.dim + d);
     }
 }
 

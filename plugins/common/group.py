@@ -7,8 +7,9 @@ whose scores cancel (PRKV paper).
 
 from __future__ import annotations
 
-from kvseek.engine.config import require
 from torch import Tensor
+
+from kvseek.engine.config import require
 
 GROUP_REDUCTIONS = ("mean", "max", "softmax_mean")
 

@@ -13,28 +13,34 @@
 #define KVSEEK_PUBLIC extern "C" __attribute__((visibility("default")))
 
 #if KVSEEK_LEVEL == 4
-#define KVSEEK_KERNEL(name, Arguments, run) \
-    KVSEEK_HIDDEN void name##_x86_64_v4(const void* arguments) { run(*static_cast<const Arguments*>(arguments)); }
+#define KVSEEK_KERNEL(name, Arguments, run)                      \
+    KVSEEK_HIDDEN void name##_x86_64_v4(const void* arguments) { \
+        run(*static_cast<const Arguments*>(arguments));          \
+    }
 #elif KVSEEK_LEVEL == 3
-#define KVSEEK_KERNEL(name, Arguments, run) \
-    KVSEEK_HIDDEN void name##_x86_64_v3(const void* arguments) { run(*static_cast<const Arguments*>(arguments)); }
+#define KVSEEK_KERNEL(name, Arguments, run)                      \
+    KVSEEK_HIDDEN void name##_x86_64_v3(const void* arguments) { \
+        run(*static_cast<const Arguments*>(arguments));          \
+    }
 #elif defined(__x86_64__)
-#define KVSEEK_KERNEL(name, Arguments, run)                              \
-    KVSEEK_HIDDEN void name##_x86_64_v4(const void* arguments);          \
-    KVSEEK_HIDDEN void name##_x86_64_v3(const void* arguments);          \
-    KVSEEK_PUBLIC void name(const void* arguments) {                     \
-        switch (kvseek_processor_level()) {                              \
-            case 4:                                                      \
-                return name##_x86_64_v4(arguments);                      \
-            case 3:                                                      \
-                return name##_x86_64_v3(arguments);                      \
-            default:                                                     \
-                return run(*static_cast<const Arguments*>(arguments));   \
-        }                                                                \
+#define KVSEEK_KERNEL(name, Arguments, run)                            \
+    KVSEEK_HIDDEN void name##_x86_64_v4(const void* arguments);        \
+    KVSEEK_HIDDEN void name##_x86_64_v3(const void* arguments);        \
+    KVSEEK_PUBLIC void name(const void* arguments) {                   \
+        switch (kvseek_processor_level()) {                            \
+            case 4:                                                    \
+                return name##_x86_64_v4(arguments);                    \
+            case 3:                                                    \
+                return name##_x86_64_v3(arguments);                    \
+            default:                                                   \
+                return run(*static_cast<const Arguments*>(arguments)); \
+        }                                                              \
     }
 #else
-#define KVSEEK_KERNEL(name, Arguments, run) \
-    KVSEEK_PUBLIC void name(const void* arguments) { run(*static_cast<const Arguments*>(arguments)); }
+#define KVSEEK_KERNEL(name, Arguments, run)             \
+    KVSEEK_PUBLIC void name(const void* arguments) {    \
+        run(*static_cast<const Arguments*>(arguments)); \
+    }
 #endif
 
 // Defined in plugins/common/level.cpp.

@@ -28,6 +28,8 @@ int kvseek_processor_level() {
 }
 
 // limit: const int*, the highest level to use from now on, in the whole process.
-void kvseek_limit_level(const void* limit) { highest = *static_cast<const int*>(limit); }
+void kvseek_limit_level(const void* limit) {
+    highest = *static_cast<const int*>(limit);
+}
 
 #endif

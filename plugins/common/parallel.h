@@ -5,13 +5,14 @@
 // and resolved, when the library is loaded, against the runtime that libtorch brought into the process.
 #pragma once
 
+#include <sched.h>
+
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 
 extern "C" {
 void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
-void GOMP_barrier();
 }
 
 namespace kvseek {
@@ -31,10 +32,20 @@ void parallel(int threads, const Body& body) {
                   static_cast<unsigned>(threads), 0);
 }
 
-// Wait for all threads of parallel(threads, ...).
-inline void barrier(int threads) {
-    if (threads > 1) GOMP_barrier();
-}
+// How to wait for another thread: a few microseconds on the core, then leaving it to whoever needs it.
+class Patience {
+  public:
+    void wait() {
+        if (++rounds_ > SPINS) sched_yield();
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+    }
+
+  private:
+    static constexpr int SPINS = 256;
+    int rounds_ = 0;
+};
 
 // Scratch memory of the calling thread, kept between calls: fresh pages cost more than the kernels that use them.
 class Scratch {

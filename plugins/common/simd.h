@@ -23,6 +23,7 @@ typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
 typedef uint32_t WordVec __attribute__((vector_size(LANES * 4)));
 typedef uint16_t HalfVec __attribute__((vector_size(LANES * 2)));
+typedef uint8_t ByteVec __attribute__((vector_size(LANES)));
 
 constexpr float INFINITE = __builtin_inff();
 
@@ -37,26 +38,38 @@ inline V load_as(const T* from) {
     return result;
 }
 
-inline Vec load(const float* from) { return load_as<Vec>(from); }
+inline Vec load(const float* from) {
+    return load_as<Vec>(from);
+}
 inline Vec load(const Bfloat16* from) {
     return (Vec)(__builtin_convertvector(load_as<HalfVec>(from), WordVec) << 16);
 }
-inline void store(float* to, Vec value) { std::memcpy(to, &value, sizeof(Vec)); }
-inline Vec splat(float value) { return value - Vec{}; }
+inline void store(float* to, Vec value) {
+    std::memcpy(to, &value, sizeof(Vec));
+}
+inline Vec splat(float value) {
+    return value - Vec{};
+}
 
-inline float to_float(float value) { return value; }
+inline float to_float(float value) {
+    return value;
+}
 inline float to_float(Bfloat16 value) {
     const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
     return load_as<float>(&bits);
 }
-inline void from_float(float value, float* to) { *to = value; }
+inline void from_float(float value, float* to) {
+    *to = value;
+}
 inline void from_float(float value, Bfloat16* to) {  // to nearest, ties to even; NaN stays NaN
     const uint32_t bits = load_as<uint32_t>(&value);
     const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     to->bits = static_cast<uint16_t>(value == value ? rounded : (bits >> 16) | 0x40);
 }
 
-inline Vec maximum(Vec a, Vec b) { return b > a ? b : a; }
+inline Vec maximum(Vec a, Vec b) {
+    return b > a ? b : a;
+}
 
 inline float sum(Vec value) {
 #if defined(__AVX512F__)
@@ -93,7 +106,31 @@ inline void sum4(Vec a, Vec b, Vec c, Vec d, float* sums) {
 #endif
 }
 
-// e^x for x <= 88, relative error about 1e-7: x = n ln 2 + r, a polynomial of r, times 2^n. Below -87 it is 0; NaN stays.
+// Bit i: bytes[i] >= least, of 64 bytes.
+inline uint64_t at_least64(const uint8_t* bytes, uint8_t least) {
+#if defined(__AVX512BW__)
+    return _mm512_cmpge_epu8_mask(_mm512_loadu_si512(bytes), _mm512_set1_epi8(static_cast<char>(least)));
+#elif defined(__AVX2__)
+    const __m256i limit = _mm256_set1_epi8(static_cast<char>(least));
+    const __m256i a = load_as<__m256i>(bytes), b = load_as<__m256i>(bytes + 32);
+    const uint32_t low = _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(a, limit), a));
+    const uint32_t high = _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(b, limit), b));
+    return static_cast<uint64_t>(high) << 32 | low;
+#else
+    uint64_t bits = 0;
+    for (int i = 0; i < 64; i++) bits |= static_cast<uint64_t>(bytes[i] >= least) << i;
+    return bits;
+#endif
+}
+
+// Bit i: bytes[i] == value, of 64 bytes.
+inline uint64_t equal64(const uint8_t* bytes, uint8_t value) {
+    const uint64_t reached = at_least64(bytes, value);
+    return value == 255 ? reached : reached & ~at_least64(bytes, static_cast<uint8_t>(value + 1));
+}
+
+// e^x for x <= 88, relative error about 1e-7: x = n ln 2 + r, a polynomial of r, times 2^n. Below -87 it is 0; NaN
+// stays.
 inline Vec exponential(Vec x) {
     const float lowest = -87.0f, rounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low bits
     const Vec clamped = x < lowest ? splat(lowest) : x;
@@ -110,7 +147,9 @@ inline Vec exponential(Vec x) {
     return x < lowest ? Vec{} : p * power;
 }
 
-inline float exponential(float x) { return exponential(splat(x))[0]; }
+inline float exponential(float x) {
+    return exponential(splat(x))[0];
+}
 
 }  // namespace
 }  // namespace kvseek

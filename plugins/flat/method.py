@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
 from kvseek.engine.config import EXTENT_TOKENS
 from kvseek.plugins.base import Index, IndexContext, Selection
 from kvseek.plugins.common.group import best_positions, query_lanes, reduce_scores
-from torch import Tensor
 
 from .config import Config
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvseek.plugins.base import Index, IndexContext, Selection
 from torch import Tensor
+
+from kvseek.plugins.base import Index, IndexContext, Selection
 
 from .config import Config
 

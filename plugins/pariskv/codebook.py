@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.special import beta, betainc, betaincinv
 from torch import Tensor
 
@@ -43,7 +44,7 @@ def build_codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:
     }
 
 
-def lloyd_max(block_size: int, levels: int, rounds: int = ROUNDS) -> tuple[np.ndarray, np.ndarray]:
+def lloyd_max(block_size: int, levels: int, rounds: int = ROUNDS) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Lloyd–Max quantiser of x = |u_j|, u uniform on the unit sphere in `block_size` >= 2 dimensions.
 
     x has density c (1 - x²)^((m-3)/2) on [0, 1], so the mass and the first moment of a cell are differences of a

@@ -11,19 +11,19 @@ namespace kvseek {
 
 // Mirrored field by field in native.py.
 struct EncodeArguments {
-    const void* keys;        // [kv_heads, tokens, dim], contiguous
-    uint8_t* ids;            // [extents, kv_heads, 1024, blocks]
-    uint8_t* codes;          // [extents, kv_heads, 1024, padded_dim / 2]
-    uint16_t* weights;       // [extents, kv_heads, 1024, blocks]
-    int32_t* counts;         // [kv_heads, blocks, 256] of the slot
-    const int32_t* extents;  // extent of each thousand tokens of the slot
-    const float* signs;      // [padded_dim]
-    const float* levels;     // [8]
+    const void* keys;         // [kv_heads, tokens, dim], contiguous
+    uint8_t* ids;             // [extents, kv_heads, 1024, blocks]
+    uint8_t* codes;           // [extents, kv_heads, 1024, padded_dim / 2]
+    uint16_t* weights;        // [extents, kv_heads, 1024, blocks]
+    int32_t* counts;          // [kv_heads, blocks, 256] of the slot
+    const int32_t* extents;   // extent of each thousand tokens of the slot
+    const float* signs;       // [padded_dim]
+    const float* levels;      // [8]
     const float* thresholds;  // [7]
     int64_t kv_heads, tokens, dim, padded_dim;
-    int64_t first;      // retrieval position of the first key
-    int64_t alpha;      // divide weights by the cosine between direction and code
-    int64_t bfloat16;   // keys are bfloat16, else float32
+    int64_t first;     // retrieval position of the first key
+    int64_t alpha;     // divide weights by the cosine between direction and code
+    int64_t bfloat16;  // keys are bfloat16, else float32
     int64_t threads;
 };
 

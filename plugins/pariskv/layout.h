@@ -6,9 +6,9 @@
 namespace kvseek {
 namespace {
 
-constexpr int BLOCK = 8;          // coordinates of a block
-constexpr int CENTROIDS = 256;    // sign patterns of a block
-constexpr int LEVELS = 8;         // magnitudes of a coordinate
+constexpr int BLOCK = 8;        // coordinates of a block
+constexpr int CENTROIDS = 256;  // sign patterns of a block
+constexpr int LEVELS = 8;       // magnitudes of a coordinate
 constexpr int MAX_PADDED_DIM = 256;
 constexpr int MAX_BLOCKS = MAX_PADDED_DIM / BLOCK;
 constexpr int64_t INDEX_EXTENT = 1024;  // tokens of an extent

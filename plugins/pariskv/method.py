@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kvseek.plugins.base import Index, IndexContext
 from torch import Tensor
+
+from kvseek.plugins.base import Index, IndexContext
 
 from . import codebook
 from .config import Config

@@ -11,11 +11,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from kvseek.engine.errors import KernelError
 from kvseek.engine.kernels import CpuLibrary, pointer
 from kvseek.plugins.base import IndexContext, Selection
 from kvseek.plugins.common.group import GROUP_REDUCTIONS
-from torch import Tensor
 
 from .codebook import padded_dim
 from .reference import ReferenceIndex

@@ -10,10 +10,11 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
 from kvseek.engine.config import EXTENT_TOKENS
 from kvseek.plugins.base import Index, IndexContext, Selection
 from kvseek.plugins.common.group import best_positions, query_lanes, reduce_scores
-from torch import Tensor
 
 from .codebook import BLOCK, dequantise, pack_bits, pack_nibbles, rotate, split_blocks
 from .config import Config

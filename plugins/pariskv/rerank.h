@@ -66,8 +66,7 @@ inline void decode_step(const uint8_t*, const uint16_t*, const Levels&, float*) 
 // A key's estimate from its row of codes and weights: float [padded_dim], coordinates at place_of().
 inline void decode(const uint8_t* codes, const uint16_t* weights, int padded_dim, const Levels& levels, float* key) {
     if (STEP > 1 && padded_dim % STEP == 0) {
-        for (int d = 0; d < padded_dim; d += STEP)
-            decode_step(codes + d / 2, weights + d / BLOCK, levels, key + d);
+        for (int d = 0; d < padded_dim; d += STEP) decode_step(codes + d / 2, weights + d / BLOCK, levels, key + d);
         return;
     }
     for (int d = 0; d < padded_dim; d++) {

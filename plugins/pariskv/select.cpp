@@ -1,6 +1,5 @@
 // ParisKV: retrieve rows for the queries of a batch (ParisKV paper, section 4; plugins/pariskv/reference.py defines the
-// result). One call a layer: all requests and KV heads go through the steps together, so that threads share each step's
-// work evenly.
+// result). One call a layer for all requests and KV heads; threads share even a single head's work.
 #include "../common/kernel.h"
 #include "../common/parallel.h"
 #include "rerank.h"
@@ -34,19 +33,26 @@ struct SelectArguments {
 
 namespace {
 
-constexpr int64_t RERANK_KEYS = 256;  // candidates of a unit of work
+constexpr int64_t RERANK_KEYS = 256;   // candidates of a unit of work
+constexpr int64_t PREFETCH_KEYS = 12;  // candidates asked for ahead
 
-// One (request, KV head): where its query, its index and its intermediate results are.
+enum Stage { PREPARE, VOTE, SCAN, COLLECT, RERANK, FINISH, STAGES };
+
+// One (request, KV head): how far it is, and where its index and its intermediate results are.
 struct Task {
+    int stage;  // PREPARE ... STAGES
+    int done[STAGES];
+    Counter taken[STAGES];
     int64_t request, head, length, candidate_count, stride;
     const int32_t* extents;
     float* lanes;        // [lanes, padded_dim] rotated queries
     float* shuffled;     // the same with coordinates at place_of()
-    uint32_t* words;     // [packs, blocks, 256] votes of centroids, a byte for each lane
+    uint8_t* ballots;    // votes of centroids (votes.h)
     int32_t* histogram;  // [SCORES]
     uint8_t* votes;      // [length]
     int32_t* positions;  // [candidate_count]
     float* estimates;    // [lanes, stride]
+    uint32_t* ranks;     // [candidate_count]
 };
 
 struct Job {
@@ -54,7 +60,6 @@ struct Job {
     Task* tasks;
     int64_t task_count, blocks;
     int lanes, packs;
-    int64_t most_extents, most_chunks;  // of any task
 };
 
 // Hands out memory in cache lines; with no memory behind it, only measures.
@@ -77,11 +82,12 @@ void lay_out(const Job& job, Task& task, Arena& arena) {
     task.stride = (task.candidate_count + LANES - 1) / LANES * LANES;
     task.lanes = arena.take<float>(job.packs * PACK * job.a.padded_dim);
     task.shuffled = arena.take<float>(job.packs * PACK * job.a.padded_dim);
-    task.words = arena.take<uint32_t>(job.packs * job.blocks * CENTROIDS);
+    task.ballots = arena.take<uint8_t>(job.packs * PACK * job.blocks * CENTROIDS);
     task.histogram = arena.take<int32_t>(SCORES);
     task.votes = arena.take<uint8_t>(task.length);
     task.positions = arena.take<int32_t>(task.candidate_count);
     task.estimates = arena.take<float>(job.lanes * task.stride);
+    task.ranks = arena.take<uint32_t>(task.candidate_count);
 }
 
 template <class T>
@@ -116,38 +122,52 @@ void vote(const Job& job, const Task& task, int64_t block) {
     const int64_t slot = a.slots[task.request];
     const int32_t* counts = a.counts + ((slot * a.kv_heads + task.head) * job.blocks + block) * CENTROIDS;
     const Limits limits(a.budgets[task.request]);
-    for (int pack = 0; pack < job.packs; pack++) {
-        uint32_t* words = task.words + (pack * job.blocks + block) * CENTROIDS;
-        std::memset(words, 0, sizeof(uint32_t) * CENTROIDS);
-        for (int lane = 0; lane < PACK && pack * PACK + lane < job.lanes; lane++) {
-            uint8_t votes[CENTROIDS];
-            vote_block(task.lanes + (pack * PACK + lane) * a.padded_dim + block * BLOCK, counts, limits, votes);
-            for (int id = 0; id < CENTROIDS; id++) words[id] |= static_cast<uint32_t>(votes[id]) << (8 * lane);
-        }
+    for (int lane = 0; lane < job.lanes; lane++) {
+        uint8_t votes[CENTROIDS];
+        vote_block(task.lanes + lane * a.padded_dim + block * BLOCK, counts, limits, votes);
+        cast_votes(votes, lane, block, job.blocks, task.ballots);
     }
 }
 
 void scan(const Job& job, const Task& task, int64_t extent) {
     const int64_t first = extent * INDEX_EXTENT, left = task.length - first;
-    if (left <= 0) return;
     const int count = static_cast<int>(left < INDEX_EXTENT ? left : INDEX_EXTENT);
     const uint8_t* ids = job.a.ids + row_of(task.extents, job.a.kv_heads, task.head, first) * job.blocks;
-    sum_votes(ids, count, job.blocks, task.words, job.packs, task.votes + first);
+    sum_votes(ids, count, job.blocks, task.ballots, job.lanes, task.votes + first);
     count_votes(task.votes + first, count, task.histogram);
 }
 
-void rerank(const Job& job, const Task& task, const Levels& levels, int64_t chunk) {
+// Estimates of candidates [first, last). SIZE is padded_dim, or 0 for one without a copy of its own.
+template <int SIZE>
+void estimate(const Job& job, const Task& task, const Levels& levels, int64_t first, int64_t last) {
     const SelectArguments& a = job.a;
-    const int size = static_cast<int>(a.padded_dim);
-    const int64_t first = chunk * RERANK_KEYS, end = first + RERANK_KEYS;
-    const int64_t last = end < task.candidate_count ? end : task.candidate_count;
+    const int size = SIZE == 0 ? static_cast<int>(a.padded_dim) : SIZE;
+    const int64_t blocks = size / BLOCK;
     alignas(64) float key[MAX_PADDED_DIM];
     for (int64_t c = first; c < last; c++) {
+        if (c + PREFETCH_KEYS < last) {  // candidates lie too far apart for the processor to guess
+            const int64_t ahead = row_of(task.extents, a.kv_heads, task.head, task.positions[c + PREFETCH_KEYS]);
+            __builtin_prefetch(a.codes + ahead * (size / 2));
+            __builtin_prefetch(a.weights + ahead * blocks);
+        }
         const int64_t row = row_of(task.extents, a.kv_heads, task.head, task.positions[c]);
-        decode(a.codes + row * (size / 2), a.weights + row * job.blocks, size, levels, key);
+        decode(a.codes + row * (size / 2), a.weights + row * blocks, size, levels, key);
         for (int lane = 0; lane < job.lanes; lane += PACK)
-            dot_lanes(key, task.shuffled + lane * size, job.lanes - lane, size,
-                      task.estimates + lane * task.stride + c, task.stride);
+            dot_lanes(key, task.shuffled + lane * size, job.lanes - lane, size, task.estimates + lane * task.stride + c,
+                      task.stride);
+    }
+}
+
+void rerank(const Job& job, const Task& task, const Levels& levels, int64_t chunk) {
+    const int64_t first = chunk * RERANK_KEYS, end = first + RERANK_KEYS;
+    const int64_t last = end < task.candidate_count ? end : task.candidate_count;
+    switch (job.a.padded_dim) {
+        case 64:
+            return estimate<64>(job, task, levels, first, last);
+        case 128:
+            return estimate<128>(job, task, levels, first, last);
+        default:
+            return estimate<0>(job, task, levels, first, last);
     }
 }
 
@@ -159,34 +179,70 @@ void finish(const Job& job, const Task& task) {
             softmax(task.estimates + lane * task.stride, task.candidate_count, static_cast<float>(a.scaling));
         fold(task.estimates, job.lanes, task.stride, task.candidate_count, a.reduction == 1);
     }
-    take_largest(task.estimates, task.positions, task.candidate_count, a.top_k, rows);
+    take_largest(task.estimates, task.positions, task.candidate_count, a.top_k, task.ranks, rows);
 }
 
-// Run work(task, part) for all tasks and parts, shared by the threads that call this with the same counter.
-template <class Work>
-void share(const Job& job, Counter& counter, int64_t parts, const Work& work) {
-    for (int64_t unit = counter.take(); unit < job.task_count * parts; unit = counter.take())
-        work(job.tasks[unit / parts], unit % parts);
+// Parts into which a stage of a task may be cut.
+int64_t parts_of(const Job& job, const Task& task, int stage) {
+    switch (stage) {
+        case VOTE:
+            return job.blocks;
+        case SCAN:
+            return (task.length + INDEX_EXTENT - 1) / INDEX_EXTENT;
+        case RERANK:
+            return (task.candidate_count + RERANK_KEYS - 1) / RERANK_KEYS;
+        default:
+            return 1;
+    }
 }
 
-void run_steps(const Job& job, int threads) {
-    Counter prepared, voted, scanned, collected, reranked, finished;
+void run_part(const Job& job, const Task& task, const Levels& levels, int stage, int64_t part) {
+    switch (stage) {
+        case PREPARE:
+            return prepare(job, task);
+        case VOTE:
+            return vote(job, task, part);
+        case SCAN:
+            return scan(job, task, part);
+        case COLLECT:
+            return collect_candidates(task.votes, task.length, task.histogram, task.candidate_count, task.positions);
+        case RERANK:
+            return rerank(job, task, levels, part);
+        default:
+            return finish(job, task);
+    }
+}
+
+// Do parts of the task's stages for as long as some are free; false if there was none.
+bool advance(const Job& job, Task& task, const Levels& levels) {
+    bool advanced = false;
+    for (int stage = __atomic_load_n(&task.stage, __ATOMIC_ACQUIRE); stage < STAGES;) {
+        const int64_t parts = parts_of(job, task, stage), part = task.taken[stage].take();
+        if (part >= parts) break;
+        run_part(job, task, levels, stage, part);
+        advanced = true;
+        if (__atomic_add_fetch(&task.done[stage], 1, __ATOMIC_ACQ_REL) == parts)
+            __atomic_store_n(&task.stage, stage + 1, __ATOMIC_RELEASE);
+        stage = __atomic_load_n(&task.stage, __ATOMIC_ACQUIRE);
+    }
+    return advanced;
+}
+
+// Threads go from task to task and wait for each other only where nothing is left to start: a barrier after each stage
+// would cost a time slice whenever some other process has one of the cores.
+void run_stages(const Job& job, int threads) {
     parallel(threads, [&] {
         const Levels levels(job.a.levels);
-        share(job, prepared, 1, [&](const Task& task, int64_t) { prepare(job, task); });
-        barrier(threads);
-        share(job, voted, job.blocks, [&](const Task& task, int64_t block) { vote(job, task, block); });
-        barrier(threads);
-        share(job, scanned, job.most_extents, [&](const Task& task, int64_t extent) { scan(job, task, extent); });
-        barrier(threads);
-        share(job, collected, 1, [&](const Task& task, int64_t) {
-            collect_candidates(task.votes, task.length, task.histogram, task.candidate_count, task.positions);
-        });
-        barrier(threads);
-        share(job, reranked, job.most_chunks,
-              [&](const Task& task, int64_t chunk) { rerank(job, task, levels, chunk); });
-        barrier(threads);
-        share(job, finished, 1, [&](const Task& task, int64_t) { finish(job, task); });
+        Patience patience;
+        for (int64_t unfinished = 1; unfinished > 0;) {
+            unfinished = 0;
+            bool advanced = false;
+            for (int64_t i = 0; i < job.task_count; i++) {
+                advanced |= advance(job, job.tasks[i], levels);
+                unfinished += __atomic_load_n(&job.tasks[i].stage, __ATOMIC_ACQUIRE) < STAGES;
+            }
+            if (!advanced && unfinished > 0) patience.wait();
+        }
     });
 }
 
@@ -203,16 +259,12 @@ void describe(Job& job) {
         task = {};
         task.request = request, task.head = i % a.kv_heads, task.length = length, task.candidate_count = count;
         task.extents = a.table + a.slots[request] * a.max_extents;
-        const int64_t extents = (length + INDEX_EXTENT - 1) / INDEX_EXTENT;
-        const int64_t chunks = (count + RERANK_KEYS - 1) / RERANK_KEYS;
-        job.most_extents = job.most_extents < extents ? extents : job.most_extents;
-        job.most_chunks = job.most_chunks < chunks ? chunks : job.most_chunks;
     }
 }
 
 void select(const SelectArguments& a) {
     static thread_local Scratch task_memory, work_memory;
-    Job job = {a, nullptr, 0, a.padded_dim / BLOCK, 1, 1, 0, 0};
+    Job job = {a, nullptr, 0, a.padded_dim / BLOCK, 1, 1};
     job.tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
     job.lanes = a.reduction == 0 ? 1 : static_cast<int>(a.group);
     job.packs = (job.lanes + PACK - 1) / PACK;
@@ -223,7 +275,7 @@ void select(const SelectArguments& a) {
     Arena arena(static_cast<char*>(work_memory.reserve(measured.used)));
     for (int64_t i = 0; i < job.task_count; i++) lay_out(job, job.tasks[i], arena);
     const int64_t most = job.task_count * job.blocks;
-    run_steps(job, static_cast<int>(a.threads < most ? a.threads : most));
+    run_stages(job, static_cast<int>(a.threads < most ? a.threads : most));
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 namespace kvseek {
 namespace {
 
-constexpr int TIERS = 6;                                                  // the best centroids earn 6 votes
+constexpr int TIERS = 6;                                           // the best centroids earn 6 votes
 constexpr int64_t TIER_PERCENT[TIERS] = {5, 15, 30, 50, 75, 100};  // of the budget, by preceding keys
 constexpr int BUCKETS = 256;
 
@@ -33,7 +33,13 @@ void score_centroids(const float* block, float* scores) {
     for (int j = 0; j < BLOCK; j++) {
         const int half = 1 << j;
         const float coordinate = block[j];
-        for (int i = 0; i < half; i++) {
+        int i = 0;
+        for (; i + LANES <= half; i += LANES) {
+            const Vec score = load(scores + i);
+            store(scores + i, score + coordinate);
+            store(scores + half + i, score - coordinate);
+        }
+        for (; i < half; i++) {
             const float score = scores[i];
             scores[i] = score + coordinate;
             scores[half + i] = score - coordinate;
@@ -60,8 +66,9 @@ void bucket_scores(const float* scores, uint8_t* buckets) {
     const float highest = maximum(best);
     const float scale = highest > 1e-30f ? 127.99f / highest : 0.0f;  // scores lie in [-highest, highest]
     for (int i = 0; i < CENTROIDS; i += LANES) {
-        const IntVec bucket = __builtin_convertvector((highest - load(scores + i)) * scale, IntVec) & (BUCKETS - 1);
-        for (int lane = 0; lane < LANES; lane++) buckets[i + lane] = static_cast<uint8_t>(bucket[lane]);
+        const IntVec bucket = __builtin_convertvector((highest - load(scores + i)) * scale, IntVec);
+        const ByteVec bytes = __builtin_convertvector(bucket & (BUCKETS - 1), ByteVec);
+        std::memcpy(buckets + i, &bytes, sizeof(bytes));
     }
 }
 
@@ -69,10 +76,9 @@ void bucket_scores(const float* scores, uint8_t* buckets) {
 void split_bucket(const float* scores, const uint8_t* buckets, int bucket, const int32_t* counts, int64_t preceding,
                   const Limits& limits, uint8_t* votes) {
     int ids[CENTROIDS], size = 0;
-    for (int id = 0; id < CENTROIDS; id++) {
-        ids[size] = id;
-        size += buckets[id] == bucket;
-    }
+    for (int first = 0; first < CENTROIDS; first += 64)
+        for (uint64_t bits = equal64(buckets + first, static_cast<uint8_t>(bucket)); bits != 0; bits &= bits - 1)
+            ids[size++] = first + __builtin_ctzll(bits);
     for (int i = 1; i < size; i++) {  // stable, so equal scores stay in order of ids
         const int id = ids[i];
         int at = i;
@@ -112,8 +118,7 @@ void vote_block(const float* block, const int32_t* counts, const Limits& limits,
         tier = limits.pass(preceding, tier);
     }
     for (int id = 0; id < CENTROIDS; id++) votes[id] = bucket_votes[buckets[id]];
-    for (int i = 0; i < splits; i++)
-        split_bucket(scores, buckets, split[i], counts, split_preceding[i], limits, votes);
+    for (int i = 0; i < splits; i++) split_bucket(scores, buckets, split[i], counts, split_preceding[i], limits, votes);
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 // ParisKV, last step: from the estimates of a group's query heads to the top rows.
 #pragma once
 
+#include <initializer_list>
+
 #include "../common/simd.h"
 
 namespace kvseek {
@@ -49,25 +51,34 @@ struct Cut {
     int64_t ties;   // how many of that rank are taken
 };
 
-// Where the `wanted` <= count largest of `values` end: radix select, 8 bits a round.
-Cut find_cut(const float* values, int64_t count, int64_t wanted) {
+// Where the `wanted` <= count largest of `ranks` end: radix select, 11 bits a round, on ever fewer ranks; it reorders
+// `ranks`. Eleven bits of a float are its sign, its exponent and two bits of its fraction, which leaves few already.
+Cut find_cut(uint32_t* ranks, int64_t count, int64_t wanted) {
+    constexpr int DIGITS = 2048;
     uint32_t prefix = 0;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        int32_t histogram[256] = {};
-        for (int64_t i = 0; i < count; i++) {
-            const uint32_t rank = rank_of(values[i]);
-            histogram[rank >> shift & 255] += shift == 24 || (rank >> (shift + 8)) == (prefix >> (shift + 8));
-        }
-        int digit = 255;
+    for (const int shift : {21, 10, 0}) {
+        const uint32_t digits = shift == 0 ? 1023 : DIGITS - 1;
+        int32_t histogram[DIGITS] = {};
+        for (int64_t i = 0; i < count; i++) histogram[ranks[i] >> shift & digits]++;
+        uint32_t digit = digits;
         for (; histogram[digit] < wanted; digit--) wanted -= histogram[digit];
-        prefix |= static_cast<uint32_t>(digit) << shift;
+        prefix |= digit << shift;
+        int64_t kept = 0;
+        for (int64_t i = 0; i < count; i++) {
+            const uint32_t rank = ranks[i];
+            ranks[kept] = rank;
+            kept += (rank >> shift & digits) == digit;
+        }
+        count = kept;
     }
     return {prefix, wanted};
 }
 
-// positions[i] of the `wanted` largest values[i], ties cut by lowest i, in order of i.
-void take_largest(const float* values, const int32_t* positions, int64_t count, int64_t wanted, int32_t* rows) {
-    Cut cut = find_cut(values, count, wanted);
+// positions[i] of the `wanted` largest values[i], ties cut by lowest i, in order of i. `ranks` [count] is scratch.
+void take_largest(const float* values, const int32_t* positions, int64_t count, int64_t wanted, uint32_t* ranks,
+                  int32_t* rows) {
+    for (int64_t i = 0; i < count; i++) ranks[i] = rank_of(values[i]);
+    Cut cut = find_cut(ranks, count, wanted);
     for (int64_t i = 0; i < count; i++) {
         const uint32_t rank = rank_of(values[i]);
         if (rank > cut.rank || (rank == cut.rank && cut.ties-- > 0)) *rows++ = positions[i];

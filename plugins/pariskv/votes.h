@@ -1,10 +1,13 @@
 // ParisKV, second step: sum each key's votes over the blocks, and keep the best-voted keys as candidates.
 //
-// Up to four query heads of a group vote at once, each in its own byte of a 32-bit word ("lane"); sums stay below 256
-// because a block gives at most 6 votes and there are at most 32 blocks.
+// Sums stay below 256 because a block gives at most 6 votes and there are at most 32 blocks. The query heads of a group
+// ("lanes") vote apart; a key's score is its best lane's. Ballots hold the centroids' votes in one of two layouts:
+// bytes [lanes, blocks, 256] where the processor looks 64 bytes up at once (byte_votes.h), else words [packs, blocks,
+// 256] in which each byte is a lane, so that one addition serves four.
 #pragma once
 
 #include "../common/simd.h"
+#include "byte_votes.h"
 #include "layout.h"
 #include "tiers.h"
 
@@ -25,7 +28,7 @@ void keep_best_lane(const uint32_t* sums, int count, uint8_t* best) {
 
 // Votes of `count` <= 1024 keys: ids [count, BLOCKS], words [packs, BLOCKS, 256] to best uint8 [count].
 template <int BLOCKS>
-void sum_votes(const uint8_t* ids, int count, const uint32_t* words, int packs, uint8_t* best) {
+void sum_word_votes(const uint8_t* ids, int count, const uint32_t* words, int packs, uint8_t* best) {
     uint32_t sums[INDEX_EXTENT];
     std::memset(best, 0, count);
     for (int pack = 0; pack < packs; pack++, words += BLOCKS * CENTROIDS) {
@@ -39,21 +42,42 @@ void sum_votes(const uint8_t* ids, int count, const uint32_t* words, int packs, 
     }
 }
 
-void sum_votes(const uint8_t* ids, int count, int64_t blocks, const uint32_t* words, int packs, uint8_t* best) {
+void sum_word_votes(const uint8_t* ids, int count, int64_t blocks, const uint32_t* words, int packs, uint8_t* best) {
     switch (blocks) {
         case 1:
-            return sum_votes<1>(ids, count, words, packs, best);
+            return sum_word_votes<1>(ids, count, words, packs, best);
         case 2:
-            return sum_votes<2>(ids, count, words, packs, best);
+            return sum_word_votes<2>(ids, count, words, packs, best);
         case 4:
-            return sum_votes<4>(ids, count, words, packs, best);
+            return sum_word_votes<4>(ids, count, words, packs, best);
         case 8:
-            return sum_votes<8>(ids, count, words, packs, best);
+            return sum_word_votes<8>(ids, count, words, packs, best);
         case 16:
-            return sum_votes<16>(ids, count, words, packs, best);
+            return sum_word_votes<16>(ids, count, words, packs, best);
         default:
-            return sum_votes<32>(ids, count, words, packs, best);
+            return sum_word_votes<32>(ids, count, words, packs, best);
     }
+}
+
+// Write one lane's votes uint8 [256] of one block into the ballots.
+void cast_votes(const uint8_t* votes, int lane, int64_t block, int64_t blocks, uint8_t* ballots) {
+    if (looks_up_bytes(blocks)) {
+        std::memcpy(ballots + (lane * blocks + block) * CENTROIDS, votes, CENTROIDS);
+        return;
+    }
+    uint32_t* words = reinterpret_cast<uint32_t*>(ballots) + (lane / PACK * blocks + block) * CENTROIDS;
+    const int shift = lane % PACK * 8;
+    for (int id = 0; id < CENTROIDS; id++) {
+        const uint32_t others = lane % PACK == 0 ? 0 : words[id];
+        words[id] = others | static_cast<uint32_t>(votes[id]) << shift;
+    }
+}
+
+// Scores of `count` <= 1024 keys of an extent: ids [1024, blocks] to best uint8 [count, rounded up to 64].
+void sum_votes(const uint8_t* ids, int count, int64_t blocks, const uint8_t* ballots, int lanes, uint8_t* best) {
+    if (looks_up_bytes(blocks)) return sum_byte_votes(ids, count, blocks, ballots, lanes, best);
+    const int packs = (lanes + PACK - 1) / PACK;
+    sum_word_votes(ids, count, blocks, reinterpret_cast<const uint32_t*>(ballots), packs, best);
 }
 
 // Add to histogram [SCORES], which other threads add to as well.
@@ -67,23 +91,6 @@ void count_votes(const uint8_t* votes, int count, int32_t* histogram) {
         const int32_t keys = local[0][score] + local[1][score] + local[2][score] + local[3][score];
         if (keys != 0) __atomic_fetch_add(histogram + score, keys, __ATOMIC_RELAXED);
     }
-}
-
-// Bit i: votes[i] >= least. Reads 64 bytes.
-inline uint64_t at_least(const uint8_t* votes, uint8_t least) {
-#if defined(__AVX512BW__)
-    return _mm512_cmpge_epu8_mask(_mm512_loadu_si512(votes), _mm512_set1_epi8(static_cast<char>(least)));
-#elif defined(__AVX2__)
-    const __m256i limit = _mm256_set1_epi8(static_cast<char>(least));
-    const __m256i a = load_as<__m256i>(votes), b = load_as<__m256i>(votes + 32);
-    const uint32_t low = _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(a, limit), a));
-    const uint32_t high = _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(b, limit), b));
-    return static_cast<uint64_t>(high) << 32 | low;
-#else
-    uint64_t bits = 0;
-    for (int i = 0; i < 64; i++) bits |= static_cast<uint64_t>(votes[i] >= least) << i;
-    return bits;
-#endif
 }
 
 // The lowest `count` set bits.
@@ -102,14 +109,13 @@ void collect_candidates(const uint8_t* votes, int64_t n, const int32_t* histogra
     int64_t ties = wanted - above;
     for (int64_t first = 0; first < n; first += 64) {
         const uint64_t valid = n - first < 64 ? (1ull << (n - first)) - 1 : ~0ull;
-        const uint64_t reached = at_least(votes + first, static_cast<uint8_t>(cutoff)) & valid;
-        const uint64_t over = at_least(votes + first, static_cast<uint8_t>(cutoff + 1)) & valid;
+        const uint64_t reached = at_least64(votes + first, static_cast<uint8_t>(cutoff)) & valid;
+        const uint64_t over = at_least64(votes + first, static_cast<uint8_t>(cutoff + 1)) & valid;
         const uint64_t tied = reached & ~over;
         const int64_t tied_count = __builtin_popcountll(tied);
         uint64_t taken = tied_count <= ties ? reached : over | lowest_bits(tied, ties);
         ties -= tied_count <= ties ? tied_count : ties;
-        for (; taken != 0; taken &= taken - 1)
-            *positions++ = static_cast<int32_t>(first + __builtin_ctzll(taken));
+        for (; taken != 0; taken &= taken - 1) *positions++ = static_cast<int32_t>(first + __builtin_ctzll(taken));
     }
 }
 

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+
 from kvseek.engine.errors import KvseekError
 from kvseek.engine.request import FinishReason
 from kvseek.engine.service import EngineService
 from kvseek.server.metrics import ServerMetrics
 from kvseek.server.tensors import read_tensors
-from kvseek.server.translation import engine_request, one_row, scalar
+from kvseek.server.translation import engine_request, one_row, refuse_parameters, scalar
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
@@ -25,9 +26,9 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 class Stream:
     """One request's way back to its client."""
 
-    def __init__(self, request, tensors, prompt_ids):
-        self.sender = request.get_response_sender()
-        self.request_id = request.request_id()
+    def __init__(self, sender, request_id, tensors, prompt_ids):
+        self.sender = sender
+        self.request_id = request_id
         self.streaming = bool(scalar(tensors, "streaming", False))
         self.wants_progress = bool(scalar(tensors, "return_prefill_progress", False))
         excluded = self.streaming or scalar(tensors, "exclude_input_in_output", False)
@@ -76,30 +77,40 @@ class TritonPythonModel:
 
     def execute(self, requests):
         for request in requests:
+            sender = request.get_response_sender()
             try:
-                self.start(request)
-            except KvseekError as error:
-                sender = request.get_response_sender()
+                self.start(request, sender)
+            except Exception as error:  # one request's fault must not end the others
+                if not isinstance(error, KvseekError):
+                    logging.exception("a token request failed")
                 sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error))))
                 sender.send(flags=FINAL)
 
-    def start(self, request):
+    def start(self, request, sender):
+        refuse_parameters(request.parameters(), "tensorrt_llm")
         tensors = read_tensors(request)
         if scalar(tensors, "stop", False):
-            self.stop(request)
+            self.stop(request.request_id())
+            sender.send(flags=FINAL)
             return
         engine = engine_request(tensors, self.service.config.model.eos_token_ids)
-        stream = Stream(request, tensors, engine.prompt_ids)
-        if stream.request_id:
-            self.streams[stream.request_id] = stream
-        stream.handle = self.service.submit(engine, lambda output: self.outputs.put((stream, output)))
+        stream = Stream(sender, request.request_id(), tensors, engine.prompt_ids)
+        self.streams[stream.request_id] = stream  # before the first output, which may be the last
+        try:
+            stream.handle = self.service.submit(engine, lambda output: self.outputs.put((stream, output)))
+        except KvseekError:
+            self.forget(stream)
+            raise
 
-    def stop(self, request):
+    def stop(self, request_id):
         """A request with `stop` ends the running one that has the same request id, as in TensorRT-LLM."""
-        running = self.streams.get(request.request_id())
+        running = self.streams.get(request_id) if request_id else None
         if running is not None and running.handle is not None:
             self.service.cancel(running.handle)
-        request.get_response_sender().send(flags=FINAL)
+
+    def forget(self, stream):
+        if self.streams.get(stream.request_id) is stream:
+            del self.streams[stream.request_id]
 
     def respond(self):
         while (item := self.outputs.get()) is not None:
@@ -120,8 +131,7 @@ class TritonPythonModel:
         if output.finish_reason is not FinishReason.ERROR:
             stream.send(output)
         if output.finish_reason is not None:
-            if self.streams.get(stream.request_id) is stream:
-                del self.streams[stream.request_id]
+            self.forget(stream)
             stream.end(output.error)
 
     def finalize(self):

@@ -2,18 +2,19 @@
 
 import json
 import logging
-import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+
 from kvseek.engine.config import EngineConfig
 from kvseek.engine.errors import KvseekError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.tensors import read_tensors
 from kvseek.server.text_request import TextRequest
+from kvseek.server.translation import refuse_parameters
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 OUTPUTS = ["output_ids", "finish_reason", "cached_tokens", "attended_tokens", "prefill_progress"]
@@ -46,11 +47,13 @@ class TritonPythonModel:
 
     def execute(self, requests):
         for request in requests:
-            self.pool.submit(self.serve, request.get_response_sender(), read_tensors(request))
+            sender = request.get_response_sender()
+            self.pool.submit(self.serve, sender, read_tensors(request), request.parameters())
 
-    def serve(self, sender, tensors):
+    def serve(self, sender, tensors, parameters):
         """One request from its first to its last response; whatever fails ends this stream only."""
         try:
+            refuse_parameters(parameters, "tensorrt_llm_bls")
             self.answer(sender, TextRequest(tensors, self.tokenizer))
         except KvseekError as error:
             self.send_error(sender, str(error))
@@ -64,18 +67,18 @@ class TritonPythonModel:
         inner_id = uuid.uuid4().hex
         tensors = [pb_utils.Tensor(name, value) for name, value in request.token_tensors().items()]
         inner = token_request(inner_id, tensors, OUTPUTS)
-        stopped = threading.Event()
+        stopped = False
         for response in inner.exec(decoupled=True):
             if response.has_error():
                 self.send_error(sender, response.error().message())
-                continue
+                return  # nothing follows an error; Triton's iterator would wait for more
             outputs = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
-            if not outputs or stopped.is_set():
+            if not outputs or stopped:
                 continue  # the empty end of the stream, or tokens drawn before the stop arrived
             for chunk in request.push(outputs):
                 self.send(sender, chunk)
             if request.ended or sender.is_cancelled():
-                stopped.set()
+                stopped = True
                 self.stop(inner_id)
 
     def stop(self, inner_id):

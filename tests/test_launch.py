@@ -1,0 +1,147 @@
+"""Finding a tritonserver and its ports, without starting one; the console command."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+import sysconfig
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+from kvseek.cli import main as cli
+from kvseek.server import launch, triton
+from kvseek.server.errors import ServerError
+from kvseek.server.ports import Ports
+
+
+def forget_system_server(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(triton, "SYSTEM_SERVER", folder / "nowhere" / "tritonserver")
+
+
+class Wheel:
+    """An installed distribution whose files lie under `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def locate_file(self, path: str) -> Path:
+        return self.root / path
+
+
+def make_wheel(root: Path, stub_versions: tuple[str, ...]) -> Path:
+    server = root / "pytriton" / "tritonserver"
+    files = ["bin/tritonserver", *(f"backends/python/{name}" for name in triton.BACKEND_FILES)]
+    files += [f"python_backend_stubs/{number}/{triton.STUB}" for number in stub_versions]
+    for name in files:
+        (server / name).parent.mkdir(parents=True, exist_ok=True)
+        (server / name).write_bytes(b"")
+    return root
+
+
+def test_a_system_server_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    binary = tmp_path / "bin" / "tritonserver"
+    (tmp_path / "backends" / "python").mkdir(parents=True)
+    binary.parent.mkdir()
+    binary.write_bytes(b"")
+    monkeypatch.setattr(shutil, "which", lambda name: str(binary))
+    server = triton.find_server(tmp_path / "scratch")
+    assert (server.binary, server.backends) == (binary, tmp_path / "backends")
+    (tmp_path / "backends" / "python").rmdir()
+    with pytest.raises(ServerError, match="has no Python backend"):
+        triton.find_server(tmp_path / "scratch")
+
+
+def test_no_server_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    forget_system_server(monkeypatch, tmp_path)
+    monkeypatch.setattr(triton, "distribution", absent)
+    with pytest.raises(ServerError, match="pip install --no-deps nvidia-pytriton==0.7.0"):
+        triton.find_server(tmp_path)
+
+
+def test_the_embedded_server_is_assembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = make_wheel(tmp_path / "site", (triton.VERSION,))
+    forget_system_server(monkeypatch, tmp_path)
+    monkeypatch.setattr(triton, "distribution", lambda name: Wheel(wheel))
+    server = triton.find_server(tmp_path / "scratch")
+    files = {path.name for path in (server.backends / "python").iterdir()}
+    assert files == {*triton.BACKEND_FILES, triton.STUB}
+    assert (server.backends / "python" / triton.STUB).stat().st_mode & 0o100
+    assert server.binary.stat().st_mode & 0o100, "the wheel's binary was not executable"
+    libraries = server.environment["LD_LIBRARY_PATH"].split(":")
+    assert libraries[:2] == [str(triton.shared_libpython().parent), str(wheel / "nvidia_pytriton.libs")]
+    assert server.environment["PATH"].startswith(str(Path(sys.prefix) / "bin"))
+
+
+def test_a_python_without_stub_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = make_wheel(tmp_path / "site", ("3.8", "3.9"))
+    forget_system_server(monkeypatch, tmp_path)
+    monkeypatch.setattr(triton, "distribution", lambda name: Wheel(wheel))
+    with pytest.raises(ServerError, match=f"no Python backend stub for Python {triton.VERSION}, only for 3.8, 3.9"):
+        triton.find_server(tmp_path)
+
+
+def test_a_static_python_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: {"INSTSONAME": "libpython.a"}.get(name))
+    with pytest.raises(ServerError, match=rf"apt-get install libpython{triton.VERSION}.*--enable-shared"):
+        triton.shared_libpython()
+
+
+@pytest.mark.parametrize(("port", "message"), [(-1, r"must be in \[0, 65535\]"), (70000, r"must be in \[0, 65535\]")])
+def test_ports_out_of_range(port: int, message: str) -> None:
+    with pytest.raises(ServerError, match=f"--metrics_port = {port}: {message}"):
+        Ports(0, 0, port).resolve("127.0.0.1")
+
+
+def test_zeros_become_free_ports_and_a_busy_one_is_named() -> None:
+    ports = Ports(0, 0, 0).resolve("127.0.0.1")
+    assert all(1 <= port <= 65535 for port in (ports.http, ports.grpc, ports.metrics))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        busy = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=f"--http_port = {busy}: cannot listen on 127.0.0.1"):
+            Ports(busy, 0, 0).resolve("127.0.0.1")
+
+
+def test_the_model_repository_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Config:
+        max_batch_size = 7
+
+    repository = launch._write_repository(tmp_path / "models", tmp_path / "engine", Config(), 3)  # type: ignore[arg-type]
+    for model in launch.MODELS:
+        text = (repository / model / "config.pbtxt").read_text(encoding="utf-8")
+        assert "${" not in text.replace("`", "").split("\nname:")[1]
+        assert "max_batch_size: 7" in text
+        assert str(tmp_path / "engine") in text
+        assert (repository / model / "1" / "model.py").exists()
+
+
+def test_serving_what_is_no_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--engine_dir", str(tmp_path)]) == 1
+    assert f"error: {tmp_path}" in capsys.readouterr().err
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvseek {version('kvseek')}\n"
+    assert cli.main(["--help"]) == 0
+    assert cli.main([]) == 2
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in ("build", "serve", "chat", "bench"))
+    assert cli.main(["sevre"]) == 2
+    assert "unknown command 'sevre'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--help"])
+    assert end.value.code == 0
+    assert "usage:" in capsys.readouterr().out

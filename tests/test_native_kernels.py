@@ -1,0 +1,240 @@
+"""Native attention against the reference, and the library that holds it: levels, symbols, threads, compilers."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvseek.builder import compile as compilation
+from kvseek.engine.attention import attend_reference
+from kvseek.engine.cache import LayerCache
+from kvseek.engine.errors import KernelError
+from kvseek.engine.kernels import CpuLibrary
+from kvseek.engine.memory import ExtentTable, extents_for
+from kvseek.plugins.base import Selection
+from kvseek.plugins.common.attend import attend_native
+
+SINK, RING = 4, 40
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+NAN = float("nan")
+
+
+@pytest.fixture(params=compilation.instruction_levels())
+def level(request: pytest.FixtureRequest, library: CpuLibrary) -> Iterator[int]:
+    """Run the kernels at one instruction level, or at the processor's best if that is lower."""
+    limit = library.function("kvseek_limit_level", ctypes.c_void_p)
+    limit(ctypes.byref(ctypes.c_int(request.param)))
+    yield request.param
+    limit(ctypes.byref(ctypes.c_int(max(compilation.instruction_levels()))))
+
+
+def make_cache(lengths: Sequence[int], kv_heads: int, dim: int, dtype: torch.dtype, wrapped: bool = True) -> LayerCache:
+    """Random rows for slots in reverse order; NaN in every row that belongs to no token, and in a neighbouring layer."""
+    batch = len(lengths)
+    table = ExtentTable(batch, 4, sum(map(extents_for, lengths)) + 2)
+    rows = torch.full((table.capacity, 2, kv_heads, 1024, 2, dim), NAN).to(dtype)
+    window = torch.full((batch, kv_heads, SINK + RING, 2, dim), NAN).to(dtype)
+    slots = list(reversed(range(batch)))
+    first = RING - 7 if wrapped else 3
+    ring = (torch.arange(first, first + 21) % RING) + SINK
+    for slot, length in zip(slots, lengths, strict=True):
+        table.reserve(slot, length)
+        table.write(rows[:, 1], slot, 0, torch.randn(kv_heads, length, 2, dim).to(dtype))
+        for index in (torch.arange(SINK), ring):
+            window[slot][:, index] = torch.randn(kv_heads, len(index), 2, dim).to(dtype)
+    tokens = torch.tensor([[SINK, first, 21]] * batch, dtype=torch.int32)
+    held = torch.tensor(lengths, dtype=torch.int32)
+    return LayerCache(slots, window, tokens, rows[:, 1], table.table, held, SINK)
+
+
+def choose(lengths: Sequence[int], kv_heads: int, block: int, share: float = 0.4) -> Selection:
+    """A random share of the entries of each request, in random order among entries of -1."""
+    most = max(1, -(-max(lengths) // block))
+    rows = torch.full((len(lengths), kv_heads, most), -1, dtype=torch.int32)
+    for request, head in itertools.product(range(len(lengths)), range(kv_heads)):
+        entries = torch.randperm(-(-lengths[request] // block))
+        places = torch.randperm(most)[: max(1, round(share * len(entries)))][: len(entries)]
+        rows[request, head, places] = entries[: len(places)].int()
+    return Selection(rows, block, tuple(lengths))
+
+
+def compare(
+    library: CpuLibrary,
+    lengths: Sequence[int],
+    group: int,
+    dim: int,
+    dtype: torch.dtype,
+    block: int,
+    wrapped: bool = True,
+) -> None:
+    kv_heads = 2
+    cache = make_cache(lengths, kv_heads, dim, dtype, wrapped)
+    selection = choose(lengths, kv_heads, block)
+    queries = (3 * torch.randn(len(lengths), kv_heads * group, dim)).to(dtype)
+    expected = attend_reference(queries, selection, cache, dim**-0.5)
+    assert not expected.isnan().any()
+    found = attend_native(queries, selection, cache, dim**-0.5, library)
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("block", [1, 32, 1024])
+@pytest.mark.parametrize("lengths", [[1], [1500], [100, 3000, 0]])
+@pytest.mark.parametrize("group", [1, 3, 7])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_attention_equals_the_reference(
+    library: CpuLibrary, dtype: torch.dtype, dim: int, group: int, lengths: list[int], block: int
+) -> None:
+    torch.manual_seed(hash((dim, group, block, len(lengths))))
+    compare(library, lengths, group, dim, dtype, block)
+
+
+@pytest.mark.parametrize(("dim", "group"), [(8, 2), (40, 16), (64, 3), (80, 5), (96, 4), (128, 9), (256, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_every_level_equals_the_reference(
+    library: CpuLibrary, level: int, dim: int, group: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(level)
+    compare(library, [1100, 37], group, dim, dtype, block=24, wrapped=False)  # pages that straddle extents
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 2100), min_size=1, max_size=4),
+    group=st.integers(1, 16),
+    dim=st.integers(1, 32).map(lambda eighths: 8 * eighths),
+    block=st.sampled_from([1, 16, 100, 1024]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_equals_the_reference(
+    library: CpuLibrary, lengths: list[int], group: int, dim: int, block: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    compare(library, lengths, group, dim, torch.float32, block)
+
+
+def test_a_request_does_not_depend_on_its_batch_nor_on_threads(library: CpuLibrary) -> None:
+    lengths = [3000, 700, 2048]
+    cache, selection = make_cache(lengths, 2, 64, torch.float32), choose(lengths, 2, 1)
+    queries = torch.randn(3, 6, 64)
+    together = attend_native(queries, selection, cache, 0.125, library)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        for i in range(3):
+            tokens, held = cache.window_tokens[i : i + 1], cache.lengths[i : i + 1]
+            alone = LayerCache([cache.slots[i]], cache.window, tokens, cache.rows, cache.table, held, SINK)
+            chosen = Selection(selection.rows[i : i + 1], 1, selection.counts[i : i + 1])
+            assert torch.equal(attend_native(queries[i : i + 1], chosen, alone, 0.125, library)[0], together[i])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("poison", [NAN, float("inf")])
+def test_a_poisoned_row_that_is_attended_to_shows(library: CpuLibrary, level: int, poison: float) -> None:
+    cache = make_cache([1200], 1, 64, torch.float32)
+    cache.rows[cache.table[0, 1], 0, 5] = poison
+    everything = Selection.everything([1200], 1, torch.device("cpu"))
+    assert attend_native(torch.randn(1, 1, 64), everything, cache, 0.125, library).isnan().all()
+
+
+def test_large_scores_do_not_overflow(library: CpuLibrary, level: int) -> None:
+    cache = make_cache([500], 1, 64, torch.float32)
+    everything = Selection.everything([500], 1, torch.device("cpu"))
+    queries = 1e4 * torch.randn(1, 3, 64)
+    expected = attend_reference(queries, everything, cache, 1.0)
+    torch.testing.assert_close(attend_native(queries, everything, cache, 1.0, library), expected)
+
+
+def test_no_rows_at_all_give_zeros(library: CpuLibrary) -> None:
+    cache = make_cache([0], 1, 64, torch.float32)
+    cache.window_tokens.zero_()
+    nothing = Selection(torch.full((1, 1, 3), -1, dtype=torch.int32), 1, (0,))
+    assert torch.equal(attend_native(torch.randn(1, 2, 64), nothing, cache, 0.125, library), torch.zeros(1, 2, 64))
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "dtype", "names"),
+    [
+        (36, 1, torch.float32, "head_dim = 36"),
+        (264, 1, torch.float32, "head_dim = 264"),
+        (64, 17, torch.float32, "query heads per KV head = 17"),
+        (64, 1, torch.float64, "dtype = torch.float64"),
+    ],
+)
+def test_unsupported_shapes_are_refused(
+    library: CpuLibrary, dim: int, group: int, dtype: torch.dtype, names: str
+) -> None:
+    cache, selection = make_cache([10], 1, dim, dtype), choose([10], 1, 1)
+    with pytest.raises(KernelError, match=f"{names}.*--kernels reference"):
+        attend_native(torch.randn(1, group, dim, dtype=dtype), selection, cache, 0.125, library)
+
+
+def test_unsupported_layouts_are_refused(library: CpuLibrary) -> None:
+    cache, queries = make_cache([10], 2, 64, torch.float32), torch.randn(1, 2, 64)
+    selection = choose([10], 2, 1)
+
+    def refuses(pattern: str, selection: Selection, queries: Tensor, cache: LayerCache) -> None:
+        with pytest.raises(KernelError, match=pattern):
+            attend_native(queries, selection, cache, 0.125, library)
+
+    refuses("selection dtype", Selection(selection.rows.long(), 1, (10,)), queries, cache)
+    refuses("cache dtype", selection, queries.bfloat16(), cache)
+    turned = cache.window.transpose(1, 2).contiguous().transpose(1, 2)
+    described = (cache.window_tokens, cache.rows, cache.table, cache.lengths, cache.sink)
+    refuses("window strides", selection, queries, LayerCache(cache.slots, turned, *described))
+
+
+def test_one_openmp_runtime_serves_torch_and_the_kernels(library: CpuLibrary) -> None:
+    program = (
+        "import torch, sys; from kvseek.engine.kernels import CpuLibrary; CpuLibrary(__import__('pathlib').Path(sys.argv[1]))\n"
+        "torch.ones(1 << 20).sum()\n"
+        "print(*sorted({line.split()[-1] for line in open('/proc/self/maps') if 'omp' in line.split('/')[-1]}), sep='\\n')"
+    )
+    command = [sys.executable, "-c", program, str(compilation.cached_cpu_library())]
+    runtimes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert len([path for path in runtimes if "libgomp" in path or "libomp" in path or "libiomp" in path]) == 1
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm (binutils)")
+def test_no_symbol_could_be_merged_across_levels() -> None:
+    table = subprocess.run(["nm", str(compilation.cached_cpu_library())], capture_output=True, text=True, check=True)
+    kinds = [line.split()[-2:] for line in table.stdout.splitlines()]
+    assert any(name.startswith("kvseek_attend") for _, name in kinds)
+    assert [name for kind, name in kinds if kind in "WVu"] == []
+
+
+def test_without_a_compiler_the_error_names_the_remedies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(KernelError, match=r"no C\+\+ compiler.*install g\+\+.*--kernels reference"):
+        compilation.compile_cpu_library(tmp_path / "cpu.so")
+    monkeypatch.setenv("CXX", "no-such-compiler -m64")
+    with pytest.raises(KernelError, match="CXX = 'no-such-compiler -m64'"):
+        compilation.compile_cpu_library(tmp_path / "cpu.so")
+
+
+def test_a_failing_compiler_is_quoted_and_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho 'cannot do that' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", os.fspath(compiler))
+    output = tmp_path / "kernels" / "cpu.so"
+    output.parent.mkdir()
+    output.write_bytes(b"before")
+    with pytest.raises(KernelError, match=r"exited with 3[\s\S]*cannot do that"):
+        compilation.compile_cpu_library(output)
+    assert output.read_bytes() == b"before"
+    assert list(output.parent.iterdir()) == [output]

@@ -1,0 +1,236 @@
+"""ParisKV's compiled kernels against its PyTorch reference: the index they write, the rows they choose."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvseek.builder.compile import instruction_levels
+from kvseek.engine.errors import KernelError
+from kvseek.engine.kernels import CpuLibrary
+from kvseek.engine.memory import ExtentTable
+from kvseek.plugins.base import IndexContext
+from kvseek.plugins.common.group import GROUP_REDUCTIONS, best_positions, query_lanes, reduce_scores
+from kvseek.plugins.pariskv import codebook, method, reference
+from kvseek.plugins.pariskv.config import Config, ScheduleStep
+from kvseek.plugins.pariskv.native import NativeIndex
+from kvseek.plugins.pariskv.reference import ReferenceIndex
+
+KV_HEADS = 2
+EFFORT = (ScheduleStep(None, 0.3, 0.25),)
+NO_RERANK = (ScheduleStep(None, 0.3, 1e-9),)  # as many candidates as rows: the choice is the votes' alone
+
+
+@pytest.fixture(params=instruction_levels())
+def level(request: pytest.FixtureRequest, library: CpuLibrary) -> Iterator[int]:
+    """Run the kernels at one instruction level, or at the processor's best if that is lower."""
+    limit = library.function("kvseek_limit_level", ctypes.c_void_p)
+    limit(ctypes.byref(ctypes.c_int(request.param)))
+    yield request.param
+    limit(ctypes.byref(ctypes.c_int(max(instruction_levels()))))
+
+
+def make_context(
+    library: CpuLibrary | None, config: Config, group: int, dim: int, lengths: Sequence[int], dtype: torch.dtype
+) -> IndexContext:
+    table = ExtentTable(len(lengths), 4, 4 * len(lengths))
+    for slot in reversed(range(len(lengths))):
+        table.reserve(slot, lengths[slot])
+    books = codebook.build_codebooks(config, dim)
+    device = torch.device("cpu")
+    heads = KV_HEADS * group
+    return IndexContext(0, heads, KV_HEADS, dim, dim**-0.5, config, books, table, list(lengths), dtype, device, library)
+
+
+def make_pair(
+    library: CpuLibrary, config: Config, group: int, dim: int, keys: Sequence[Tensor]
+) -> tuple[ReferenceIndex, NativeIndex]:
+    """The same keys [G, n, D] per slot in both indexes; the native arrays start poisoned."""
+    lengths = [part.shape[1] for part in keys]
+    expected = ReferenceIndex(make_context(None, config, group, dim, lengths, keys[0].dtype))
+    found = NativeIndex(make_context(library, config, group, dim, lengths, keys[0].dtype))
+    found.ids.fill_(255)
+    found.codes.fill_(255)
+    found.weights.fill_(float("nan"))
+    found.counts.fill_(-7)
+    for slot, part in enumerate(keys):
+        expected.build(slot, part, part)
+        found.build(slot, part, part)
+    return expected, found
+
+
+def random_keys(lengths: Sequence[int], dim: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Keys of unequal norms around a common direction, as keys after RoPE are."""
+    center = torch.randn(KV_HEADS, 1, dim)
+    return [
+        (torch.randn(KV_HEADS, n, dim) * (0.1 + 3 * torch.rand(KV_HEADS, n, 1)) + center).to(dtype) for n in lengths
+    ]
+
+
+def check_index(expected: ReferenceIndex, found: NativeIndex) -> None:
+    assert torch.equal(found.counts, expected.counts)
+    for slot, n in enumerate(expected.context.lengths):
+        ids, codes, weights = (
+            [index.context.extents.read(getattr(index, name), slot, n) for index in (expected, found)]
+            for name in ("ids", "codes", "weights")
+        )
+        assert torch.equal(ids[1], ids[0])
+        nibbles = [codebook.unpack_nibbles(part).int() for part in codes]
+        assert torch.equal(nibbles[1] & 8, nibbles[0] & 8)
+        steps = ((nibbles[1] & 7) - (nibbles[0] & 7)).abs()
+        assert steps.max(initial=0) <= 1 if steps.numel() == 0 else int(steps.max()) <= 1
+        assert int((steps > 0).sum()) <= max(1, steps.numel() // 10_000)  # a magnitude within rounding of a threshold
+        torch.testing.assert_close(weights[1], weights[0], rtol=2e-3, atol=1e-7)
+
+
+def share_index(expected: ReferenceIndex, found: NativeIndex) -> None:
+    """Let both search the same arrays, so that only the search is compared."""
+    for slot, n in enumerate(expected.context.lengths):
+        for name in ("ids", "codes", "weights"):
+            rows = expected.context.extents.read(getattr(expected, name), slot, n)
+            found.context.extents.write(getattr(found, name), slot, 0, rows)
+
+
+def values_of(index: ReferenceIndex, queries: Tensor, slot: int) -> Tensor:
+    """What the rerank ranks: [G, n], -inf for keys that are no candidates. queries [G, g, D]."""
+    config, n, extents = index.config, index.context.lengths[slot], index.context.extents
+    rho, beta = config.schedule(n)
+    lanes = codebook.rotate(query_lanes(queries, config.group_reduce), index.signs)
+    tiers = reference.tier_table(lanes, index.counts[slot], math.ceil(rho * n))
+    votes = reference.collision_scores(tiers, extents.read(index.ids, slot, n))
+    candidates = best_positions(votes, min(n, max(config.top_k, math.ceil(beta * n))))
+    codes = reference.take_rows(extents.read(index.codes, slot, n), candidates)
+    weights = reference.take_rows(extents.read(index.weights, slot, n), candidates)
+    estimates = reference.estimate_scores(lanes, codes, weights, index.levels)
+    values = reduce_scores(estimates, config.group_reduce, index.context.scaling)
+    return torch.full((len(queries), n), -math.inf).scatter(1, candidates, values)
+
+
+def check_choice(expected: ReferenceIndex, found: NativeIndex, queries: Tensor, slots: Sequence[int]) -> None:
+    """The same rows, but for keys whose values differ from the last one taken by rounding."""
+    wanted, chosen = expected.select(queries, slots), found.select(queries, slots)
+    assert (chosen.block, chosen.counts) == (1, wanted.counts)
+    assert chosen.rows.dtype is torch.int32
+    for request, slot in enumerate(slots):
+        if expected.context.lengths[slot] <= expected.config.top_k:
+            assert torch.equal(chosen.rows[request], wanted.rows[request])
+            continue
+        values = values_of(expected, queries[request].unflatten(0, (KV_HEADS, -1)), slot)
+        for head in range(KV_HEADS):
+            ours, theirs = chosen.rows[request, head].tolist(), wanted.rows[request, head].tolist()
+            assert ours == sorted(set(ours))
+            last = values[head, theirs].min()
+            for position in set(ours) ^ set(theirs):
+                torch.testing.assert_close(
+                    values[head, position], last, rtol=1e-5, atol=1e-5 * float(values[head].max())
+                )
+
+
+@pytest.mark.parametrize("alpha", [True, False])
+@pytest.mark.parametrize("dim", [8, 20, 64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_encoding_equals_the_reference(
+    library: CpuLibrary, level: int, dtype: torch.dtype, dim: int, alpha: bool
+) -> None:
+    torch.manual_seed(dim)
+    keys = random_keys([1500, 0, 1], dim, dtype)
+    keys[0][:, 7] = 0  # a key without a direction
+    keys[0][:, 8] *= 1e6  # and one whose weights float16 cannot hold
+    check_index(*make_pair(library, Config(alpha_correction=alpha), 1, dim, keys))
+
+
+def test_keys_appended_equal_keys_built_at_once(library: CpuLibrary) -> None:
+    torch.manual_seed(0)
+    keys = random_keys([2300], 64)
+    expected, found = make_pair(library, Config(), 1, 64, keys)
+    found.context.lengths[0] = 0
+    found.build(0, keys[0][:, :0], keys[0])
+    for start in range(0, 2300, 256):
+        part = keys[0][:, start : start + 256]
+        found.context.lengths[0] = start + part.shape[1]
+        found.extend(0, part)
+    check_index(expected, found)
+
+
+@pytest.mark.parametrize("group_reduce", GROUP_REDUCTIONS)
+@pytest.mark.parametrize(("dim", "group"), [(64, 3), (96, 7), (128, 1), (16, 2), (256, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_selection_equals_the_reference(
+    library: CpuLibrary, level: int, dtype: torch.dtype, dim: int, group: int, group_reduce: str
+) -> None:
+    torch.manual_seed(group)
+    lengths = [1500, 1, 3000, 100]
+    for steps in (EFFORT, NO_RERANK):
+        config = Config(top_k=100, group_reduce=group_reduce, schedule_steps=steps)
+        expected, found = make_pair(library, config, group, dim, random_keys(lengths, dim, dtype))
+        share_index(expected, found)
+        queries = torch.randn(4, KV_HEADS * group, dim).to(dtype)
+        check_choice(expected, found, queries, [2, 0, 3, 1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 400),
+    top_k=st.integers(1, 60),
+    group=st.integers(1, 9),
+    rho=st.floats(0.001, 1),
+    group_reduce=st.sampled_from(GROUP_REDUCTIONS[1:]),
+    seed=st.integers(0, 2**31),
+)
+def test_ties_are_cut_as_the_reference_cuts_them(
+    library: CpuLibrary, n: int, top_k: int, group: int, rho: float, group_reduce: str, seed: int
+) -> None:
+    """Sparse small integers: equal centroid scores, equal votes, whole blocks of zeros."""
+    torch.manual_seed(seed)
+    config = Config(top_k=top_k, group_reduce=group_reduce, schedule_steps=(ScheduleStep(None, rho, 1e-9),))
+    keys = [torch.randint(-1, 2, (KV_HEADS, n, 64)).float()]
+    expected, found = make_pair(library, config, group, 64, keys)
+    share_index(expected, found)
+    queries = torch.randint(-1, 2, (1, KV_HEADS * group, 64)).float() * (torch.rand(1, 1, 64) < 0.1)
+    assert torch.equal(found.select(queries, [0]).rows, expected.select(queries, [0]).rows)
+
+
+def test_selection_does_not_depend_on_batch_order_or_threads(library: CpuLibrary) -> None:
+    torch.manual_seed(3)
+    _, found = make_pair(library, Config(top_k=20), 3, 64, random_keys([900, 2100, 1300], 64))
+    queries = torch.randn(3, 3 * KV_HEADS, 64)
+    together = found.select(queries, [0, 1, 2]).rows
+    assert torch.equal(found.select(queries[[2, 0, 1]], [2, 0, 1]).rows, together[[2, 0, 1]])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        for slot in range(3):
+            assert torch.equal(found.select(queries[slot : slot + 1], [slot]).rows[0], together[slot])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 0.0])
+def test_strange_queries_still_give_valid_rows(library: CpuLibrary, level: int, poison: float) -> None:
+    _, found = make_pair(library, Config(top_k=20), 3, 64, random_keys([900], 64))
+    rows = found.select(torch.full((1, 3 * KV_HEADS, 64), poison), [0]).rows
+    assert int(rows.min()) >= 0
+    assert int(rows.max()) < 900
+    assert bool((rows.diff() > 0).all())
+
+
+def test_create_follows_the_library(library: CpuLibrary) -> None:
+    for given_library, kind in ((library, NativeIndex), (None, ReferenceIndex)):
+        assert type(method.create(make_context(given_library, Config(), 1, 64, [10], torch.float32))) is kind
+
+
+def test_unsupported_inputs_are_refused(library: CpuLibrary) -> None:
+    with pytest.raises(KernelError, match=r"group size = 17: must be at most 16; .*--kernels reference"):
+        NativeIndex(make_context(library, Config(), 17, 64, [10], torch.float32))
+    with pytest.raises(KernelError, match="head_dim = 264"):
+        NativeIndex(make_context(library, Config(), 1, 264, [10], torch.float32))
+    index = NativeIndex(make_context(library, Config(), 1, 64, [10], torch.float32))
+    with pytest.raises(KernelError, match=r"queries: torch\.bfloat16 on cpu"):
+        index.select(torch.zeros(1, KV_HEADS, 64, dtype=torch.bfloat16), [0])

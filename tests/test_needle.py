@@ -1,0 +1,142 @@
+"""The needle evaluation: how dialogues run and are scored, and, slow, accuracy of real engines at 4K tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from conftest import BuildEngine
+from random_models import VOCABULARY, save_random_model
+
+from kvseek.engine.engine import Engine
+from kvseek.engine.errors import ConfigError
+from kvseek.evaluation import needle
+
+LENGTH = 4096
+QUESTIONS = 3
+MARGIN = 2.0  # points of exact, mean over the tasks, that pariskv may lose against full attention
+FULL_AT_LEAST = 97.0  # the needle README reports 100, and 97.9 on niah_multivalue
+
+
+class Tasks(ModuleType):
+    """Tasks without a model that knows them: an answer is right if it is what `gold` says."""
+
+    DOT = 3
+    TASKS = ("multi_turn", "niah_multikey")
+
+
+def score(kind: str, gold: list[int], got: list[int]) -> dict[str, float]:
+    return {"exact": float(gold == got), "part": sum(a == b for a, b in zip(gold, got, strict=False)) / len(gold)}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Engine:
+    model = save_random_model(tmp_path_factory.mktemp("needle") / "model", "qwen3")
+    return Engine.load(build_engine(model, "full", "--max_seq_len", "300", "--max_batch_size", "2"))
+
+
+@pytest.fixture(scope="module")
+def tasks() -> ModuleType:
+    module = Tasks("tasks")
+    module.score = score
+    return module
+
+
+def test_later_rounds_see_the_generated_answers(engine: Engine, tasks: ModuleType) -> None:
+    """Two dialogues of three rounds: the right answers are generated step by step as one growing prompt."""
+    dialogues, expected = [], []
+    for number in range(2):
+        context = [5 + number, *range(10, 60)]
+        history, rounds = list(context), []
+        for question in ([70, 71], [80], [90, 91, 92]):
+            history += question
+            ids = greedy(engine, history, 4 + needle.EXTRA_TOKENS, tasks.DOT)
+            rounds.append(("one", question, [0, 0, 0, 0]))
+            expected.append(ids)
+            history += ids
+        dialogues.append(needle.Dialogue(context, rounds))
+    given = []
+    tasks.score = lambda kind, gold, got: given.append(got) or score(kind, gold, got)
+    results = needle.converse(engine, tasks, dialogues)
+    tasks.score = score
+    assert [len(scored) for scored in results] == [2, 2, 2]
+    assert given == [expected[dialogue * 3 + number] for number in range(3) for dialogue in range(2)]
+
+
+def greedy(engine: Engine, prompt: list[int], limit: int, dot: int) -> list[int]:
+    (ids,) = engine.generate([needle.Request(tuple(prompt), limit)])
+    return ids[: ids.index(dot) + 1] if dot in ids else ids
+
+
+def test_an_answer_ends_with_its_full_stop(engine: Engine, tasks: ModuleType) -> None:
+    """The token that ends an answer belongs to it, as in the right answers."""
+    prompt = [5, *range(10, 60)]
+    (ids,) = engine.generate([needle.Request(tuple(prompt), 12)])
+    ending = Tasks("tasks")
+    ending.DOT, ending.score = ids[2], score
+    gold = ids[: ids.index(ids[2]) + 1]
+    ((right, share),), ((wrong, _),) = (
+        needle.converse(engine, ending, [needle.Dialogue(prompt, [("one", [], answer)])])[0]
+        for answer in (gold, [*gold[:-1], 0])
+    )
+    assert (right, share) == ({"exact": 1.0, "part": 1.0}, 1.0)
+    assert wrong == {"exact": 0.0, "part": (len(gold) - 1) / len(gold)}
+
+
+def test_too_long_questions_are_refused_before_any_is_asked(engine: Engine) -> None:
+    dialogue = needle.Dialogue([1] * 280, [("one", [2] * 10, [3] * 5)])
+    assert dialogue.longest == 280 + 10 + 5 + needle.EXTRA_TOKENS
+    with pytest.raises(ConfigError, match=r"max_input_len = 300: must be >= 303 .* build with --max_input_len 303"):
+        needle.check_lengths(engine, "full", [dialogue])
+
+
+def test_the_folder_is_named_if_it_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert needle.main(["--needle", str(tmp_path), "--engine_dir", str(tmp_path)]) == 1
+    assert "must be the needle folder, with tasks.py and model/" in capsys.readouterr().err
+
+
+def test_settings_are_checked(needle_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = {"--tasks": "nothing", "--n": "0", "--lengths": "4096,long"}
+    for flag, value in cases.items():
+        assert needle.main(["--needle", str(needle_folder), "--engine_dir", "none", flag, value]) == 1
+        assert flag in capsys.readouterr().err
+
+
+def test_dialogues_are_the_folders_own_examples(needle_folder: Path) -> None:
+    tasks = needle.load_tasks(needle_folder)
+    for task in tasks.TASKS:
+        dialogues = needle.make_dialogues(tasks, task, 1024, 10)
+        assert len(dialogues) == (2 if task == "multi_turn" else 10)
+        first = tasks.make_example(task, 1024, needle.FIRST_SEED)
+        assert dialogues[0].context[0] == first.context[0] == tasks.BOS
+        assert len(dialogues[0].rounds) == (8 if task == "multi_turn" else 1)
+        for dialogue in dialogues:
+            tokens = len(dialogue.context) + sum(len(question) + len(gold) for _, question, gold in dialogue.rounds)
+            assert 900 < tokens <= 1024
+            kind, _, gold = dialogue.rounds[0]
+            assert tasks.score(kind, gold, gold)["exact"] == 1.0
+    assert max(dialogues[0].context) > VOCABULARY  # no other model's vocabulary
+
+
+@pytest.mark.slow
+def test_full_and_pariskv_find_the_needles(
+    needle_folder: Path, build_engine: BuildEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = ("--max_seq_len", str(LENGTH + 128), "--max_batch_size", "4")
+    directories = [build_engine(needle_folder / "model", method, *limits) for method in ("full", "pariskv")]
+    flags = [word for directory in directories for word in ("--engine_dir", str(directory))]
+    arguments = ["--needle", str(needle_folder), *flags, "--lengths", str(LENGTH), "--n", str(QUESTIONS), "--json"]
+    assert needle.main(arguments) == 0
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    full, pariskv = ([cell for cell in cells if cell["engine"] == method] for method in ("full", "pariskv"))
+    assert len(full) == len(pariskv) == 7
+    assert all(cell["attended_share"] == 1 for cell in full)
+    assert all(cell["attended_share"] < 0.2 for cell in pariskv), "pariskv must attend sparsely at 4K"
+    assert mean_exact(full) >= FULL_AT_LEAST
+    assert mean_exact(pariskv) >= mean_exact(full) - MARGIN
+
+
+def mean_exact(cells: list[dict[str, float]]) -> float:
+    return sum(cell["exact"] for cell in cells) / len(cells)
