@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections.abc import Iterator
 from typing import Any
@@ -52,7 +53,8 @@ class GrpcClient:
         try:
             client.start_stream(lambda result, error: responses.put((result, error)))
             inputs = [_tensor(name, value) for name, value in options.fields(text_input, stream=True).items()]
-            client.async_stream_infer(MODEL, inputs, enable_empty_final_response=True)
+            with contextlib.suppress(grpc.InferenceServerException):  # a stream that broke at once: `responses` says why
+                client.async_stream_infer(MODEL, inputs, enable_empty_final_response=True)
             while True:
                 result, error = responses.get()
                 if error is not None:

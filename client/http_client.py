@@ -62,8 +62,8 @@ class HttpClient:
 
 def _error(response: requests.Response) -> str:
     try:
-        return str(response.json()["error"])
-    except (ValueError, KeyError):
+        return str(json.loads(response.content.removeprefix(EVENT))["error"])  # generate_stream sends it as an event
+    except (ValueError, KeyError, TypeError):
         return f"HTTP status {response.status_code}: {response.text[:200]}"
 
 

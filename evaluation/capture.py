@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvseek.builder.checkpoint import open_checkpoint
 from kvseek.engine.errors import ConfigError
 
 CHUNK_TOKENS = 1024  # tokens a forward pass, which bounds the memory of attention scores
@@ -34,20 +35,19 @@ class CapturedLayer:
 
 
 def load_model(path: Path) -> tuple[Any, Any]:
-    """Load a Hugging Face directory or a GGUF file with transformers: (causal model in float32, tokenizer).
+    """Load a Hugging Face directory or a GGUF file: (transformers causal model in float32, tokenizer).
 
     Raises
     ------
     ConfigError
-        If `path` is neither.
+        If `path` is neither, or of an architecture that the builder does not support.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    if not path.exists():
-        raise ConfigError(f"model = {str(path)!r}: does not exist; pass a Hugging Face directory or a .gguf file")
+    tokenizer = open_checkpoint(path).tokenizer()  # the builder's: transformers misreads how a GGUF file splits words
     folder, options = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
-    return model.eval(), AutoTokenizer.from_pretrained(folder, **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **options)
+    return model.eval(), tokenizer
 
 
 def token_ids(tokenizer: Any, text: str, tokens: int) -> list[int]:

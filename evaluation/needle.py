@@ -177,13 +177,15 @@ def print_table(cells: Sequence[Cell], names: Sequence[str]) -> None:
 
     table = Table(title="exact % / part %, attended share, seconds; difference of exact in points")
     for heading in ("task", "tokens", "questions", *names, *(f"{name} − {names[0]}" for name in names[1:])):
-        table.add_column(heading, justify="left" if heading == "task" else "right")
+        table.add_column(heading, justify="left" if heading == "task" else "right", no_wrap=True)
     for start in range(0, len(cells), len(names)):
         group = cells[start : start + len(names)]
         figures = [f"{c.exact:.1f} / {c.part:.1f}, {c.attended_share:.0%}, {c.seconds:.0f} s" for c in group]
         differences = [f"{c.exact - group[0].exact:+.1f}" for c in group[1:]]
         table.add_row(group[0].task, f"{group[0].length:,}", str(group[0].questions), *figures, *differences)
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 44 + 48 * len(names))  # nothing cut, whatever the terminal
+    console.print(table)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

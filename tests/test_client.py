@@ -43,7 +43,8 @@ class TritonLike(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.received.append(body)
         if body["text_input"] == "bad":
-            self.reply(400, json.dumps({"error": "text_input = 'bad': must be good"}))
+            event = "data: " if self.path.endswith("/generate_stream") else ""
+            self.reply(400, event + json.dumps({"error": "text_input = 'bad': must be good"}))
         elif body["text_input"] == "fails later":
             self.reply(200, f'data: {json.dumps(EVENTS[1])}\n\ndata: {{"error": "the engine failed"}}\n\n')
         elif body["text_input"] == "no triton":
@@ -115,6 +116,8 @@ def test_http_errors_are_the_servers(url: str) -> None:
     client = HttpClient(url)
     with pytest.raises(ClientError, match="text_input = 'bad': must be good"):
         client.generate("bad", GenerateOptions())
+    with pytest.raises(ClientError, match=r"^text_input = 'bad': must be good$"):
+        list(client.generate_stream("bad", GenerateOptions()))
     with pytest.raises(ClientError, match="the engine failed"):
         list(client.generate_stream("fails later", GenerateOptions()))
     with pytest.raises(ClientError, match="HTTP status 502: bad gateway"):

@@ -61,7 +61,7 @@ def test_no_server_says_what_to_install(tmp_path: Path, monkeypatch: pytest.Monk
 
     forget_system_server(monkeypatch, tmp_path)
     monkeypatch.setattr(triton, "distribution", absent)
-    with pytest.raises(ServerError, match="pip install --no-deps nvidia-pytriton==0.7.0"):
+    with pytest.raises(ServerError, match=r"pip install --no-deps nvidia-pytriton==0\.7\.0"):
         triton.find_server(tmp_path)
 
 

@@ -91,8 +91,7 @@ def compare(
 
 @pytest.mark.parametrize("block", [1, 32, 1024])
 @pytest.mark.parametrize("lengths", [[1], [1500], [100, 3000, 0]])
-@pytest.mark.parametrize("group", [1, 3, 7])
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize(("dim", "group"), [(64, 1), (64, 3), (96, 7), (128, 3), (128, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_attention_equals_the_reference(
     library: CpuLibrary, dtype: torch.dtype, dim: int, group: int, lengths: list[int], block: int
@@ -110,7 +109,7 @@ def test_every_level_equals_the_reference(
     compare(library, [1100, 37], group, dim, dtype, block=24, wrapped=False)  # pages that straddle extents
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 2100), min_size=1, max_size=4),
     group=st.integers(1, 16),

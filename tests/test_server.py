@@ -25,7 +25,7 @@ from random_models import save_random_model
 from kvseek.client import chat
 from kvseek.client.errors import ClientError
 from kvseek.client.grpc_client import GrpcClient
-from kvseek.client.http_client import HttpClient
+from kvseek.client.http_client import NO_KEEP_ALIVE, HttpClient
 from kvseek.client.options import GenerateOptions
 from kvseek.engine.engine import Engine
 from kvseek.engine.request import Request
@@ -84,7 +84,7 @@ def test_http_generate_and_generate_stream(server: RunningServer) -> None:
 def test_a_plain_tensorrt_llm_request_over_http(server: RunningServer) -> None:
     url = f"http://{server.http_url}/v2/models/tensorrt_llm_bls/generate"
     body = {"text_input": PROMPT, "max_tokens": 12, "end_id": -1, "bad_words": "", "stop_words": ""}
-    reply = requests.post(url, json=body, timeout=TIMEOUT).json()
+    reply = requests.post(url, json=body, headers=NO_KEEP_ALIVE, timeout=TIMEOUT).json()
     assert reply["text_output"] == PROMPT + answer(server), "TensorRT-LLM's models echo the prompt unless told not to"
 
 
@@ -209,7 +209,8 @@ def test_bad_bytes_and_bad_ids_are_refused(server: RunningServer) -> None:
 
 def test_a_misspelt_field_is_refused(server: RunningServer) -> None:
     url = f"http://{server.http_url}/v2/models/tensorrt_llm_bls/generate"
-    reply = requests.post(url, json={"text_input": PROMPT, "max_tokens": 4, "temprature": 1}, timeout=TIMEOUT)
+    body = {"text_input": PROMPT, "max_tokens": 4, "temprature": 1}
+    reply = requests.post(url, json=body, headers=NO_KEEP_ALIVE, timeout=TIMEOUT)
     assert (reply.status_code, reply.json()["error"].split(";")[0]) == (
         400,
         "temprature: tensorrt_llm_bls has no such input",
