@@ -35,7 +35,10 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     config, tokenizer = EngineConfig.load(arguments.engine_dir), Tokenizer(arguments.engine_dir)
     document = shorten(read_text(arguments.document), tokenizer, arguments.document_tokens)
     tokens = len(tokenizer.encode(document))
-    console.print(f"document: {arguments.document}, {tokens:,} tokens; method: {config.method}; dtype: {config.dtype}")
+    console.print(
+        f"document: {arguments.document}, {tokens:,} tokens; method: {config.method}; dtype: {config.dtype}",
+        soft_wrap=True,
+    )
     started = time.perf_counter()
     with running_server(arguments.engine_dir, threads=arguments.threads) as server:
         console.print(f"tritonserver is ready after {time.perf_counter() - started:.1f} s (gRPC {server.grpc_url})")

@@ -53,7 +53,9 @@ class GrpcClient:
         try:
             client.start_stream(lambda result, error: responses.put((result, error)))
             inputs = [_tensor(name, value) for name, value in options.fields(text_input, stream=True).items()]
-            with contextlib.suppress(grpc.InferenceServerException):  # a stream that broke at once: `responses` says why
+            with contextlib.suppress(
+                grpc.InferenceServerException
+            ):  # a stream that broke at once: `responses` says why
                 client.async_stream_infer(MODEL, inputs, enable_empty_final_response=True)
             while True:
                 result, error = responses.get()

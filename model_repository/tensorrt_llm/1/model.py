@@ -23,6 +23,11 @@ from kvseek.server.translation import engine_request, one_row, refuse_parameters
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
+def send_error(sender, message):
+    """End a stream with an error: in one response, for a BLS caller never sees an end that follows an error."""
+    sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message)), flags=FINAL)
+
+
 class Stream:
     """One request's way back to its client."""
 
@@ -59,8 +64,9 @@ class Stream:
     def end(self, error=""):
         self.ended = True
         if error:
-            self.sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(error)))
-        self.sender.send(flags=FINAL)
+            send_error(self.sender, error)
+        else:
+            self.sender.send(flags=FINAL)
 
 
 class TritonPythonModel:
@@ -83,8 +89,7 @@ class TritonPythonModel:
             except Exception as error:  # one request's fault must not end the others
                 if not isinstance(error, KvseekError):
                     logging.exception("a token request failed")
-                sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error))))
-                sender.send(flags=FINAL)
+                send_error(sender, str(error))
 
     def start(self, request, sender):
         refuse_parameters(request.parameters(), "tensorrt_llm")

@@ -55,23 +55,22 @@ class TritonPythonModel:
         try:
             refuse_parameters(parameters, "tensorrt_llm_bls")
             self.answer(sender, TextRequest(tensors, self.tokenizer))
-        except KvseekError as error:
-            self.send_error(sender, str(error))
         except Exception as error:
-            logging.exception("a text request failed")
-            self.send_error(sender, f"{type(error).__name__}: {error}")
-        finally:
+            if not isinstance(error, KvseekError):
+                logging.exception("a text request failed")
+            sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error))), flags=FINAL)
+        else:
             sender.send(flags=FINAL)
 
     def answer(self, sender, request):
         inner_id = uuid.uuid4().hex
         tensors = [pb_utils.Tensor(name, value) for name, value in request.token_tensors().items()]
         inner = token_request(inner_id, tensors, OUTPUTS)
-        stopped = False
+        stopped, error = False, ""
         for response in inner.exec(decoupled=True):
             if response.has_error():
-                self.send_error(sender, response.error().message())
-                return  # nothing follows an error; Triton's iterator would wait for more
+                error = response.error().message()
+                continue  # the iterator must be used up: one that is left keeps the server from shutting down
             outputs = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
             if not outputs or stopped:
                 continue  # the empty end of the stream, or tokens drawn before the stop arrived
@@ -80,6 +79,8 @@ class TritonPythonModel:
             if request.ended or sender.is_cancelled():
                 stopped = True
                 self.stop(inner_id)
+        if error:
+            raise KvseekError(error)
 
     def stop(self, inner_id):
         """End the inner request by TensorRT-LLM's own means: a request of the same id with `stop`."""
@@ -94,9 +95,6 @@ class TritonPythonModel:
         tensors = [pb_utils.Tensor("text_output", text)]
         tensors += [pb_utils.Tensor(name, np.array([[v]], dtype=CHUNK_DTYPES[name])) for name, v in chunk.items()]
         sender.send(pb_utils.InferenceResponse(tensors))
-
-    def send_error(self, sender, message):
-        sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message)))
 
     def finalize(self):
         self.pool.shutdown(wait=True)
