@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
+import os
 import shutil
 import signal
 import subprocess
@@ -190,6 +192,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    with contextlib.suppress(ProcessLookupError):  # a model's process that the server gave up waiting for
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

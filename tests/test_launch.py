@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import socket
+import subprocess
 import sys
 import sysconfig
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -121,6 +123,18 @@ def test_the_model_repository_is_filled_in(tmp_path: Path, monkeypatch: pytest.M
         assert "max_batch_size: 7" in text
         assert str(tmp_path / "engine") in text
         assert (repository / model / "1" / "model.py").exists()
+
+
+def test_stopping_leaves_no_process_of_the_servers_group() -> None:
+    command = ["sh", "-c", "sleep 100 & echo $!; wait"]  # TERM ends the shell, not its child
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        launch._stop(process)  # type: ignore[arg-type]
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and "\nState:\tZ" not in Path(f"/proc/{child}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_serving_what_is_no_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,7 @@ def test_errors_say_what_to_do(random_model: Path, tmp_path: Path, capsys: pytes
     text.write_text("the light was lit at dusk", encoding="utf-8")
     absent = str(tmp_path / "absent")
     assert recall.main(["--model", absent, "--text", str(text)]) == 1
-    assert "does not exist; pass a Hugging Face directory or a .gguf file" in capsys.readouterr().err
+    assert "does not exist; pass a Hugging Face directory" in capsys.readouterr().err
     assert recall.main(["--model", str(random_model), "--text", absent]) == 1
     assert absent in capsys.readouterr().err
     assert recall.main(["--model", str(random_model), "--text", str(text), "--tokens", "600"]) == 1
