@@ -204,12 +204,12 @@ def test_every_level_selects_as_the_reference(
 ) -> None:
     torch.manual_seed(dim)
     config = Config(top_k=30, schedule_steps=EFFORT)
-    expected, found = make_pair(library, config, group, dim, random_keys([1100], dim, dtype))
+    expected, found = make_pair(library, config, group, dim, random_keys([1100 if dim < 256 else 300], dim, dtype))
     share_index(expected, found)
     check_choice(expected, found, torch.randn(1, KV_HEADS * group, dim).to(dtype), [0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     n=st.integers(1, 400),
     top_k=st.integers(1, 60),
