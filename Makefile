@@ -11,7 +11,7 @@ QUESTION ?= How many passengers did the Lady Trelawny land?
 PACKAGES := engine plugins builder server client cli evaluation benchmarks
 SERVER_THREADS := $(if $(THREADS),--threads $(THREADS))
 
-.PHONY: demo serve test check lint types format install model engine clean
+.PHONY: demo serve test test-gpu check lint types format install model engine clean
 
 demo: engine ## build, serve, ask a question about a long document, shut down
 	$(BIN)/python -m kvseek.cli.demo --engine_dir $(ENGINE) --document examples/harbour_log.txt \
@@ -20,15 +20,19 @@ demo: engine ## build, serve, ask a question about a long document, shut down
 serve: engine ## leave the server running in the foreground (Ctrl-C ends it)
 	$(BIN)/kvseek serve --engine_dir $(ENGINE) $(PORTS) $(SERVER_THREADS)
 
-test: install model ## unit, reference, property and end-to-end tests
+test: install model ## unit, reference, property and end-to-end tests; those that need a GPU are skipped without one
 	$(BIN)/python -m pytest
+
+test-gpu: install ## tests/gpu and every other test that is marked gpu; fails without a GPU
+	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "PyTorch sees no CUDA device")'
+	$(BIN)/python -m pytest -m gpu
 
 check: lint types test ## what .ci/run calls
 
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
 types: install
 	@mkdir -p .cache/types/kvseek  # mypy finds the packages by folder, not through an editable install
@@ -38,7 +42,7 @@ types: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(git ls-files '*.cpp' '*.h')
+	$(BIN)/clang-format -i $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
 install: $(VENV)/.installed
 
@@ -46,7 +50,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) examples/preflight.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt setuptools torch
-	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e ".[dev]"
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e ".[dev,cuda]"
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt --no-deps nvidia-pytriton
 	touch $@
 

@@ -69,11 +69,9 @@ class EngineContestant(Contestant):
         self.tokens = []
 
     def step_bytes(self) -> dict[str, float]:
-        model = self.config.model
         row = row_bytes(self.config)
         sparse = self.attended_tokens < self.cached_tokens
-        per_token = self.engine._decoder.indexes[0].bytes_per_token  # the engine shows it to nobody else
-        index = model.num_layers * per_token * self.cached_tokens if sparse else 0.0
+        index = self.engine.index_bytes_per_token * self.cached_tokens if sparse else 0.0
         return {"weights": self._weight_bytes, "rows": self.attended_tokens * row, "index": index}
 
     def _run(self) -> bool:

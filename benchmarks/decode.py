@@ -31,7 +31,7 @@ READ = "plain read"  # takes turns with the contestants
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line to settings; exits with a message on unknown or missing flags."""
     parser = argparse.ArgumentParser(prog="kvseek bench", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="cpu", help="cpu (the CUDA benchmark is not there yet)")
+    parser.add_argument("--device", default="cpu", help="cpu; cuda has flags of its own: --device cuda --help")
     parser.add_argument("--model", type=Path, help="Hugging Face directory or GGUF file, to build and to compare with")
     engines = parser.add_mutually_exclusive_group(required=True)
     engines.add_argument("--engine_dirs", type=Path, nargs="+", help="engine directories, the baseline first")
@@ -53,7 +53,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def check(arguments: argparse.Namespace) -> argparse.Namespace:
     """Convert lists and raise ConfigError on settings that cannot work together."""
     if arguments.device != "cpu":
-        raise ConfigError(f"--device = {arguments.device!r}: must be cpu; the CUDA benchmark is not there yet")
+        raise ConfigError(f"--device = {arguments.device!r}: must be cpu or cuda; cpu is the default")
     if arguments.model is None and (arguments.methods or arguments.compare_transformers):
         raise ConfigError("--model = None: must be given with --methods or --compare_transformers; name the model")
     for name in ("tokens", "block", "threads"):
@@ -141,8 +141,21 @@ def run(arguments: argparse.Namespace, directories: Sequence[Path]) -> dict[str,
     }
 
 
+def wants_gpu(argv: Sequence[str] | None) -> bool:
+    """Whether the flags are those of the GPU benchmark: --device cuda, or a --shape, which only that knows."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--device")
+    parser.add_argument("--shape")
+    known, _ = parser.parse_known_args(argv)
+    return known.device == "cuda" or known.shape is not None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry; returns the exit status."""
+    if wants_gpu(argv):
+        from kvseek.benchmarks.device_main import main as device_main
+
+        return device_main(argv)
     try:
         arguments = parse(argv)
         with engine_directories(arguments) as directories:

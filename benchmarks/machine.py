@@ -7,7 +7,7 @@ import platform
 import resource
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -23,8 +23,27 @@ def describe() -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in VERSIONS},
+        "versions": {name: installed_version(name) for name in VERSIONS},
         "commit": commit(Path(__file__).parent),
+    }
+
+
+def installed_version(name: str) -> str | None:
+    """Version of a package; None if it is not installed (kvseek itself may run from its checkout)."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def describe_gpu(device: torch.device) -> dict[str, object]:
+    """The GPU, as it goes into result files beside `describe`."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "cuda": torch.version.cuda,
     }
 
 
@@ -51,6 +70,12 @@ def peak_memory_bytes() -> int:
     """Largest resident set of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
+
+
+def resident_bytes() -> int:
+    """Resident set of this process now; raises OSError where the system has no /proc."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize()
 
 
 class PlainRead:

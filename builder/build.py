@@ -18,10 +18,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from kvseek.builder.checkpoint import Checkpoint, open_checkpoint
 from kvseek.builder.compile import cached_cpu_library
+from kvseek.builder.compile_cuda import cached_cubins, specialise
 from kvseek.builder.manifest import fingerprint, up_to_date, write_manifest
 from kvseek.builder.options import BuildOptions, parse
 from kvseek.builder.weights import total_size, write_weights
 from kvseek.engine.config import EngineConfig
+from kvseek.engine.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.engine.errors import ConfigError, KvseekError
 from kvseek.engine.kernels import LIBRARY_FILE
 from kvseek.engine.manifest import CODEBOOKS_FILE, MANIFEST_FILE
@@ -84,8 +86,8 @@ def _write_engine(
         with _step(progress, "compute codebooks"):
             _write_codebooks(directory, config)
         if config.kernels == "native":
-            with _step(progress, "compile kernels"):
-                _copy_kernels(directory / LIBRARY_FILE)
+            with _step(progress, "compile kernels", len(options.cuda_archs) or 1) as advance:
+                _write_kernels(directory, config, options.cuda_archs, advance)
         dtype = getattr(torch, config.dtype)
         with _step(progress, "fuse, write weights", total_size(config.model, dtype)) as advance:
             write_weights(checkpoint, directory, dtype, progress=advance)
@@ -93,9 +95,16 @@ def _write_engine(
             write_manifest(directory, options.model.resolve().name, build_fingerprint)
 
 
-def _copy_kernels(target: Path) -> None:
-    target.parent.mkdir()
-    shutil.copyfile(cached_cpu_library(), target)  # compiled once per source text and compiler, not once per engine
+def _write_kernels(
+    directory: Path, config: EngineConfig, cuda_archs: Sequence[int], progress: Callable[[int], None]
+) -> None:
+    """Write the CPU library, or a cubin per architecture: compiled once per source text, not once per engine."""
+    (directory / KERNELS_FOLDER).mkdir()
+    if config.device == "cpu":
+        shutil.copyfile(cached_cpu_library(), directory / LIBRARY_FILE)
+        return
+    for arch, image in cached_cubins(specialise(config), cuda_archs, progress).items():
+        cubin_path(directory, arch).write_bytes(image)
 
 
 def _write_codebooks(directory: Path, config: EngineConfig) -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import kvseek.builder
+import kvseek.engine
 import kvseek.engine.config
 import kvseek.plugins
 from kvseek.engine.errors import EngineDirectoryError
 from kvseek.engine.manifest import HASH_THREADS, MANIFEST_FILE, FileRecord, Manifest, read_manifest, sha256, verify
 
-SOURCE_SUFFIXES = (".py", ".cpp", ".h")
+SOURCE_SUFFIXES = (".py", ".cpp", ".h", ".cu", ".cuh")
 
 
 def fingerprint(settings: dict[str, Any], model_files: Iterable[Path]) -> str:
@@ -64,7 +65,9 @@ def _digest_of_sources() -> str:
     """Digest of kvseek's code that decides what an engine directory holds, kernels included."""
     roots = [Path(root) for package in (kvseek.builder, kvseek.plugins) for root in package.__path__]
     paths = [path for root in roots for path in sorted(root.rglob("*")) if path.suffix in SOURCE_SUFFIXES]
+    # The engine's Python code runs when an engine is served; only its kernels and the configuration are built in.
+    kernels = [path for root in kvseek.engine.__path__ for path in sorted(Path(root).glob("*.cu*"))]
     digest = hashlib.sha256()
-    for path in [*paths, Path(kvseek.engine.config.__file__)]:
+    for path in [*paths, *kernels, Path(kvseek.engine.config.__file__)]:
         digest.update(f"{path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()

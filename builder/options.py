@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvseek.engine.config import CacheConfig, EngineConfig, ModelConfig, from_dict
+from kvseek.builder.compile_cuda import ARCHITECTURES
+from kvseek.engine.config import CHOICES, CacheConfig, EngineConfig, ModelConfig, from_dict
 from kvseek.plugins.registry import METHODS, get_method
 
 LIMITS = {
@@ -19,6 +20,11 @@ LIMITS = {
     "max_input_len": "most tokens of a prompt (default: max_seq_len)",
     "max_seq_len": "most tokens of a prompt and its answer (default: what the model allows, at most 131072)",
     "prefill_chunk_tokens": "prompt tokens that one unit of prefill processes",
+}
+CHOICE_SUMMARIES = {
+    "dtype": "of weights and cache; float16 on cuda only",
+    "device": "what the engine runs on",
+    "kernels": "compiled, or PyTorch (on the CPU)",
 }
 DEFAULT_MAX_SEQ_LEN = 131_072  # tokens; a longer default would reserve host memory that few requests use
 
@@ -35,13 +41,15 @@ class BuildOptions:
     limits: dict[str, int]
     cache: dict[str, Any]
     method_config: dict[str, Any]
+    device: str = "cpu"
+    cuda_archs: tuple[int, ...] = ()  # what kernels are compiled for; empty with device = "cpu"
     force: bool = False
     quiet: bool = False
 
     @property
     def settings(self) -> dict[str, Any]:
         """What decides the engine's contents, beside the model: JSON values."""
-        names = ("method", "dtype", "kernels", "limits", "cache", "method_config")
+        names = ("method", "dtype", "device", "cuda_archs", "kernels", "limits", "cache", "method_config")
         return {name: getattr(self, name) for name in names}
 
     def engine_config(self, model: ModelConfig) -> EngineConfig:
@@ -57,6 +65,7 @@ class BuildOptions:
             method_config=dataclasses.asdict(get_method(self.method).configure(self.method_config)),
             cache=from_dict(CacheConfig, self.cache, "cache"),
             dtype=self.dtype,
+            device=self.device,
             kernels=self.kernels,
             **limits,
         )
@@ -77,6 +86,8 @@ def parse(argv: Sequence[str] | None) -> BuildOptions:
                 f"--{method}.{next(iter(others))} belongs to --method {method}; "
                 f"flags of --method {namespace.method}: {', '.join(own) or 'none'}"
             )
+    if "cuda_archs" in values and namespace.device != "cuda":
+        parser.error(f"--cuda_archs belongs to --device cuda; --device is {namespace.device}")
     return BuildOptions(
         model=namespace.model,
         output_dir=namespace.output_dir,
@@ -86,6 +97,8 @@ def parse(argv: Sequence[str] | None) -> BuildOptions:
         limits={name: values[name] for name in LIMITS if name in values},
         cache=_below(values, "cache"),
         method_config=_below(values, namespace.method),
+        device=namespace.device,
+        cuda_archs=values.get("cuda_archs", ARCHITECTURES if namespace.device == "cuda" else ()),
         force=namespace.force,
         quiet=namespace.quiet,
     )
@@ -99,11 +112,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", type=Path, required=True, help="Hugging Face directory with safetensors, or a .gguf file")
     add("--output_dir", type=Path, required=True, help="engine directory to write")
     add("--method", choices=list(METHODS), required=True, help="what runs inside the attention operator")
-    dtype = "of weights and cache (default: %(default)s)"
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help=dtype)
-    kernels = "compiled for the CPU, or PyTorch (default: %(default)s)"
-    add("--kernels", choices=("native", "reference"), default="native", help=kernels)
     defaults = {f.name: f.default for f in dataclasses.fields(EngineConfig)}
+    for name, summary in CHOICE_SUMMARIES.items():
+        add(f"--{name}", choices=CHOICES[name], default=defaults[name], help=f"{summary} (default: %(default)s)")
+    archs = f"compute capabilities that GPU kernels are compiled for (default: {','.join(map(str, ARCHITECTURES))})"
+    add("--cuda_archs", type=architectures, default=argparse.SUPPRESS, metavar="80,90,...", help=archs)
     for name, summary in LIMITS.items():
         stated = summary if "default" in summary else f"{summary} (default: {defaults[name]})"
         add(f"--{name}", type=int, default=argparse.SUPPRESS, metavar="N", help=stated)
@@ -156,6 +169,11 @@ def _value_type(hint: Any) -> tuple[Callable[[str], Any], str]:
         bool: (boolean, "true|false"),
     }
     return known.get(hint, (json_value, "JSON"))
+
+
+def architectures(text: str) -> tuple[int, ...]:
+    """Parse compute capabilities, 10 × major + minor, with commas between them; ascending, each once."""
+    return tuple(sorted({int(number) for number in text.split(",")}))
 
 
 def boolean(text: str) -> bool:

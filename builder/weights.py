@@ -20,7 +20,7 @@ from .checkpoint import Checkpoint
 
 SHARD_BYTES = 4 << 30  # a shard grows no larger unless a single tensor is
 HEADER_ALIGNMENT = 64  # a cache line: tensors are read in place from the mapped file
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # safetensors' own names
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' own names
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ def write_weights(
     Raises
     ------
     ConfigError
-        If a tensor is missing, has another shape than the configuration says, or has no place in the decoder.
+        If a tensor is missing, has another shape than the configuration says, or has no place in the decoder, or if a
+        value is too large for `dtype`.
     """
     weights = plan_weights(checkpoint.config)
     _refuse_unused(checkpoint, weights)
@@ -103,7 +104,7 @@ def write_weights(
         with (directory / file).open("wb") as output:
             _write_header(output, shard, dtype)
             for weight in shard:
-                _write_tensor(output, fuse(checkpoint, weight).to(dtype))
+                _write_tensor(output, _convert(fuse(checkpoint, weight), weight.name, dtype))
                 weight_map[weight.name] = file
                 if progress is not None:
                     progress(_size(weight, dtype.itemsize))
@@ -126,6 +127,18 @@ def fuse(checkpoint: Checkpoint, weight: Weight) -> Tensor:
             "configuration; config and weights are of different models"
         )
     return tensor
+
+
+def _convert(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """Round to `dtype`; raises ConfigError on a value beyond its range, as may happen with float16."""
+    converted = tensor.to(dtype)
+    limit = torch.finfo(dtype).max
+    if limit < torch.finfo(tensor.dtype).max and (largest := tensor.abs().max().item()) > limit:
+        raise ConfigError(
+            f"{name} holds {largest:.6g}: {str(dtype).removeprefix('torch.')} holds at most {limit:.6g}; build with "
+            "--dtype bfloat16"
+        )
+    return converted
 
 
 def _refuse_unused(checkpoint: Checkpoint, weights: list[Weight]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .cache import LayerCache
@@ -47,6 +48,26 @@ def _flash(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = operator(queries[None], keys[None], values[None], 0.0, causal, scale=scaling)
     return out[0], lse[0]
+
+
+def causal_attention_device(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """`causal_attention` on a GPU: queries [H, q, D] and keys, values [G, n, D] to [q, H, D], n >= q.
+
+    Flash attention aligns its causal mask to the bottom right and lets heads share keys, so a chunk needs neither a mask
+    nor copies. It has no float32: the memory-efficient kernel that has reads keys of every query head, which are copied
+    for it. torch.nn.attention.bias chooses between the two by dtype.
+    """
+    from torch.nn.attention.bias import causal_lower_right
+
+    heads, q = queries.shape[:2]
+    shared = queries.dtype is not torch.float32
+    if not shared:
+        keys, values = (part.repeat_interleave(heads // keys.shape[0], dim=0) for part in (keys, values))
+    mask = causal_lower_right(q, keys.shape[1])
+    out = F.scaled_dot_product_attention(
+        queries[None], keys[None], values[None], attn_mask=mask, scale=scaling, enable_gqa=shared
+    )
+    return out[0].transpose(0, 1)
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ moved when tokens pass from the buffer to the local window.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from .config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from .errors import CapacityError
 from .memory import ExtentTable, extents_for
+from .memory_plan import extents_wanted, layer_extent_bytes
 
 
 @dataclass(frozen=True)
@@ -79,18 +81,13 @@ class Cache:
     """Rows of all layers and slots. Lengths are in tokens; shapes as in LayerCache."""
 
     def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
-        model = config.model
-        self.config: CacheConfig = config.cache
-        self.ring = self.config.local + self.config.update
-        slots = config.max_batch_size
-        max_extents = extents_for(max(0, config.max_seq_len - self.config.sink))
+        model, slots = config.model, config.max_batch_size
+        extent_bytes = model.num_layers * layer_extent_bytes(config, dtype)
+        capacity = extents_wanted(config)
+        if config.cache.kv_cache_host_memory_bytes is not None:
+            capacity = min(capacity, config.cache.kv_cache_host_memory_bytes // extent_bytes)
+        self._start(config, slots, capacity, dtype, device)
         row_shape = (model.num_kv_heads, EXTENT_TOKENS, 2, model.head_dim)
-        extent_bytes = model.num_layers * dtype.itemsize * model.num_kv_heads * EXTENT_TOKENS * 2 * model.head_dim
-        capacity = slots * max_extents
-        budget = self.config.kv_cache_host_memory_bytes
-        if budget is not None:
-            capacity = min(capacity, budget // extent_bytes)
-        self.extents = ExtentTable(slots, max_extents, capacity)
         try:
             self.rows = torch.empty((capacity, model.num_layers, *row_shape), dtype=dtype)
         except RuntimeError as error:
@@ -98,10 +95,28 @@ class Cache:
                 f"cannot reserve {capacity * extent_bytes:,} bytes for {capacity} extents of the row pool ({error}); lower "
                 "max_batch_size or max_seq_len, or set kv_cache_host_memory_bytes"
             ) from None
+
+    def _start(self, config: EngineConfig, slots: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+        """What every cache has: the counts, the extents and the windows of `slots` slots."""
+        model = config.model
+        self.config: CacheConfig = config.cache
+        self.ring = self.config.local + self.config.update
+        max_extents = extents_for(max(0, config.max_seq_len - self.config.sink))
+        self.extents = ExtentTable(slots, max_extents, capacity, device)
         window_shape = (model.num_layers, slots, model.num_kv_heads, self.config.window, 2, model.head_dim)
-        self.window = torch.zeros(window_shape, dtype=dtype, device=device)
+        try:
+            self.window = torch.zeros(window_shape, dtype=dtype, device=device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            raise CapacityError(
+                f"cannot allocate {math.prod(window_shape) * dtype.itemsize:,} bytes on {device} for the windows of {slots} "
+                f"slots ({str(error).splitlines()[0]}); lower max_batch_size, cache.local or cache.update"
+            ) from None
         self.tokens = [0] * slots  # cached tokens in all
         self.lengths = [0] * slots  # of those, in the retrieval region
+
+    def layer_rows(self, layer: int) -> Tensor:
+        """Row pool of a layer, [extents, G, 1024, 2, D] (strided by extent)."""
+        return self.rows[:, layer]
 
     def extents_needed(self, tokens: int) -> int:
         """Extents that a request needs to grow to `tokens` tokens."""
@@ -129,9 +144,14 @@ class Cache:
         """Store a layer's prompt rows, keys and values [G, tokens, D], in window and pool."""
         sink, n = self.config.sink, self.lengths[slot]
         rows = torch.stack((keys, values), dim=2)
+        self._write_prompt_window(layer, slot, rows)
+        self.extents.write(self.layer_rows(layer), slot, 0, rows[:, sink : sink + n])
+
+    def _write_prompt_window(self, layer: int, slot: int, rows: Tensor) -> None:
+        """Store those of a prompt's rows [G, tokens, 2, D] that stay in the window."""
+        sink, n = self.config.sink, self.lengths[slot]
         window = self.window[layer, slot]
         window[:, :sink][:, : rows.shape[1]] = rows[:, :sink]
-        self.extents.write(self.rows[:, layer], slot, 0, rows[:, sink : sink + n])
         recent = torch.arange(n, max(n, rows.shape[1] - sink), device=window.device)  # ring positions
         window[:, sink + recent % self.ring] = rows[:, sink + recent]
 
@@ -148,40 +168,47 @@ class Cache:
         """
         evictions = []
         for slot in slots:
-            in_ring = max(0, self.tokens[slot] - self.config.sink) - self.lengths[slot]
-            if in_ring == self.ring:
+            if self._in_ring(slot) == self.ring:
                 evictions.append(self._evict(slot))
             self.tokens[slot] += 1
         return evictions
 
     def evicted_keys(self, layer: int, eviction: Eviction) -> Tensor:
         """Keys of evicted tokens, [G, count, D]."""
-        positions = torch.arange(eviction.start, eviction.start + eviction.count) % self.ring + self.config.sink
-        return self.window[layer, eviction.slot][:, positions, 0]
+        return self.window[layer, eviction.slot][:, self._ring_rows(eviction.start, eviction.count), 0]
 
     def view(self, layer: int, slots: Sequence[int], window_tokens: Tensor, lengths: Tensor) -> LayerCache:
         """The layer as attention reads it; `window_tokens` and `lengths` come from `describe`, once a step."""
-        window, rows = self.window[layer], self.rows[:, layer]
+        window, rows = self.window[layer], self.layer_rows(layer)
         return LayerCache(slots, window, window_tokens, rows, self.extents.table, lengths, self.config.sink)
 
     def describe(self, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
         """`window_tokens` int32 [batch, 3] and `lengths` int32 [batch] of LayerCache."""
-        sink = self.config.sink
-        described = []
-        for slot in slots:
-            n, total = self.lengths[slot], self.tokens[slot]
-            described.append((min(sink, total), n % self.ring, max(0, total - sink) - n))
+        described = [self._window_tokens(slot) for slot in slots]
         lengths = [self.lengths[slot] for slot in slots]
         return torch.tensor(described, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+
+    def _window_tokens(self, slot: int) -> tuple[int, int, int]:
+        """Sink rows, first ring row and ring rows of a slot, as in LayerCache.window_tokens."""
+        return min(self.config.sink, self.tokens[slot]), self.lengths[slot] % self.ring, self._in_ring(slot)
+
+    def _in_ring(self, slot: int) -> int:
+        """Tokens of a slot in local window and update buffer."""
+        return max(0, self.tokens[slot] - self.config.sink) - self.lengths[slot]
 
     def _window_row(self, position: int) -> int:
         sink = self.config.sink
         return position if position < sink else sink + (position - sink) % self.ring
 
+    def _ring_rows(self, start: int, count: int) -> Tensor:
+        """Window rows of retrieval positions start .. start + count - 1 that are still in the ring, int64."""
+        positions = torch.arange(start, start + count, device=self.window.device)
+        return positions % self.ring + self.config.sink
+
     def _evict(self, slot: int) -> Eviction:
         start, count = self.lengths[slot], self.config.update
-        positions = torch.arange(start, start + count) % self.ring + self.config.sink
+        window_rows = self._ring_rows(start, count)
         for layer in range(self.window.shape[0]):
-            self.extents.write(self.rows[:, layer], slot, start, self.window[layer, slot][:, positions])
+            self.extents.write(self.layer_rows(layer), slot, start, self.window[layer, slot][:, window_rows])
         self.lengths[slot] += count
         return Eviction(slot, start, count)

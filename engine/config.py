@@ -18,6 +18,11 @@ from .errors import ConfigError, EngineDirectoryError
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 EXTENT_TOKENS = 1024  # tokens in one extent of the row pool and of every index array
+CHOICES = {  # values of EngineConfig's fields of a few words
+    "dtype": ("float32", "bfloat16", "float16"),
+    "device": ("cpu", "cuda"),
+    "kernels": ("native", "reference"),
+}
 
 T = TypeVar("T")
 
@@ -109,6 +114,10 @@ class CacheConfig:
     """Requests with fewer cached tokens than this attend densely."""
     kv_cache_host_memory_bytes: int | None = None
     """Upper bound of the row pool; None: what max_batch_size requests of max_seq_len tokens need."""
+    offload: str = "auto"
+    """On a GPU, where retrieval rows lie: "always" in host memory, "never", or "auto": on the device while they fit."""
+    kv_cache_device_memory_bytes: int | None = None
+    """Budget of rows in device memory; None: what weights, index and work space leave free."""
 
     def __post_init__(self) -> None:
         require(self.sink >= 0, "cache.sink", self.sink, ">= 0", "64 is the default")
@@ -116,8 +125,14 @@ class CacheConfig:
         limit = f"between 1 and {EXTENT_TOKENS}"
         require(1 <= self.update <= EXTENT_TOKENS, "cache.update", self.update, limit, "256 is the default")
         require(self.full_threshold >= 0, "cache.full_threshold", self.full_threshold, ">= 0", "0 means never dense")
-        budget = self.kv_cache_host_memory_bytes
-        require(budget is None or budget > 0, "cache.kv_cache_host_memory_bytes", budget, "> 0", "or leave it out")
+        for name in ("kv_cache_host_memory_bytes", "kv_cache_device_memory_bytes"):
+            budget = getattr(self, name)
+            require(budget is None or budget > 0, f"cache.{name}", budget, "> 0", "or leave it out")
+        choices = ("auto", "always", "never")
+        require(self.offload in choices, "cache.offload", self.offload, f"one of {choices}", "auto is the default")
+        budget, name = self.kv_cache_device_memory_bytes, "cache.kv_cache_device_memory_bytes"
+        idle = budget is not None and self.offload == "always"
+        require(not idle, name, budget, "left out with offload = 'always'", "no rows lie on the device then")
 
     @property
     def window(self) -> int:
@@ -130,7 +145,8 @@ class EngineConfig:
     """Everything that an engine directory fixes.
 
     `method` names a folder of plugins/; `method_config` holds that method's own fields, checked by its config class.
-    `kernels` is "native" (the compiled library in the engine directory) or "reference" (PyTorch).
+    `device` is "cpu" or "cuda"; `kernels` is "native" (compiled, in the engine directory) or "reference" (PyTorch, on
+    the CPU alone); `dtype`, of weights and cache, is float32, bfloat16 or, on cuda, float16.
     """
 
     model: ModelConfig
@@ -138,6 +154,7 @@ class EngineConfig:
     method_config: dict[str, Any] = field(default_factory=dict)
     cache: CacheConfig = field(default_factory=CacheConfig)
     dtype: str = "float32"
+    device: str = "cpu"
     kernels: str = "native"
     max_batch_size: int = 4
     max_input_len: int = 8192
@@ -145,9 +162,10 @@ class EngineConfig:
     prefill_chunk_tokens: int = 2048
 
     def __post_init__(self) -> None:
-        dtypes, kernels = ("float32", "bfloat16"), ("native", "reference")
-        require(self.dtype in dtypes, "dtype", self.dtype, f"one of {dtypes}", "choose one with --dtype")
-        require(self.kernels in kernels, "kernels", self.kernels, f"one of {kernels}", "choose one with --kernels")
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            require(value in choices, name, value, f"one of {choices}", f"choose one with --{name}")
+        self._check_device()
         for name in ("max_batch_size", "max_input_len", "max_seq_len", "prefill_chunk_tokens"):
             require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1", f"set --{name}")
         limit = f"<= max_seq_len = {self.max_seq_len}"
@@ -155,6 +173,19 @@ class EngineConfig:
         limit = f"<= max_position_embeddings = {self.model.max_position_embeddings}"
         fits = self.max_seq_len <= self.model.max_position_embeddings
         require(fits, "max_seq_len", self.max_seq_len, limit, "the model was not trained on longer positions")
+
+    def _check_device(self) -> None:
+        """Refuse what the device does not have, and fields that it would ignore."""
+        if self.device == "cuda":
+            remedy = "build with --kernels native; the reference runs with --device cpu"
+            require(self.kernels == "native", "kernels", self.kernels, "'native' with device = 'cuda'", remedy)
+            return
+        remedy = "choose bfloat16, or --device cuda"
+        require(self.dtype != "float16", "dtype", self.dtype, "float32 or bfloat16 with device = 'cpu'", remedy)
+        for name in ("offload", "kv_cache_device_memory_bytes"):
+            value, default = getattr(self.cache, name), getattr(CacheConfig, name)
+            remedy = "leave it out, or build with --device cuda"
+            require(value == default, f"cache.{name}", value, f"{default!r} with device = 'cpu'", remedy)
 
     def save(self, directory: Path) -> None:
         """Write config.json into `directory`."""

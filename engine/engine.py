@@ -8,25 +8,18 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from kvseek.plugins.base import Index, IndexContext
-from kvseek.plugins.registry import get_method
-
-from . import bfloat16
-from .cache import Cache
 from .config import EngineConfig
-from .errors import CapacityError, KvseekError
-from .kernels import LIBRARY_FILE, CpuLibrary
-from .manifest import CODEBOOKS_FILE, verify
+from .errors import CapacityError
+from .loading import load_decoder
+from .manifest import verify
 from .metrics import RequestStatistics
 from .model import Decoder
 from .request import FinishReason, Request, StepOutput
-from .sampling import Sampler
+from .sampling import Sampler, accept
 from .scheduler import Scheduler, Sequence
 from .tokenizer import Tokenizer
-from .weights import load_weights
 
 
 class Engine:
@@ -55,17 +48,12 @@ class Engine:
             torch.set_num_threads(threads)
         verify(directory)
         config = EngineConfig.load(directory)
-        device, dtype = torch.device("cpu"), getattr(torch, config.dtype)
-        if not bfloat16.usable() and dtype is torch.bfloat16:
-            raise KvseekError(
-                "dtype = 'bfloat16': this processor cannot multiply it; build the engine with --dtype float32"
-            )
-        library = CpuLibrary(directory / LIBRARY_FILE) if config.kernels == "native" else None
-        codebooks = load_file(directory / CODEBOOKS_FILE) if (directory / CODEBOOKS_FILE).exists() else {}
-        cache = Cache(config, dtype, device)
-        indexes = create_indexes(config, cache, codebooks, library)
-        weights = load_weights(directory, dtype, device)
-        return cls(config, Decoder(config, weights, cache, indexes, library), Tokenizer(directory))
+        return cls(config, load_decoder(directory, config), Tokenizer(directory))
+
+    @property
+    def index_bytes_per_token(self) -> float:
+        """Bytes that the method's indexes of all layers and KV heads keep per retrieval token."""
+        return sum(index.bytes_per_token for index in self._decoder.indexes)
 
     @property
     def has_work(self) -> bool:
@@ -134,19 +122,20 @@ class Engine:
             return [self._fail(sequence, error)]
 
     def _decode(self, sequences: list[Sequence]) -> list[StepOutput]:
-        slots = [s.slot for s in sequences]
+        tokens, slots = [s.generated[-1] for s in sequences], [s.slot for s in sequences]
+        greedy = [s.sampler.greedy for s in sequences]
         try:
-            logits, attended = self._decoder.decode([s.generated[-1] for s in sequences], slots)
+            drawn, attended = self._decoder.decode_tokens(tokens, slots, greedy)
         except Exception as error:  # the step's caches are in doubt: its requests end, waiting ones go on
             return [self._fail(sequence, error) for sequence in sequences]
-        outputs = [self._take_token(s, row, share) for s, row, share in zip(sequences, logits, attended, strict=True)]
+        outputs = [self._take_token(s, one, share) for s, one, share in zip(sequences, drawn, attended, strict=True)]
         self._decoder.refresh([s.slot for s in sequences if s in self._scheduler.running])
         return outputs
 
-    def _take_token(self, sequence: Sequence, logits: Tensor, attended: float) -> StepOutput:
-        """Draw the next token and end the sequence if it is the last."""
+    def _take_token(self, sequence: Sequence, drawn: Tensor | int, attended: float) -> StepOutput:
+        """Take the greedy token, or draw one from logits, and end the sequence if it is the last."""
         try:
-            token = sequence.sampler.sample(logits)
+            token = accept(drawn) if isinstance(drawn, int) else sequence.sampler.sample(drawn)
         except Exception as error:
             return self._fail(sequence, error)
         statistics, cached = sequence.statistics, self._cache.tokens[sequence.slot] if attended else 0
@@ -189,29 +178,3 @@ class Engine:
             statistics=sequence.statistics,
             error=error,
         )
-
-
-def create_indexes(
-    config: EngineConfig, cache: Cache, codebooks: dict[str, Tensor], library: CpuLibrary | None
-) -> list[Index]:
-    """One index per layer of the configured method over the cache's retrieval regions."""
-    method, model = get_method(config.method), config.model
-    method_config = method.configure(config.method_config)
-    contexts = (
-        IndexContext(
-            layer=layer,
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            scaling=model.head_dim**-0.5,
-            config=method_config,
-            codebooks=codebooks,
-            extents=cache.extents,
-            lengths=cache.lengths,
-            dtype=cache.window.dtype,
-            device=cache.window.device,
-            library=library,
-        )
-        for layer in range(model.num_layers)
-    )
-    return [method.create(context) for context in contexts]

@@ -31,17 +31,22 @@ class ExtentTable:
         Extents in the pool.
     table : Tensor, int32 [slots, max_extents]
         Extent number of the e-th thousand tokens of a slot; -1 where there is none.
+    device_table : Tensor, int32 [slots, max_extents], on `device`
+        The same for kernels; kept equal to `table` by `reserve` and `release`.
     """
 
     slots: int
     max_extents: int
     capacity: int
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
     table: Tensor = field(init=False)
+    device_table: Tensor = field(init=False)
     _free: list[int] = field(init=False)
     _owned: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.table = torch.full((self.slots, max(1, self.max_extents)), -1, dtype=torch.int32)
+        self.device_table = self.table.to(self.device)  # the same tensor on the CPU
         self._free = list(range(self.capacity - 1, -1, -1))
         self._owned = [[] for _ in range(self.slots)]
 
@@ -52,21 +57,38 @@ class ExtentTable:
 
     def reserve(self, slot: int, tokens: int) -> None:
         """Give `slot` the extents of `tokens` retrieval tokens; raises CapacityError, changing nothing, if too few are free."""
+        if extents_for(tokens) > self.max_extents:
+            raise CapacityError(
+                f"{tokens} retrieval tokens need {extents_for(tokens)} extents of {EXTENT_TOKENS} tokens, a slot has at most "
+                f"{self.max_extents}; build with a larger max_seq_len"
+            )
         needed = extents_for(tokens) - len(self._owned[slot])
         if needed > self.free:
             raise CapacityError(
                 f"{tokens} tokens need {needed} more extents of {EXTENT_TOKENS} tokens, {self.free} of {self.capacity} are "
                 "free; wait for running requests to end or raise kv_cache_host_memory_bytes"
             )
-        for _ in range(needed):
-            self.table[slot, len(self._owned[slot])] = self._free[-1]
-            self._owned[slot].append(self._free.pop())
+        if needed <= 0:
+            return
+        self._owned[slot].extend(self._free.pop() for _ in range(needed))
+        self.table[slot, : len(self._owned[slot])] = torch.tensor(self._owned[slot], dtype=torch.int32)
+        self._upload(slot)
 
     def release(self, slot: int) -> None:
         """Return all extents of `slot` to the pool."""
         self._free.extend(reversed(self._owned[slot]))
         self._owned[slot].clear()
         self.table[slot].fill_(-1)
+        self._upload(slot)
+
+    def _upload(self, slot: int) -> None:
+        # Pinned, so that the host does not wait for the stream; a copy, so that it may change the table meanwhile.
+        if self.device.type != "cpu":
+            self.device_table[slot].copy_(self.table[slot].pin_memory(), non_blocking=True)
+
+    def room(self, slot: int) -> int:
+        """Retrieval tokens that the extents of `slot` hold."""
+        return len(self._owned[slot]) * EXTENT_TOKENS
 
     def spans(self, slot: int, start: int, stop: int) -> list[tuple[int, slice, slice]]:
         """Cut retrieval positions [start, stop) of a slot at extent borders.

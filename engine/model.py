@@ -16,6 +16,7 @@ from .cache import Cache
 from .config import EngineConfig
 from .kernels import CpuLibrary
 from .rope import RotaryEmbedding, rotate
+from .sampling import greedy_token
 
 LAST_QUERIES = 2048  # prompt queries that an index sees at build (plugins/base.py)
 
@@ -71,7 +72,7 @@ class Decoder:
         """
         n, chunk = len(prompt_ids), self.config.prefill_chunk_tokens
         self.cache.begin_prefill(slot, n)
-        hidden = F.embedding(torch.tensor(prompt_ids, device=self.embed.device), self.embed)
+        hidden = self._embed(prompt_ids)
         units, done = len(self.layers) * -(-n // chunk), 0
         for number in range(len(self.layers)):
             keys = hidden.new_empty(self.model.num_kv_heads, n, self.model.head_dim)
@@ -84,6 +85,10 @@ class Decoder:
                     self._store_layer(number, slot, keys, values, torch.cat(last, dim=1)[:, -LAST_QUERIES:])
                 yield done / units
         return self._logits(hidden[-1:])[0]
+
+    def _embed(self, ids: Sequence[int]) -> Tensor:
+        """Embeddings of token ids, [tokens, hidden]."""
+        return F.embedding(torch.tensor(ids, device=self.embed.device), self.embed)
 
     def _prefill_chunk(
         self, number: int, hidden: Tensor, start: int, stop: int, keys: Tensor, values: Tensor
@@ -104,6 +109,23 @@ class Decoder:
         self.indexes[number].build(slot, keys[:, sink : sink + length], queries)
 
     @torch.inference_mode()
+    def decode_tokens(
+        self, tokens: Sequence[int], slots: Sequence[int], greedy: Sequence[bool]
+    ) -> tuple[list[Tensor | int], list[float]]:
+        """One decode step for an engine: as `decode`, but greedy requests get their next token.
+
+        Returns
+        -------
+        drawn : list
+            Per request: the token with the largest logit (NO_TOKEN if that is not finite) where `greedy` is set, else
+            logits, float32 [vocabulary] on the CPU.
+        attended : list of float
+            As `decode`.
+        """
+        logits, attended = self.decode(tokens, slots)
+        return [greedy_token(row) if own else row for row, own in zip(logits, greedy, strict=True)], attended
+
+    @torch.inference_mode()
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
         """Append one token per request and compute what follows it.
 
@@ -118,7 +140,7 @@ class Decoder:
         attended: list[float] = (window_tokens[:, 0] + window_tokens[:, 2]).tolist()
         groups = self._groups(slots, window_tokens, lengths)
         cos, sin = self.rope.at([self.cache.tokens[slot] - 1 for slot in slots])
-        x = F.embedding(torch.tensor(tokens, device=self.embed.device), self.embed)
+        x = self._embed(tokens)
         for number, layer in enumerate(self.layers):
             q, k, v = self._project(layer, x, cos, sin)
             self.cache.append(number, slots, k, v)

@@ -10,6 +10,8 @@ from torch import Tensor
 from .errors import RequestError
 from .request import SamplingParams
 
+NO_TOKEN = -1  # in place of a greedy token: no logit is the largest, or it is not finite
+
 
 class Sampler:
     """Sampling state of one request: its generator and the tokens that it has seen.
@@ -32,6 +34,11 @@ class Sampler:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool)
             self._seen[torch.tensor(prompt_ids, dtype=torch.long)] = True
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the next token is the one with the largest logit, whatever was drawn before (`greedy_token`)."""
+        return self.params.temperature == 0 and self._seen is None
+
     @torch.inference_mode()
     def sample(self, logits: Tensor) -> int:
         """Draw a token and remember it as seen.
@@ -51,10 +58,7 @@ class Sampler:
             scores = penalise(scores, self._seen, self.params.repetition_penalty)
         best, token = scores.max(dim=0)  # of equal scores the lowest id; a NaN anywhere comes out as the maximum
         if not torch.isfinite(best):
-            raise RequestError(
-                f"logits: the largest is {float(best)}, must be finite; the model's numbers overflow, "
-                "try a build with --dtype float32"
-            )
+            raise not_finite(float(best))
         if self.params.temperature > 0:
             token = self._draw(scores)
         drawn = int(token)
@@ -68,6 +72,27 @@ class Sampler:
         target = torch.rand((), generator=self._generator, dtype=torch.float64) * cumulative[-1]
         # right=True passes over tokens of probability 0; target < cumulative[-1], so the index is in range
         return ids[torch.searchsorted(cumulative, target, right=True)]
+
+
+def greedy_token(logits: Tensor) -> int:
+    """What a greedy Sampler draws from float32 logits [vocabulary] on the CPU; NO_TOKEN if the largest is not finite."""
+    best, token = logits.max(dim=0)
+    return int(token) if torch.isfinite(best) else NO_TOKEN
+
+
+def accept(token: int) -> int:
+    """The greedy token that a decoder chose; raises RequestError if it is NO_TOKEN."""
+    if token == NO_TOKEN:
+        raise not_finite(None)
+    return token
+
+
+def not_finite(largest: float | None) -> RequestError:
+    """The error of a model whose largest logit is NaN or infinite; None: which of them is not known."""
+    found = "not finite" if largest is None else largest
+    return RequestError(
+        f"logits: the largest is {found}, must be finite; the model's numbers overflow, try a build with --dtype float32"
+    )
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

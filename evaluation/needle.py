@@ -23,8 +23,10 @@ from typing import Any
 from kvseek.engine.engine import Engine
 from kvseek.engine.errors import ConfigError, KvseekError
 from kvseek.engine.request import FinishReason, Request
+from kvseek.evaluation.long_dialogue import make_long_dialogue
 
 FIRST_SEED = 10**6  # as the needle folder's own evaluation: its training drew other seeds
+ROUNDS = 8  # of a multi_turn dialogue in the needle folder
 QUESTIONS_PER_CONTEXT = {"niah_single": 1, "multi_turn": 1, "variable_tracking": 4}
 MOST_QUESTIONS_PER_CONTEXT = 8
 TOKENS_PER_VALUE_GROUP = 2048  # niah_multivalue has one group of values to ask for in so many tokens
@@ -71,19 +73,21 @@ def load_tasks(folder: Path) -> ModuleType:
     return module
 
 
-def make_dialogues(tasks: ModuleType, task: str, length: int, count: int) -> list[Dialogue]:
-    """At least `count` questions of a task (multi_turn: count / 4 dialogues of eight), each a dialogue of its own."""
+def make_dialogues(tasks: ModuleType, task: str, length: int, count: int, rounds: int = ROUNDS) -> list[Dialogue]:
+    """At least `count` questions of a task, each a dialogue of its own; multi_turn: count / 4 dialogues of `rounds`."""
     wanted = max(2, count // 4) if task == "multi_turn" else count
-    dialogues: list[Dialogue] = []
     seed = FIRST_SEED
+    if task == "multi_turn" and rounds != ROUNDS:
+        return [Dialogue(*make_long_dialogue(tasks, length, seed + number, rounds)) for number in range(wanted)]
+    dialogues: list[Dialogue] = []
     while len(dialogues) < wanted:
         questions = min(QUESTIONS_PER_CONTEXT.get(task, MOST_QUESTIONS_PER_CONTEXT), wanted - len(dialogues))
         if task == "niah_multivalue":
             questions = min(questions, max(1, length // TOKENS_PER_VALUE_GROUP))
         example = tasks.make_example(task, length, seed, questions=questions)
         context = [int(i) for i in example.context]
-        rounds = [(kind, [*map(int, question)], [*map(int, gold)]) for kind, question, gold in example.rounds]
-        groups = [rounds] if task == "multi_turn" else [[one] for one in rounds]
+        asked = [(kind, [*map(int, question)], [*map(int, gold)]) for kind, question, gold in example.rounds]
+        groups = [asked] if task == "multi_turn" else [[one] for one in asked]
         dialogues += [Dialogue(context, group) for group in groups]
         seed += 1
     return dialogues
@@ -130,20 +134,23 @@ def converse(
 
 
 def check_lengths(engine: Engine, name: str, dialogues: Sequence[Dialogue]) -> None:
-    """Raise ConfigError if the engine is built for shorter requests."""
+    """Raise ConfigError if the engine is built for shorter requests, or its model has too few positions."""
     longest = max(dialogue.longest for dialogue in dialogues)
+    positions = engine.config.model.max_position_embeddings
     for field_name in ("max_input_len", "max_seq_len"):
         limit = getattr(engine.config, field_name)
         if longest > limit:
-            raise ConfigError(
-                f"{name}: {field_name} = {limit}: must be >= {longest} for these questions; "
-                f"build with --{field_name} {longest} or more"
-            )
+            remedy = f"build with --{field_name} {longest} or more"
+            if longest > positions:
+                remedy = f"the model has {positions} positions: lower --lengths by {longest - positions}"
+            raise ConfigError(f"{name}: {field_name} = {limit}: must be >= {longest} for these questions; {remedy}")
 
 
-def evaluate(engine: Engine, name: str, tasks: ModuleType, task: str, length: int, count: int) -> Cell:
+def evaluate(
+    engine: Engine, name: str, tasks: ModuleType, task: str, length: int, count: int, rounds_asked: int = ROUNDS
+) -> Cell:
     """Ask an engine the questions of one task at one length."""
-    dialogues = make_dialogues(tasks, task, length, count)
+    dialogues = make_dialogues(tasks, task, length, count, rounds_asked)
     check_lengths(engine, name, dialogues)
     start = time.perf_counter()
     rounds = converse(engine, tasks, dialogues)
@@ -186,6 +193,13 @@ def print_table(cells: Sequence[Cell], names: Sequence[str]) -> None:
     console = Console()
     console.width = max(console.width, 44 + 48 * len(names))  # nothing cut, whatever the terminal
     console.print(table)
+    for cell in cells:
+        if len(cell.by_round) > ROUNDS:
+            parts = [cell.by_round[start : start + ROUNDS] for start in range(0, len(cell.by_round), ROUNDS)]
+            means = ", ".join(f"{sum(part) / len(part):.1f}" for part in parts)
+            console.print(
+                f"{cell.task} {cell.length:,} {cell.engine}: exact by {ROUNDS} rounds: {means}", highlight=False
+            )
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -201,7 +215,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tasks", default="all", help="comma list, or all")
     parser.add_argument("--lengths", default="4096,16384", help="comma list of context lengths in tokens")
-    parser.add_argument("--n", type=int, default=25, help="questions of each task (multi_turn: n/4 dialogues of eight)")
+    parser.add_argument("--n", type=int, default=25, help="questions of each task (multi_turn: n/4 dialogues)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of a multi_turn dialogue; 8 asks the folder's own")
     parser.add_argument("--threads", type=int, help="CPU threads; torch's choice if left out")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
     return parser.parse_args(argv)
@@ -216,6 +231,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--tasks: {unknown[0]!r} is unknown; choose from {', '.join(tasks.TASKS)}, or all")
     if arguments.n < 1:
         raise ConfigError(f"--n = {arguments.n}: must be >= 1; 25 is the default")
+    if arguments.rounds < 1:
+        raise ConfigError(f"--rounds = {arguments.rounds}: must be >= 1; {ROUNDS} is the default")
     lengths = arguments.lengths.split(",")
     if not all(length.isdecimal() and int(length) >= 256 for length in lengths):
         raise ConfigError(f"--lengths = {arguments.lengths!r}: must be a comma list of lengths >= 256; try 4096")
@@ -225,11 +242,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for length in map(int, lengths):
         for task in chosen:
             for name, engine in zip(names, engines, strict=True):
-                cell = evaluate(engine, name, tasks, task, length, arguments.n)
+                cell = evaluate(engine, name, tasks, task, length, arguments.n, arguments.rounds)
                 cells.append(cell)
                 print(f"{task} {length} {name}: exact {cell.exact:.1f} ({cell.seconds:.0f} s)", file=sys.stderr)
     return {
         "evaluation": "needle",
+        "rounds": arguments.rounds,
         "engines": {name: dataclasses.asdict(engine.config) for name, engine in zip(names, engines, strict=True)},
         "cells": cells,
     }

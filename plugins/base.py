@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +20,11 @@ from torch import Tensor
 
 from kvseek.engine.config import EXTENT_TOKENS
 
+from .batch import DeviceBatch, RequestState, pack
+
 if TYPE_CHECKING:
     from kvseek.engine.cache import LayerCache
+    from kvseek.engine.cuda import CudaKernels
     from kvseek.engine.kernels import CpuLibrary
     from kvseek.engine.memory import ExtentTable
 
@@ -69,7 +72,9 @@ class IndexContext:
     lengths: list[int]  # retrieval tokens per slot; kept by the cache, read-only for an index
     dtype: torch.dtype
     device: torch.device
-    library: CpuLibrary | None  # compiled kernels; None: run the PyTorch reference
+    library: CpuLibrary | None  # compiled CPU kernels; None on the CPU: run the PyTorch reference
+    cuda: CudaKernels | None = None  # kernels of the GPU; the index is a DeviceIndex if they are given
+    shared: dict[str, Any] = field(default_factory=dict)  # one dictionary for all layers: work space they take turns in
 
     @property
     def group_size(self) -> int:
@@ -116,3 +121,56 @@ class Index(ABC):
     @abstractmethod
     def bytes_per_token(self) -> float:
         """Index bytes per retrieval token, all KV heads of this layer."""
+
+
+class DeviceIndex(Index):
+    """An index whose selection is a fixed sequence of kernel launches, so that a CUDA graph can hold it.
+
+    Everything that varies between decode steps is read from a DeviceBatch; `launch_select` must not synchronise, must
+    not depend on anything but its arguments' shapes, and skips requests whose `dense` field is set.
+    """
+
+    @abstractmethod
+    def plan(self, length: int) -> tuple[int, ...]:
+        """Numbers that the kernels need about a retrieval region of `length` tokens: at most 7, the same in all layers."""
+
+    @abstractmethod
+    def attended(self, length: int) -> int:
+        """Rows of a retrieval region of `length` tokens that one KV head attends to (mean over the KV heads)."""
+
+    @abstractmethod
+    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> Tensor | None:
+        """Choose rows for queries [batch, H, D]: int32 [batch, G, entries] as in Selection.rows with block 1.
+
+        Rows of requests with `dense` set are undefined. None, whatever the queries: every request is attended densely.
+        """
+
+    @abstractmethod
+    def stage(self, slot: int, start: int, keys: Tensor) -> None:
+        """Encode keys [G, u, D] for retrieval positions start .. start + u - 1, invisible to `launch_select` as yet.
+
+        Runs on the current stream, which may be a side stream: it must touch nothing that decode steps read.
+        """
+
+    @abstractmethod
+    def commit(self, slot: int, start: int, count: int) -> None:
+        """Make staged positions visible; `context.lengths[slot]` counts them from now on. Runs between steps."""
+
+    def extend(self, slot: int, keys: Tensor) -> None:
+        """See Index.extend."""
+        start = self.context.lengths[slot] - keys.shape[1]
+        self.stage(slot, start, keys)
+        self.commit(slot, start, keys.shape[1])
+
+    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
+        """See Index.select: one launch outside of any graph."""
+        lengths = [self.context.lengths[slot] for slot in slots]
+        states = [
+            RequestState(0, slot, length, 0, 0, 0, 0, length, False, self.plan(length))
+            for slot, length in zip(slots, lengths, strict=True)
+        ]
+        batch = DeviceBatch(pack(states).to(queries.device), self.context.extents.device_table)
+        rows = self.launch_select(queries.contiguous(), batch)
+        if rows is None:
+            return Selection.everything(lengths, self.context.num_kv_heads, queries.device)
+        return Selection(rows, 1, tuple(self.attended(length) for length in lengths))

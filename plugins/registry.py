@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from .base import Index, IndexContext
 
 # Each folder offers config.py with `Config` (a frozen dataclass) and method.py with `create(context) -> Index` and
-# `codebooks(config, head_dim) -> dict of tensors` (what the builder computes once; may be empty).
+# `codebooks(config, head_dim) -> dict of tensors` (what the builder computes once; may be empty). A method with GPU
+# kernels of its own (*.cu in its folder) may offer `cuda_defines(config, head_dim, group_size) -> dict of integers`.
 METHODS: dict[str, str] = {
     "full": "kvseek.plugins.full",
     "flat": "kvseek.plugins.flat",
@@ -42,6 +43,11 @@ class Method:
     def codebooks(self, config: Any, head_dim: int) -> dict[str, Tensor]:
         """Compute what the builder stores beside the weights."""
         return cast("dict[str, Tensor]", importlib.import_module(f"{self.package}.method").codebooks(config, head_dim))
+
+    def cuda_defines(self, config: Any, head_dim: int, group_size: int) -> dict[str, int]:
+        """Macros that the method's GPU kernels are compiled with, beside those of builder/compile_cuda.py; may be none."""
+        defines = getattr(importlib.import_module(f"{self.package}.method"), "cuda_defines", None)
+        return {} if defines is None else cast("dict[str, int]", defines(config, head_dim, group_size))
 
     def create(self, context: IndexContext) -> Index:
         """Make the index of one layer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from random_models import save_random_model
 
 from kvseek.benchmarks import decode
 from kvseek.benchmarks.contestants import row_bytes, weight_bytes
-from kvseek.benchmarks.machine import describe, peak_memory_bytes
+from kvseek.benchmarks.machine import describe, installed_version, peak_memory_bytes, resident_bytes
 from kvseek.benchmarks.report import add_ratios, print_report
 from kvseek.benchmarks.timing import Samples, interleave, measure
 from kvseek.engine.config import EngineConfig, ModelConfig
@@ -42,6 +43,14 @@ def test_interleaved_samples_belong_to_their_contestant() -> None:
     samples = interleave(calls, calls=5, block=2, warmup=1, clock=clock)
     assert [s.seconds for s in samples.values()] == [[1.0] * 5, [2.0] * 5, [4.0] * 5]
     assert "".join(order) == "abc" + "aabbcc" + "bbccaa" + "cab"  # one warm-up, two full turns, one cut short
+
+
+def test_a_call_may_say_its_own_time() -> None:
+    def own(call: Callable[[], object]) -> float:
+        return 2 * float(str(call()))
+
+    samples = interleave({"a": lambda: 3.0, "b": lambda: 5.0}, calls=3, block=2, warmup=0, timer=own)
+    assert [s.seconds for s in samples.values()] == [[6.0] * 3, [10.0] * 3]
 
 
 def test_samples_summary() -> None:
@@ -77,6 +86,8 @@ def test_machine_description() -> None:
     assert described["cpu"]
     assert json.loads(json.dumps(described)) == described
     assert peak_memory_bytes() > 50e6  # torch alone needs more
+    assert 50e6 < resident_bytes() <= peak_memory_bytes() * 1.01  # the system counts the two at different moments
+    assert installed_version("a-package-that-nobody-made") is None
 
 
 @pytest.fixture
@@ -135,7 +146,7 @@ def test_methods_are_built_for_the_occasion(tmp_path: Path, capsys: pytest.Captu
 
 
 BAD = {
-    "cuda": (["--device", "cuda"], "--device = 'cuda': must be cpu; the CUDA benchmark is not there yet"),
+    "device": (["--device", "tpu"], "--device = 'tpu': must be cpu or cuda; cpu is the default"),
     "no model": (["--compare_transformers"], "--model = None: must be given"),
     "no steps": (["--tokens", "0"], "--tokens = 0: must be >= 1"),
     "context": (["--contexts", "8000,x"], "--contexts = '8000,x': must be a comma list"),

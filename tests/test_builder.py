@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from conftest import BuildEngine
 from random_models import ARCHITECTURES, save_random_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from kvseek.builder import build
 from kvseek.builder.checkpoint import open_checkpoint
@@ -48,7 +49,7 @@ def fused(original: dict[str, torch.Tensor], layer: int, names: tuple[str, ...],
     return torch.cat([original[f"model.layers.{layer}.{name}.{kind}"] for name in names])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_weights_are_the_checkpoints(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = save_random_model(tmp_path / "model", architecture, attention_bias=architecture == "llama")
@@ -76,6 +77,22 @@ def test_weights_are_the_checkpoints(architecture: str, dtype: torch.dtype, tmp_
             assert torch.equal(weights[prefix + "q_norm.weight"], original[source + "self_attn.q_norm.weight"])
             assert torch.equal(weights[prefix + "k_norm.weight"], original[source + "self_attn.k_norm.weight"])
     assert {tensor.dtype for tensor in weights.values()} == {dtype}
+
+
+@pytest.mark.parametrize(("value", "fits"), [(65504.0, True), (65600.0, False), (-1e9, False)])
+def test_float16_refuses_what_it_cannot_hold(tmp_path: Path, value: float, fits: bool) -> None:
+    model = save_random_model(tmp_path / "model", "llama")
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = open_checkpoint(model)
+    if fits:
+        write_weights(checkpoint, tmp_path, torch.float16)
+        return
+    message = f"layers.1.gate_up.weight holds {abs(value):g}: float16 holds at most 65504; build with --dtype bfloat16"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        write_weights(checkpoint, tmp_path, torch.float16)
+    write_weights(checkpoint, tmp_path, torch.bfloat16)
 
 
 def test_shards_in_and_out(tmp_path: Path) -> None:
@@ -260,6 +277,8 @@ BAD_VALUES = [
     (("--method", "flat", "--flat.top_k", "0"), "top_k = 0: must be >= 1"),
     (("--method", "pariskv", "--pariskv.schedule_steps", '[{"rho": 1}]'), "key 'below_tokens' is missing"),
     (("--method", "pariskv", "--pariskv.schedule_steps", '[{"speed": 1}]'), "unknown key 'speed'"),
+    (("--dtype", "float16"), "dtype = 'float16': must be float32 or bfloat16 with device = 'cpu'"),
+    (("--device", "cuda"), "kernels = 'reference': must be 'native' with device = 'cuda'"),
 ]
 
 

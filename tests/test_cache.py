@@ -76,6 +76,18 @@ def test_extents_are_reserved_and_returned() -> None:
     assert (table.table == -1).all()
 
 
+def test_a_slot_never_gets_more_extents_than_its_table_holds() -> None:
+    table = ExtentTable(slots=1, max_extents=2, capacity=9)
+    table.reserve(0, 10)
+    table.reserve(0, EXTENT_TOKENS + 1)
+    assert table.room(0) == 2 * EXTENT_TOKENS
+    assert sorted(table.table[0].tolist()) == [0, 1]
+    with pytest.raises(CapacityError, match=r"2049 retrieval tokens need 3 extents .*at most 2; .*max_seq_len"):
+        table.reserve(0, 2 * EXTENT_TOKENS + 1)
+    assert table.free == 7, "a refused reservation changes nothing"
+    assert torch.equal(table.device_table, table.table)
+
+
 def test_rows_cross_extent_borders() -> None:
     table = ExtentTable(slots=1, max_extents=3, capacity=3)
     table.reserve(0, 3 * EXTENT_TOKENS)

@@ -22,10 +22,31 @@ def test_round_trip(tmp_path: Path) -> None:
     assert EngineConfig.load(tmp_path) == config
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_round_trip_of_a_gpu_engine(tmp_path: Path, dtype: str) -> None:
+    cache = CacheConfig(offload="never", kv_cache_device_memory_bytes=1 << 40)
+    config = EngineConfig(MODEL, "full", cache=cache, dtype=dtype, device="cuda")
+    config.save(tmp_path)
+    assert EngineConfig.load(tmp_path) == config
+
+
+def test_an_engine_directory_without_the_new_fields_is_for_the_cpu(tmp_path: Path) -> None:
+    EngineConfig(MODEL, "full").save(tmp_path)
+    path = tmp_path / CONFIG_FILE
+    document = json.loads(path.read_text())
+    del document["device"], document["cache"]["offload"], document["cache"]["kv_cache_device_memory_bytes"]
+    path.write_text(json.dumps(document))
+    assert EngineConfig.load(tmp_path) == EngineConfig(MODEL, "full")
+
+
+def test_gpu_macros_come_from_the_method() -> None:
+    assert get_method("full").cuda_defines(get_method("full").configure({}), 128, 4) == {}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"colour": "red"}, "unknown key 'colour'; known keys: cache, dtype"),
+        ({"colour": "red"}, "unknown key 'colour'; known keys: cache, device, dtype"),
         ({"max_batch_size": 0}, "max_batch_size = 0: must be >= 1"),
         ({"max_batch_size": True}, "max_batch_size = True: must be int"),
         ({"max_batch_size": "4"}, "max_batch_size = '4': must be int"),
@@ -35,6 +56,23 @@ def test_round_trip(tmp_path: Path) -> None:
         ({"cache": {"sink": -1}}, "cache.sink = -1: must be >= 0"),
         ({"cache": {"lokal": 1}}, "config.json: cache: unknown key 'lokal'"),
         ({"model": 3}, "model = 3: must be an object"),
+        ({"device": "tpu"}, "device = 'tpu': must be one of ('cpu', 'cuda')"),
+        ({"dtype": "float16"}, "dtype = 'float16': must be float32 or bfloat16 with device = 'cpu'; choose bfloat16"),
+        ({"device": "cuda", "kernels": "reference"}, "kernels = 'reference': must be 'native' with device = 'cuda'"),
+        ({"device": "cuda", "cache": {"offload": "often"}}, "cache.offload = 'often': must be one of ('auto',"),
+        ({"cache": {"offload": "always"}}, "cache.offload = 'always': must be 'auto' with device = 'cpu'"),
+        (
+            {"cache": {"kv_cache_device_memory_bytes": 1}},
+            "cache.kv_cache_device_memory_bytes = 1: must be None with device = 'cpu'; leave it out, or build with",
+        ),
+        (
+            {"device": "cuda", "cache": {"kv_cache_device_memory_bytes": 0}},
+            "cache.kv_cache_device_memory_bytes = 0: must be > 0",
+        ),
+        (
+            {"device": "cuda", "cache": {"offload": "always", "kv_cache_device_memory_bytes": 1}},
+            "cache.kv_cache_device_memory_bytes = 1: must be left out with offload = 'always'",
+        ),
     ],
 )
 def test_bad_values_are_named(tmp_path: Path, change: dict[str, object], message: str) -> None:

@@ -98,7 +98,7 @@ def test_the_folder_is_named_if_it_is_wrong(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_settings_are_checked(needle_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cases = {"--tasks": "nothing", "--n": "0", "--lengths": "4096,long"}
+    cases = {"--tasks": "nothing", "--n": "0", "--rounds": "0", "--lengths": "4096,long"}
     for flag, value in cases.items():
         assert needle.main(["--needle", str(needle_folder), "--engine_dir", "none", flag, value]) == 1
         assert flag in capsys.readouterr().err
@@ -118,6 +118,51 @@ def test_dialogues_are_the_folders_own_examples(needle_folder: Path) -> None:
             kind, _, gold = dialogue.rounds[0]
             assert tasks.score(kind, gold, gold)["exact"] == 1.0
     assert max(dialogues[0].context) > VOCABULARY  # no other model's vocabulary
+
+
+def test_long_dialogues_repeat_the_mixture(needle_folder: Path) -> None:
+    """Sixty-four rounds whose answers stand in the context, within the length asked for, and no fact of one value twice."""
+    tasks = needle.load_tasks(needle_folder)
+    first, second = needle.make_dialogues(tasks, "multi_turn", 4096, 8, rounds=64)
+    assert first.context != second.context
+    assert first == needle.make_dialogues(tasks, "multi_turn", 4096, 8, rounds=64)[0]
+    kinds = [kind for kind, _, _ in first.rounds]
+    assert len(kinds) == 64
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {"one": 40, "four": 8, "all": 8, "trace": 8}
+    assert len(first.context) + sum(len(question) + len(gold) for _, question, gold in first.rounds) == 4096
+    text = tasks.text(first.context)
+    singles = [(tasks.text(question), tasks.text(gold)) for kind, question, gold in first.rounds if kind == "one"]
+    assert all(f"{question.split(' answer ')[1]} {gold}" in text for question, gold in singles)
+    assert len({question for question, _ in singles}) == 40
+    for kind, _, gold in first.rounds:
+        assert tasks.score(kind, gold, gold)["exact"] == 1.0
+
+
+def test_rounds_of_the_folders_own_number_are_its_own(needle_folder: Path) -> None:
+    tasks = needle.load_tasks(needle_folder)
+    asked, default = (needle.make_dialogues(tasks, "multi_turn", 1024, 8, *rounds) for rounds in ((8,), ()))
+    assert asked == default
+    (short, _) = needle.make_dialogues(tasks, "multi_turn", 1024, 8, 3)
+    assert len(short.rounds) == 3
+
+
+def test_too_many_rounds_are_named(needle_folder: Path) -> None:
+    tasks = needle.load_tasks(needle_folder)
+    with pytest.raises(ConfigError, match=r"--rounds = 64: questions, answers and facts need \d+ tokens, more than"):
+        needle.make_dialogues(tasks, "multi_turn", 1024, 8, 64)
+
+
+def test_a_model_without_the_positions_is_named(engine: Engine) -> None:
+    """Building longer would not help: the length has to come down."""
+    dialogue = needle.Dialogue([1] * 1010, [("one", [2] * 10, [3] * 5)])
+    with pytest.raises(ConfigError, match=r"the model has 1024 positions: lower --lengths by 9$"):
+        needle.check_lengths(engine, "full", [dialogue])
+
+
+def test_long_dialogues_are_shown_by_eight_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+    cell = needle.Cell("multi_turn", 4096, "full", 16, 50.0, by_round=[100.0] * 8 + [0.0] * 4 + [100.0] * 4)
+    needle.print_table([cell], ["full"])
+    assert "multi_turn 4,096 full: exact by 8 rounds: 100.0, 50.0" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvseek.plugins.base import Index, IndexContext, Selection
 
 from .config import Config
+from .device import DeviceFullIndex
 
 
 class FullIndex(Index):
@@ -38,4 +39,4 @@ def codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:
 
 def create(context: IndexContext) -> Index:
     """Make the index of one layer."""
-    return FullIndex(context)
+    return DeviceFullIndex(context) if context.cuda else FullIndex(context)

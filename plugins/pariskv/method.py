@@ -8,8 +8,11 @@ from kvseek.plugins.base import Index, IndexContext
 
 from . import codebook
 from .config import Config
+from .device import CudaIndex, cuda_defines
 from .native import NativeIndex
 from .reference import ReferenceIndex
+
+__all__ = ["codebooks", "create", "cuda_defines"]
 
 
 def codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:
@@ -18,5 +21,7 @@ def codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:
 
 
 def create(context: IndexContext) -> Index:
-    """Make the index of one layer: compiled if the engine has a library, else the reference."""
+    """Make the index of one layer: for the kernels that the engine has, else the reference."""
+    if context.cuda is not None:
+        return CudaIndex(context)
     return ReferenceIndex(context) if context.library is None else NativeIndex(context)

@@ -68,14 +68,14 @@ class ReferenceIndex(Index):
         A level is the number of thresholds below the magnitude. Weights beyond float16 are cut at its largest number.
         """
         blocks = split_blocks(rotate(keys, self.signs))
-        radius = blocks.square().sum(dim=-1, keepdim=True).sqrt()
+        radius = block_sum(blocks.square()).sqrt()[..., None]
         magnitude = blocks.abs() / torch.where(radius > 0, radius, 1.0)
         negative = blocks < 0
         level = torch.bucketize(magnitude, self.thresholds)
         nibbles = (level + 8 * negative).to(torch.uint8)
         weight = radius[..., 0]
         if self.config.alpha_correction:  # α = <v, u>: sign patterns agree, so magnitudes suffice
-            alpha = (self.levels[level] * magnitude).sum(dim=-1)
+            alpha = block_sum(self.levels[level] * magnitude)
             weight = torch.where(weight > 0, weight / alpha, 0.0)
         weight = weight.clamp(max=torch.finfo(torch.float16).max)
         return pack_bits(negative), pack_nibbles(nibbles.flatten(-2)), weight.half()
@@ -125,6 +125,13 @@ class ReferenceIndex(Index):
         estimates = estimate_scores(lanes, codes, weights, self.levels)
         values = reduce_scores(estimates, self.config.group_reduce, self.context.scaling)
         return candidates.gather(1, best_positions(values, top_k))
+
+
+def block_sum(values: Tensor) -> Tensor:
+    """Sum over the last dimension (8) by adding neighbours, then neighbouring sums: an order that kernels can follow."""
+    while values.shape[-1] > 1:
+        values = values[..., ::2] + values[..., 1::2]
+    return values[..., 0]
 
 
 def take_rows(array: Tensor, positions: Tensor) -> Tensor:

@@ -1,0 +1,205 @@
+"""Who takes part in the GPU benchmark: a decoder on a cache full of synthetic rows, one decode step at a time.
+
+Contestants may share a cache: each puts the lengths back to where its own sequence stands before it steps. What others
+wrote to the newest window rows in between changes values, not work. No step evicts: the update buffer is not full.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvseek.engine.errors import KvseekError
+
+from .device_memory import Cell
+from .probe import elapsed_seconds, timing_event
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvseek.engine.device_cache import DeviceCache
+    from kvseek.engine.device_decoder import DeviceDecoder
+    from kvseek.engine.graphs import StepResult
+    from kvseek.plugins.base import DeviceIndex
+    from kvseek.plugins.batch import DeviceBatch
+
+STAGE_REPEATS = 9  # replays of the graph that times stages; the median counts
+OVERLAP_STEPS = 9  # steps whose selections are compared with the step before
+
+
+class DeviceContestant:
+    """A decoder that generates greedily for the requests in slots 0 .. batch - 1 of its cache.
+
+    Attributes
+    ----------
+    name, method : str
+    hot : bool
+        Whether rows of the last step are kept on the device.
+    wall : list of float
+        Host seconds of each step since `start`, from counting the tokens to having the next ones.
+    attended : float
+        Tokens that one KV head of a request attended to in the last step (mean over layers and requests).
+    """
+
+    def __init__(self, name: str, method: str, decoder: DeviceDecoder, hot: bool) -> None:
+        self.name, self.method, self.decoder, self.hot = name, method, decoder, hot
+        self.cache: DeviceCache = decoder.cache
+        self.wall: list[float] = []
+        self.attended = 0.0
+
+    def start(self, cell: Cell) -> None:
+        """Begin at the cell's context: the cache holds it already."""
+        self._slots, self._context, self._done = list(range(cell.batch)), cell.context, 0
+        self._tokens = [slot + 1 for slot in self._slots]
+        self.wall = []
+        for attention in self.decoder.attentions:
+            for slot in self._slots:
+                attention.forget(slot)
+
+    def step(self) -> float:
+        """One decode step; device seconds of its graph, by CUDA events around the replay."""
+        begin = time.perf_counter()
+        self._load()
+        first, last = timing_event(), timing_event()
+        first.record()
+        result = self._step.launch()
+        last.record()
+        self._tokens = result.tokens[: len(self._slots)].tolist()
+        self.wall.append(time.perf_counter() - begin)
+        if min(self._tokens) < 0:
+            raise KvseekError(f"{self.name}: a step's logits are not finite: its time would mean nothing")
+        return elapsed_seconds(first, last)
+
+    def stages(self) -> dict[str, float]:
+        """Device seconds of each stage of a step, summed over the layers: a graph of its own, with events in it.
+
+        The events stand between kernels that otherwise overlap a little, so the sum exceeds the time of a step.
+        """
+        from kvseek.engine.graphs import DecodeStep, bucket_of
+
+        clock = StageClock()
+
+        def run(batch: DeviceBatch) -> StepResult:
+            clock.restart()
+            return self.decoder.run_layers(batch, clock.mark)
+
+        size, table = bucket_of(len(self._slots)), self.cache.extents.device_table
+        step = DecodeStep(size, self.cache.padding_state(), table, run)
+        with torch.inference_mode():
+            step.capture(_new_stream(self.cache.window.device), torch.cuda.graph_pool_handle())
+            times = []
+            for _ in range(STAGE_REPEATS):
+                self._load()
+                step.load(self._states)
+                step.launch()
+                torch.cuda.synchronize()
+                times.append(clock.seconds())
+        return {name: statistics.median(one[name] for one in times) for name in times[0]}
+
+    def overlap(self) -> float | None:
+        """Share of the selected rows that the step before had selected too; None for a method that selects nothing.
+
+        Steps run kernel by kernel here, and what each layer's index gives is kept.
+        """
+        shares, before = [], None
+        for _ in range(OVERLAP_STEPS + 1):
+            self._load()
+            with torch.inference_mode(), overheard(self.decoder.indexes) as selections:
+                result = self.decoder.run_layers(self._step.batch)
+            self._tokens = result.tokens[: len(self._slots)].tolist()
+            if not selections:
+                return None
+            rows = torch.stack(selections)[:, : len(self._slots)]
+            if before is not None:
+                shares.append(shared_rows(before, rows))
+            before = rows
+        return statistics.mean(shares)
+
+    @torch.inference_mode()
+    def _load(self) -> None:
+        """Count a token per request and upload what the step reads."""
+        from kvseek.engine.graphs import bucket_of
+
+        if self._context + self._done - self.cache.lengths[0] >= self.cache.config.sink + self.cache.ring:
+            raise KvseekError(f"{self.name}: the update buffer is full after {self._done} steps; time fewer steps")
+        for slot in self._slots:
+            self.cache.tokens[slot] = self._context + self._done
+        self._done += 1
+        self._step = self.decoder.step(bucket_of(len(self._slots)))
+        self.cache.begin_step(self._slots, self.decoder.indexes)
+        self._states, attended = self.decoder.states(self._tokens, self._slots)
+        self.attended = sum(attended) / len(attended)
+        self._step.load(self._states)
+
+
+class StageClock:
+    """Events between the stages of a step; in a captured graph they are nodes of it, which every replay passes."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._names: list[str] = []
+
+    def restart(self) -> None:
+        """Begin a step: events of an earlier one are dropped."""
+        self._events, self._names = [], []
+        self._record()
+
+    def mark(self, stage: str) -> None:
+        """The stage's kernels have been launched."""
+        self._names.append(stage)
+        self._record()
+
+    def seconds(self) -> dict[str, float]:
+        """Device seconds of each stage, summed over its occurrences; the device must have passed all events."""
+        totals: dict[str, float] = {}
+        for number, name in enumerate(self._names):
+            passed = elapsed_seconds(self._events[number], self._events[number + 1])
+            totals[name] = totals.get(name, 0.0) + passed
+        return totals
+
+    def _record(self) -> None:
+        event = timing_event(in_graph=True)
+        event.record()
+        self._events.append(event)
+
+
+@contextmanager
+def overheard(indexes: Sequence[DeviceIndex]) -> Iterator[list[Tensor]]:
+    """Collect copies of what each index selects, int32 [batch, G, entries] per layer, while the context lasts."""
+    selections: list[Tensor] = []
+
+    def listen(index: DeviceIndex) -> None:
+        select = index.launch_select
+
+        def heard(queries: Tensor, batch: DeviceBatch) -> Tensor | None:
+            rows = select(queries, batch)
+            if rows is not None:
+                selections.append(rows.clone())
+            return rows
+
+        index.launch_select = heard  # type: ignore[method-assign]  # of this instance alone
+
+    for index in indexes:
+        listen(index)
+    try:
+        yield selections
+    finally:
+        for index in indexes:
+            del index.launch_select  # the class's own shows again
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def shared_rows(before: Tensor, rows: Tensor) -> float:
+    """Share of rows [..., entries] that occur in `before` [..., entries] too; entries of -1 are none."""
+    exists = rows >= 0
+    found = (rows[..., :, None] == before[..., None, :]).any(dim=-1) & exists
+    return (found.sum() / exists.sum()).item()

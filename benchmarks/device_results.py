@@ -1,0 +1,122 @@
+"""Results of the GPU benchmark: from samples to figures, and how they compare."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .device_memory import Cell
+from .floors import Rates, Step, work
+from .machine import peak_memory_bytes
+from .timing import Samples
+
+if TYPE_CHECKING:
+    from .device_contestants import DeviceContestant
+    from .device_setup import Bench
+
+GROUPS = {  # stages of a decoder, as the table shows them
+    "GEMMs": ("qkv", "o", "gate_up", "down", "head"),
+    "select": ("select",),
+    "attend": ("attend",),
+    "others": ("begin", "norm", "rope", "mlp_norm", "silu"),
+}
+
+
+def decode_result(
+    bench: Bench, contestant: DeviceContestant, cell: Cell, samples: Samples, walls: Sequence[float], rates: Rates
+) -> dict[str, Any]:
+    """Figures of one contestant at one cell; seconds, bytes and tokens. Measures stages and selections first."""
+    cache = contestant.cache
+    tokens, retrieval = cache.tokens[0], cache.lengths[0]
+    stages, overlap = contestant.stages(), contestant.overlap()
+    hits = overlap if contestant.hot and overlap is not None else 0.0
+    step = Step(retrieval, tokens - retrieval, cell.batch, cache.plan.host_layers, hits)
+    moved = work(contestant.decoder.config, step, bench.dtype.itemsize)
+    floor = moved.floor(rates)
+    index = contestant.decoder.indexes[0].bytes_per_token / bench.model.num_kv_heads
+    return {
+        "name": contestant.name,
+        "method": contestant.method,
+        "hot_rows": contestant.hot,
+        "host_layers": cache.plan.host_layers,
+        "step_seconds": samples.summary(),
+        "wall_seconds": Samples(list(walls)).summary(),
+        "tokens_per_second": cell.batch / samples.median,
+        "attended_tokens": contestant.attended,
+        "cached_tokens": tokens,
+        "overlap": overlap,
+        "stages": stages,
+        "bytes": moved.bytes_by_part(),
+        "host_rows": moved.host_rows,
+        "nodes": moved.nodes,
+        "floor": floor,
+        "to_floor": samples.median / floor["total"],
+        "index_bytes_per_token_and_kv_head": index,
+        "index_bytes": index * bench.model.num_kv_heads * bench.model.num_layers * retrieval * cell.batch,
+        "memory": memory(bench, contestant),
+        "samples": samples.seconds,
+    }
+
+
+def memory(bench: Bench, contestant: DeviceContestant) -> dict[str, int]:
+    """Bytes now, of all contestants together; the row pools are the contestant's own."""
+    free, total = torch.cuda.mem_get_info(bench.device)
+    plan = contestant.cache.plan
+    return {
+        "device_used": total - free,
+        "device_allocated_peak": torch.cuda.max_memory_allocated(bench.device),
+        "host_resident_peak": peak_memory_bytes(),
+        "rows_on_device": plan.device_bytes,
+        "rows_in_host_memory": plan.host_bytes,
+    }
+
+
+def add_ratios(results: Sequence[dict[str, Any]], baseline: str) -> None:
+    """Add the step time over the baseline method's of the same cell; None where it did not run."""
+    medians = [entry["step_seconds"]["median"] for entry in results if entry["method"] == baseline]
+    for entry in results:
+        entry["to_baseline"] = entry["step_seconds"]["median"] / medians[0] if medians else None
+
+
+def borrow_baselines(document: dict[str, Any], baseline: str) -> None:
+    """Give results without a ratio the baseline of another phase at the same context and batch, and say so.
+
+    Phases do not run in turns: such a ratio holds for one machine and run, but not within one minute.
+    """
+    known: dict[tuple[int, int], float] = {}
+    cells = [cell for phase in document["phases"] for cell in phase["cells"]]
+    for cell in cells:
+        for entry in cell["results"]:
+            if entry["method"] == baseline:
+                known.setdefault((cell["context"], cell["batch"]), entry["step_seconds"]["median"])
+    for cell in cells:
+        median = known.get((cell["context"], cell["batch"]))
+        for entry in cell["results"]:
+            if entry["to_baseline"] is None and median is not None:
+                entry["to_baseline"] = entry["step_seconds"]["median"] / median
+                entry["baseline_of_another_phase"] = True
+
+
+def stage_groups(stages: dict[str, float]) -> dict[str, float]:
+    """Seconds of the groups that the table shows; a stage that no group names counts as others."""
+    named = {stage for group in GROUPS.values() for stage in group}
+    groups = {name: sum(stages.get(stage, 0.0) for stage in group) for name, group in GROUPS.items()}
+    groups["others"] += sum(seconds for stage, seconds in stages.items() if stage not in named)
+    return groups
+
+
+def peak_tokens_per_second(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Best tokens per second of each method over its batches."""
+    best: dict[str, float] = {}
+    for entry in results:
+        best[entry["method"]] = max(best.get(entry["method"], 0.0), entry["tokens_per_second"])
+    return best
+
+
+def prefill_result(method: str, tokens: int, seconds: Sequence[float]) -> dict[str, Any]:
+    """Figures of one method's prompts of one length."""
+    median = statistics.median(seconds)
+    return {"method": method, "tokens": tokens, "seconds": Samples(list(seconds)).summary(), "rate": tokens / median}

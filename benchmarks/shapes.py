@@ -1,0 +1,67 @@
+"""Shapes of public models whose decode speed is worth knowing: no checkpoint is needed to time a step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvseek.engine.config import ModelConfig, RopeScaling
+from kvseek.engine.errors import ConfigError
+
+# Source: config.json of meta-llama/Llama-3.1-8B.
+LLAMA_3_1_8B = ModelConfig(
+    architecture="llama",
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=500_000.0,
+    max_position_embeddings=131_072,
+    rope_scaling=RopeScaling("llama3", 8.0, original_max_position_embeddings=8192),
+)
+
+# Source: config.json of Qwen/Qwen3-8B; longer contexts than it states come with YaRN, which costs a step nothing.
+QWEN3_8B = ModelConfig(
+    architecture="qwen3",
+    vocab_size=151_936,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    rope_theta=1_000_000.0,
+    max_position_embeddings=40_960,
+    qk_norm=True,
+)
+
+SHAPES = {"llama-3.1-8b": LLAMA_3_1_8B, "qwen3-8b": QWEN3_8B}
+
+
+def get_shape(name: str, positions: int) -> ModelConfig:
+    """The shape of a model, allowed `positions` positions or its own limit, whichever is more.
+
+    Speed does not depend on what a model was trained on, so a benchmark may go beyond it. Raises ConfigError.
+    """
+    if name not in SHAPES:
+        raise ConfigError(
+            f"--shape = {name!r}: must be one of {', '.join(SHAPES)}; other models: --engine_dirs, on the CPU"
+        )
+    shape = SHAPES[name]
+    return dataclasses.replace(shape, max_position_embeddings=max(positions, shape.max_position_embeddings))
+
+
+def matrix_parameters(model: ModelConfig) -> int:
+    """Numbers of the matrices that a decode step multiplies with: every layer's and the output head."""
+    attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
+    layer = attention + 3 * model.intermediate_size * model.hidden_size
+    return model.num_layers * layer + model.vocab_size * model.hidden_size
+
+
+def row_numbers(model: ModelConfig) -> int:
+    """Numbers of one cached token: its key and value rows of all layers and KV heads."""
+    return model.num_layers * model.num_kv_heads * 2 * model.head_dim

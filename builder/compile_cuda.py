@@ -1,0 +1,271 @@
+"""Compile the CUDA C++ of the engine, of what methods share and of one method into one cubin per GPU architecture.
+
+One translation unit includes every kernel that an engine needs, and macros fix what never changes while it runs (number
+type, head size, heads per group, what the method asks for): no template is instantiated for a shape that is not served.
+NVRTC compiles it, so neither a CUDA toolkit nor a GPU is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import kvseek.engine
+import kvseek.plugins
+from kvseek.engine.config import EngineConfig, require
+from kvseek.engine.errors import KernelError
+from kvseek.plugins.registry import get_method
+
+ARCHITECTURES = (80, 89, 90, 100, 120)  # A100; L4, L40, RTX 40; H100, H200; B200; RTX 50
+DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2}  # plugins/common/numbers.cuh
+HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_GROUP_SIZE = 32, 256, 16  # plugins/common/attend_arguments.cuh
+# No fast math: softmax relies on infinities, and poisoned rows must show. Contraction into fused multiply-add stays on:
+# kernels whose order of roundings matters say so with intrinsics.
+STANDARD = "c++17"
+LOG_LINES = 20
+REMEDY = "pip install 'kvseek[cuda]'"
+# Header that shows that a folder is the right one, and the package that brings it.
+HEADERS = {"cudart": ("cuda_bf16.h", "nvidia-cuda-runtime"), "cccl": ("nv/target", "nvidia-cuda-cccl")}
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """What a cubin is compiled for, beside the architecture.
+
+    Attributes
+    ----------
+    dtype : str
+        Of rows, queries and outputs: float32, bfloat16 or float16.
+    group_size : int
+        Query heads that share a KV head.
+    method : str
+        Folder of plugins/ whose kernels are included.
+    defines : tuple of (str, int)
+        The method's own macros.
+    """
+
+    dtype: str
+    head_dim: int
+    group_size: int
+    method: str
+    defines: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def macros(self) -> tuple[tuple[str, int], ...]:
+        """All macros of the translation unit, in order."""
+        return (
+            ("KVSEEK_DTYPE", DTYPE_NUMBERS[self.dtype]),
+            ("KVSEEK_HEAD_DIM", self.head_dim),
+            ("KVSEEK_GROUP", self.group_size),
+            *self.defines,
+        )
+
+
+def specialise(config: EngineConfig) -> Specialisation:
+    """What the kernels of an engine are compiled for.
+
+    Raises
+    ------
+    ConfigError
+        If the kernels do not support the model's shape, or a field of the method is bad.
+    """
+    model, method = config.model, get_method(config.method)
+    fits = model.head_dim % HEAD_DIM_STEP == 0 and model.head_dim <= MAX_HEAD_DIM
+    limit = f"a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM} with device = 'cuda'"
+    require(fits, "head_dim", model.head_dim, limit, "build with --device cpu")
+    limit = f"at most {MAX_GROUP_SIZE} with device = 'cuda'"
+    fits = model.group_size <= MAX_GROUP_SIZE
+    require(fits, "num_heads / num_kv_heads", model.group_size, limit, "build with --device cpu")
+    defines = method.cuda_defines(method.configure(config.method_config), model.head_dim, model.group_size)
+    return Specialisation(config.dtype, model.head_dim, model.group_size, config.method, tuple(sorted(defines.items())))
+
+
+def compile_cubin(specialisation: Specialisation, arch: int, roots: Sequence[Path] | None = None) -> bytes:
+    """Compile every kernel of an engine for one architecture.
+
+    Parameters
+    ----------
+    arch : int
+        Compute capability without the dot: 90 is 9.0.
+    roots : sequence of Path, optional
+        Folders that hold engine/ and plugins/; None: those of this installation.
+
+    Returns
+    -------
+    bytes
+        A cubin: machine code for `arch` and later minor versions of the same major version.
+
+    Raises
+    ------
+    KernelError
+        A package is missing, NVRTC does not know the architecture, or the sources do not compile (with the last lines
+        of its messages).
+    """
+    roots = package_roots() if roots is None else roots
+    core = _compiler()
+    _check_architecture(arch)
+    unit = "".join(f'#include "{name}"\n' for name in unit_sources(specialisation.method, roots))
+    options = core.ProgramOptions(
+        name="kvseek.cu",
+        arch=f"sm_{arch}",
+        std=STANDARD,
+        include_path=[str(path) for path in (*roots, *header_folders())],
+        define_macro=[(name, str(value)) for name, value in specialisation.macros],
+    )
+    try:
+        return bytes(core.Program(unit, "c++", options).compile("cubin").code)
+    except Exception as error:  # cuda.core's own error classes are private
+        text = str(error).strip()
+        last = "\n".join(text.splitlines()[-LOG_LINES:])
+        version = ".".join(map(str, nvrtc_version()))
+        hint = f" (a header is missing: {REMEDY} in a fresh environment)" if "open source file" in text else ""
+        raise KernelError(
+            f"NVRTC {version} cannot compile the kernels of {specialisation} for sm_{arch}{hint}. "
+            f"Its last messages:\n{last}"
+        ) from None
+
+
+def cached_cubin(specialisation: Specialisation, arch: int, roots: Sequence[Path] | None = None) -> bytes:
+    """Compile once per source text, macros, architecture and NVRTC version into the user's cache folder.
+
+    The file is ``$XDG_CACHE_HOME/kvseek/sm_<arch>-<hash>.cubin`` (``~/.cache`` without that variable). Raises as
+    `compile_cubin` does.
+    """
+    roots = package_roots() if roots is None else roots
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvseek"
+    file = cache / f"sm_{arch}-{_digest(specialisation, roots)}.cubin"
+    if file.exists():
+        return file.read_bytes()
+    image = compile_cubin(specialisation, arch, roots)
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=cache, prefix=".compile-", delete=False) as written:
+        written.write(image)
+    Path(written.name).replace(file)  # other processes see no file or a whole one
+    return image
+
+
+def cached_cubins(
+    specialisation: Specialisation, archs: Sequence[int], progress: Callable[[int], None] | None = None
+) -> dict[int, bytes]:
+    """Cubins of several architectures, compiled in parallel; `progress` is called with 1 after each."""
+
+    def make(arch: int) -> bytes:
+        image = cached_cubin(specialisation, arch)
+        if progress is not None:
+            progress(1)
+        return image
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(archs, pool.map(make, archs), strict=True))
+
+
+def package_roots() -> list[Path]:
+    """Folders of this installation that hold engine/ and plugins/: what the kernels' includes are relative to."""
+    return sorted({Path(path).parent for package in (kvseek.engine, kvseek.plugins) for path in package.__path__})
+
+
+def unit_sources(method: str, roots: Sequence[Path]) -> list[str]:
+    """Sources of a method's translation unit, in order, relative to the roots; raises KernelError if there are none."""
+    names = [
+        path.relative_to(root).as_posix()
+        for folder in ("plugins/common", "engine", f"plugins/{method}")
+        for root in roots
+        for path in sorted((root / folder).glob("*.cu"))
+    ]
+    if not names:
+        raise KernelError(
+            f"no CUDA sources below {', '.join(map(str, roots))}: kvseek's own files are missing; install it again"
+        )
+    return names
+
+
+def header_folders() -> list[Path]:
+    """Folders of CUDA's headers: those of the pip packages, else those of a CUDA toolkit.
+
+    Raises
+    ------
+    KernelError
+        If a header is in neither, naming the package that brings it.
+    """
+    try:
+        from cuda.pathfinder import find_nvidia_header_directory
+    except ImportError:
+        raise KernelError(f"cuda.pathfinder is missing: {REMEDY}") from None
+    folders = []
+    for library, (header, package) in HEADERS.items():
+        candidates = [find_nvidia_header_directory(library), *_toolkit_headers()]
+        found = next((Path(path) for path in candidates if path and (Path(path) / header).is_file()), None)
+        if found is None:
+            raise KernelError(
+                f"CUDA's header {header} is missing: pip install {package}, or set CUDA_HOME to a CUDA toolkit"
+            )
+        folders.append(found)
+    return folders
+
+
+def _toolkit_headers() -> list[Path]:
+    """Header folders of the CUDA toolkit whose nvcc is on PATH."""
+    nvcc = shutil.which("nvcc")
+    include = Path(nvcc).resolve().parent.parent / "include" if nvcc else None
+    return [] if include is None else [include, include / "cccl"]
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Major and minor version of NVRTC; raises KernelError if it is not installed."""
+    major, minor = _nvrtc("nvrtcVersion")
+    return major, minor
+
+
+def _check_architecture(arch: int) -> None:
+    (supported,) = _nvrtc("nvrtcGetSupportedArchs")
+    known = [number for number in supported if number >= min(ARCHITECTURES)]  # older ones lack bfloat16 arithmetic
+    if arch not in known:
+        raise KernelError(
+            f"cuda_archs = {arch}: must be one of {', '.join(map(str, known))}; a newer nvidia-cuda-nvrtc may know more"
+        )
+
+
+def _nvrtc(function: str) -> list[Any]:
+    """Call a function of NVRTC that takes no arguments; returns its results without the status."""
+    try:
+        from cuda.bindings import nvrtc
+
+        results: list[Any] = list(getattr(nvrtc, function)())
+    except (ImportError, RuntimeError) as error:  # the library itself is looked for at the first call
+        raise KernelError(f"NVRTC is missing ({error}): {REMEDY}") from None
+    status = results.pop(0)
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise KernelError(f"{function} failed with {status.name}; {REMEDY} in a fresh environment")
+    return results
+
+
+def _compiler() -> Any:
+    """The module that offers Program and ProgramOptions; raises KernelError if it is not installed."""
+    try:
+        import cuda.core as core
+
+        if not hasattr(core, "Program"):  # cuda-core before 0.5
+            import cuda.core.experimental as core
+    except ImportError as error:
+        raise KernelError(f"cuda-core is missing ({error}): {REMEDY}") from None
+    return core
+
+
+def _digest(specialisation: Specialisation, roots: Sequence[Path]) -> str:
+    """Digest of what decides a cubin, beside the architecture. Headers of all methods count: one may include another's."""
+    digest = hashlib.sha256(repr((nvrtc_version(), STANDARD, specialisation.macros)).encode())
+    names = unit_sources(specialisation.method, roots)
+    files = [root / name for root in roots for name in names if (root / name).is_file()]
+    files += [
+        path for root in roots for folder in ("engine", "plugins") for path in sorted((root / folder).rglob("*.cuh"))
+    ]
+    for file in files:
+        digest.update(f"{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,259 @@
+"""Kernels of the GPU: load a cubin, launch its kernels through the CUDA driver. Each caller mirrors its arguments.
+
+The contract with the kernels: `extern "C"`, one struct passed by value as the only parameter, blocks of one dimension.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from .errors import KernelError
+
+KERNELS_FOLDER = "kernels"  # inside an engine directory
+REBUILD = "build the engine again"
+DEFAULT_SHARED_BYTES = 48 << 10  # static and dynamic shared memory of a block that has not asked for more (CUDA guide)
+
+
+@dataclass
+class _Kernel:
+    """A loaded kernel: its handle, bytes of its parameter, bytes of dynamic shared memory that a launch may ask for now."""
+
+    function: Any
+    argument_bytes: int
+    shared_bytes: int
+
+
+class CudaKernels:
+    """The kernels of one cubin on one GPU.
+
+    The image stays loaded until the process ends: captured graphs hold its kernels and may outlive this object.
+
+    Parameters
+    ----------
+    image : bytes
+        A cubin for the GPU's architecture (builder/compile_cuda.py).
+    device : torch.device, optional
+        A CUDA device; None or a device without an index: the current one.
+
+    Attributes
+    ----------
+    device : torch.device
+        The GPU, with its index.
+    multiprocessors : int
+        Streaming multiprocessors of the GPU: what persistent grids are sized by.
+
+    Raises
+    ------
+    KernelError
+        If PyTorch sees no such GPU, the driver refuses the image, or a kernel takes anything but one struct.
+    """
+
+    def __init__(self, image: bytes, device: torch.device | None = None) -> None:
+        self.device = cuda_device(device)
+        self._overlaps = torch.cuda.get_device_capability(self.device) >= (9, 0)
+        self._driver = _driver()
+        # Asking PyTorch first initialises the driver.
+        self.multiprocessors: int = torch.cuda.get_device_properties(self.device).multi_processor_count
+        gpu = self._call("cuDeviceGet", self.device.index)
+        # Streams and memory of PyTorch belong to the primary context.
+        self._context = self._call("cuDevicePrimaryCtxRetain", gpu)
+        self._call("cuCtxSetCurrent", self._context)
+        self._kernels = self._load(image)
+
+    @classmethod
+    def load(cls, directory: Path, device: torch.device | None = None) -> CudaKernels:
+        """Load the cubin of an engine directory that fits `device`.
+
+        Raises
+        ------
+        KernelError
+            If the directory has none for this GPU, naming those it has.
+        """
+        device = cuda_device(device)
+        major, minor = torch.cuda.get_device_capability(device)
+        available = cubin_architectures(directory)
+        arch = choose_architecture(available, 10 * major + minor)
+        return cls(cubin_path(directory, arch).read_bytes(), device)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the kernels."""
+        return sorted(self._kernels)
+
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: ctypes.Structure,
+        shared_bytes: int = 0,
+        overlap: bool = False,
+    ) -> None:
+        """Launch a kernel on PyTorch's current stream of the device, which may be capturing a graph.
+
+        Makes the device current in the calling thread.
+
+        Parameters
+        ----------
+        grid : tuple of int
+            Blocks in x, y and z.
+        threads : int
+            Threads of a block.
+        arguments : ctypes.Structure
+            Copied during the call. The memory that its pointers name must outlive the launch, and every replay of a
+            graph that holds it.
+        shared_bytes : int
+            Dynamic shared memory of a block.
+        overlap : bool
+            Start while the kernel before it on the stream ends: only for kernels that follow plugins/common/overlap.cuh.
+            Without effect below compute capability 9.0.
+
+        Raises
+        ------
+        KernelError
+            If there is no such kernel, `arguments` has another size than its struct, or the driver refuses the launch
+            or reports the failure of an earlier one.
+        """
+        kernel = self._find(name, arguments)
+        what = f"{name}, grid {grid}, {threads} threads, {shared_bytes} bytes of dynamic shared memory"
+        self._call("cuCtxSetCurrent", self._context, what=what)
+        if shared_bytes > kernel.shared_bytes:
+            limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._call("cuFuncSetAttribute", kernel.function, limit, shared_bytes, what=what)
+            kernel.shared_bytes = shared_bytes
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        if overlap and self._overlaps:
+            config = self._overlapping(grid, threads, shared_bytes, stream)
+            self._call("cuLaunchKernelEx", config, kernel.function, ctypes.addressof(parameters), 0, what=what)
+        else:
+            launch = (*grid, threads, 1, 1, shared_bytes, stream, ctypes.addressof(parameters), 0)
+            self._call("cuLaunchKernel", kernel.function, *launch, what=what)
+
+    def _overlapping(self, grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int) -> Any:
+        attribute = self._driver.CUlaunchAttribute()
+        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config = self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared_bytes
+        config.hStream = stream
+        config.attrs, config.numAttrs = [attribute], 1
+        return config
+
+    def _find(self, name: str, arguments: ctypes.Structure) -> _Kernel:
+        kernel = self._kernels.get(name)
+        if kernel is None:
+            raise KernelError(f"kernel {name!r} is not among {', '.join(self.names) or 'none'}; {REBUILD}")
+        if ctypes.sizeof(arguments) != kernel.argument_bytes:
+            raise KernelError(
+                f"{type(arguments).__name__} has {ctypes.sizeof(arguments)} bytes: {name} takes {kernel.argument_bytes}; "
+                f"make both list the same fields, or {REBUILD} if it is of another version"
+            )
+        return kernel
+
+    def _load(self, image: bytes) -> dict[str, _Kernel]:
+        """Load all kernels now: a kernel that is loaded by its first launch would disturb the capture of a graph."""
+        code = ctypes.create_string_buffer(image, len(image))
+        library = self._call("cuLibraryLoadData", ctypes.addressof(code), [], [], 0, [], [], 0)
+        count = self._call("cuLibraryGetKernelCount", library)
+        kernels = {}
+        for handle in self._call("cuLibraryEnumerateKernels", count, library) if count else []:
+            name = self._call("cuKernelGetName", handle).decode()
+            kernels[name] = self._describe(name, self._call("cuKernelGetFunction", handle, what=name))
+        return kernels
+
+    def _describe(self, name: str, function: Any) -> _Kernel:
+        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        static_bytes = self._call("cuFuncGetAttribute", attribute, function, what=name)
+        found = [self._driver.cuFuncGetParamInfo(function, number) for number in range(2)]
+        success = self._driver.CUresult.CUDA_SUCCESS
+        if [status == success for status, *_ in found] != [True, False]:
+            raise KernelError(f"kernel {name} takes not exactly one parameter; pass one struct, by value")
+        _, _offset, argument_bytes = found[0]
+        return _Kernel(function, argument_bytes, DEFAULT_SHARED_BYTES - static_bytes)
+
+    def _call(self, function: str, *arguments: Any, what: str = "") -> Any:
+        """Call a function of the driver; returns its result, or raises KernelError with the driver's own words."""
+        status, *results = getattr(self._driver, function)(*arguments)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            self._fail(function, status, what)
+        return results[0] if results else None
+
+    def _fail(self, function: str, status: Any, what: str) -> NoReturn:
+        _, name = self._driver.cuGetErrorName(status)
+        _, text = self._driver.cuGetErrorString(status)
+        words = ": ".join(part.decode() for part in (name, text) if part) or str(status)
+        about = f" ({what})" if what else ""
+        remedy = ""
+        if status == self._driver.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU:
+            major, minor = torch.cuda.get_device_capability(self.device)
+            remedy = f"; the cubin is of another architecture: build with --cuda_archs {major}{minor}"
+        raise KernelError(f"{function} failed on {self.device}{about}: {words}{remedy}")
+
+
+def cuda_device(device: torch.device | None = None) -> torch.device:
+    """A CUDA device with its index; None or no index: the current one. Raises KernelError if PyTorch sees no such GPU."""
+    if device is not None and device.type != "cuda":
+        raise KernelError(f"device = {str(device)!r}: must be a CUDA device; kernels of the GPU run nowhere else")
+    if not torch.cuda.is_available():
+        raise KernelError(
+            "PyTorch sees no CUDA device: install NVIDIA's driver and a CUDA build of torch, or build the engine with "
+            "--device cpu"
+        )
+    index = torch.cuda.current_device() if device is None or device.index is None else device.index
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise KernelError(f"device = 'cuda:{index}': must be below cuda:{count}; PyTorch sees {count} GPUs")
+    return torch.device("cuda", index)
+
+
+def cubin_path(directory: Path, arch: int) -> Path:
+    """Where an engine directory keeps the cubin of an architecture."""
+    return directory / KERNELS_FOLDER / f"sm_{arch}.cubin"
+
+
+def cubin_architectures(directory: Path) -> list[int]:
+    """Architectures that an engine directory holds cubins of, ascending."""
+    names = [path.stem.removeprefix("sm_") for path in (directory / KERNELS_FOLDER).glob("sm_*.cubin")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def choose_architecture(available: Sequence[int], capability: int) -> int:
+    """The cubin that runs on a GPU: same major version, highest minor version that is not above the GPU's.
+
+    Parameters
+    ----------
+    available : sequence of int
+        Architectures that cubins exist for: 90 is 9.0.
+    capability : int
+        The GPU's compute capability, 10 × major + minor.
+
+    Raises
+    ------
+    KernelError
+        If none runs there.
+    """
+    fitting = [arch for arch in available if arch // 10 == capability // 10 and arch <= capability]
+    if not fitting:
+        held = ", ".join(f"sm_{arch}" for arch in available) or "none"
+        raise KernelError(
+            f"the engine's kernels are compiled for {held}; this GPU is sm_{capability}: build the engine again with "
+            f"--cuda_archs {capability}"
+        )
+    return max(fitting)
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise KernelError(f"cuda-python is missing ({error}): pip install 'kvseek[cuda]'") from None
+    return driver

@@ -1,0 +1,181 @@
+"""The row pool in host memory: pinned, so that kernels read rows through unified virtual addressing and copies overlap."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import EXTENT_TOKENS
+from .errors import CapacityError, KernelError
+
+PINNED_RESERVE_BYTES = 1 << 30  # left to the system: pinned pages cannot be swapped or reclaimed
+CGROUP_LIMITS = (  # limit, usage and statistics of the control group's memory: version 2, version 1
+    ("/sys/fs/cgroup", "memory.max", "memory.current"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+
+
+class HostPool:
+    """Rows of the layers that lie in host memory, one address range.
+
+    Attributes
+    ----------
+    rows : Tensor [extents, layers, G, 1024, 2, D], on the CPU
+        K then V of each token and KV head. Pinned memory is freed when the last tensor over it is.
+    device_pointer : int
+        Where kernels find `rows`; on the CPU, where the tensor lies.
+    pinned : bool
+        Whether a CUDA device can read the rows.
+    """
+
+    def __init__(
+        self, extents: int, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate the pool for kernels of `device`: pinned if that is a CUDA device.
+
+        Raises
+        ------
+        CapacityError
+            If host memory does not suffice.
+        """
+        shape = (extents, layers, kv_heads, EXTENT_TOKENS, 2, head_dim)
+        self.pinned = device.type == "cuda" and math.prod(shape) > 0  # the driver allocates no empty ranges
+        self._row_bytes = 2 * head_dim * dtype.itemsize
+        if self.pinned:
+            buffer, self.device_pointer = _pin(math.prod(shape) * dtype.itemsize, device)
+            self.rows = torch.frombuffer(buffer, dtype=dtype).view(shape)
+        else:
+            self.rows = _pageable(shape, dtype)
+            self.device_pointer = self.rows.data_ptr()
+
+    def write(self, extent: int, first_layer: int, inside: slice, rows: Tensor) -> None:
+        """Copy rows to positions `inside` of an extent, in layers first_layer, first_layer + 1, ...
+
+        Parameters
+        ----------
+        rows : Tensor [layers, G, tokens, 2, D]
+            On the CPU, or, into pinned memory, on the device: then the copy runs on the current stream, by a copy engine,
+            and the rows of all (layer, KV head) must be equally spaced.
+        """
+        layers = slice(first_layer, first_layer + rows.shape[0])
+        target = self.rows[extent, layers, :, inside]
+        if target.shape != rows.shape or target.dtype != rows.dtype:
+            raise ValueError(f"rows {tuple(rows.shape)} {rows.dtype}: must be {tuple(target.shape)} {target.dtype}")
+        if not target.numel():
+            return
+        if self.pinned:
+            self._copy_from_device(target, rows)
+        else:
+            target.copy_(rows)
+
+    def _copy_from_device(self, target: Tensor, rows: Tensor) -> None:
+        # In an extent the runs of all layers and heads have one distance: one strided copy moves them all.
+        runs = rows.view(rows.shape[0] * rows.shape[1], -1)
+        width = runs.shape[1] * runs.element_size()
+        driver = _driver()
+        copy = driver.CUDA_MEMCPY2D()
+        copy.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        copy.srcDevice = runs.data_ptr()
+        copy.srcPitch = max(width, runs.stride(0) * runs.element_size())  # of a single run, any stride will do
+        copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_HOST
+        copy.dstHost = target.data_ptr()
+        copy.dstPitch = EXTENT_TOKENS * self._row_bytes
+        copy.WidthInBytes, copy.Height = width, runs.shape[0]
+        _check(driver.cuMemcpy2DAsync(copy, _current_stream(rows)), "copying rows to the row pool")
+
+
+def available_bytes() -> int:
+    """Host memory that can be allocated now, in bytes: what the system and the process's control group leave."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    for folder, limit_file, usage_file in CGROUP_LIMITS:
+        group = Path(folder)
+        if not (group / limit_file).is_file():
+            continue
+        limit = (group / limit_file).read_text(encoding="ascii").strip()
+        if limit != "max":
+            used = int((group / usage_file).read_text(encoding="ascii")) - _file_cache(group / "memory.stat")
+            available = min(available, max(0, int(limit) - used))
+    return available
+
+
+def _file_cache(statistics: Path) -> int:
+    """Bytes of cached files that a control group is charged with; the system drops them when memory is asked for."""
+    counts = dict(line.split() for line in statistics.read_text(encoding="ascii").splitlines())
+    return sum(int(counts[name]) for name in ("active_file", "inactive_file"))
+
+
+def _refusal(size: int, reason: str) -> CapacityError:
+    return CapacityError(
+        f"the row pool needs {size:,} bytes of host memory, {available_bytes():,} are available ({reason}); "
+        "lower cache.kv_cache_host_memory_bytes, max_batch_size or max_seq_len"
+    )
+
+
+def _pageable(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    try:
+        return torch.empty(shape, dtype=dtype)
+    except RuntimeError as error:
+        raise _refusal(math.prod(shape) * dtype.itemsize, str(error).splitlines()[0]) from None
+
+
+def _pin(size: int, device: torch.device) -> tuple[ctypes.Array[ctypes.c_byte], int]:
+    """Allocate pinned memory: a buffer that frees it when it is collected, and its address on the device."""
+    if size + PINNED_RESERVE_BYTES > available_bytes():  # the driver would fill all of it and the system kill a process
+        raise _refusal(size, f"{PINNED_RESERVE_BYTES:,} of them stay free")
+    driver = _driver()
+    _check(driver.cuInit(0), "starting the CUDA driver")
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    (gpu,) = _check(driver.cuDeviceGet(ordinal), f"opening CUDA device {ordinal}")
+    (context,) = _check(driver.cuDevicePrimaryCtxRetain(gpu), f"opening CUDA device {ordinal}")
+    _check(driver.cuCtxPushCurrent(context), "entering the CUDA context")
+    try:
+        flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
+        status, host = driver.cuMemHostAlloc(size, flags)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise _refusal(size, f"cuMemHostAlloc: {_name(status)}")
+        (pointer,) = _check(driver.cuMemHostGetDevicePointer(host, 0), "mapping the row pool into the device")
+    finally:
+        driver.cuCtxPopCurrent()
+    buffer = (ctypes.c_byte * size).from_address(int(host))
+    # Not at exit: a thread may still be decoding then, and the end of the process frees everything.
+    weakref.finalize(buffer, _free, int(host), context).atexit = False
+    return buffer, int(pointer)
+
+
+def _free(host: int, context: Any) -> None:
+    """Free pinned memory once the device has done with it; runs in whatever thread drops the last reference."""
+    driver = _driver()
+    driver.cuCtxPushCurrent(context)
+    driver.cuCtxSynchronize()
+    driver.cuMemFreeHost(host)
+    driver.cuCtxPopCurrent()
+
+
+def _driver() -> Any:
+    """The CUDA driver's bindings; imported late, because only CUDA engines need the package."""
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _current_stream(rows: Tensor) -> Any:
+    return _driver().CUstream(torch.cuda.current_stream(rows.device).cuda_stream)
+
+
+def _check(result: tuple[Any, ...], what: str) -> tuple[Any, ...]:
+    """What a driver call returns after its status; raises KernelError unless that is success."""
+    status, *values = result
+    if status != _driver().CUresult.CUDA_SUCCESS:
+        raise KernelError(f"{what}: {_name(status)}; check the device with nvidia-smi")
+    return tuple(values)
+
+
+def _name(status: Any) -> str:
+    return str(getattr(status, "name", status))

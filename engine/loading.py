@@ -1,0 +1,205 @@
+"""From an engine directory to a decoder: on the CPU, or on a GPU whose memory is divided first (docs/gpu.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kvseek.plugins.base import DeviceIndex, Index, IndexContext
+from kvseek.plugins.registry import METHODS, get_method
+
+from . import bfloat16
+from .cache import Cache
+from .config import EXTENT_TOKENS, EngineConfig
+from .errors import CapacityError, ConfigError, KvseekError
+from .kernels import LIBRARY_FILE, CpuLibrary
+from .manifest import CODEBOOKS_FILE
+from .memory import ExtentTable, extents_for
+from .memory_plan import MemoryPlan, plan_memory
+from .model import Decoder
+from .weights import load_weights
+
+if TYPE_CHECKING:
+    from .cuda import CudaKernels
+
+GIB = 1 << 30
+
+
+def load_decoder(directory: Path, config: EngineConfig) -> Decoder:
+    """Load the decoder of an engine directory onto the device of its configuration; raises as `Engine.load`."""
+    path = directory / CODEBOOKS_FILE
+    codebooks = load_file(path) if path.exists() else {}
+    return (_load_cuda if config.device == "cuda" else _load_cpu)(directory, config, codebooks)
+
+
+def _load_cpu(directory: Path, config: EngineConfig, codebooks: dict[str, Tensor]) -> Decoder:
+    device, dtype = torch.device("cpu"), getattr(torch, config.dtype)
+    if not bfloat16.usable() and dtype is torch.bfloat16:
+        raise KvseekError(
+            "dtype = 'bfloat16': this processor cannot multiply it; build the engine with --dtype float32"
+        )
+    library = CpuLibrary(directory / LIBRARY_FILE) if config.kernels == "native" else None
+    cache = Cache(config, dtype, device)
+    indexes = create_indexes(config, cache, codebooks, library)
+    weights = load_weights(directory, dtype, device)
+    return Decoder(config, weights, cache, indexes, library)
+
+
+def _load_cuda(directory: Path, config: EngineConfig, codebooks: dict[str, Tensor]) -> Decoder:
+    from .cuda import CudaKernels
+    from .device_cache import DeviceCache
+    from .device_decoder import DeviceDecoder
+
+    kernels = CudaKernels.load(directory)
+    device, dtype = kernels.device, getattr(torch, config.dtype)
+    try:
+        weights = load_weights(directory, dtype, device)
+        plan = plan_device_memory(config, weights, codebooks, kernels)
+        cache = DeviceCache(config, dtype, device, plan.device_row_bytes)
+        indexes = device_indexes(create_indexes(config, cache, codebooks, None, kernels))
+        decoder = DeviceDecoder(config, weights, cache, indexes, kernels)
+        decoder.prepare()
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise CapacityError(
+            f"device memory: the engine does not fit on {device} ({free / GIB:.2f} of {total / GIB:.2f} GiB are free): "
+            f"{str(error).splitlines()[0]} Stop what else runs there, or lower max_batch_size, max_seq_len, "
+            "prefill_chunk_tokens or cache.kv_cache_device_memory_bytes"
+        ) from None
+    return decoder
+
+
+def create_indexes(
+    config: EngineConfig,
+    cache: Cache,
+    codebooks: dict[str, Tensor],
+    library: CpuLibrary | None,
+    cuda: CudaKernels | None = None,
+) -> list[Index]:
+    """One index per layer of the configured method over the cache's retrieval regions; for the GPU with `cuda` given."""
+    window = cache.window
+    contexts = _contexts(config, cache.extents, cache.lengths, window.dtype, window.device, codebooks, library, cuda)
+    method = get_method(config.method)
+    return [method.create(context) for context in contexts]
+
+
+def _contexts(
+    config: EngineConfig,
+    extents: ExtentTable,
+    lengths: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    codebooks: dict[str, Tensor],
+    library: CpuLibrary | None,
+    cuda: CudaKernels | None,
+) -> list[IndexContext]:
+    """What each layer's index is built for."""
+    model, settings = config.model, get_method(config.method).configure(config.method_config)
+    shared: dict[str, Any] = {}
+    return [
+        IndexContext(
+            layer=layer,
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            scaling=model.head_dim**-0.5,
+            config=settings,
+            codebooks=codebooks,
+            extents=extents,
+            lengths=lengths,
+            dtype=dtype,
+            device=device,
+            library=library,
+            cuda=cuda,
+            shared=shared,
+        )
+        for layer in range(model.num_layers)
+    ]
+
+
+def device_indexes(indexes: Sequence[Index]) -> list[DeviceIndex]:
+    """The indexes, once it is known that kernels of the GPU can use them.
+
+    Raises
+    ------
+    ConfigError
+        If the method has no index for the GPU, naming those that have.
+    """
+    found = [index for index in indexes if isinstance(index, DeviceIndex)]
+    if len(found) < len(indexes):
+        methods = ", ".join(methods_for_device(indexes[0].context)) or "none"
+        name = type(indexes[0]).__name__
+        raise ConfigError(
+            f"method: {name} does not run with device = 'cuda'; choose one of {methods}, or build with --device cpu"
+        )
+    return found
+
+
+def methods_for_device(context: IndexContext) -> list[str]:
+    """Methods whose index, with default settings, is one for the GPU of `context`."""
+    names = []
+    for name in METHODS:
+        method = get_method(name)
+        settings = method.configure({})
+        small = dataclasses.replace(
+            context, config=settings, codebooks=method.codebooks(settings, context.head_dim), shared={}
+        )
+        try:
+            if isinstance(method.create(small), DeviceIndex):
+                names.append(name)
+        except (KvseekError, torch.OutOfMemoryError):
+            continue  # not for this shape, so no advice
+    return names
+
+
+def plan_device_memory(
+    config: EngineConfig, weights: dict[str, Tensor], codebooks: dict[str, Tensor], kernels: CudaKernels
+) -> MemoryPlan:
+    """Divide what the GPU has free, the loaded weights included; raises CapacityError with the bytes of each part.
+
+    What a method allocates is measured rather than asked for: its indexes and the attentions are made twice, for pools of
+    one and of two extents, and thrown away.
+    """
+    from .work_space import work_bytes
+
+    device, dtype = kernels.device, getattr(torch, config.dtype)
+    one, two = (_index_bytes(config, dtype, codebooks, kernels, capacity) for capacity in (1, 2))
+    per_extent = two - one
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    weight_bytes = sum(tensor.nbytes for tensor in weights.values())
+    return plan_memory(
+        config,
+        dtype,
+        device_bytes=free + torch.cuda.memory_allocated(device),
+        weight_bytes=weight_bytes,
+        work_bytes=work_bytes(config, dtype) + max(0, one - per_extent),
+        index_bytes_per_token=per_extent / config.model.num_layers / EXTENT_TOKENS,
+    )
+
+
+def _index_bytes(
+    config: EngineConfig, dtype: torch.dtype, codebooks: dict[str, Tensor], kernels: CudaKernels, capacity: int
+) -> int:
+    """Bytes of the indexes and attentions of all layers for a pool of `capacity` extents."""
+    from .device_decoder import make_attentions
+
+    device, slots = kernels.device, config.max_batch_size + 1
+    gc.collect()  # indexes of one engine refer to each other
+    before = torch.cuda.memory_allocated(device)
+    extents = ExtentTable(slots, extents_for(config.max_seq_len), capacity, device)
+    contexts = _contexts(config, extents, [0] * slots, dtype, device, codebooks, None, kernels)
+    method = get_method(config.method)
+    indexes = device_indexes([method.create(context) for context in contexts])
+    attentions = make_attentions(config, kernels, indexes, extents.device_table, dtype)
+    used = torch.cuda.memory_allocated(device) - before
+    del indexes, attentions, contexts
+    gc.collect()
+    return used

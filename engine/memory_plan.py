@@ -1,0 +1,191 @@
+"""What fits where: how many extents the row pool gets, and which layers have their rows on the device.
+
+Rows of a layer lie either all on the device or all in host memory: the first `device_layers` layers on the device.
+docs/memory.md has the rules and examples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .config import EXTENT_TOKENS, EngineConfig
+from .errors import CapacityError
+from .memory import extents_for
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The row pool.
+
+    Attributes
+    ----------
+    capacity : int
+        Extents.
+    device_layers : int
+        Layers whose rows lie on the device.
+    host_layers : int
+        The others.
+    layer_bytes : int
+        Of one extent in one layer.
+    """
+
+    capacity: int
+    device_layers: int
+    host_layers: int
+    layer_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of rows on the device."""
+        return self.capacity * self.device_layers * self.layer_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of rows in host memory."""
+        return self.capacity * self.host_layers * self.layer_bytes
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Device memory of an engine, in bytes.
+
+    `device_row_bytes` is what DeviceCache takes: the most that rows may use, of which `rows.device_bytes` are used.
+    """
+
+    rows: RowPlan
+    device_row_bytes: int
+    weight_bytes: int
+    index_bytes: int
+    window_bytes: int
+    work_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        """All of it."""
+        return self.rows.device_bytes + self.weight_bytes + self.index_bytes + self.window_bytes + self.work_bytes
+
+
+def extents_wanted(config: EngineConfig) -> int:
+    """Extents that max_batch_size requests of max_seq_len tokens occupy."""
+    return config.max_batch_size * extents_for(max(0, config.max_seq_len - config.cache.sink))
+
+
+def layer_extent_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
+    """Bytes of one extent's rows in one layer."""
+    return config.model.num_kv_heads * EXTENT_TOKENS * 2 * config.model.head_dim * dtype.itemsize
+
+
+def window_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
+    """Bytes of the window of all layers and slots, that of padding requests included."""
+    model = config.model
+    rows = model.num_layers * (config.max_batch_size + 1) * model.num_kv_heads * config.cache.window
+    return rows * 2 * model.head_dim * dtype.itemsize
+
+
+def plan_rows(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int | None) -> RowPlan:
+    """Decide where the rows go.
+
+    `offload` "always" puts no layer on the device, "never" all; "auto" chooses the number of layers that gives the most
+    extents, and of those the largest. The budgets of the configuration limit the extents; they never raise.
+
+    Parameters
+    ----------
+    device_row_bytes : int or None
+        Device memory that rows may use; None: as much as kv_cache_device_memory_bytes allows.
+
+    Raises
+    ------
+    CapacityError
+        If a budget has no room for one extent, or, with "never", the rows exceed `device_row_bytes`.
+    """
+    layers, cache = config.model.num_layers, config.cache
+    choices = {"always": [0], "never": [layers], "auto": list(range(layers + 1))}[cache.offload]
+    plans = [_plan(config, dtype, device_layers, device_row_bytes) for device_layers in choices]
+    best = max(plans, key=lambda plan: (plan.capacity, plan.device_layers))
+    if best.capacity == 0 and extents_wanted(config) > 0:
+        raise CapacityError(
+            f"one extent of {EXTENT_TOKENS} tokens needs {layers * best.layer_bytes:,} bytes of rows in {layers} layers; "
+            f"cache.kv_cache_host_memory_bytes = {cache.kv_cache_host_memory_bytes}, "
+            f"cache.kv_cache_device_memory_bytes = {cache.kv_cache_device_memory_bytes}, cache.offload = {cache.offload!r}: "
+            "raise the budget"
+        )
+    if device_row_bytes is not None and best.device_bytes > device_row_bytes:
+        raise CapacityError(
+            f"cache.offload = 'never' needs {best.device_bytes:,} bytes of rows on the device, {device_row_bytes:,} are "
+            "free; choose offload 'auto', or lower kv_cache_device_memory_bytes, max_batch_size or max_seq_len"
+        )
+    return best
+
+
+def _plan(config: EngineConfig, dtype: torch.dtype, device_layers: int, device_row_bytes: int | None) -> RowPlan:
+    """The most extents with rows of `device_layers` layers on the device."""
+    cache, layer_bytes = config.cache, layer_extent_bytes(config, dtype)
+    host_layers = config.model.num_layers - device_layers
+    budgets = [(cache.kv_cache_host_memory_bytes, host_layers), (cache.kv_cache_device_memory_bytes, device_layers)]
+    if cache.offload == "auto":  # with "never" too little free memory is an error, not a smaller pool
+        budgets.append((device_row_bytes, device_layers))
+    capacity = extents_wanted(config)
+    for budget, layers in budgets:
+        if budget is not None and layers:
+            capacity = min(capacity, budget // (layers * layer_bytes))
+    return RowPlan(capacity, device_layers, host_layers, layer_bytes)
+
+
+def plan_memory(
+    config: EngineConfig,
+    dtype: torch.dtype,
+    *,
+    device_bytes: int,
+    weight_bytes: int,
+    work_bytes: int,
+    index_bytes_per_token: float,
+) -> MemoryPlan:
+    """Divide device memory among weights, windows, work space, index and rows.
+
+    Parameters
+    ----------
+    device_bytes : int
+        All that the engine may use, weights included.
+    work_bytes : int
+        For activations of prefill units and decode graphs.
+    index_bytes_per_token : float
+        Index.bytes_per_token: of one layer.
+
+    Raises
+    ------
+    CapacityError
+        If the parts do not fit, with the bytes of each; or as `plan_rows`.
+    """
+    windows = window_bytes(config, dtype)
+    free = device_bytes - weight_bytes - work_bytes - windows
+
+    def index_bytes(capacity: int) -> int:
+        return round(config.model.num_layers * index_bytes_per_token * EXTENT_TOKENS) * capacity
+
+    # The index grows with the extents and leaves the rest to rows. Fewer bytes never give more extents, so the index of
+    # the second plan fits in what the first one's index takes.
+    most = _plan_within(config, dtype, max(0, free))
+    left = max(0, free - index_bytes(most.capacity))
+    rows = _plan_within(config, dtype, left)
+    plan = MemoryPlan(rows, left, weight_bytes, index_bytes(rows.capacity), windows, work_bytes)
+    if plan.device_bytes > device_bytes:
+        raise _does_not_fit(plan, device_bytes)
+    return plan
+
+
+def _plan_within(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int) -> RowPlan:
+    """As plan_rows, but rows that offload "never" has no room for are left to the caller's sum of all parts."""
+    return plan_rows(config, dtype, None if config.cache.offload == "never" else device_row_bytes)
+
+
+def _does_not_fit(plan: MemoryPlan, device_bytes: int) -> CapacityError:
+    tokens = plan.rows.capacity * EXTENT_TOKENS
+    remedy = "" if plan.rows.host_layers else "choose offload 'auto', or "
+    return CapacityError(
+        f"device memory: weights {plan.weight_bytes:,}, windows {plan.window_bytes:,}, work space {plan.work_bytes:,}, index of "
+        f"{tokens:,} tokens {plan.index_bytes:,} and rows {plan.rows.device_bytes:,} are {plan.device_bytes:,} bytes, "
+        f"{device_bytes:,} are available; {remedy}lower max_batch_size, max_seq_len, prefill_chunk_tokens or "
+        "kv_cache_host_memory_bytes (it limits the tokens that are indexed)"
+    )

@@ -1,0 +1,92 @@
+// Machine instructions that CUDA C++ has no function for, one wrapper each.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace kvseek {
+
+// Read-only loads that leave the L1 cache alone: a row is used once. The address is a multiple of the size.
+__device__ __forceinline__ uint4 load_once_16(const void* from) {
+    uint4 x;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from));
+    return x;
+}
+
+__device__ __forceinline__ uint2 load_once_8(const void* from) {
+    uint2 x;
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from));
+    return x;
+}
+
+__device__ __forceinline__ unsigned load_once_4(const void* from) {
+    unsigned x;
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(x) : "l"(from));
+    return x;
+}
+
+// Copy 16 bytes from global to shared memory, past the registers and the L1 cache. Copies are waited for in groups.
+__device__ __forceinline__ void copy_async_16(void* to, const void* from) {
+    asm volatile(
+        "cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(to))),
+        "l"(from)
+        : "memory");
+}
+
+__device__ __forceinline__ void close_copy_group() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Wait until no more than `PENDING` of this thread's groups, the youngest, are under way.
+template <int PENDING>
+__device__ __forceinline__ void await_copy_groups() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit numbers from shared memory; lane i gives the address of row i % 8 of matrix i / 8. With
+// g = lane / 4 and t = lane % 4, x[m] holds numbers (g, 2t) and (g, 2t+1) of matrix m.
+__device__ __forceinline__ void load_matrices(unsigned (&x)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
+                 : "memory");
+}
+
+// The same, transposed: x[m] holds numbers (2t, g) and (2t+1, g) of matrix m.
+__device__ __forceinline__ void load_matrices_transposed(unsigned (&x)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
+                 : "memory");
+}
+
+// 2^x in one instruction, to 2 units in the last place; 2^-infinity is 0.
+__device__ __forceinline__ float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// c += a b on tensor cores: a [16, 16] by rows, b [16, 8] by columns, c [16, 8] in float32. A register of a or b holds
+// two numbers. With g = lane / 4 and t = lane % 4: a0..a3 are rows g, g+8, g, g+8 and columns 2t, 2t+1 (a0, a1) or
+// 2t+8, 2t+9 (a2, a3); b0, b1 are rows 2t, 2t+1 and 2t+8, 2t+9 of column g; c0..c3 are row g (c0, c1) or g+8 (c2, c3)
+// and columns 2t, 2t+1.
+__device__ __forceinline__ void multiply_16x8x16(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                                                 unsigned b0, unsigned b1, __nv_bfloat16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void multiply_16x8x16(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                                                 unsigned b0, unsigned b1, __half) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+}  // namespace kvseek

@@ -1,0 +1,24 @@
+// Programmatic dependent launch (compute capability 9.0 and later): a kernel may start while the one before it ends.
+//
+// A kernel that is launched with overlap (CudaKernels.launch) must call await_earlier_kernels in every thread, before it
+// reads anything that a kernel of this step wrote and before it writes anything at all: what it waits for is the end of
+// the kernel before it, which waited for the one before that.
+#pragma once
+
+namespace kvseek {
+
+// Wait until the kernels before this one have ended and their results are visible.
+__device__ __forceinline__ void await_earlier_kernels() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Let the next kernel's blocks start as soon as every block of this one has come here: they find room beside it.
+__device__ __forceinline__ void allow_later_kernels() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace kvseek

@@ -1,0 +1,242 @@
+"""ParisKV on the GPU: the reference's arrays, filled and searched by CUDA kernels (ParisKV paper, section 4)."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvseek.engine.config import EXTENT_TOKENS
+from kvseek.engine.errors import KernelError
+from kvseek.plugins.base import DeviceIndex, IndexContext, Selection
+from kvseek.plugins.batch import DeviceBatch
+from kvseek.plugins.common.group import GROUP_REDUCTIONS
+
+from .config import Config
+from .reference import CENTROIDS, ReferenceIndex
+
+MIN_DIM = 64  # smallest rotated vector of the kernels: two coordinates a thread of a warp
+MAX_DIM = 256
+SCORES = 256  # bins of a histogram of votes
+ENCODE_WARPS = 8
+COUNT_THREADS, SCAN_THREADS, RERANK_THREADS, TOP_THREADS = 256, 1024, 256, 512
+CHUNKS_OF_SCAN = 4  # parts of a region that one block of the scan takes, and one block of the rerank each
+LARGE_TABLE, SMALL_TABLE = 128 << 10, 64 << 10  # bytes of shared memory that the scan fills with copies of the votes
+TOP_BLOCKS_PER_PROCESSOR = 3  # likewise of the top-k; at most MOST_TOP_BLOCKS a task
+MOST_TOP_BLOCKS = 40
+COUNT_KEYS = 4096  # keys that one block of the counting kernel takes at least
+
+
+class EncodeArguments(ctypes.Structure):
+    """Arguments of kvseek_pariskv_encode and _count, as in encode.cu."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "ids", "codes", "weights", "counts", "table")),
+        *((name, c_void_p) for name in ("signs", "levels", "thresholds")),
+        *((name, c_int64) for name in ("head_stride", "token_stride")),
+        *((name, c_int32) for name in ("kv_heads", "tokens", "first", "alpha")),
+    )
+
+
+class SelectArguments(ctypes.Structure):
+    """Arguments of the kernels of a selection, as in select.cuh."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("queries", "requests", "table", "ids", "codes", "weights", "counts")),
+        *((name, c_void_p) for name in ("signs", "levels", "lanes", "votes", "totals", "chunk_totals")),
+        *((name, c_void_p) for name in ("scores", "candidates", "estimates", "keys", "normalisers")),
+        *((name, c_void_p) for name in ("best_keys", "best_positions", "finished", "rows")),
+        *((name, c_int32) for name in ("kv_heads", "max_extents", "top_k", "chunks", "top_blocks")),
+        ("scaling", c_float),
+    )
+
+
+class Workspace:
+    """Intermediate results of a selection. Layers run one after another, so one workspace serves all of them.
+
+    What grows with a region lies in extents, as the index does: 9 + 4 x lanes bytes per token and KV head, once and not
+    per layer. The rest is kept for each batch size, for captured graphs hold its addresses.
+    """
+
+    def __init__(self, context: IndexContext, lanes: int, dim: int) -> None:
+        self._context, self._lanes, self._dim = context, lanes, dim
+        rows = (context.extents.capacity, context.num_kv_heads, EXTENT_TOKENS)
+        new = self._empty
+        self.scores, self.candidates = new(rows, torch.uint8), new(rows, torch.int32)
+        self.estimates, self.keys = new((*rows, lanes), torch.float32), new(rows, torch.int32)
+        self._by_tasks: dict[int, dict[str, Any]] = {}
+
+    def __call__(self, batch: int, top_k: int, multiprocessors: int) -> dict[str, Any]:
+        """Arrays and grid sizes for a batch, by their names in SelectArguments."""
+        tasks = batch * self._context.num_kv_heads
+        if tasks not in self._by_tasks:
+            self._by_tasks[tasks] = self._for_tasks(tasks, top_k, multiprocessors)
+        return self._by_tasks[tasks]
+
+    def _for_tasks(self, tasks: int, top_k: int, multiprocessors: int) -> dict[str, Any]:
+        chunks = CHUNKS_OF_SCAN * max(1, multiprocessors // tasks)
+        top_blocks = min(MOST_TOP_BLOCKS, max(1, TOP_BLOCKS_PER_PROCESSOR * multiprocessors // tasks))
+        blocks, new = self._dim // 8, self._empty
+        return {
+            "chunks": chunks,
+            "top_blocks": top_blocks,
+            "lanes": new((tasks, self._lanes, self._dim), torch.float32),
+            "votes": new((tasks, blocks // 4, CENTROIDS, 4, vote_bytes(self._lanes)), torch.uint8),
+            "totals": new((tasks, SCORES), torch.int32),
+            "chunk_totals": new((tasks, chunks, SCORES), torch.int32),
+            "normalisers": new((tasks, chunks, self._lanes, 2), torch.float32),
+            "best_keys": new((tasks, top_blocks, top_k), torch.int32),
+            "best_positions": new((tasks, top_blocks, top_k), torch.int32),
+            "finished": torch.zeros(tasks, dtype=torch.int32, device=self._context.device),
+        }
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._context.device)
+
+
+class CudaIndex(DeviceIndex):
+    """The index of one layer. Ids, codes, counts, votes and candidates are the reference's to the bit.
+
+    Estimates differ from it by the rounding of weighted codes to float16 (5e-4 of a term), so a row near the k-th place
+    may differ.
+    """
+
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context)
+        self.reference = ReferenceIndex(context)  # owns the arrays
+        self.config: Config = context.config
+        assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
+        self._kernels = context.cuda
+        dim = self.reference.padded_dim
+        _check(context, dim)
+        self._lanes = 1 if self.config.group_reduce == "mean" else context.group_size
+        if "pariskv" not in context.shared:
+            context.shared["pariskv"] = Workspace(context, self._lanes, dim)
+        self.workspace: Workspace = context.shared["pariskv"]
+        major, _ = torch.cuda.get_device_capability(context.device)
+        self._table_bytes = LARGE_TABLE if major in (9, 10) else SMALL_TABLE  # as scan.cu chooses it
+
+    @property
+    def bytes_per_token(self) -> float:
+        """See ReferenceIndex.bytes_per_token."""
+        return self.reference.bytes_per_token
+
+    def plan(self, length: int) -> tuple[int, ...]:
+        """Keys that earn tiers, and candidates (`budget` and `candidates` of select.cuh)."""
+        if length == 0:
+            return (0, 0)
+        rho, beta = self.config.schedule(length)
+        return math.ceil(rho * length), min(length, max(self.config.top_k, math.ceil(beta * length)))
+
+    def attended(self, length: int) -> int:
+        """Rows of a region that a KV head attends to."""
+        return min(self.config.top_k, length)
+
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
+        """See Index.build; the queries are not used."""
+        self.reference.counts[slot].zero_()
+        if keys.shape[1]:
+            self.stage(slot, 0, keys)
+            self.commit(slot, 0, keys.shape[1])
+
+    def stage(self, slot: int, start: int, keys: Tensor) -> None:
+        """See DeviceIndex.stage: ids, codes and weights; no kernel reads them before `lengths` counts them."""
+        if keys.dtype is not self.context.dtype or not keys.is_cuda or keys.stride(-1) != 1:
+            limit = f"{self.context.dtype} on the GPU with neighbouring numbers in memory"
+            raise KernelError(f"keys: {keys.dtype} on {keys.device}, strides {keys.stride()}: must be {limit}")
+        arguments = self._encode_arguments(slot, start, keys.shape[1])
+        arguments.keys = keys.data_ptr()
+        arguments.head_stride, arguments.token_stride = keys.stride(0), keys.stride(1)
+        blocks = min(-(-keys.shape[1] // ENCODE_WARPS), 16 * self._kernels.multiprocessors)
+        self._kernels.launch(
+            "kvseek_pariskv_encode", (blocks, self.context.num_kv_heads, 1), ENCODE_WARPS * 32, arguments
+        )
+
+    def commit(self, slot: int, start: int, count: int) -> None:
+        """See DeviceIndex.commit: the counts of centroids, which every step reads."""
+        blocks = min(-(-count // COUNT_KEYS), 2 * self._kernels.multiprocessors)
+        arguments = self._encode_arguments(slot, start, count)
+        self._kernels.launch("kvseek_pariskv_count", (blocks, self.context.num_kv_heads, 1), COUNT_THREADS, arguments)
+
+    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> Tensor:
+        """See DeviceIndex.launch_select: four kernels. Rows ascend by position."""
+        heads, top_k = self.context.num_kv_heads, self.config.top_k
+        scratch = self.workspace(batch.size, top_k, self._kernels.multiprocessors)
+        rows = torch.empty((batch.size, heads, top_k), dtype=torch.int32, device=queries.device)
+        arguments = self._select_arguments(queries, batch, scratch, rows)
+        tasks, chunks = batch.size * heads, scratch["chunks"]
+        self._launch("vote", (self.reference.blocks, tasks), 32 * self._lanes, arguments)
+        self._launch("scan", (chunks // CHUNKS_OF_SCAN, tasks), SCAN_THREADS, arguments, self._table_bytes)
+        self._launch("rerank", (chunks, tasks), RERANK_THREADS, arguments)
+        self._launch("top", (scratch["top_blocks"], tasks), TOP_THREADS, arguments)
+        return rows
+
+    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
+        """See Index.select."""
+        if queries.dtype is not self.context.dtype or not queries.is_cuda:
+            limit = f"{self.context.dtype} on the GPU, as the index was made for"
+            raise KernelError(f"queries: {queries.dtype} on {queries.device}: must be {limit}")
+        return super().select(queries, slots)
+
+    def _launch(
+        self, kernel: str, grid: tuple[int, int], threads: int, arguments: SelectArguments, shared_bytes: int = 0
+    ) -> None:
+        self._kernels.launch(f"kvseek_pariskv_{kernel}", (*grid, 1), threads, arguments, shared_bytes, overlap=True)
+
+    def _encode_arguments(self, slot: int, start: int, tokens: int) -> EncodeArguments:
+        index, extents = self.reference, self.context.extents
+        return EncodeArguments(
+            **_pointers(index, "ids", "codes", "weights", "signs", "levels", "thresholds"),
+            counts=index.counts[slot].data_ptr(),
+            table=extents.device_table[slot].data_ptr(),
+            kv_heads=self.context.num_kv_heads,
+            tokens=tokens,
+            first=start,
+            alpha=self.config.alpha_correction,
+        )
+
+    def _select_arguments(
+        self, queries: Tensor, batch: DeviceBatch, scratch: dict[str, Any], rows: Tensor
+    ) -> SelectArguments:
+        arrays = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in scratch.items()}
+        return SelectArguments(
+            **arrays,
+            **_pointers(self.reference, "ids", "codes", "weights", "counts", "signs", "levels"),
+            **_pointers(self.workspace, "scores", "candidates", "estimates", "keys"),
+            queries=queries.data_ptr(),
+            requests=batch.requests.data_ptr(),
+            table=batch.table.data_ptr(),
+            rows=rows.data_ptr(),
+            kv_heads=self.context.num_kv_heads,
+            max_extents=batch.table.shape[1],
+            top_k=self.config.top_k,
+            scaling=self.context.scaling,
+        )
+
+
+def vote_bytes(lanes: int) -> int:
+    """Bytes that hold a byte of votes for each lane: 4, 8 or 16."""
+    return 4 if lanes <= 4 else 8 if lanes <= 8 else 16
+
+
+def _pointers(owner: object, *names: str) -> dict[str, int]:
+    return {name: getattr(owner, name).data_ptr() for name in names}
+
+
+def cuda_defines(config: Config, head_dim: int, group_size: int) -> dict[str, int]:
+    """Macros that layout.cuh expects."""
+    return {
+        "PARISKV_LANES": 1 if config.group_reduce == "mean" else group_size,
+        "PARISKV_REDUCTION": GROUP_REDUCTIONS.index(config.group_reduce),
+    }
+
+
+def _check(context: IndexContext, dim: int) -> None:
+    limit = f"from {MIN_DIM // 2 + 1} to {MAX_DIM}"
+    if not MIN_DIM <= dim <= MAX_DIM:
+        raise KernelError(f"ParisKV on the GPU: head_dim = {context.head_dim}: must be {limit}; use --device cpu")

@@ -1,0 +1,371 @@
+// ParisKV, third kernel of a selection: collect the candidates, and estimate their q·k from 4-bit codes (paper, 4.2, 4.3).
+//
+// Its blocks share a task's extents as those of the scan do, so what the scan counted per block tells each block where
+// its candidates go: the list ascends by position without a sort, and a block reranks what it collected.
+//
+// The estimates of 16 candidates and all lanes are one small matrix product, done by the tensor cores. Their operands
+// are float16: a code times its weight is rounded once, and a query is split into a rounded part and the rest, in
+// neighbouring columns, so it keeps 22 bits. Which coordinate stands in which place of the product is free as long as
+// both operands agree: thread t of a quad takes the t-th quarter of a key, as it lies in memory.
+#include "select.cuh"
+
+namespace kvseek {
+namespace pariskv {
+
+constexpr int RERANK_THREADS = 256;
+constexpr int RERANK_WARPS = RERANK_THREADS / WARP;
+constexpr int TILE = 16;                            // candidates of a matrix product
+constexpr int UNIT_KEYS = 16 * WARP;                // keys whose votes a warp reads at a time
+constexpr int UNITS = EXTENT_TOKENS / UNIT_KEYS;    // of an extent
+constexpr int STEPS = DIM / 16;                     // matrix products that add up to an estimate
+constexpr int COLUMN_TILES = (2 * LANES + 7) / 8;   // of 8 columns: two a lane
+constexpr int QUARTER = DIM / 4;                    // coordinates of a thread of a quad
+
+// A quarter of a key: codes and weights.
+struct Quarter {
+    unsigned codes[QUARTER / 8];
+    unsigned weights[QUARTER / 16];
+
+    __device__ __forceinline__ void load(const SelectArguments& a, long long row, int quarter) {
+        copy(codes, a.codes + row * CODE_BYTES + quarter * sizeof(codes));
+        copy(weights, a.weights + row * BLOCKS + quarter * (BLOCKS / 4));
+    }
+
+    // Coordinates 4 step .. 4 step + 3 of the quarter, weighted, as two pairs. `own` is the thread's offset in a row.
+    __device__ __forceinline__ void decode(const unsigned (*pairs)[WARP], unsigned own, int step, unsigned& low,
+                                           unsigned& high) const {
+        const __half2 weight = __half2half2(reinterpret_cast<const __half*>(weights)[step / 2]);
+        low = weighted(pairs, own, 2 * step, weight);
+        high = weighted(pairs, own, 2 * step + 1, weight);
+    }
+
+  private:
+    __device__ __forceinline__ unsigned weighted(const unsigned (*pairs)[WARP], unsigned own, int byte, __half2 weight) const {
+        // A product of bytes takes one of the word's four and turns it into the offset of its row.
+        const unsigned offset = __dp4a(codes[byte / 4], static_cast<unsigned>(sizeof(*pairs)) << 8 * (byte % 4), own);
+        const unsigned char* row = reinterpret_cast<const unsigned char*>(pairs) + offset;
+        const __half2 product = __hmul2(*reinterpret_cast<const __half2*>(row), weight);
+        return *reinterpret_cast<const unsigned*>(&product);
+    }
+
+    template <int N>
+    __device__ __forceinline__ static void copy(unsigned (&to)[N], const void* from) {
+        if constexpr (N % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < N / 4; i++) {
+                const uint4 four = __ldg(static_cast<const uint4*>(from) + i);
+                to[4 * i] = four.x, to[4 * i + 1] = four.y, to[4 * i + 2] = four.z, to[4 * i + 3] = four.w;
+            }
+        } else if constexpr (N == 2) {
+            const uint2 two = __ldg(static_cast<const uint2*>(from));
+            to[0] = two.x, to[1] = two.y;
+        } else {
+            static_assert(N == 1, "a quarter is 1, 2, 4 or 8 words");
+            to[0] = __ldg(static_cast<const unsigned*>(from));
+        }
+    }
+};
+
+// d += a b, 16 x 16 by 16 x 8: a from keys (rows), b from queries (columns).
+__device__ __forceinline__ void multiply(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, uint2 b) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
+}
+
+// A query number's float16 part (even columns), or what is missing to it (odd columns).
+__device__ __forceinline__ __half part_of(float number, bool rest) {
+    const __half rounded = __float2half_rn(number);
+    return rest ? __float2half_rn(number - __half2float(rounded)) : rounded;
+}
+
+// This thread's share of the queries: column threadIdx % 32 / 4 of each tile, its quarter's coordinates.
+__device__ __forceinline__ void load_columns(const SelectArguments& a, uint2 (&columns)[COLUMN_TILES][STEPS]) {
+    const int column = threadIdx.x % WARP / 4, quarter = threadIdx.x % 4;
+#pragma unroll
+    for (int tile = 0; tile < COLUMN_TILES; tile++) {
+        const int lane = tile * 4 + column / 2;
+        const float* query = a.lanes + (static_cast<long long>(blockIdx.y) * LANES + lane) * DIM + quarter * QUARTER;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            __half2 pairs[2] = {};
+            if (lane < LANES) {
+                const float4 four = *reinterpret_cast<const float4*>(query + 4 * step);
+                const bool rest = column % 2;
+                pairs[0] = __halves2half2(part_of(four.x, rest), part_of(four.y, rest));
+                pairs[1] = __halves2half2(part_of(four.z, rest), part_of(four.w, rest));
+            }
+            columns[tile][step].x = *reinterpret_cast<const unsigned*>(&pairs[0]);
+            columns[tile][step].y = *reinterpret_cast<const unsigned*>(&pairs[1]);
+        }
+    }
+}
+
+// Largest exponent, and sum of 2 to the exponents relative to it.
+struct Normaliser {
+    float largest, sum;
+
+    __device__ __forceinline__ void clear() { largest = -INFINITE, sum = 0.0f; }
+    __device__ __forceinline__ void add(float first, float second) {  // -infinity adds nothing; not both
+        const float all = fmaxf(largest, fmaxf(first, second));
+        sum = sum * power_of_two(largest - all) + power_of_two(first - all) + power_of_two(second - all);
+        largest = all;
+    }
+    __device__ __forceinline__ void merge(float other_largest, float other_sum) {
+        const float both = fmaxf(largest, other_largest);
+        if (both == -INFINITE) return;
+        sum = sum * power_of_two(largest - both) + other_sum * power_of_two(other_largest - both);
+        largest = both;
+    }
+};
+
+// Candidates that lie before a place in the list: keys above the threshold, and keys that just reach it.
+struct Counts {
+    int above, ties;
+};
+
+struct RerankMemory {
+    unsigned pairs[256][WARP];  // two neighbouring coordinates by the byte of their codes, once for each thread of a warp
+    Counts counts[RERANK_WARPS];
+    Normaliser normalisers[RERANK_WARPS][COLUMN_TILES * 4];
+};
+
+__device__ __forceinline__ void fill_pairs(const SelectArguments& a, unsigned (*pairs)[WARP]) {
+    auto level = [&](unsigned code) { return __float2half_rn(code & 8 ? -a.levels[code & 7] : a.levels[code & 7]); };
+    for (unsigned byte = threadIdx.x / WARP; byte < 256; byte += RERANK_WARPS) {
+        const __half2 pair = __halves2half2(level(byte & 15), level(byte >> 4));
+        pairs[byte][threadIdx.x % WARP] = *reinterpret_cast<const unsigned*>(&pair);
+    }
+}
+
+// The votes of this thread's 16 keys: bit 7 of a byte is set if its key is above the threshold, or just reaches it.
+struct Verdict {
+    unsigned above[4], ties[4];
+
+    // Packed: keys above in the low half, ties in the high half.
+    __device__ __forceinline__ int count() const {
+        unsigned high = 0, equal = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            high = __dp4a(above[i], 0x01010101u, high);
+            equal = __dp4a(ties[i], 0x01010101u, equal);
+        }
+        return static_cast<int>(high >> 7 | equal << 9);
+    }
+};
+
+// Which keys of a chunk are candidates, and their places in the list.
+struct Collector {
+    const SelectArguments& a;
+    const Task& task;
+    int threshold, ties_wanted, first_unit;
+
+    __device__ __forceinline__ int position(int unit) const {
+        return (first_unit + unit) * UNIT_KEYS + threadIdx.x % WARP * 16;
+    }
+
+    __device__ __forceinline__ Verdict judge(int unit) const {
+        const int first = position(unit);
+        const uint4 votes = *reinterpret_cast<const uint4*>(a.scores + task.row(a, first));
+        const unsigned words[4] = {votes.x, votes.y, votes.z, votes.w};
+        Verdict verdict;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            unsigned above, reached;
+            if constexpr (6 * BLOCKS < 128) {  // so a sum of votes and what is missing to 128 stays in its byte
+                above = words[i] + (127 - threshold) * 0x01010101u;
+                reached = words[i] + (128 - threshold) * 0x01010101u;
+            } else {
+                above = __vcmpgtu4(words[i], threshold * 0x01010101u);
+                reached = __vcmpgeu4(words[i], threshold * 0x01010101u);
+            }
+            const int left = task.length() - first - 4 * i;
+            const unsigned valid = left >= 4 ? 0x80808080u : left <= 0 ? 0 : 0x80808080u >> 8 * (4 - left);
+            verdict.above[i] = above & valid;
+            verdict.ties[i] = reached & ~above & valid;
+        }
+        return verdict;
+    }
+
+    // Counts of the warp's units first .. last - 1.
+    __device__ __forceinline__ Counts count(int first, int last) const {
+        int above = 0, ties = 0;
+#pragma unroll 2
+        for (int unit = first; unit < last; unit++) {
+            const int both = judge(unit).count();
+            above += both & 0xffff, ties += both >> 16;
+        }
+#pragma unroll
+        for (int mask = 1; mask < WARP; mask *= 2) {
+            above += __shfl_xor_sync(EVERYONE, above, mask);
+            ties += __shfl_xor_sync(EVERYONE, ties, mask);
+        }
+        return {above, ties};
+    }
+
+    // Write the positions of candidates among the warp's units, which begin at `before`.
+    __device__ __forceinline__ void write(int first, int last, Counts before) const {
+        const int lane = threadIdx.x % WARP;
+        for (int unit = first; unit < last; unit++) {
+            const Verdict verdict = judge(unit);
+            const int own = verdict.count();
+            int sum = own;
+#pragma unroll
+            for (int step = 1; step < WARP; step *= 2) {
+                const int other = __shfl_up_sync(EVERYONE, sum, step);
+                if (lane >= step) sum += other;
+            }
+            int above = before.above + ((sum - own) & 0xffff), ties = before.ties + ((sum - own) >> 16);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                for (unsigned left = verdict.above[i] | verdict.ties[i]; left != 0; left &= left - 1) {
+                    const int bit = __ffs(left) - 1;
+                    const bool better = verdict.above[i] >> bit & 1;
+                    if (better || ties < ties_wanted)
+                        a.candidates[task.row(a, above + min(ties, ties_wanted))] = position(unit) + 4 * i + bit / 8;
+                    above += better, ties += !better;
+                }
+            }
+            const int all = __shfl_sync(EVERYONE, sum, WARP - 1);
+            before.above += all & 0xffff, before.ties += all >> 16;
+        }
+    }
+
+    // Candidates among the keys that are counted.
+    __device__ __forceinline__ int taken(Counts counts) const { return counts.above + min(counts.ties, ties_wanted); }
+};
+
+// Candidates in the chunks before this one, from what the scan counted; every thread gets it.
+__device__ __forceinline__ Counts count_before(const SelectArguments& a, int task, int threshold) {
+    const int* totals = a.chunk_totals + static_cast<long long>(task) * a.chunks * SCORES;
+    int above = 0, reached = 0;
+    for (int chunk = threadIdx.x % WARP; chunk < blockIdx.x; chunk += WARP) {
+        above += totals[chunk * SCORES + threshold + 1];
+        reached += totals[chunk * SCORES + threshold];
+    }
+#pragma unroll
+    for (int mask = 1; mask < WARP; mask *= 2) {
+        above += __shfl_xor_sync(EVERYONE, above, mask);
+        reached += __shfl_xor_sync(EVERYONE, reached, mask);
+    }
+    return {above, reached - above};
+}
+
+// Estimate candidates first .. last - 1 of the list for all lanes, 16 a warp at a time.
+__device__ __forceinline__ void estimate(const SelectArguments& a, const Task& task, const unsigned (*pairs)[WARP],
+                                         const uint2 (&columns)[COLUMN_TILES][STEPS], int first, int last,
+                                         Normaliser (&own)[COLUMN_TILES]) {
+    if (first >= last) return;
+    const int lane = threadIdx.x % WARP, quarter = lane % 4, line = lane / 4;
+    long long row;     // of the tile's first candidate: tiles lie inside one extent
+    int positions[2];  // rows of the product: line and line + 8
+    auto look_up = [&](int tile) {
+        row = task.row(a, tile);
+#pragma unroll
+        for (int i = 0; i < 2; i++)  // places outside of first .. last - 1 repeat a candidate, for nothing
+            positions[i] = a.candidates[row + max(first, min(tile + line + 8 * i, last - 1)) - tile];
+    };
+    int tile = first / TILE * TILE + threadIdx.x / WARP * TILE;
+    if (tile < last) look_up(tile);
+    for (; tile < last; tile += RERANK_WARPS * TILE) {
+        Quarter keys[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) keys[i].load(a, task.row(a, positions[i]), quarter);
+        float* estimates = a.estimates + row * LANES;
+        if (tile + RERANK_WARPS * TILE < last) look_up(tile + RERANK_WARPS * TILE);
+        float sums[COLUMN_TILES][4] = {};
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            unsigned a0, a1, a2, a3;
+            keys[0].decode(pairs, 4 * lane, step, a0, a2);
+            keys[1].decode(pairs, 4 * lane, step, a1, a3);
+#pragma unroll
+            for (int c = 0; c < COLUMN_TILES; c++) multiply(sums[c], a0, a1, a2, a3, columns[c][step]);
+        }
+        const bool valid[2] = {tile + line >= first && tile + line < last, tile + line + 8 >= first && tile + line + 8 < last};
+#pragma unroll
+        for (int c = 0; c < COLUMN_TILES; c++) {
+            const int query = c * 4 + quarter;
+            if (query >= LANES || !(valid[0] || valid[1])) continue;
+            float exponents[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float value = sums[c][2 * i] + sums[c][2 * i + 1];
+                if (valid[i]) estimates[(line + 8 * i) * LANES + query] = value;
+                exponents[i] = valid[i] ? value * (a.scaling * LOG2_E) : -INFINITE;
+            }
+            if (REDUCTION != MEAN) own[c].add(exponents[0], exponents[1]);
+        }
+    }
+}
+
+// Merge the threads' normalisers and store the block's.
+__device__ __forceinline__ void store_normalisers(const SelectArguments& a, const Task& task, RerankMemory& memory,
+                                                  Normaliser (&own)[COLUMN_TILES]) {
+    const int quarter = threadIdx.x % 4, line = threadIdx.x % WARP / 4;
+#pragma unroll
+    for (int c = 0; c < COLUMN_TILES; c++) {
+#pragma unroll
+        for (int mask = 4; mask < WARP; mask *= 2) {
+            const float largest = __shfl_xor_sync(EVERYONE, own[c].largest, mask);
+            const float sum = __shfl_xor_sync(EVERYONE, own[c].sum, mask);
+            own[c].merge(largest, sum);
+        }
+        if (line == 0) memory.normalisers[threadIdx.x / WARP][c * 4 + quarter] = own[c];
+    }
+    __syncthreads();
+    if (threadIdx.x < LANES) {
+        Normaliser all;
+        all.clear();
+        for (int w = 0; w < RERANK_WARPS; w++)
+            all.merge(memory.normalisers[w][threadIdx.x].largest, memory.normalisers[w][threadIdx.x].sum);
+        const long long chunk = static_cast<long long>(task.number) * a.chunks + blockIdx.x;
+        a.normalisers[chunk * LANES + threadIdx.x] = make_float2(all.largest, all.sum);
+    }
+}
+
+}  // namespace pariskv
+}  // namespace kvseek
+
+// grid: chunks, tasks
+extern "C" __global__ void __launch_bounds__(kvseek::pariskv::RERANK_THREADS)
+    kvseek_pariskv_rerank(const __grid_constant__ kvseek::pariskv::SelectArguments a) {
+    using namespace kvseek;
+    using namespace kvseek::pariskv;
+    __shared__ RerankMemory memory;
+    static_assert(RERANK_THREADS == SCORES, "one entry a thread");
+    fill_pairs(a, memory.pairs);
+    const Task task(a);
+    await_earlier_kernels();
+    allow_later_kernels();
+    if (task.idle()) return;
+    const Share extents((task.length() + EXTENT_TOKENS - 1) / EXTENT_TOKENS, a.chunks, blockIdx.x);
+    Normaliser own[COLUMN_TILES];
+#pragma unroll
+    for (int c = 0; c < COLUMN_TILES; c++) own[c].clear();
+    if (extents.first < extents.last) {  // the same for the whole block
+        uint2 columns[COLUMN_TILES][STEPS];
+        load_columns(a, columns);
+        // The threshold is the highest score that enough keys reach; of those that just reach it, the first are taken.
+        const int* totals = a.totals + task.number * SCORES;
+        const int wanted = task.candidates();
+        const int threshold = __syncthreads_count(totals[threadIdx.x] >= wanted) - 1;
+        const Collector collector{a, task, threshold, wanted - totals[threshold + 1], extents.first * UNITS};
+        const Counts before = count_before(a, task.number, threshold);
+        const int warp = threadIdx.x / WARP;
+        const Share units((extents.last - extents.first) * UNITS, RERANK_WARPS, warp);
+        memory.counts[warp] = collector.count(units.first, units.last);
+        __syncthreads();
+        Counts here = before, after = before;
+#pragma unroll
+        for (int w = 0; w < RERANK_WARPS; w++) {
+            after.above += memory.counts[w].above, after.ties += memory.counts[w].ties;
+            if (w < warp) here = after;
+        }
+        collector.write(units.first, units.last, here);
+        __syncthreads();
+        estimate(a, task, memory.pairs, columns, collector.taken(before), collector.taken(after), own);
+    }
+    if (REDUCTION != MEAN) store_normalisers(a, task, memory, own);
+}

@@ -1,0 +1,109 @@
+"""A four-region cache of random rows on the GPU or in host memory, and what attention over it should give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvseek.engine.attention import attend_reference
+from kvseek.engine.cache import LayerCache
+from kvseek.engine.config import EXTENT_TOKENS
+from kvseek.engine.memory import ExtentTable
+from kvseek.plugins.base import Selection
+from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+
+POISON = float("nan")  # what memory that must not be read holds
+
+
+class RandomCache:
+    """One layer's window and row pool. Whatever no request may read is NaN.
+
+    Parameters
+    ----------
+    lengths : sequence of int
+        Retrieval tokens of each slot. One slot more is for padding requests.
+    window_rows, sink : int
+        Rows of the window and of its sink.
+    host_rows : bool
+        Keep the row pool in pinned host memory.
+    layers : int
+        Layers of the pool; this layer is the last, so that the stride between extents is not the least one.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        kv_heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        window_rows: int = 88,
+        sink: int = 16,
+        host_rows: bool = False,
+        layers: int = 2,
+    ) -> None:
+        self.lengths, self.kv_heads, self.dim = list(lengths), kv_heads, dim
+        self.sink, self.ring, self.device = sink, window_rows - sink, device
+        needed = [-(-length // EXTENT_TOKENS) for length in lengths]
+        self.extents = ExtentTable(len(lengths) + 1, max(1, *needed), sum(needed) + 1, device)
+        for slot in reversed(range(len(lengths))):  # not the order in which attention meets them
+            self.extents.reserve(slot, lengths[slot])
+        pool = (self.extents.capacity, layers, kv_heads, EXTENT_TOKENS, 2, dim)
+        memory = torch.device("cpu") if host_rows else device
+        self.pool = torch.full(pool, POISON, dtype=dtype, device=memory, pin_memory=host_rows and device.type == "cuda")
+        self.rows = self.pool[:, layers - 1]
+        for slot, length in enumerate(lengths):
+            values = torch.randn(kv_heads, length, 2, dim, device=device).to(dtype)
+            self.extents.write(self.rows, slot, 0, values)
+        self.window = torch.full((len(lengths) + 1, kv_heads, window_rows, 2, dim), POISON, dtype=dtype, device=device)
+
+    def request(
+        self, slot: int, sink_rows: int, ring_first: int, ring_rows: int, position: int, dense: bool
+    ) -> RequestState:
+        """Fill the valid window rows of a slot, poison the others, and describe the request."""
+        window = self.window[slot]
+        window.fill_(POISON)
+        ring = (torch.arange(ring_first, ring_first + ring_rows) % self.ring) + self.sink
+        valid = torch.cat((torch.arange(sink_rows), ring)).to(self.device)
+        fresh = torch.randn(self.kv_heads, len(valid), 2, self.dim, device=self.device)
+        window[:, valid] = fresh.to(window.dtype)
+        return RequestState(7, slot, position, 0, sink_rows, ring_first, ring_rows, self.lengths[slot], dense)
+
+    def padding(self) -> RequestState:
+        """What fills up a graph's bucket: the last slot, one window row, no retrieval rows."""
+        slot = len(self.lengths)
+        self.window[slot, :, 0] = 1.0
+        return RequestState(0, slot, 0, 0, 1, 0, 0, 0, True)
+
+    def batch(self, requests: Sequence[RequestState]) -> DeviceBatch:
+        """Requests as kernels read them."""
+        return DeviceBatch(pack(requests).to(self.device), self.extents.device_table)
+
+    def select(self, requests: Sequence[RequestState], entries: int) -> Tensor:
+        """Random positions, ascending, -1 at the end: int32 [batch, G, entries]."""
+        rows = torch.full((len(requests), self.kv_heads, entries), -1, dtype=torch.int32)
+        for number, request in enumerate(requests):
+            for head in range(self.kv_heads):
+                chosen = torch.randperm(request.length)[:entries].sort().values.int()
+                rows[number, head, : len(chosen)] = chosen
+        return rows.to(self.device)
+
+    def expected(
+        self, queries: Tensor, requests: Sequence[RequestState], selected: Tensor | None, scaling: float
+    ) -> Tensor:
+        """What the reference gives in float32: [batch, H, D] on the CPU."""
+        window, rows = self.window.float().cpu(), self.rows.float().cpu()
+        out = []
+        for number, request in enumerate(requests):
+            window_tokens = torch.tensor([(request.sink_rows, request.ring_first, request.ring_rows)])
+            length = torch.tensor([request.length])
+            layer = LayerCache([request.slot], window, window_tokens, rows, self.extents.table, length, self.sink)
+            if request.dense or selected is None:
+                selection = Selection.everything([request.length], self.kv_heads, torch.device("cpu"))
+            else:
+                selection = Selection(selected[number, None].cpu(), 1, (0,))
+            out.append(attend_reference(queries[number, None].float().cpu(), selection, layer, scaling))
+        return torch.cat(out)

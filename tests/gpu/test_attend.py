@@ -1,0 +1,272 @@
+"""The attention kernel of the GPU against the reference, in all the places where rows may lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu.conftest import MakeKernels
+from gpu.random_cache import POISON, RandomCache
+from kvseek.plugins.batch import RequestState, pack
+from kvseek.plugins.common.device_attend import DeviceAttention
+
+pytestmark = pytest.mark.gpu
+
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative, by norm
+KV_HEADS, ENTRIES = 2, 100
+LENGTHS = (0, 1, 7, 100, 1023, 1024, 1025, 5000)
+# Sink rows, first ring row, ring rows; the sink has 16 rows, the ring 72.
+WINDOWS = ((1, 0, 0), (16, 0, 1), (16, 0, 50), (16, 30, 42), (16, 30, 72), (16, 71, 5), (16, 71, 72), (9, 0, 0))
+SHAPES = [
+    ("bfloat16", 128, 4),
+    ("bfloat16", 128, 1),
+    ("bfloat16", 128, 8),
+    ("bfloat16", 128, 12),
+    ("bfloat16", 64, 3),
+    ("bfloat16", 96, 16),
+    ("bfloat16", 256, 2),
+    ("bfloat16", 256, 11),
+    ("float16", 128, 5),
+    ("float16", 64, 16),
+    ("float16", 32, 7),
+    ("float32", 128, 4),
+    ("float32", 64, 3),
+    ("float32", 96, 1),
+    ("float32", 128, 13),
+    ("float32", 256, 6),
+]
+
+
+def make_attention(
+    kernels: MakeKernels, cache: RandomCache, group: int, entries: int = ENTRIES, **options: Any
+) -> DeviceAttention:
+    """Attention over a cache, with poisoned scratch memory."""
+    dtype = cache.window.dtype
+    options = {"max_batch": 16, "slots": cache.window.shape[0], **options}
+    attention = DeviceAttention(
+        kernels(str(dtype).removeprefix("torch."), cache.dim, group),
+        num_heads=cache.kv_heads * group,
+        kv_heads=cache.kv_heads,
+        head_dim=cache.dim,
+        dtype=dtype,
+        window_rows=cache.window.shape[2],
+        sink=cache.sink,
+        entries=entries,
+        scaling=cache.dim**-0.5,
+        device=cache.device,
+        **options,
+    )
+    attention.scratch.partials.fill_(POISON)
+    attention.scratch.statistics.fill_(POISON)
+    if attention.hot_rows is not None:
+        attention.hot_rows.fill_(POISON)
+    return attention
+
+
+def make_queries(cache: RandomCache, batch: int, group: int) -> Tensor:
+    """Queries whose attention is neither flat nor on a single row."""
+    queries = 2 * torch.randn(batch, cache.kv_heads * group, cache.dim, device=cache.device)
+    return queries.to(cache.window.dtype)
+
+
+def run(
+    attention: DeviceAttention,
+    cache: RandomCache,
+    queries: Tensor,
+    requests: Sequence[RequestState],
+    selected: Tensor | None,
+) -> Tensor:
+    """One launch into a poisoned output."""
+    out = torch.full_like(queries, POISON)
+    pointer, stride = cache.rows.data_ptr(), cache.rows.stride(0)
+    return attention.launch(queries, cache.batch(requests), cache.window, pointer, stride, selected, out)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Relative error by norm; NaN if anything is."""
+    return float((found.float().cpu() - expected).norm() / expected.norm())
+
+
+def check(
+    attention: DeviceAttention,
+    cache: RandomCache,
+    group: int,
+    requests: Sequence[RequestState],
+    selected: Tensor | None,
+) -> None:
+    queries = make_queries(cache, len(requests), group)
+    found = run(attention, cache, queries, requests, selected)
+    expected = cache.expected(queries, requests, selected, cache.dim**-0.5)
+    for number, request in enumerate(requests):
+        assert error(found[number], expected[number]) <= LIMITS[queries.dtype], request
+
+
+@pytest.mark.parametrize("host_rows", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize(("dtype", "dim", "group"), SHAPES)
+def test_matches_the_reference(
+    dtype: str, dim: int, group: int, host_rows: bool, kernels: MakeKernels, device: torch.device
+) -> None:
+    """Every length with every state of the window; selected, dense and padding requests in one batch."""
+    torch.manual_seed(dim + group)
+    cache = RandomCache(
+        LENGTHS, kv_heads=KV_HEADS, dim=dim, dtype=getattr(torch, dtype), device=device, host_rows=host_rows
+    )
+    attention = make_attention(kernels, cache, group)
+    for dense in (0, 3):
+        requests = [
+            cache.request(slot, *WINDOWS[(slot + dense) % len(WINDOWS)], position=50 + slot, dense=slot % 3 == dense)
+            for slot in range(len(LENGTHS))
+        ]
+        requests = [*requests, cache.padding(), cache.padding()]
+        selected = cache.select(requests, ENTRIES)
+        selected[[request.dense for request in requests]] = 2**30  # must not be read
+        check(attention, cache, group, requests, selected)
+        check(attention, cache, group, requests, None)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("entries", [0, ENTRIES, 600])
+@pytest.mark.parametrize("splits", [None, 1, 3, 96])
+def test_any_number_of_splits(
+    dtype: str, entries: int, splits: int | None, kernels: MakeKernels, device: torch.device
+) -> None:
+    torch.manual_seed(1)
+    cache = RandomCache(
+        (2500, 900), kv_heads=KV_HEADS, dim=64, dtype=getattr(torch, dtype), device=device, window_rows=700, sink=60
+    )
+    attention = make_attention(kernels, cache, 3, entries, splits=splits)
+    requests = [cache.request(0, 60, 600, 640, 9, False), cache.request(1, 60, 3, 637, 8, False)]
+    selected = cache.select(requests, entries) if entries else None
+    for batch in (requests, requests[:1], requests[::-1]):
+        rows = None if selected is None else selected[[request.slot for request in batch]]
+        check(attention, cache, 3, batch, rows)
+
+
+@pytest.mark.parametrize("host_rows", [False, True], ids=["device", "host"])
+def test_long_context(host_rows: bool, kernels: MakeKernels, device: torch.device) -> None:
+    torch.manual_seed(2)
+    cache = RandomCache((70000, 3), kv_heads=1, dim=128, dtype=torch.bfloat16, device=device, host_rows=host_rows)
+    attention = make_attention(kernels, cache, 4)
+    for dense in (False, True):
+        requests = [cache.request(0, 16, 70, 40, 70056, dense), cache.request(1, 16, 3, 40, 59, dense)]
+        check(attention, cache, 4, requests, cache.select(requests, ENTRIES))
+
+
+def test_batch_of_sixty_four(kernels: MakeKernels, device: torch.device) -> None:
+    torch.manual_seed(3)
+    lengths = [37 * slot % 1200 for slot in range(64)]
+    cache = RandomCache(lengths, kv_heads=1, dim=64, dtype=torch.bfloat16, device=device, window_rows=40, layers=1)
+    attention = make_attention(kernels, cache, 3, max_batch=64)
+    requests = [cache.request(slot, 16, slot % 24, 1 + slot % 24, slot, slot % 5 == 0) for slot in range(64)]
+    check(attention, cache, 3, requests, cache.select(requests, ENTRIES))
+
+
+def test_a_request_without_rows_gives_zeros(kernels: MakeKernels, device: torch.device) -> None:
+    cache = RandomCache((0,), kv_heads=KV_HEADS, dim=64, dtype=torch.bfloat16, device=device)
+    attention = make_attention(kernels, cache, 3)
+    found = run(attention, cache, make_queries(cache, 1, 3), [cache.request(0, 0, 0, 0, 0, True)], None)
+    assert found.count_nonzero() == 0  # NaN is not zero
+
+
+def drift(selected: Tensor, length: int, share: float) -> Tensor:
+    """Replace about `share` of the positions of a selection, which stays ascending and without repetition."""
+    changed = selected.clone()
+    for rows in changed.view(-1, changed.shape[-1]):
+        kept = rows[rows >= 0]
+        kept = kept[torch.rand(len(kept), device=kept.device) > share]
+        free = torch.ones(length, dtype=torch.bool, device=kept.device)
+        free[kept.long()] = False
+        candidates = free.nonzero().flatten()
+        count = int((rows >= 0).sum()) - len(kept)
+        fresh = candidates[torch.randperm(len(candidates), device=kept.device)[:count]]
+        merged = torch.cat((kept, fresh.int())).sort().values
+        rows.fill_(-1)[: len(merged)] = merged
+    return changed
+
+
+@pytest.mark.parametrize(("dtype", "dim", "group"), [("bfloat16", 128, 4), ("bfloat16", 256, 11), ("float32", 128, 13)])
+@pytest.mark.parametrize("entries", [5, ENTRIES, 300])
+def test_hot_rows_change_nothing_but_where_rows_come_from(
+    dtype: str, dim: int, group: int, entries: int, kernels: MakeKernels, device: torch.device
+) -> None:
+    torch.manual_seed(4)
+    lengths = (3000, 1500, 40)  # the last has fewer rows than entries, so -1 fills its list
+    cache = RandomCache(lengths, kv_heads=KV_HEADS, dim=dim, dtype=getattr(torch, dtype), device=device, host_rows=True)
+    counters = torch.zeros(2, dtype=torch.int64, device=device)
+    warm = make_attention(kernels, cache, group, entries, counters=counters)
+    cold = make_attention(kernels, cache, group, entries, hot_rows=False)
+    requests = [cache.request(slot, 16, 3, 60, 76 + slot, False) for slot in range(3)]
+    selected = cache.select(requests, entries)
+    held: dict[int, Tensor] = {}
+    for step in range(6):
+        batch = [
+            replace(request, position=request.position + step, dense=request.slot == 1 and step == 3)
+            for request in requests
+            if not (request.slot == 2 and step == 2)  # not in every batch
+        ]
+        rows = selected[[request.slot for request in batch]]
+        queries = make_queries(cache, len(batch), group)
+        counters.zero_()
+        found = run(warm, cache, queries, batch, rows)
+        assert torch.equal(found, run(cold, cache, queries, batch, rows)), step
+        hits = misses = 0
+        for number, request in enumerate(batch):
+            if request.dense:
+                continue
+            before = held.get(request.slot) if step not in (3, 4) or request.slot == 0 else None
+            for head in range(KV_HEADS):
+                own = rows[number, head][rows[number, head] >= 0]
+                hot = int(torch.isin(own, before[head]).sum()) if before is not None else 0
+                hits, misses = hits + hot, misses + len(own) - hot
+            held[request.slot] = rows[number]
+        if step not in (3, 4):  # a step left out leaves both buffers older than `held` tells
+            assert counters.tolist() == [hits, misses], step
+        selected = torch.stack([drift(selected[slot], lengths[slot], 0.3) for slot in range(3)])
+
+
+def test_forgotten_rows_are_read_again(kernels: MakeKernels, device: torch.device) -> None:
+    torch.manual_seed(5)
+    cache = RandomCache((500, 500), kv_heads=KV_HEADS, dim=64, dtype=torch.float32, device=device)
+    attention = make_attention(kernels, cache, 3)
+    requests = [cache.request(slot, 16, 0, 40, 556, False) for slot in range(2)]
+    selected = cache.select(requests, ENTRIES)
+    check(attention, cache, 3, requests, selected)
+    cache.rows.mul_(-1)  # another request has the slots
+    attention.forget(0)
+    attention.forget(1)
+    check(attention, cache, 3, [replace(request, position=557) for request in requests], selected)
+
+
+def test_replays_read_what_varies_from_memory(kernels: MakeKernels, device: torch.device) -> None:
+    torch.manual_seed(6)
+    cache = RandomCache(
+        (3000, 2000, 100), kv_heads=KV_HEADS, dim=128, dtype=torch.bfloat16, device=device, host_rows=True
+    )
+    attention = make_attention(kernels, cache, 4)
+    steps = [
+        [cache.padding(), cache.padding()],
+        [cache.request(0, 16, 0, 30, 3046, False), cache.padding()],
+        [cache.request(1, 16, 20, 72, 2088, True), cache.request(0, 16, 0, 31, 3047, False)],
+        [cache.request(2, 16, 70, 50, 166, False), cache.request(1, 16, 21, 72, 2089, False)],
+        [cache.padding(), cache.request(2, 16, 70, 51, 167, False)],
+    ]
+    batch = cache.batch(steps[0])
+    queries = make_queries(cache, 2, 4)
+    selected = torch.full((2, KV_HEADS, ENTRIES), -1, dtype=torch.int32, device=device)
+    pointer, stride = cache.rows.data_ptr(), cache.rows.stride(0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.launch(queries, batch, cache.window, pointer, stride, selected)
+    for requests in steps:
+        batch.requests.copy_(pack(requests))
+        selected.copy_(cache.select(requests, ENTRIES))
+        queries.copy_(make_queries(cache, 2, 4))
+        out.fill_(POISON)
+        graph.replay()
+        expected = cache.expected(queries, requests, selected, cache.dim**-0.5)
+        assert error(out, expected) <= LIMITS[torch.bfloat16], requests

@@ -1,0 +1,174 @@
+"""Loading and launching kernels on a real GPU: streams, graphs, shared memory, errors."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvseek.builder.compile_cuda import ARCHITECTURES, Specialisation, compile_cubin
+from kvseek.engine.cuda import CudaKernels, choose_architecture, cubin_path
+from kvseek.engine.errors import KernelError
+
+pytestmark = pytest.mark.gpu
+
+SOURCE = """
+struct ScaleArguments {
+    float* values;
+    long long count;
+    int rounds;
+    float factor;
+};
+
+extern "C" __global__ void __launch_bounds__(128) kvseek_scale(const __grid_constant__ ScaleArguments a) {
+    extern __shared__ float room[];
+    __shared__ float own[256];
+    for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < a.count; i += gridDim.x * blockDim.x) {
+        own[threadIdx.x] = a.values[i];
+        for (int round = 0; round < a.rounds; ++round) own[threadIdx.x] *= a.factor;
+        a.values[i] = own[threadIdx.x];
+    }
+    if (a.rounds < 0) room[threadIdx.x] = 0.0f;  // the dynamic shared memory is used, as far as the compiler knows
+}
+
+extern "C" __global__ void kvseek_trap(const __grid_constant__ ScaleArguments a) { __trap(); }
+"""
+
+
+class ScaleArguments(ctypes.Structure):
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("rounds", ctypes.c_int32),
+        ("factor", ctypes.c_float),
+    )
+
+
+def capability() -> int:
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def make_image(folder: Path) -> bytes:
+    """The kernels above, compiled for this GPU."""
+    (folder / "engine").mkdir()
+    (folder / "engine/scale.cu").write_text(SOURCE)
+    arch = choose_architecture(ARCHITECTURES, capability())
+    return compile_cubin(Specialisation("float32", 64, 1, "none"), arch, [folder])
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return make_image(tmp_path_factory.mktemp("sources"))
+
+
+@pytest.fixture(scope="module")
+def kernels(image: bytes) -> CudaKernels:
+    return CudaKernels(image)
+
+
+def arguments(values: torch.Tensor, rounds: int = 1, factor: float = 2.0) -> ScaleArguments:
+    return ScaleArguments(values.data_ptr(), values.numel(), rounds, factor)
+
+
+def test_launch(kernels: CudaKernels) -> None:
+    assert kernels.names == ["kvseek_scale", "kvseek_trap"]
+    assert kernels.multiprocessors == torch.cuda.get_device_properties(kernels.device).multi_processor_count
+    values = torch.arange(1000.0, device=kernels.device)
+    kernels.launch("kvseek_scale", (3, 1, 1), 128, arguments(values, rounds=3))
+    assert torch.equal(values, 8 * torch.arange(1000.0, device=kernels.device))
+
+
+def test_launches_follow_the_current_stream(kernels: CudaKernels) -> None:
+    values = torch.ones(1 << 20, device=kernels.device)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # what another stream launched now would overtake
+        values.add_(1)
+        kernels.launch("kvseek_scale", (64, 1, 1), 128, arguments(values))
+    stream.synchronize()
+    assert torch.equal(values, torch.full_like(values, 4.0))
+
+
+def test_a_graph_replays_the_launch(image: bytes) -> None:
+    kernels = CudaKernels(image)  # no kernel of it has run before the capture
+    values = torch.ones(1000, device=kernels.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.launch("kvseek_scale", (4, 1, 1), 128, arguments(values, rounds=1), shared_bytes=100_000)
+        kernels.launch("kvseek_scale", (4, 1, 1), 128, arguments(values, rounds=2))
+    assert torch.equal(values, torch.ones_like(values)), "captured, not run"
+    del kernels
+    for _ in range(2):
+        graph.replay()
+    assert torch.equal(values, torch.full_like(values, 64.0))
+
+
+def test_shared_memory_beyond_the_default(kernels: CudaKernels) -> None:
+    limit = torch.cuda.get_device_properties(kernels.device).shared_memory_per_block_optin
+    values = torch.ones(100, device=kernels.device)
+    for shared_bytes in (48 << 10, limit - 2048):  # the kernel has 1,024 bytes of its own
+        kernels.launch("kvseek_scale", (1, 1, 1), 128, arguments(values), shared_bytes)
+    assert torch.equal(values, torch.full_like(values, 4.0))
+    with pytest.raises(KernelError, match=rf"kvseek_scale, grid .* {limit} bytes of dynamic shared memory.*CUDA_ERROR"):
+        kernels.launch("kvseek_scale", (1, 1, 1), 128, arguments(values), limit)
+
+
+def test_refused_launches_leave_the_gpu_usable(kernels: CudaKernels) -> None:
+    values = torch.ones(100, device=kernels.device)
+    for grid, threads in (((0, 1, 1), 128), ((1, 1, 1), 2048), ((1, 70_000, 1), 128)):
+        with pytest.raises(KernelError, match=r"cuLaunchKernel failed .*kvseek_scale, grid .*CUDA_ERROR_INVALID_VALUE"):
+            kernels.launch("kvseek_scale", grid, threads, arguments(values))
+    kernels.launch("kvseek_scale", (1, 1, 1), 128, arguments(values))
+    assert torch.equal(values, torch.full_like(values, 2.0))
+
+
+def test_a_new_thread_may_launch(kernels: CudaKernels) -> None:
+    values = torch.ones(100, device=kernels.device)
+    torch.cuda.synchronize()
+    launch = ("kvseek_scale", (1, 1, 1), 128, arguments(values))
+    thread = threading.Thread(target=lambda: kernels.launch(*launch))  # it has no current context
+    thread.start()
+    thread.join()
+    assert torch.equal(values, torch.full_like(values, 2.0))
+
+
+def test_load(image: bytes, tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    cubin_path(tmp_path, choose_architecture(ARCHITECTURES, capability())).write_bytes(image)
+    assert CudaKernels.load(tmp_path, torch.device("cuda")).names == ["kvseek_scale", "kvseek_trap"]
+
+
+def test_an_image_that_is_no_cubin() -> None:
+    with pytest.raises(KernelError, match=r"failed on cuda:\d+: CUDA_ERROR"):
+        CudaKernels(b"no cubin\0")
+
+
+def test_a_fault_of_a_kernel_shows(tmp_path: Path) -> None:
+    """In a process of its own: no later call of a process succeeds after a fault."""
+    (tmp_path / "image").write_bytes(make_image(tmp_path))
+    code = f"""
+import ctypes, pathlib, torch
+from kvseek.engine.cuda import CudaKernels
+from kvseek.engine.errors import KernelError
+kernels = CudaKernels(pathlib.Path({str(tmp_path / "image")!r}).read_bytes())
+Arguments = type("Arguments", (ctypes.Structure,), {{"_fields_": [("bytes", ctypes.c_char * 24)]}})
+kernels.launch("kvseek_trap", (1, 1, 1), 32, Arguments())
+try:
+    torch.cuda.synchronize()
+except RuntimeError:
+    pass
+try:
+    kernels.launch("kvseek_scale", (1, 1, 1), 32, Arguments())
+except KernelError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "kvseek_scale, grid (1, 1, 1)" in result.stdout
+    assert "CUDA_ERROR" in result.stdout

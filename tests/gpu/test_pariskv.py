@@ -1,0 +1,252 @@
+"""ParisKV's CUDA kernels against the PyTorch reference: codes, votes, candidates, estimates, rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvseek.builder.compile_cuda import Specialisation, cached_cubin
+from kvseek.engine.cuda import CudaKernels
+from kvseek.engine.memory import ExtentTable
+from kvseek.plugins.base import IndexContext
+from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+from kvseek.plugins.common.group import GROUP_REDUCTIONS, best_positions, query_lanes, reduce_scores
+from kvseek.plugins.pariskv import codebook
+from kvseek.plugins.pariskv.config import Config, ScheduleStep
+from kvseek.plugins.pariskv.device import CudaIndex, cuda_defines
+from kvseek.plugins.pariskv.reference import (
+    ReferenceIndex,
+    collision_scores,
+    estimate_scores,
+    take_rows,
+    tier_table,
+)
+
+pytestmark = pytest.mark.gpu
+
+KV_HEADS = 2
+EFFORT = (ScheduleStep(None, 0.3, 0.25),)
+# dtype, head_dim, group size, group_reduce
+SHAPES = [
+    ("bfloat16", 128, 4, "softmax_mean"),
+    ("float16", 64, 3, "softmax_mean"),
+    ("float32", 96, 1, "max"),
+    ("bfloat16", 256, 8, "max"),
+    ("float32", 128, 16, "softmax_mean"),
+    ("float16", 128, 7, "mean"),
+    ("bfloat16", 64, 2, "mean"),
+]
+
+
+def load_kernels(dtype: str, dim: int, group: int, config: Config) -> CudaKernels:
+    major, minor = torch.cuda.get_device_capability()
+    defines = tuple(sorted(cuda_defines(config, dim, group).items()))
+    return CudaKernels(cached_cubin(Specialisation(dtype, dim, group, "pariskv", defines), 10 * major + minor))
+
+
+def make_context(
+    config: Config, dtype: str, dim: int, group: int, lengths: Sequence[int], device: str, room: int = 0
+) -> IndexContext:
+    """Slots in reverse order take extents from both ends of the pool, so tables are anything but the identity."""
+    extents = [-(-(length + room) // 1024) for length in lengths]
+    table = ExtentTable(len(lengths), max(1, *extents), sum(extents) + 3, torch.device(device))
+    for slot in reversed(range(len(lengths))):
+        table.reserve(slot, lengths[slot] + room)
+    return IndexContext(
+        layer=0,
+        num_heads=KV_HEADS * group,
+        num_kv_heads=KV_HEADS,
+        head_dim=dim,
+        scaling=dim**-0.5,
+        config=config,
+        codebooks=codebook.build_codebooks(config, dim),
+        extents=table,
+        lengths=list(lengths),
+        dtype=getattr(torch, dtype),
+        device=torch.device(device),
+        library=None,
+        cuda=load_kernels(dtype, dim, group, config) if device == "cuda" else None,
+    )
+
+
+def random_keys(lengths: Sequence[int], dim: int, dtype: str) -> list[Tensor]:
+    """Keys of unequal norms around a common direction, as keys after RoPE are; on the CPU."""
+    center = torch.randn(KV_HEADS, 1, dim)
+    return [
+        ((torch.randn(KV_HEADS, n, dim) + center) * (0.5 + torch.rand(KV_HEADS, n, 1))).to(getattr(torch, dtype))
+        for n in lengths
+    ]
+
+
+def make_pair(
+    config: Config, dtype: str, dim: int, group: int, lengths: Sequence[int]
+) -> tuple[ReferenceIndex, CudaIndex]:
+    """The same keys in a reference on the CPU and in the index on the GPU, whose arrays start poisoned."""
+    keys = random_keys(lengths, dim, dtype)
+    expected = ReferenceIndex(make_context(config, dtype, dim, group, lengths, "cpu"))
+    found = CudaIndex(make_context(config, dtype, dim, group, lengths, "cuda"))
+    poison(found)
+    for slot, part in enumerate(keys):
+        expected.build(slot, part, part)
+        found.build(slot, part.cuda(), part.cuda())
+    return expected, found
+
+
+def poison(index: CudaIndex) -> None:
+    for array in (index.reference.ids, index.reference.codes, index.workspace.scores):
+        array.fill_(255)
+    for array in (index.reference.counts, index.workspace.candidates, index.workspace.keys):
+        array.fill_(-7)
+    index.reference.weights.fill_(float("nan"))
+    index.workspace.estimates.fill_(float("nan"))
+
+
+def region(index: ReferenceIndex | CudaIndex, array: Tensor, slot: int) -> Tensor:
+    """The positions of a slot in an array of extents, on the CPU."""
+    return index.context.extents.read(array, slot, index.context.lengths[slot]).cpu()
+
+
+@pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), SHAPES)
+def test_keys_are_encoded_as_by_the_reference(dtype: str, dim: int, group: int, reduce: str) -> None:
+    torch.manual_seed(dim + group)
+    expected, found = make_pair(Config(group_reduce=reduce), dtype, dim, group, [1, 1023, 1025, 5000])
+    for slot in range(4):
+        for name in ("ids", "codes"):
+            want, have = (
+                region(expected, getattr(expected, name), slot),
+                region(found, getattr(found.reference, name), slot),
+            )
+            assert torch.equal(want, have), f"{name} of slot {slot}: {(want != have).sum()} differ"
+        want, have = region(expected, expected.weights, slot), region(found, found.reference.weights, slot)
+        assert (want.view(torch.int16) - have.view(torch.int16)).abs().max() <= 1, "one unit in the last place"
+    assert torch.equal(expected.counts, found.reference.counts.cpu())
+
+
+@pytest.mark.parametrize("alpha", [True, False])
+def test_zero_and_huge_keys(alpha: bool) -> None:
+    config = Config(alpha_correction=alpha)
+    expected = ReferenceIndex(make_context(config, "float32", 64, 1, [70], "cpu"))
+    found = CudaIndex(make_context(config, "float32", 64, 1, [70], "cuda"))
+    keys = torch.randn(KV_HEADS, 70, 64)
+    keys[:, 3] = 0
+    keys[:, 4] *= 1e6
+    keys[0, 5, :32] = 0
+    expected.build(0, keys, keys)
+    found.build(0, keys.cuda(), keys.cuda())
+    for name in ("ids", "codes", "weights"):
+        assert torch.equal(
+            region(expected, getattr(expected, name), 0), region(found, getattr(found.reference, name), 0)
+        )
+
+
+@pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [70_000, 3]], ids=str)
+@pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), SHAPES)
+def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[int]) -> None:
+    torch.manual_seed(dim + group + len(lengths))
+    config = Config(group_reduce=reduce, schedule_steps=EFFORT)
+    expected, found = make_pair(config, dtype, dim, group, lengths)
+    queries = (3 * torch.randn(len(lengths), KV_HEADS * group, dim)).to(getattr(torch, dtype))
+    slots = list(reversed(range(len(lengths))))
+    selection = found.select(queries.cuda(), slots)
+    assert selection.counts == tuple(min(100, lengths[slot]) for slot in slots)
+    for request, slot in enumerate(slots):
+        check_request(expected, found, queries[request], slot, selection.rows[request].cpu())
+
+
+def check_request(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, slot: int, rows: Tensor) -> None:
+    config, n = expected.config, expected.context.lengths[slot]
+    lanes = codebook.rotate(
+        query_lanes(queries.view(KV_HEADS, -1, queries.shape[-1]), config.group_reduce), expected.signs
+    )
+    budget, count = found.plan(n)
+    ids = region(expected, expected.ids, slot)
+    votes = collision_scores(tier_table(lanes, expected.counts[slot], budget), ids)
+    if n > config.top_k:
+        scores = region(found, found.workspace.scores, slot).int()
+        assert torch.equal(votes, scores), f"{(votes != scores).sum()} of {n} votes differ"
+    candidates = best_positions(votes, count)
+    have = region(found, found.workspace.candidates, slot)[:, :count].long()
+    assert torch.equal(candidates, have)
+    codes = take_rows(region(expected, expected.codes, slot), candidates)
+    weights = take_rows(region(expected, expected.weights, slot), candidates)
+    estimates = estimate_scores(lanes, codes, weights, expected.levels)
+    close = region(found, found.workspace.estimates, slot)[:, :count].transpose(1, 2)
+    error = (close - estimates).norm() / estimates.norm()
+    assert error < 1e-3, f"estimates differ by {error:.2e}"
+    # From the kernel's own estimates, the choice is exact up to keys whose values agree to rounding.
+    values = reduce_scores(close, config.group_reduce, expected.context.scaling)
+    kept = min(n, config.top_k)
+    assert (rows[:, kept:] == -1).all()
+    assert (rows[:, :kept].diff(dim=-1) > 0).all(), "rows ascend"
+    chosen = torch.zeros_like(values, dtype=torch.bool)
+    for head in range(KV_HEADS):
+        places = torch.searchsorted(candidates[head], rows[head, :kept].long())
+        assert torch.equal(candidates[head][places], rows[head, :kept].long()), "rows are candidates"
+        chosen[head, places] = True
+    smallest = torch.where(chosen, values, torch.inf).amin(dim=-1)
+    largest = torch.where(chosen, -torch.inf, values).amax(dim=-1)
+    scale = values.abs().amax(dim=-1)
+    assert (largest <= smallest + 1e-5 * scale).all()
+
+
+def test_evicted_keys_become_visible_when_they_are_committed() -> None:
+    config = Config(schedule_steps=EFFORT)
+    old, new = 1000, 256
+    keys = random_keys([old + new], 128, "bfloat16")[0]
+    found = CudaIndex(make_context(config, "bfloat16", 128, 4, [old], "cuda", room=new))
+    found.build(0, keys[:, :old].cuda(), keys.cuda())
+    queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
+    before = found.select(queries, [0]).rows
+    found.stage(0, old, keys[:, old:].cuda())
+    assert torch.equal(found.select(queries, [0]).rows, before)
+    found.commit(0, old, new)
+    found.context.lengths[0] = old + new
+    whole = CudaIndex(make_context(config, "bfloat16", 128, 4, [old + new], "cuda"))
+    whole.build(0, keys.cuda(), keys.cuda())
+    assert torch.equal(found.select(queries, [0]).rows, whole.select(queries, [0]).rows)
+    assert torch.equal(found.reference.counts, whole.reference.counts)
+
+
+def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None:
+    torch.manual_seed(3)
+    config = Config()
+    lengths = [3000, 40_000, 12_000]
+    _, found = make_pair(config, "bfloat16", 128, 4, lengths)
+    queries = torch.randn(3, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
+    states = [RequestState(0, slot, n, 0, 0, 0, 0, n, False, found.plan(n)) for slot, n in enumerate(lengths)]
+    batch = DeviceBatch(pack(states).cuda(), found.context.extents.device_table)
+    want = found.launch_select(queries, batch).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows = found.launch_select(queries, batch)
+    rows.fill_(-9)
+    graph.replay()
+    assert torch.equal(rows, want)
+    shorter = [replace(states[1], length=2000, plan=found.plan(2000)), states[2], replace(states[0], dense=True)]
+    batch.requests.copy_(pack(shorter))
+    rows.fill_(-9)
+    graph.replay()
+    assert (rows[2] == -9).all(), "nothing is selected for a dense request"
+    assert (rows[0] < 2000).all()
+    found.context.lengths[1] = 2000
+    queries = queries[[0, 1]]
+    # The counts of slot 1 still hold all of its keys: a shorter length alone is not what a served request does.
+    assert torch.equal(rows[:2], found.select(queries, [1, 2]).rows)
+
+
+@pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
+def test_many_candidates_are_ranked_by_several_blocks(reduce: str) -> None:
+    """All keys are candidates: the last kernel works in two rounds, and the choice is that of one sort."""
+    torch.manual_seed(5)
+    config = Config(group_reduce=reduce, top_k=300, schedule_steps=(ScheduleStep(None, 1.0, 1.0),))
+    n = 100_000
+    expected, found = make_pair(config, "bfloat16", 128, 4, [n])
+    queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16)
+    rows = found.select(queries.cuda(), [0]).rows[0].cpu()
+    check_request(expected, found, queries[0], 0, rows)
+    assert math.ceil(n / 16) > 4096, "several blocks had a share"

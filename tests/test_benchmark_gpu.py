@@ -1,0 +1,314 @@
+"""What the GPU benchmark computes without a GPU: shapes, plans, synthetic keys, floors, settings.
+
+tests/test_benchmark_run.py runs the whole of it on stand-ins for what needs a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvseek.benchmarks import decode
+from kvseek.benchmarks.device_contestants import shared_rows
+from kvseek.benchmarks.device_memory import GIB, Cell, Limits, Needs, index_bytes_per_token, plan_phases
+from kvseek.benchmarks.device_options import parse
+from kvseek.benchmarks.device_results import add_ratios, borrow_baselines, peak_tokens_per_second, stage_groups
+from kvseek.benchmarks.device_setup import ROOM, with_budget
+from kvseek.benchmarks.floors import Rates, Step, work
+from kvseek.benchmarks.probe import KERNELS, ReadArguments, RowsArguments, random_row_offsets
+from kvseek.benchmarks.random_weights import RandomWeights, weight_shapes
+from kvseek.benchmarks.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_parameters, row_numbers
+from kvseek.benchmarks.synthetic import Spectrum, SyntheticKeys
+from kvseek.engine.config import EngineConfig, ModelConfig
+from kvseek.engine.errors import ConfigError
+from kvseek.engine.memory_plan import plan_rows
+from kvseek.engine.model import Layer
+
+CPU = torch.device("cpu")
+KIB = 1024
+TINY = ModelConfig("qwen3", 100, 32, 48, 2, 4, 2, 8, 1e-6, 1e4, 512, qk_norm=True, qkv_bias=True, output_bias=True)
+
+
+def config_for(model: ModelConfig, method: str, context: int, batch: int) -> EngineConfig:
+    longest = context + ROOM
+    model = dataclasses.replace(model, max_position_embeddings=longest)
+    lengths = {"max_input_len": longest, "max_seq_len": longest}
+    return EngineConfig(model, method, dtype="bfloat16", device="cuda", max_batch_size=batch, **lengths)
+
+
+def test_shapes_are_of_their_size() -> None:
+    """Matrices as the models' names say: 8.03 and 8.19 thousand million numbers with the embedding; 128 and 144 KiB a token."""
+    sizes = {LLAMA_3_1_8B: 8.03e9, QWEN3_8B: 8.19e9}
+    for model, size in sizes.items():
+        numbers = sum(math.prod(shape) for shape in weight_shapes(model).values())
+        assert numbers == pytest.approx(size, rel=2e-3)
+        norms = sum(math.prod(shape) for shape in weight_shapes(model).values() if len(shape) == 1)
+        assert matrix_parameters(model) == numbers - norms - model.vocab_size * model.hidden_size
+    assert [row_numbers(model) * 2 for model in sizes] == [128 * KIB, 144 * KIB]
+    assert get_shape("llama-3.1-8b", 1 << 20).max_position_embeddings == 1 << 20
+    assert get_shape("llama-3.1-8b", 10) == LLAMA_3_1_8B
+    with pytest.raises(ConfigError, match="--shape = 'gpt': must be one of"):
+        get_shape("gpt", 10)
+
+
+def test_random_weights_are_what_a_decoder_reads() -> None:
+    weights = RandomWeights(TINY, torch.float32, CPU)
+    layer = Layer(weights.tensors, 1)
+    parts = (layer.attention_norm, layer.qkv_bias, layer.q_norm, layer.o_bias, layer.mlp_norm, layer.down)
+    assert all(part is not None for part in parts)
+    assert layer.qkv.shape == ((4 + 2 * 2) * 8, 32)
+    assert layer.qkv.var().item() == pytest.approx(1 / 32, rel=0.2)
+    assert layer.down.var().item() == pytest.approx(1 / 48 / 4, rel=0.2)
+    assert weights.flat.numel() >= sum(tensor.numel() for tensor in weights.tensors.values())
+    again = RandomWeights(TINY, torch.float32, CPU)
+    assert torch.equal(weights.flat, again.flat)
+    assert layer.qkv.untyped_storage().data_ptr() == weights.flat.untyped_storage().data_ptr()
+
+
+class TestSynthetic:
+    tokens = 8192
+
+    @pytest.fixture
+    def source(self) -> SyntheticKeys:
+        return SyntheticKeys(2, 128, CPU, seed=1)
+
+    @pytest.fixture
+    def keys(self, source: SyntheticKeys) -> torch.Tensor:
+        return source.keys(self.tokens)
+
+    def test_spectrum(self, keys: torch.Tensor) -> None:
+        """Eigenvalues of the covariance fall as 1/rank or, where a frequent topic lies, faster, in no channel's direction;
+        a few channels hold most of the mean."""
+        for head in keys:
+            eigenvalues = torch.linalg.eigvalsh(head.T.cov()).flip(0)
+            assert 7 < (eigenvalues[7] / eigenvalues[63]).item() < 16
+            assert head.var(dim=0).max() < 0.25 * eigenvalues[0]
+            mean = head.mean(dim=0).square().sort(descending=True).values
+            assert mean[:4].sum() > 0.5 * mean.sum()
+            assert mean.sum() > 0.5 * head.var(dim=0).sum()
+
+    def test_topics_persist_and_differ_in_frequency(self, source: SyntheticKeys) -> None:
+        topics = source.topic_runs(50_000)
+        changes = (topics[1:] != topics[:-1]).float().mean().item()
+        assert 1 / changes == pytest.approx(Spectrum().run_tokens, rel=0.15)
+        counts = torch.bincount(topics, minlength=1024).sort(descending=True).values
+        assert counts[0] > 20 * counts[100]
+
+    def test_attention_is_concentrated(self, source: SyntheticKeys, keys: torch.Tensor) -> None:
+        """The best 100 of 8,192 keys hold about two thirds of the mass, as on real keys; so of another layer's keys."""
+        queries = source.queries(8, 64)
+        for signs in (torch.ones(2, 1, 128), source.signs()):
+            turned = (queries * signs.repeat_interleave(4, dim=0)).view(2, 256, 128)
+            weights = (turned @ (keys * signs).transpose(1, 2) / 128**0.5).softmax(dim=-1)
+            assert weights.topk(100).values.sum(dim=-1).mean().item() == pytest.approx(0.65, abs=0.1)
+
+    def test_neighbouring_queries_seek_the_same(self, source: SyntheticKeys, keys: torch.Tensor) -> None:
+        queries = source.queries(2, 200)
+        best = (queries @ keys.transpose(1, 2)).topk(100).indices
+        assert shared_rows(best[:, :-1], best[:, 1:]) > 2 * shared_rows(best[:, :-60], best[:, 60:])
+
+    def test_reproducible_and_of_the_dtype_asked_for(self) -> None:
+        first, second = (SyntheticKeys(2, 16, CPU, seed=3) for _ in range(2))
+        assert torch.equal(first.keys(50, torch.bfloat16), second.keys(50, torch.bfloat16))
+        assert torch.equal(first.queries(4, 5), second.queries(4, 5))
+        assert not torch.equal(first.keys(50), first.keys(50))
+        assert first.values(7, torch.float16).shape == (2, 7, 16)
+
+    def test_bad_spectra_are_named(self) -> None:
+        with pytest.raises(ConfigError, match=r"spectrum.topic_share = 1: must be between 0 and 1"):
+            Spectrum(topic_share=1)
+        with pytest.raises(ConfigError, match=r"spectrum.run_tokens = 0: must be >= 1"):
+            Spectrum(run_tokens=0)
+
+
+class TestPlan:
+    limits = Limits(device=139 * GIB, work_space=6 * GIB, host=108 * GIB)
+
+    def needs(self) -> Needs:
+        return Needs.of(config_for(LLAMA_3_1_8B, "pariskv", 1 << 17, 1), 2)
+
+    def plan(self, cells: list[Cell], *offloads: str, limits: Limits | None = None) -> dict[str, object]:
+        config = config_for(LLAMA_3_1_8B, "full", max(c.context for c in cells), max(c.batch for c in cells))
+        phases = plan_phases(config, cells, offloads, ROOM, self.needs(), limits or self.limits)
+        return {phase.offload: phase for phase in phases}
+
+    def test_index_bytes(self) -> None:
+        """Per key and KV head at D = 128: ids 16, codes 64, weights 32 bytes."""
+        assert index_bytes_per_token(config_for(LLAMA_3_1_8B, "pariskv", 4096, 1)) == 8 * 112
+        assert index_bytes_per_token(config_for(LLAMA_3_1_8B, "full", 4096, 1)) == 0
+        assert self.needs().row_extent == 1024 * 128 * KIB
+
+    def test_768k_tokens_fit_in_both_places(self) -> None:
+        """The dense baseline's 96 GiB beside weights and index on the device, the same rows in host memory."""
+        cells = [Cell(131_072, 1), Cell(786_432, 1)]
+        phase = self.plan(cells, "always")["always"]
+        assert (phase.cells, phase.baseline, phase.skipped) == (cells, cells, {})
+
+    def test_what_does_not_fit_is_skipped_with_the_reason(self) -> None:
+        cells = [Cell(131_072, 1), Cell(786_432, 1), Cell(1_048_576, 1)]
+        plan = self.plan(cells, "always", "never", "auto")
+        assert plan["always"].cells == cells[:2]
+        assert "rows in host memory exceed the limit by 20" in plan["always"].skipped[cells[2]]
+        assert plan["never"].baseline == plan["never"].cells == cells[:2]
+        assert "index and rows on the device exceed" in plan["never"].skipped[cells[2]]
+        assert plan["auto"].cells == cells
+        assert plan["auto"].baseline == []
+
+    def test_the_baseline_yields_to_the_index(self) -> None:
+        """Half the device: rows of 786,432 tokens do not fit, but their index does."""
+        cells = [Cell(131_072, 1), Cell(786_432, 1)]
+        small = Limits(device=70 * GIB, work_space=6 * GIB, host=108 * GIB)
+        phase = self.plan(cells, "always", limits=small)["always"]
+        assert (phase.cells, phase.baseline) == (cells, cells[:1])
+
+    def test_bad_settings_are_named(self) -> None:
+        with pytest.raises(ConfigError, match="--offload = 'maybe': must be a comma list of always, never, auto"):
+            self.plan([Cell(4096, 1)], "maybe")
+        with pytest.raises(ConfigError, match="choose a smaller shape"):
+            self.plan([Cell(4096, 1)], "auto", limits=Limits(10 * GIB, GIB, GIB))
+        with pytest.raises(ConfigError, match="--host_gib: 0 bytes: must be > 0"):
+            Limits(GIB, GIB, 0)
+
+    @pytest.mark.parametrize("layers", [0, 1, 13, 31, 32])
+    def test_budgets_give_the_pool_that_was_planned(self, layers: int) -> None:
+        """Neither a larger one, which would pin more memory than there is, nor other layers on the device."""
+        needs, extents = self.needs(), 300
+        for offload in {0: ("always", "auto"), 32: ("never", "auto")}.get(layers, ("auto",)):
+            config = config_for(LLAMA_3_1_8B, "pariskv", 786_432, 4)
+            budgeted = with_budget(config, offload, extents, needs, layers)
+            plan = plan_rows(budgeted, torch.bfloat16, extents * needs.row_extent // 32 * layers)
+            assert (plan.capacity, plan.device_layers, plan.host_layers) == (extents, layers, 32 - layers)
+
+
+class TestFloor:
+    rates = Rates(read=4.4e12, host_rows=31e6, node=0.6e-6)
+
+    def test_dense_attention_at_128k(self) -> None:
+        """The design's figures for one H200: 3.4 ms of matrices at the full rate, 3.9 ms of rows."""
+        moved = work(config_for(LLAMA_3_1_8B, "full", 131_072, 1), Step(130_752, 320, 1, 0), 2)
+        floor = moved.floor(self.rates)
+        assert floor["weights"] == pytest.approx(3.4e-3, rel=0.02)
+        assert floor["device_rows"] == pytest.approx(3.9e-3, rel=0.01)
+        assert floor["host_rows"] == floor["scan"] == floor["rerank"] == 0
+        assert floor["total"] == pytest.approx(sum(value for part, value in floor.items() if part != "total"))
+
+    def test_pariskv_at_a_million_tokens(self) -> None:
+        """The design's figures: 1.0 ms of scan and 0.6 ms of rerank per million tokens, 0.8 ms for 25,600 host rows."""
+        config = config_for(LLAMA_3_1_8B, "pariskv", 1_000_000, 1)
+        moved = work(config, Step(1_000_000, 0, 1, 32), 2)
+        floor = moved.floor(self.rates)
+        assert floor["scan"] == pytest.approx(0.98e-3, rel=0.06)
+        assert floor["rerank"] == pytest.approx(0.56e-3, rel=0.01)
+        assert moved.host_rows == 25_600
+        assert floor["host_rows"] == pytest.approx(0.83e-3, rel=0.01)
+        assert floor["nodes"] < 0.3e-3
+
+    def test_hot_and_device_rows_are_read_on_the_device(self) -> None:
+        config = config_for(LLAMA_3_1_8B, "pariskv", 131_072, 2)
+        cold, hot = (work(config, Step(100_000, 320, 2, 16, rate), 2) for rate in (0.0, 0.75))
+        assert cold.host_rows == 2 * 8 * 16 * 100
+        assert hot.host_rows == cold.host_rows / 4
+        assert hot.device_rows - cold.device_rows == 0.75 * cold.host_rows * 512
+        assert hot.bytes_by_part()["host_rows"] == hot.host_rows * 512
+
+    def test_small_regions_and_unknown_methods(self) -> None:
+        short = work(config_for(LLAMA_3_1_8B, "pariskv", 4096, 1), Step(50, 320, 1, 32), 2)
+        assert short.host_rows == 32 * 8 * 50
+        with pytest.raises(ConfigError, match="--methods: 'flat': must be one of full, pariskv"):
+            work(config_for(LLAMA_3_1_8B, "flat", 4096, 1), Step(50, 320, 1, 32), 2)
+        with pytest.raises(ConfigError, match="hit_rate ="):
+            Step(1, 1, 1, 1, 1.5)
+
+
+def entry(method: str, median: float) -> dict[str, object]:
+    return {"method": method, "step_seconds": {"median": median}, "tokens_per_second": 1 / median}
+
+
+def test_ratios_and_borrowed_baselines() -> None:
+    with_baseline = [entry("full", 0.008), entry("pariskv", 0.004)]
+    without = [entry("pariskv", 0.002)]
+    for results in (with_baseline, without):
+        add_ratios(results, "full")
+    cells = [{"context": 10, "batch": 1, "results": results} for results in (with_baseline, without)]
+    other = [entry("pariskv", 1.0)]
+    add_ratios(other, "full")
+    document = {"phases": [{"cells": [cell]} for cell in (*cells, {"context": 20, "batch": 1, "results": other})]}
+    borrow_baselines(document, "full")
+    assert [e["to_baseline"] for e in (*with_baseline, *without, *other)] == [1.0, 0.5, 0.25, None]
+    assert ["baseline_of_another_phase" in e for e in (*with_baseline, *without)] == [False, False, True]
+    assert peak_tokens_per_second(with_baseline + without) == {"full": 125.0, "pariskv": 500.0}
+
+
+def test_stages_are_grouped_and_none_is_lost() -> None:
+    stages = {"qkv": 1.0, "o": 2.0, "select": 4.0, "attend": 8.0, "norm": 16.0, "a new one": 32.0}
+    assert stage_groups(stages) == {"GEMMs": 3.0, "select": 4.0, "attend": 8.0, "others": 48.0}
+
+
+def test_shared_rows() -> None:
+    before = torch.tensor([[[1, 5, 9, -1]]])
+    assert shared_rows(before, torch.tensor([[[5, 9, 10, -1]]])) == pytest.approx(2 / 3)
+    assert shared_rows(before, before) == 1
+
+
+def test_random_rows_lie_inside_the_pool() -> None:
+    """A layer of a pool of 3 extents and 4 layers, 2 KV heads of 16 channels."""
+    layer = 2 * 1024 * 2 * 16
+    offsets = random_row_offsets(10_000, 3, 4 * layer, 2, 16, 2, CPU)
+    extent, inside = offsets // (4 * layer * 2), offsets % (4 * layer * 2)
+    assert set(extent.tolist()) == {0, 1, 2}
+    assert inside.max() <= (layer - 2 * 16) * 2
+    assert (offsets % (2 * 16 * 2) == 0).all()
+
+
+def test_probe_arguments_mirror_the_kernels() -> None:
+    text = (KERNELS / "plugins/probe/probe.cu").read_text(encoding="utf-8")
+    for structure, name in ((ReadArguments, "ProbeReadArguments"), (RowsArguments, "ProbeRowsArguments")):
+        body = text.partition(f"struct {name} {{")[2].partition("};")[0]
+        fields = [line.partition(";")[0].split()[-1].lstrip("*") for line in body.splitlines() if ";" in line]
+        assert fields == [field[0] for field in structure._fields_]
+        assert ctypes.sizeof(structure) % 8 == 0
+
+
+def test_probe_compiles() -> None:
+    pytest.importorskip("cuda.core")
+    from kvseek.builder.compile_cuda import Specialisation, compile_cubin
+
+    image = compile_cubin(Specialisation("bfloat16", 128, 1, "probe"), 90, roots=[KERNELS])
+    assert b"kvseek_probe_read" in image
+    assert b"kvseek_probe_rows" in image
+
+
+def test_lists_are_sorted_and_checked() -> None:
+    arguments = parse(["--contexts", "262144,131072,131072", "--batches", "4,1", "--offload", "always,auto"])
+    assert (arguments.contexts, arguments.batches) == ([131_072, 262_144], [1, 4])
+    assert (arguments.methods, arguments.offload) == (["full", "pariskv"], ["always", "auto"])
+
+
+BAD = {
+    "contexts": (["--contexts", "100"], "--contexts = '100': must be a comma list of numbers >= 4096"),
+    "batches": (["--batches", "1,x"], "--batches = '1,x': must be a comma list"),
+    "steps": (["--steps", "201"], "--steps = 201: must be between 1 and 200, so that no timed step evicts"),
+    "dtype": (["--dtype", "int8"], "--dtype = 'int8': must be one of bfloat16, float16, float32"),
+    "twice": (["--methods", "full,full"], "--methods = 'full,full': must name each once"),
+    "work": (["--work_gib", "-1"], "--work_gib = -1.0: must be > 0"),
+    "repeats": (["--repeats", "0"], "--repeats = 0: must be >= 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_settings_are_named(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, message = BAD[case]
+    assert decode.main(["--device", "cuda", *flags]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert decode.main(["--shape", "qwen3-8b", "--output", str(tmp_path / "out.json")]) == 1
+    assert "PyTorch sees no CUDA device" in capsys.readouterr().err
+    assert not (tmp_path / "out.json").exists()

@@ -1,0 +1,374 @@
+"""The GPU benchmark from command line to table, on stand-ins for what needs a GPU: kernels, graphs, events.
+
+Caches, plans, filling, reference indexes, floors, results and tables are the real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvseek.benchmarks import (
+    decode,
+    device_contestants,
+    device_decode,
+    device_main,
+    device_setup,
+    retrieval_check,
+    shapes,
+)
+from kvseek.benchmarks.device_memory import GIB, Needs
+from kvseek.benchmarks.device_options import WARMUP
+from kvseek.benchmarks.floors import Rates
+from kvseek.engine import cuda, graphs, loading
+from kvseek.engine.config import EngineConfig, ModelConfig
+from kvseek.engine.errors import CapacityError
+from kvseek.engine.graphs import StepResult
+from kvseek.plugins.base import DeviceIndex
+from kvseek.plugins.batch import DeviceBatch, RequestState
+from kvseek.plugins.full.method import FullIndex
+
+SHAPE = ModelConfig("llama", 100, 64, 96, 2, 4, 2, 16, 1e-5, 1e4, 512)
+STAGES = ("begin", "norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "silu", "down", "head")
+CPU = torch.device("cpu")
+
+
+class Event:
+    """An event whose time is the number of events before it, in thousandths of a second."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def record(self) -> None:
+        Event.count += 1
+        self.at = Event.count
+
+
+class FakeIndex(DeviceIndex):
+    """An index of the GPU's kind, of the size that `inner` has: it selects by the mean query and the true keys."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner.context)
+        self.inner = inner
+        self.built: list[tuple[int, int]] = []
+        self.keys: dict[int, Tensor] = {}
+
+    def plan(self, length: int) -> tuple[int, ...]:
+        return ()
+
+    def attended(self, length: int) -> int:
+        return length if isinstance(self.inner, FullIndex) else min(length, self.context.config.top_k)
+
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
+        assert keys.shape[1] == self.context.lengths[slot]
+        assert queries.shape[0] == self.context.num_heads
+        self.built.append((slot, keys.shape[1]))
+        self.keys[slot] = keys.float()
+
+    def stage(self, slot: int, start: int, keys: Tensor) -> None:
+        raise AssertionError("no timed step evicts")
+
+    def commit(self, slot: int, start: int, count: int) -> None:
+        raise AssertionError("no timed step evicts")
+
+    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> Tensor | None:
+        if isinstance(self.inner, FullIndex):
+            return None
+        means = queries.float().reshape(batch.size, self.context.num_kv_heads, -1, queries.shape[2]).mean(dim=2)
+        rows = torch.full((batch.size, self.context.num_kv_heads, self.context.config.top_k), -1, dtype=torch.int32)
+        for request, slot in enumerate(batch.requests[:, 1].tolist()):
+            scores = (self.keys[slot] @ means[request][..., None])[..., 0]
+            rows[request] = scores.topk(rows.shape[2]).indices.sort().values
+        return rows
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.inner.bytes_per_token
+
+
+class FakeStep:
+    """A decode step without a graph."""
+
+    def __init__(
+        self, size: int, padding: RequestState, table: Tensor, run: Callable[[DeviceBatch], StepResult]
+    ) -> None:
+        self.size, self.padding, self.run = size, padding, run
+        self.batch = DeviceBatch(torch.zeros(size, 16, dtype=torch.int32), table)
+        self.loaded: list[list[RequestState]] = []
+
+    def capture(self, stream: Any, pool: Any) -> None:
+        self.run(self.batch)
+
+    def load(self, states: Sequence[RequestState]) -> None:
+        self.loaded.append(list(states))
+        for request, state in enumerate(states):
+            self.batch.requests[request] = torch.tensor(state.numbers())
+
+    def launch(self) -> StepResult:
+        return self.run(self.batch)
+
+
+class FakeDecoder:
+    """Asks every index with random queries; counts tokens, uploads and marks stages as the decoder of the GPU does."""
+
+    def __init__(
+        self, config: Any, weights: dict[str, Tensor], cache: Any, indexes: Any, kernels: Any, *, hot_rows: bool
+    ):
+        self.config, self.cache, self.indexes = config, cache, indexes
+        self.attentions = [SimpleNamespace(forget=lambda slot: None) for _ in indexes]
+        self.hot_rows, self.steps = hot_rows, {}
+        assert weights["layers.1.qkv.weight"].dtype is torch.bfloat16
+
+    def step(self, size: int) -> FakeStep:
+        if size not in self.steps:
+            table = self.cache.extents.device_table
+            self.steps[size] = FakeStep(size, self.cache.padding_state(), table, self.run_layers)
+        return self.steps[size]
+
+    def states(self, tokens: list[int], slots: list[int]) -> tuple[list[RequestState], list[float]]:
+        states = [self.cache.state(slot, token, (), False) for slot, token in zip(slots, tokens, strict=True)]
+        return states, [float(self.indexes[0].attended(state.length)) for state in states]
+
+    def run_layers(self, batch: DeviceBatch, marker: Callable[[str], None] = lambda stage: None) -> StepResult:
+        model = self.config.model
+        marker("begin")
+        for index in self.indexes:
+            queries = torch.randn(batch.size, model.num_heads, model.head_dim)
+            for stage in STAGES[1:-1]:
+                if stage == "select":
+                    index.launch_select(queries, batch)
+                marker(stage)
+        marker("head")
+        return StepResult(torch.zeros(batch.size, 4), torch.ones(batch.size, dtype=torch.int32))
+
+    def prefill(self, slot: int, ids: list[int]) -> Any:
+        self.cache.begin_prefill(slot, len(ids))
+        yield 1.0
+        return None
+
+
+class FakeProbe:
+    """Rates of round figures."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def rates(self, memory: Tensor, base: int, offsets: Tensor, row_bytes: int) -> Rates:
+        assert offsets.numel() == device_decode.PROBED_ROWS
+        assert row_bytes == 64
+        return Rates(1e9, 1e6, 1e-6)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are small: threads would wait for each other most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "tiny", SHAPE)
+    monkeypatch.setattr(cuda, "cuda_device", lambda: CPU)
+    monkeypatch.setattr(graphs, "DecodeStep", FakeStep)
+    monkeypatch.setattr(loading, "device_indexes", lambda indexes: [FakeIndex(index) for index in indexes])
+    monkeypatch.setattr(device_setup.Bench, "kernels", lambda self, method: None)
+    monkeypatch.setattr("kvseek.engine.device_decoder.DeviceDecoder", FakeDecoder)
+    monkeypatch.setattr(device_decode, "Probe", FakeProbe)
+    gpu = {"name": "stand-in", "memory_bytes": 1, "multiprocessors": 1, "cuda": "0"}
+    monkeypatch.setattr(device_main, "describe_gpu", lambda device: gpu)
+    monkeypatch.setattr(device_contestants, "timing_event", lambda in_graph=False: Event())
+    monkeypatch.setattr(device_contestants, "elapsed_seconds", lambda start, end: (end.at - start.at) * 1e-3)
+    monkeypatch.setattr(device_contestants, "_new_stream", lambda device: None)
+    for name in ("set_device", "synchronize", "empty_cache", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 << 30, 2 << 30))
+    monkeypatch.setattr(retrieval_check, "QUERIES", 6)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+
+
+def run(tmp_path: Path, *flags: str) -> dict[str, Any]:
+    output = tmp_path / "results" / "run.json"
+    sizes = ["--work_gib", "0.1", "--host_gib", "1", "--steps", "6", "--block", "4"]
+    assert decode.main(["--shape", "tiny", *sizes, "--output", str(output), *flags]) == 0
+    document: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return document
+
+
+def test_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = run(tmp_path, "--contexts", "4096,5000", "--batches", "1,3", "--offload", "always,never")
+    always, never = document["phases"]
+    for phase, names in (
+        (always, ["full never", "pariskv always hot", "pariskv always"]),
+        (never, ["full never", "pariskv never"]),
+    ):
+        assert [(cell["context"], cell["batch"]) for cell in phase["cells"]] == [
+            (4096, 1),
+            (4096, 3),
+            (5000, 1),
+            (5000, 3),
+        ]
+        for cell in phase["cells"]:
+            assert [entry["name"] for entry in cell["results"]] == names
+            for entry in cell["results"]:
+                check_entry(entry, cell, 2 if "always" in entry["name"] else 0)
+            check = cell["synthetic_queries"]["pariskv"]
+            assert 0 < check["overlap"] < 1
+            assert 0.1 < check["recall"] < 1
+            assert 0.1 < check["mass"] <= check["best_mass"] * 1.001
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in ("pariskv always hot", "floor: ", "5,000 tokens × 3", "stand-in")), printed
+
+
+def check_entry(entry: dict[str, Any], cell: dict[str, Any], host_layers: int) -> None:
+    """Times are counted in stand-in events: a millisecond from one to the next."""
+    pariskv = entry["method"] == "pariskv"
+    assert entry["samples"] == pytest.approx([1e-3] * 6)
+    assert entry["wall_seconds"]["count"] == 6
+    assert entry["tokens_per_second"] == pytest.approx(cell["batch"] * 1e3)
+    assert entry["to_baseline"] == pytest.approx(1)
+    assert entry["host_layers"] == host_layers
+    assert entry["stages"].keys() == set(STAGES)
+    assert entry["stages"]["qkv"] == pytest.approx(2e-3)  # two layers
+    retrieval = cell["context"] - 64 - 256
+    assert entry["attended_tokens"] == (100 if pariskv else retrieval)
+    overlap = entry["overlap"]
+    assert (0 < overlap < 1) if pariskv else overlap is None
+    assert entry["index_bytes"] == (2 * 2 * (2 + 8 + 4) * retrieval * cell["batch"] if pariskv else 0)
+    rows = cell["batch"] * 2 * 2 * 100 if host_layers else 0
+    assert entry["host_rows"] == pytest.approx(rows * (1 - overlap) if entry["hot_rows"] else rows)
+    assert entry["to_floor"] == pytest.approx(1e-3 / entry["floor"]["total"])
+    assert entry["cached_tokens"] <= cell["context"] + 256
+
+
+def test_auto_takes_the_baseline_of_another_phase(tmp_path: Path) -> None:
+    document = run(tmp_path, "--contexts", "4096", "--offload", "auto", "--hot_rows", "on")
+    never, auto = document["phases"]
+    assert (never["offload"], auto["offload"]) == ("never", "auto")
+    (entry,) = auto["cells"][0]["results"]
+    assert entry["host_layers"] == 0  # all fits
+    assert entry["baseline_of_another_phase"]
+
+
+def test_rows_split_between_device_and_host(tmp_path: Path) -> None:
+    """4 extents of 128 KiB a layer: room for one of the two layers, and half of the other."""
+    needs = Needs.of(EngineConfig(SHAPE, "pariskv", max_input_len=512, max_seq_len=512), 2)
+    room = needs.weights + 2 * needs.window_slot + 4 * needs.index_extent + 3 * needs.row_extent
+    flags = ("--offload", "auto", "--device_gib", str(0.1 + room / GIB))
+    document = run(tmp_path, "--contexts", "4096", *flags)
+    entry = document["phases"][1]["cells"][0]["results"][0]
+    assert (entry["name"], entry["host_layers"]) == ("pariskv auto hot", 1)
+    memory = entry["memory"]
+    assert memory["rows_on_device"] == memory["rows_in_host_memory"] == 4 * (128 << 10)
+
+
+def test_what_does_not_fit_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = run(tmp_path, "--contexts", "4096,20000", "--host_gib", "0.003")
+    (phase,) = document["phases"]
+    assert [cell["context"] for cell in phase["cells"]] == [4096]
+    assert "rows in host memory exceed the limit" in phase["skipped"][0]["reason"]
+    assert "20,000 × 1 does not fit" in capsys.readouterr().out
+    arguments = ["--shape", "tiny", "--work_gib", "0.1", "--contexts", "20000", "--host_gib", "0.003"]
+    assert decode.main(arguments) == 1
+    assert "no cell fits (20000 × 1: does not fit" in capsys.readouterr().err
+
+
+def test_a_baseline_alone_that_does_not_fit_is_reported(tmp_path: Path) -> None:
+    """Its rows fit in host memory, where they are not timed."""
+    needs = Needs.of(EngineConfig(SHAPE, "full", max_input_len=512, max_seq_len=512), 2)
+    room = needs.weights + 4 * needs.window_slot + 4 * needs.row_extent
+    flags = ("--methods", "full", "--contexts", "4096,5500", "--device_gib", str(0.1 + room / GIB))
+    (phase,) = run(tmp_path, *flags)["phases"]
+    assert [cell["context"] for cell in phase["cells"]] == [4096]
+    missing = {"context": 5500, "batch": 1, "reason": "does not fit: the baseline's rows exceed the device"}
+    assert phase["skipped"] == [missing]
+
+
+def test_memory_that_fails_after_all_ends_the_phase_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = device_setup.Bench.cache
+
+    def cache(self: Any, offload: str, cells: Any) -> Any:
+        if offload == "always":
+            raise CapacityError("the row pool needs more\nthan there is")
+        return original(self, offload, cells)
+
+    monkeypatch.setattr(device_setup.Bench, "cache", cache)
+    document = run(tmp_path, "--contexts", "4096", "--offload", "always,never")
+    always, never = document["phases"]
+    assert (always["error"], always["cells"]) == ("the row pool needs more", [])
+    assert len(never["cells"]) == 1
+
+
+def test_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = run(tmp_path, "--throughput", "--contexts", "4096", "--batches", "1,2,4")
+    assert [(entry["method"], entry["batch"]) for entry in document["results"]] == [
+        (method, batch) for method in ("full", "pariskv") for batch in (1, 2, 4)
+    ]
+    assert [entry["tokens_per_second"] for entry in document["results"]] == pytest.approx([1e3, 2e3, 4e3] * 2)
+    assert [peak["to_baseline"] for peak in document["peaks"]] == pytest.approx([1, 1])
+    assert "pariskv peaks at 4,000.0 tokens/s, 1.00 × the baseline's peak" in capsys.readouterr().out
+
+
+def test_throughput_stops_where_memory_does(tmp_path: Path) -> None:
+    flags = ("--contexts", "4096", "--batches", "1,64", "--device_gib", "0.11", "--host_gib", "0.005")
+    document = run(tmp_path, "--throughput", *flags)
+    assert [entry["batch"] for entry in document["results"]] == [1, 1]
+    assert [(entry["method"], entry["batch"]) for entry in document["skipped"]] == [("full", 64), ("pariskv", 64)]
+
+
+def test_prefill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = run(tmp_path, "--prefill", "--contexts", "4096,5000", "--repeats", "2")
+    assert [(entry["method"], entry["tokens"]) for entry in document["results"]] == [
+        (method, tokens) for tokens in (4096, 5000) for method in ("full", "pariskv")
+    ]
+    assert all(entry["seconds"]["count"] == 2 and math.isfinite(entry["to_baseline"]) for entry in document["results"])
+    assert "prefill" in capsys.readouterr().out
+    bad = ["--shape", "tiny", "--work_gib", "0.1", "--prefill", "--offload", "always,never"]
+    assert decode.main(bad) == 1
+    assert "must be one mode with --prefill" in capsys.readouterr().err
+
+
+def test_filled_rows_are_those_that_the_index_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of two slots and layers differ, and their keys are the filler's."""
+    kept: list[tuple[Any, Any]] = []
+    original = device_setup.Filler.fill
+
+    def fill(self: Any, cell: Any, targets: Any) -> None:
+        original(self, cell, targets)
+        kept.append((self, targets))
+
+    monkeypatch.setattr(device_setup.Filler, "fill", fill)
+    monkeypatch.setattr(device_setup, "CHUNK_TOKENS", 2048)
+    run(tmp_path, "--contexts", "5000", "--batches", "2")
+    filler, targets = kept[0]
+    for cache, index_sets in targets:
+        seen = {}
+        for layer in range(2):
+            for slot in range(2):
+                rows = cache.extents.read(cache.layer_rows(layer), slot, cache.lengths[slot])
+                assert torch.equal(rows[:, :, 0], filler.keys(layer, slot, rows.shape[1]))
+                assert torch.equal(rows[:, 2048:4096, 1], filler._values)
+                seen[layer, slot] = rows[:, :, 0]
+        assert not torch.equal(seen[0, 0], seen[0, 1])
+        assert not torch.equal(seen[0, 0], seen[1, 0])
+        assert [index.built for indexes in index_sets for index in indexes] == [[(0, 4680), (1, 4680)]] * 2
+
+
+def test_too_many_steps_are_refused_not_evicted(tmp_path: Path) -> None:
+    """The most steps that the command line allows, with stages and selections, stay inside the update buffer."""
+    document = run(tmp_path, "--contexts", "4096", "--steps", "200", "--methods", "pariskv")
+    (entry,) = document["phases"][0]["cells"][0]["results"]
+    assert len(entry["samples"]) == 200
+    total = WARMUP + 200 + device_contestants.STAGE_REPEATS + device_contestants.OVERLAP_STEPS + 1
+    assert entry["cached_tokens"] <= 4096 + total <= 4096 + 256

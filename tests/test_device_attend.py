@@ -1,0 +1,211 @@
+"""What attention on the GPU decides on the host: tiles, splits, scratch memory, refusals. The kernel: tests/gpu."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, cast
+
+import pytest
+import torch
+
+from kvseek.engine.cuda import CudaKernels
+from kvseek.engine.errors import KernelError
+from kvseek.engine.memory import ExtentTable
+from kvseek.plugins.base import DeviceIndex, IndexContext
+from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+from kvseek.plugins.common.attend_plan import MAX_SPLITS, HeadTiles, Splits
+from kvseek.plugins.common.device_attend import AttendArguments, DeviceAttention
+from kvseek.plugins.registry import get_method
+
+
+class RecordingKernels:
+    """Stands for the kernels of a GPU with 132 multiprocessors; notes what is launched."""
+
+    multiprocessors = 132
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[str, tuple[int, int, int], int, AttendArguments]] = []
+
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: AttendArguments,
+        shared_bytes: int,
+        overlap: bool,
+    ) -> None:
+        assert overlap
+        assert shared_bytes < 100 << 10  # of the smallest multiprocessors
+        self.launches.append((name, grid, threads, AttendArguments.from_buffer_copy(arguments)))
+
+
+SHAPE: dict[str, Any] = {
+    "num_heads": 32,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "dtype": torch.bfloat16,
+    "window_rows": 576,
+    "sink": 64,
+    "slots": 5,
+    "entries": 100,
+    "max_batch": 4,
+    "scaling": 128**-0.5,
+    "device": torch.device("cpu"),
+}
+
+
+def make(**changes: Any) -> DeviceAttention:
+    return DeviceAttention(cast(CudaKernels, RecordingKernels()), **{**SHAPE, **changes})
+
+
+def launch(attention: DeviceAttention, **changes: Any) -> torch.Tensor:
+    batch = 2
+    shape = (5, attention.kv_heads, attention.window_rows, 2, attention.head_dim)
+    arguments: dict[str, Any] = {
+        "queries": torch.zeros(batch, attention.num_heads, attention.head_dim, dtype=attention.dtype),
+        "batch": DeviceBatch(pack([RequestState(0, 0, 0, 0, 1, 0, 0, 0, True)] * batch), torch.zeros(5, 3).int()),
+        "window": torch.zeros(shape, dtype=attention.dtype),
+        "rows_pointer": 4096,
+        "extent_stride": 1 << 21,
+        "selected": torch.zeros(batch, attention.kv_heads, attention.entries, dtype=torch.int32),
+        **changes,
+    }
+    return attention.launch(**arguments)
+
+
+def test_the_argument_struct_has_no_holes_that_the_compiler_would_fill_otherwise() -> None:
+    sizes = [ctypes.sizeof(kind) for _, kind in AttendArguments._fields_]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "group", "heads", "tiles"),
+    [
+        (torch.bfloat16, 128, 4, 8, 1),
+        (torch.float16, 128, 9, 16, 1),
+        (torch.bfloat16, 256, 9, 8, 2),
+        (torch.float32, 128, 3, 4, 1),
+        (torch.float32, 128, 16, 8, 2),
+        (torch.float32, 256, 5, 4, 2),
+    ],
+)
+def test_head_tiles(dtype: torch.dtype, dim: int, group: int, heads: int, tiles: int) -> None:
+    found = HeadTiles.of(dtype, dim, group)
+    assert (found.heads, found.tiles) == (heads, tiles)
+
+
+def test_a_dense_scan_is_one_wave() -> None:
+    attention = make(entries=0)
+    splits = attention.splits(1)
+    assert splits.window == 5
+    resident = 132 * attention.tiles.resident_ctas
+    assert resident - 8 < splits.total * 8 <= resident
+
+
+@pytest.mark.parametrize("batch", [1, 4, 64])
+@pytest.mark.parametrize("entries", [0, 1, 100, 4096])
+@pytest.mark.parametrize("window_rows", [2, 576, 100000])
+def test_splits_fit_the_kernel(batch: int, entries: int, window_rows: int) -> None:
+    splits = Splits.plan(batch * 8, window_rows, entries, 396, None)
+    assert splits.retrieval >= 1
+    assert splits.window >= 1
+    assert splits.total <= MAX_SPLITS
+    assert splits.retrieval >= min(-(-entries // 16), 96)
+
+
+def test_launch_describes_what_it_is_given() -> None:
+    attention = make()
+    out = launch(attention)
+    assert out.shape == (2, 32, 128)
+    ((name, grid, threads, arguments),) = attention.kernels.launches  # type: ignore[attr-defined]
+    splits = attention.splits(2)
+    assert (name, grid, threads) == ("kvseek_attend", (splits.total, 8, 2), 128)
+    assert arguments.out == out.data_ptr()
+    assert arguments.hot_rows == attention.hot_rows.data_ptr()  # type: ignore[union-attr]
+    assert (arguments.window_stride, arguments.table_stride) == (8 * 576 * 2 * 128, 3)
+    assert arguments.scale == pytest.approx(128**-0.5 * 1.4426950408889634)
+    launch(attention, selected=None)
+    assert attention.kernels.launches[1][3].hot_rows is None  # type: ignore[attr-defined]
+
+
+def test_layers_share_scratch_memory_if_it_is_large_enough() -> None:
+    first = make()
+    assert make(scratch=first.scratch).scratch is first.scratch
+    with pytest.raises(KernelError, match="scratch"):
+        make(max_batch=8, scratch=first.scratch)
+
+
+def test_hot_rows_are_forgotten_slot_by_slot() -> None:
+    attention = make()
+    assert attention.hot_rows is not None
+    assert attention.hot_tags is not None
+    assert attention.nbytes == attention.hot_rows.nbytes + attention.hot_tags.nbytes
+    attention.hot_tags.fill_(3)
+    attention.forget(1)
+    assert (attention.hot_tags[1] == -1).all()
+    assert (attention.hot_tags[[0, 2, 3, 4]] == 3).all()
+    without = make(hot_rows=False)
+    without.forget(1)
+    assert without.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("dtype", {"dtype": torch.float64}),
+        ("head_dim", {"head_dim": 80}),
+        ("head_dim", {"head_dim": 288}),
+        ("num_heads", {"num_heads": 136}),
+        ("num_heads", {"num_heads": 12}),
+        ("sink", {"sink": 576}),
+        ("splits", {"splits": 97}),
+    ],
+)
+def test_shapes_that_the_kernel_lacks_are_refused(field: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(KernelError, match=f"{field} = .*must be"):
+        make(**changes)
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("batch", {"batch": DeviceBatch(torch.zeros(5, 16).int(), torch.zeros(5, 3).int())}),
+        ("queries", {"queries": torch.zeros(2, 32, 128)}),
+        ("window", {"window": torch.zeros(5, 8, 575, 2, 128, dtype=torch.bfloat16)}),
+        ("selected", {"selected": torch.zeros(2, 8, 99, dtype=torch.int32)}),
+        ("selected", {"selected": torch.zeros(2, 8, 100, dtype=torch.int64)}),
+        ("rows_pointer", {"rows_pointer": 4097}),
+        ("rows_pointer", {"extent_stride": 4}),
+        ("out", {"out": torch.zeros(2, 128, 32, dtype=torch.bfloat16).transpose(1, 2)}),
+    ],
+)
+def test_launches_that_would_read_elsewhere_are_refused(field: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(KernelError, match=f"{field}.* = "):
+        launch(make(), **changes)
+
+
+def test_full_on_the_gpu_selects_nothing() -> None:
+    method = get_method("full")
+    context = IndexContext(
+        layer=0,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        scaling=0.125,
+        config=method.configure({}),
+        codebooks={},
+        extents=ExtentTable(1, 1, 1),
+        lengths=[7],
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        library=None,
+        cuda=cast(CudaKernels, RecordingKernels()),
+    )
+    index = method.create(context)
+    assert isinstance(index, DeviceIndex)
+    batch = DeviceBatch(torch.zeros(1, 16).int(), torch.zeros(1, 1).int())
+    assert index.launch_select(torch.zeros(1, 4, 64), batch) is None
+    assert (index.plan(7), index.attended(7), index.bytes_per_token) == ((), 7, 0.0)
+    selection = index.select(torch.zeros(1, 4, 64), [0])
+    assert (selection.counts, selection.block) == ((7,), 1024)

@@ -1,0 +1,126 @@
+"""How device and host memory are divided; the numbers of a Llama-3.1-8B shape in bfloat16."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kvseek.engine.config import CacheConfig, EngineConfig, ModelConfig
+from kvseek.engine.errors import CapacityError
+from kvseek.engine.memory_plan import MemoryPlan, plan_memory, plan_rows, window_bytes
+
+MODEL = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 << 20)
+LAYER_EXTENT = 8 * 1024 * 2 * 128 * 2  # 4 MiB
+GIB = 1 << 30
+
+
+def config(offload: str = "auto", host: int | None = None, device: int | None = None, slots: int = 2) -> EngineConfig:
+    cache = CacheConfig(offload=offload, kv_cache_host_memory_bytes=host, kv_cache_device_memory_bytes=device)
+    tokens = 128 * 1024
+    return EngineConfig(
+        MODEL, "full", cache=cache, dtype="bfloat16", device="cuda", max_batch_size=slots, max_seq_len=tokens
+    )
+
+
+def rows(*arguments: object, budget: int | None, **fields: object) -> tuple[int, int, int]:
+    plan = plan_rows(config(*arguments, **fields), torch.bfloat16, budget)  # type: ignore[arg-type]
+    assert plan.layer_bytes == LAYER_EXTENT
+    assert plan.host_layers + plan.device_layers == 32
+    assert plan.device_bytes == plan.capacity * plan.device_layers * LAYER_EXTENT
+    assert plan.host_bytes == plan.capacity * plan.host_layers * LAYER_EXTENT
+    return plan.capacity, plan.device_layers, plan.host_layers
+
+
+def test_the_policies() -> None:
+    assert rows("always", budget=100 * GIB) == (256, 0, 32)
+    assert rows("never", budget=32 * GIB) == (256, 32, 0)
+    assert rows("auto", budget=32 * GIB) == (256, 32, 0), "256 extents of 128 MiB: all layers fit"
+    assert rows("auto", budget=32 * GIB - 1) == (256, 31, 1)
+    assert rows("auto", budget=GIB - 1) == (256, 0, 32), "less than one layer"
+    assert rows("auto", budget=None) == (256, 32, 0)
+    assert rows("auto", budget=None, device=5 * GIB) == (256, 5, 27)
+
+
+def test_host_and_device_budgets_add_up() -> None:
+    assert rows("always", budget=None, host=16 * GIB) == (128, 0, 32)
+    assert rows("auto", budget=16 * GIB, host=16 * GIB) == (256, 16, 16)
+    assert rows("auto", budget=8 * GIB, host=16 * GIB)[0] == 186, "11 and 21 layers: 186 extents; 24 GiB would hold 192"
+    assert rows("auto", budget=64 * GIB, host=1) == (256, 32, 0), "no host memory is needed"
+    assert rows("never", budget=None, device=16 * GIB, host=1) == (128, 32, 0)
+
+
+def test_what_cannot_be_held_is_refused_with_numbers() -> None:
+    with pytest.raises(
+        CapacityError, match=r"'never' needs 34,359,738,368 bytes of rows on the device, 1,000 are free"
+    ):
+        rows("never", budget=1000)
+    with pytest.raises(
+        CapacityError, match=r"1024 tokens needs 134,217,728 bytes .*kv_cache_host_memory_bytes = 134217727"
+    ):
+        rows("always", budget=None, host=128 * (1 << 20) - 1)
+
+
+def plan(offload: str = "auto", device_gib: float = 80, index: float = 900.0, **fields: int) -> MemoryPlan:
+    sizes = {"weight_bytes": 16 * GIB, "work_bytes": 2 * GIB, "index_bytes_per_token": index}
+    device_bytes = int(device_gib * GIB)
+    return plan_memory(config(offload, **fields), torch.bfloat16, device_bytes=device_bytes, **sizes)  # type: ignore[arg-type]
+
+
+def test_device_memory_is_divided() -> None:
+    everything = plan()
+    assert everything.rows.device_layers == 32
+    assert everything.index_bytes == 256 * 1024 * 32 * 900
+    assert everything.window_bytes == 32 * 3 * 8 * 576 * 2 * 128 * 2 == window_bytes(config(), torch.bfloat16)
+    part = plan(device_gib=40)
+    free = 40 * GIB - 18 * GIB - part.window_bytes - part.index_bytes
+    assert part.rows.device_layers == free // GIB == 14
+    assert part.device_bytes <= 40 * GIB < part.device_bytes + GIB
+    assert plan("always", device_gib=26).rows.host_layers == 32
+
+
+def test_what_does_not_fit_on_the_device_is_refused_with_numbers() -> None:
+    pattern = (
+        r"weights 17,179,869,184, windows 226,492,416, work space 2,147,483,648, index of 262,144 tokens 7,549,747,200 and "
+        r"rows 0 are 27,103,592,448 bytes, 26,843,545,600 are available; lower max_batch_size"
+    )
+    for offload in ("auto", "always"):
+        with pytest.raises(CapacityError, match=pattern):
+            plan(offload, device_gib=25)
+    with pytest.raises(CapacityError, match=r"rows 34,359,738,368 are .* available; choose offload 'auto', or lower"):
+        plan("never", device_gib=40)
+    with pytest.raises(CapacityError, match="are available"):
+        plan(device_gib=1)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    offload=st.sampled_from(["auto", "always", "never"]),
+    device_gib=st.floats(1, 160),
+    index=st.sampled_from([0.0, 896.0, 4096.0]),
+    host=st.none() | st.integers(1, 120 * GIB),
+    device=st.none() | st.integers(1, 120 * GIB),
+    slots=st.integers(1, 8),
+)
+def test_a_plan_keeps_all_limits(
+    offload: str, device_gib: float, index: float, host: int | None, device: int | None, slots: int
+) -> None:
+    fields = {"host": host, "device": None if offload == "always" else device, "slots": slots}
+    try:
+        made = plan(offload, device_gib, index, **fields)  # type: ignore[arg-type]
+    except CapacityError:
+        return
+    assert made.device_bytes <= int(device_gib * GIB)
+    assert 0 < made.rows.capacity <= slots * 128
+    assert host is None or made.rows.host_bytes <= host
+    assert device is None or offload == "always" or made.rows.device_bytes <= device
+    own = config(offload, **fields)  # type: ignore[arg-type]
+    assert plan_rows(own, torch.bfloat16, made.device_row_bytes) == made.rows, "what DeviceCache will do"
+    if made.rows.device_layers < 32 and offload == "auto" and host is None and device is None:
+        more = dataclasses.replace(made.rows, device_layers=made.rows.device_layers + 1)
+        assert made.device_bytes - made.rows.device_bytes + more.device_bytes > int(device_gib * GIB), (
+            "no layer more fits"
+        )
