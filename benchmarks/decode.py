@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 from kvseek.benchmarks.contestants import Contestant, EngineContestant, load_transformers
 from kvseek.benchmarks.machine import PlainRead, describe, peak_memory_bytes
+from kvseek.benchmarks.output import show, write_result
 from kvseek.benchmarks.report import add_ratios, print_report, result
 from kvseek.benchmarks.timing import interleave
 from kvseek.engine.errors import ConfigError, KvseekError
@@ -160,17 +160,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(argv)
         with engine_directories(arguments) as directories:
             document = run(arguments, directories)
+        if arguments.output:
+            write_result(arguments.output, document)
     except (KvseekError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    text = json.dumps(document, indent=2)
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(text + "\n", encoding="utf-8")
-    if arguments.json:
-        print(text)
-    else:
-        print_report(document)
+    show(document, arguments.json, print_report)
     return 0
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from kvseek.engine.errors import KvseekError
@@ -18,6 +16,7 @@ from .device_results import borrow_baselines
 from .device_setup import Bench
 from .device_throughput import run_throughput
 from .machine import describe, describe_gpu
+from .output import show, write_result
 
 Save = Callable[[dict[str, Any]], None]
 
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         def save(part: dict[str, Any]) -> None:
             if arguments.output:
-                write(arguments.output, {**head, **part})
+                write_result(arguments.output, {**head, **part})
 
         run = {"decode": run_decode, "throughput": run_throughput, "prefill": run_prefill}[mode]
         document = {**head, **run(bench, save)}
@@ -44,16 +43,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KvseekError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if arguments.json:
-        print(json.dumps(document, indent=2))
-    else:
-        print_device_report(document)
+    show(document, arguments.json, print_device_report)
     return 0
-
-
-def write(path: Path, document: dict[str, Any]) -> None:
-    """Write a result file, whole or not at all: a run may be ended at any time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)

@@ -5,6 +5,7 @@
 // without leaving a row, and what a reduction needs later is loaded before it. engine/layer_kernels.py launches them.
 #include "plugins/common/batch.cuh"
 #include "plugins/common/numbers.cuh"
+#include "plugins/common/overlap.cuh"
 
 namespace kvseek {
 
@@ -188,8 +189,13 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
 #pragma unroll
     for (int p = 0; p < NORM_PIECES; ++p) {
         const int piece = p * blockDim.x + threadIdx.x;
+        if (piece < pieces) weight[p].load(static_cast<const Number*>(a.weight) + piece * 8);
+    }
+    await_earlier_kernels();
+#pragma unroll
+    for (int p = 0; p < NORM_PIECES; ++p) {
+        const int piece = p * blockDim.x + threadIdx.x;
         if (piece >= pieces) continue;
-        weight[p].load(static_cast<const Number*>(a.weight) + piece * 8);
         Eight<Number> own, added;
         own.load(x + piece * 8);
         if (delta != nullptr) added.load(delta + piece * 8);
@@ -213,6 +219,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
 // Gathers the embedding of each request's token and computes the rotation of its position, once for all layers.
 extern "C" __global__ void __launch_bounds__(BEGIN_THREADS)
     kvseek_step_begin(const __grid_constant__ kvseek::StepBeginArguments a) {
+    await_earlier_kernels();
     const Request& request = static_cast<const Request*>(a.requests)[blockIdx.x];
     const Number* from = static_cast<const Number*>(a.embed) + static_cast<long long>(request.token) * a.hidden;
     Number* to = static_cast<Number*>(a.x) + static_cast<long long>(blockIdx.x) * a.hidden;
@@ -233,6 +240,8 @@ extern "C" __global__ void __launch_bounds__(BEGIN_THREADS)
 // Splits a request's qkv: rotated queries to `queries`, rotated key and value to the request's window row.
 extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32)
     kvseek_rope_append(const __grid_constant__ kvseek::RopeAppendArguments a) {
+    await_earlier_kernels();
+    allow_later_kernels();
     const int head = blockIdx.y * ROPE_WARPS + threadIdx.x / 32, heads = a.heads + 2 * a.kv_heads;
     if (head >= heads) return;
     const long long row = blockIdx.x;
@@ -260,6 +269,7 @@ extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32)
 // The same for a chunk of a prompt, whose keys and values go to arrays of the whole prompt.
 extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32)
     kvseek_rope_prompt(const __grid_constant__ kvseek::RopePromptArguments a) {
+    await_earlier_kernels();
     const int head = blockIdx.y * ROPE_WARPS + threadIdx.x / 32, heads = a.heads + 2 * a.kv_heads;
     if (head >= heads) return;
     const long long row = blockIdx.x;
@@ -280,6 +290,7 @@ extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32)
 // out = silu(gate) * up, eight numbers a thread.
 extern "C" __global__ void __launch_bounds__(SILU_THREADS)
     kvseek_silu_mul(const __grid_constant__ kvseek::SiluMulArguments a) {
+    await_earlier_kernels();
     const int piece = blockIdx.y * SILU_THREADS + threadIdx.x;
     if (piece >= a.intermediate / 8) return;
     const long long row = blockIdx.x;
@@ -296,6 +307,7 @@ extern "C" __global__ void __launch_bounds__(SILU_THREADS)
 // The greedy token of each request. grid.x thread blocks share a row; the last to finish writes the token.
 extern "C" __global__ void __launch_bounds__(ARGMAX_THREADS)
     kvseek_argmax(const __grid_constant__ kvseek::ArgmaxArguments a) {
+    await_earlier_kernels();
     const int request = blockIdx.y, stride = gridDim.x * ARGMAX_THREADS;
     const int thread = blockIdx.x * ARGMAX_THREADS + threadIdx.x;
     const Number* logits = static_cast<const Number*>(a.logits) + static_cast<long long>(request) * a.vocabulary;

@@ -133,7 +133,7 @@ class LayerKernels:
             hidden=embed.shape[1],
             factor=self._factor,
         )
-        self._kernels.launch("kvseek_step_begin", (batch.size, 1, 1), BEGIN_THREADS, arguments)
+        self._launch("kvseek_step_begin", (batch.size, 1, 1), BEGIN_THREADS, arguments)
         return x, (cosines, sines)
 
     def rotation(self, start: int, stop: int) -> Rotation:
@@ -153,7 +153,7 @@ class LayerKernels:
             epsilon=self.model.rms_norm_eps,
         )
         warps = -(-x.shape[1] // (PIECE * WARP))
-        self._kernels.launch("kvseek_add_rms_norm", (x.shape[0], 1, 1), min(NORM_THREADS, warps * WARP), arguments)
+        self._launch("kvseek_add_rms_norm", (x.shape[0], 1, 1), min(NORM_THREADS, warps * WARP), arguments)
         return out
 
     def rope_append(
@@ -190,7 +190,7 @@ class LayerKernels:
             window_rows=window.shape[2],
             epsilon=model.rms_norm_eps,
         )
-        self._kernels.launch("kvseek_rope_append", self._rope_grid(qkv.shape[0]), ROPE_WARPS * WARP, arguments)
+        self._launch("kvseek_rope_append", self._rope_grid(qkv.shape[0]), ROPE_WARPS * WARP, arguments)
         return queries
 
     def rope_prompt(
@@ -224,7 +224,7 @@ class LayerKernels:
             kv_heads=model.num_kv_heads,
             epsilon=model.rms_norm_eps,
         )
-        self._kernels.launch("kvseek_rope_prompt", self._rope_grid(qkv.shape[0]), ROPE_WARPS * WARP, arguments)
+        self._launch("kvseek_rope_prompt", self._rope_grid(qkv.shape[0]), ROPE_WARPS * WARP, arguments)
         return queries
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class LayerKernels:
         out = gate_up.new_empty(rows, size)
         arguments = SiluMulArguments(gate_up=self._address("gate_up", gate_up), out=out.data_ptr(), intermediate=size)
         blocks = -(-size // (PIECE * SILU_THREADS))
-        self._kernels.launch("kvseek_silu_mul", (rows, blocks, 1), SILU_THREADS, arguments)
+        self._launch("kvseek_silu_mul", (rows, blocks, 1), SILU_THREADS, arguments)
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -252,8 +252,11 @@ class LayerKernels:
             vocabulary=vocabulary,
         )
         blocks = min(MAX_ARGMAX_BLOCKS, -(-vocabulary // (PIECE * ARGMAX_THREADS)))
-        self._kernels.launch("kvseek_argmax", (blocks, batch, 1), ARGMAX_THREADS, arguments)
+        self._launch("kvseek_argmax", (blocks, batch, 1), ARGMAX_THREADS, arguments)
         return tokens
+
+    def _launch(self, name: str, grid: tuple[int, int, int], threads: int, arguments: ctypes.Structure) -> None:
+        self._kernels.launch(name, grid, threads, arguments, overlap=True)  # all of layer.cu follows overlap.cuh
 
     def _rope_grid(self, rows: int) -> tuple[int, int, int]:
         heads = self.model.num_heads + 2 * self.model.num_kv_heads

@@ -1,17 +1,21 @@
 """Does retrieval get worse as a request generates on and on? Recall and memory by step of one long generation.
 
-    python evaluation/drift.py --engine_dir PARISKV --text FILE --prompt_tokens 4096 --steps 10000 --every 50
+    python evaluation/drift.py --engine_dir PARISKV --text FILE --prompt_tokens 4096 --steps 10000 --every 50 --follow
 
 Keys that are generated are indexed as they leave the window, long after the prompt's. Every so many steps the rows that
 a few layers selected are compared with the exact top k of the same query over the true keys, which come from the row
 pool. The engine runs as it serves; only the index's selection is overheard.
+
+What recall loses may be the data's doing and not the index's: a model that samples on and on leaves what it knows, its
+attention becomes flat, and which rows are the top k is then chance. Hence --follow, which feeds the document's own
+tokens; the attention that the rows hold; and an index built afresh from the same keys at the first and the last
+measurement.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,12 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvseek.benchmarks.machine import describe, resident_bytes
+from kvseek.benchmarks.output import show, write_result
 from kvseek.engine.engine import Engine
 from kvseek.engine.errors import ConfigError, KvseekError
+from kvseek.engine.memory import ExtentTable, extents_for
 from kvseek.engine.request import FinishReason, Request, SamplingParams, StepOutput
-from kvseek.evaluation.overhear import Listener, recall_of
+from kvseek.engine.sampling import Sampler
+from kvseek.evaluation.overhear import Heard, Listener, recall_of
+from kvseek.plugins.base import Index
+from kvseek.plugins.flat.method import exact_top_k
 from kvseek.plugins.registry import get_method
 
 SPAN = 1000  # steps whose recall is averaged to a figure
@@ -217,17 +227,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parse(argv)
         report = run(arguments)
+        if arguments.output:
+            write_result(arguments.output, report)
     except (KvseekError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    text = json.dumps(report, indent=2)
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(text + "\n", encoding="utf-8")
-    if arguments.json:
-        print(text)
-    else:
-        print_report(report)
+    show(report, arguments.json, print_report)
     return 0
 
 

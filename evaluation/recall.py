@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvseek.benchmarks.output import show
 from kvseek.engine.errors import KvseekError
 from kvseek.engine.memory import ExtentTable, extents_for
 from kvseek.evaluation.capture import CapturedLayer, capture, load_model, token_ids
@@ -198,10 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (KvseekError, OSError) as error:
         print(f"recall: {error}", file=sys.stderr)
         return 1
-    if options.json:
-        print(json.dumps(report, indent=2))
-    else:
-        print_report(report)
+    show(report, options.json, print_report)
     return 0
 
 

@@ -30,6 +30,7 @@ READY_SECONDS = 180.0
 SHUTDOWN_SECONDS = 20.0
 LOG_LINES = 30
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHARED_MEMORY = Path("/dev/shm")
 MODELS = ("tensorrt_llm", "tensorrt_llm_bls")
 
@@ -196,6 +197,22 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM that arrive from now on.
+
+    A handler that raised would be late for a call that waits for a process and had just begun, and could leave
+    Popen's lock taken.
+    """
+    received: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOP_SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of `kvseek serve`."""
     parser = argparse.ArgumentParser(prog="kvseek serve", description="Serve an engine directory with Triton.")
@@ -217,12 +234,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     ports = Ports(arguments.http_port, arguments.grpc_port, arguments.metrics_port)
     options = {"threads": arguments.threads, "log": arguments.log, "verbose": arguments.log_verbose}
     try:
-        with running_server(arguments.engine_dir, arguments.host, ports, **options) as server:
+        with running_server(arguments.engine_dir, arguments.host, ports, **options) as server, _signals() as received:
             print(
                 f"ready: gRPC {server.grpc_url}, HTTP {server.http_url}, metrics {server.metrics_url}/metrics",
                 flush=True,
             )
-            status = server.process.wait()
+            while (status := server.process.poll()) is None:
+                if received:
+                    return 0
+                time.sleep(0.1)
             raise ServerError(f"tritonserver ended with status {status}; run with --log FILE to see why")
     except KeyboardInterrupt:
         return 0

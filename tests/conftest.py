@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -56,6 +56,15 @@ def document() -> str:
 def library() -> CpuLibrary:
     """The compiled CPU kernels of this checkout."""
     return CpuLibrary(cached_cpu_library())
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: threads that share their cores with other programs wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -258,6 +258,12 @@ BAD_USAGE = [
     (("--method", "pariskv", "--pariskv.alpha_correction", "1"), "invalid boolean value: '1'"),
     (("--method", "pariskv", "--pariskv.schedule_steps", "[1"), "invalid json_value value: '[1'"),
     (("--max_seq", "100"), "unrecognized arguments: --max_seq 100"),
+    (("--device", "tpu"), "argument --device: invalid choice: 'tpu'"),
+    (
+        ("--device", "cuda", "--cuda_archs", "ninety"),
+        "argument --cuda_archs: invalid architectures value: 'ninety'",
+    ),
+    (("--cuda_archs", "90"), "--cuda_archs belongs to --device cuda; --device is cpu"),
 ]
 
 
@@ -279,6 +285,8 @@ BAD_VALUES = [
     (("--method", "pariskv", "--pariskv.schedule_steps", '[{"speed": 1}]'), "unknown key 'speed'"),
     (("--dtype", "float16"), "dtype = 'float16': must be float32 or bfloat16 with device = 'cpu'"),
     (("--device", "cuda"), "kernels = 'reference': must be 'native' with device = 'cuda'"),
+    (("--device", "cuda", "--kernels", "native", "--cuda_archs", "75"), "cuda_archs = 75: must be one of 80,"),
+    (("--device", "cuda", "--cache.offload", "never ever"), "cache.offload = 'never ever': must be one of"),
 ]
 
 

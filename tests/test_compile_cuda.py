@@ -299,38 +299,6 @@ def test_architectures_default_to_all(model: Path, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "engine/kernels").iterdir()] == ["sm_90.cubin"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--kernels", "reference"), "kernels = 'reference': must be 'native' with device = 'cuda'"),
-        (("--cuda_archs", "75"), "cuda_archs = 75: must be one of 80,"),
-        (("--cache.offload", "never ever"), "cache.offload = 'never ever': must be one of"),
-    ],
-)
-def test_bad_values(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
-) -> None:
-    assert run(model, tmp_path / "engine", *flags) == 1
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--cuda_archs", "ninety"), "argument --cuda_archs: invalid architectures value: 'ninety'"),
-        (("--device", "cpu", "--cuda_archs", "90"), "--cuda_archs belongs to --device cuda; --device is cpu"),
-        (("--device", "tpu"), "argument --device: invalid choice: 'tpu'"),
-    ],
-)
-def test_bad_usage(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        run(model, tmp_path / "engine", *flags)
-    assert message in capsys.readouterr().err
-
-
 def test_a_model_that_kernels_do_not_support(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_random_model(tmp_path / "model", "llama")
     values: dict[str, Any] = json.loads((model / "config.json").read_text())

@@ -2,217 +2,45 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import BuildEngine
+from device_stand_ins import CPU, TorchAttention, TorchLayer, make_decoder
+from prefill import run_prefill
 from random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
 
-from kvseek.engine import device_decoder, layer_kernels
-from kvseek.engine.attention import attend_reference, causal_attention, causal_attention_device
-from kvseek.engine.cache import LayerCache
+from kvseek.engine import device_decoder
+from kvseek.engine.attention import causal_attention, causal_attention_device
 from kvseek.engine.config import EngineConfig, ModelConfig
 from kvseek.engine.device_cache import DeviceCache
-from kvseek.engine.device_decoder import STAGES, DeviceDecoder
+from kvseek.engine.device_decoder import STAGES
 from kvseek.engine.engine import Engine
 from kvseek.engine.errors import ConfigError, KernelError
 from kvseek.engine.graphs import DecodeStep, StepResult, bucket_of, buckets_for
 from kvseek.engine.layer_kernels import LayerKernels
 from kvseek.engine.loading import create_indexes, device_indexes, methods_for_device
 from kvseek.engine.request import FinishReason, Request, SamplingParams
-from kvseek.engine.rope import rotate
-from kvseek.engine.sampling import NO_TOKEN, greedy_token
-from kvseek.engine.weights import load_weights
+from kvseek.engine.sampling import NO_TOKEN
 from kvseek.engine.work_space import prefill_bytes, work_bytes
-from kvseek.plugins.base import DeviceIndex, Index, IndexContext, Selection
+from kvseek.plugins.base import Index
 from kvseek.plugins.batch import DeviceBatch, RequestState
-from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.full.device import DeviceFullIndex
 
-CPU = torch.device("cpu")
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "40")
 LIMITS = ("--max_batch_size", "3", "--max_seq_len", "400", "--max_input_len", "300", "--prefill_chunk_tokens", "50")
 PROMPT = torch.arange(180).mul(7).remainder(100).tolist()
 MAX_DIFFERENCE = 2e-4
 
 
-class TorchLayer(LayerKernels):
-    """What layer.cu computes, in PyTorch."""
-
-    def __init__(self, kernels: Any, model: ModelConfig, dtype: torch.dtype, device: torch.device, batch: int) -> None:
-        super().__init__(kernels, model, dtype, device, batch)
-
-    def step_begin(self, batch: DeviceBatch, embed: Tensor) -> tuple[Tensor, layer_kernels.Rotation]:
-        positions = batch.requests[:, 2].tolist()
-        parts = [self.rotation(position, position + 1) for position in positions]
-        return embed[batch.requests[:, 0].long()], (torch.cat([c for c, _ in parts]), torch.cat([s for _, s in parts]))
-
-    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        if delta is not None:
-            x += delta
-        return F.rms_norm(x, (x.shape[1],), weight, self.model.rms_norm_eps)
-
-    def split(self, qkv: Tensor, rotation: layer_kernels.Rotation, *norms: Tensor | None) -> tuple[Tensor, ...]:
-        model, size = self.model, self.model.head_dim
-        parts = qkv.view(qkv.shape[0], -1, size).split([model.num_heads, model.num_kv_heads, model.num_kv_heads], 1)
-        cos, sin = (torch.cat((part, part), dim=-1)[:, None] for part in rotation)
-        q, k = (
-            rotate(x if norm is None else F.rms_norm(x, (size,), norm, model.rms_norm_eps), cos, sin)
-            for x, norm in zip(parts[:2], norms, strict=True)
-        )
-        return q, k, parts[2]
-
-    def rope_append(
-        self,
-        qkv: Tensor,
-        batch: DeviceBatch,
-        rotation: layer_kernels.Rotation,
-        window: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-    ) -> Tensor:
-        q, k, v = self.split(qkv, rotation, q_norm, k_norm)
-        for request, (slot, row) in enumerate(batch.requests[:, [1, 3]].tolist()):
-            window[slot, :, row] = torch.stack((k[request], v[request]), dim=1)
-        return q
-
-    def rope_prompt(
-        self,
-        qkv: Tensor,
-        rotation: layer_kernels.Rotation,
-        keys: Tensor,
-        values: Tensor,
-        start: int,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-    ) -> Tensor:
-        q, k, v = self.split(qkv, rotation, q_norm, k_norm)
-        keys[:, start : start + len(k)], values[:, start : start + len(v)] = k.transpose(0, 1), v.transpose(0, 1)
-        return q
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def argmax(self, logits: Tensor) -> Tensor:
-        return torch.tensor([greedy_token(row) for row in logits], dtype=torch.int32)
-
-
-class TorchAttention:
-    """What attend.cu computes, from the same addresses."""
-
-    def __init__(self, kernels: Any, **options: Any) -> None:
-        self.options, self.scratch, self.forgotten = options, options["scratch"] or object(), 0
-
-    def forget(self, slot: int) -> None:
-        self.forgotten += 1
-
-    def launch(
-        self,
-        queries: Tensor,
-        batch: DeviceBatch,
-        window: Tensor,
-        rows_pointer: int,
-        extent_stride: int,
-        selected: Tensor | None,
-    ) -> Tensor:
-        assert queries.is_contiguous()
-        heads, size = self.options["kv_heads"], self.options["head_dim"]
-        extents = int(batch.table.max()) + 1
-        numbers = extent_stride * (extents - 1) + heads * 1024 * 2 * size if extents else 0
-        memory = (ctypes.c_float * numbers).from_address(rows_pointer) if numbers else (ctypes.c_float * 1)()
-        flat = torch.frombuffer(memory, dtype=torch.float32)
-        strides = (extent_stride, 1024 * 2 * size, 2 * size, size, 1)
-        rows = flat.as_strided((extents, heads, 1024, 2, size), strides)
-        outputs = []
-        for request, fields in enumerate(batch.requests.tolist()):
-            _, slot, _, _, sink_rows, first, ring_rows, length, dense = fields[:9]
-            view = LayerCache(
-                [slot],
-                window,
-                torch.tensor([[sink_rows, first, ring_rows]]),
-                rows,
-                batch.table,
-                torch.tensor([length]),
-                self.options["sink"],
-            )
-            everything = Selection.everything([length], heads, CPU)
-            chosen = everything if dense or selected is None else Selection(selected[request, None], 1, (0,))
-            outputs.append(attend_reference(queries[request, None], chosen, view, self.options["scaling"]))
-        return torch.cat(outputs)
-
-
-class DeviceFlat(DeviceIndex):
-    """Exact top-k as a device index; a staged key is NaN in what selections see until it is committed."""
-
-    def __init__(self, context: IndexContext) -> None:
-        super().__init__(context)
-        self.flat = FlatIndex(context)
-        self.top_k = context.config.top_k
-
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
-        self.flat.build(slot, keys, queries)
-
-    def plan(self, length: int) -> tuple[int, ...]:
-        return (length, self.top_k)
-
-    def attended(self, length: int) -> int:
-        return min(length, self.top_k)
-
-    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> Tensor:
-        rows = torch.full((batch.size, self.context.num_kv_heads, self.top_k), 1 << 20, dtype=torch.int32)
-        for request, fields in enumerate(batch.requests.tolist()):
-            if not fields[8]:
-                assert fields[7] == self.context.lengths[fields[1]] == fields[9]
-                rows[request] = self.flat.select(queries[request, None], [fields[1]]).rows[0]
-        return rows
-
-    def stage(self, slot: int, start: int, keys: Tensor) -> None:
-        self.context.extents.write(self.flat.keys, slot, start, keys)
-
-    def commit(self, slot: int, start: int, count: int) -> None:
-        assert self.context.lengths[slot] == start + count
-
-    @property
-    def bytes_per_token(self) -> float:
-        return self.flat.bytes_per_token
-
-
-INDEXES: dict[str, type[DeviceIndex]] = {"full": DeviceFullIndex, "flat": DeviceFlat}
-
-
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_decoder, "LayerKernels", TorchLayer)
     monkeypatch.setattr(device_decoder, "DeviceAttention", TorchAttention)
-
-
-def make_decoder(directory: Path, offload: str = "always") -> DeviceDecoder:
-    """A DeviceDecoder over the weights of a CPU engine."""
-    config = EngineConfig.load(directory)
-    cache_config = dataclasses.replace(config.cache, offload=offload)
-    config = dataclasses.replace(config, device="cuda", kernels="native", cache=cache_config)
-    cache = DeviceCache(config, torch.float32, CPU, None)
-    contexts = [index.context for index in create_indexes(config, cache, {}, None)]
-    indexes = [INDEXES[config.method](context) for context in contexts]
-    weights = load_weights(directory, torch.float32, CPU)
-    return DeviceDecoder(config, weights, cache, indexes, None, graphs=False)  # type: ignore[arg-type]
-
-
-def run_prefill(decoder: Any, slot: int, prompt: list[int], room: int) -> Tensor:
-    decoder.cache.open(slot, len(prompt) + room)
-    prefill = decoder.prefill(slot, prompt)
-    while True:
-        try:
-            next(prefill)
-        except StopIteration as end:
-            return end.value
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import BuildEngine
+from prefill import run_prefill
 from random_models import ARCHITECTURES, save_random_model
 
 from kvseek.engine.engine import Engine
@@ -41,14 +42,7 @@ def greedy_transformers(reference: Any, prompt: list[int], tokens: int) -> tuple
 def engine_logits(engine: Engine, prompt: list[int], forced: list[int]) -> torch.Tensor:
     """Logits after the prompt and after each forced token but the last, by the engine's own decoder: [tokens, vocabulary]."""
     decoder = engine._decoder
-    decoder.cache.open(0, len(prompt) + len(forced))
-    prefill = decoder.prefill(0, prompt)
-    rows = []
-    while not rows:
-        try:
-            next(prefill)
-        except StopIteration as end:
-            rows.append(end.value)
+    rows = [run_prefill(decoder, 0, prompt, len(forced))]
     rows += [decoder.decode([token], [0])[0][0] for token in forced[:-1]]
     decoder.cache.close(0)
     return torch.stack(rows)

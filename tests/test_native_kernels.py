@@ -31,15 +31,6 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 NAN = float("nan")
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """For large matrices: threads that share their cores with other programs wait for whole time slices."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(params=compilation.instruction_levels())
 def level(request: pytest.FixtureRequest, library: CpuLibrary) -> Iterator[int]:
     """Run the kernels at one instruction level, or at the processor's best if that is lower."""

@@ -28,15 +28,6 @@ EFFORT = (ScheduleStep(None, 0.3, 0.25),)
 NO_RERANK = (ScheduleStep(None, 0.3, 1e-9),)  # as many candidates as rows: the choice is the votes' alone
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """For large matrices: threads that share their cores with other programs wait for whole time slices."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(params=instruction_levels())
 def level(request: pytest.FixtureRequest, library: CpuLibrary) -> Iterator[int]:
     """Run the kernels at one instruction level, or at the processor's best if that is lower."""

@@ -19,9 +19,15 @@ using Number = __half;
 #error "KVSEEK_DTYPE must be 0 (float32), 1 (bfloat16) or 2 (float16)"
 #endif
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(float x) {
+    return x;
+}
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) {
+    return __bfloat162float(x);
+}
+__device__ __forceinline__ float to_float(__half x) {
+    return __half2float(x);
+}
 
 template <class T>
 __device__ __forceinline__ T from_float(float x);

@@ -24,11 +24,12 @@ MIN_DIM = 64  # smallest rotated vector of the kernels: two coordinates a thread
 MAX_DIM = 256
 SCORES = 256  # bins of a histogram of votes
 ENCODE_WARPS = 8
-COUNT_THREADS, SCAN_THREADS, RERANK_THREADS, TOP_THREADS = 256, 1024, 256, 512
+COUNT_THREADS, SCAN_THREADS, RERANK_THREADS, TOP_THREADS = 256, 1024, 256, 1024
 CHUNKS_OF_SCAN = 4  # parts of a region that one block of the scan takes, and one block of the rerank each
 LARGE_TABLE, SMALL_TABLE = 128 << 10, 64 << 10  # bytes of shared memory that the scan fills with copies of the votes
-TOP_BLOCKS_PER_PROCESSOR = 3  # likewise of the top-k; at most MOST_TOP_BLOCKS a task
-MOST_TOP_BLOCKS = 40
+TOP_BLOCKS_PER_PROCESSOR = 1  # likewise of the top-k; at most MOST_TOP_BLOCKS a task
+MOST_TOP_BLOCKS = 16
+MOST_ROWS = 2**32  # positions of all extents and KV heads: kernels number them with 32 bits
 COUNT_KEYS = 4096  # keys that one block of the counting kernel takes at least
 
 
@@ -48,7 +49,7 @@ class SelectArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("queries", "requests", "table", "ids", "codes", "weights", "counts")),
-        *((name, c_void_p) for name in ("signs", "levels", "lanes", "votes", "totals", "chunk_totals")),
+        *((name, c_void_p) for name in ("signs", "levels", "columns", "votes", "totals", "chunk_totals")),
         *((name, c_void_p) for name in ("scores", "candidates", "estimates", "keys", "normalisers")),
         *((name, c_void_p) for name in ("best_keys", "best_positions", "finished", "rows")),
         *((name, c_int32) for name in ("kv_heads", "max_extents", "top_k", "chunks", "top_blocks")),
@@ -82,17 +83,19 @@ class Workspace:
         chunks = CHUNKS_OF_SCAN * max(1, multiprocessors // tasks)
         top_blocks = min(MOST_TOP_BLOCKS, max(1, TOP_BLOCKS_PER_PROCESSOR * multiprocessors // tasks))
         blocks, new = self._dim // 8, self._empty
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": self._context.device}
         return {
             "chunks": chunks,
             "top_blocks": top_blocks,
-            "lanes": new((tasks, self._lanes, self._dim), torch.float32),
+            # Columns of lanes that do not exist stay zero.
+            "columns": torch.zeros((tasks, -(-self._lanes // 4), self._dim // 16, 32, 2), **integers),
             "votes": new((tasks, blocks // 4, CENTROIDS, 4, vote_bytes(self._lanes)), torch.uint8),
             "totals": new((tasks, SCORES), torch.int32),
             "chunk_totals": new((tasks, chunks, SCORES), torch.int32),
             "normalisers": new((tasks, chunks, self._lanes, 2), torch.float32),
             "best_keys": new((tasks, top_blocks, top_k), torch.int32),
             "best_positions": new((tasks, top_blocks, top_k), torch.int32),
-            "finished": torch.zeros(tasks, dtype=torch.int32, device=self._context.device),
+            "finished": torch.zeros(tasks, **integers),
         }
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -237,6 +240,12 @@ def cuda_defines(config: Config, head_dim: int, group_size: int) -> dict[str, in
 
 
 def _check(context: IndexContext, dim: int) -> None:
+    rows = context.extents.capacity * context.num_kv_heads * EXTENT_TOKENS
+    if rows >= MOST_ROWS:
+        raise KernelError(
+            f"ParisKV on the GPU: {context.extents.capacity} extents x {context.num_kv_heads} KV heads = {rows} rows: must be "
+            f"below {MOST_ROWS}; lower max_batch_size, max_seq_len or kv_cache_host_memory_bytes"
+        )
     limit = f"from {MIN_DIM // 2 + 1} to {MAX_DIM}"
     if not MIN_DIM <= dim <= MAX_DIM:
         raise KernelError(f"ParisKV on the GPU: head_dim = {context.head_dim}: must be {limit}; use --device cpu")

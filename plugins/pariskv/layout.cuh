@@ -30,6 +30,11 @@ constexpr int CENTROIDS = 256;
 constexpr int LEVELS = 8;
 constexpr int VOTE_BYTES = LANES <= 4 ? 4 : LANES <= 8 ? 8 : 16;  // of a centroid: a byte for each lane
 constexpr int QUAD = 4;                                           // blocks whose ids are one word
+// The rerank is a product of keys (rows) and rotated queries (columns), 16 coordinates a step (rerank.cu).
+constexpr int STEPS = DIM / 16;
+constexpr int COLUMN_TILES = (2 * LANES + 7) / 8;  // of 8 columns: two a lane
+constexpr int QUARTER = DIM / 4;                   // coordinates of a thread of a quad
+
 constexpr int CHUNKS_OF_SCAN = 4;  // chunks of a block of the scan
 constexpr int SCORES = 256;             // bins of a histogram of votes; a key gets at most 6 * BLOCKS of them
 static_assert(6 * BLOCKS < SCORES, "votes of a lane must fit a byte");

@@ -17,34 +17,32 @@ constexpr int RERANK_WARPS = RERANK_THREADS / WARP;
 constexpr int TILE = 16;                            // candidates of a matrix product
 constexpr int UNIT_KEYS = 16 * WARP;                // keys whose votes a warp reads at a time
 constexpr int UNITS = EXTENT_TOKENS / UNIT_KEYS;    // of an extent
-constexpr int STEPS = DIM / 16;                     // matrix products that add up to an estimate
-constexpr int COLUMN_TILES = (2 * LANES + 7) / 8;   // of 8 columns: two a lane
-constexpr int QUARTER = DIM / 4;                    // coordinates of a thread of a quad
 
 // A quarter of a key: codes and weights.
 struct Quarter {
     unsigned codes[QUARTER / 8];
     unsigned weights[QUARTER / 16];
 
-    __device__ __forceinline__ void load(const SelectArguments& a, long long row, int quarter) {
-        copy(codes, a.codes + row * CODE_BYTES + quarter * sizeof(codes));
-        copy(weights, a.weights + row * BLOCKS + quarter * (BLOCKS / 4));
+    __device__ __forceinline__ void load(const SelectArguments& a, unsigned row, int quarter) {
+        copy(codes, a.codes + quarter * sizeof(codes) + static_cast<size_t>(row) * CODE_BYTES);
+        copy(weights, a.weights + quarter * (BLOCKS / 4) + static_cast<size_t>(row) * BLOCKS);
     }
 
-    // Coordinates 4 step .. 4 step + 3 of the quarter, weighted, as two pairs. `own` is the thread's offset in a row.
-    __device__ __forceinline__ void decode(const unsigned (*pairs)[WARP], unsigned own, int step, unsigned& low,
-                                           unsigned& high) const {
+    // Coordinates 4 step .. 4 step + 3 of the quarter, weighted, as two pairs. `pairs` is the address in shared memory of
+    // the thread's copy of RerankMemory::pairs.
+    __device__ __forceinline__ void decode(unsigned pairs, int step, unsigned& low, unsigned& high) const {
         const __half2 weight = __half2half2(reinterpret_cast<const __half*>(weights)[step / 2]);
-        low = weighted(pairs, own, 2 * step, weight);
-        high = weighted(pairs, own, 2 * step + 1, weight);
+        low = weighted(pairs, 2 * step, weight);
+        high = weighted(pairs, 2 * step + 1, weight);
     }
 
   private:
-    __device__ __forceinline__ unsigned weighted(const unsigned (*pairs)[WARP], unsigned own, int byte, __half2 weight) const {
-        // A product of bytes takes one of the word's four and turns it into the offset of its row.
-        const unsigned offset = __dp4a(codes[byte / 4], static_cast<unsigned>(sizeof(*pairs)) << 8 * (byte % 4), own);
-        const unsigned char* row = reinterpret_cast<const unsigned char*>(pairs) + offset;
-        const __half2 product = __hmul2(*reinterpret_cast<const __half2*>(row), weight);
+    __device__ __forceinline__ unsigned weighted(unsigned pairs, int byte, __half2 weight) const {
+        // A product of bytes takes one of the word's four and turns it into the address of its row.
+        const unsigned address = __dp4a(codes[byte / 4], 4u * WARP << 8 * (byte % 4), pairs);
+        unsigned pair;
+        asm("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(address));
+        const __half2 product = __hmul2(*reinterpret_cast<const __half2*>(&pair), weight);
         return *reinterpret_cast<const unsigned*>(&product);
     }
 
@@ -74,32 +72,14 @@ __device__ __forceinline__ void multiply(float (&d)[4], unsigned a0, unsigned a1
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
 }
 
-// A query number's float16 part (even columns), or what is missing to it (odd columns).
-__device__ __forceinline__ __half part_of(float number, bool rest) {
-    const __half rounded = __float2half_rn(number);
-    return rest ? __float2half_rn(number - __half2float(rounded)) : rounded;
-}
-
-// This thread's share of the queries: column threadIdx % 32 / 4 of each tile, its quarter's coordinates.
+// This thread's share of the queries: column threadIdx % 32 / 4 of each tile, its quarter's coordinates (vote.cu).
 __device__ __forceinline__ void load_columns(const SelectArguments& a, uint2 (&columns)[COLUMN_TILES][STEPS]) {
-    const int column = threadIdx.x % WARP / 4, quarter = threadIdx.x % 4;
+    const uint2* from = reinterpret_cast<const uint2*>(a.columns) +
+                        static_cast<long long>(blockIdx.y) * (COLUMN_TILES * STEPS * WARP) + threadIdx.x % WARP;
 #pragma unroll
-    for (int tile = 0; tile < COLUMN_TILES; tile++) {
-        const int lane = tile * 4 + column / 2;
-        const float* query = a.lanes + (static_cast<long long>(blockIdx.y) * LANES + lane) * DIM + quarter * QUARTER;
+    for (int tile = 0; tile < COLUMN_TILES; tile++)
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            __half2 pairs[2] = {};
-            if (lane < LANES) {
-                const float4 four = *reinterpret_cast<const float4*>(query + 4 * step);
-                const bool rest = column % 2;
-                pairs[0] = __halves2half2(part_of(four.x, rest), part_of(four.y, rest));
-                pairs[1] = __halves2half2(part_of(four.z, rest), part_of(four.w, rest));
-            }
-            columns[tile][step].x = *reinterpret_cast<const unsigned*>(&pairs[0]);
-            columns[tile][step].y = *reinterpret_cast<const unsigned*>(&pairs[1]);
-        }
-    }
+        for (int step = 0; step < STEPS; step++) columns[tile][step] = from[(tile * STEPS + step) * WARP];
 }
 
 // Largest exponent, and sum of 2 to the exponents relative to it.
@@ -131,12 +111,14 @@ struct RerankMemory {
     Normaliser normalisers[RERANK_WARPS][COLUMN_TILES * 4];
 };
 
+// A thread fills the row of one byte, from another column on than its neighbours: they would meet in one bank.
 __device__ __forceinline__ void fill_pairs(const SelectArguments& a, unsigned (*pairs)[WARP]) {
+    static_assert(RERANK_THREADS == 256, "one row a thread");
     auto level = [&](unsigned code) { return __float2half_rn(code & 8 ? -a.levels[code & 7] : a.levels[code & 7]); };
-    for (unsigned byte = threadIdx.x / WARP; byte < 256; byte += RERANK_WARPS) {
-        const __half2 pair = __halves2half2(level(byte & 15), level(byte >> 4));
-        pairs[byte][threadIdx.x % WARP] = *reinterpret_cast<const unsigned*>(&pair);
-    }
+    const __half2 pair = __halves2half2(level(threadIdx.x & 15), level(threadIdx.x >> 4));
+#pragma unroll
+    for (int i = 0; i < WARP; i++)
+        pairs[threadIdx.x][(i + threadIdx.x) % WARP] = *reinterpret_cast<const unsigned*>(&pair);
 }
 
 // The votes of this thread's 16 keys: bit 7 of a byte is set if its key is above the threshold, or just reaches it.
@@ -258,13 +240,17 @@ __device__ __forceinline__ void estimate(const SelectArguments& a, const Task& t
                                          Normaliser (&own)[COLUMN_TILES]) {
     if (first >= last) return;
     const int lane = threadIdx.x % WARP, quarter = lane % 4, line = lane / 4;
-    long long row;     // of the tile's first candidate: tiles lie inside one extent
+    const unsigned own_pairs = static_cast<unsigned>(__cvta_generic_to_shared(&pairs[0][lane]));
+    const float scale = a.scaling * LOG2_E;
+    unsigned row;      // of the tile's first candidate: tiles lie inside one extent
     int positions[2];  // rows of the product: line and line + 8
     auto look_up = [&](int tile) {
         row = task.row(a, tile);
 #pragma unroll
-        for (int i = 0; i < 2; i++)  // places outside of first .. last - 1 repeat a candidate, for nothing
-            positions[i] = a.candidates[row + max(first, min(tile + line + 8 * i, last - 1)) - tile];
+        for (int i = 0; i < 2; i++) {  // places outside of first .. last - 1 repeat a candidate, for nothing
+            const int place = max(first, min(tile + line + 8 * i, last - 1)) - tile;
+            positions[i] = a.candidates[static_cast<size_t>(row + place)];
+        }
     };
     int tile = first / TILE * TILE + threadIdx.x / WARP * TILE;
     if (tile < last) look_up(tile);
@@ -272,28 +258,28 @@ __device__ __forceinline__ void estimate(const SelectArguments& a, const Task& t
         Quarter keys[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) keys[i].load(a, task.row(a, positions[i]), quarter);
-        float* estimates = a.estimates + row * LANES;
+        float* estimates = a.estimates + static_cast<size_t>(row + line) * LANES + quarter;
         if (tile + RERANK_WARPS * TILE < last) look_up(tile + RERANK_WARPS * TILE);
         float sums[COLUMN_TILES][4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
             unsigned a0, a1, a2, a3;
-            keys[0].decode(pairs, 4 * lane, step, a0, a2);
-            keys[1].decode(pairs, 4 * lane, step, a1, a3);
+            keys[0].decode(own_pairs, step, a0, a2);
+            keys[1].decode(own_pairs, step, a1, a3);
 #pragma unroll
             for (int c = 0; c < COLUMN_TILES; c++) multiply(sums[c], a0, a1, a2, a3, columns[c][step]);
         }
-        const bool valid[2] = {tile + line >= first && tile + line < last, tile + line + 8 >= first && tile + line + 8 < last};
+        const int index = tile + line;
+        const bool valid[2] = {index >= first && index < last, index + 8 >= first && index + 8 < last};
 #pragma unroll
         for (int c = 0; c < COLUMN_TILES; c++) {
-            const int query = c * 4 + quarter;
-            if (query >= LANES || !(valid[0] || valid[1])) continue;
+            if (c * 4 + quarter >= LANES || !(valid[0] || valid[1])) continue;
             float exponents[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const float value = sums[c][2 * i] + sums[c][2 * i + 1];
-                if (valid[i]) estimates[(line + 8 * i) * LANES + query] = value;
-                exponents[i] = valid[i] ? value * (a.scaling * LOG2_E) : -INFINITE;
+                if (valid[i]) estimates[8 * i * LANES + 4 * c] = value;
+                exponents[i] = valid[i] ? value * scale : -INFINITE;
             }
             if (REDUCTION != MEAN) own[c].add(exponents[0], exponents[1]);
         }

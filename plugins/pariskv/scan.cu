@@ -168,12 +168,18 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::SCAN_THREADS, 1)
     const int chunk = blockIdx.x * CHUNKS_OF_SCAN;
     const int first = Share(extents, a.chunks, chunk).first;
     const int last = Share(extents, a.chunks, chunk + CHUNKS_OF_SCAN - 1).last;
-    Ids ahead[AHEAD];
-    auto fetch = [&](int extent, Ids& ids) {  // beyond the length too: an extent is allocated whole
-        if (extent < last) ids.load(a.ids + (task.row(a, extent * EXTENT_TOKENS) + threadIdx.x) * BLOCKS);
+    struct {
+        Ids ids;
+        unsigned extent;
+    } ahead[AHEAD];
+    const unsigned char* own_ids = a.ids + threadIdx.x * BLOCKS;
+    auto fetch = [&](int extent, int i) {  // beyond the length too: an extent is allocated whole
+        if (extent >= last) return;
+        ahead[i].extent = task.extent(a, extent);
+        ahead[i].ids.load(own_ids + static_cast<size_t>(ahead[i].extent) * (EXTENT_TOKENS * BLOCKS));
     };
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) fetch(first + i, ahead[i]);
+    for (int i = 0; i < AHEAD; i++) fetch(first + i, i);
     for (int i = threadIdx.x; i < CHUNKS_OF_SCAN * SCORES; i += SCAN_THREADS) histograms[0][i] = 0;
     await_earlier_kernels();
     allow_later_kernels();
@@ -182,17 +188,24 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::SCAN_THREADS, 1)
     if (IN_SHARED && first < last) fill_table(reinterpret_cast<const uint4*>(votes), dynamic_memory);
     __syncthreads();
     const Lookup lookup(IN_SHARED ? dynamic_memory : votes);
+    unsigned char* own_scores = a.scores + threadIdx.x;
+    int* histogram = histograms[0];
     int part = 0, part_end = Share(extents, a.chunks, chunk).last;
-    for (int extent = first; extent < last; extent++) {
-        while (extent >= part_end) part_end = Share(extents, a.chunks, chunk + ++part).last;
-        const Ids ids = ahead[0];
+    for (int start = first; start < last; start += AHEAD) {
 #pragma unroll
-        for (int i = 0; i + 1 < AHEAD; i++) ahead[i] = ahead[i + 1];
-        fetch(extent + AHEAD, ahead[AHEAD - 1]);
-        if (extent * EXTENT_TOKENS + threadIdx.x < length) {
-            const unsigned score = lookup.votes(ids);
-            a.scores[task.row(a, extent * EXTENT_TOKENS) + threadIdx.x] = static_cast<unsigned char>(score);
-            atomicAdd(&histograms[part][score], 1);
+        for (int i = 0; i < AHEAD; i++) {
+            const int extent = start + i;
+            if (extent >= last) break;
+            while (extent >= part_end) {
+                part_end = Share(extents, a.chunks, chunk + ++part).last;
+                histogram = histograms[part];
+            }
+            if (extent * EXTENT_TOKENS + static_cast<int>(threadIdx.x) < length) {
+                const unsigned score = lookup.votes(ahead[i].ids);
+                own_scores[static_cast<size_t>(ahead[i].extent) * EXTENT_TOKENS] = static_cast<unsigned char>(score);
+                atomicAdd(&histogram[score], 1);
+            }
+            fetch(extent + AHEAD, i);
         }
     }
     __syncthreads();

@@ -19,7 +19,7 @@ struct SelectArguments {
     const int* counts;             // [slots, kv_heads, BLOCKS, 256]
     const float* signs;            // [DIM]
     const float* levels;           // [8]
-    float* lanes;                  // [tasks, LANES, DIM] rotated queries
+    unsigned* columns;             // [tasks, COLUMN_TILES, STEPS, 32, 2] rotated queries, as the rerank multiplies them
     unsigned char* votes;          // [tasks, BLOCKS / 4, 256, 4, VOTE_BYTES] votes of each centroid, a byte a lane
     int* totals;                   // [tasks, SCORES] keys with at least so many votes
     int* chunk_totals;             // [tasks, chunks, SCORES] the same, of the keys that one block of the scan saw
@@ -54,8 +54,13 @@ struct Task {
     __device__ __forceinline__ int length() const { return request.length; }
     __device__ __forceinline__ int budget() const { return request.plan[0]; }
     __device__ __forceinline__ int candidates() const { return request.plan[1]; }
-    __device__ __forceinline__ long long row(const SelectArguments& a, int position) const {
-        return extent_row(table, a.kv_heads, head, position);
+    // Row of a position, counted in positions: less than 2^32 of them fit a GPU (device.py checks it), and a product
+    // with the bytes of a row is then one instruction.
+    __device__ __forceinline__ unsigned extent(const SelectArguments& a, int number) const {
+        return static_cast<unsigned>(table[number]) * a.kv_heads + head;
+    }
+    __device__ __forceinline__ unsigned row(const SelectArguments& a, int position) const {
+        return extent(a, position / EXTENT_TOKENS) * EXTENT_TOKENS + position % EXTENT_TOKENS;
     }
 };
 

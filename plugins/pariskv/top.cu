@@ -9,24 +9,32 @@
 namespace kvseek {
 namespace pariskv {
 
-constexpr int TOP_THREADS = 512;
+constexpr int TOP_THREADS = 1024;
 constexpr int TOP_WARPS = TOP_THREADS / WARP;
-constexpr int KEYS_EACH = 8;                          // that a thread holds in registers
-constexpr int HELD_KEYS = KEYS_EACH * TOP_THREADS;    // with more, a block reads keys again and again
-constexpr int SMALLEST_SHARE = HELD_KEYS / 2;         // candidates of a block: with less, the second round has more to do
+constexpr int KEYS_EACH = 16;                       // that a thread holds in registers
+constexpr int AT_ONCE = LANES <= 4 ? 4 : 1;         // of those, estimates that are on their way together
+constexpr int HELD_KEYS = KEYS_EACH * TOP_THREADS;  // with more, a block reads keys again and again
+constexpr int SMALLEST_SHARE = HELD_KEYS / 2;       // of several blocks: a second round takes as long as 8,192 keys
 constexpr int DIGITS = 256;
-constexpr int BINS = 4096;         // of the first histogram: 12 bits
+constexpr int BINS = 4 * TOP_THREADS;  // of the first histogram: 12 bits
 constexpr int BIN_SHIFT = 20;
 constexpr int BORDER_KEYS = 1024;  // that are ranked by comparing all pairs
-constexpr int QUICK_TOP_K = 2048;  // larger ones take the slow way
+constexpr int QUICK_TOP_K = 1024;  // larger ones take the slow way
+constexpr int TEAM = 4;            // threads that rank one entry
+
+// Entries of a list in shared memory: what a key is, and which.
+template <int N>
+struct List {
+    unsigned keys[N];
+    int places[N];
+};
 
 struct TopMemory {
     int histogram[BINS];
-    unsigned border_keys[BORDER_KEYS];
-    int border[BORDER_KEYS];
-    int taken[QUICK_TOP_K];
+    List<BORDER_KEYS> border;
+    List<QUICK_TOP_K> taken;
     int partial[TOP_WARPS];
-    int digit, above, last, taken_count, border_count;
+    int digit, above, last, appended, joined;
     float normaliser[LANES];  // log2 of the sum of the exponentials
 };
 
@@ -42,15 +50,21 @@ __device__ __forceinline__ void normalise(const SelectArguments& a, TopMemory& m
     const float2* parts = a.normalisers + static_cast<long long>(blockIdx.y) * a.chunks * LANES;
     for (int query = threadIdx.x / WARP; query < LANES; query += TOP_WARPS) {
         float largest = -INFINITE, sum = 0.0f;
-        for (int i = lane; i < a.chunks; i += WARP) largest = fmaxf(largest, parts[i * LANES + query].x);
-#pragma unroll
-        for (int mask = 1; mask < WARP; mask *= 2) largest = fmaxf(largest, __shfl_xor_sync(EVERYONE, largest, mask));
+#pragma unroll 4
         for (int i = lane; i < a.chunks; i += WARP) {
             const float2 part = parts[i * LANES + query];
-            sum += part.y * power_of_two(part.x - largest);  // 2 to -infinity is 0: a block without candidates
+            const float both = fmaxf(fmaxf(largest, part.x), -1e30f);  // a block without candidates has -infinity
+            sum = sum * power_of_two(largest - both) + part.y * power_of_two(part.x - both);
+            largest = both;
         }
 #pragma unroll
-        for (int mask = 1; mask < WARP; mask *= 2) sum += __shfl_xor_sync(EVERYONE, sum, mask);
+        for (int mask = 1; mask < WARP; mask *= 2) {
+            const float other = __shfl_xor_sync(EVERYONE, largest, mask);
+            const float other_sum = __shfl_xor_sync(EVERYONE, sum, mask);
+            const float both = fmaxf(fmaxf(largest, other), -1e30f);
+            sum = sum * power_of_two(largest - both) + other_sum * power_of_two(other - both);
+            largest = both;
+        }
         if (lane == 0) memory.normaliser[query] = largest + log2f(sum);
     }
     __syncthreads();
@@ -166,7 +180,7 @@ __device__ __forceinline__ void take_by_digits(TopMemory& memory, int count, int
             sum += memory.partial[w];
         }
         const int ties_here = ties + (offset >> 16);
-        if (better || (equal && ties_here < left)) emit(taken + (offset & 0xffff) + min(ties_here, left), i);
+        if (better || (equal && ties_here < left)) emit(taken + (offset & 0xffff) + min(ties_here, left), i, own);
         taken += sum & 0xffff, ties += sum >> 16;
         __syncthreads();
     }
@@ -191,112 +205,137 @@ __device__ __forceinline__ int sum_from_here(TopMemory& memory, int value) {
 
 // The bin of the histogram that the `wanted`-th largest key lies in, and how many keys lie in higher ones.
 __device__ __forceinline__ void find_bin(TopMemory& memory, int wanted) {
-    constexpr int EACH_BINS = BINS / TOP_THREADS;
-    int bins[EACH_BINS], own = 0;
-#pragma unroll
-    for (int i = EACH_BINS - 1; i >= 0; i--) {
-        own += memory.histogram[threadIdx.x * EACH_BINS + i];
-        bins[i] = own;  // of this thread's bins from i on
-    }
-    const int from_here = sum_from_here(memory, own), above = from_here - own;
+    static_assert(BINS == 4 * TOP_THREADS && BINS == 1 << (32 - BIN_SHIFT), "a thread reads its bins at once");
+    const int4 bins = reinterpret_cast<const int4*>(memory.histogram)[threadIdx.x];
+    const int own[4] = {bins.x + bins.y + bins.z + bins.w, bins.y + bins.z + bins.w, bins.z + bins.w, bins.w};
+    const int from_here = sum_from_here(memory, own[0]), above = from_here - own[0];
     if (above < wanted && from_here >= wanted) {
 #pragma unroll
-        for (int i = 0; i < EACH_BINS; i++) {
-            if (above + bins[i] < wanted) continue;
-            memory.digit = threadIdx.x * EACH_BINS + i;
-            memory.above = above + (i + 1 < EACH_BINS ? bins[i + 1] : 0);
+        for (int i = 0; i < 4; i++) {
+            if (above + own[i] < wanted) continue;
+            memory.digit = 4 * threadIdx.x + i;
+            memory.above = above + (i < 3 ? own[i + 1] : 0);
         }
     }
     __syncthreads();
 }
 
-// Append to a list in shared memory those indexes whose thread says so; the order is arbitrary.
-__device__ __forceinline__ int append(int* count, bool wanted) {
-    const unsigned threads = __ballot_sync(EVERYONE, wanted);
+// Reserve `count` places of a list for this thread and return the first; the order of the threads is arbitrary.
+__device__ __forceinline__ int reserve(int* size, int count) {
     const int lane = threadIdx.x % WARP;
+    int sum = count;
+#pragma unroll
+    for (int step = 1; step < WARP; step *= 2) {
+        const int other = __shfl_up_sync(EVERYONE, sum, step);
+        if (lane >= step) sum += other;
+    }
     int start = 0;
-    if (lane == 0 && threads != 0) start = atomicAdd(count, __popc(threads));
-    return __shfl_sync(EVERYONE, start, 0) + __popc(threads & ((1u << lane) - 1));
+    if (lane == WARP - 1 && sum != 0) start = atomicAdd(size, sum);
+    return __shfl_sync(EVERYONE, start, WARP - 1) + sum - count;
+}
+
+// For each of `count` entries the number of entries that come before it, by TEAM threads: act(entry, number).
+template <class Before, class Act>
+__device__ __forceinline__ void rank_all(int count, const Before& before, const Act& act) {
+    const int member = threadIdx.x % TEAM;
+    for (int first = 0; first < count; first += TOP_THREADS / TEAM) {  // warps stay whole: they exchange numbers
+        const int entry = first + threadIdx.x / TEAM;
+        int number = 0;
+        if (entry < count) {
+#pragma unroll 4
+            for (int other = member; other < count; other += TEAM) number += before(other, entry);
+        }
+#pragma unroll
+        for (int mask = 1; mask < TEAM; mask *= 2) number += __shfl_xor_sync(EVERYONE, number, mask);
+        if (entry < count && member == 0) act(entry, number);
+    }
 }
 
 // Keys of a block, KEYS_EACH a thread: key i of the block is key i / TOP_THREADS of thread i % TOP_THREADS.
 struct Held {
     unsigned keys[KEYS_EACH];
 
-    template <class Key>
-    __device__ __forceinline__ Held(int count, const Key& key) {
+    // Keys of candidates first .. first + count - 1.
+    __device__ __forceinline__ Held(const SelectArguments& a, const Task& task, const TopMemory& memory, int first, int count) {
+#pragma unroll
+        for (int k = 0; k < KEYS_EACH; k += AT_ONCE) {
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) keys[k + j] = 0;
+            if (k * TOP_THREADS >= count) continue;
+            float estimates[AT_ONCE][LANES];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {  // past the end: the last one again
+                const int i = min((k + j) * TOP_THREADS + static_cast<int>(threadIdx.x), count - 1);
+                load_estimates(a.estimates + static_cast<size_t>(task.row(a, first + i)) * LANES, estimates[j]);
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) keys[k + j] = rank_key(a, memory, estimates[j]);
+        }
+    }
+
+    // Keys of a list that other blocks have written.
+    __device__ __forceinline__ Held(const unsigned* list, int count) {
 #pragma unroll
         for (int k = 0; k < KEYS_EACH; k++) {
             const int i = k * TOP_THREADS + threadIdx.x;
-            keys[k] = i < count ? key(k, i) : 0;
+            keys[k] = i < count ? __ldcg(list + i) : 0;
         }
     }
 };
 
-// Emit (rank, index) of the `wanted` largest of `count` held keys, ties by lowest index; ranks ascend with the index.
+// Emit (rank, index, key) of the `wanted` largest of `count` held keys, ties by lowest index; ranks ascend with the index.
+// False, and nothing emitted, if too many keys lie at the border or are wanted.
 template <class Emit>
-__device__ __forceinline__ void take_largest(TopMemory& memory, int count, int wanted, const Held& held, const Emit& emit) {
-    if (count <= wanted) {
-        for (int i = threadIdx.x; i < count; i += TOP_THREADS) emit(i, i);
-        return;
-    }
-    for (int i = threadIdx.x; i < BINS / 4; i += TOP_THREADS)
-        reinterpret_cast<int4*>(memory.histogram)[i] = make_int4(0, 0, 0, 0);
-    if (threadIdx.x == 0) memory.taken_count = memory.border_count = 0;
+__device__ __forceinline__ bool take_largest(TopMemory& memory, int count, int wanted, const Held& held, const Emit& emit) {
+    reinterpret_cast<int4*>(memory.histogram)[threadIdx.x] = make_int4(0, 0, 0, 0);
+    if (threadIdx.x == 0) memory.appended = memory.joined = 0;
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < KEYS_EACH; k++)
         if (k * TOP_THREADS + threadIdx.x < count) atomicAdd(&memory.histogram[held.keys[k] >> BIN_SHIFT], 1);
     __syncthreads();
-    find_bin(memory, wanted);
-    const int border = memory.digit, left = wanted - memory.above;
-    if (memory.histogram[border] > BORDER_KEYS || wanted > QUICK_TOP_K) {
-        __syncthreads();
-        take_by_digits(memory, count, wanted, [&](int i) {
-            unsigned found = 0;
-#pragma unroll
-            for (int k = 0; k < KEYS_EACH; k++)
-                if (i / TOP_THREADS == k) found = held.keys[k];  // a thread asks for its own keys only
-            return found;
-        }, emit);
-        return;
+    int border = -1, left = 0;  // all are in
+    if (count > wanted) {
+        find_bin(memory, wanted);
+        border = memory.digit, left = wanted - memory.above;
     }
+    const bool many = wanted > QUICK_TOP_K || (border >= 0 && memory.histogram[border] > BORDER_KEYS);
+    __syncthreads();
+    if (many) return false;
+    int in = 0, at_border = 0;
+#pragma unroll
+    for (int k = 0; k < KEYS_EACH; k++) {
+        const int bin = k * TOP_THREADS + threadIdx.x < count ? static_cast<int>(held.keys[k] >> BIN_SHIFT) : -2;
+        in += bin > border, at_border += bin == border;
+    }
+    const int places = reserve(&memory.appended, in + (at_border << 16));  // two lists, two halves of a word
+    int place = places & 0xffff, border_place = places >> 16;
 #pragma unroll
     for (int k = 0; k < KEYS_EACH; k++) {
         const int i = k * TOP_THREADS + threadIdx.x;
-        const int bin = i < count ? static_cast<int>(held.keys[k] >> BIN_SHIFT) : -1;
-        if (!__any_sync(EVERYONE, bin >= border)) continue;
-        const int place = append(&memory.taken_count, bin > border);
-        if (bin > border) memory.taken[place] = i;
-        const int at_border = append(&memory.border_count, bin == border);
-        if (bin == border) memory.border[at_border] = i, memory.border_keys[at_border] = held.keys[k];
+        const int bin = i < count ? static_cast<int>(held.keys[k] >> BIN_SHIFT) : -2;
+        if (bin > border) memory.taken.keys[place] = held.keys[k], memory.taken.places[place++] = i;
+        if (bin == border) memory.border.keys[border_place] = held.keys[k], memory.border.places[border_place++] = i;
     }
     __syncthreads();
-    const int border_count = memory.border_count;
-    for (int first = 0; first < border_count; first += TOP_THREADS) {
-        const int e = first + threadIdx.x;
-        bool in = false;
-        if (e < border_count) {
-            const unsigned own = memory.border_keys[e];
-            const int index = memory.border[e];
-            int better = 0;
-#pragma unroll 4
-            for (int f = 0; f < border_count; f++)
-                better += memory.border_keys[f] > own || (memory.border_keys[f] == own && memory.border[f] < index);
-            in = better < left;
-        }
-        const int place = append(&memory.taken_count, in);
-        if (in) memory.taken[place] = memory.border[e];
-    }
+    const int sure = memory.appended & 0xffff;
+    rank_all(
+        memory.appended >> 16,
+        [&](int other, int entry) {
+            const unsigned theirs = memory.border.keys[other], ours = memory.border.keys[entry];
+            return theirs > ours || (theirs == ours && memory.border.places[other] < memory.border.places[entry]);
+        },
+        [&](int entry, int better) {
+            if (better >= left) return;
+            memory.taken.keys[sure + better] = memory.border.keys[entry];
+            memory.taken.places[sure + better] = memory.border.places[entry];
+        });
     __syncthreads();
-    for (int e = threadIdx.x; e < wanted; e += TOP_THREADS) {
-        const int index = memory.taken[e];
-        int rank = 0;
-#pragma unroll 4
-        for (int f = 0; f < wanted; f++) rank += memory.taken[f] < index;
-        emit(rank, index);
-    }
+    rank_all(
+        min(count, wanted), [&](int other, int entry) { return memory.taken.places[other] < memory.taken.places[entry]; },
+        [&](int entry, int rank) { emit(rank, memory.taken.places[entry], memory.taken.keys[entry]); });
     __syncthreads();
+    return true;
 }
 
 }  // namespace pariskv
@@ -312,51 +351,35 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
     await_earlier_kernels();
     if (task.idle()) return;
     const int count = task.candidates(), top_k = a.top_k;
-    const int share = max((count + a.top_blocks - 1) / a.top_blocks, SMALLEST_SHARE);
+    const int even = max((count + a.top_blocks - 1) / a.top_blocks, SMALLEST_SHARE);
+    const int share = count <= HELD_KEYS ? count : even;
     const int active = (count + share - 1) / share;  // blocks with work: at least one, as a task has candidates
     if (blockIdx.x >= active) return;
     const int first = blockIdx.x * share, here = min(share, count - first);
-    const bool few = share <= HELD_KEYS;
-    float estimates[KEYS_EACH][LANES];
-    if (few) {  // before they are needed
-#pragma unroll
-        for (int k = 0; k < KEYS_EACH; k++) {
-            const int i = first + min(k * TOP_THREADS + static_cast<int>(threadIdx.x), here - 1);
-            if (k * TOP_THREADS < here) load_estimates(a.estimates + task.row(a, i) * LANES, estimates[k]);
-        }
-    }
     if (REDUCTION != MEAN) normalise(a, memory);
-    auto position = [&](int i) { return a.candidates[task.row(a, first + i)]; };
     int* rows = a.rows + static_cast<long long>(task.number) * top_k;
     if (blockIdx.x == 0)
         for (int i = min(count, top_k) + threadIdx.x; i < top_k; i += TOP_THREADS) rows[i] = -1;
-    const long long start = static_cast<long long>(task.number) * a.top_blocks * top_k;
     const int each = min(share, top_k);  // of every block; the last one may have fewer
-    unsigned* best_keys = a.best_keys + start;
-    int* best_positions = a.best_positions + start;
-    auto take = [&](int place, unsigned key, int found) {
+    const long long list = static_cast<long long>(task.number) * a.top_blocks * top_k;
+    auto take = [&](int rank, int i, unsigned key) {
+        const int position = a.candidates[static_cast<size_t>(task.row(a, first + i))];
         if (active == 1) {
-            rows[place] = found;
+            rows[rank] = position;
         } else {
-            best_keys[blockIdx.x * each + place] = key;
-            best_positions[blockIdx.x * each + place] = found;
+            a.best_keys[list + blockIdx.x * each + rank] = key;
+            a.best_positions[list + blockIdx.x * each + rank] = position;
         }
     };
-    if (few) {
-        const Held held(here, [&](int k, int) { return rank_key(a, memory, estimates[k]); });
-        for (int k = 0; k < KEYS_EACH; k++)
-            if (k * TOP_THREADS + threadIdx.x < here) a.keys[task.row(a, first + k * TOP_THREADS + threadIdx.x)] = held.keys[k];
-        take_largest(memory, here, top_k, held, [&](int rank, int i) { take(rank, a.keys[task.row(a, first + i)], position(i)); });
-    } else {
+    if (share > HELD_KEYS || !take_largest(memory, here, top_k, Held(a, task, memory, first, here), take)) {
         for (int i = threadIdx.x; i < here; i += TOP_THREADS) {
-            const long long row = task.row(a, first + i);
+            const size_t row = task.row(a, first + i);
             float own[LANES];
             load_estimates(a.estimates + row * LANES, own);
             a.keys[row] = rank_key(a, memory, own);
         }
         __syncthreads();
-        auto key = [&](int i) { return a.keys[task.row(a, first + i)]; };
-        take_by_digits(memory, here, top_k, key, [&](int rank, int i) { take(rank, key(i), position(i)); });
+        take_by_digits(memory, here, top_k, [&](int i) { return a.keys[static_cast<size_t>(task.row(a, first + i))]; }, take);
     }
     if (active == 1) return;
     __threadfence();
@@ -366,11 +389,8 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
     if (!memory.last) return;
     __threadfence();
     const int listed = (active - 1) * each + min(count - (active - 1) * share, each);
-    auto listed_key = [&](int i) { return __ldcg(best_keys + i); };
-    auto take_listed = [&](int rank, int i) { rows[rank] = __ldcg(best_positions + i); };
-    if (listed <= HELD_KEYS)
-        take_largest(memory, listed, top_k, Held(listed, [&](int, int i) { return listed_key(i); }), take_listed);
-    else
-        take_by_digits(memory, listed, top_k, listed_key, take_listed);
+    auto take_listed = [&](int rank, int i, unsigned) { rows[rank] = __ldcg(a.best_positions + list + i); };
+    if (listed > HELD_KEYS || !take_largest(memory, listed, top_k, Held(a.best_keys + list, listed), take_listed))
+        take_by_digits(memory, listed, top_k, [&](int i) { return __ldcg(a.best_keys + list + i); }, take_listed);
     if (threadIdx.x == 0) a.finished[task.number] = 0;
 }

@@ -30,6 +30,23 @@ __device__ __forceinline__ void load_lane(const SelectArguments& a, int lane, fl
     rotate(x, a.signs);
 }
 
+// A rotated query as columns of the rerank's product: numbers rounded to float16, and in the next column what is missing
+// to them. Thread t of a quad multiplies the t-th quarter of the coordinates, four of them a step.
+__device__ __forceinline__ void store_columns(const SelectArguments& a, int task, int query, const float (&x)[EACH]) {
+    unsigned* tile = a.columns + static_cast<long long>(task * COLUMN_TILES + query / 4) * (STEPS * WARP * 2);
+#pragma unroll
+    for (int i = 0; i < EACH; i += 2) {
+        const int coordinate = threadIdx.x % WARP * EACH + i;
+        const int quarter = coordinate / QUARTER, step = coordinate % QUARTER / 4, half = coordinate % 4 / 2;
+        const __half2 rounded = __floats2half2_rn(x[i], x[i + 1]);
+        const float2 back = __half22float2(rounded);
+        const __half2 rest = __floats2half2_rn(x[i] - back.x, x[i + 1] - back.y);
+        unsigned* column = tile + ((step * WARP) + query % 4 * 8 + quarter) * 2 + half;
+        column[0] = *reinterpret_cast<const unsigned*>(&rounded);
+        column[4 * 2] = *reinterpret_cast<const unsigned*>(&rest);
+    }
+}
+
 // Scores of a thread's sign patterns: coordinate 0 added or subtracted first, then 1, ..., as the reference does.
 __device__ __forceinline__ void centroid_scores(const float (&x)[EACH], int block, float (&scores)[HELD]) {
 #pragma unroll
@@ -99,9 +116,9 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::VOTE_THREADS)
     using namespace kvseek::pariskv;
     __shared__ int counts[CENTROIDS];
     __shared__ unsigned votes[CENTROIDS * VOTE_BYTES / 4];
-    await_earlier_kernels();
+    // Only the queries come from the kernel before. That one waited for a matrix product, and so for the layer before:
+    // what this kernel reads and clears until then, nobody else touches.
     const Task task(a);
-    if (task.idle()) return;
     const int block = blockIdx.x, query = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int* all = a.counts + ((static_cast<long long>(task.request.slot) * a.kv_heads + task.head) * BLOCKS + block) * CENTROIDS;
     for (int i = threadIdx.x; i < CENTROIDS; i += VOTE_THREADS) {
@@ -109,11 +126,11 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::VOTE_THREADS)
         if (block == 0) a.totals[task.number * SCORES + i] = 0;
     }
     for (int i = threadIdx.x; i < CENTROIDS * VOTE_BYTES / 4; i += VOTE_THREADS) votes[i] = 0;
+    await_earlier_kernels();
+    if (task.idle()) return;
     float x[EACH], scores[HELD];
     load_lane(a, query, x);
-    if (block == 0)
-        for (int i = 0; i < EACH; i++)
-            a.lanes[(static_cast<long long>(task.number) * LANES + query) * DIM + lane * EACH + i] = x[i];
+    if (block == 0) store_columns(a, task.number, query, x);
     centroid_scores(x, block, scores);
     unsigned long long keys[HELD];
 #pragma unroll

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import BuildEngine
+from prefill import run_prefill
 from random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
 
@@ -53,16 +54,6 @@ def on_gpu(build_engine: BuildEngine) -> BuildEngine:
         return build_engine(model, method, "--device", "cuda", "--cuda_archs", f"{major}{minor}", *flags)
 
     return make
-
-
-def run_prefill(decoder: Any, slot: int, prompt: list[int], room: int) -> Tensor:
-    decoder.cache.open(slot, len(prompt) + room)
-    prefill = decoder.prefill(slot, prompt)
-    while True:
-        try:
-            next(prefill)
-        except StopIteration as end:
-            return end.value
 
 
 def run_all(decoder: Any) -> tuple[Tensor, list[list[float]]]:
