@@ -168,6 +168,8 @@ class CudaKernels:
         for handle in self._call("cuLibraryEnumerateKernels", count, library) if count else []:
             name = self._call("cuKernelGetName", handle).decode()
             kernels[name] = self._describe(name, self._call("cuKernelGetFunction", handle, what=name))
+        if not kernels:  # the driver reads an image when it needs it, and reports no error for one that holds nothing
+            raise KernelError(f"the image of {len(image)} bytes holds no kernels; {REBUILD}")
         return kernels
 
     def _describe(self, name: str, function: Any) -> _Kernel:

@@ -29,30 +29,49 @@ from kvseek.benchmarks.machine import describe, resident_bytes
 from kvseek.benchmarks.output import show, write_result
 from kvseek.engine.engine import Engine
 from kvseek.engine.errors import ConfigError, KvseekError
-from kvseek.engine.memory import ExtentTable, extents_for
 from kvseek.engine.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.sampling import Sampler
-from kvseek.evaluation.overhear import Heard, Listener, recall_of
-from kvseek.plugins.base import Index
-from kvseek.plugins.flat.method import exact_top_k
+from kvseek.evaluation.overhear import Listener
+from kvseek.evaluation.selection_quality import Quality, compare_fresh, measure
 from kvseek.plugins.registry import get_method
 
-SPAN = 1000  # steps whose recall is averaged to a figure
-PROMPT_TASK = "niah_multikey"  # of the needle folder, whose context is the prompt with --needle
-PROMPT_SEED = 10**6
+SPAN = 1000  # steps whose figures are averaged
+DOCUMENT_TASK = "niah_multikey"  # of the needle folder, whose context is the document with --needle
+DOCUMENT_SEED = 10**6
+QUESTION_TOKENS = 32  # more than that task keeps free of the context, for a question and its answer
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured step: recall of each layer, in 0..1, and memory in bytes."""
+    """One measured step: the figures of each layer, and memory in bytes."""
 
     step: int
     cached_tokens: int
     retrieval_tokens: int
-    recall: dict[int, float]
+    layers: dict[int, Quality]
     resident: int
     device: int
     extents: int  # of the row pool, owned by the request
+
+
+class ScriptedSampler(Sampler):
+    """Gives a document's tokens, whatever the model makes of them; after the last, what the model draws.
+
+    Never greedy: greedy requests on a GPU ask no sampler.
+    """
+
+    def __init__(self, params: SamplingParams, vocab_size: int, prompt_ids: Sequence[int], script: Sequence[int]):
+        super().__init__(params, vocab_size, prompt_ids)
+        self._script = iter(script)
+
+    @property
+    def greedy(self) -> bool:
+        """See Sampler.greedy."""
+        return False
+
+    def sample(self, logits: Tensor) -> int:
+        """See Sampler.sample, which draws all the same, as generation does; raises RequestError as it does."""
+        return next(self._script, super().sample(logits))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -60,10 +79,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--engine_dir", type=Path, required=True, help="an engine of a method that selects rows")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", type=Path, help="UTF-8 text whose first tokens are the prompt")
-    source.add_argument("--needle", type=Path, help="the needle folder: the prompt is a context of its tasks")
+    source.add_argument("--text", type=Path, help="UTF-8 text: the document, whose first tokens are the prompt")
+    source.add_argument("--needle", type=Path, help="the needle folder: the document is a context of its tasks")
     parser.add_argument("--prompt_tokens", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=10_000, help="tokens to generate; end tokens do not end it")
+    parser.add_argument("--follow", action="store_true", help="feed the document's next tokens, not those drawn")
     parser.add_argument("--every", type=int, default=50, help="steps between two measurements")
     parser.add_argument("--layers", help="comma list; the first, the middle and the last if left out")
     parser.add_argument("--temperature", type=float, default=1.0, help="1 keeps the model out of loops")
@@ -88,18 +108,21 @@ def chosen_layers(text: str | None, num_layers: int) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-def prompt(arguments: argparse.Namespace, engine: Engine) -> tuple[int, ...]:
-    """The prompt's token ids."""
-    wanted: int = arguments.prompt_tokens
+def document(arguments: argparse.Namespace, engine: Engine) -> tuple[int, ...]:
+    """Token ids of the prompt and, with --follow, of what is fed after it; raises ConfigError if the text is too short."""
+    wanted: int = arguments.prompt_tokens + (arguments.steps if arguments.follow else 0)
     if arguments.needle is not None:
         from kvseek.evaluation.needle import load_tasks
 
         tasks = load_tasks(arguments.needle)
-        return tuple(int(i) for i in tasks.make_example(PROMPT_TASK, wanted, PROMPT_SEED).context)
-    ids = engine.tokenizer.encode(arguments.text.read_text(encoding="utf-8"))
+        ids = tasks.make_example(DOCUMENT_TASK, wanted + QUESTION_TOKENS, DOCUMENT_SEED).context.tolist()
+    else:
+        ids = engine.tokenizer.encode(arguments.text.read_text(encoding="utf-8"))
     if len(ids) < wanted:
+        followed = f" and --steps = {arguments.steps} with --follow" if arguments.follow else ""
         raise ConfigError(
-            f"--prompt_tokens = {wanted}: {arguments.text} has {len(ids)} tokens; lower it or give a longer one"
+            f"--prompt_tokens = {arguments.prompt_tokens}{followed}: the document must have {wanted} tokens, "
+            f"{arguments.text or arguments.needle} has {len(ids)}; ask for fewer or give a longer one"
         )
     return tuple(ids[:wanted])
 
@@ -119,33 +142,45 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     top_k, group_reduce = selection_settings(engine)
     layers = chosen_layers(arguments.layers, engine.config.model.num_layers)
     listener = Listener(engine, layers)
-    ids = prompt(arguments, engine)
-    sampling = SamplingParams(temperature=arguments.temperature, seed=arguments.seed)
-    # One token comes from prefill; another is left over, so that the last measured step finds the request's rows in place.
-    request = engine.submit(Request(ids, arguments.steps + 2, sampling))
-    samples, step = [], 0
+    request = submit(engine, arguments, document(arguments, engine))
+    samples: list[Sample] = []
+    fresh: list[dict[str, Any]] = []
+    step = 0
     while step < arguments.steps:
         for output in engine.step():
             step += counts(output)
             if counts(output) and step % arguments.every == 0 and output.attended_tokens < output.cached_tokens:
-                recall = {layer: recall_of(listener.heard(layer), top_k, group_reduce) for layer in layers}
-                samples.append(take_sample(engine, listener, step, output, recall))
+                quality = {layer: measure(listener.heard(layer), top_k, group_reduce) for layer in layers}
+                samples.append(take_sample(engine, listener, step, output, quality))
+                if len(samples) == 1 or step + arguments.every > arguments.steps:
+                    fresh += fresh_comparisons(engine, listener, step, layers)
     engine.cancel(request)
     if not samples:
         raise ConfigError(f"--steps = {arguments.steps}: no step that was measured attended sparsely; generate more")
+    settings = ("prompt_tokens", "steps", "follow", "every", "temperature", "seed")
     return {
         "evaluation": "drift",
         "machine": describe(),
         "engine": dataclasses.asdict(engine.config),
-        "prompt_tokens": len(ids),
-        "steps": step,
-        "every": arguments.every,
-        "temperature": arguments.temperature,
-        "seed": arguments.seed,
+        **{name: getattr(arguments, name) for name in settings},
         "top_k": top_k,
         **summarise(samples, step),
+        "fresh_index": fresh,
         "samples": [dataclasses.asdict(sample) for sample in samples],
     }
+
+
+def submit(engine: Engine, arguments: argparse.Namespace, ids: tuple[int, ...]) -> int:
+    """Queue the request, with --follow to be fed what follows the prompt in `ids`; returns its id."""
+    sampling = SamplingParams(temperature=arguments.temperature, seed=arguments.seed)
+    prompt, script = ids[: arguments.prompt_tokens], ids[arguments.prompt_tokens :]
+    # One token comes from prefill; another is left over, so that the last measured step finds the request's rows in place.
+    request = engine.submit(Request(prompt, arguments.steps + 2, sampling))
+    if arguments.follow:
+        sequence = engine._scheduler.find(request)
+        assert sequence is not None, "a request that was just submitted waits"
+        sequence.sampler = ScriptedSampler(sampling, engine.config.model.vocab_size, prompt, script)
+    return request
 
 
 def counts(output: StepOutput) -> bool:
@@ -155,15 +190,29 @@ def counts(output: StepOutput) -> bool:
     return output.token_id is not None and output.cached_tokens > 0
 
 
-def take_sample(engine: Engine, listener: Listener, step: int, output: StepOutput, recall: dict[int, float]) -> Sample:
-    """Recall and memory after a step."""
+def fresh_comparisons(engine: Engine, listener: Listener, step: int, layers: Sequence[int]) -> list[dict[str, Any]]:
+    """The last step's selections against those of fresh indexes, one JSON-able comparison a layer."""
+    top_k, group_reduce = selection_settings(engine)
+    decoder: Any = engine._decoder
+    found = []
+    for layer in layers:
+        index, method = decoder.indexes[layer], engine.config.method
+        compared = compare_fresh(listener.heard(layer), index, method, top_k, group_reduce)
+        found.append({"step": step, "layer": layer, **dataclasses.asdict(compared)})
+    return found
+
+
+def take_sample(
+    engine: Engine, listener: Listener, step: int, output: StepOutput, quality: dict[int, Quality]
+) -> Sample:
+    """Figures and memory after a step."""
     cuda = engine.config.device == "cuda"
     extents = listener.cache.extents
     return Sample(
         step=step,
         cached_tokens=output.cached_tokens,
         retrieval_tokens=listener.cache.lengths[listener.slot],
-        recall=recall,
+        layers=quality,
         resident=resident_bytes(),
         device=torch.cuda.memory_allocated() if cuda else 0,
         extents=extents.capacity - extents.free,
@@ -171,55 +220,62 @@ def take_sample(engine: Engine, listener: Listener, step: int, output: StepOutpu
 
 
 def summarise(samples: Sequence[Sample], steps: int) -> dict[str, Any]:
-    """Mean recall of every thousand steps, and the last thousand against the first."""
-    spans: dict[int, list[float]] = {}
+    """Means of every thousand steps, and the last thousand against the first."""
+    spans: dict[int, list[Sample]] = {}
     for sample in samples:
-        mean = sum(sample.recall.values()) / len(sample.recall)
-        spans.setdefault((sample.step - 1) // SPAN, []).append(mean)
+        spans.setdefault((sample.step - 1) // SPAN, []).append(sample)
     by_span = [
-        {"first_step": span * SPAN + 1, "samples": len(values), "recall": sum(values) / len(values)}
-        for span, values in sorted(spans.items())
+        {"first_step": span * SPAN + 1, "samples": len(part), **_means(part)} for span, part in sorted(spans.items())
     ]
-    last = [sample for sample in samples if sample.step > steps - SPAN]
     first = [sample for sample in samples if sample.step <= SPAN]
+    last = [sample for sample in samples if sample.step > steps - SPAN]
     change = None
     if first and last and steps > SPAN:
-        change = _mean_recall(last) - _mean_recall(first)
+        before, after = _means(first), _means(last)
+        change = {name: after[name] - before[name] for name in before}
     return {"by_thousand": by_span, "last_minus_first_thousand": change}
 
 
-def _mean_recall(samples: Sequence[Sample]) -> float:
-    values = [value for sample in samples for value in sample.recall.values()]
-    return sum(values) / len(values)
+def _means(samples: Sequence[Sample]) -> dict[str, float]:
+    """Means over samples and layers; `mass_ratio`: attention on the selected rows, relative to the exact top k."""
+    measured = [one for sample in samples for one in sample.layers.values()]
+    recall, mass, exact = (
+        sum(getattr(m, n) for m in measured) / len(measured) for n in ("recall", "mass", "exact_mass")
+    )
+    return {"recall": recall, "mass_ratio": mass / exact, "exact_mass": exact}
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """Print a row for each thousand steps: recall by layer, and memory at the last step measured."""
+    """Print a row for each thousand steps, the comparison with fresh indexes, and memory."""
     from rich.console import Console
     from rich.table import Table
 
-    layers = list(report["samples"][0]["recall"])
-    table = Table("steps", "recall", *(f"layer {layer}" for layer in layers), "cached", "resident", "device", "extents")
+    layers = list(report["samples"][0]["layers"])
+    figures = ("recall", "mass ratio", "exact mass", *(f"layer {layer}" for layer in layers))
+    table = Table("steps", *figures, "cached", "resident", "device", "extents")
     for span in report["by_thousand"]:
         first = span["first_step"]
         part = [sample for sample in report["samples"] if first <= sample["step"] < first + SPAN]
-        means = (sum(sample["recall"][layer] for sample in part) / len(part) for layer in layers)
+        means = [sum(sample["layers"][layer]["recall"] for sample in part) / len(part) for layer in layers]
         memory = (f"{part[-1][name] / 2**20:,.0f} MiB" for name in ("resident", "device"))
         table.add_row(
             f"{first:,}–{part[-1]['step']:,}",
-            f"{span['recall']:.3f}",
-            *(f"{mean:.3f}" for mean in means),
+            *(f"{figure:.3f}" for figure in (span["recall"], span["mass_ratio"], span["exact_mass"], *means)),
             f"{part[-1]['cached_tokens']:,}",
             *memory,
             str(part[-1]["extents"]),
         )
+    fresh = Table("step", "layer", "recall", "fresh index", "same rows")
+    for row in report["fresh_index"]:
+        shares = (f"{row[name]:.3f}" for name in ("recall", "fresh_recall", "same_rows"))
+        fresh.add_row(f"{row['step']:,}", str(row["layer"]), *shares)
     console = Console()
-    console.width = max(console.width, 110)
-    console.print(table)
-    if report["last_minus_first_thousand"] is not None:
-        console.print(
-            f"recall@{report['top_k']}, last thousand steps minus first: {report['last_minus_first_thousand']:+.3f}"
-        )
+    console.width = max(console.width, 130)
+    console.print(table, fresh)
+    change = report["last_minus_first_thousand"]
+    if change is not None:
+        changes = f"recall@{report['top_k']} {change['recall']:+.3f}, mass ratio {change['mass_ratio']:+.3f}"
+        console.print(f"last thousand steps minus first: {changes}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,15 +12,20 @@ from random_models import save_random_model
 from torch import Tensor
 
 from kvseek.engine.engine import Engine
+from kvseek.engine.errors import RequestError
 from kvseek.engine.memory import ExtentTable
 from kvseek.engine.request import Request, SamplingParams
 from kvseek.evaluation import drift
 from kvseek.evaluation.overhear import Heard, Listener, _Overheard, recall_of
+from kvseek.evaluation.selection_quality import Quality, compare_fresh, measure
 from kvseek.plugins.base import DeviceIndex, IndexContext
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+from kvseek.plugins.registry import get_method
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
 LIMITS = ("--max_batch_size", "1", "--max_seq_len", "1024", "--max_input_len", "200")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +38,13 @@ def test_the_upper_bound_has_full_recall(model: Path, build_engine: BuildEngine,
     directory = build_engine(model, "flat", *WINDOW, *LIMITS, "--flat.top_k", "12")
     report = run(directory, tmp_path, "--steps", "60", "--every", "3", "--layers", "0,2")
     assert len(report["samples"]) == 20
-    assert all(sample["recall"] == {0: 1.0, 2: 1.0} for sample in report["samples"])
+    for sample in report["samples"]:
+        assert list(sample["layers"]) == [0, 2]
+        for quality in sample["layers"].values():
+            assert quality["recall"] == 1.0
+            assert quality["mass"] == pytest.approx(quality["exact_mass"], abs=1e-6)
+    assert report["by_thousand"][0]["mass_ratio"] == pytest.approx(1, abs=1e-6)
+    assert [(row["recall"], row["fresh_recall"], row["same_rows"]) for row in report["fresh_index"]] == [(1, 1, 1)] * 4
     assert report["last_minus_first_thousand"] is None  # a single thousand
 
 
@@ -48,16 +59,77 @@ def test_recall_and_memory_by_step(
     assert report == json.loads(output.read_text(encoding="utf-8"))
     assert [sample["step"] for sample in report["samples"]] == list(range(10, 121, 10))
     assert report["steps"] == 120
-    assert report["prompt_tokens"] == 100
+    assert (report["prompt_tokens"], report["follow"]) == (100, False)
     for sample in report["samples"]:
         assert sample["cached_tokens"] == 100 + sample["step"]
         assert 0 <= sample["cached_tokens"] - sample["retrieval_tokens"] - 4 - 16 <= 8
-        assert list(sample["recall"]) == ["0", "1", "2"]
-        assert all(0.3 < recall <= 1 for recall in sample["recall"].values())
+        assert list(sample["layers"]) == ["0", "1", "2"]
+        for quality in sample["layers"].values():
+            assert 0.3 < quality["recall"] <= 1
+            assert 0 < quality["mass"] <= quality["exact_mass"] + 1e-6 <= 1 + 1e-6
         assert sample["resident"] > 50e6
         assert (sample["device"], sample["extents"]) == (0, 1)
+    # Evicted in pieces and indexed beside the steps, keys have the codes that they have when indexed at once.
+    assert [(row["step"], row["layer"]) for row in report["fresh_index"]] == [
+        (s, n) for s in (10, 120) for n in (0, 1, 2)
+    ]
+    for row in report["fresh_index"]:
+        assert row["same_rows"] == 1
+        assert row["fresh_recall"] == row["recall"]
     assert drift.main([*command(directory, tmp_path), *flags]) == 0
-    assert "recall" in capsys.readouterr().out
+    assert "fresh index" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_following_feeds_the_document(
+    temperature: str, model: Path, build_engine: BuildEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cached keys of layer 0 depend on token and position alone: they must be those of a prompt of the same tokens."""
+    directory = build_engine(model, "pariskv", *WINDOW, *LIMITS, "--pariskv.top_k", "12")
+    listeners: list[Listener] = []
+    heard: list[Heard] = []
+
+    def listen(engine: Engine, layers: list[int]) -> Listener:
+        listeners.append(Listener(engine, layers))
+        return listeners[-1]
+
+    def keep(last: Heard, *settings: object) -> Quality:
+        heard.append(last)
+        return Quality(1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(drift, "Listener", listen)
+    monkeypatch.setattr(drift, "measure", keep)
+    flags = ["--layers", "0", "--every", "60", "--temperature", temperature, "--follow"]
+    followed = drift.run(drift.parse([*command(directory, tmp_path), *flags, "--steps", "60"]))
+    # The same document as a prompt of 159 tokens, and one step more.
+    flags = [*flags[:2], "--every", "1", "--follow", "--steps", "1", "--prompt_tokens", "159"]
+    drift.run(drift.parse([*command(directory, tmp_path), *flags]))
+    assert followed["follow"] is True
+    decoded, prompted = heard
+    n = min(decoded.keys.shape[1], prompted.keys.shape[1])
+    assert n >= 130  # 96 are the prompt's
+    torch.testing.assert_close(decoded.keys[:, :n], prompted.keys[:, :n], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(decoded.queries, prompted.queries, rtol=1e-4, atol=1e-4)
+
+
+def test_the_script_ends_in_draws() -> None:
+    sampler = drift.ScriptedSampler(SamplingParams(), 4, (1,), [3, 1])
+    assert not sampler.greedy
+    assert [sampler.sample(torch.tensor([0.0, 0.0, 5.0, 0.0])) for _ in range(3)] == [3, 1, 2]
+    with pytest.raises(RequestError, match="must be finite"):
+        drift.ScriptedSampler(SamplingParams(), 4, (1,), [3]).sample(torch.tensor([0.0, float("nan")]))
+
+
+def test_the_needle_document_is_followed(needle_folder: Path, build_engine: BuildEngine) -> None:
+    limits = ("--max_batch_size", "1", "--max_seq_len", "700", "--cache.full_threshold", "512")
+    window = ("--cache.sink", "16", "--cache.local", "64", "--cache.update", "32")
+    directory = build_engine(needle_folder / "model", "pariskv", *limits, *window, "--pariskv.top_k", "50")
+    flags = ["--prompt_tokens", "520", "--steps", "100", "--every", "20", "--follow"]
+    report = drift.run(drift.parse(["--engine_dir", str(directory), "--needle", str(needle_folder), *flags]))
+    assert [sample["cached_tokens"] for sample in report["samples"]] == [540, 560, 580, 600, 620]
+    assert report["by_thousand"][0]["recall"] > 0.85
+    assert report["by_thousand"][0]["mass_ratio"] > 0.98
+    assert all(row["same_rows"] == 1 for row in report["fresh_index"])
 
 
 def command(directory: Path, folder: Path) -> list[str]:
@@ -72,13 +144,16 @@ def run(directory: Path, folder: Path, *flags: str) -> dict[str, object]:
 
 def test_thousands_are_compared() -> None:
     def sample(step: int, recall: float) -> drift.Sample:
-        return drift.Sample(step, step, step, {0: recall, 1: recall - 0.1}, 0, 0, 1)
+        layers = {0: Quality(recall, recall / 2, 0.5), 1: Quality(recall - 0.1, recall / 2, 0.5)}
+        return drift.Sample(step, step, step, layers, 0, 0, 1)
 
     summary = drift.summarise([sample(1, 0.9), sample(1000, 0.7), sample(1001, 0.5), sample(2500, 0.4)], 2500)
     spans = [(span["first_step"], span["samples"]) for span in summary["by_thousand"]]
     assert spans == [(1, 2), (1001, 1), (2001, 1)]
     assert [span["recall"] for span in summary["by_thousand"]] == pytest.approx([0.75, 0.45, 0.35])
-    assert summary["last_minus_first_thousand"] == pytest.approx(0.35 - 0.75)
+    assert [span["mass_ratio"] for span in summary["by_thousand"]] == pytest.approx([0.8, 0.5, 0.4])
+    change = {"recall": 0.35 - 0.75, "mass_ratio": 0.4 - 0.8, "exact_mass": 0}
+    assert summary["last_minus_first_thousand"] == pytest.approx(change)
 
 
 def test_recall_counts_rows_of_the_exact_top() -> None:
@@ -92,6 +167,31 @@ def test_recall_counts_rows_of_the_exact_top() -> None:
     rows = torch.tensor([[45, 46, 47, 48, 49], [0, 1, 2, -1, -1]], dtype=torch.int32)
     assert recall_of(Heard(queries, rows, keys, 1.0), 5, "mean") == pytest.approx((1.0 + 0.6) / 2)
     assert recall_of(Heard(queries, rows - rows - 1, keys, 1.0), 5, "mean") == 0
+
+
+def test_attention_on_the_selected_rows() -> None:
+    """One KV head of two query heads; of each, two rows share nearly all attention. Rows of both heads are the top 3."""
+    keys = torch.zeros(1, 20, 8)
+    keys[0, [4, 5], 0] = 20.0
+    keys[0, [4, 6], 1] = 20.0
+    queries = torch.eye(2, 8)
+    both = Heard(queries, torch.tensor([[4, 5, 6]], dtype=torch.int32), keys, 1.0)
+    one = Heard(queries, torch.tensor([[-1, 5, 0]], dtype=torch.int32), keys, 1.0)
+    for heard, recall, mass in ((both, 1.0, 1.0), (one, 1 / 3, 1 / 4)):
+        quality = measure(heard, 3, "softmax_mean")
+        assert (quality.recall, quality.mass, quality.exact_mass) == pytest.approx((recall, mass, 1.0), abs=1e-4)
+
+
+def test_a_fresh_index_shows_what_the_running_one_lost() -> None:
+    """The running index misses a row that one built from the same keys finds."""
+    method = get_method("flat")
+    settings = method.configure({"top_k": 2})
+    cpu = torch.device("cpu")
+    context = IndexContext(0, 1, 1, 4, 1.0, settings, {}, ExtentTable(1, 1, 1), [3], torch.float32, cpu, library=None)
+    keys = torch.eye(4)[None, [0, 1, 2, 3]] * torch.tensor([3.0, 2.0, 1.0, 0.0])[:, None]
+    heard = Heard(torch.ones(1, 4), torch.tensor([[0, 2]], dtype=torch.int32), keys, 1.0)
+    compared = compare_fresh(heard, method.create(context), "flat", 2, "softmax_mean")
+    assert (compared.recall, compared.fresh_recall, compared.same_rows) == (0.5, 1.0, 0.5)
 
 
 class GraphIndex(DeviceIndex):
@@ -145,7 +245,11 @@ def test_listening_changes_no_token(model: Path, build_engine: BuildEngine) -> N
 BAD = {
     "steps": (["--steps", "0"], "--steps = 0: must be >= 1"),
     "layers": (["--layers", "0,3"], "--layers = '0,3': must be a comma list of layers below 3"),
-    "short text": (["--prompt_tokens", "5000"], "lower it or give a longer one"),
+    "short text": (["--prompt_tokens", "5000"], "--prompt_tokens = 5000: the document must have 5000 tokens, "),
+    "short document": (
+        ["--steps", "4000", "--follow"],
+        "--prompt_tokens = 100 and --steps = 4000 with --follow: the document must have 4100 tokens, ",
+    ),
     "no sparse step": (["--steps", "2", "--every", "7"], "--steps = 2: no step that was measured attended sparsely"),
 }
 

@@ -16,7 +16,7 @@ from kvseek.evaluation import needle
 
 LENGTH = 4096
 QUESTIONS = 2
-MARGIN = 2.0  # points of exact, mean over the tasks, that pariskv may lose against full attention
+MARGIN = 1.0  # points of exact, mean over the tasks, that pariskv may lose: one wrong answer of the 16 of multi_turn
 FULL_AT_LEAST = 97.0  # the needle README reports 100, and 97.9 on niah_multivalue
 
 

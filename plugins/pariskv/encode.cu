@@ -6,20 +6,20 @@ namespace pariskv {
 
 // Mirrored field by field in device.py.
 struct EncodeArguments {
-    const Number* keys;        // [kv_heads, tokens, HEAD_DIM], rows contiguous
-    unsigned char* ids;        // [extents, kv_heads, 1024, BLOCKS]
-    unsigned char* codes;      // [extents, kv_heads, 1024, CODE_BYTES]
-    __half* weights;           // [extents, kv_heads, 1024, BLOCKS]
-    int* counts;               // [kv_heads, BLOCKS, 256] of the slot
-    const int* table;          // extents of the slot
-    const float* signs;        // [DIM]
-    const float* levels;       // [8]
-    const float* thresholds;   // [7]
-    long long head_stride;     // of keys, in numbers
+    const Number* keys;       // [kv_heads, tokens, HEAD_DIM], rows contiguous
+    unsigned char* ids;       // [extents, kv_heads, 1024, BLOCKS]
+    unsigned char* codes;     // [extents, kv_heads, 1024, CODE_BYTES]
+    __half* weights;          // [extents, kv_heads, 1024, BLOCKS]
+    int* counts;              // [kv_heads, BLOCKS, 256] of the slot
+    const int* table;         // extents of the slot
+    const float* signs;       // [DIM]
+    const float* levels;      // [8]
+    const float* thresholds;  // [7]
+    long long head_stride;    // of keys, in numbers
     long long token_stride;
     int kv_heads, tokens;
-    int first;                 // retrieval position of the first key
-    int alpha;                 // divide weights by the cosine between direction and code
+    int first;  // retrieval position of the first key
+    int alpha;  // divide weights by the cosine between direction and code
 };
 
 constexpr float LARGEST_HALF = 65504.0f;
@@ -100,8 +100,8 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::COUNT_THREADS)
     for (int i = threadIdx.x; i < BLOCKS * CENTROIDS; i += COUNT_THREADS) counts[i] = 0;
     __syncthreads();
     for (int token = blockIdx.x * COUNT_THREADS + threadIdx.x; token < a.tokens; token += gridDim.x * COUNT_THREADS) {
-        const unsigned* ids = reinterpret_cast<const unsigned*>(
-            a.ids + extent_row(a.table, a.kv_heads, head, a.first + token) * BLOCKS);
+        const unsigned* ids =
+            reinterpret_cast<const unsigned*>(a.ids + extent_row(a.table, a.kv_heads, head, a.first + token) * BLOCKS);
 #pragma unroll
         for (int word = 0; word < BLOCKS / 4; word++) {
             const unsigned four = ids[word];

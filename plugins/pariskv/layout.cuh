@@ -36,13 +36,13 @@ constexpr int COLUMN_TILES = (2 * LANES + 7) / 8;  // of 8 columns: two a lane
 constexpr int QUARTER = DIM / 4;                   // coordinates of a thread of a quad
 
 constexpr int CHUNKS_OF_SCAN = 4;  // chunks of a block of the scan
-constexpr int SCORES = 256;             // bins of a histogram of votes; a key gets at most 6 * BLOCKS of them
+constexpr int SCORES = 256;        // bins of a histogram of votes; a key gets at most 6 * BLOCKS of them
 static_assert(6 * BLOCKS < SCORES, "votes of a lane must fit a byte");
 
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr int WARP = 32;
 constexpr unsigned EVERYONE = 0xffffffffu;
-constexpr int EACH = DIM / WARP;          // coordinates that a lane of a warp holds of a vector: EACH * lane ...
+constexpr int EACH = DIM / WARP;             // coordinates that a lane of a warp holds of a vector: EACH * lane ...
 constexpr int BLOCK_THREADS = BLOCK / EACH;  // lanes that hold one block
 
 }  // namespace pariskv

@@ -1,4 +1,5 @@
-// ParisKV, third kernel of a selection: collect the candidates, and estimate their q·k from 4-bit codes (paper, 4.2, 4.3).
+// ParisKV, third kernel of a selection: collect the candidates, and estimate their q·k from 4-bit codes
+// (paper, 4.2, 4.3).
 //
 // Its blocks share a task's extents as those of the scan do, so what the scan counted per block tells each block where
 // its candidates go: the list ascends by position without a sort, and a block reranks what it collected.
@@ -14,9 +15,9 @@ namespace pariskv {
 
 constexpr int RERANK_THREADS = 256;
 constexpr int RERANK_WARPS = RERANK_THREADS / WARP;
-constexpr int TILE = 16;                            // candidates of a matrix product
-constexpr int UNIT_KEYS = 16 * WARP;                // keys whose votes a warp reads at a time
-constexpr int UNITS = EXTENT_TOKENS / UNIT_KEYS;    // of an extent
+constexpr int TILE = 16;                          // candidates of a matrix product
+constexpr int UNIT_KEYS = 16 * WARP;              // keys whose votes a warp reads at a time
+constexpr int UNITS = EXTENT_TOKENS / UNIT_KEYS;  // of an extent
 
 // A quarter of a key: codes and weights.
 struct Quarter {
@@ -28,8 +29,8 @@ struct Quarter {
         copy(weights, a.weights + quarter * (BLOCKS / 4) + static_cast<size_t>(row) * BLOCKS);
     }
 
-    // Coordinates 4 step .. 4 step + 3 of the quarter, weighted, as two pairs. `pairs` is the address in shared memory of
-    // the thread's copy of RerankMemory::pairs.
+    // Coordinates 4 step .. 4 step + 3 of the quarter, weighted, as two pairs. `pairs` is the address in shared memory
+    // of the thread's copy of RerankMemory::pairs.
     __device__ __forceinline__ void decode(unsigned pairs, int step, unsigned& low, unsigned& high) const {
         const __half2 weight = __half2half2(reinterpret_cast<const __half*>(weights)[step / 2]);
         low = weighted(pairs, 2 * step, weight);
@@ -106,7 +107,8 @@ struct Counts {
 };
 
 struct RerankMemory {
-    unsigned pairs[256][WARP];  // two neighbouring coordinates by the byte of their codes, once for each thread of a warp
+    unsigned pairs[256]
+                  [WARP];  // two neighbouring coordinates by the byte of their codes, once for each thread of a warp
     Counts counts[RERANK_WARPS];
     Normaliser normalisers[RERANK_WARPS][COLUMN_TILES * 4];
 };
@@ -134,6 +136,14 @@ struct Verdict {
             equal = __dp4a(ties[i], 0x01010101u, equal);
         }
         return static_cast<int>(high >> 7 | equal << 9);
+    }
+
+    // One bit for each of the 16 keys. A product moves bits 7, 15, 23 and 31 of a word to bits 28 to 31.
+    __device__ __forceinline__ static unsigned bits(const unsigned (&words)[4]) {
+        unsigned all = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) all |= (words[i] >> 7) * 0x10204080u >> 28 << 4 * i;
+        return all;
     }
 };
 
@@ -199,15 +209,14 @@ struct Collector {
                 if (lane >= step) sum += other;
             }
             int above = before.above + ((sum - own) & 0xffff), ties = before.ties + ((sum - own) >> 16);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                for (unsigned left = verdict.above[i] | verdict.ties[i]; left != 0; left &= left - 1) {
-                    const int bit = __ffs(left) - 1;
-                    const bool better = verdict.above[i] >> bit & 1;
-                    if (better || ties < ties_wanted)
-                        a.candidates[task.row(a, above + min(ties, ties_wanted))] = position(unit) + 4 * i + bit / 8;
-                    above += better, ties += !better;
-                }
+            const unsigned better = verdict.bits(verdict.above);
+            for (unsigned left = better | verdict.bits(verdict.ties); left != 0; left &= left - 1) {
+                const int key = __ffs(left) - 1;
+                const bool is_better = better >> key & 1;
+                if (is_better || ties < ties_wanted)
+                    a.candidates[static_cast<size_t>(task.row(a, above + min(ties, ties_wanted)))] =
+                        position(unit) + key;
+                above += is_better, ties += !is_better;
             }
             const int all = __shfl_sync(EVERYONE, sum, WARP - 1);
             before.above += all & 0xffff, before.ties += all >> 16;

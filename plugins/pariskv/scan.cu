@@ -1,10 +1,11 @@
-// ParisKV, second kernel of a selection: add up each key's votes, and count the keys of each score (paper, section 4.2).
+// ParisKV, second kernel of a selection: add up each key's votes, and count the keys of each score (paper,
+// section 4.2).
 //
 // A key looks one entry up for each of its blocks, at an address that its centroid id decides. Were the votes one table
-// in shared memory, the 32 threads of a warp would meet in its 32 banks, 3.5 of them in the fullest on average. So a row
-// of the table, 128 bytes, holds the entries of one id for four blocks, and that in as many copies as fit; threads that
-// share a copy take its four blocks in different orders: no two threads of a warp ever meet in a bank. One instruction,
-// a product of bytes, turns the four ids of a word into the address of one of them.
+// in shared memory, the 32 threads of a warp would meet in its 32 banks, 3.5 of them in the fullest on average. So a
+// row of the table, 128 bytes, holds the entries of one id for four blocks, and that in as many copies as fit; threads
+// that share a copy take its four blocks in different orders: no two threads of a warp ever meet in a bank. One
+// instruction, a product of bytes, turns the four ids of a word into the address of one of them.
 #include "select.cuh"
 
 namespace kvseek {
@@ -19,7 +20,7 @@ constexpr int TABLE_LIMIT = 128 << 10;  // of 227 KiB that a block may have (dev
 constexpr int TABLE_LIMIT = 64 << 10;  // of 99 KiB on the smallest of the other architectures
 #endif
 constexpr int QUADS = BLOCKS / QUAD;
-constexpr int SLOT_BYTES = QUAD * VOTE_BYTES;  // entries of one id for four blocks
+constexpr int SLOT_BYTES = QUAD * VOTE_BYTES;             // entries of one id for four blocks
 __host__ __device__ constexpr int row_bytes(int bytes) {  // as many copies as fit, at most one in each bank
     return bytes > SLOT_BYTES && QUADS * CENTROIDS * bytes > TABLE_LIMIT ? row_bytes(bytes / 2) : bytes;
 }
@@ -63,7 +64,9 @@ struct Ids {
 };
 
 // Sums of votes, a byte a lane: 6 votes in each of 32 blocks fit.
-__device__ __forceinline__ void add(unsigned& sum, unsigned first, unsigned second) { sum += first + second; }
+__device__ __forceinline__ void add(unsigned& sum, unsigned first, unsigned second) {
+    sum += first + second;
+}
 __device__ __forceinline__ void add(uint2& sum, uint2 first, uint2 second) {
     add(sum.x, first.x, second.x), add(sum.y, first.y, second.y);
 }
@@ -75,8 +78,12 @@ __device__ __forceinline__ void add(uint4& sum, uint4 first, uint4 second) {
 __device__ __forceinline__ unsigned largest_byte(unsigned word) {
     return max(max(word & 255, word >> 8 & 255), max(word >> 16 & 255, word >> 24));
 }
-__device__ __forceinline__ unsigned largest(unsigned sums) { return LANES == 1 ? sums : largest_byte(sums); }
-__device__ __forceinline__ unsigned largest(uint2 sums) { return max(largest_byte(sums.x), largest_byte(sums.y)); }
+__device__ __forceinline__ unsigned largest(unsigned sums) {
+    return LANES == 1 ? sums : largest_byte(sums);
+}
+__device__ __forceinline__ unsigned largest(uint2 sums) {
+    return max(largest_byte(sums.x), largest_byte(sums.y));
+}
 __device__ __forceinline__ unsigned largest(uint4 sums) {
     return max(largest(make_uint2(sums.x, sums.y)), largest(make_uint2(sums.z, sums.w)));
 }
@@ -84,7 +91,8 @@ __device__ __forceinline__ unsigned largest(uint4 sums) {
 // How one thread finds entries: its copy, and the order in which it takes the four blocks of a word.
 struct Lookup {
     const unsigned char* table;
-    unsigned factors[QUAD], starts[QUAD];  // offset of an entry = ids * factors + start, summed over the bytes of a word
+    unsigned factors[QUAD],
+        starts[QUAD];  // offset of an entry = ids * factors + start, summed over the bytes of a word
 
     __device__ __forceinline__ explicit Lookup(const unsigned char* all) : table(all) {
         const unsigned copy = threadIdx.x % COPIES, turn = threadIdx.x / COPIES;
@@ -94,7 +102,7 @@ struct Lookup {
             factors[i] = static_cast<unsigned>(ROW_BYTES) << 8 * block;
             starts[i] = copy * SLOT_BYTES + block * VOTE_BYTES;
             asm volatile("" : "+r"(factors[i]), "+r"(starts[i]));  // keep them in registers: the compiler would rather
-        }                                                          // compute them again for every key
+        }  // compute them again for every key
     }
 
     __device__ __forceinline__ Entry entry(int quad, unsigned ids, int i) const {

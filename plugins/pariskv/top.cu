@@ -1,9 +1,9 @@
 // ParisKV, last kernel of a selection: the top k candidates by the reduced estimates (paper, section 4.3).
 //
-// A histogram of the keys' first 12 bits splits them into those that are in, those that are out, and a few at the border,
-// which are ranked by comparing all pairs. Should too many lie at the border, or the block have too many keys for its
-// registers, digits are sorted out one after another. The blocks of a task select the top k of their shares, the last
-// one to finish the top k among those.
+// A histogram of the keys' first 12 bits splits them into those that are in, those that are out, and a few at the
+// border, which are ranked by comparing all pairs. Should too many lie at the border, or the block have too many keys
+// for its registers, digits are sorted out one after another. The blocks of a task select the top k of their shares,
+// the last one to finish the top k among those.
 #include "select.cuh"
 
 namespace kvseek {
@@ -86,7 +86,8 @@ __device__ __forceinline__ void load_estimates(const float* from, float (&estima
 }
 
 // What a candidate is ranked by: its estimate, or the mean or the largest of its softmax weights.
-__device__ __forceinline__ unsigned rank_key(const SelectArguments& a, const TopMemory& memory, const float (&estimates)[LANES]) {
+__device__ __forceinline__ unsigned rank_key(const SelectArguments& a, const TopMemory& memory,
+                                             const float (&estimates)[LANES]) {
     if constexpr (REDUCTION == MEAN) return ordered(estimates[0]);
     float value = 0.0f;
 #pragma unroll
@@ -144,7 +145,8 @@ __device__ __forceinline__ void find_digit(TopMemory& memory, int wanted) {
 
 // What take_largest does, for any keys: find the digits of the `wanted`-th largest one after another.
 template <class Key, class Emit>
-__device__ __forceinline__ void take_by_digits(TopMemory& memory, int count, int wanted, const Key& key, const Emit& emit) {
+__device__ __forceinline__ void take_by_digits(TopMemory& memory, int count, int wanted, const Key& key,
+                                               const Emit& emit) {
     unsigned prefix = 0, mask = 0;
     int left = wanted;  // still to take among keys that begin with `prefix`
     const bool all = count <= wanted;
@@ -256,7 +258,8 @@ struct Held {
     unsigned keys[KEYS_EACH];
 
     // Keys of candidates first .. first + count - 1.
-    __device__ __forceinline__ Held(const SelectArguments& a, const Task& task, const TopMemory& memory, int first, int count) {
+    __device__ __forceinline__ Held(const SelectArguments& a, const Task& task, const TopMemory& memory, int first,
+                                    int count) {
 #pragma unroll
         for (int k = 0; k < KEYS_EACH; k += AT_ONCE) {
 #pragma unroll
@@ -283,10 +286,11 @@ struct Held {
     }
 };
 
-// Emit (rank, index, key) of the `wanted` largest of `count` held keys, ties by lowest index; ranks ascend with the index.
-// False, and nothing emitted, if too many keys lie at the border or are wanted.
+// Emit (rank, index, key) of the `wanted` largest of `count` held keys, ties by lowest index; ranks ascend with the
+// index. False, and nothing emitted, if too many keys lie at the border or are wanted.
 template <class Emit>
-__device__ __forceinline__ bool take_largest(TopMemory& memory, int count, int wanted, const Held& held, const Emit& emit) {
+__device__ __forceinline__ bool take_largest(TopMemory& memory, int count, int wanted, const Held& held,
+                                             const Emit& emit) {
     reinterpret_cast<int4*>(memory.histogram)[threadIdx.x] = make_int4(0, 0, 0, 0);
     if (threadIdx.x == 0) memory.appended = memory.joined = 0;
     __syncthreads();
@@ -332,7 +336,8 @@ __device__ __forceinline__ bool take_largest(TopMemory& memory, int count, int w
         });
     __syncthreads();
     rank_all(
-        min(count, wanted), [&](int other, int entry) { return memory.taken.places[other] < memory.taken.places[entry]; },
+        min(count, wanted),
+        [&](int other, int entry) { return memory.taken.places[other] < memory.taken.places[entry]; },
         [&](int entry, int rank) { emit(rank, memory.taken.places[entry], memory.taken.keys[entry]); });
     __syncthreads();
     return true;
@@ -379,7 +384,8 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
             a.keys[row] = rank_key(a, memory, own);
         }
         __syncthreads();
-        take_by_digits(memory, here, top_k, [&](int i) { return a.keys[static_cast<size_t>(task.row(a, first + i))]; }, take);
+        take_by_digits(
+            memory, here, top_k, [&](int i) { return a.keys[static_cast<size_t>(task.row(a, first + i))]; }, take);
     }
     if (active == 1) return;
     __threadfence();

@@ -1,4 +1,5 @@
-// ParisKV, first kernel of a selection: rotate the queries, and give each centroid of each block its votes (paper, 4.2).
+// ParisKV, first kernel of a selection: rotate the queries, and give each centroid of each block its votes
+// (paper, 4.2).
 //
 // A warp ranks the 256 centroids of one block for one lane: a bitonic sort with 8 centroids a thread, a quarter of the
 // instructions that comparing all pairs takes.
@@ -30,8 +31,8 @@ __device__ __forceinline__ void load_lane(const SelectArguments& a, int lane, fl
     rotate(x, a.signs);
 }
 
-// A rotated query as columns of the rerank's product: numbers rounded to float16, and in the next column what is missing
-// to them. Thread t of a quad multiplies the t-th quarter of the coordinates, four of them a step.
+// A rotated query as columns of the rerank's product: numbers rounded to float16, and in the next column what is
+// missing to them. Thread t of a quad multiplies the t-th quarter of the coordinates, four of them a step.
 __device__ __forceinline__ void store_columns(const SelectArguments& a, int task, int query, const float (&x)[EACH]) {
     unsigned* tile = a.columns + static_cast<long long>(task * COLUMN_TILES + query / 4) * (STEPS * WARP * 2);
 #pragma unroll
@@ -120,7 +121,8 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::VOTE_THREADS)
     // what this kernel reads and clears until then, nobody else touches.
     const Task task(a);
     const int block = blockIdx.x, query = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int* all = a.counts + ((static_cast<long long>(task.request.slot) * a.kv_heads + task.head) * BLOCKS + block) * CENTROIDS;
+    const int* all =
+        a.counts + ((static_cast<long long>(task.request.slot) * a.kv_heads + task.head) * BLOCKS + block) * CENTROIDS;
     for (int i = threadIdx.x; i < CENTROIDS; i += VOTE_THREADS) {
         counts[i] = all[i];
         if (block == 0) a.totals[task.number * SCORES + i] = 0;

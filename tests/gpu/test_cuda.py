@@ -146,7 +146,7 @@ def test_load(image: bytes, tmp_path: Path) -> None:
 
 
 def test_an_image_that_is_no_cubin() -> None:
-    with pytest.raises(KernelError, match=r"failed on cuda:\d+: CUDA_ERROR"):
+    with pytest.raises(KernelError, match=r"CUDA_ERROR|holds no kernels"):
         CudaKernels(b"no cubin\0")
 
 

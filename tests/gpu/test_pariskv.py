@@ -250,3 +250,25 @@ def test_many_candidates_are_ranked_by_several_blocks(reduce: str) -> None:
     rows = found.select(queries.cuda(), [0]).rows[0].cpu()
     check_request(expected, found, queries[0], 0, rows)
     assert math.ceil(n / 16) > 4096, "several blocks had a share"
+
+
+@pytest.mark.parametrize("top_k", [100, 1500])
+def test_equal_keys_are_taken_in_order(top_k: int) -> None:
+    """Every vote and every estimate is the same: the first candidates, and of those the first rows."""
+    config = Config(top_k=top_k, schedule_steps=(ScheduleStep(None, 0.2, 0.9),))
+    n = 30_000
+    found = CudaIndex(make_context(config, "bfloat16", 128, 4, [n], "cuda"))
+    keys = torch.randn(KV_HEADS, 1, 128, dtype=torch.bfloat16, device="cuda").expand(-1, n, -1).contiguous()
+    found.build(0, keys, keys)
+    queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
+    rows = found.select(queries, [0]).rows[0].cpu()
+    assert torch.equal(rows, torch.arange(top_k, dtype=torch.int32).expand(KV_HEADS, -1))
+
+
+def test_a_long_list_is_taken_too() -> None:
+    """More rows than the quick way takes: digit after digit."""
+    torch.manual_seed(7)
+    config = Config(top_k=1200, schedule_steps=(ScheduleStep(None, 0.3, 0.5),))
+    expected, found = make_pair(config, "bfloat16", 128, 4, [50_000])
+    queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16)
+    check_request(expected, found, queries[0], 0, found.select(queries.cuda(), [0]).rows[0].cpu())

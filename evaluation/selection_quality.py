@@ -1,0 +1,79 @@
+"""How good is one selection of rows? Against the exact top k, and against an index built afresh from the same keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvseek.engine.memory import ExtentTable, extents_for
+from kvseek.evaluation.overhear import Heard, recall_of
+from kvseek.plugins.base import Index
+from kvseek.plugins.flat.method import exact_top_k
+from kvseek.plugins.registry import get_method
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A selection against the exact top k; shares in 0..1."""
+
+    recall: float
+    mass: float  # of the retrieval region's attention, on the selected rows
+    exact_mass: float  # on the exact top k
+
+
+@dataclass(frozen=True)
+class FreshQuality:
+    """A selection against that of a fresh index; shares in 0..1."""
+
+    recall: float
+    fresh_recall: float
+    same_rows: float  # of the selected rows, those that the fresh index selects too
+
+
+def measure(heard: Heard, top_k: int, group_reduce: str) -> Quality:
+    """Set a selection against the exact top k, by the method's group reduction; attention is averaged over the heads."""
+    grouped = heard.queries.reshape(heard.keys.shape[0], -1, heard.keys.shape[2])
+    exact = exact_top_k(grouped, heard.keys, top_k, group_reduce, heard.scaling)
+    weights = (grouped.float() @ heard.keys.float().transpose(1, 2) * heard.scaling).softmax(dim=-1).mean(dim=1)
+    selected = weights * _membership(heard.rows, weights.shape[1])
+    return Quality(
+        recall=recall_of(heard, top_k, group_reduce),
+        mass=selected.sum(dim=1).mean().item(),
+        exact_mass=weights.gather(1, exact).sum(dim=1).mean().item(),
+    )
+
+
+def compare_fresh(heard: Heard, index: Index, method: str, top_k: int, group_reduce: str) -> FreshQuality:
+    """Set a selection of `index`, of method `method`, against that of a fresh index for the same queries."""
+    fresh = dataclasses.replace(heard, rows=fresh_rows(heard, index, method))
+    ours, theirs = (_membership(each.rows, heard.keys.shape[1]) for each in (heard, fresh))
+    return FreshQuality(
+        recall=recall_of(heard, top_k, group_reduce),
+        fresh_recall=recall_of(fresh, top_k, group_reduce),
+        same_rows=((ours & theirs).sum() / ours.sum()).item(),
+    )
+
+
+@torch.inference_mode()
+def fresh_rows(heard: Heard, index: Index, method: str) -> Tensor:
+    """What an index that is built from `heard.keys` in one go selects for `heard.queries`: int32 [G, entries].
+
+    It has the settings and kernels of `index`, but extents and work space of its own. Of the prompt's last queries, which
+    Index.build asks for, it gets these instead.
+    """
+    n = heard.keys.shape[1]
+    extents = ExtentTable(1, extents_for(n), extents_for(n), index.context.device)
+    extents.reserve(0, n)
+    context = dataclasses.replace(index.context, extents=extents, lengths=[n], shared={})
+    fresh = get_method(method).create(context)
+    fresh.build(0, heard.keys, heard.queries[:, None])
+    return fresh.select(heard.queries[None], [0]).rows[0]
+
+
+def _membership(rows: Tensor, n: int) -> Tensor:
+    """Which of n positions are among rows [G, entries], where -1 is none: bool [G, n]."""
+    found = torch.zeros(rows.shape[0], n + 1, dtype=torch.bool, device=rows.device)
+    return found.scatter_(1, torch.where(rows < 0, n, rows).long(), True)[:, :n]
