@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -92,7 +93,7 @@ class DeviceContestant:
         size, table = bucket_of(len(self._slots)), self.cache.extents.device_table
         step = DecodeStep(size, self.cache.padding_state(), table, run)
         with torch.inference_mode():
-            step.capture(_new_stream(self.cache.window.device), torch.cuda.graph_pool_handle())
+            step.capture(_stage_stream(self.cache.window.device), torch.cuda.graph_pool_handle())
             times = []
             for _ in range(STAGE_REPEATS):
                 self._load()
@@ -194,7 +195,9 @@ def overheard(indexes: Sequence[DeviceIndex]) -> Iterator[list[Tensor]]:
             del index.launch_select  # the class's own shows again
 
 
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
+@cache
+def _stage_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where stages are captured: one for all, as cuBLAS keeps a work space for every stream that it has seen."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

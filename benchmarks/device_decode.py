@@ -150,6 +150,7 @@ def _run_phase(bench: Bench, phase: Phase, filler: Filler, probe: Probe, part: d
                 part["skipped"].append({"context": cell.context, "batch": cell.batch, "reason": reason})
                 continue
             progress(f"{phase.offload}: {cell.context:,} tokens × {cell.batch}")
+            release()  # pieces that fit this cell no longer
             found = contest.run(cell, probe)
             add_ratios(found["results"], bench.methods[0])
             part["cells"].append(found)

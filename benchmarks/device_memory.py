@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvseek.engine.config import EXTENT_TOKENS, EngineConfig
+from kvseek.engine.config import EXTENT_TOKENS, EngineConfig, ModelConfig
 from kvseek.engine.errors import ConfigError
 from kvseek.engine.memory import ExtentTable, extents_for
 
 from .shapes import matrix_parameters, row_numbers
 
 GIB = 1 << 30
+SLOT_STRIDE = 4099  # tokens between the beginnings of two slots' texts: no two requests hold the same keys
+CHUNK_TOKENS = 64 * EXTENT_TOKENS  # rows written at a time
 OFFLOADS = ("always", "never", "auto")
 
 
@@ -48,7 +50,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes that may be used: of device memory, of it for activations and graphs, of pinned host memory."""
+    """Bytes that may be used: of device memory, of it for activations, graphs and filling, of pinned host memory."""
 
     device: int
     work_space: int
@@ -95,6 +97,22 @@ def index_bytes_per_token(config: EngineConfig) -> float:
     shape = (0, model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5)
     context = IndexContext(*shape, settings, books, ExtentTable(1, 1, 1), [0], torch.bfloat16, cpu, library=None)
     return method.create(context).bytes_per_token
+
+
+def key_tokens(cells: Sequence[Cell]) -> int:
+    """Tokens of the text that the slots of all cells begin in."""
+    return max(cell.context + (cell.batch - 1) * SLOT_STRIDE for cell in cells)
+
+
+def fill_bytes(model: ModelConfig, cells: Sequence[Cell], itemsize: int) -> int:
+    """What filling these cells holds on the device beside caches and indexes (device_setup.Filler).
+
+    One layer's keys of the longest text, a chunk's values, two chunks of rows, and, when a selection is checked
+    (retrieval_check.py), a KV head's keys: as they are and, of two heads, in float32.
+    """
+    tokens, row = key_tokens(cells), 2 * model.num_kv_heads * model.head_dim * itemsize
+    chunk, longest = min(tokens, CHUNK_TOKENS), max(cell.context for cell in cells)
+    return tokens * row // 2 + chunk * (row // 2 + 2 * row) + longest * model.head_dim * (itemsize + 2 * 4)
 
 
 def cell_extents(config: EngineConfig, cell: Cell, room: int) -> int:

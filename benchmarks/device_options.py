@@ -40,7 +40,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="with --prefill: prompts of each method")
     parser.add_argument("--host_gib", type=float, default=108.0, help="pinned host memory that rows may use")
     parser.add_argument("--device_gib", type=float, help="device memory that may be used; all that is free if left out")
-    parser.add_argument("--work_gib", type=float, default=6.0, help="of it, for activations, graphs and filling")
+    parser.add_argument("--work_gib", type=float, default=3.0, help="of it, for activations, graphs and hot rows")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
     parser.add_argument("--output", type=Path, help="write the JSON to this file too, after every context and batch")

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvseek.engine.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
+from kvseek.engine.config import CacheConfig, EngineConfig, ModelConfig
+from kvseek.engine.model import LAST_QUERIES
 from kvseek.plugins.registry import get_method
 
-from .device_memory import GIB, Cell, Limits, Needs, Phase, cell_extents, plan_phases
+from .device_memory import (
+    CHUNK_TOKENS,
+    GIB,
+    SLOT_STRIDE,
+    Cell,
+    Limits,
+    Needs,
+    Phase,
+    cell_extents,
+    fill_bytes,
+    key_tokens,
+    plan_phases,
+)
 from .random_weights import RandomWeights
 from .shapes import get_shape
 from .synthetic import SyntheticKeys
@@ -25,9 +39,6 @@ if TYPE_CHECKING:
     from kvseek.plugins.base import DeviceIndex
 
 ROOM = 256  # tokens that a request may grow by: more than are timed
-CHUNK_TOKENS = 64 * EXTENT_TOKENS  # rows written at a time
-SLOT_STRIDE = 4099  # tokens between the beginnings of two slots' texts: no two requests hold the same keys
-LAST_QUERIES = 2048  # that an index sees when it is built
 
 
 def engine_config(
@@ -87,7 +98,9 @@ class Bench:
         self.use(arguments.methods)
         free, _ = torch.cuda.mem_get_info(self.device)
         device = free if arguments.device_gib is None else min(free, int(arguments.device_gib * GIB))
-        self.limits = Limits(device, int(arguments.work_gib * GIB), int(arguments.host_gib * GIB))
+        # Prompts are not filled in: they are computed.
+        filling = 0 if arguments.prefill else fill_bytes(self.model, self.cells, self.dtype.itemsize)
+        self.limits = Limits(device, int(arguments.work_gib * GIB) + filling, int(arguments.host_gib * GIB))
         self._kernels: dict[str, CudaKernels] = {}
 
     def use(self, methods: Sequence[str]) -> None:
@@ -171,7 +184,7 @@ class Filler:
 
     def __init__(self, bench: Bench, seed: int) -> None:
         model = bench.model
-        longest = max(cell.context + (cell.batch - 1) * SLOT_STRIDE for cell in bench.cells)
+        longest = key_tokens(bench.cells)
         self.source = SyntheticKeys(model.num_kv_heads, model.head_dim, bench.device, seed)
         self._keys = self.source.keys(longest, bench.dtype)
         self._values = self.source.values(min(longest, CHUNK_TOKENS), bench.dtype)
@@ -179,10 +192,9 @@ class Filler:
         self.queries = self.source.queries(model.num_heads, LAST_QUERIES, bench.dtype)
         self._group = model.group_size
 
-    def keys(self, layer: int, slot: int, tokens: int) -> Tensor:
-        """Keys [G, tokens, D] of a slot in a layer (a copy)."""
-        start = slot * SLOT_STRIDE
-        return self._keys[:, start : start + tokens] * self.signs[layer]
+    def keys(self, layer: int, slot: int, tokens: int, heads: slice = slice(None)) -> Tensor:
+        """Keys [G, tokens, D] of a slot in a layer, of some KV heads (a copy)."""
+        return self._text(slot, tokens)[heads] * self.signs[layer][heads]
 
     def layer_queries(self, layer: int, queries: Tensor) -> Tensor:
         """Queries [H, w, D] of the source, as those of a layer."""
@@ -193,6 +205,7 @@ class Filler:
         """Make each cache hold the cell's requests, in slots 0, 1, ..., and build its indexes; other slots are closed.
 
         Every cache gets the same rows. Rows of the host pool are copied from the device in pieces of an extent.
+        `device_memory.fill_bytes` counts what this holds at a time.
         """
         for cache, _ in targets:
             for slot in range(cache.padding_slot):
@@ -200,16 +213,33 @@ class Filler:
             for slot in range(cell.batch):
                 cache.adopt(slot, cell.context, room=ROOM)
         for layer in range(len(self.signs)):
-            queries = self.layer_queries(layer, self.queries)
-            for slot in range(cell.batch):
-                length = targets[0][0].lengths[slot]
-                keys = self.keys(layer, slot, length)
-                for start in range(0, length, CHUNK_TOKENS):
-                    part = keys[:, start : start + CHUNK_TOKENS]
-                    rows = torch.stack((part, self._values[:, : part.shape[1]]), dim=2)
-                    for cache, _ in targets:
-                        cache.write_rows(layer, slot, start, rows)
-                for _, index_sets in targets:
-                    for indexes in index_sets:
-                        indexes[layer].build(slot, keys, queries)
+            with self._turned(layer):
+                for slot in range(cell.batch):
+                    self._fill_slot(layer, slot, targets)
         torch.cuda.synchronize()
+
+    def _fill_slot(
+        self, layer: int, slot: int, targets: Sequence[tuple[DeviceCache, Sequence[Sequence[DeviceIndex]]]]
+    ) -> None:
+        keys, queries = self._text(slot, targets[0][0].lengths[slot]), self.layer_queries(layer, self.queries)
+        for start in range(0, keys.shape[1], CHUNK_TOKENS):
+            part = keys[:, start : start + CHUNK_TOKENS]
+            rows = torch.stack((part, self._values[:, : part.shape[1]]), dim=2)
+            for cache, _ in targets:
+                cache.write_rows(layer, slot, start, rows)
+        for _, index_sets in targets:
+            for indexes in index_sets:
+                indexes[layer].build(slot, keys, queries)
+
+    def _text(self, slot: int, tokens: int) -> Tensor:
+        start = slot * SLOT_STRIDE
+        return self._keys[:, start : start + tokens]
+
+    @contextmanager
+    def _turned(self, layer: int) -> Iterator[None]:
+        """Make the keys those of a layer, in place: a copy would take gigabytes. Twice ±1 changes no bit."""
+        self._keys.mul_(self.signs[layer])
+        try:
+            yield
+        finally:
+            self._keys.mul_(self.signs[layer])

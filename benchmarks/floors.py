@@ -1,7 +1,10 @@
 """What a decode step has to move, by model, and the time that this takes at the rates measured in the same run.
 
-The floor adds up the parts, as they wait for each other: matrices, scan of the index, rerank, rows from the device, rows
-from the host, nodes of the graph. Rows that the device kept from the last step count as rows from the device.
+The floor adds up the parts as if each waited for the one before: matrices, scan of the index, rerank, rows from the device,
+rows from the host, nodes of the graph. Rows that the device kept from the last step count as rows from the device.
+
+The part of the nodes is no bound: it counts nodes without overlap, while most kernels of a step start before the last one
+has ended (programmatic dependent launch), so a step may beat it.
 """
 
 from __future__ import annotations
@@ -16,15 +19,16 @@ from kvseek.plugins.registry import get_method
 
 from .shapes import matrix_parameters
 
-COMMON_NODES = 9  # a layer: two norms, four matrix products, rotation, activation, attention
-SELECT_NODES = {"full": 0, "pariskv": 4}  # a layer: votes, scan, rerank, best
+# A layer: two norms, four matrix products, of which o and down add up parts (split-K), rotation, activation, attention.
+COMMON_NODES = 11
+SELECT_NODES = {"full": 0, "pariskv": 4}  # a layer: vote, scan, rerank, top
 DEVICE_PARTS = ("weights", "scan", "rerank", "device_rows")  # of Work: bytes read at the rate of a plain read
 STEP_NODES = 4  # embedding, last norm, output head, best token
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured in the run: bytes per second of a plain read, host rows per second, seconds of a graph node."""
+    """Measured in the run: bytes per second of a plain read, host rows per second, seconds of a node without overlap."""
 
     read: float
     host_rows: float

@@ -1,4 +1,7 @@
-"""What the GPU's memory can do at best, measured beside the results: plain reads, scattered host rows, graph nodes."""
+"""What the GPU's memory can do at best, measured beside the results: plain reads, scattered host rows.
+
+And what a graph node costs that waits for the one before: overlapping ones cost less (floors.py).
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,7 @@ class Probe:
         return count / seconds(lambda: self.kernels.launch("kvseek_probe_rows", grid, ROWS_THREADS, arguments))
 
     def node_seconds(self) -> float:
-        """Seconds that one more small kernel adds to a graph of kernels that wait for each other."""
+        """Seconds that one more small kernel adds to a graph of kernels that wait for each other: nodes without overlap."""
         number = torch.zeros(1, device=self.device)
         graph = torch.cuda.CUDAGraph()
         number.add_(1)

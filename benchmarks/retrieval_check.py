@@ -33,7 +33,8 @@ def check_retrieval(index: DeviceIndex, filler: Filler) -> dict[str, Any] | None
         score (of the same number, heads of a group agreed upon as the method does) that were selected. ``mass``: share
         of the retrieval region's softmax mass on the selected rows; ``best_mass``: on the top rows.
     """
-    from kvseek.plugins.flat.method import exact_top_k
+    from kvseek.evaluation.overhear import Heard
+    from kvseek.evaluation.selection_quality import measure
 
     context = index.context
     settings = context.config
@@ -42,27 +43,18 @@ def check_retrieval(index: DeviceIndex, filler: Filler) -> dict[str, Any] | None
     source = filler.source.queries(context.num_heads, QUERIES, context.dtype)
     queries = filler.layer_queries(0, source).transpose(0, 1).contiguous()
     rows = torch.stack([index.select(query[None], [0]).rows[0] for query in queries])  # [queries, G, top_k]
-    keys = filler.keys(0, 0, context.lengths[0])
-    recalls, masses, best = [], [], []
+    grouped = queries.reshape(QUERIES, context.num_kv_heads, -1, context.head_dim)
+    found = []
     for head in range(context.num_kv_heads):  # one at a time: exact scores are in float32
-        own = keys[head : head + 1].float()
-        for query, chosen in zip(queries, rows, strict=True):
-            grouped = query.reshape(context.num_kv_heads, -1, context.head_dim)[head : head + 1].float()
-            selected = chosen[head : head + 1]
-            exact = exact_top_k(grouped, own, settings.top_k, settings.group_reduce, context.scaling)
-            recalls.append(shared_rows(selected, exact))
-            weights = (grouped @ own.transpose(1, 2) * context.scaling).softmax(dim=-1)
-            masses.append(_mass(weights, selected.long()))
-            best.append(_mass(weights, exact))
+        own = slice(head, head + 1)
+        keys = filler.keys(0, 0, context.lengths[0], own).float()
+        for query, chosen in zip(grouped[:, head], rows[:, own], strict=True):
+            heard = Heard(query, chosen, keys, context.scaling)
+            found.append(measure(heard, settings.top_k, settings.group_reduce))
     return {
         "queries": QUERIES,
         "overlap": shared_rows(rows[:-1], rows[1:]),
-        "recall": statistics.mean(recalls),
-        "mass": statistics.mean(masses),
-        "best_mass": statistics.mean(best),
+        "recall": statistics.mean(quality.recall for quality in found),
+        "mass": statistics.mean(quality.mass for quality in found),
+        "best_mass": statistics.mean(quality.exact_mass for quality in found),
     }
-
-
-def _mass(weights: torch.Tensor, rows: torch.Tensor) -> float:
-    """Share of softmax weights [G, g, n] on rows [G, k], mean over the query heads."""
-    return weights.gather(2, rows[:, None].expand(-1, weights.shape[1], -1)).sum(dim=-1).mean().item()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +19,7 @@ from .chunk import AnswerFigures, Chunk
 from .errors import ClientError
 from .grpc_client import GrpcClient
 from .http_client import HttpClient
-from .options import GenerateOptions
+from .options import REPLY_SECONDS, GenerateOptions
 
 DEFAULT_URLS = {"grpc": "127.0.0.1:8001", "http": "127.0.0.1:8000"}
 DOCUMENT_TEMPLATE = "{document}\n\n{question}"
@@ -59,6 +60,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--url", help=f"host:port (defaults: {DEFAULT_URLS['grpc']} for grpc, {DEFAULT_URLS['http']} for http)"
     )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=REPLY_SECONDS,
+        help="seconds that the server may be silent (default: %(default)g)",
+    )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", "--question", dest="prompt", help="the text to send (default: standard input)")
     source.add_argument("--prompt_file", type=Path, help="read the text from a file")
@@ -90,6 +97,9 @@ def read_text(path: Path) -> str:
 
 def ask(arguments: argparse.Namespace) -> None:
     """Send what the arguments say and print the answer."""
+    if not 0 < arguments.timeout < threading.TIMEOUT_MAX:
+        limit = f"> 0 and < {threading.TIMEOUT_MAX:g} seconds"
+        raise ClientError(f"--timeout = {arguments.timeout:g}: must be {limit}; leave it out for the default")
     question = arguments.prompt
     if arguments.prompt_file:
         question = read_text(arguments.prompt_file)
@@ -109,7 +119,8 @@ def ask(arguments: argparse.Namespace) -> None:
         return_prefill_progress=True,
     )
     url = arguments.url or DEFAULT_URLS[arguments.protocol]
-    client = GrpcClient(url) if arguments.protocol == "grpc" else HttpClient(url)
+    kind = GrpcClient if arguments.protocol == "grpc" else HttpClient
+    client = kind(url, arguments.timeout)
     console = Console(quiet=arguments.json)
     with closing(client.generate_stream(build_prompt(document, question), options)) as chunks:  # type: ignore[type-var]
         text, figures = show(chunks, console)

@@ -4,4 +4,12 @@ from kvseek.engine.errors import KvseekError
 
 
 class ClientError(KvseekError, RuntimeError):
-    """The server cannot be reached, or it refused a request; the message is the server's."""
+    """The server cannot be reached, is silent, or refused a request; of a refusal the message is the server's."""
+
+
+def no_reply(url: str, seconds: float) -> ClientError:
+    """The error for a server that sent nothing for so long."""
+    return ClientError(
+        f"timeout = {seconds:g} s: the server at {url} sent nothing for that long; raise it (kvseek chat --timeout) for a long "
+        "prompt or a busy server, otherwise look into the server's log and start it again: its model may have crashed"
+    )

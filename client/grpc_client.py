@@ -11,8 +11,8 @@ import numpy as np
 import tritonclient.grpc as grpc
 
 from .chunk import Chunk
-from .errors import ClientError
-from .options import MODEL, GenerateOptions
+from .errors import ClientError, no_reply
+from .options import MODEL, REPLY_SECONDS, GenerateOptions
 
 DTYPES: dict[str, tuple[str, Any]] = {
     "text_input": ("BYTES", object),
@@ -35,10 +35,12 @@ class GrpcClient:
     ----------
     url : str
         host:port of the gRPC service.
+    timeout : float
+        Seconds, > 0, that may pass until the first reply and between two of them.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, timeout: float = REPLY_SECONDS) -> None:
+        self.url, self.timeout = url, timeout
 
     def generate_stream(self, text_input: str, options: GenerateOptions) -> Iterator[Chunk]:
         """Send a prompt and yield chunks until the answer ends; closing the iterator cancels the request.
@@ -46,7 +48,7 @@ class GrpcClient:
         Raises
         ------
         ClientError
-            If the server cannot be reached or refuses the request.
+            If the server cannot be reached, refuses the request, or sends nothing for `timeout` seconds.
         """
         responses: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         client = grpc.InferenceServerClient(self.url)
@@ -58,7 +60,10 @@ class GrpcClient:
             ):  # a stream that broke at once: `responses` says why
                 client.async_stream_infer(MODEL, inputs, enable_empty_final_response=True)
             while True:
-                result, error = responses.get()
+                try:
+                    result, error = responses.get(timeout=self.timeout)
+                except queue.Empty:
+                    raise no_reply(self.url, self.timeout) from None
                 if error is not None:
                     raise ClientError(_message(self.url, error))
                 response = result.get_response()

@@ -10,8 +10,8 @@ from typing import Any
 import requests
 
 from .chunk import Chunk
-from .errors import ClientError
-from .options import MODEL, GenerateOptions
+from .errors import ClientError, no_reply
+from .options import MODEL, REPLY_SECONDS, GenerateOptions
 
 CONNECT_SECONDS = 10.0
 EVENT = b"data: "
@@ -28,10 +28,12 @@ class HttpClient:
     ----------
     url : str
         host:port of the HTTP service.
+    timeout : float
+        Seconds, > 0, that may pass until the first byte of a reply and between two of them.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, timeout: float = REPLY_SECONDS) -> None:
+        self.url, self.timeout = url, timeout
 
     def generate(self, text_input: str, options: GenerateOptions) -> Chunk:
         """Send a prompt and return the whole answer; raises ClientError."""
@@ -41,16 +43,26 @@ class HttpClient:
     def generate_stream(self, text_input: str, options: GenerateOptions) -> Iterator[Chunk]:
         """Send a prompt and yield chunks until the answer ends; raises ClientError."""
         with self._post("generate_stream", options.fields(text_input, stream=True), stream=True) as response:
-            for line in response.iter_lines():
+            for line in self._lines(response):
                 if line.startswith(EVENT):
                     yield _chunk(json.loads(line[len(EVENT) :]))
+
+    def _lines(self, response: requests.Response) -> Iterator[bytes]:
+        try:
+            yield from response.iter_lines()
+        except requests.ConnectionError as error:
+            if "timed out" in str(error):  # requests has no class of its own for silence in the middle of a body
+                raise no_reply(self.url, self.timeout) from None
+            raise ClientError(f"the server at {self.url} broke off its answer ({error}); see its log") from None
 
     def _post(self, endpoint: str, body: dict[str, Any], stream: bool) -> requests.Response:
         try:
             address = f"http://{self.url}/v2/models/{MODEL}/{endpoint}"
             response = requests.post(
-                address, json=body, headers=NO_KEEP_ALIVE, stream=stream, timeout=(CONNECT_SECONDS, None)
+                address, json=body, headers=NO_KEEP_ALIVE, stream=stream, timeout=(CONNECT_SECONDS, self.timeout)
             )
+        except requests.ReadTimeout:
+            raise no_reply(self.url, self.timeout) from None
         except requests.ConnectionError as error:
             raise ClientError(
                 f"no server answers at {self.url} ({error}); start one with kvseek serve, or give its --url"

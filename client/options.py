@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MODEL = "tensorrt_llm_bls"
+REPLY_SECONDS = 600.0  # that a server may be silent: a prompt of a million tokens, or others before this one
 
 
 @dataclass(frozen=True)

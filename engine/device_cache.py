@@ -6,6 +6,7 @@ that will leave the window some steps before they do (docs/memory.md). On the CP
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 EVICT_AHEAD = 32  # most decode steps between the copy of rows that leave the window and the step where they leave
 COPIES_IN_FLIGHT = 2  # layers of a prompt whose rows wait on the device for their copy to the host
 
+logger = logging.getLogger(__name__)
 Span = tuple[int, slice, slice]  # extent, positions in it, positions in what is written (ExtentTable.spans)
 
 
@@ -172,13 +174,17 @@ class DeviceCache(Cache):
         """Start, beside the current stream, the evictions that are due within `evict_ahead` steps.
 
         Call it when the step has been launched; its results need not be there. The index work must neither read nor
-        write what decode steps and other slots use (DeviceIndex.stage).
+        write what decode steps and other slots use (DeviceIndex.stage). An eviction that device memory does not suffice
+        for now is tried again, at the latest by the `begin_step` in which it is due.
         """
         for slot in slots:
             near = self._in_ring(slot) >= self.ring - self.evict_ahead
             # A request that ends before its ring is full has no extents for what it will not evict.
             if near and slot not in self._staged and self.extents.room(slot) >= self.lengths[slot] + self.config.update:
-                self._stage(slot, indexes)
+                try:
+                    self._stage(slot, indexes)
+                except torch.OutOfMemoryError:  # the step itself has been launched: its requests go on
+                    logger.warning("no device memory to prepare the next eviction of slot %d ahead of time", slot)
 
     def state(self, slot: int, token: int, plan: tuple[int, ...], dense: bool) -> RequestState:
         """What kernels read about a request whose last token, `token`, `begin_step` has just counted."""

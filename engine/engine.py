@@ -87,9 +87,9 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Admit what fits, run one prefill unit and one decode step; returns what happened, in order."""
-        self._admit()
+        outputs = self._admit()
         decoding = self._scheduler.decoding()
-        outputs = self._prefill_unit()
+        outputs += self._prefill_unit()
         if decoding:
             outputs += self._decode(decoding)
         return outputs
@@ -105,8 +105,17 @@ class Engine:
                     tokens[output.request_id].append(output.token_id)
         return list(tokens.values())
 
-    def _admit(self) -> None:
-        while (sequence := self._scheduler.admit()) is not None:
+    def _admit(self) -> list[StepOutput]:
+        """Admit what fits; returns the ends of requests that could not be admitted."""
+        ends: list[StepOutput] = []
+        while True:
+            try:
+                sequence = self._scheduler.admit()
+            except Exception as error:  # one request's admission must not take the others down
+                ends.append(self._fail(self._scheduler.waiting[0], error))
+                continue
+            if sequence is None:
+                return ends
             sequence.prefill = self._decoder.prefill(sequence.slot, sequence.request.prompt_ids)
 
     def _prefill_unit(self) -> list[StepOutput]:

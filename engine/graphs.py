@@ -62,9 +62,10 @@ class DecodeStep:
     def __init__(
         self, size: int, padding: RequestState, table: Tensor, run: Callable[[DeviceBatch], StepResult]
     ) -> None:
-        self.size, self._padding, self._run = size, padding, run
+        self.size, self._run = size, run
         with torch.inference_mode(False):  # `load` may be called in that mode or not
-            self.batch = DeviceBatch(pack([padding] * size).to(table.device), table)
+            self._padding = pack([padding])
+            self.batch = DeviceBatch(self._padding.repeat(size, 1).to(table.device), table)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: StepResult | None = None
 
@@ -91,7 +92,7 @@ class DecodeStep:
 
     def load(self, states: Sequence[RequestState]) -> None:
         """Upload the requests of the next launch, at most `size`; in order with the current stream, without waiting."""
-        packed = pack([*states, *[self._padding] * (self.size - len(states))])
+        packed = torch.cat((pack(states), self._padding.expand(self.size - len(states), -1)))
         requests = self.batch.requests
         if requests.is_cuda:
             packed = packed.pin_memory()  # PyTorch keeps the block until the copy has been made

@@ -15,6 +15,7 @@ from .config import EXTENT_TOKENS
 from .errors import CapacityError, KernelError
 
 PINNED_RESERVE_BYTES = 1 << 30  # left to the system: pinned pages cannot be swapped or reclaimed
+MAX_PITCH_BYTES = 2**31 - 1  # of strided copies: what drivers report as CU_DEVICE_ATTRIBUTE_MAX_PITCH
 CGROUP_LIMITS = (  # limit, usage and statistics of the control group's memory: version 2, version 1
     ("/sys/fs/cgroup", "memory.max", "memory.current"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -77,17 +78,25 @@ class HostPool:
     def _copy_from_device(self, target: Tensor, rows: Tensor) -> None:
         # In an extent the runs of all layers and heads have one distance: one strided copy moves them all.
         runs = rows.view(rows.shape[0] * rows.shape[1], -1)
+        together = runs.shape[0] if runs.stride(0) * runs.element_size() <= MAX_PITCH_BYTES else 1
+        for first in range(0, runs.shape[0], together):
+            address = target.data_ptr() + first * EXTENT_TOKENS * self._row_bytes
+            self._copy_runs(address, runs[first : first + together])
+
+    def _copy_runs(self, address: int, runs: Tensor) -> None:
+        """Copy runs [layers and heads, numbers] of the device to `address` and on, an extent's distance apart."""
         width = runs.shape[1] * runs.element_size()
         driver = _driver()
         copy = driver.CUDA_MEMCPY2D()
         copy.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
         copy.srcDevice = runs.data_ptr()
-        copy.srcPitch = max(width, runs.stride(0) * runs.element_size())  # of a single run, any stride will do
+        # The stride of a single run means nothing and may be out of bounds.
+        copy.srcPitch = width if runs.shape[0] == 1 else runs.stride(0) * runs.element_size()
         copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_HOST
-        copy.dstHost = target.data_ptr()
+        copy.dstHost = address
         copy.dstPitch = EXTENT_TOKENS * self._row_bytes
         copy.WidthInBytes, copy.Height = width, runs.shape[0]
-        _check(driver.cuMemcpy2DAsync(copy, _current_stream(rows)), "copying rows to the row pool")
+        _check(driver.cuMemcpy2DAsync(copy, _current_stream(runs)), "copying rows to the row pool")
 
 
 def available_bytes() -> int:

@@ -56,7 +56,10 @@ class ExtentTable:
         return len(self._free)
 
     def reserve(self, slot: int, tokens: int) -> None:
-        """Give `slot` the extents of `tokens` retrieval tokens; raises CapacityError, changing nothing, if too few are free."""
+        """Give `slot` the extents of `tokens` retrieval tokens; raises CapacityError if too few are free.
+
+        Whatever it raises, nothing has changed.
+        """
         if extents_for(tokens) > self.max_extents:
             raise CapacityError(
                 f"{tokens} retrieval tokens need {extents_for(tokens)} extents of {EXTENT_TOKENS} tokens, a slot has at most "
@@ -70,21 +73,25 @@ class ExtentTable:
             )
         if needed <= 0:
             return
-        self._owned[slot].extend(self._free.pop() for _ in range(needed))
-        self.table[slot, : len(self._owned[slot])] = torch.tensor(self._owned[slot], dtype=torch.int32)
-        self._upload(slot)
+        owned = [*self._owned[slot], *reversed(self._free[-needed:])]
+        row = self.table[slot].clone()
+        row[: len(owned)] = torch.tensor(owned, dtype=torch.int32)
+        self._upload(slot, row)  # first: it may fail
+        self.table[slot] = row
+        self._owned[slot] = owned
+        del self._free[-needed:]
 
     def release(self, slot: int) -> None:
         """Return all extents of `slot` to the pool."""
         self._free.extend(reversed(self._owned[slot]))
         self._owned[slot].clear()
         self.table[slot].fill_(-1)
-        self._upload(slot)
+        self._upload(slot, self.table[slot])
 
-    def _upload(self, slot: int) -> None:
+    def _upload(self, slot: int, row: Tensor) -> None:
         # Pinned, so that the host does not wait for the stream; a copy, so that it may change the table meanwhile.
         if self.device.type != "cpu":
-            self.device_table[slot].copy_(self.table[slot].pin_memory(), non_blocking=True)
+            self.device_table[slot].copy_(row.pin_memory(), non_blocking=True)
 
     def room(self, slot: int) -> int:
         """Retrieval tokens that the extents of `slot` hold."""

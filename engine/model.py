@@ -79,11 +79,15 @@ class Decoder:
             values, last = torch.empty_like(keys), []
             for start in range(0, n, chunk):
                 stop = min(start + chunk, n)
-                last.append(self._prefill_chunk(number, hidden, start, stop, keys, values))
+                part = self._prefill_chunk(number, hidden, start, stop, keys, values)
+                if part.shape[1] > 0:  # an empty part would keep the queries of its chunk
+                    last.append(part)
+                del part
                 done += 1
                 if stop == n:
                     self._store_layer(number, slot, keys, values, torch.cat(last, dim=1)[:, -LAST_QUERIES:])
                 yield done / units
+            del keys, values, last  # before the next layer allocates its own
         return self._logits(hidden[-1:])[0]
 
     def _embed(self, ids: Sequence[int]) -> Tensor:

@@ -50,15 +50,18 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def admit(self) -> Sequence | None:
-        """Give the first waiting sequence a slot and its extents, or None if it has to wait."""
+        """Give the first waiting sequence a slot and its extents, or None if it has to wait.
+
+        If the cache cannot open the slot, what it raises passes through and the sequence is still the first to wait.
+        """
         if not self.waiting or not self._free_slots:
             return None
-        needed = self._cache.extents_needed(self.waiting[0].total_tokens)
-        if needed > self._cache.extents.free:
+        sequence, slot = self.waiting[0], self._free_slots[-1]
+        if self._cache.extents_needed(sequence.total_tokens) > self._cache.extents.free:
             return None
-        sequence = self.waiting.popleft()
+        self._cache.open(slot, sequence.total_tokens)  # first: it may fail
+        self.waiting.popleft()
         sequence.slot = self._free_slots.pop()
-        self._cache.open(sequence.slot, sequence.total_tokens)
         sequence.statistics.started_at = time.perf_counter()
         self.running.append(sequence)
         return sequence

@@ -27,11 +27,12 @@ def prefill_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
 
 
 def decode_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """What the decode steps of all buckets hold: logits, and the activations of one layer of the largest."""
+    """What the decode steps of all buckets hold: logits, the activations of one layer of the largest, an eviction."""
     model, sizes = config.model, buckets_for(config.max_batch_size)
     layer = 4 * model.hidden_size + 3 * model.intermediate_size
     layer += (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    return (sum(sizes) * model.vocab_size + sizes[-1] * layer) * dtype.itemsize
+    eviction = 3 * model.num_layers * model.num_kv_heads * config.cache.update * model.head_dim  # rows; keys once more
+    return (sum(sizes) * model.vocab_size + sizes[-1] * layer + eviction) * dtype.itemsize
 
 
 def work_bytes(config: EngineConfig, dtype: torch.dtype) -> int:

@@ -143,6 +143,8 @@ class DeviceIndex(Index):
         """Choose rows for queries [batch, H, D]: int32 [batch, G, entries] as in Selection.rows with block 1.
 
         Rows of requests with `dense` set are undefined. None, whatever the queries: every request is attended densely.
+        The upload of `batch.requests` lies between it and what `build` and `commit` launched: kernels may read what those
+        wrote before they wait for the kernel before them (plugins/common/overlap.cuh).
         """
 
     @abstractmethod

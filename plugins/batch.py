@@ -7,7 +7,7 @@ array in device memory, which the host uploads before each step: 16 numbers a re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,14 +33,28 @@ class RequestState:
 
     def numbers(self) -> tuple[int, ...]:
         """The 16 numbers that the kernels read."""
-        *fixed, plan = astuple(self)
+        plan = self.plan
         assert len(plan) <= PLAN_FIELDS, f"a method's plan has at most {PLAN_FIELDS} numbers, not {len(plan)}"
-        return (*map(int, fixed), *plan, *(0,) * (PLAN_FIELDS - len(plan)))
+        return (  # field by field: dataclasses.astuple copies deeply, in every step for every request
+            self.token,
+            self.slot,
+            self.position,
+            self.write_row,
+            self.sink_rows,
+            self.ring_first,
+            self.ring_rows,
+            self.length,
+            int(self.dense),
+            *plan,
+            *(0,) * (PLAN_FIELDS - len(plan)),
+        )
 
 
 def pack(requests: Sequence[RequestState]) -> Tensor:
     """Requests as the kernels read them: int32 [batch, 16] on the CPU."""
-    return torch.tensor([request.numbers() for request in requests], dtype=torch.int32).view(-1, REQUEST_FIELDS)
+    return torch.tensor([request.numbers() for request in requests], dtype=torch.int32).view(
+        len(requests), REQUEST_FIELDS
+    )
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,29 @@ def _wait_until_ready(server: RunningServer, log: Path) -> None:
     raise ServerError(f"tritonserver ended with status {server.process.returncode}; its log ends:\n{_tail(log)}")
 
 
+def _model_processes(server: subprocess.Popen[bytes]) -> dict[str, Path]:
+    """/proc folder of the process that runs each model: when one crashes, Triton goes on to call the model ready."""
+    found: dict[str, Path] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if _status(folder)[1] == str(server.pid):
+                command = (folder / "cmdline").read_text(errors="replace")
+                found |= {model: folder for model in MODELS if f"/models/{model}/" in command}
+    return found
+
+
+def _ended(process: Path) -> bool:
+    try:
+        return _status(process)[0] in "ZX"  # proc_pid_stat(5): a zombie, or dead
+    except OSError:
+        return True
+
+
+def _status(process: Path) -> list[str]:
+    """State, parent and what follows them in /proc/PID/stat."""
+    return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
 def _memory_prefix(repository: Path) -> str:
     """Name of this server's shared memory; its scratch folder's name is unique."""
     return f"{repository.parent.name}-"
@@ -235,6 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = {"threads": arguments.threads, "log": arguments.log, "verbose": arguments.log_verbose}
     try:
         with running_server(arguments.engine_dir, arguments.host, ports, **options) as server, _signals() as received:
+            models = _model_processes(server.process)
             print(
                 f"ready: gRPC {server.grpc_url}, HTTP {server.http_url}, metrics {server.metrics_url}/metrics",
                 flush=True,
@@ -242,6 +266,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             while (status := server.process.poll()) is None:
                 if received:
                     return 0
+                for model, process in models.items():
+                    if _ended(process):
+                        raise ServerError(f"the process of model {model} ended; run with --log FILE to see why")
                 time.sleep(0.1)
             raise ServerError(f"tritonserver ended with status {status}; run with --log FILE to see why")
     except KeyboardInterrupt:

@@ -66,7 +66,8 @@ class FakeIndex(DeviceIndex):
         rows = torch.full((batch.size, self.context.num_kv_heads, self.context.config.top_k), -1, dtype=torch.int32)
         for request, slot in enumerate(batch.requests[:, 1].tolist()):
             scores = (self.keys[slot] @ means[request][..., None])[..., 0]
-            rows[request] = scores.topk(rows.shape[2]).indices.sort().values
+            entries = min(rows.shape[2], scores.shape[1])
+            rows[request, :, :entries] = scores.topk(entries).indices.sort().values
         return rows
 
     @property

@@ -15,11 +15,20 @@ import torch
 
 from kvseek.benchmarks import decode
 from kvseek.benchmarks.device_contestants import shared_rows
-from kvseek.benchmarks.device_memory import GIB, Cell, Limits, Needs, index_bytes_per_token, plan_phases
+from kvseek.benchmarks.device_memory import (
+    GIB,
+    SLOT_STRIDE,
+    Cell,
+    Limits,
+    Needs,
+    fill_bytes,
+    index_bytes_per_token,
+    plan_phases,
+)
 from kvseek.benchmarks.device_options import parse
 from kvseek.benchmarks.device_results import add_ratios, borrow_baselines, peak_tokens_per_second, stage_groups
 from kvseek.benchmarks.device_setup import ROOM, with_budget
-from kvseek.benchmarks.floors import Rates, Step, work
+from kvseek.benchmarks.floors import STEP_NODES, Rates, Step, work
 from kvseek.benchmarks.probe import KERNELS, ReadArguments, RowsArguments, random_row_offsets
 from kvseek.benchmarks.random_weights import RandomWeights, weight_shapes
 from kvseek.benchmarks.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_parameters, row_numbers
@@ -127,7 +136,8 @@ class TestSynthetic:
 
 
 class TestPlan:
-    limits = Limits(device=139 * GIB, work_space=6 * GIB, host=108 * GIB)
+    filling = fill_bytes(LLAMA_3_1_8B, [Cell(786_432, 1)], 2)
+    limits = Limits(device=139 * GIB, work_space=int(parse([]).work_gib * GIB) + filling, host=108 * GIB)
 
     def needs(self) -> Needs:
         return Needs.of(config_for(LLAMA_3_1_8B, "pariskv", 1 << 17, 1), 2)
@@ -148,6 +158,13 @@ class TestPlan:
         cells = [Cell(131_072, 1), Cell(786_432, 1)]
         phase = self.plan(cells, "always")["always"]
         assert (phase.cells, phase.baseline, phase.skipped) == (cells, cells, {})
+
+    def test_filling_is_counted(self) -> None:
+        """At 768K tokens 1.5 GiB of a layer's keys, of a KV head 1/8 as they are and 4/8 in float32; 5 × 1/8 of chunks."""
+        assert self.filling == (1.5 + 5 * 1.5 / 8 + 5 / 8) * GIB
+        more = fill_bytes(LLAMA_3_1_8B, [Cell(786_432, 1), Cell(4096, 2)], 2)
+        assert more == self.filling, "the longest text counts"
+        assert fill_bytes(LLAMA_3_1_8B, [Cell(786_432, 2)], 2) == self.filling + SLOT_STRIDE * 2 * KIB
 
     def test_what_does_not_fit_is_skipped_with_the_reason(self) -> None:
         cells = [Cell(131_072, 1), Cell(786_432, 1), Cell(1_048_576, 1)]
@@ -207,6 +224,7 @@ class TestFloor:
         assert moved.host_rows == 25_600
         assert floor["host_rows"] == pytest.approx(0.83e-3, rel=0.01)
         assert floor["nodes"] < 0.3e-3
+        assert moved.nodes == 32 * 15 + STEP_NODES
 
     def test_hot_and_device_rows_are_read_on_the_device(self) -> None:
         config = config_for(LLAMA_3_1_8B, "pariskv", 131_072, 2)

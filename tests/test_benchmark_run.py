@@ -23,7 +23,7 @@ from kvseek.benchmarks import (
     retrieval_check,
     shapes,
 )
-from kvseek.benchmarks.device_memory import GIB, Needs
+from kvseek.benchmarks.device_memory import GIB, Cell, Needs, fill_bytes
 from kvseek.benchmarks.device_options import WARMUP
 from kvseek.engine import cuda, graphs, loading
 from kvseek.engine.config import EngineConfig, ModelConfig
@@ -48,7 +48,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_main, "describe_gpu", lambda device: gpu)
     monkeypatch.setattr(device_contestants, "timing_event", lambda in_graph=False: Event())
     monkeypatch.setattr(device_contestants, "elapsed_seconds", lambda start, end: (end.at - start.at) * 1e-3)
-    monkeypatch.setattr(device_contestants, "_new_stream", lambda device: None)
+    monkeypatch.setattr(device_contestants, "_stage_stream", lambda device: None)
     for name in ("set_device", "synchronize", "empty_cache", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 << 30, 2 << 30))
@@ -123,6 +123,7 @@ def test_rows_split_between_device_and_host(tmp_path: Path) -> None:
     """4 extents of 128 KiB a layer: room for one of the two layers, and half of the other."""
     needs = Needs.of(EngineConfig(SHAPE, "pariskv", max_input_len=512, max_seq_len=512), 2)
     room = needs.weights + 2 * needs.window_slot + 4 * needs.index_extent + 3 * needs.row_extent
+    room += fill_bytes(SHAPE, [Cell(4096, 1)], 2)
     flags = ("--offload", "auto", "--device_gib", str(0.1 + room / GIB))
     document = run(tmp_path, "--contexts", "4096", *flags)
     entry = document["phases"][1]["cells"][0]["results"][0]
@@ -146,6 +147,7 @@ def test_a_baseline_alone_that_does_not_fit_is_reported(tmp_path: Path) -> None:
     """Its rows fit in host memory, where they are not timed."""
     needs = Needs.of(EngineConfig(SHAPE, "full", max_input_len=512, max_seq_len=512), 2)
     room = needs.weights + 4 * needs.window_slot + 4 * needs.row_extent
+    room += fill_bytes(SHAPE, [Cell(4096, 1), Cell(5500, 1)], 2)
     flags = ("--methods", "full", "--contexts", "4096,5500", "--device_gib", str(0.1 + room / GIB))
     (phase,) = run(tmp_path, *flags)["phases"]
     assert [cell["context"] for cell in phase["cells"]] == [4096]
@@ -179,7 +181,8 @@ def test_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_throughput_stops_where_memory_does(tmp_path: Path) -> None:
-    flags = ("--contexts", "4096", "--batches", "1,64", "--device_gib", "0.11", "--host_gib", "0.005")
+    device_gib = 0.11 + fill_bytes(SHAPE, [Cell(4096, 64)], 2) / GIB
+    flags = ("--contexts", "4096", "--batches", "1,64", "--device_gib", str(device_gib), "--host_gib", "0.005")
     document = run(tmp_path, "--throughput", *flags)
     assert [entry["batch"] for entry in document["results"]] == [1, 1]
     assert [(entry["method"], entry["batch"]) for entry in document["skipped"]] == [("full", 64), ("pariskv", 64)]
@@ -221,6 +224,35 @@ def test_filled_rows_are_those_that_the_index_saw(tmp_path: Path, monkeypatch: p
         assert not torch.equal(seen[0, 0], seen[0, 1])
         assert not torch.equal(seen[0, 0], seen[1, 0])
         assert [index.built for indexes in index_sets for index in indexes] == [[(0, 4680), (1, 4680)]] * 2
+
+
+def test_filling_turns_keys_in_place_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, even if it fails half-way: the next phase fills with the same keys."""
+    original, before = device_setup.Filler.fill, []
+
+    def fill(self: Any, cell: Any, targets: Any) -> None:
+        before.append((self._keys, self._keys.clone(), self._keys.data_ptr()))
+        original(self, cell, targets)
+
+    def build(self: Any, slot: int, keys: torch.Tensor, queries: torch.Tensor) -> None:
+        raise CapacityError("no room for the index")
+
+    monkeypatch.setattr(device_setup.Filler, "fill", fill)
+    run(tmp_path, "--contexts", "4096", "--batches", "2")
+    monkeypatch.setattr(FakeIndex, "build", build)
+    assert run(tmp_path, "--contexts", "4096")["phases"][0]["error"] == "no room for the index"
+    assert len(before) == 2
+    for keys, copy, address in before:
+        assert torch.equal(keys, copy)
+        assert keys.data_ptr() == address
+
+
+def test_fewer_retrieval_rows_than_are_selected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 rows of top_k = 100: a selection is all of them and -1, and holds all of the mass."""
+    monkeypatch.setattr("kvseek.benchmarks.device_options.SHORTEST", 1)
+    (phase,) = run(tmp_path, "--contexts", str(64 + 256 + 50), "--methods", "full,pariskv")["phases"]
+    check = phase["cells"][0]["synthetic_queries"]["pariskv"]
+    assert [check[name] for name in ("overlap", "recall", "mass", "best_mass")] == pytest.approx([1] * 4)
 
 
 def test_too_many_steps_are_refused_not_evicted(tmp_path: Path) -> None:

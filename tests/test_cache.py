@@ -88,6 +88,22 @@ def test_a_slot_never_gets_more_extents_than_its_table_holds() -> None:
     assert torch.equal(table.device_table, table.table)
 
 
+def test_a_reservation_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = ExtentTable(slots=1, max_extents=3, capacity=4)
+    table.reserve(0, 10)
+
+    def fail(slot: int, row: torch.Tensor) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "_upload", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            table.reserve(0, 3 * EXTENT_TOKENS)
+    assert (table.free, table.room(0), table.table.tolist()) == (3, EXTENT_TOKENS, [[0, -1, -1]])
+    table.reserve(0, 3 * EXTENT_TOKENS)
+    assert (table.free, table.table.tolist()) == (1, [[0, 1, 2]])
+
+
 def test_rows_cross_extent_borders() -> None:
     table = ExtentTable(slots=1, max_extents=3, capacity=3)
     table.reserve(0, 3 * EXTENT_TOKENS)

@@ -7,11 +7,14 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from tritonclient.grpc import service_pb2_grpc
 
 from kvseek.client import chat
 from kvseek.client.chunk import AnswerFigures, Chunk
@@ -35,9 +38,13 @@ EVENTS = [
 
 
 class TritonLike(BaseHTTPRequestHandler):
-    """Answers /generate with one JSON object and /generate_stream with events; "bad" as text is refused."""
+    """Answers /generate with one JSON object and /generate_stream with events.
+
+    As text, "bad" is refused and "silent" never answered.
+    """
 
     received: list[dict[str, Any]]
+    ended: threading.Event  # set when those that answer nothing may go
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -47,6 +54,10 @@ class TritonLike(BaseHTTPRequestHandler):
             self.reply(400, event + json.dumps({"error": "text_input = 'bad': must be good"}))
         elif body["text_input"] == "fails later":
             self.reply(200, f'data: {json.dumps(EVENTS[1])}\n\ndata: {{"error": "the engine failed"}}\n\n')
+        elif body["text_input"] in ("silent", "silent later"):
+            if body["text_input"] == "silent later":
+                self.reply(200, f"data: {json.dumps(EVENTS[1])}\n\n")
+            self.ended.wait(10)
         elif body["text_input"] == "no triton":
             self.reply(502, "bad gateway")
         elif self.path.endswith("/generate_stream"):
@@ -65,11 +76,12 @@ class TritonLike(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    TritonLike.received = []
+    TritonLike.received, TritonLike.ended = [], threading.Event()
     with ThreadingHTTPServer(("127.0.0.1", 0), TritonLike) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"127.0.0.1:{server.server_address[1]}"
+        TritonLike.ended.set()
         server.shutdown()
         thread.join()
 
@@ -128,6 +140,37 @@ def test_http_errors_are_the_servers(url: str) -> None:
 def test_no_server_says_what_to_do(client: type[GrpcClient] | type[HttpClient], nobody: str) -> None:
     with pytest.raises(ClientError, match=f"no server answers at {nobody} .*start one with kvseek serve"):
         list(client(nobody).generate_stream("hello", GenerateOptions()))
+
+
+class Silent(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """Takes a stream, as a server whose model has crashed, and answers nothing."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:
+        self.ended.wait(10)
+        yield from ()
+
+
+def test_a_silent_grpc_server_is_given_up() -> None:
+    silent = Silent()
+    server = grpc.server(ThreadPoolExecutor(1))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(silent, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        with pytest.raises(ClientError, match=rf"timeout = 0.2 s: the server at {address} sent nothing .*--timeout"):
+            list(GrpcClient(address, timeout=0.2).generate_stream("hello", GenerateOptions()))
+    finally:
+        silent.ended.set()
+        server.stop(None).wait()
+
+
+@pytest.mark.parametrize("prompt", ["silent", "silent later"])
+def test_a_silent_http_server_is_given_up(url: str, prompt: str) -> None:
+    with pytest.raises(ClientError, match=rf"timeout = 0.2 s: the server at {url} sent nothing .*--timeout"):
+        list(HttpClient(url, timeout=0.2).generate_stream(prompt, GenerateOptions()))
 
 
 def test_figures_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,5 +233,9 @@ def test_chat_errors(url: str, nobody: str, tmp_path: Path, capsys: pytest.Captu
     assert f"error: no server answers at {nobody}" in capsys.readouterr().err
     assert ask(url, "--prompt", "hello", "--document", str(tmp_path / "absent.txt")) == 1
     assert "absent.txt" in capsys.readouterr().err
+    assert ask(url, "--prompt", "silent", "--timeout", "0.2") == 1
+    assert "error: timeout = 0.2 s: the server at" in capsys.readouterr().err
+    assert ask(url, "--prompt", "hello", "--timeout", "0") == 1
+    assert "error: --timeout = 0: must be > 0" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         ask(url, "--prompt", "hello", "--top_q", "1")

@@ -272,8 +272,9 @@ def run(model: Path, output_dir: Path, *flags: str) -> int:
 
 
 @pytest.mark.usefixtures("cache")
-def test_an_engine_for_the_gpu(model: Path, tmp_path: Path) -> None:
+def test_an_engine_for_the_gpu(tmp_path: Path) -> None:
     flags = ("--cache.offload", "always", "--dtype", "float16", "--method", "pariskv")
+    model = save_random_model(tmp_path / "model", "qwen3", head_dim=64)
     assert run(model, tmp_path / "engine", *flags, "--cuda_archs", "90,80") == 0
     directory = tmp_path / "engine"
     built = EngineConfig.load(directory)
@@ -286,6 +287,14 @@ def test_an_engine_for_the_gpu(model: Path, tmp_path: Path) -> None:
     (directory / "kernels/sm_90.cubin").write_bytes(image[:-1] + b"?")
     with pytest.raises(EngineDirectoryError, match=r"kernels/sm_90\.cubin is corrupt"):
         verify(directory)
+
+
+def test_a_head_size_that_a_method_cannot_index(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, tmp_path / "engine", "--method", "pariskv") == 1
+    assert "head_dim = 32: must be a multiple of 32 from 64 to 256 for ParisKV on the GPU" in capsys.readouterr().err
+    assert not (tmp_path / "engine").exists()
 
 
 @pytest.mark.usefixtures("cache")

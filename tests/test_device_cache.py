@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -137,6 +138,26 @@ def test_a_request_that_ends_before_its_eviction_needs_no_extent_for_it() -> Non
     twins.step()
     with pytest.raises(CapacityError, match="slot 0 with 1100 tokens needs room for 1056 retrieval tokens, 1024 are"):
         twins.cache.begin_step([0], twins.indexes)
+
+
+def test_evictions_that_memory_does_not_suffice_for_follow_when_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(make_config(2, 40, 33))
+    stage, end_step, failed = twins.indexes[1].stage, twins.cache.end_step, []
+
+    def fail(slot: int, start: int, keys: torch.Tensor) -> None:
+        failed.append(slot)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def end_step_without_memory(*arguments: Any) -> None:
+        monkeypatch.setattr(twins.indexes[1], "stage", fail)
+        end_step(*arguments)
+        monkeypatch.setattr(twins.indexes[1], "stage", stage)
+
+    monkeypatch.setattr(twins.cache, "end_step", end_step_without_memory)
+    decode(twins, 1500, 70)
+    assert failed
+    assert twins.cache.lengths[0] == 1500 - 2 - 40 + 2 * 33
+    twins.check_contents()
 
 
 def test_few_layers_of_a_prompt_wait_for_their_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,9 @@ from kvseek.engine.layer_kernels import LayerKernels
 from kvseek.engine.loading import create_indexes, device_indexes, methods_for_device
 from kvseek.engine.request import FinishReason, Request, SamplingParams
 from kvseek.engine.sampling import NO_TOKEN
-from kvseek.engine.work_space import prefill_bytes, work_bytes
+from kvseek.engine.work_space import decode_bytes, prefill_bytes, work_bytes
 from kvseek.plugins.base import Index
-from kvseek.plugins.batch import DeviceBatch, RequestState
+from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 from kvseek.plugins.full.device import DeviceFullIndex
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "40")
@@ -180,6 +180,15 @@ def test_buckets() -> None:
         buckets_for(65)
 
 
+def test_requests_are_packed_in_the_order_of_their_fields() -> None:
+    state = RequestState(11, 12, 13, 14, 15, 16, 17, 18, True, (21, 22))
+    fixed = [int(getattr(state, field.name)) for field in dataclasses.fields(state) if field.name != "plan"]
+    assert pack([state]).tolist() == [[*fixed, 21, 22, 0, 0, 0, 0, 0]]
+    assert pack([]).shape == (0, 16)
+    with pytest.raises(AssertionError, match="at most 7 numbers, not 8"):
+        dataclasses.replace(state, plan=(0,) * 8).numbers()
+
+
 def test_a_step_is_padded_to_its_bucket() -> None:
     padding = RequestState(0, 9, 0, 0, 1, 0, 0, 0, True)
     seen: list[list[int]] = []
@@ -194,7 +203,10 @@ def test_a_step_is_padded_to_its_bucket() -> None:
     step.launch()
     step.load([dataclasses.replace(padding, slot=5)])
     step.launch()
-    assert seen == [[9, 9, 9, 9], [3, 1, 2, 9], [5, 9, 9, 9]]
+    step.load([])
+    step.launch()
+    assert seen == [[9, 9, 9, 9], [3, 1, 2, 9], [5, 9, 9, 9], [9, 9, 9, 9]]
+    assert step.batch.requests.tolist() == [list(padding.numbers())] * 4
 
 
 @pytest.mark.parametrize(("q", "n"), [(7, 7), (5, 23), (1, 9), (16, 16)])
@@ -240,6 +252,9 @@ def test_work_space_grows_with_what_it_serves(directories: dict[tuple[str, str],
     assert least < prefill_bytes(config, torch.bfloat16, 50) < prefill_bytes(config, torch.float32, 50)
     longer = dataclasses.replace(config, max_input_len=400)
     assert work_bytes(longer, torch.bfloat16) > work_bytes(config, torch.bfloat16)
+    wider = dataclasses.replace(config, cache=dataclasses.replace(config.cache, update=config.cache.update + 1))
+    evicted = 3 * 2 * 32 * 3  # layers, KV heads, D; key, value, and the key once more
+    assert decode_bytes(wider, torch.bfloat16) - decode_bytes(config, torch.bfloat16) == 2 * evicted
 
 
 def test_no_token_is_an_error_of_its_request_alone(

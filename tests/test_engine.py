@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from conftest import BuildEngine
 from random_models import save_random_model
 
+from kvseek.engine import model as model_module
 from kvseek.engine.engine import Engine
 from kvseek.engine.errors import CapacityError, EngineDirectoryError, KvseekError, RequestError
 from kvseek.engine.request import FinishReason, Request, SamplingParams, StepOutput
@@ -196,3 +200,50 @@ def test_a_failing_prefill_ends_only_its_request(engine: Engine, monkeypatch: py
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises((EngineDirectoryError, KvseekError), match="nowhere"):
         Engine.load(tmp_path / "nowhere")
+
+
+def test_a_prefill_keeps_no_more_than_it_needs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries that the index does not want, and a layer's keys and values, are gone before the next are made."""
+    decoder: Any = engine._decoder
+    parts: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+    values: list[weakref.ref[torch.Tensor]] = []
+    prefill_chunk, empty_like = decoder._prefill_chunk, torch.empty_like
+
+    def chunk(*arguments: Any) -> torch.Tensor:
+        assert all(part() is None for tokens, part in parts if tokens == 0)
+        part: torch.Tensor = prefill_chunk(*arguments)
+        parts.append((part.shape[1], weakref.ref(part)))
+        return part
+
+    def allocate(like: torch.Tensor) -> torch.Tensor:
+        assert all(old() is None for old in values)
+        values.append(weakref.ref(new := empty_like(like)))
+        return new
+
+    monkeypatch.setattr(model_module, "LAST_QUERIES", 70)
+    monkeypatch.setattr(decoder, "_prefill_chunk", chunk)
+    monkeypatch.setattr(torch, "empty_like", allocate)
+    engine.generate([Request(PROMPT * 2, 1)])
+    layers = engine.config.model.num_layers
+    assert [tokens for tokens, _ in parts] == [0, 0, 22, 48] * layers, "chunks of 64; the last 70 of 240 are wanted"
+    assert len(values) == layers
+
+
+def test_a_failing_admission_ends_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, extents = engine.generate([Request(PROMPT, 10)]), engine._cache.extents
+    upload, calls = extents._upload, []
+
+    def fail_once(slot: int, row: torch.Tensor) -> None:
+        calls.append(slot)
+        if len(calls) == 1:
+            raise RuntimeError("CUDA error: out of memory")
+        upload(slot, row)
+
+    monkeypatch.setattr(extents, "_upload", fail_once)
+    first, second = engine.submit(Request(PROMPT, 10)), engine.submit(Request(PROMPT, 10))
+    outputs = run(engine)
+    assert (outputs[0].request_id, outputs[0].finish_reason) == (first, FinishReason.ERROR)
+    assert outputs[0].error == "RuntimeError: CUDA error: out of memory"
+    assert [o.token_id for o in outputs if o.request_id == second and o.token_id is not None] == good[0]
+    assert extents.free == extents.capacity
+    assert sorted(engine._scheduler._free_slots) == [0, 1]

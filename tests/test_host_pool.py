@@ -17,6 +17,7 @@ from kvseek.engine.errors import CapacityError, KernelError
 from kvseek.engine.host_pool import HostPool, available_bytes
 
 GPU = torch.device("cuda", 0)
+MAX_PITCH = (1 << 31) - 1  # as drivers report it
 MAPPING = 1 << 20  # what the driver below adds to a host address to make a device address
 
 
@@ -77,7 +78,8 @@ class Driver:
 
     def cuMemcpy2DAsync(self, copy: SimpleNamespace, stream: object) -> tuple[Status]:
         assert (copy.srcMemoryType, copy.dstMemoryType) == ("device", "host")
-        if self.fail is not None or copy.WidthInBytes > min(copy.srcPitch, copy.dstPitch):
+        pitches = (copy.srcPitch, copy.dstPitch)
+        if self.fail is not None or copy.WidthInBytes > min(pitches) or max(pitches) > MAX_PITCH:
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         for run in range(copy.Height):
             source, target = copy.srcDevice + run * copy.srcPitch, copy.dstHost + run * copy.dstPitch
@@ -113,6 +115,20 @@ def test_rows_arrive_where_kernels_look(
     address = pool.device_pointer - (MAPPING if device == GPU else 0) + numbers * dtype.itemsize
     row = (ctypes.c_byte * (16 * dtype.itemsize)).from_address(address)
     assert torch.equal(torch.frombuffer(row, dtype=dtype).view(2, 8), everything[-1, -1, 17])
+
+
+@pytest.mark.parametrize(("kv_heads", "stride", "copies"), [(2, 1 << 29, 2), (2, (1 << 29) - 1, 1), (1, 1 << 29, 1)])
+def test_runs_further_apart_than_a_strided_copy_allows(driver: Driver, kv_heads: int, stride: int, copies: int) -> None:
+    pool = HostPool(2, 1, kv_heads, 4, torch.float32, GPU)
+    pool.rows.zero_()
+    memory = torch.empty(kv_heads * stride)  # pages that are never touched take no memory
+    rows = memory.as_strided((1, kv_heads, 3, 2, 4), (stride, stride, 8, 4, 1))
+    rows.copy_(torch.randn(rows.shape))
+    pool.write(1, 0, slice(5, 8), rows)
+    expected = torch.zeros_like(pool.rows)
+    expected[1, :, :, 5:8] = rows
+    assert torch.equal(pool.rows, expected)
+    assert driver.copies == copies
 
 
 def test_pinned_memory_is_freed_with_the_last_tensor(driver: Driver) -> None:

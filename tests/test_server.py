@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from kvseek.client.http_client import NO_KEEP_ALIVE, HttpClient
 from kvseek.client.options import GenerateOptions
 from kvseek.engine.engine import Engine
 from kvseek.engine.request import Request
-from kvseek.server.launch import RunningServer, main, running_server
+from kvseek.server.launch import MODELS, RunningServer, _model_processes, main, running_server
 
 pytestmark = pytest.mark.server
 
@@ -58,14 +60,18 @@ def engine(directory: Path) -> Engine:
     return Engine.load(directory)
 
 
+def grpc_client(server: RunningServer) -> GrpcClient:
+    return GrpcClient(server.grpc_url, TIMEOUT)
+
+
 def answer(server: RunningServer, prompt: str = PROMPT, options: GenerateOptions = SHORT) -> str:
-    return "".join(chunk.text for chunk in GrpcClient(server.grpc_url).generate_stream(prompt, options))
+    return "".join(chunk.text for chunk in grpc_client(server).generate_stream(prompt, options))
 
 
 def test_streamed_text_is_the_engines(server: RunningServer, engine: Engine) -> None:
     ids = engine.tokenizer.encode(PROMPT)
     (expected,) = engine.generate([Request(tuple(ids), 12)])
-    chunks = list(GrpcClient(server.grpc_url).generate_stream(PROMPT, SHORT))
+    chunks = list(grpc_client(server).generate_stream(PROMPT, SHORT))
     assert "".join(chunk.text for chunk in chunks) == engine.tokenizer.decode(expected)
     assert [chunk.num_output_tokens for chunk in chunks] == list(range(1, 13))
     last = chunks[-1]
@@ -76,7 +82,7 @@ def test_streamed_text_is_the_engines(server: RunningServer, engine: Engine) -> 
 
 
 def test_http_generate_and_generate_stream(server: RunningServer) -> None:
-    client, expected = HttpClient(server.http_url), answer(server)
+    client, expected = HttpClient(server.http_url, TIMEOUT), answer(server)
     assert client.generate(PROMPT, SHORT).text == expected
     assert "".join(chunk.text for chunk in client.generate_stream(PROMPT, SHORT)) == expected
 
@@ -155,7 +161,7 @@ def test_streams_run_at_once_and_do_not_mix(server: RunningServer) -> None:
 
 
 def test_prefill_progress_only_when_asked_for(server: RunningServer) -> None:
-    client = GrpcClient(server.grpc_url)
+    client = grpc_client(server)
     options = replace(SHORT, return_prefill_progress=True)
     progress = [c.prefill_progress for c in client.generate_stream(PROMPT, options) if not c.num_output_tokens]
     assert progress == sorted(progress)
@@ -185,7 +191,7 @@ def test_bad_input_is_refused_and_other_streams_go_on(server: RunningServer) -> 
             with pytest.raises(ClientError, match=message):
                 answer(server, prompt, options)
             with pytest.raises(ClientError, match=message):
-                HttpClient(server.http_url).generate(prompt, options)
+                HttpClient(server.http_url, TIMEOUT).generate(prompt, options)
         assert other.result(TIMEOUT) == expected
 
 
@@ -220,7 +226,8 @@ def test_a_misspelt_field_is_refused(server: RunningServer) -> None:
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 def test_chat_prints_the_answer(server: RunningServer, protocol: str, capsys: pytest.CaptureFixture[str]) -> None:
     url = server.grpc_url if protocol == "grpc" else server.http_url
-    flags = ["--protocol", protocol, "--url", url, "--prompt", PROMPT, "--no-chat_template", "--end_id", "-1"]
+    flags = ["--protocol", protocol, "--url", url, "--timeout", str(TIMEOUT)]
+    flags += ["--prompt", PROMPT, "--no-chat_template", "--end_id", "-1"]
     assert chat.main([*flags, "--max_tokens", "12", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["text"] == answer(server)
@@ -238,7 +245,7 @@ def metric(server: RunningServer, name: str) -> float:
 
 def test_cancelling_ends_generation(server: RunningServer) -> None:
     tokens, ended = metric(server, "kvseek_generated_tokens_total"), metric(server, "kvseek_requests_total")
-    streams = [GrpcClient(server.grpc_url).generate_stream(PROMPT, LONG) for _ in range(3)]  # all slots
+    streams = [grpc_client(server).generate_stream(PROMPT, LONG) for _ in range(3)]  # all slots
     for stream in streams:
         next(stream)
     for stream in streams:
@@ -266,10 +273,30 @@ def test_a_busy_port_is_named(directory: Path, capfd: pytest.CaptureFixture[str]
     assert f"--grpc_port = {port}: cannot listen on 127.0.0.1" in capfd.readouterr().err
 
 
-def test_serve_ends_cleanly_on_sigterm(directory: Path) -> None:
+def serve(directory: Path) -> list[str]:
     command = [sys.executable, "-m", "kvseek.cli.main", "serve", "--engine_dir", str(directory)]
-    command += ["--http_port", "0", "--grpc_port", "0", "--metrics_port", "0", "--threads", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/") as launcher:
+    return [*command, "--http_port", "0", "--grpc_port", "0", "--metrics_port", "0", "--threads", "1"]
+
+
+def test_serve_ends_when_a_model_crashes(directory: Path) -> None:
+    """Triton would go on to call it ready, and requests to it would wait for ever."""
+    with subprocess.Popen(serve(directory), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline().startswith("ready: gRPC 127.0.0.1:")
+        (triton,) = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        models = _model_processes(SimpleNamespace(pid=int(triton)))  # type: ignore[arg-type]
+        assert models.keys() == set(MODELS)
+        os.kill(int(models["tensorrt_llm"].name), signal.SIGKILL)
+        try:
+            _, errors = launcher.communicate(timeout=TIMEOUT)
+        finally:
+            launcher.terminate()  # if it goes on all the same
+    assert launcher.returncode == 1
+    assert "error: the process of model tensorrt_llm ended; run with --log FILE" in errors
+
+
+def test_serve_ends_cleanly_on_sigterm(directory: Path) -> None:
+    with subprocess.Popen(serve(directory), stdout=subprocess.PIPE, text=True, cwd="/") as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline().startswith("ready: gRPC 127.0.0.1:")
         children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()

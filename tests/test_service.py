@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import BuildEngine
@@ -86,3 +87,74 @@ def test_closing_ends_requests_and_refuses_new_ones(service: EngineService) -> N
     assert collect(outputs)[-1].finish_reason is FinishReason.CANCELLED
     with pytest.raises(KvseekError, match="shutting down"):
         service.submit(Request(PROMPT, 5), outputs.put)
+
+
+class BrokenEngine:
+    """Takes requests, but neither a step nor a cancellation succeeds, as after a CUDA error."""
+
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def __init__(self) -> None:
+        self.requests, self.stepping, self.go_on = 0, threading.Event(), threading.Event()
+
+    @property
+    def has_work(self) -> bool:
+        return self.requests > 0
+
+    def check(self, request: Request) -> None:
+        return
+
+    def submit(self, request: Request) -> int:
+        if request.max_tokens == 13:
+            raise MemoryError("no room for a sampler")
+        self.requests += 1
+        return self.requests
+
+    def cancel(self, request_id: int) -> StepOutput:
+        raise self.error
+
+    def step(self) -> list[StepOutput]:
+        self.stepping.set()
+        assert self.go_on.wait(TIMEOUT)
+        raise self.error
+
+
+def test_an_engine_that_fails_ends_all_requests_and_refuses_new_ones() -> None:
+    engine: Any = BrokenEngine()
+    service = EngineService(engine)
+    outputs: list[queue.Queue[StepOutput]] = [queue.Queue() for _ in range(4)]
+    handles = [service.submit(Request(PROMPT, 5), outputs[0].put)]
+    assert engine.stepping.wait(TIMEOUT)
+    handles += [service.submit(Request(PROMPT, 5), one.put) for one in outputs[1:]]  # these have not been started
+    service.cancel(handles[3])
+    engine.go_on.set()
+    for one in outputs:
+        (end,) = collect(one)
+        assert end.finish_reason is FinishReason.ERROR
+        assert "the engine has failed (RuntimeError: CUDA error: an illegal memory access" in end.error
+    with pytest.raises(KvseekError, match=r"has failed \(RuntimeError: CUDA error.*start the server again"):
+        service.submit(Request(PROMPT, 5), outputs[0].put)
+    service.close()
+    assert all(one.empty() for one in outputs), "each request ends once"
+
+
+def test_an_engine_that_fails_while_closing_ends_its_requests() -> None:
+    engine: Any = BrokenEngine()
+    service = EngineService(engine)
+    outputs: queue.Queue[StepOutput] = queue.Queue()
+    engine.step = list  # nothing happens
+    service.submit(Request(PROMPT, 5), outputs.put)
+    service.close()
+    assert "illegal memory access" in collect(outputs)[-1].error
+
+
+def test_a_request_that_cannot_be_started_ends_alone() -> None:
+    engine: Any = BrokenEngine()
+    service = EngineService(engine)
+    outputs: queue.Queue[StepOutput] = queue.Queue()
+    service.submit(Request(PROMPT, 13), outputs.put)
+    assert collect(outputs)[-1].error == "MemoryError: no room for a sampler"
+    service.submit(Request(PROMPT, 5), outputs.put)
+    assert engine.stepping.wait(TIMEOUT), "the service goes on"
+    engine.go_on.set()
+    service.close()

@@ -1,8 +1,9 @@
 // Programmatic dependent launch (compute capability 9.0 and later): a kernel may start while the one before it ends.
 //
-// A kernel that is launched with overlap (CudaKernels.launch) must call await_earlier_kernels in every thread, before
-// it reads anything that a kernel of this step wrote and before it writes anything at all: what it waits for is the end
-// of the kernel before it, which waited for the one before that.
+// A kernel that is launched with overlap (CudaKernels.launch) must call await_earlier_kernels in every thread: what it
+// waits for is the end of the kernel before it, which waited for the one before that. Before the wait it may touch only
+// what no kernel touches that may still run: constants, what was written before the step, and work space whose last
+// reader is known to have ended. vote.cu is the one kernel that writes before its wait, and says why it may.
 #pragma once
 
 namespace kvseek {

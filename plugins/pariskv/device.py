@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.engine.config import EXTENT_TOKENS
+from kvseek.engine.config import EXTENT_TOKENS, require
 from kvseek.engine.errors import KernelError
 from kvseek.plugins.base import DeviceIndex, IndexContext, Selection
 from kvseek.plugins.batch import DeviceBatch
@@ -27,8 +27,7 @@ ENCODE_WARPS = 8
 COUNT_THREADS, SCAN_THREADS, RERANK_THREADS, TOP_THREADS = 256, 1024, 256, 1024
 CHUNKS_OF_SCAN = 4  # parts of a region that one block of the scan takes, and one block of the rerank each
 LARGE_TABLE, SMALL_TABLE = 128 << 10, 64 << 10  # bytes of shared memory that the scan fills with copies of the votes
-TOP_BLOCKS_PER_PROCESSOR = 1  # likewise of the top-k; at most MOST_TOP_BLOCKS a task
-MOST_TOP_BLOCKS = 16
+MOST_TOP_BLOCKS = 16  # blocks of the top-k of a task: one a processor, shared by the tasks, but not more than this
 MOST_ROWS = 2**32  # positions of all extents and KV heads: kernels number them with 32 bits
 COUNT_KEYS = 4096  # keys that one block of the counting kernel takes at least
 
@@ -81,7 +80,7 @@ class Workspace:
 
     def _for_tasks(self, tasks: int, top_k: int, multiprocessors: int) -> dict[str, Any]:
         chunks = CHUNKS_OF_SCAN * max(1, multiprocessors // tasks)
-        top_blocks = min(MOST_TOP_BLOCKS, max(1, TOP_BLOCKS_PER_PROCESSOR * multiprocessors // tasks))
+        top_blocks = min(MOST_TOP_BLOCKS, max(1, multiprocessors // tasks))
         blocks, new = self._dim // 8, self._empty
         integers: dict[str, Any] = {"dtype": torch.int32, "device": self._context.device}
         return {
@@ -116,7 +115,7 @@ class CudaIndex(DeviceIndex):
         assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
         self._kernels = context.cuda
         dim = self.reference.padded_dim
-        _check(context, dim)
+        _check(context)
         self._lanes = 1 if self.config.group_reduce == "mean" else context.group_size
         if "pariskv" not in context.shared:
             context.shared["pariskv"] = Workspace(context, self._lanes, dim)
@@ -232,20 +231,20 @@ def _pointers(owner: object, *names: str) -> dict[str, int]:
 
 
 def cuda_defines(config: Config, head_dim: int, group_size: int) -> dict[str, int]:
-    """Macros that layout.cuh expects."""
+    """Macros that layout.cuh expects; raises ConfigError on a head size that the kernels do not support."""
+    limit = f"a multiple of 32 from {MIN_DIM} to {MAX_DIM}"
+    fits = head_dim % 32 == 0 and MIN_DIM <= head_dim <= MAX_DIM
+    require(fits, "head_dim", head_dim, f"{limit} for ParisKV on the GPU", "build with --device cpu")
     return {
         "PARISKV_LANES": 1 if config.group_reduce == "mean" else group_size,
         "PARISKV_REDUCTION": GROUP_REDUCTIONS.index(config.group_reduce),
     }
 
 
-def _check(context: IndexContext, dim: int) -> None:
+def _check(context: IndexContext) -> None:
     rows = context.extents.capacity * context.num_kv_heads * EXTENT_TOKENS
     if rows >= MOST_ROWS:
         raise KernelError(
             f"ParisKV on the GPU: {context.extents.capacity} extents x {context.num_kv_heads} KV heads = {rows} rows: must be "
             f"below {MOST_ROWS}; lower max_batch_size, max_seq_len or kv_cache_host_memory_bytes"
         )
-    limit = f"from {MIN_DIM // 2 + 1} to {MAX_DIM}"
-    if not MIN_DIM <= dim <= MAX_DIM:
-        raise KernelError(f"ParisKV on the GPU: head_dim = {context.head_dim}: must be {limit}; use --device cpu")

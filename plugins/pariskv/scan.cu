@@ -4,8 +4,9 @@
 // A key looks one entry up for each of its blocks, at an address that its centroid id decides. Were the votes one table
 // in shared memory, the 32 threads of a warp would meet in its 32 banks, 3.5 of them in the fullest on average. So a
 // row of the table, 128 bytes, holds the entries of one id for four blocks, and that in as many copies as fit; threads
-// that share a copy take its four blocks in different orders: no two threads of a warp ever meet in a bank. One
-// instruction, a product of bytes, turns the four ids of a word into the address of one of them.
+// that share a copy take its four blocks in different orders: no two threads of a warp meet in a bank. One
+// instruction, a product of bytes, turns the four ids of a word into the address of one of them. Where the table does
+// not fit with rows of 128 bytes (ROW_BYTES), they are shorter and some threads meet after all.
 #include "select.cuh"
 
 namespace kvseek {

@@ -1,6 +1,7 @@
 // What the four kernels of a ParisKV selection share: their arguments, and where their intermediate results lie.
 #pragma once
 
+#include "plugins/common/instructions.cuh"
 #include "plugins/common/overlap.cuh"
 #include "rotate.cuh"
 
@@ -63,12 +64,6 @@ struct Task {
         return extent(a, position / EXTENT_TOKENS) * EXTENT_TOKENS + position % EXTENT_TOKENS;
     }
 };
-
-__device__ __forceinline__ float power_of_two(float exponent) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent));
-    return result;
-}
 
 // Parts first .. last - 1 of `count` that part `index` of `parts` has to do; sizes differ by one at most.
 struct Share {

@@ -30,12 +30,12 @@ struct List {
 };
 
 struct TopMemory {
-    int histogram[BINS];
+    alignas(16) int histogram[BINS];
     List<BORDER_KEYS> border;
     List<QUICK_TOP_K> taken;
     int partial[TOP_WARPS];
-    int digit, above, last, appended, joined;
-    float normaliser[LANES];  // log2 of the sum of the exponentials
+    int digit, above, last, appended;
+    alignas(16) float normaliser[LANES];  // log2 of the sum of the exponentials
 };
 
 // Bits in the order of the numbers they stand for.
@@ -292,7 +292,7 @@ template <class Emit>
 __device__ __forceinline__ bool take_largest(TopMemory& memory, int count, int wanted, const Held& held,
                                              const Emit& emit) {
     reinterpret_cast<int4*>(memory.histogram)[threadIdx.x] = make_int4(0, 0, 0, 0);
-    if (threadIdx.x == 0) memory.appended = memory.joined = 0;
+    if (threadIdx.x == 0) memory.appended = 0;
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < KEYS_EACH; k++)

@@ -117,8 +117,9 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::VOTE_THREADS)
     using namespace kvseek::pariskv;
     __shared__ int counts[CENTROIDS];
     __shared__ unsigned votes[CENTROIDS * VOTE_BYTES / 4];
-    // Only the queries come from the kernel before. That one waited for a matrix product, and so for the layer before:
-    // what this kernel reads and clears until then, nobody else touches.
+    // Only the queries come from the kernel before this one. Counts change between steps, before an upload that this
+    // step waited for. The totals' last readers are `rerank` and `scan` of an earlier selection: `top`, which ends
+    // every selection, waited for both and lets nothing start before it has ended.
     const Task task(a);
     const int block = blockIdx.x, query = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int* all =
