@@ -152,8 +152,7 @@ __device__ __forceinline__ void copy_head(const Number* from, Number* to) {
 
 // Orders (score, index) pairs: larger scores first, of equal scores the lower index; NaN is larger than everything.
 __device__ __forceinline__ unsigned long long order_key(float score, int index) {
-    const unsigned bits = __float_as_uint(score == 0.0f ? 0.0f : score);  // -0 equals 0
-    unsigned ordered = (bits & 0x80000000u) ? ~bits : bits | 0x80000000u;
+    unsigned ordered = ordered_bits(score == 0.0f ? 0.0f : score);  // -0 equals 0
     if (score != score) ordered = 0xffffffffu;
     return (static_cast<unsigned long long>(ordered) << 32) | ~static_cast<unsigned>(index);
 }

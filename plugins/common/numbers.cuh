@@ -44,6 +44,12 @@ __device__ __forceinline__ __half from_float<__half>(float x) {
     return __float2half_rn(x);
 }
 
+// Bits that compare as unsigned integers as the numbers do that they stand for; -0 comes before 0, NaN is not meant.
+__device__ __forceinline__ unsigned ordered_bits(float number) {
+    const unsigned bits = __float_as_uint(number);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
 // Eight neighbouring numbers as they lie in memory: one 16-byte load, or two for float32.
 template <class T>
 struct Eight {

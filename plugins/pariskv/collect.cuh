@@ -17,6 +17,15 @@ struct Counts {
     int above, ties;
 };
 
+__device__ __forceinline__ Counts sum_of_warp(Counts counts) {
+#pragma unroll
+    for (int mask = 1; mask < WARP; mask *= 2) {
+        counts.above += __shfl_xor_sync(EVERYONE, counts.above, mask);
+        counts.ties += __shfl_xor_sync(EVERYONE, counts.ties, mask);
+    }
+    return counts;
+}
+
 // The votes of this thread's 16 keys: bit 7 of a byte is set if its key is above the threshold, or just reaches it.
 struct Verdict {
     unsigned above[4], ties[4];
@@ -82,12 +91,7 @@ struct Collector {
             const int both = judge(unit).count();
             above += both & 0xffff, ties += both >> 16;
         }
-#pragma unroll
-        for (int mask = 1; mask < WARP; mask *= 2) {
-            above += __shfl_xor_sync(EVERYONE, above, mask);
-            ties += __shfl_xor_sync(EVERYONE, ties, mask);
-        }
-        return {above, ties};
+        return sum_of_warp(Counts{above, ties});
     }
 
     // Write the positions of candidates among the warp's units, which begin at `before`.
@@ -95,13 +99,7 @@ struct Collector {
         const int lane = threadIdx.x % WARP;
         for (int unit = first; unit < last; unit++) {
             const Verdict verdict = judge(unit);
-            const int own = verdict.count();
-            int sum = own;
-#pragma unroll
-            for (int step = 1; step < WARP; step *= 2) {
-                const int other = __shfl_up_sync(EVERYONE, sum, step);
-                if (lane >= step) sum += other;
-            }
+            const int own = verdict.count(), sum = sum_up_to_here(own, lane);
             int above = before.above + ((sum - own) & 0xffff), ties = before.ties + ((sum - own) >> 16);
             const unsigned better = verdict.bits(verdict.above);
             for (unsigned left = better | verdict.bits(verdict.ties); left != 0; left &= left - 1) {
@@ -129,12 +127,8 @@ __device__ __forceinline__ Counts count_before(const SelectArguments& a, int tas
         above += totals[chunk * SCORES + threshold + 1];
         reached += totals[chunk * SCORES + threshold];
     }
-#pragma unroll
-    for (int mask = 1; mask < WARP; mask *= 2) {
-        above += __shfl_xor_sync(EVERYONE, above, mask);
-        reached += __shfl_xor_sync(EVERYONE, reached, mask);
-    }
-    return {above, reached - above};
+    const Counts sums = sum_of_warp(Counts{above, reached});
+    return {sums.above, sums.ties - sums.above};
 }
 
 }  // namespace pariskv

@@ -39,12 +39,6 @@ struct TopMemory {
     alignas(16) float normaliser[LANES];  // log2 of the sum of the exponentials
 };
 
-// Bits in the order of the numbers they stand for.
-__device__ __forceinline__ unsigned ordered(float number) {
-    const unsigned bits = __float_as_uint(number);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
 // Count a digit. Neighbouring keys often agree in their first digits: then one thread adds for the warp.
 __device__ __forceinline__ void count_digit(int* histogram, unsigned digit, bool counts) {
     const unsigned counting = __ballot_sync(EVERYONE, counts);
@@ -68,12 +62,7 @@ __device__ __forceinline__ void find_digit(TopMemory& memory, int wanted) {
             total += memory.histogram[threadIdx.x * (DIGITS / WARP) + i];
             sums[i] = total;  // of this lane's digits from i on
         }
-        int from_here = total;
-#pragma unroll
-        for (int step = 1; step < WARP; step *= 2) {
-            const int other = __shfl_down_sync(EVERYONE, from_here, step);
-            if (threadIdx.x + step < WARP) from_here += other;
-        }
+        const int from_here = sum_from_here_on(total, threadIdx.x % WARP);
         const int above = from_here - total;  // keys of later lanes' digits
         if (above < wanted && from_here >= wanted) {
             int found = 0, larger = above;
@@ -138,18 +127,11 @@ __device__ __forceinline__ void take_by_digits(TopMemory& memory, int count, int
 // Sum over this thread and all later ones; all threads of the block call it.
 __device__ __forceinline__ int sum_from_here(TopMemory& memory, int value) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    int sum = value;
-#pragma unroll
-    for (int step = 1; step < WARP; step *= 2) {
-        const int other = __shfl_down_sync(EVERYONE, sum, step);
-        if (lane + step < WARP) sum += other;
-    }
+    const int sum = sum_from_here_on(value, lane);
     if (lane == 0) memory.partial[warp] = sum;
     __syncthreads();
-    int later = lane > warp && lane < TOP_WARPS ? memory.partial[lane] : 0;
-#pragma unroll
-    for (int mask = 1; mask < WARP; mask *= 2) later += __shfl_xor_sync(EVERYONE, later, mask);
-    return sum + later;
+    const int later = lane > warp && lane < TOP_WARPS ? memory.partial[lane] : 0;
+    return sum + sum_of_warp(later);
 }
 
 // The bin of the histogram that the `wanted`-th largest key lies in, and how many keys lie in higher ones.
@@ -171,13 +153,7 @@ __device__ __forceinline__ void find_bin(TopMemory& memory, int wanted) {
 
 // Reserve `count` places of a list for this thread and return the first; the order of the threads is arbitrary.
 __device__ __forceinline__ int reserve(int* size, int count) {
-    const int lane = threadIdx.x % WARP;
-    int sum = count;
-#pragma unroll
-    for (int step = 1; step < WARP; step *= 2) {
-        const int other = __shfl_up_sync(EVERYONE, sum, step);
-        if (lane >= step) sum += other;
-    }
+    const int lane = threadIdx.x % WARP, sum = sum_up_to_here(count, lane);
     int start = 0;
     if (lane == WARP - 1 && sum != 0) start = atomicAdd(size, sum);
     return __shfl_sync(EVERYONE, start, WARP - 1) + sum - count;

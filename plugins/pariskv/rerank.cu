@@ -60,14 +60,6 @@ struct Quarter {
     }
 };
 
-// d += a b, 16 x 16 by 16 x 8: a from keys (rows), b from queries (columns).
-__device__ __forceinline__ void multiply(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, uint2 b) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
-}
-
 // This thread's share of the queries: column threadIdx % 32 / 4 of each tile, its quarter's coordinates (vote.cu).
 __device__ __forceinline__ void load_columns(const SelectArguments& a, uint2 (&columns)[COLUMN_TILES][STEPS]) {
     const uint2* from = reinterpret_cast<const uint2*>(a.columns) +
@@ -97,8 +89,8 @@ struct Normaliser {
 };
 
 struct RerankMemory {
-    unsigned pairs[256]
-                  [WARP];  // two neighbouring coordinates by the byte of their codes, once for each thread of a warp
+    // Two neighbouring coordinates by the byte of their codes, once for each thread of a warp.
+    unsigned pairs[256][WARP];
     Counts counts[RERANK_WARPS];
     Normaliser normalisers[RERANK_WARPS][COLUMN_TILES * 4];
 };
@@ -146,7 +138,10 @@ __device__ __forceinline__ void estimate(const SelectArguments& a, const Task& t
             keys[0].decode(own_pairs, step, a0, a2);
             keys[1].decode(own_pairs, step, a1, a3);
 #pragma unroll
-            for (int c = 0; c < COLUMN_TILES; c++) multiply(sums[c], a0, a1, a2, a3, columns[c][step]);
+            for (int c = 0; c < COLUMN_TILES; c++) {
+                const uint2 b = columns[c][step];
+                multiply_16x8x16(sums[c], a0, a1, a2, a3, b.x, b.y, __half());
+            }
         }
         const int index = tile + line;
         const bool valid[2] = {index >= first && index < last, index + 8 >= first && index + 8 < last};

@@ -147,13 +147,7 @@ __device__ __forceinline__ void store_totals(const SelectArguments& a, int task,
         sum += histogram[lane * EACH_BINS + i];
         counts[i] = sum;
     }
-    int above = sum;
-#pragma unroll
-    for (int step = 1; step < WARP; step *= 2) {
-        const int other = __shfl_down_sync(EVERYONE, above, step);
-        if (lane + step < WARP) above += other;
-    }
-    above -= sum;
+    const int above = sum_from_here_on(sum, lane) - sum;
 #pragma unroll
     for (int i = 0; i < EACH_BINS; i++) {
         const int bin = lane * EACH_BINS + i, count = counts[i] + above;

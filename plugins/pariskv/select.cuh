@@ -4,6 +4,7 @@
 #include "plugins/common/instructions.cuh"
 #include "plugins/common/overlap.cuh"
 #include "rotate.cuh"
+#include "warp.cuh"
 
 namespace kvseek {
 namespace pariskv {

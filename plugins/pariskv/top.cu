@@ -50,14 +50,14 @@ __device__ __forceinline__ void load_estimates(const float* from, float (&estima
 // What a candidate is ranked by: its estimate, or the mean or the largest of its softmax weights.
 __device__ __forceinline__ unsigned rank_key(const SelectArguments& a, const TopMemory& memory,
                                              const float (&estimates)[LANES]) {
-    if constexpr (REDUCTION == MEAN) return ordered(estimates[0]);
+    if constexpr (REDUCTION == MEAN) return ordered_bits(estimates[0]);
     float value = 0.0f;
 #pragma unroll
     for (int lane = 0; lane < LANES; lane++) {
         const float weight = power_of_two(estimates[lane] * (a.scaling * LOG2_E) - memory.normaliser[lane]);
         value = REDUCTION == MAX ? fmaxf(value, weight) : value + weight;
     }
-    return ordered(value);
+    return ordered_bits(value);
 }
 
 // Keys of a block, KEYS_EACH a thread: key i of the block is key i / TOP_THREADS of thread i % TOP_THREADS.

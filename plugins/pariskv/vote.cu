@@ -65,9 +65,7 @@ __device__ __forceinline__ void centroid_scores(const float (&x)[EACH], int bloc
 
 // A number that orders centroids as the reference does: by score, equal scores by falling id. No score is -0.
 __device__ __forceinline__ unsigned long long sort_key(float score, int centroid) {
-    const unsigned bits = __float_as_uint(score);
-    const unsigned ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return static_cast<unsigned long long>(ordered) << 8 | (CENTROIDS - 1 - centroid);
+    return static_cast<unsigned long long>(ordered_bits(score)) << 8 | (CENTROIDS - 1 - centroid);
 }
 
 // Sort the keys that a warp holds in descending order; key i of lane l has rank HELD l + i.
@@ -147,13 +145,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::VOTE_THREADS)
         own[i] = counts[CENTROIDS - 1 - static_cast<int>(keys[i] & 255)];
         sum += own[i];
     }
-    int preceding = sum;
-#pragma unroll
-    for (int step = 1; step < WARP; step *= 2) {
-        const int other = __shfl_up_sync(EVERYONE, preceding, step);
-        if (lane >= step) preceding += other;
-    }
-    preceding -= sum;
+    int preceding = sum_up_to_here(sum, lane) - sum;
     int limits[TIERS];
     vote_limits(task.budget(), limits);
     unsigned char* bytes = reinterpret_cast<unsigned char*>(votes);

@@ -1,0 +1,39 @@
+// Sums over the threads of a warp. All of its threads call these; `lane` is the thread's place in the warp.
+#pragma once
+
+#include "layout.cuh"
+
+namespace kvseek {
+namespace pariskv {
+
+// Over this thread and those before it.
+__device__ __forceinline__ int sum_up_to_here(int value, int lane) {
+    int sum = value;
+#pragma unroll
+    for (int step = 1; step < WARP; step *= 2) {
+        const int other = __shfl_up_sync(EVERYONE, sum, step);
+        if (lane >= step) sum += other;
+    }
+    return sum;
+}
+
+// Over this thread and those after it.
+__device__ __forceinline__ int sum_from_here_on(int value, int lane) {
+    int sum = value;
+#pragma unroll
+    for (int step = 1; step < WARP; step *= 2) {
+        const int other = __shfl_down_sync(EVERYONE, sum, step);
+        if (lane + step < WARP) sum += other;
+    }
+    return sum;
+}
+
+// Over all of them.
+__device__ __forceinline__ int sum_of_warp(int value) {
+#pragma unroll
+    for (int mask = 1; mask < WARP; mask *= 2) value += __shfl_xor_sync(EVERYONE, value, mask);
+    return value;
+}
+
+}  // namespace pariskv
+}  // namespace kvseek
