@@ -46,9 +46,9 @@ class Contestant(ABC):
 class EngineContestant(Contestant):
     """An engine directory, run through the same `step` that serves."""
 
-    def __init__(self, directory: Path, threads: int) -> None:
+    def __init__(self, directory: Path, threads: int, name: str | None = None) -> None:
         self.config = EngineConfig.load(directory)
-        super().__init__(self.config.method)
+        super().__init__(name or self.config.method)
         self.engine = Engine.load(directory, threads)
         self._weight_bytes = weight_bytes(self.config)
         self._request_id = 0

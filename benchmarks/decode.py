@@ -1,6 +1,6 @@
 """Time per output token of decoding at long context: kvseek's methods and Hugging Face transformers, in one run.
 
-    python benchmarks/decode.py --model MODEL --methods full,pariskv --contexts 8000 --text FILE --compare_transformers
+    python benchmarks/decode.py --model MODEL --methods BASELINE,NAME --contexts 8000 --text FILE --compare_transformers
 
 The contestants take turns of a few decode steps, so drift of the machine hits all alike; the prompt of each is
 processed once. benchmarks/README.md says what the figures mean.
@@ -21,6 +21,7 @@ from kvseek.benchmarks.machine import PlainRead, describe, peak_memory_bytes
 from kvseek.benchmarks.output import show, write_result
 from kvseek.benchmarks.report import add_ratios, print_report, result
 from kvseek.benchmarks.timing import interleave
+from kvseek.benchmarks.variants import FORM, Variant, parse_variants
 from kvseek.engine.errors import ConfigError, KvseekError
 
 WARMUP = 2  # steps of each contestant that are not counted
@@ -35,7 +36,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="Hugging Face directory or GGUF file, to build and to compare with")
     engines = parser.add_mutually_exclusive_group(required=True)
     engines.add_argument("--engine_dirs", type=Path, nargs="+", help="engine directories, the baseline first")
-    engines.add_argument("--methods", help="comma list of methods to build from --model, the baseline first")
+    engines.add_argument("--methods", help=f"to build from --model, the baseline first: comma list of {FORM}")
     parser.add_argument("--dtype", default="float32", help="of the engines that --methods builds")
     parser.add_argument("--contexts", default="8000", help="comma list of prompt lengths in tokens")
     parser.add_argument("--tokens", type=int, default=32, help="decode steps that are timed")
@@ -64,26 +65,32 @@ def check(arguments: argparse.Namespace) -> argparse.Namespace:
         message = "must be a comma list of lengths >= 1; 8000 is the default"
         raise ConfigError(f"--contexts = {arguments.contexts!r}: {message}")
     arguments.contexts = [int(c) for c in contexts]
+    arguments.methods = parse_variants(arguments.methods) if arguments.methods else None
     return arguments
 
 
 @contextlib.contextmanager
-def engine_directories(arguments: argparse.Namespace) -> Iterator[list[Path]]:
-    """The engine directories to time; those of --methods are built for the occasion."""
+def engine_directories(arguments: argparse.Namespace) -> Iterator[list[tuple[Path, str | None]]]:
+    """The engine directories to time, with what to call each (None: its method); those of --methods are built here."""
     if arguments.engine_dirs:
-        yield arguments.engine_dirs
+        yield [(directory, None) for directory in arguments.engine_dirs]
         return
-    from kvseek.builder.build import main as build
-
     longest = max(arguments.contexts) + WARMUP + arguments.tokens + 2
     with tempfile.TemporaryDirectory(prefix="kvseek-bench-") as name:
-        directories = [Path(name) / method for method in arguments.methods.split(",")]
-        for directory in directories:
-            flags = ["--method", directory.name, "--output_dir", str(directory), "--dtype", arguments.dtype, "--quiet"]
-            sizes = ["--max_seq_len", str(longest), "--max_input_len", str(longest), "--max_batch_size", "1"]
-            if build(["--model", str(arguments.model), *flags, *sizes]) != 0:
-                raise KvseekError(f"--methods: the build of {directory.name!r} failed; its message stands above")
-        yield directories
+        built = [(Path(name) / str(number), variant.label) for number, variant in enumerate(arguments.methods)]
+        for (directory, _), variant in zip(built, arguments.methods, strict=True):
+            build_variant(arguments, variant, directory, longest)
+        yield [*built]
+
+
+def build_variant(arguments: argparse.Namespace, variant: Variant, directory: Path, longest: int) -> None:
+    """Build an engine for requests of up to `longest` tokens; raises KvseekError."""
+    from kvseek.builder.build import main as build
+
+    flags = [*variant.flags(), "--output_dir", str(directory), "--dtype", arguments.dtype, "--quiet"]
+    sizes = ["--max_seq_len", str(longest), "--max_input_len", str(longest), "--max_batch_size", "1"]
+    if build(["--model", str(arguments.model), *flags, *sizes]) != 0:
+        raise KvseekError(f"--methods: the build of {variant.label!r} failed; its message stands above")
 
 
 def prompt(contestant: EngineContestant, text: Path, context: int) -> list[int]:
@@ -109,9 +116,9 @@ def race(
     return {"context": len(prompt_ids), "read_bandwidth": bandwidth, "results": results}
 
 
-def run(arguments: argparse.Namespace, directories: Sequence[Path]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, directories: Sequence[tuple[Path, str | None]]) -> dict[str, Any]:
     """Everything that was measured, as it goes into the result file."""
-    engines = [EngineContestant(directory, arguments.threads) for directory in directories]
+    engines = [EngineContestant(directory, arguments.threads, name) for directory, name in directories]
     config = engines[0].config
     for engine in engines[1:]:
         if (engine.config.model, engine.config.dtype) != (config.model, config.dtype):
@@ -130,7 +137,7 @@ def run(arguments: argparse.Namespace, directories: Sequence[Path]) -> dict[str,
     return {
         "benchmark": "decode",
         "machine": describe(),
-        "model": Path(arguments.model or directories[0]).name,
+        "model": Path(arguments.model or directories[0][0]).name,
         "text": arguments.text.name,
         "dtype": config.dtype,
         "kernels": config.kernels,

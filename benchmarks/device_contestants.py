@@ -2,6 +2,10 @@
 
 Contestants may share a cache: each puts the lengths back to where its own sequence stands before it steps. What others
 wrote to the newest window rows in between changes values, not work. No step evicts: the update buffer is not full.
+
+Indexes may have a state of their own (rings of queries, rows and pages kept by position), so positions over one index
+only ever ascend: those who share one run one after the other, each from where the one before stopped. The baseline may take
+turns with any of them, for it has no state.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
     from kvseek.engine.device_cache import DeviceCache
     from kvseek.engine.device_decoder import DeviceDecoder
     from kvseek.engine.graphs import StepResult
-    from kvseek.plugins.base import DeviceIndex
+    from kvseek.plugins.base import DeviceIndex, DeviceSelection
     from kvseek.plugins.batch import DeviceBatch
 
 STAGE_REPEATS = 9  # replays of the graph that times stages; the median counts
@@ -40,10 +44,11 @@ class DeviceContestant:
     Attributes
     ----------
     name, method : str
+        Its own, and the label of its variant.
     hot : bool
-        Whether rows of the last step are kept on the device.
+        Whether the common attention keeps the rows of the last step on the device.
     wall : list of float
-        Host seconds of each step since `start`, from counting the tokens to having the next ones.
+        Host seconds of each step since `start`, from counting the tokens to having the next ones and starting upkeep.
     attended : float
         Tokens that one KV head of a request attended to in the last step (mean over layers and requests).
     """
@@ -54,9 +59,19 @@ class DeviceContestant:
         self.wall: list[float] = []
         self.attended = 0.0
 
-    def start(self, cell: Cell) -> None:
-        """Begin at the cell's context: the cache holds it already."""
-        self._slots, self._context, self._done = list(range(cell.batch)), cell.context, 0
+    @property
+    def done(self) -> int:
+        """Steps since the cell's context, those that it began behind included."""
+        return self._done
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the common attention of any layer keeps rows; methods may keep rows of their own instead."""
+        return any(attention.hot_rows is not None for attention in self.decoder.attentions)
+
+    def start(self, cell: Cell, behind: int = 0) -> None:
+        """Begin `behind` tokens behind the cell's context, which the cache holds already."""
+        self._slots, self._context, self._done = list(range(cell.batch)), cell.context, behind
         self._tokens = [slot + 1 for slot in self._slots]
         self.wall = []
         for attention in self.decoder.attentions:
@@ -72,6 +87,7 @@ class DeviceContestant:
         result = self._step.launch()
         last.record()
         self._tokens = result.tokens[: len(self._slots)].tolist()
+        self.decoder.refresh(self._slots)
         self.wall.append(time.perf_counter() - begin)
         if min(self._tokens) < 0:
             raise KvseekError(f"{self.name}: a step's logits are not finite: its time would mean nothing")
@@ -101,26 +117,33 @@ class DeviceContestant:
                 step.launch()
                 torch.cuda.synchronize()
                 times.append(clock.seconds())
+                self.decoder.refresh(self._slots)
         return {name: statistics.median(one[name] for one in times) for name in times[0]}
 
     def overlap(self) -> float | None:
-        """Share of the selected rows that the step before had selected too; None for a method that selects nothing.
+        """Share of the selected rows that the step before had selected too; None if no selection reaches the device.
 
         Steps run kernel by kernel here, and what each layer's index gives is kept.
         """
-        shares, before = [], None
+        shares: list[float] = []
+        before: list[Tensor] = []
         for _ in range(OVERLAP_STEPS + 1):
             self._load()
             with torch.inference_mode(), overheard(self.decoder.indexes) as selections:
                 result = self.decoder.run_layers(self._step.batch)
             self._tokens = result.tokens[: len(self._slots)].tolist()
-            if not selections:
-                return None
-            rows = torch.stack(selections)[:, : len(self._slots)]
-            if before is not None:
-                shares.append(shared_rows(before, rows))
+            rows = [selected[: len(self._slots)] for selected in selections]
+            pairs = zip(before, rows, strict=True) if before else ()
+            shares += [shared_rows(old, new) for old, new in pairs if bool((new >= 0).any())]
             before = rows
-        return statistics.mean(shares)
+            self.decoder.refresh(self._slots)
+        return statistics.mean(shares) if shares else None
+
+    def hit_rate(self) -> float | None:
+        """Share of rows that the method's own device cache held so far, mean over its layers; None without such a cache."""
+        asked = (getattr(index, "hit_rate", None) for index in self.decoder.indexes)
+        found = [rate for rate in (ask() for ask in asked if ask is not None) if rate is not None]
+        return statistics.mean(found) if found else None
 
     @torch.inference_mode()
     def _load(self) -> None:
@@ -178,11 +201,11 @@ def overheard(indexes: Sequence[DeviceIndex]) -> Iterator[list[Tensor]]:
     def listen(index: DeviceIndex) -> None:
         select = index.launch_select
 
-        def heard(queries: Tensor, batch: DeviceBatch) -> Tensor | None:
-            rows = select(queries, batch)
-            if rows is not None:
-                selections.append(rows.clone())
-            return rows
+        def heard(queries: Tensor, batch: DeviceBatch) -> DeviceSelection | None:
+            selection = select(queries, batch)
+            if selection is not None:
+                selections.append(selection.rows.clone())
+            return selection
 
         index.launch_select = heard  # type: ignore[method-assign]  # of this instance alone
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +18,14 @@ from .device_setup import Bench
 from .device_throughput import run_throughput
 from .machine import describe, describe_gpu
 from .output import show, write_result
+from .variants import Variant
 
 Save = Callable[[dict[str, Any]], None]
+
+
+def describe_variant(variant: Variant) -> dict[str, Any]:
+    """All settings of a variant, as they go into the result file."""
+    return {"settings": dataclasses.asdict(variant.settings), "cache": dataclasses.asdict(variant.cache)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         head = {"benchmark": "device", "mode": mode, "machine": describe(), "gpu": describe_gpu(bench.device)}
         head |= {"shape": arguments.shape, "dtype": arguments.dtype, "weights": arguments.weights}
         head |= {"steps": arguments.steps, "block": arguments.block, "seed": arguments.seed}
+        head["methods"] = {variant.label: describe_variant(variant) for variant in arguments.methods}
 
         def save(part: dict[str, Any]) -> None:
             if arguments.output:
@@ -38,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = {"decode": run_decode, "throughput": run_throughput, "prefill": run_prefill}[mode]
         document = {**head, **run(bench, save)}
         if mode == "decode":
-            borrow_baselines(document, bench.methods[0])
+            borrow_baselines(document, bench.variants[0].label)
         save(document)
     except (KvseekError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

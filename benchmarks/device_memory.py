@@ -1,7 +1,8 @@
 """What the GPU benchmark can hold at a time: which contexts and batches run, where their rows lie, what is skipped and why.
 
-A phase is one row pool (an offload mode) with everything that is timed on it. The baseline, dense attention at its best,
-has its rows on the device while they fit, so it joins a phase where a second pool fits beside the first.
+A phase is one row pool (an offload mode) with everything that is timed on it: one method at a time beside the baseline.
+The baseline, dense attention at its best, has its rows on the device while they fit, so it joins a phase where a second
+pool fits beside the first.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvseek.engine.config import EXTENT_TOKENS, EngineConfig, ModelConfig
+from kvseek.engine.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.engine.errors import ConfigError
-from kvseek.engine.memory import ExtentTable, extents_for
+from kvseek.engine.memory import extents_for
 
 from .shapes import matrix_parameters, row_numbers
 
@@ -30,22 +31,44 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class IndexNeeds:
+    """Bytes of a method's indexes and attentions of all layers: of each extent of the pool, of each slot, and the rest."""
+
+    extent: int = 0
+    slot: int = 0
+    fixed: int = 0
+
+    def of(self, extents: int, slots: int) -> int:
+        """Bytes for a pool of `extents` extents and `slots` slots."""
+        return self.extent * extents + self.slot * slots + self.fixed
+
+
+@dataclass(frozen=True)
 class Needs:
-    """Bytes: of the weights in all, of a slot's window, and of an extent's rows and index in all layers."""
+    """Bytes: of the weights in all, of a slot's window, of an extent's rows in all layers, and of the indexes."""
 
     weights: int
     window_slot: int
     row_extent: int
-    index_extent: int
+    index: IndexNeeds
 
     @classmethod
-    def of(cls, config: EngineConfig, itemsize: int) -> Needs:
+    def of(cls, config: EngineConfig, itemsize: int, index: IndexNeeds) -> Needs:
         """What the model, cache and method of a configuration need; the embedding counts beside the output head."""
         model = config.model
         numbers = matrix_parameters(model) + model.vocab_size * model.hidden_size * (not model.tie_word_embeddings)
         rows = row_numbers(model) * itemsize
-        index = model.num_layers * index_bytes_per_token(config)
-        return cls(numbers * itemsize, rows * config.cache.window, rows * EXTENT_TOKENS, round(index * EXTENT_TOKENS))
+        return cls(numbers * itemsize, rows * config.cache.window, rows * EXTENT_TOKENS, index)
+
+    @classmethod
+    def most(cls, needs: Sequence[Needs]) -> Needs:
+        """Enough for any of several methods of one model, one at a time: the largest of each part."""
+        index = IndexNeeds(
+            max(one.index.extent for one in needs),
+            max(one.index.slot for one in needs),
+            max(one.index.fixed for one in needs),
+        )
+        return cls(needs[0].weights, max(one.window_slot for one in needs), needs[0].row_extent, index)
 
 
 @dataclass(frozen=True)
@@ -84,21 +107,6 @@ class Phase:
     skipped: dict[Cell, str] = field(default_factory=dict)
 
 
-def index_bytes_per_token(config: EngineConfig) -> float:
-    """Index bytes per retrieval token, all KV heads of one layer: asked of an index of one extent on the CPU."""
-    import torch
-
-    from kvseek.plugins.base import IndexContext
-    from kvseek.plugins.registry import get_method
-
-    method, model, cpu = get_method(config.method), config.model, torch.device("cpu")
-    settings = method.configure(config.method_config)
-    books = method.codebooks(settings, model.head_dim)
-    shape = (0, model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5)
-    context = IndexContext(*shape, settings, books, ExtentTable(1, 1, 1), [0], torch.bfloat16, cpu, library=None)
-    return method.create(context).bytes_per_token
-
-
 def key_tokens(cells: Sequence[Cell]) -> int:
     """Tokens of the text that the slots of all cells begin in."""
     return max(cell.context + (cell.batch - 1) * SLOT_STRIDE for cell in cells)
@@ -108,28 +116,30 @@ def fill_bytes(model: ModelConfig, cells: Sequence[Cell], itemsize: int) -> int:
     """What filling these cells holds on the device beside caches and indexes (device_setup.Filler).
 
     One layer's keys of the longest text, a chunk's values, two chunks of rows, and, when a selection is checked
-    (retrieval_check.py), a KV head's keys: as they are and, of two heads, in float32.
+    (retrieval_check.py), a KV head's keys: as they are and, of two heads, in float32. What building an index takes, a copy
+    of a request's keys in an order of the method's choice among it, comes out of the work space.
     """
     tokens, row = key_tokens(cells), 2 * model.num_kv_heads * model.head_dim * itemsize
     chunk, longest = min(tokens, CHUNK_TOKENS), max(cell.context for cell in cells)
     return tokens * row // 2 + chunk * (row // 2 + 2 * row) + longest * model.head_dim * (itemsize + 2 * 4)
 
 
-def cell_extents(config: EngineConfig, cell: Cell, room: int) -> int:
+def cell_extents(cache: CacheConfig, cell: Cell, room: int) -> int:
     """Extents of a cell whose requests may grow by `room` tokens."""
-    cache = config.cache
     return cell.batch * extents_for(max(0, cell.context + room - cache.sink - cache.local))
 
 
 def plan_phases(
-    config: EngineConfig, cells: Sequence[Cell], offloads: Sequence[str], room: int, needs: Needs, limits: Limits
+    cache: CacheConfig, cells: Sequence[Cell], offloads: Sequence[str], room: int, needs: Needs, limits: Limits
 ) -> list[Phase]:
     """A phase for each offload mode.
 
     Parameters
     ----------
+    cache : CacheConfig
+        The one with the largest retrieval regions, of several methods.
     needs : Needs
-        Of the method with the largest index: every index of a phase covers the whole pool.
+        Enough for any of the methods, which run one at a time: its index covers the whole pool.
 
     Raises
     ------
@@ -145,18 +155,18 @@ def plan_phases(
             f"--shape: {needs.weights:,} bytes of weights and {limits.work_space:,} of work space: must fit into the device's "
             f"{limits.device:,}; choose a smaller shape"
         )
-    return [_plan(config, sorted(set(cells)), offload, room, needs, limits.host, free) for offload in offloads]
+    return [_plan(cache, sorted(set(cells)), offload, room, needs, limits.host, free) for offload in offloads]
 
 
 def _plan(
-    config: EngineConfig, cells: Sequence[Cell], offload: str, room: int, needs: Needs, host: int, free: int
+    cache: CacheConfig, cells: Sequence[Cell], offload: str, room: int, needs: Needs, host: int, free: int
 ) -> Phase:
     phase = Phase(offload)
     most = max(cell.batch for cell in cells) + 1  # and the slot that padding writes to
     for cell in cells:
-        extents = cell_extents(config, cell, room)
+        extents = cell_extents(cache, cell, room)
         rows = extents * needs.row_extent
-        left = free - most * needs.window_slot - extents * needs.index_extent
+        left = free - most * needs.window_slot - needs.index.of(extents, most)
         device_rows = rows if offload == "never" else 0 if offload == "always" else min(rows, max(0, left))
         if device_rows > left:
             phase.skipped[cell] = _reason("index and rows on the device", device_rows - left)
@@ -167,9 +177,9 @@ def _plan(
     if offload == "never":
         phase.baseline = list(phase.cells)
     elif offload == "always" and phase.cells:
-        index = max(cell_extents(config, cell, room) for cell in phase.cells) * needs.index_extent
+        index = needs.index.of(max(cell_extents(cache, cell, room) for cell in phase.cells), most)
         left = free - 2 * most * needs.window_slot - index
-        fitting = (cell for cell in phase.cells if cell_extents(config, cell, room) * needs.row_extent <= left)
+        fitting = (cell for cell in phase.cells if cell_extents(cache, cell, room) * needs.row_extent <= left)
         phase.baseline = list(fitting)
     return phase
 

@@ -10,6 +10,7 @@ from kvseek.engine.errors import ConfigError
 
 from .device_memory import OFFLOADS
 from .shapes import SHAPES
+from .variants import FORM, parse_variants
 
 DTYPES = ("bfloat16", "float16", "float32")
 WARMUP = 5  # steps of each contestant that are not counted
@@ -27,7 +28,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", default="llama-3.1-8b", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("--weights", choices=("random",), default="random", help="made on the GPU")
     parser.add_argument("--dtype", default="bfloat16", help=f"one of {', '.join(DTYPES)}")
-    parser.add_argument("--methods", default="full,pariskv", help="comma list, the baseline first")
+    parser.add_argument("--methods", required=True, help=f"comma list, the baseline first, of {FORM}")
     parser.add_argument("--contexts", default="131072", help="comma list of cached tokens a request")
     parser.add_argument("--batches", default="1", help="comma list of requests a step")
     parser.add_argument("--offload", default="always", help=f"comma list of {', '.join(OFFLOADS)}: where rows lie")
@@ -40,7 +41,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="with --prefill: prompts of each method")
     parser.add_argument("--host_gib", type=float, default=108.0, help="pinned host memory that rows may use")
     parser.add_argument("--device_gib", type=float, help="device memory that may be used; all that is free if left out")
-    parser.add_argument("--work_gib", type=float, default=3.0, help="of it, for activations, graphs and hot rows")
+    parser.add_argument(
+        "--work_gib", type=float, default=3.0, help="of it, for activations, graphs and building of indexes"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
     parser.add_argument("--output", type=Path, help="write the JSON to this file too, after every context and batch")
@@ -51,11 +54,9 @@ def check(arguments: argparse.Namespace) -> argparse.Namespace:
     """Convert lists and raise ConfigError on settings out of range."""
     arguments.contexts = numbers("contexts", arguments.contexts, SHORTEST)
     arguments.batches = numbers("batches", arguments.batches, 1)
-    arguments.methods, arguments.offload = arguments.methods.split(","), arguments.offload.split(",")
-    for name in ("methods", "offload"):
-        values = getattr(arguments, name)
-        if len(set(values)) < len(values):
-            raise ConfigError(f"--{name} = {','.join(values)!r}: must name each once; leave the second out")
+    arguments.methods, arguments.offload = parse_variants(arguments.methods), arguments.offload.split(",")
+    if len(set(arguments.offload)) < len(arguments.offload):
+        raise ConfigError(f"--offload = {','.join(arguments.offload)!r}: must name each once; leave the second out")
     if arguments.dtype not in DTYPES:
         raise ConfigError(f"--dtype = {arguments.dtype!r}: must be one of {', '.join(DTYPES)}; bfloat16 is the default")
     if not 1 <= arguments.steps <= MOST_STEPS:

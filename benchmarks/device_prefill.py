@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +12,13 @@ from kvseek.engine.errors import ConfigError
 from .device_decode import progress, release
 from .device_memory import Cell
 from .device_results import prefill_result
-from .device_setup import Bench
-from .timing import interleave
+from .device_rounds import rounds_of
+from .device_setup import Bench, lay_out
+from .timing import Samples, interleave
+from .variants import Variant
 
 if TYPE_CHECKING:
+    from kvseek.engine.device_cache import DeviceCache
     from kvseek.engine.device_decoder import DeviceDecoder
 
 
@@ -42,19 +45,32 @@ def run_prefill(bench: Bench, save: Callable[[dict[str, Any]], None]) -> dict[st
 
 
 def _measure(bench: Bench, offload: str, cell: Cell) -> list[dict[str, Any]]:
+    """The methods one after the other, each in turns with the baseline; the baseline's figures are of all rounds."""
     cache = bench.cache(offload, [cell])
-    decoders = {
-        method: bench.decoder(method, cache, bench.indexes(method, cache, [cell]), [cell], hot_rows=False)
-        for method in bench.methods
-    }
     generator = torch.Generator().manual_seed(bench.arguments.seed)
     ids = torch.randint(0, bench.model.vocab_size, (cell.context,), generator=generator).tolist()
-    calls = {method: lambda decoder=decoder: prefill(decoder, ids) for method, decoder in decoders.items()}
-    samples = interleave(calls, bench.arguments.repeats, block=1, warmup=1)
-    results = [prefill_result(method, cell.context, samples[method].seconds) for method in bench.methods]
-    for entry in results:
-        entry["to_baseline"] = entry["seconds"]["median"] / results[0]["seconds"]["median"]
-    return results
+    baseline, results, seconds = bench.variants[0], [], []
+    for variant in rounds_of(bench.variants):
+        samples = _take_turns(bench, cache, cell, [baseline] if variant is None else [baseline, variant], ids)
+        seconds += samples[baseline.label].seconds
+        if variant is not None:
+            entry = prefill_result(variant.label, cell.context, samples[variant.label].seconds)
+            results.append({**entry, "to_baseline": entry["seconds"]["median"] / samples[baseline.label].median})
+        release()
+    return [{**prefill_result(baseline.label, cell.context, seconds), "to_baseline": 1.0}, *results]
+
+
+def _take_turns(
+    bench: Bench, cache: DeviceCache, cell: Cell, variants: Sequence[Variant], ids: list[int]
+) -> dict[str, Samples]:
+    """Prompts of the variants in turns on one cache, which is laid out for the last of them."""
+    lay_out(cache, bench.config(variants[-1], [cell]))
+    decoders = {
+        variant.label: bench.decoder(variant, cache, bench.indexes(variant, cache, [cell]), [cell], hot_rows=False)
+        for variant in (one.laid_out_as(cache.config) for one in variants)
+    }
+    calls = {label: lambda decoder=decoder: prefill(decoder, ids) for label, decoder in decoders.items()}
+    return interleave(calls, bench.arguments.repeats, block=1, warmup=1)
 
 
 def prefill(decoder: DeviceDecoder, ids: list[int]) -> None:
@@ -63,4 +79,6 @@ def prefill(decoder: DeviceDecoder, ids: list[int]) -> None:
     for _ in decoder.prefill(0, ids):
         pass
     torch.cuda.synchronize()
+    for index in decoder.indexes:
+        index.forget(0)
     decoder.cache.close(0)

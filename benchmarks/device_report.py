@@ -10,7 +10,7 @@ from rich.table import Table
 from .device_memory import GIB
 from .device_results import GROUPS, stage_groups
 
-TABLE_WIDTH = 180  # columns that the widest table needs unwrapped
+TABLE_WIDTH = 200  # columns that the widest table needs unwrapped
 
 
 def print_device_report(document: dict[str, Any]) -> None:
@@ -28,17 +28,20 @@ def _decode(console: Console, document: dict[str, Any]) -> None:
     for phase in document["phases"]:
         for cell in phase["cells"]:
             console.print(cell_table(document, phase, cell), highlight=False)
+            for entry in cell["results"]:
+                console.print(floor_line(entry), highlight=False, markup=False)
             for method, check in cell["synthetic_queries"].items():
                 console.print(
-                    f"{method}, layer 0, synthetic queries: overlap of steps {check['overlap']:.0%}, "
+                    f"{method}, last layer, synthetic queries: overlap of steps {check['overlap']:.0%}, "
                     f"recall {check['recall']:.0%}, mass {check['mass']:.3f} (best rows {check['best_mass']:.3f})",
                     highlight=False,
                 )
         for missing in phase["skipped"]:
             text = f"{phase['offload']}: {missing['context']:,} × {missing['batch']} {missing['reason']}"
             console.print(text, highlight=False)
-        if "error" in phase:
-            console.print(f"{phase['offload']}: ended by: {phase['error']}", highlight=False, markup=False)
+        for failed in phase["errors"]:
+            text = f"{phase['offload']}: {failed['method']} ended by: {failed['error']}"
+            console.print(text, highlight=False, markup=False)
 
 
 def cell_table(document: dict[str, Any], phase: dict[str, Any], cell: dict[str, Any]) -> Table:
@@ -46,14 +49,17 @@ def cell_table(document: dict[str, Any], phase: dict[str, Any], cell: dict[str, 
     rates = cell["rates"]
     title = f"{document['shape']} {document['dtype']}, {cell['context']:,} tokens × {cell['batch']}, offload {phase['offload']}"
     caption = (
-        f"floor: {rates['read'] / 1e12:.2f} TB/s, {rates['host_rows'] / 1e6:.1f} M rows/s from the pool, "
-        f"{rates['node'] * 1e6:.2f} µs a node; stages: their own graph, with events in it; * baseline of another phase"
+        f"floor: {rates['read'] / 1e12:.2f} TB/s; from the pool {rates['host_rows'] / 1e6:.1f} M rows/s, pages "
+        f"{rates['host_pages'] / 1e9:.1f} GB/s; host cores {rates['host_memory'] / 1e9:.0f} GB/s; {rates['node'] * 1e6:.2f} µs a "
+        f"node, {rates['host_function'] * 1e6:.0f} µs a host function. Methods one after the other, each in turns with the "
+        "baseline: × base is within its own turns; the baseline's row is of all turns. Stages: their own graph, with events "
+        "in it; * baseline of another phase"
     )
     table = Table(title=title, caption=caption)
     table.add_column("contestant", no_wrap=True)
     times = ("step\nms", "fastest\nms", "host\nms", "tokens\n/s", "×\nbase", "floor\nms", "×\nfloor")
     stages = (f"{name}\nms" for name in GROUPS)
-    amounts = ("attended", "overlap", "GB\nmoved", "index\nB", "index\nGiB", "device\nGiB", "host\nGiB")
+    amounts = ("attended", "overlap", "hits", "GB\nmoved", "index\nB", "index\nGiB", "device\nGiB", "host\nGiB")
     for heading in (*times, *stages, *amounts):
         table.add_column(heading, justify="right", no_wrap=True)
     for entry in cell["results"]:
@@ -61,9 +67,15 @@ def cell_table(document: dict[str, Any], phase: dict[str, Any], cell: dict[str, 
     return table
 
 
+def floor_line(entry: dict[str, Any]) -> str:
+    """The parts of a contestant's floor that are not nothing, in milliseconds."""
+    parts = (f"{name.replace('_', ' ')} {seconds * 1e3:.2f}" for name, seconds in entry["floor"].items() if seconds)
+    return f"  floor of {entry['name']}, ms: {', '.join(parts)}"
+
+
 def _row(entry: dict[str, Any]) -> list[str]:
     step, over = entry["step_seconds"], entry["to_baseline"]
-    memory, overlap = entry["memory"], entry["overlap"]
+    memory, overlap, hits = entry["memory"], entry["overlap"], entry["hit_rate"]
     return [
         entry["name"],
         f"{step['median'] * 1e3:.2f}",
@@ -76,6 +88,7 @@ def _row(entry: dict[str, Any]) -> list[str]:
         *(f"{seconds * 1e3:.2f}" for seconds in stage_groups(entry["stages"]).values()),
         f"{entry['attended_tokens']:,.0f}",
         "" if overlap is None else f"{overlap:.0%}",
+        "" if hits is None else f"{hits:.0%}",
         f"{sum(entry['bytes'].values()) / 1e9:.2f}",
         f"{entry['index_bytes_per_token_and_kv_head']:.0f}",
         f"{entry['index_bytes'] / GIB:.2f}",

@@ -26,39 +26,75 @@ GROUPS = {  # stages of a decoder, as the table shows them
 
 
 def decode_result(
-    bench: Bench, contestant: DeviceContestant, cell: Cell, samples: Samples, walls: Sequence[float], rates: Rates
+    bench: Bench,
+    contestant: DeviceContestant,
+    cell: Cell,
+    samples: Samples,
+    walls: Sequence[float],
+    rates: Rates,
+    baseline_seconds: float | None,
 ) -> dict[str, Any]:
-    """Figures of one contestant at one cell; seconds, bytes and tokens. Measures stages and selections first."""
+    """Figures of one contestant at one cell; seconds, bytes and tokens. Measures stages and selections first.
+
+    `baseline_seconds` is the baseline's median in the same turns; None where it did not run.
+    """
     cache = contestant.cache
     tokens, retrieval = cache.tokens[0], cache.lengths[0]
+    found = contestant.hit_rate()
     stages, overlap = contestant.stages(), contestant.overlap()
-    hits = overlap if contestant.hot and overlap is not None else 0.0
+    hits = found if found is not None else overlap if contestant.hot and overlap is not None else 0.0
     step = Step(retrieval, tokens - retrieval, cell.batch, cache.plan.host_layers, hits)
     moved = work(contestant.decoder.config, step, bench.dtype.itemsize)
-    floor = moved.floor(rates)
-    index = contestant.decoder.indexes[0].bytes_per_token / bench.model.num_kv_heads
+    index = contestant.decoder.indexes[-1].bytes_per_token / bench.model.num_kv_heads  # the first may be dense
+    return with_times(
+        {
+            "name": contestant.name,
+            "method": contestant.method,
+            "hot_rows": contestant.hot,
+            "host_layers": cache.plan.host_layers,
+            "batch": cell.batch,
+            "attended_tokens": contestant.attended,
+            "cached_tokens": tokens,
+            "overlap": overlap,
+            "hit_rate": found,
+            "stages": stages,
+            "bytes": moved.bytes_by_part(),
+            "host_rows": moved.host_rows,
+            "nodes": moved.nodes,
+            "host_functions": moved.host_functions,
+            "floor": moved.floor(rates),
+            "index_bytes_per_token_and_kv_head": index,
+            "index_bytes": index * bench.model.num_kv_heads * bench.model.num_layers * retrieval * cell.batch,
+            "memory": memory(bench, contestant),
+        },
+        samples.seconds,
+        walls,
+        baseline_seconds,
+    )
+
+
+def with_times(
+    entry: dict[str, Any], seconds: Sequence[float], walls: Sequence[float], baseline_seconds: float | None
+) -> dict[str, Any]:
+    """The entry with what follows from its step times: medians, tokens per second, ratios."""
+    samples = Samples(list(seconds))
     return {
-        "name": contestant.name,
-        "method": contestant.method,
-        "hot_rows": contestant.hot,
-        "host_layers": cache.plan.host_layers,
+        **entry,
         "step_seconds": samples.summary(),
         "wall_seconds": Samples(list(walls)).summary(),
-        "tokens_per_second": cell.batch / samples.median,
-        "attended_tokens": contestant.attended,
-        "cached_tokens": tokens,
-        "overlap": overlap,
-        "stages": stages,
-        "bytes": moved.bytes_by_part(),
-        "host_rows": moved.host_rows,
-        "nodes": moved.nodes,
-        "floor": floor,
-        "to_floor": samples.median / floor["total"],
-        "index_bytes_per_token_and_kv_head": index,
-        "index_bytes": index * bench.model.num_kv_heads * bench.model.num_layers * retrieval * cell.batch,
-        "memory": memory(bench, contestant),
+        "tokens_per_second": entry["batch"] / samples.median,
+        "to_floor": samples.median / entry["floor"]["total"],
+        "baseline_seconds": baseline_seconds,
+        "to_baseline": None if baseline_seconds is None else samples.median / baseline_seconds,
         "samples": samples.seconds,
+        "walls": list(walls),
     }
+
+
+def pooled(entry: dict[str, Any], samples: Samples, walls: Sequence[float]) -> dict[str, Any]:
+    """The baseline's entry with the times of another round beside another method; its ratio is 1."""
+    seconds = [*entry["samples"], *samples.seconds]
+    return with_times(entry, seconds, [*entry["walls"], *walls], Samples(seconds).median)
 
 
 def memory(bench: Bench, contestant: DeviceContestant) -> dict[str, int]:
@@ -72,13 +108,6 @@ def memory(bench: Bench, contestant: DeviceContestant) -> dict[str, int]:
         "rows_on_device": plan.device_bytes,
         "rows_in_host_memory": plan.host_bytes,
     }
-
-
-def add_ratios(results: Sequence[dict[str, Any]], baseline: str) -> None:
-    """Add the step time over the baseline method's of the same cell; None where it did not run."""
-    medians = [entry["step_seconds"]["median"] for entry in results if entry["method"] == baseline]
-    for entry in results:
-        entry["to_baseline"] = entry["step_seconds"]["median"] / medians[0] if medians else None
 
 
 def borrow_baselines(document: dict[str, Any], baseline: str) -> None:

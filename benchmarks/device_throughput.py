@@ -11,12 +11,15 @@ import torch
 from kvseek.engine.errors import CapacityError
 
 from .device_contestants import DeviceContestant
-from .device_decode import device_seconds, progress, release
+from .device_decode import progress, release
+from .device_filling import Filler
 from .device_memory import Cell
 from .device_options import WARMUP
 from .device_results import memory, peak_tokens_per_second
-from .device_setup import Bench, Filler
+from .device_rounds import device_seconds
+from .device_setup import Bench
 from .timing import interleave
+from .variants import Variant
 
 MOST_SECONDS = 15.0  # that a cell's steps may take, as long as there are at least LEAST_STEPS
 LEAST_STEPS = 5
@@ -26,35 +29,35 @@ PAST_THE_PEAK = 0.5  # share of a method's best tokens per second below which la
 def run_throughput(bench: Bench, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Every method at every context and batch, one after the other: no two of them fit at a time."""
     bench.load()
-    filler = Filler(bench, bench.arguments.seed)
+    filler = bench.filler()
     release()
     document: dict[str, Any] = {"results": [], "skipped": []}
-    methods = list(bench.methods)
+    variants = list(bench.variants)
     for context in bench.arguments.contexts:
-        for method in methods:
-            bench.use([method])
-            _run_method(bench, method, context, filler, document, save)
-    bench.use(methods)
-    document["peaks"] = _peaks(document["results"], methods[0])
+        for variant in variants:
+            bench.use([variant])
+            _run_method(bench, variant, context, filler, document, save)
+    bench.use(variants)
+    document["peaks"] = _peaks(document["results"], variants[0].label)
     return document
 
 
 def _run_method(
     bench: Bench,
-    method: str,
+    variant: Variant,
     context: int,
     filler: Filler,
     document: dict[str, Any],
     save: Callable[[dict[str, Any]], None],
 ) -> None:
-    best = 0.0
+    best, method = 0.0, variant.label
     for batch in bench.arguments.batches:
         cell = Cell(context, batch)
         (phase,) = bench.phases(["auto"], [cell])
         reason = phase.skipped.get(cell)
         if reason is None:
             progress(f"{method}: {context:,} tokens × {batch}")
-            reason = _try(bench, method, cell, filler, document)
+            reason = _try(bench, variant, cell, filler, document)
             release()
         if reason is not None:
             document["skipped"].append({"method": method, "context": context, "batch": batch, "reason": reason})
@@ -68,20 +71,21 @@ def _run_method(
             return
 
 
-def _try(bench: Bench, method: str, cell: Cell, filler: Filler, document: dict[str, Any]) -> str | None:
+def _try(bench: Bench, variant: Variant, cell: Cell, filler: Filler, document: dict[str, Any]) -> str | None:
     """Measure a cell; the reason if it does not fit after all."""
     try:
-        document["results"].append(_measure(bench, method, cell, filler))
+        document["results"].append(_measure(bench, variant, cell, filler))
     except (CapacityError, torch.OutOfMemoryError) as error:
         return str(error).splitlines()[0]
     return None
 
 
-def _measure(bench: Bench, method: str, cell: Cell, filler: Filler) -> dict[str, Any]:
-    cache = bench.cache("auto", [cell])
-    indexes = bench.indexes(method, cache, [cell])
+def _measure(bench: Bench, variant: Variant, cell: Cell, filler: Filler) -> dict[str, Any]:
+    cache, method = bench.cache("auto", [cell]), variant.label  # laid out for the only variant in use
+    indexes = bench.indexes(variant, cache, [cell])
     hot = bench.arguments.hot_rows != "off" and cache.plan.host_layers > 0
-    contestant = DeviceContestant(method, method, bench.decoder(method, cache, indexes, [cell], hot), hot)
+    contestant = DeviceContestant(method, method, bench.decoder(variant, cache, indexes, [cell], hot), hot)
+    contestant.hot = hot and contestant.keeps_rows
     filler.fill(cell, [(cache, [indexes])])
     contestant.start(cell)
     first = max(contestant.step() for _ in range(2))  # captures the graph, too
@@ -92,7 +96,8 @@ def _measure(bench: Bench, method: str, cell: Cell, filler: Filler) -> dict[str,
         "method": method,
         "context": cell.context,
         "batch": cell.batch,
-        "hot_rows": hot,
+        "hot_rows": contestant.hot,
+        "hit_rate": contestant.hit_rate(),
         "host_layers": cache.plan.host_layers,
         "step_seconds": samples.summary(),
         "tokens_per_second": cell.batch / samples.median,

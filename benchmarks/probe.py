@@ -1,4 +1,4 @@
-"""What the GPU's memory can do at best, measured beside the results: plain reads, scattered host rows.
+"""What memory can do at best, measured beside the results: plain reads, scattered rows and pages, reads by host cores.
 
 And what a graph node costs that waits for the one before: overlapping ones cost less (floors.py).
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import statistics
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +18,10 @@ import torch
 from torch import Tensor
 
 from kvseek.engine.config import EXTENT_TOKENS
+from kvseek.engine.errors import KernelError
 
 from .floors import Rates
+from .machine import PlainRead
 
 if TYPE_CHECKING:
     from kvseek.engine.cuda import CudaKernels
@@ -25,8 +30,12 @@ KERNELS = Path(__file__).parent / "kernels"  # laid out as the kernel compiler e
 READ_THREADS, ROWS_THREADS = 512, 128  # as in probe.cu
 READ_BLOCKS, ROWS_BLOCKS = 4, 16  # resident at a time on a multiprocessor
 NODES = 1000  # of the graph whose nodes are timed
+HOST_FUNCTIONS = 100  # of the graph whose host-function nodes are timed
 REPEATS = 9
 VECTOR_BYTES = 16  # of one load
+PAGE_ROWS = 32  # neighbouring rows of a page: 16 KiB at 128 channels of 16 bits
+HOST_BYTES = 1 << 30  # of a read of host memory: more than last-level caches hold
+HOST_REPEATS = 5
 
 
 class ReadArguments(ctypes.Structure):
@@ -93,19 +102,112 @@ class Probe:
                 number.add_(1)
         return seconds(graph.replay) / NODES
 
-    def rates(self, memory: Tensor, base: int, offsets: Tensor, row_bytes: int) -> Rates:
-        """All rates; arguments as of `read_rate` and `row_rate`."""
-        return Rates(self.read_rate(memory), self.row_rate(base, offsets, row_bytes), self.node_seconds())
+    def host_function_seconds(self) -> float:
+        """Seconds that a host-function node adds to a graph between two kernels that wait for it.
+
+        The function is the C library's `free`, whose signature is that of a host function and which does nothing when
+        its argument is null: what is measured is the way to the host and back.
+        """
+        from cuda.bindings import driver
+
+        function = driver.CUhostFn(ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value)
+        number = torch.zeros(1, device=self.device)
+        graph = torch.cuda.CUDAGraph()
+        number.add_(1)
+        with torch.cuda.graph(graph):
+            for _ in range(HOST_FUNCTIONS):
+                stream = driver.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
+                (status,) = driver.cuLaunchHostFunc(stream, function, 0)
+                if status != driver.CUresult.CUDA_SUCCESS:
+                    raise KernelError(
+                        f"a host function in a graph: the driver reports {status.name}; update the driver"
+                    )
+                number.add_(1)
+        return max(0.0, seconds(graph.replay) / HOST_FUNCTIONS - self.node_seconds())
+
+    def rates(self, memory: Tensor, pool: PoolSample) -> Rates:
+        """All rates; `memory` as of `read_rate`."""
+        pages = self.row_rate(pool.base, pool.pages, PAGE_ROWS * pool.row_bytes)
+        return Rates(
+            read=self.read_rate(memory),
+            host_rows=self.row_rate(pool.base, pool.rows, pool.row_bytes),
+            host_pages=pages * PAGE_ROWS * pool.row_bytes,
+            host_memory=self.host_memory_rate,
+            node=self.node_seconds(),
+            host_function=self._host_function_seconds,
+        )
+
+    @cached_property
+    def host_memory_rate(self) -> float:
+        """See host_memory_rate; once, as neither memory nor cores change in a run."""
+        return host_memory_rate(HOST_BYTES)
+
+    @cached_property
+    def _host_function_seconds(self) -> float:
+        return self.host_function_seconds()
+
+
+@dataclass(frozen=True)
+class PoolSample:
+    """Random rows and pages of one layer of a row pool.
+
+    Attributes
+    ----------
+    base : int
+        Address of the layer's rows as the GPU sees it.
+    row_bytes : int
+        Of one row: key and value.
+    rows, pages : Tensor, int64, on the device
+        Bytes from `base` to each row, and to the first row of each page.
+    """
+
+    base: int
+    row_bytes: int
+    rows: Tensor
+    pages: Tensor
 
 
 def random_row_offsets(
-    count: int, extents: int, extent_stride: int, kv_heads: int, head_dim: int, itemsize: int, device: torch.device
+    count: int,
+    extents: int,
+    extent_stride: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    device: torch.device,
+    neighbours: int = 1,
 ) -> Tensor:
-    """Byte offsets, int64 [count], of random rows of one layer of a row pool; sizes and strides in elements."""
+    """Byte offsets, int64 [count], of random pages of `neighbours` rows of one layer of a row pool.
+
+    Sizes and strides are in elements; `neighbours` divides an extent.
+    """
     generator = torch.Generator(device).manual_seed(0)
     extent = torch.randint(0, extents, (count,), device=device, generator=generator)
-    row = torch.randint(0, kv_heads * EXTENT_TOKENS, (count,), device=device, generator=generator)
-    return (extent * extent_stride + row * 2 * head_dim) * itemsize
+    page = torch.randint(0, kv_heads * EXTENT_TOKENS // neighbours, (count,), device=device, generator=generator)
+    return (extent * extent_stride + page * neighbours * 2 * head_dim) * itemsize
+
+
+def host_memory_rate(size: int) -> float:
+    """Bytes per second that PyTorch's threads read or copy in host memory; the faster, medians over repeats.
+
+    A copy counts what it reads and what it writes.
+    """
+    read = PlainRead(size)
+    target = torch.empty(size // 16, dtype=torch.int64)
+    source = torch.ones_like(target)
+    copied = 2 * source.nbytes / host_seconds(lambda: target.copy_(source))
+    return max(size / host_seconds(read), copied)
+
+
+def host_seconds(call: Callable[[], object]) -> float:
+    """Median seconds of a call on the host, over repeats; one call goes before, uncounted."""
+    call()
+    times = []
+    for _ in range(HOST_REPEATS):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def seconds(call: Callable[[], object]) -> float:

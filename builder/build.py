@@ -26,6 +26,7 @@ from kvseek.engine.config import EngineConfig
 from kvseek.engine.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.engine.errors import ConfigError, KvseekError
 from kvseek.engine.kernels import LIBRARY_FILE
+from kvseek.engine.loading import needs_cpu_library
 from kvseek.engine.manifest import CODEBOOKS_FILE, MANIFEST_FILE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER
 from kvseek.plugins.registry import get_method
@@ -98,10 +99,11 @@ def _write_engine(
 def _write_kernels(
     directory: Path, config: EngineConfig, cuda_archs: Sequence[int], progress: Callable[[int], None]
 ) -> None:
-    """Write the CPU library, or a cubin per architecture: compiled once per source text, not once per engine."""
+    """Write the CPU library, or a cubin per architecture, or both: compiled once per source text, not once per engine."""
     (directory / KERNELS_FOLDER).mkdir()
-    if config.device == "cpu":
+    if needs_cpu_library(config):
         shutil.copyfile(cached_cpu_library(), directory / LIBRARY_FILE)
+    if config.device == "cpu":
         return
     for arch, image in cached_cubins(specialise(config), cuda_archs, progress).items():
         cubin_path(directory, arch).write_bytes(image)

@@ -57,13 +57,14 @@ class BuildOptions:
 
         Method fields are stored with their defaults, so that an engine keeps them when a later version changes one.
         """
+        method = get_method(self.method)
         limits = {"max_seq_len": min(model.max_position_embeddings, DEFAULT_MAX_SEQ_LEN), **self.limits}
         limits.setdefault("max_input_len", limits["max_seq_len"])
         return EngineConfig(
             model=model,
             method=self.method,
-            method_config=dataclasses.asdict(get_method(self.method).configure(self.method_config)),
-            cache=from_dict(CacheConfig, self.cache, "cache"),
+            method_config=dataclasses.asdict(method.configure(self.method_config)),
+            cache=from_dict(CacheConfig, {**method.cache_defaults, **self.cache}, "cache"),
             dtype=self.dtype,
             device=self.device,
             kernels=self.kernels,
@@ -122,7 +123,9 @@ def _parser() -> argparse.ArgumentParser:
         add(f"--{name}", type=int, default=argparse.SUPPRESS, metavar="N", help=stated)
     add("--force", action="store_true", help="build even if the engine directory is up to date")
     add("--quiet", action="store_true", help="print errors only")
-    _add_fields(parser, "cache", CacheConfig, "four-region cache, sizes in tokens")
+    own = [f"{key} {value} of {name}" for name in METHODS for key, value in get_method(name).cache_defaults.items()]
+    note = f"; other defaults: {', '.join(own)}" if own else ""
+    _add_fields(parser, "cache", CacheConfig, f"four-region cache, sizes in tokens{note}")
     for method in METHODS:
         _add_fields(parser, method, get_method(method).config_class, f"--method {method}")
     return parser

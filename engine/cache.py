@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvseek.plugins.base import LayerRows
+
 from .config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from .errors import CapacityError
 from .memory import ExtentTable, extents_for
@@ -140,12 +142,27 @@ class Cache:
         self.tokens[slot] = tokens
         self.lengths[slot] = self.retrieval_tokens(tokens)
 
-    def write_prompt(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Store a layer's prompt rows, keys and values [G, tokens, D], in window and pool."""
-        sink, n = self.config.sink, self.lengths[slot]
+    def rows_of(self, layer: int) -> LayerRows:
+        """Where the layer's retrieval rows lie, for its index."""
+        pool = self.layer_rows(layer)
+        return LayerRows(pool, pool.data_ptr(), pool.stride(0))
+
+    def write_prompt(self, layer: int, slot: int, keys: Tensor, values: Tensor, order: Tensor | None = None) -> None:
+        """Store a layer's prompt rows, keys and values [G, tokens, D], in window and pool.
+
+        `order` int64 [G, n] is the retrieval token of each place of the pool (Index.arrange); None: token order.
+        """
         rows = torch.stack((keys, values), dim=2)
         self._write_prompt_window(layer, slot, rows)
-        self.extents.write(self.layer_rows(layer), slot, 0, rows[:, sink : sink + n])
+        self.extents.write(self.layer_rows(layer), slot, 0, self._retrieval_rows(slot, rows, order))
+
+    def _retrieval_rows(self, slot: int, rows: Tensor, order: Tensor | None) -> Tensor:
+        """Those of a prompt's rows [G, tokens, 2, D] that go to the pool, [G, n, 2, D] by place."""
+        sink, n = self.config.sink, self.lengths[slot]
+        retrieval = rows[:, sink : sink + n]
+        if order is None:
+            return retrieval
+        return retrieval.gather(1, order[..., None, None].expand_as(retrieval))
 
     def _write_prompt_window(self, layer: int, slot: int, rows: Tensor) -> None:
         """Store those of a prompt's rows [G, tokens, 2, D] that stay in the window."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvseek.plugins.base import LayerRows
 from kvseek.plugins.batch import RequestState
 
 from .cache import Cache, Eviction
@@ -103,6 +104,10 @@ class DeviceCache(Cache):
         d = self.plan.device_layers
         return self.device_rows[:, layer] if layer < d else self.pool.rows[:, layer - d]
 
+    def rows_of(self, layer: int) -> LayerRows:
+        """See Cache.rows_of."""
+        return LayerRows(self.layer_rows(layer), self.rows_pointer(layer), self.extent_stride(layer))
+
     def read_rows(self, layer: int, slot: int, length: int) -> Tensor:
         """Copy of the first `length` retrieval rows, [G, length, 2, D], where they lie. Waits for the device."""
         if self.window.is_cuda:
@@ -134,17 +139,18 @@ class DeviceCache(Cache):
         rows = rows.to(self.window.device).contiguous()
         self._write(layer, rows[None], self.extents.spans(slot, start, start + rows.shape[1]))
 
-    def write_prompt(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Store a layer's prompt rows, keys and values [G, tokens, D], in window and pool.
+    def write_prompt(self, layer: int, slot: int, keys: Tensor, values: Tensor, order: Tensor | None = None) -> None:
+        """See Cache.write_prompt. The arguments may be overwritten after the call.
 
-        The arguments may be overwritten after the call. Rows for the host are copied on a side stream; `finish_prompt`
+        Rows for the host are copied on a side stream; `finish_prompt`
         must come before the rows are read.
         """
-        sink, n = self.config.sink, self.lengths[slot]
+        n = self.lengths[slot]
         self._reclaim(COPIES_IN_FLIGHT - 1)
         rows = torch.stack((keys, values), dim=2)
         self._write_prompt_window(layer, slot, rows)
-        retrieval = rows[None, :, sink : sink + n]
+        rows = self._retrieval_rows(slot, rows, order)
+        retrieval = rows[None]
         spans = self.extents.spans(slot, 0, n)
         if layer < self.plan.device_layers:
             self._write(layer, retrieval, spans)

@@ -224,10 +224,10 @@ class DeviceDecoder(Decoder):
         window = self.cache.window[number]
         queries = self.ops.rope_append(qkv, batch, rotation, window, layer.q_norm, layer.k_norm)
         mark("rope")
-        selected = self.indexes[number].launch_select(queries, batch)
+        index = self.indexes[number]
+        selection = index.launch_select(queries, batch)
         mark("select")
-        pointer, stride = self.cache.rows_pointer(number), self.cache.extent_stride(number)
-        out = self.attentions[number].launch(queries, batch, window, pointer, stride, selected)
+        out = index.launch_attend(queries, batch, window, selection, self.attentions[number])
         mark("attend")
         attended = F.linear(out.flatten(1), layer.o, layer.o_bias)
         mark("o")
@@ -275,8 +275,9 @@ def make_attentions(
     attentions: list[DeviceAttention] = []
     scratch: dict[int, AttentionScratch] = {}  # layers that select alike take turns in one
     for layer, index in enumerate(indexes):
-        selected = index.launch_select(queries, batch)
-        entries = 0 if selected is None else selected.shape[2]
+        selection = index.launch_select(queries, batch)
+        entries = 0 if selection is None else selection.rows.shape[2]
+        stored = selection is not None and selection.store is not None  # the method keeps rows itself
         attentions.append(
             DeviceAttention(
                 kernels,
@@ -291,7 +292,7 @@ def make_attentions(
                 max_batch=buckets_for(config.max_batch_size)[-1],
                 scaling=model.head_dim**-0.5,
                 device=table.device,
-                hot_rows=layer >= hot_from,
+                hot_rows=layer >= hot_from and not stored,
                 scratch=scratch.get(entries),
             )
         )

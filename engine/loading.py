@@ -39,13 +39,21 @@ def load_decoder(directory: Path, config: EngineConfig) -> Decoder:
     return (_load_cuda if config.device == "cuda" else _load_cpu)(directory, config, codebooks)
 
 
+def needs_cpu_library(config: EngineConfig) -> bool:
+    """Whether an engine calls compiled code of the CPU: with native kernels on the CPU, or if the method's GPU index does."""
+    if config.device == "cuda":
+        method = get_method(config.method)
+        return method.needs_cpu_library(method.configure(config.method_config))
+    return config.kernels == "native"
+
+
 def _load_cpu(directory: Path, config: EngineConfig, codebooks: dict[str, Tensor]) -> Decoder:
     device, dtype = torch.device("cpu"), getattr(torch, config.dtype)
     if not bfloat16.usable() and dtype is torch.bfloat16:
         raise KvseekError(
             "dtype = 'bfloat16': this processor cannot multiply it; build the engine with --dtype float32"
         )
-    library = CpuLibrary(directory / LIBRARY_FILE) if config.kernels == "native" else None
+    library = CpuLibrary(directory / LIBRARY_FILE) if needs_cpu_library(config) else None
     cache = Cache(config, dtype, device)
     indexes = create_indexes(config, cache, codebooks, library)
     weights = load_weights(directory, dtype, device)
@@ -60,10 +68,11 @@ def _load_cuda(directory: Path, config: EngineConfig, codebooks: dict[str, Tenso
     kernels = CudaKernels.load(directory)
     device, dtype = kernels.device, getattr(torch, config.dtype)
     try:
+        library = CpuLibrary(directory / LIBRARY_FILE) if needs_cpu_library(config) else None
         weights = load_weights(directory, dtype, device)
-        plan = plan_device_memory(config, weights, codebooks, kernels)
+        plan = plan_device_memory(config, weights, codebooks, kernels, library)
         cache = DeviceCache(config, dtype, device, plan.device_row_bytes)
-        indexes = device_indexes(create_indexes(config, cache, codebooks, None, kernels))
+        indexes = device_indexes(create_indexes(config, cache, codebooks, library, kernels))
         decoder = DeviceDecoder(config, weights, cache, indexes, kernels)
         decoder.prepare()
     except torch.OutOfMemoryError as error:
@@ -87,7 +96,10 @@ def create_indexes(
     window = cache.window
     contexts = _contexts(config, cache.extents, cache.lengths, window.dtype, window.device, codebooks, library, cuda)
     method = get_method(config.method)
-    return [method.create(context) for context in contexts]
+    indexes = [method.create(context) for context in contexts]
+    for layer, index in enumerate(indexes):
+        index.bind(cache.rows_of(layer))
+    return indexes
 
 
 def _contexts(
@@ -160,7 +172,11 @@ def methods_for_device(context: IndexContext) -> list[str]:
 
 
 def plan_device_memory(
-    config: EngineConfig, weights: dict[str, Tensor], codebooks: dict[str, Tensor], kernels: CudaKernels
+    config: EngineConfig,
+    weights: dict[str, Tensor],
+    codebooks: dict[str, Tensor],
+    kernels: CudaKernels,
+    library: CpuLibrary | None = None,
 ) -> MemoryPlan:
     """Divide what the GPU has free, the loaded weights included; raises CapacityError with the bytes of each part.
 
@@ -170,7 +186,7 @@ def plan_device_memory(
     from .work_space import work_bytes
 
     device, dtype = kernels.device, getattr(torch, config.dtype)
-    one, two = (_index_bytes(config, dtype, codebooks, kernels, capacity) for capacity in (1, 2))
+    one, two = (_index_bytes(config, dtype, codebooks, kernels, library, capacity) for capacity in (1, 2))
     per_extent = two - one
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
@@ -186,7 +202,12 @@ def plan_device_memory(
 
 
 def _index_bytes(
-    config: EngineConfig, dtype: torch.dtype, codebooks: dict[str, Tensor], kernels: CudaKernels, capacity: int
+    config: EngineConfig,
+    dtype: torch.dtype,
+    codebooks: dict[str, Tensor],
+    kernels: CudaKernels,
+    library: CpuLibrary | None,
+    capacity: int,
 ) -> int:
     """Bytes of the indexes and attentions of all layers for a pool of `capacity` extents."""
     from .device_decoder import make_attentions
@@ -195,7 +216,7 @@ def _index_bytes(
     gc.collect()  # indexes of one engine refer to each other
     before = torch.cuda.memory_allocated(device)
     extents = ExtentTable(slots, extents_for(config.max_seq_len), capacity, device)
-    contexts = _contexts(config, extents, [0] * slots, dtype, device, codebooks, None, kernels)
+    contexts = _contexts(config, extents, [0] * slots, dtype, device, codebooks, library, kernels)
     method = get_method(config.method)
     indexes = device_indexes([method.create(context) for context in contexts])
     attentions = make_attentions(config, kernels, indexes, extents.device_table, dtype)

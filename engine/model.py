@@ -71,6 +71,8 @@ class Decoder:
         Yields the share of the work done after each unit; returns the last token's logits, float32 [vocabulary].
         """
         n, chunk = len(prompt_ids), self.config.prefill_chunk_tokens
+        for index in self.indexes:
+            index.forget(slot)
         self.cache.begin_prefill(slot, n)
         hidden = self._embed(prompt_ids)
         units, done = len(self.layers) * -(-n // chunk), 0
@@ -88,6 +90,8 @@ class Decoder:
                     self._store_layer(number, slot, keys, values, torch.cat(last, dim=1)[:, -LAST_QUERIES:])
                 yield done / units
             del keys, values, last  # before the next layer allocates its own
+        for index in self.indexes:
+            index.finish_build(slot)
         return self._logits(hidden[-1:])[0]
 
     def _embed(self, ids: Sequence[int]) -> Tensor:
@@ -108,9 +112,13 @@ class Decoder:
         return q[:, wanted:]
 
     def _store_layer(self, number: int, slot: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        self.cache.write_prompt(number, slot, keys, values)
-        sink, length = self.cache.config.sink, self.cache.lengths[slot]
-        self.indexes[number].build(slot, keys[:, sink : sink + length], queries)
+        index, sink, length = self.indexes[number], self.cache.config.sink, self.cache.lengths[slot]
+        retrieval = keys[:, sink : sink + length]
+        order = index.arrange(slot, retrieval, queries)
+        self.cache.write_prompt(number, slot, keys, values, order)
+        if order is not None:
+            retrieval = retrieval.gather(1, order[..., None].expand_as(retrieval))
+        index.build(slot, retrieval, queries)
 
     @torch.inference_mode()
     def decode_tokens(

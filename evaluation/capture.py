@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvseek.builder.checkpoint import open_checkpoint
@@ -56,6 +58,40 @@ def token_ids(tokenizer: Any, text: str, tokens: int) -> list[int]:
     if len(ids) < tokens:
         raise ConfigError(f"tokens = {tokens}: must be <= {len(ids)}, the length of the text; pass a longer --text")
     return ids[:tokens]
+
+
+def cached_capture(model: Path, text: Path, tokens: int, queries: int, folder: Path) -> list[CapturedLayer]:
+    """`capture` of a model on the first tokens of a text, kept in `folder`: minutes the first time, seconds after that.
+
+    Files are named by a hash of the text, the model's name and size, and the counts; delete them if the model changes
+    under the same name and size. Raises ConfigError as `load_model` and `token_ids` do.
+    """
+    content = text.read_text(encoding="utf-8")
+    size = model.stat().st_size if model.is_file() else 0
+    identity = repr((model.resolve().name, size, tokens, queries, content))
+    path = folder / f"{model.stem}-{tokens}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}.safetensors"
+    if not path.exists():
+        loaded, tokenizer = load_model(model)
+        layers = capture(loaded, token_ids(tokenizer, content, tokens), queries)
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        save_file(_as_tensors(layers), part)
+        part.replace(path)
+    tensors = load_file(path)
+    return [
+        CapturedLayer(
+            tensors[f"{number}.keys"], tensors[f"{number}.queries"], float(tensors[f"{number}.scaling"].item())
+        )
+        for number in range(len(tensors) // 3)
+    ]
+
+
+def _as_tensors(layers: list[CapturedLayer]) -> dict[str, Tensor]:
+    tensors = {}
+    for number, layer in enumerate(layers):
+        tensors[f"{number}.keys"], tensors[f"{number}.queries"] = layer.keys.contiguous(), layer.queries.contiguous()
+        tensors[f"{number}.scaling"] = torch.tensor(layer.scaling, dtype=torch.float64)
+    return tensors
 
 
 @torch.inference_mode()

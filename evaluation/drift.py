@@ -1,6 +1,6 @@
 """Does retrieval get worse as a request generates on and on? Recall and memory by step of one long generation.
 
-    python evaluation/drift.py --engine_dir PARISKV --text FILE --prompt_tokens 4096 --steps 10000 --every 50 --follow
+    python evaluation/drift.py --engine_dir DIR --text FILE --prompt_tokens 4096 --steps 10000 --every 50 --follow
 
 Keys that are generated are indexed as they leave the window, long after the prompt's. Every so many steps the rows that
 a few layers selected are compared with the exact top k of the same query over the true keys, which come from the row
@@ -32,7 +32,7 @@ from kvseek.engine.errors import ConfigError, KvseekError
 from kvseek.engine.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.sampling import Sampler
 from kvseek.evaluation.overhear import Listener
-from kvseek.evaluation.selection_quality import Quality, compare_fresh, measure
+from kvseek.evaluation.selection_quality import Quality, compare_fresh, group_reduction, measure
 from kvseek.plugins.registry import get_method
 
 SPAN = 1000  # steps whose figures are averaged
@@ -85,7 +85,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10_000, help="tokens to generate; end tokens do not end it")
     parser.add_argument("--follow", action="store_true", help="feed the document's next tokens, not those drawn")
     parser.add_argument("--every", type=int, default=50, help="steps between two measurements")
-    parser.add_argument("--layers", help="comma list; the first, the middle and the last if left out")
+    parser.add_argument("--layers", help="comma list; the first that selects, the middle and the last if left out")
     parser.add_argument("--temperature", type=float, default=1.0, help="1 keeps the model out of loops")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads; torch's choice if left out")
@@ -98,10 +98,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def chosen_layers(text: str | None, num_layers: int) -> list[int]:
-    """Layers to measure; raises ConfigError."""
+def chosen_layers(text: str | None, num_layers: int, dense: int = 0) -> list[int]:
+    """Layers to measure, the first behind the `dense` ones if left open; raises ConfigError."""
     if text is None:
-        return sorted({0, num_layers // 2, num_layers - 1})
+        return sorted({min(dense, num_layers - 1), max(dense, num_layers // 2) % num_layers, num_layers - 1})
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) < num_layers for part in parts):
         raise ConfigError(f"--layers = {text!r}: must be a comma list of layers below {num_layers}, or left out")
@@ -128,25 +128,27 @@ def document(arguments: argparse.Namespace, engine: Engine) -> tuple[int, ...]:
 
 
 def selection_settings(engine: Engine) -> tuple[int, str]:
-    """top_k and group_reduce of the engine's method; raises ConfigError for one that has no such fields."""
+    """Rows kept and group reduction of the engine's method; raises ConfigError for one that keeps no number of rows."""
     settings = get_method(engine.config.method).configure(engine.config.method_config)
-    names = {field.name for field in dataclasses.fields(settings)}
-    if not {"top_k", "group_reduce"} <= names:
-        raise ConfigError(f"--engine_dir: method {engine.config.method!r}: must have fields top_k and group_reduce")
-    return settings.top_k, settings.group_reduce
+    if not any(field.name == "top_k" for field in dataclasses.fields(settings)):
+        raise ConfigError(f"--engine_dir: method {engine.config.method!r}: must have a field top_k; use another engine")
+    return settings.top_k, group_reduction(settings)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Generate and measure; the JSON-able report."""
     engine = Engine.load(arguments.engine_dir, arguments.threads)
     top_k, group_reduce = selection_settings(engine)
-    layers = chosen_layers(arguments.layers, engine.config.model.num_layers)
+    dense = getattr(get_method(engine.config.method).configure(engine.config.method_config), "dense_layers", 0)
+    layers = chosen_layers(arguments.layers, engine.config.model.num_layers, dense)
     listener = Listener(engine, layers)
     request = submit(engine, arguments, document(arguments, engine))
     samples: list[Sample] = []
     fresh: list[dict[str, Any]] = []
     step = 0
     while step < arguments.steps:
+        if (step + 1) % arguments.every == 0:
+            listener.expect()
         for output in engine.step():
             step += counts(output)
             if counts(output) and step % arguments.every == 0 and output.attended_tokens < output.cached_tokens:

@@ -1,6 +1,6 @@
 """Accuracy on the needle tasks: kvseek engines generate the answers, as they would be served.
 
-    python evaluation/needle.py --needle ../shared/needle --engine_dir FULL --engine_dir PARISKV --lengths 4096,16384
+    python evaluation/needle.py --needle ../shared/needle --engine_dir FULL --engine_dir OTHER --lengths 4096,16384
 
 Questions and scores are those of the needle folder's tasks.py. What a method loses against full attention on them is
 retrieval error: the answers cannot be guessed.
@@ -20,10 +20,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kvseek.benchmarks.machine import describe
+from kvseek.benchmarks.output import write_result
+from kvseek.engine.config import EngineConfig
 from kvseek.engine.engine import Engine
 from kvseek.engine.errors import ConfigError, KvseekError
 from kvseek.engine.request import FinishReason, Request
 from kvseek.evaluation.long_dialogue import make_long_dialogue
+from kvseek.plugins.registry import get_method
 
 FIRST_SEED = 10**6  # as the needle folder's own evaluation: its training drew other seeds
 ROUNDS = 8  # of a multi_turn dialogue in the needle folder
@@ -172,9 +176,21 @@ def percent(values: Sequence[float]) -> float:
 
 
 def engine_names(directories: Sequence[Path], engines: Sequence[Engine]) -> list[str]:
-    """What to call each engine: its method, or its directory where methods repeat."""
+    """What to call each engine: its method; with the settings that differ where methods repeat, or else its directory."""
     methods = [engine.config.method for engine in engines]
-    return methods if len(set(methods)) == len(methods) else [str(directory) for directory in directories]
+    names = [
+        method if methods.count(method) == 1 else described(engine.config)
+        for method, engine in zip(methods, engines, strict=True)
+    ]
+    return names if len(set(names)) == len(names) else [str(directory) for directory in directories]
+
+
+def described(config: EngineConfig) -> str:
+    """A method with its settings that are not the defaults."""
+    method = get_method(config.method)
+    settings, defaults = (dataclasses.asdict(method.configure(values)) for values in (config.method_config, {}))
+    changed = [f"{name}={value}" for name, value in settings.items() if value != defaults[name]]
+    return " ".join([config.method, *changed])
 
 
 def print_table(cells: Sequence[Cell], names: Sequence[str]) -> None:
@@ -219,6 +235,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of a multi_turn dialogue; 8 asks the folder's own")
     parser.add_argument("--threads", type=int, help="CPU threads; torch's choice if left out")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    parser.add_argument("--output", type=Path, help="write the JSON to this file too, after every task")
     return parser.parse_args(argv)
 
 
@@ -238,19 +255,23 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--lengths = {arguments.lengths!r}: must be a comma list of lengths >= 256; try 4096")
     engines = [Engine.load(directory, arguments.threads) for directory in arguments.engine_dir]
     names = engine_names(arguments.engine_dir, engines)
-    cells = []
+    configs = {name: dataclasses.asdict(engine.config) for name, engine in zip(names, engines, strict=True)}
+    head = {"evaluation": "needle", "machine": describe(), "rounds": arguments.rounds, "engines": configs}
+    cells: list[Cell] = []
     for length in map(int, lengths):
         for task in chosen:
             for name, engine in zip(names, engines, strict=True):
                 cell = evaluate(engine, name, tasks, task, length, arguments.n, arguments.rounds)
                 cells.append(cell)
                 print(f"{task} {length} {name}: exact {cell.exact:.1f} ({cell.seconds:.0f} s)", file=sys.stderr)
-    return {
-        "evaluation": "needle",
-        "rounds": arguments.rounds,
-        "engines": {name: dataclasses.asdict(engine.config) for name, engine in zip(names, engines, strict=True)},
-        "cells": cells,
-    }
+            if arguments.output:
+                write_result(arguments.output, jsonable({**head, "cells": cells}))
+    return {**head, "cells": cells}
+
+
+def jsonable(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with its cells as dictionaries."""
+    return {**document, "cells": [dataclasses.asdict(cell) for cell in document["cells"]]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -262,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if arguments.json:
-        print(json.dumps({**document, "cells": [dataclasses.asdict(cell) for cell in document["cells"]]}, indent=2))
+        print(json.dumps(jsonable(document), indent=2))
     else:
         print_table(document["cells"], list(document["engines"]))
     return 0

@@ -1,14 +1,19 @@
-"""How well does retrieval keep what attention needs? Measured on real queries and keys, layer by layer.
+"""How much of the attention do the rows that a method keeps hold? Measured on a model's own queries and keys.
 
-    python evaluation/recall.py --model PATH --text FILE --tokens 8192 --queries 32 [--json]
+    python evaluation/recall.py --model PATH --text FILE --methods NAME,NAME:field=value --budget 1024 --context 8192
 
-The retrieval region is what lies between the sink and the local window; the queries are those of the last positions.
-Per layer and group reduction:
+All but the last --queries tokens are the prompt, whose index is built as the engine builds it; the last ones are decode
+steps, one after another. Of the budget, the sink and the local window of the method's cache are taken off; the rest are
+rows that it may keep per KV head (its field top_k), unless the method is named with a top_k of its own. `flat`, exact top
+rows, keeps as many under the same window. Per layer, and on average over all layers, dense ones included:
 
-recall      share of the exact top k (by the same group reduction) that was selected
-mass        share of the region's true softmax mass in the selected rows, mean over query heads and queries
-flat mass   the same for the exact top k
-error       ‖estimated - exact scores‖ / ‖exact scores‖ over the whole region, with α correction and without
+mass        attention recall (PRKV paper, eq. 3): share of the true softmax mass, all tokens counted, on window and
+            selected rows; mean over query heads and decode steps
+flat mass   the same for exact top rows; `ratio` is mass / flat mass
+window      the same for the window alone
+recall      share of the exact top rows that were selected
+
+A layer that a method attends to densely counts with all of its mass; `selecting` is the ratio over the other layers.
 """
 
 from __future__ import annotations
@@ -16,185 +21,259 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvseek.benchmarks.output import show
-from kvseek.engine.errors import KvseekError
-from kvseek.engine.memory import ExtentTable, extents_for
-from kvseek.evaluation.capture import CapturedLayer, capture, load_model, token_ids
-from kvseek.plugins.base import IndexContext
-from kvseek.plugins.common.group import GROUP_REDUCTIONS
+from kvseek.benchmarks.machine import describe
+from kvseek.benchmarks.output import show, write_result
+from kvseek.benchmarks.variants import Variant, parse_variants
+from kvseek.engine.errors import ConfigError, KvseekError
+from kvseek.engine.kernels import CpuLibrary
+from kvseek.engine.model import LAST_QUERIES
+from kvseek.evaluation.capture import CapturedLayer, cached_capture
+from kvseek.evaluation.replay import Replay
 from kvseek.plugins.flat.method import exact_top_k
-from kvseek.plugins.pariskv.codebook import build_codebooks, rotate
-from kvseek.plugins.pariskv.config import Config
-from kvseek.plugins.pariskv.reference import ReferenceIndex, estimate_scores
+from kvseek.plugins.registry import METHODS, get_method
 
-SINK, LOCAL = 64, 256
+CAPTURES = Path(".cache/captures")
+EXACT_REDUCTION = "softmax_mean"  # how the heads of a group agree on the exact top rows (plugins/common/group.py)
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One layer under one group reduction; shares in 0..1."""
+    """One layer of one method; shares in 0..1, rows per KV head."""
 
+    method: str
     layer: int
-    group_reduce: str
-    recall: float
+    rows: float
+    dense: bool  # every row was attended to
     mass: float
     flat_mass: float
+    window_mass: float
+    recall: float
 
     @property
-    def mass_ratio(self) -> float:
-        """Mass kept, relative to the exact top k."""
+    def ratio(self) -> float:
+        """Mass kept, relative to exact top rows."""
         return self.mass / self.flat_mass
 
 
-@dataclass(frozen=True)
-class Error:
-    """Relative error of the 4-bit estimate of q·k in one layer."""
-
-    layer: int
-    corrected: float
-    uncorrected: float
-
-
-def retrieval_region(layer: CapturedLayer) -> Tensor:
-    """Keys between sink and local window, [G, n, D]."""
-    return layer.keys[:, SINK : layer.keys.shape[1] - LOCAL]
+def rows_to_keep(variant: Variant, budget: int) -> int:
+    """Rows per KV head: the variant's own top_k, or what the budget leaves beside its window; raises ConfigError."""
+    if not any(field.name == "top_k" for field in dataclasses.fields(variant.settings)):
+        raise ConfigError(f"--methods: {variant.label!r}: must be a method with a field top_k; leave it out")
+    window = variant.cache.sink + variant.cache.local
+    if budget <= window:
+        raise ConfigError(
+            f"--budget = {budget}: must exceed the window of {variant.label!r}, {window} tokens; raise it"
+        )
+    return int(variant.with_fields(top_k=budget - window).settings.top_k)
 
 
-def make_index(layer: CapturedLayer, config: Config) -> ReferenceIndex:
-    """Index of the layer's retrieval region, in slot 0."""
-    keys = retrieval_region(layer)
-    (kv_heads, n, dim), heads = keys.shape, layer.queries.shape[0]
-    extents = ExtentTable(1, extents_for(n), extents_for(n))
-    extents.reserve(0, n)
-    books = build_codebooks(config, dim)
-    device, dtype = keys.device, keys.dtype
-    context = IndexContext(
-        0, heads, kv_heads, dim, layer.scaling, config, books, extents, [n], dtype, device, library=None
-    )
-    index = ReferenceIndex(context)
-    index.build(0, keys, layer.queries)
-    return index
+@torch.inference_mode()
+def measure_layer(
+    number: int, layer: CapturedLayer, steps: int, variant: Variant, library: CpuLibrary | None = None
+) -> Measure:
+    """One layer over its last `steps` queries; the variant's settings say how many rows are kept."""
+    replay = Replay(layer, number, steps, variant, library)
+    chosen, found = [], []
+    queries = layer.queries[:, -steps:]
+    for step in range(steps):
+        query = queries[:, step].contiguous()
+        tokens = replay.step(query)
+        grouped = query.view(tokens.shape[0], -1, query.shape[1])
+        exact = exact_top_k(grouped, replay.region, variant.settings.top_k, EXACT_REDUCTION, replay.scaling)
+        chosen.append(tokens.sum(dim=1).float().mean())
+        best = torch.zeros_like(tokens).scatter_(1, exact, True)
+        found.append(torch.stack([*masses(replay, grouped, step, tokens, best), (tokens & best).sum() / best.sum()]))
+    mass, flat_mass, window, recall = torch.stack(found).mean(dim=0).tolist()
+    rows = float(torch.stack(chosen).mean())
+    return Measure(variant.label, number, rows, rows == replay.length, mass, flat_mass, window, recall)
 
 
-def measure_layer(number: int, layer: CapturedLayer, config: Config) -> Measure:
-    """Recall and mass of one layer, averaged over its queries."""
-    keys = retrieval_region(layer)
-    queries = layer.queries.transpose(0, 1).contiguous()
-    selection = make_index(layer, config).select(queries, [0] * queries.shape[0])
-    found, mass, flat_mass = [], [], []
-    for request, query in enumerate(queries):
-        grouped = query.reshape(keys.shape[0], -1, keys.shape[2])
-        exact = exact_top_k(grouped, keys, config.top_k, config.group_reduce, layer.scaling)
-        chosen = selection.rows[request].long()
-        weights = (grouped @ keys.transpose(1, 2) * layer.scaling).softmax(dim=-1)
-        found.append(_membership(chosen, keys.shape[1]).gather(1, exact).float().mean())
-        mass.append(_mass(weights, chosen))
-        flat_mass.append(_mass(weights, exact))
-    means = (torch.stack(values).mean().item() for values in (found, mass, flat_mass))
-    return Measure(number, config.group_reduce, *means)
+def masses(replay: Replay, grouped: Tensor, step: int, chosen: Tensor, exact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Shares of a decode step's softmax mass on window and chosen tokens, window and exact top rows, window alone.
+
+    Parameters
+    ----------
+    grouped : Tensor [G, g, D]
+        The step's queries.
+    chosen, exact : Tensor, bool [G, n]
+        Tokens of the retrieval region.
+    """
+    keys = replay.layer.keys[:, : replay.prompt + step + 1]  # a query attends to its own token, and to none after it
+    weights = (grouped @ keys.transpose(1, 2) * replay.scaling).softmax(dim=-1)
+    sink = replay.cache.sink
+    region = weights[:, :, sink : sink + replay.length]
+    window = 1 - region.sum(dim=-1).mean()
+    on_chosen, on_exact = ((region * part[:, None]).sum(dim=-1).mean() for part in (chosen, exact))
+    return window + on_chosen, window + on_exact, window
 
 
-def _membership(rows: Tensor, n: int) -> Tensor:
-    """Which of n positions are among rows [G, k]: bool [G, n]."""
-    return torch.zeros(rows.shape[0], n, dtype=torch.bool).scatter_(1, rows, True)
+def measure_methods(
+    layers: Sequence[CapturedLayer],
+    variants: Sequence[Variant],
+    budget: int,
+    steps: int,
+    library: CpuLibrary | None,
+    only: Sequence[int] | None = None,
+) -> list[dict[str, Any]]:
+    """Every variant over all layers, or some; JSON-able, with the means over the layers that select."""
+    numbers = range(len(layers)) if only is None else only
+    results = []
+    for variant in variants:
+        sized = variant.with_fields(top_k=rows_to_keep(variant, budget))
+        measures = []
+        for number in numbers:
+            measures.append(measure_layer(number, layers[number], steps, sized, library))
+            print(f"{variant.label} layer {number}: ratio {measures[-1].ratio:.3f}", file=sys.stderr, flush=True)
+        results.append(
+            {
+                "method": variant.label,
+                "top_k": sized.settings.top_k,
+                "sink": sized.cache.sink,
+                "local": sized.cache.local,
+                "settings": dataclasses.asdict(sized.settings),
+                **means(measures),
+                "layers": [{**dataclasses.asdict(one), "ratio": one.ratio} for one in measures],
+            }
+        )
+    return results
 
 
-def _mass(weights: Tensor, rows: Tensor) -> Tensor:
-    """Share of softmax weights [G, g, n] on rows [G, k], mean over query heads."""
-    return weights.gather(2, rows[:, None].expand(-1, weights.shape[1], -1)).sum(dim=-1).mean()
-
-
-def estimate_error(number: int, layer: CapturedLayer) -> Error:
-    """Relative error of the estimate over all keys of the region, all query heads and queries."""
-    errors = []
-    keys = retrieval_region(layer)
-    grouped = layer.queries.reshape(keys.shape[0], -1, keys.shape[2])
-    exact = grouped @ keys.transpose(1, 2)
-    for corrected in (True, False):
-        index = make_index(layer, Config(alpha_correction=corrected))
-        _, codes, weights = index.encode(keys)
-        estimate = estimate_scores(rotate(grouped, index.signs), codes, weights, index.levels)
-        errors.append(((estimate - exact).norm() / exact.norm()).item())
-    return Error(number, *errors)
-
-
-def run(layers: list[CapturedLayer], config: Config) -> dict[str, object]:
-    """Measure all layers under every group reduction; a JSON-able report."""
-    measures = [
-        measure_layer(number, layer, dataclasses.replace(config, group_reduce=reduction))
-        for number, layer in enumerate(layers)
-        for reduction in GROUP_REDUCTIONS
-    ]
-    errors = [estimate_error(number, layer) for number, layer in enumerate(layers)]
+def means(measures: Sequence[Measure]) -> dict[str, Any]:
+    """Means over layers; `ratio` is that of the mean masses, `selecting` the same over layers that select (or None)."""
+    names = ("mass", "flat_mass", "window_mass", "recall", "rows")
+    found: dict[str, Any] = {name: sum(getattr(one, name) for one in measures) / len(measures) for name in names}
+    sparse = [one for one in measures if not one.dense]
+    kept, best = (sum(getattr(one, name) for one in sparse) for name in ("mass", "flat_mass"))
     return {
-        "retrieval_tokens": retrieval_region(layers[0]).shape[1],
-        "queries": layers[0].queries.shape[1],
-        "top_k": config.top_k,
-        "averages": {name: _average([m for m in measures if m.group_reduce == name]) for name in GROUP_REDUCTIONS},
-        "error": sum(e.corrected for e in errors) / len(errors),
-        "error_without_alpha": sum(e.uncorrected for e in errors) / len(errors),
-        "layers": [{**dataclasses.asdict(m), "mass_ratio": m.mass_ratio} for m in measures],
-        "errors": [dataclasses.asdict(e) for e in errors],
+        **found,
+        "ratio": found["mass"] / found["flat_mass"],
+        "selecting": kept / best if sparse else None,
+        "worst_layer": min(measures, key=lambda one: one.ratio).layer,
     }
 
 
-def _average(measures: list[Measure]) -> dict[str, float]:
-    fields = ("recall", "mass", "flat_mass")
-    means = {name: sum(getattr(m, name) for m in measures) / len(measures) for name in fields}
-    return {**means, "mass_ratio": means["mass"] / means["flat_mass"]}
-
-
-def print_report(report: dict[str, object]) -> None:
-    """Print `run`'s report as tables."""
+def print_report(report: dict[str, Any]) -> None:
+    """Print a row for each method and, if asked for, the ratios of every layer."""
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=100)
-    console.print(f"{report['retrieval_tokens']} retrieval tokens, {report['queries']} queries, top {report['top_k']}")
-    table = Table("layer", "group_reduce", "recall", "mass", "flat mass", "ratio")
-    fields = ("recall", "mass", "flat_mass", "mass_ratio")
-    for row in report["layers"]:  # type: ignore[attr-defined]
-        table.add_row(str(row["layer"]), row["group_reduce"], *(f"{row[name]:.3f}" for name in fields))
-    table.add_section()
-    for reduction, row in report["averages"].items():  # type: ignore[attr-defined]
-        table.add_row("mean", reduction, *(f"{row[name]:.3f}" for name in fields))
+    console = Console()
+    console.width = max(console.width, 110)
+    table = Table(title=f"{report['model']}, {report['context']:,} tokens, {report['queries']} decode steps")
+    for heading in (
+        "method",
+        "rows",
+        "window",
+        "mass",
+        "flat mass",
+        "ratio",
+        "selecting",
+        "window alone",
+        "recall",
+        "worst",
+    ):
+        table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
+    for entry in report["results"]:
+        shares = (entry[name] for name in ("mass", "flat_mass", "ratio", "selecting", "window_mass", "recall"))
+        table.add_row(
+            entry["method"],
+            str(entry["top_k"]),
+            f"{entry['sink']} + {entry['local']}",
+            *("" if share is None else f"{share:.3f}" for share in shares),
+            str(entry["worst_layer"]),
+        )
     console.print(table)
-    errors = Table("layer", "estimate error", "without alpha")
-    for row in report["errors"]:  # type: ignore[attr-defined]
-        errors.add_row(str(row["layer"]), f"{row['corrected']:.2%}", f"{row['uncorrected']:.2%}")
-    errors.add_section()
-    errors.add_row("mean", f"{report['error']:.2%}", f"{report['error_without_alpha']:.2%}")
-    console.print(errors)
+    if report["per_layer"]:
+        _print_layers(
+            console, Table("layer", title="mass / flat mass by layer; dense layers attend to everything"), report
+        )
+
+
+def _print_layers(console: Any, table: Any, report: dict[str, Any]) -> None:
+    for entry in report["results"]:
+        table.add_column(entry["method"], justify="right", no_wrap=True)
+    for rows in zip(*(entry["layers"] for entry in report["results"]), strict=True):
+        cells = ("dense" if row["dense"] else f"{row['mass']:.3f} {row['ratio']:.3f}" for row in rows)
+        table.add_row(str(rows[0]["layer"]), *cells)
+    console.print(table)
+
+
+def selecting_methods() -> str:
+    """Comma list of the registered methods that keep a number of rows."""
+    return ",".join(
+        name for name in METHODS if "top_k" in {f.name for f in dataclasses.fields(get_method(name).config_class)}
+    )
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(description="Recall and softmax mass kept by pariskv on a model's own keys.")
-    result.add_argument("--model", type=Path, required=True, help="Hugging Face directory or .gguf file")
-    result.add_argument("--text", type=Path, required=True, help="UTF-8 text, at least --tokens tokens long")
-    result.add_argument("--tokens", type=int, default=8192)
-    result.add_argument("--queries", type=int, default=32, help="last positions whose queries are measured")
-    result.add_argument("--top_k", type=int, default=Config().top_k)
-    result.add_argument("--json", action="store_true", help="print the report as JSON")
+    result = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = result.add_argument
+    add("--model", type=Path, required=True, help="Hugging Face directory or .gguf file")
+    add("--text", type=Path, required=True, help="UTF-8 text, at least --context tokens long")
+    add("--methods", default=selecting_methods(), help="comma list; NAME:field=value sets fields")
+    add("--budget", type=int, default=1024, help="tokens attended to per KV head, window included")
+    add("--context", type=int, default=8192, help="tokens, the decode steps' included")
+    add("--queries", type=int, default=32, help="last positions, which stand for decode steps")
+    add("--layers", help="comma list; all if left out")
+    add(
+        "--kernels", choices=("reference", "native"), default="reference", help="what selects: PyTorch or compiled code"
+    )
+    add("--captures", type=Path, default=CAPTURES, help="folder that keeps what was captured")
+    add("--per_layer", action="store_true", help="print every layer's figures")
+    add("--json", action="store_true", help="print the report as JSON")
+    add("--output", type=Path, help="write the JSON to this file too")
     return result
+
+
+def chosen_layers(text: str | None, layers: int) -> list[int] | None:
+    """Layers of a comma list; raises ConfigError."""
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) < layers for part in parts):
+        raise ConfigError(f"--layers = {text!r}: must be a comma list of layers below {layers}; or leave it out")
+    return [int(part) for part in parts]
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Capture, or read what was captured, and measure; the JSON-able report."""
+    variants = parse_variants(options.methods)
+    for variant in variants:
+        rows_to_keep(variant, options.budget)
+    library = None
+    if options.kernels == "native":
+        from kvseek.builder.compile import cached_cpu_library
+
+        library = CpuLibrary(cached_cpu_library())
+    wanted = min(options.context, LAST_QUERIES + options.queries)
+    layers = cached_capture(options.model, options.text, options.context, wanted, options.captures)
+    only = chosen_layers(options.layers, len(layers))
+    return {
+        "evaluation": "recall",
+        "machine": describe(),
+        "model": options.model.name,
+        "text": options.text.name,
+        **{name: getattr(options, name) for name in ("context", "queries", "budget", "kernels", "per_layer")},
+        "results": measure_methods(layers, variants, options.budget, options.queries, library, only),
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    options = parser().parse_args(arguments)
-    if not 0 < options.queries <= LOCAL or options.tokens < SINK + LOCAL + options.top_k:
-        least = SINK + LOCAL + options.top_k
-        parser().error(f"--queries must be in 1..{LOCAL} and --tokens at least {least} (sink, local window, top_k)")
     try:
-        model, tokenizer = load_model(options.model)
-        ids = token_ids(tokenizer, options.text.read_text(encoding="utf-8"), options.tokens)
-        report = run(capture(model, ids, options.queries), Config(top_k=options.top_k))
+        options = parser().parse_args(arguments)
+        report = run(options)
+        if options.output:
+            write_result(options.output, report)
     except (KvseekError, OSError) as error:
         print(f"recall: {error}", file=sys.stderr)
         return 1

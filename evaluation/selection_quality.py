@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvseek.engine.config import EXTENT_TOKENS
 from kvseek.engine.memory import ExtentTable, extents_for
-from kvseek.evaluation.overhear import Heard, recall_of
-from kvseek.plugins.base import Index
+from kvseek.evaluation.overhear import Heard, recall_of, single_rows
+from kvseek.plugins.base import Index, LayerRows
 from kvseek.plugins.flat.method import exact_top_k
 from kvseek.plugins.registry import get_method
 
@@ -31,6 +33,11 @@ class FreshQuality:
     recall: float
     fresh_recall: float
     same_rows: float  # of the selected rows, those that the fresh index selects too
+
+
+def group_reduction(settings: Any) -> str:
+    """How the heads of a group agree by a method's settings; softmax_mean where a method does not let them choose."""
+    return str(getattr(settings, "group_reduce", "softmax_mean"))
 
 
 def measure(heard: Heard, top_k: int, group_reduce: str) -> Quality:
@@ -61,16 +68,28 @@ def compare_fresh(heard: Heard, index: Index, method: str, top_k: int, group_red
 def fresh_rows(heard: Heard, index: Index, method: str) -> Tensor:
     """What an index that is built from `heard.keys` in one go selects for `heard.queries`: int32 [G, entries].
 
-    It has the settings and kernels of `index`, but extents and work space of its own. Of the prompt's last queries, which
-    Index.build asks for, it gets these instead.
+    It has the settings and kernels of `index`, but extents, work space and a row pool (without values) of its own. Of the
+    prompt's last queries, which Index.build asks for, it gets these instead.
     """
-    n = heard.keys.shape[1]
+    kv_heads, n, dim = heard.keys.shape
     extents = ExtentTable(1, extents_for(n), extents_for(n), index.context.device)
     extents.reserve(0, n)
     context = dataclasses.replace(index.context, extents=extents, lengths=[n], shared={})
+    pool = heard.keys.new_zeros((extents.capacity, kv_heads, EXTENT_TOKENS, 2, dim))
     fresh = get_method(method).create(context)
-    fresh.build(0, heard.keys, heard.queries[:, None])
-    return fresh.select(heard.queries[None], [0]).rows[0]
+    fresh.bind(LayerRows(pool, pool.data_ptr(), pool.stride(0)))
+    queries, keys = heard.queries[:, None], heard.keys
+    order = fresh.arrange(0, keys, queries)
+    if order is not None:
+        keys = keys.gather(1, order[..., None].expand_as(keys))
+    extents.write(pool[:, :, :, 0], 0, 0, keys)
+    fresh.build(0, keys, queries)
+    fresh.finish_build(0)
+    rows = single_rows(fresh.select(heard.queries[None], [0]), n)[0]
+    if order is None:
+        return rows
+    tokens = order.gather(1, rows.clamp(min=0).long()).int()  # its places, as places of `heard.keys`
+    return torch.where(rows < 0, rows, tokens)
 
 
 def _membership(rows: Tensor, n: int) -> Tensor:

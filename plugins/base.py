@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kvseek.engine.kernels import CpuLibrary
     from kvseek.engine.memory import ExtentTable
 
+    from .common.device_attend import DeviceAttention
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -58,6 +60,54 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class LayerRows:
+    """Where the full rows of a layer's retrieval region lie.
+
+    Attributes
+    ----------
+    pool : Tensor [extents, G, 1024, 2, D], strided by extent
+        Keys and values by place, addressed through `IndexContext.extents`. In host memory (pinned, on a GPU engine) or
+        on the engine's device. On a GPU it may be read and written in the order of the current stream alone.
+    pointer : int
+        Address of extent 0, KV head 0, place 0 as the engine's device sees it.
+    extent_stride : int
+        Numbers from one extent of the layer to the next.
+    """
+
+    pool: Tensor
+    pointer: int
+    extent_stride: int
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the rows lie in host memory."""
+        return self.pool.device.type == "cpu"
+
+
+@dataclass(frozen=True)
+class DeviceSelection:
+    """Retrieval rows to attend to, as the attention kernel of the GPU reads them (plugins/common/device_attend.py).
+
+    Attributes
+    ----------
+    rows : Tensor, int32 [batch, G, entries]
+        Places in the retrieval region, -1 for none, none of them twice. Neighbouring places should be neighbouring
+        entries: they are read together. Those of requests with `dense` set are undefined.
+    store : Tensor [slots, G, store_rows, 2, D] or None
+        Rows that the method keeps on the device.
+    cached : Tensor, int32 [batch, G, entries] or None
+        Row of `store` that holds the entry's row, or -1: read the pool.
+    keep : Tensor, int32 [batch, G, entries] or None
+        Row of `store` that receives a copy of the entry's row, or -1. No row that this step reads as `cached`.
+    """
+
+    rows: Tensor
+    store: Tensor | None = None
+    cached: Tensor | None = None
+    keep: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class IndexContext:
     """What an index is built for. The same for every layer but `layer`."""
 
@@ -83,22 +133,49 @@ class IndexContext:
 
 
 class Index(ABC):
-    """Retrieval index of one layer over the retrieval regions of all slots."""
+    """Retrieval index of one layer over the retrieval regions of all slots.
+
+    A retrieval row is known by its *place*: its number in the order in which the pool holds the rows of a slot and KV
+    head. Places follow the tokens, unless `arrange` asks for another order; rows that leave the window come last.
+    """
 
     def __init__(self, context: IndexContext) -> None:
         self.context = context
+        self.rows: LayerRows | None = None
+
+    def bind(self, rows: LayerRows) -> None:
+        """Tell the index where its layer's rows lie; once, before anything is built."""
+        self.rows = rows
+
+    def forget(self, slot: int) -> None:  # noqa: B027  most methods have nothing under way
+        """Drop what is under way for a slot, which is about to receive another prompt."""
+
+    def arrange(self, slot: int, keys: Tensor, queries: Tensor) -> Tensor | None:
+        """Choose the order in which the pool holds a prompt's rows, before they are written; arguments as for `build`.
+
+        Returns
+        -------
+        Tensor, int64 [G, n], or None
+            Per KV head, the retrieval token of each place: a permutation. None: token order.
+        """
+        return None
 
     @abstractmethod
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """Index a slot after this layer's prefill, replacing whatever the slot held.
 
+        May leave work running on a side stream of the device; it keeps the tensors it reads.
+
         Parameters
         ----------
         keys : Tensor [G, n, D]
-            Retrieval keys; `context.lengths[slot]` is n already. n may be 0.
+            Retrieval keys by place; `context.lengths[slot]` is n already. n may be 0.
         queries : Tensor [H, w, D]
             The last w <= 2048 queries of the prompt.
         """
+
+    def finish_build(self, slot: int) -> None:  # noqa: B027  most methods build at once
+        """Make the current stream wait for what `build` left running; the prompt's last layer has been built."""
 
     @abstractmethod
     def extend(self, slot: int, keys: Tensor) -> None:
@@ -109,7 +186,11 @@ class Index(ABC):
         """Choose rows for queries [batch, H, D] of the given slots. Every slot holds at least one retrieval token."""
 
     def refresh(self, slots: Sequence[int]) -> None:  # noqa: B027  most methods have no upkeep
-        """Do upkeep that is due, off the critical path, between steps."""
+        """Do upkeep that is due, off the critical path, between steps.
+
+        On a GPU: start side work that is due, and publish on the current stream what has ended since, so that a step
+        sees the old state or the new one.
+        """
 
     def attend(self, queries: Tensor, selection: Selection, cache: LayerCache) -> Tensor:
         """Attend over the window and the selected rows of `cache.slots`: queries [batch, H, D] to outputs [batch, H, D]."""
@@ -139,13 +220,33 @@ class DeviceIndex(Index):
         """Rows of a retrieval region of `length` tokens that one KV head attends to (mean over the KV heads)."""
 
     @abstractmethod
-    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> Tensor | None:
-        """Choose rows for queries [batch, H, D]: int32 [batch, G, entries] as in Selection.rows with block 1.
+    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> DeviceSelection | None:
+        """Choose rows for queries [batch, H, D].
 
-        Rows of requests with `dense` set are undefined. None, whatever the queries: every request is attended densely.
-        The upload of `batch.requests` lies between it and what `build` and `commit` launched: kernels may read what those
-        wrote before they wait for the kernel before them (plugins/common/overlap.cuh).
+        None, whatever the queries: this layer attends densely. The upload of `batch.requests` lies between it and what
+        `build`, `commit` and `refresh` launched: kernels may read what those wrote before they wait for the kernel
+        before them (plugins/common/overlap.cuh).
         """
+
+    def launch_attend(
+        self,
+        queries: Tensor,
+        batch: DeviceBatch,
+        window: Tensor,
+        selection: DeviceSelection | None,
+        attention: DeviceAttention,
+    ) -> Tensor:
+        """Attend over window and selection: queries [batch, H, D] to outputs [batch, H, D]. As `launch_select` launches.
+
+        Parameters
+        ----------
+        window : Tensor [slots, G, window, 2, D]
+            The layer's windows.
+        attention : DeviceAttention
+            The common kernel, which reads rows wherever they lie.
+        """
+        assert self.rows is not None, "the engine binds every index"
+        return attention.launch(queries, batch, window, self.rows.pointer, self.rows.extent_stride, selection)
 
     @abstractmethod
     def stage(self, slot: int, start: int, keys: Tensor) -> None:
@@ -172,7 +273,7 @@ class DeviceIndex(Index):
             for slot, length in zip(slots, lengths, strict=True)
         ]
         batch = DeviceBatch(pack(states).to(queries.device), self.context.extents.device_table)
-        rows = self.launch_select(queries.contiguous(), batch)
-        if rows is None:
+        selection = self.launch_select(queries.contiguous(), batch)
+        if selection is None:
             return Selection.everything(lengths, self.context.num_kv_heads, queries.device)
-        return Selection(rows, 1, tuple(self.attended(length) for length in lengths))
+        return Selection(selection.rows, 1, tuple(self.attended(length) for length in lengths))

@@ -6,21 +6,28 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from kvseek.engine.config import from_dict
+from kvseek.engine.config import ModelConfig, from_dict
 from kvseek.engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .base import Index, IndexContext
+    from .costs import SelectionCosts
 
 # Each folder offers config.py with `Config` (a frozen dataclass) and method.py with `create(context) -> Index` and
-# `codebooks(config, head_dim) -> dict of tensors` (what the builder computes once; may be empty). A method with GPU
-# kernels of its own (*.cu in its folder) may offer `cuda_defines(config, head_dim, group_size) -> dict of integers`.
+# `codebooks(config, head_dim) -> dict of tensors` (what the builder computes once; may be empty). config.py may offer
+# CACHE_DEFAULTS, defaults of CacheConfig fields for the method. method.py may offer
+# - `cuda_defines(config, head_dim, group_size) -> dict of integers`: macros of its GPU kernels (*.cu in its folder)
+# - `costs(config, model, length, itemsize) -> SelectionCosts`: what a decode step moves (plugins/costs.py)
+# - `needs_cpu_library(config) -> bool`: whether its index for the GPU calls compiled code of the CPU.
 METHODS: dict[str, str] = {
     "full": "kvseek.plugins.full",
     "flat": "kvseek.plugins.flat",
     "pariskv": "kvseek.plugins.pariskv",
+    "ctkvr": "kvseek.plugins.ctkvr",
+    "clusterkv": "kvseek.plugins.clusterkv",
+    "prkv": "kvseek.plugins.prkv",
 }
 
 
@@ -36,6 +43,11 @@ class Method:
         """The frozen dataclass of the method's own fields."""
         return cast("type[Any]", importlib.import_module(f"{self.package}.config").Config)
 
+    @property
+    def cache_defaults(self) -> dict[str, Any]:
+        """Defaults of CacheConfig fields where the method wants others than the engine's."""
+        return cast("dict[str, Any]", getattr(importlib.import_module(f"{self.package}.config"), "CACHE_DEFAULTS", {}))
+
     def configure(self, values: dict[str, Any]) -> Any:
         """Check `values` against the config class; raises ConfigError on unknown keys and bad values."""
         return from_dict(self.config_class, values, self.name)
@@ -46,12 +58,28 @@ class Method:
 
     def cuda_defines(self, config: Any, head_dim: int, group_size: int) -> dict[str, int]:
         """Macros that the method's GPU kernels are compiled with, beside those of builder/compile_cuda.py; may be none."""
-        defines = getattr(importlib.import_module(f"{self.package}.method"), "cuda_defines", None)
+        defines = self._offer("cuda_defines")
         return {} if defines is None else cast("dict[str, int]", defines(config, head_dim, group_size))
+
+    def costs(self, config: Any, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts | None:
+        """What a decode step over a retrieval region of `length` tokens moves; None if nobody wrote it down.
+
+        `itemsize` is the bytes of a number of the row pool.
+        """
+        costs = self._offer("costs")
+        return None if costs is None else cast("SelectionCosts", costs(config, model, length, itemsize))
+
+    def needs_cpu_library(self, config: Any) -> bool:
+        """Whether the method's index for the GPU calls compiled code of the CPU (kernels/cpu.so)."""
+        needs = self._offer("needs_cpu_library")
+        return False if needs is None else bool(needs(config))
 
     def create(self, context: IndexContext) -> Index:
         """Make the index of one layer."""
         return cast("Index", importlib.import_module(f"{self.package}.method").create(context))
+
+    def _offer(self, name: str) -> Any:
+        return getattr(importlib.import_module(f"{self.package}.method"), name, None)
 
 
 def get_method(name: str) -> Method:

@@ -11,7 +11,7 @@ from kvseek.engine.cache import Cache
 from kvseek.engine.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.engine.device_cache import DeviceCache
 from kvseek.engine.memory_plan import layer_extent_bytes
-from kvseek.plugins.base import DeviceIndex, IndexContext
+from kvseek.plugins.base import DeviceIndex, DeviceSelection, IndexContext
 from kvseek.plugins.batch import DeviceBatch
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ class KeyList(DeviceIndex):
     def attended(self, length: int) -> int:
         return length
 
-    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> Tensor | None:
+    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> DeviceSelection | None:
         return None
 
     @property

@@ -22,7 +22,7 @@ from kvseek.engine.loading import create_indexes
 from kvseek.engine.rope import rotate
 from kvseek.engine.sampling import greedy_token
 from kvseek.engine.weights import load_weights
-from kvseek.plugins.base import DeviceIndex, IndexContext, Selection
+from kvseek.plugins.base import DeviceIndex, DeviceSelection, IndexContext, Selection
 from kvseek.plugins.batch import DeviceBatch
 from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.full.device import DeviceFullIndex
@@ -93,7 +93,7 @@ class TorchLayer(LayerKernels):
 
 
 class TorchAttention:
-    """What attend.cu computes, from the same addresses."""
+    """What attend.cu computes, from the same addresses. It reads rows of the pool though the method's store holds them."""
 
     def __init__(self, kernels: Any, **options: Any) -> None:
         self.options, self.scratch, self.forgotten = options, options["scratch"] or object(), 0
@@ -108,9 +108,12 @@ class TorchAttention:
         window: Tensor,
         rows_pointer: int,
         extent_stride: int,
-        selected: Tensor | None,
+        selection: DeviceSelection | None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
     ) -> Tensor:
         assert queries.is_contiguous()
+        assert lse is None, "attend_reference keeps it to itself"
         heads, size = self.options["kv_heads"], self.options["head_dim"]
         extents = int(batch.table.max()) + 1
         numbers = extent_stride * (extents - 1) + heads * 1024 * 2 * size if extents else 0
@@ -131,9 +134,10 @@ class TorchAttention:
                 self.options["sink"],
             )
             everything = Selection.everything([length], heads, CPU)
-            chosen = everything if dense or selected is None else Selection(selected[request, None], 1, (0,))
+            chosen = everything if dense or selection is None else Selection(selection.rows[request, None], 1, (0,))
             outputs.append(attend_reference(queries[request, None], chosen, view, self.options["scaling"]))
-        return torch.cat(outputs)
+        result = torch.cat(outputs)
+        return result if out is None else out.copy_(result)
 
 
 class DeviceFlat(DeviceIndex):
@@ -153,13 +157,13 @@ class DeviceFlat(DeviceIndex):
     def attended(self, length: int) -> int:
         return min(length, self.top_k)
 
-    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> Tensor:
+    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> DeviceSelection:
         rows = torch.full((batch.size, self.context.num_kv_heads, self.top_k), 1 << 20, dtype=torch.int32)
         for request, fields in enumerate(batch.requests.tolist()):
             if not fields[8]:
                 assert fields[7] == self.context.lengths[fields[1]] == fields[9]
                 rows[request] = self.flat.select(queries[request, None], [fields[1]]).rows[0]
-        return rows
+        return DeviceSelection(rows)
 
     def stage(self, slot: int, start: int, keys: Tensor) -> None:
         self.context.extents.write(self.flat.keys, slot, start, keys)
@@ -183,5 +187,7 @@ def make_decoder(directory: Path, offload: str = "always") -> DeviceDecoder:
     cache = DeviceCache(config, torch.float32, CPU, None)
     contexts = [index.context for index in create_indexes(config, cache, {}, None)]
     indexes = [INDEXES[config.method](context) for context in contexts]
+    for layer, index in enumerate(indexes):
+        index.bind(cache.rows_of(layer))
     weights = load_weights(directory, torch.float32, CPU)
     return DeviceDecoder(config, weights, cache, indexes, None, graphs=False)  # type: ignore[arg-type]

@@ -140,9 +140,10 @@ def test_methods_are_built_for_the_occasion(tmp_path: Path, capsys: pytest.Captu
     model = save_random_model(tmp_path / "model", "qwen3")
     text = tmp_path / "text.txt"
     text.write_text("one ship, two ships, three ships. " * 20, encoding="utf-8")
-    arguments = ["--model", str(model), "--methods", "flat", "--text", str(text), "--contexts", "50", "--tokens", "2"]
-    assert decode.main(arguments) == 0
-    assert "flat" in capsys.readouterr().out
+    arguments = ["--model", str(model), "--methods", "flat,flat:top_k=7", "--text", str(text), "--contexts", "50"]
+    assert decode.main([*arguments, "--tokens", "2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in document["contexts"][0]["results"]] == ["flat", "flat:top_k=7"]
 
 
 BAD = {

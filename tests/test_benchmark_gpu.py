@@ -13,33 +13,37 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvseek.benchmarks import decode
+from kvseek.benchmarks import decode, floors
 from kvseek.benchmarks.device_contestants import shared_rows
 from kvseek.benchmarks.device_memory import (
     GIB,
     SLOT_STRIDE,
     Cell,
+    IndexNeeds,
     Limits,
     Needs,
     fill_bytes,
-    index_bytes_per_token,
     plan_phases,
 )
 from kvseek.benchmarks.device_options import parse
-from kvseek.benchmarks.device_results import add_ratios, borrow_baselines, peak_tokens_per_second, stage_groups
+from kvseek.benchmarks.device_results import borrow_baselines, peak_tokens_per_second, pooled, stage_groups, with_times
 from kvseek.benchmarks.device_setup import ROOM, with_budget
-from kvseek.benchmarks.floors import STEP_NODES, Rates, Step, work
-from kvseek.benchmarks.probe import KERNELS, ReadArguments, RowsArguments, random_row_offsets
+from kvseek.benchmarks.floors import STEP_NODES, Rates, Step, Work, work
+from kvseek.benchmarks.probe import KERNELS, ReadArguments, RowsArguments, host_memory_rate, random_row_offsets
 from kvseek.benchmarks.random_weights import RandomWeights, weight_shapes
 from kvseek.benchmarks.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_parameters, row_numbers
 from kvseek.benchmarks.synthetic import Spectrum, SyntheticKeys
-from kvseek.engine.config import EngineConfig, ModelConfig
+from kvseek.benchmarks.timing import Samples
+from kvseek.benchmarks.variants import parse_variants
+from kvseek.engine.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.engine.errors import ConfigError
 from kvseek.engine.memory_plan import plan_rows
 from kvseek.engine.model import Layer
+from kvseek.plugins.costs import SelectionCosts
 
 CPU = torch.device("cpu")
 KIB = 1024
+METHODS = ["--methods", "full,pariskv"]
 TINY = ModelConfig("qwen3", 100, 32, 48, 2, 4, 2, 8, 1e-6, 1e4, 512, qk_norm=True, qkv_bias=True, output_bias=True)
 
 
@@ -137,21 +141,35 @@ class TestSynthetic:
 
 class TestPlan:
     filling = fill_bytes(LLAMA_3_1_8B, [Cell(786_432, 1)], 2)
-    limits = Limits(device=139 * GIB, work_space=int(parse([]).work_gib * GIB) + filling, host=108 * GIB)
+    limits = Limits(device=139 * GIB, work_space=int(parse(METHODS).work_gib * GIB) + filling, host=108 * GIB)
 
     def needs(self) -> Needs:
-        return Needs.of(config_for(LLAMA_3_1_8B, "pariskv", 1 << 17, 1), 2)
+        config = config_for(LLAMA_3_1_8B, "pariskv", 1 << 17, 1)
+        return Needs.of(config, 2, IndexNeeds(extent=32 * 8 * 112 * 1024))
 
     def plan(self, cells: list[Cell], *offloads: str, limits: Limits | None = None) -> dict[str, object]:
-        config = config_for(LLAMA_3_1_8B, "full", max(c.context for c in cells), max(c.batch for c in cells))
-        phases = plan_phases(config, cells, offloads, ROOM, self.needs(), limits or self.limits)
+        phases = plan_phases(CacheConfig(), cells, offloads, ROOM, self.needs(), limits or self.limits)
         return {phase.offload: phase for phase in phases}
 
-    def test_index_bytes(self) -> None:
-        """Per key and KV head at D = 128: ids 16, codes 64, weights 32 bytes."""
-        assert index_bytes_per_token(config_for(LLAMA_3_1_8B, "pariskv", 4096, 1)) == 8 * 112
-        assert index_bytes_per_token(config_for(LLAMA_3_1_8B, "full", 4096, 1)) == 0
+    def test_needs(self) -> None:
+        """An extent's rows in all layers; slots and what does not grow; of several methods the most of each part."""
         assert self.needs().row_extent == 1024 * 128 * KIB
+        assert IndexNeeds(10, 100, 7).of(extents=3, slots=2) == 237
+        one, other = (dataclasses.replace(self.needs(), window_slot=n, index=IndexNeeds(n, 9 - n, 5)) for n in (2, 6))
+        most = Needs.most([one, other])
+        assert (most.window_slot, most.index) == (6, IndexNeeds(6, 7, 5))
+
+    def test_bytes_of_slots_are_planned_for(self) -> None:
+        """Two slots of 84 MB a layer (one is for padding) push out what fitted exactly."""
+        cells, config = [Cell(131_072, 1)], config_for(LLAMA_3_1_8B, "pariskv", 131_072, 1)
+        slot = 32 * 84_000_000
+        plain, more = (Needs.of(config, 2, IndexNeeds(slot=bytes_)) for bytes_ in (0, slot))
+        exact = plain.weights + 2 * plain.window_slot + 128 * plain.row_extent
+        for needs, fits in ((plain, True), (more, False)):
+            (phase,) = plan_phases(CacheConfig(), cells, ["never"], ROOM, needs, Limits(exact + GIB, GIB, GIB))
+            assert (phase.cells == cells) is fits
+            if not fits:
+                assert f"exceed the limit by {2 * slot / GIB:.1f} GiB" in phase.skipped[cells[0]]
 
     def test_768k_tokens_fit_in_both_places(self) -> None:
         """The dense baseline's 96 GiB beside weights and index on the device, the same rows in host memory."""
@@ -197,13 +215,13 @@ class TestPlan:
         needs, extents = self.needs(), 300
         for offload in {0: ("always", "auto"), 32: ("never", "auto")}.get(layers, ("auto",)):
             config = config_for(LLAMA_3_1_8B, "pariskv", 786_432, 4)
-            budgeted = with_budget(config, offload, extents, needs, layers)
+            budgeted = with_budget(config, offload, extents, needs.row_extent, layers)
             plan = plan_rows(budgeted, torch.bfloat16, extents * needs.row_extent // 32 * layers)
             assert (plan.capacity, plan.device_layers, plan.host_layers) == (extents, layers, 32 - layers)
 
 
 class TestFloor:
-    rates = Rates(read=4.4e12, host_rows=31e6, node=0.6e-6)
+    rates = Rates(4.4e12, host_rows=31e6, host_pages=49e9, host_memory=100e9, node=0.6e-6, host_function=46e-6)
 
     def test_dense_attention_at_128k(self) -> None:
         """The design's figures for one H200: 3.4 ms of matrices at the full rate, 3.9 ms of rows."""
@@ -237,29 +255,112 @@ class TestFloor:
     def test_small_regions_and_unknown_methods(self) -> None:
         short = work(config_for(LLAMA_3_1_8B, "pariskv", 4096, 1), Step(50, 320, 1, 32), 2)
         assert short.host_rows == 32 * 8 * 50
-        with pytest.raises(ConfigError, match="--methods: 'flat': must be one of full, pariskv"):
+        with pytest.raises(ConfigError, match="--methods: 'flat': must say what its step moves"):
             work(config_for(LLAMA_3_1_8B, "flat", 4096, 1), Step(50, 320, 1, 32), 2)
         with pytest.raises(ConfigError, match="hit_rate ="):
             Step(1, 1, 1, 1, 1.5)
 
+    def moved(self, costs: SelectionCosts, step: Step, monkeypatch: pytest.MonkeyPatch) -> Work:
+        monkeypatch.setattr(floors, "costs_of", lambda config, length, itemsize: costs)
+        return work(config_for(LLAMA_3_1_8B, "full", 131_072, 1), step, 2)
 
-def entry(method: str, median: float) -> dict[str, object]:
-    return {"method": method, "step_seconds": {"median": median}, "tokens_per_second": 1 / median}
+    def test_dense_attention_from_the_host_is_read_in_pages(self) -> None:
+        moved = work(config_for(LLAMA_3_1_8B, "full", 131_072, 1), Step(1000, 320, 1, 32), 2)
+        assert moved.host_page_bytes == 32 * 8 * 1000 * 512
+        assert (moved.host_rows, moved.device_rows) == (0, 32 * 8 * 320 * 512)
+
+    def test_pages_and_rows_that_stay_on_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of 1,024 rows 256 are never fetched; of the rest a quarter was kept."""
+        costs = SelectionCosts(rows=1024, device_rows=256, neighbours=32, kernels=2)
+        moved = self.moved(costs, Step(100_000, 0, 1, 32, 0.25), monkeypatch)
+        lists = 32 * 8
+        assert moved.host_page_bytes == lists * 576 * 512
+        assert moved.device_rows == lists * (256 + 192) * 512
+        assert moved.floor(self.rates)["host_pages"] == pytest.approx(lists * 576 * 512 / 49e9)
+        assert moved.nodes == 32 * 13 + STEP_NODES
+
+    def test_host_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Half of the layers on the device: their keys are reranked there; the others take a host function each."""
+        costs = SelectionCosts(rows=512, reranked_keys=6144, host_functions=1, host_cores=True)
+        moved = self.moved(costs, Step(100_000, 320, 2, 16), monkeypatch)
+        lists = 2 * 16 * 8
+        assert moved.host_core_bytes == lists * (512 * 512 + 6144 * 256)
+        assert moved.rerank == lists * 6144 * 256
+        assert (moved.host_rows, moved.host_functions) == (0, 16)
+        floor = moved.floor(self.rates)
+        assert floor["host_functions"] == pytest.approx(16 * 46e-6)
+        assert floor["host_cores"] == pytest.approx(moved.host_core_bytes / 100e9)
+        over_pcie = self.moved(dataclasses.replace(costs, host_cores=False), Step(100_000, 320, 2, 16), monkeypatch)
+        assert over_pcie.host_rows == lists * (512 + 6144)
+
+    @pytest.mark.parametrize("host_layers", [0, 31, 32])
+    def test_dense_layers_come_first(self, host_layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        costs = SelectionCosts(rows=100, kernels=3, dense_layers=2)
+        moved = self.moved(costs, Step(5000, 320, 1, host_layers), monkeypatch)
+        dense_on_host = max(0, 2 - (32 - host_layers))
+        assert moved.host_page_bytes == 8 * dense_on_host * 5000 * 512
+        assert moved.host_rows == 8 * (host_layers - dense_on_host) * 100
+        in_all = 8 * 512 * (2 * 5000 + 30 * 100 + 32 * 320)
+        assert sum(moved.bytes_by_part().values()) - moved.weights == in_all
+        assert moved.nodes == 32 * 11 + 30 * 3 + STEP_NODES
+
+
+def entry(method: str, median: float, baseline: float | None) -> dict[str, object]:
+    return with_times({"method": method, "batch": 1, "floor": {"total": 0.001}}, [median], [median], baseline)
 
 
 def test_ratios_and_borrowed_baselines() -> None:
-    with_baseline = [entry("full", 0.008), entry("pariskv", 0.004)]
-    without = [entry("pariskv", 0.002)]
-    for results in (with_baseline, without):
-        add_ratios(results, "full")
+    with_baseline = [entry("full", 0.008, 0.008), entry("pariskv", 0.004, 0.016)]
+    without, other = [entry("pariskv", 0.002, None)], [entry("pariskv", 1.0, None)]
     cells = [{"context": 10, "batch": 1, "results": results} for results in (with_baseline, without)]
-    other = [entry("pariskv", 1.0)]
-    add_ratios(other, "full")
     document = {"phases": [{"cells": [cell]} for cell in (*cells, {"context": 20, "batch": 1, "results": other})]}
     borrow_baselines(document, "full")
-    assert [e["to_baseline"] for e in (*with_baseline, *without, *other)] == [1.0, 0.5, 0.25, None]
+    assert [e["to_baseline"] for e in (*with_baseline, *without, *other)] == [1.0, 0.25, 0.25, None]
     assert ["baseline_of_another_phase" in e for e in (*with_baseline, *without)] == [False, False, True]
     assert peak_tokens_per_second(with_baseline + without) == {"full": 125.0, "pariskv": 500.0}
+
+
+def test_a_baseline_of_several_rounds() -> None:
+    found = pooled(entry("full", 0.008, 0.008), Samples([0.004, 0.006]), [0.01, 0.01])
+    assert found["samples"] == [0.008, 0.004, 0.006]
+    assert (found["step_seconds"]["median"], found["to_baseline"]) == (0.006, 1.0)
+    assert found["wall_seconds"]["count"] == 3
+
+
+def test_variants() -> None:
+    full, plain, other, paged = parse_variants("full,ctkvr,ctkvr:execution=uva,top_k=1024,prkv:cache.local=128")
+    assert [v.label for v in (full, plain, other, paged)] == [
+        "full",
+        "ctkvr",
+        "ctkvr:execution=uva,top_k=1024",
+        "prkv:cache.local=128",
+    ]
+    assert other.fields == {"execution": "uva", "top_k": 1024}
+    assert other.flags() == ["--method", "ctkvr", "--ctkvr.execution", "uva", "--ctkvr.top_k", "1024"]
+    assert (other.settings.execution, plain.settings.execution) == ("uva", "cpu")
+    assert (paged.cache.local, paged.cache.sink) == (128, CacheConfig().sink)
+    assert full.laid_out_as(paged.cache).cache == paged.cache
+    for text, message in (
+        ("full,full", "must name each once"),
+        ("ctkvr:speed=7", "unknown key 'speed'"),
+        ("ctkvr:cache.speed=7", "unknown key 'speed'"),
+        ("ctkvr:execution", "must be NAME or NAME:field=value"),
+        ("nothing", "choose one of"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_variants(text)
+
+
+def test_random_pages_begin_at_pages() -> None:
+    layer = 2 * 1024 * 2 * 16
+    offsets = random_row_offsets(10_000, 3, 4 * layer, 2, 16, 2, CPU, neighbours=32)
+    inside = offsets % (4 * layer * 2)
+    assert (inside % (32 * 2 * 16 * 2) == 0).all()
+    assert inside.max() == (layer - 32 * 2 * 16) * 2
+
+
+def test_host_memory_is_read() -> None:
+    assert 1e8 < host_memory_rate(1 << 24) < 1e13
 
 
 def test_stages_are_grouped_and_none_is_lost() -> None:
@@ -302,9 +403,11 @@ def test_probe_compiles() -> None:
 
 
 def test_lists_are_sorted_and_checked() -> None:
-    arguments = parse(["--contexts", "262144,131072,131072", "--batches", "4,1", "--offload", "always,auto"])
+    flags = ["--contexts", "262144,131072,131072", "--batches", "4,1", "--offload", "always,auto"]
+    arguments = parse([*METHODS, *flags])
     assert (arguments.contexts, arguments.batches) == ([131_072, 262_144], [1, 4])
-    assert (arguments.methods, arguments.offload) == (["full", "pariskv"], ["always", "auto"])
+    assert [variant.label for variant in arguments.methods] == ["full", "pariskv"]
+    assert arguments.offload == ["always", "auto"]
 
 
 BAD = {
@@ -313,6 +416,7 @@ BAD = {
     "steps": (["--steps", "201"], "--steps = 201: must be between 1 and 200, so that no timed step evicts"),
     "dtype": (["--dtype", "int8"], "--dtype = 'int8': must be one of bfloat16, float16, float32"),
     "twice": (["--methods", "full,full"], "--methods = 'full,full': must name each once"),
+    "offload twice": (["--offload", "auto,auto"], "--offload = 'auto,auto': must name each once"),
     "work": (["--work_gib", "-1"], "--work_gib = -1.0: must be > 0"),
     "repeats": (["--repeats", "0"], "--repeats = 0: must be >= 1"),
 }
@@ -321,12 +425,12 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_settings_are_named(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags, message = BAD[case]
-    assert decode.main(["--device", "cuda", *flags]) == 1
+    assert decode.main(["--device", "cuda", *METHODS, *flags]) == 1
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert decode.main(["--shape", "qwen3-8b", "--output", str(tmp_path / "out.json")]) == 1
+    assert decode.main(["--shape", "qwen3-8b", *METHODS, "--output", str(tmp_path / "out.json")]) == 1
     assert "PyTorch sees no CUDA device" in capsys.readouterr().err
     assert not (tmp_path / "out.json").exists()

@@ -12,19 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from bench_stand_ins import STAGES, Event, FakeDecoder, FakeIndex, FakeProbe, FakeStep
+from bench_stand_ins import STAGES, Event, FakeDecoder, FakeIndex, FakeProbe, FakeStep, fake_needs
 
 from kvseek.benchmarks import (
     decode,
     device_contestants,
     device_decode,
+    device_filling,
     device_main,
     device_setup,
     retrieval_check,
     shapes,
 )
-from kvseek.benchmarks.device_memory import GIB, Cell, Needs, fill_bytes
+from kvseek.benchmarks.device_memory import GIB, Cell, IndexNeeds, Needs, fill_bytes
 from kvseek.benchmarks.device_options import WARMUP
+from kvseek.benchmarks.variants import parse_variants
 from kvseek.engine import cuda, graphs, loading
 from kvseek.engine.config import EngineConfig, ModelConfig
 from kvseek.engine.errors import CapacityError
@@ -40,8 +42,10 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "tiny", SHAPE)
     monkeypatch.setattr(cuda, "cuda_device", lambda: CPU)
     monkeypatch.setattr(graphs, "DecodeStep", FakeStep)
-    monkeypatch.setattr(loading, "device_indexes", lambda indexes: [FakeIndex(index) for index in indexes])
-    monkeypatch.setattr(device_setup.Bench, "kernels", lambda self, method: None)
+    monkeypatch.setattr(loading, "device_indexes", wrapped)
+    monkeypatch.setattr(loading, "needs_cpu_library", lambda config: False)
+    monkeypatch.setattr(device_setup, "measured_needs", fake_needs)
+    monkeypatch.setattr(device_setup.Bench, "kernels", lambda self, variant: None)
     monkeypatch.setattr("kvseek.engine.device_decoder.DeviceDecoder", FakeDecoder)
     monkeypatch.setattr(device_decode, "Probe", FakeProbe)
     gpu = {"name": "stand-in", "memory_bytes": 1, "multiprocessors": 1, "cuda": "0"}
@@ -56,10 +60,18 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
 
 
+def wrapped(indexes: list[Any]) -> list[FakeIndex]:
+    fakes = [FakeIndex(index) for index in indexes]
+    for fake in fakes:
+        fake.bind(fake.inner.rows)
+    return fakes
+
+
 def run(tmp_path: Path, *flags: str) -> dict[str, Any]:
     output = tmp_path / "results" / "run.json"
     sizes = ["--work_gib", "0.1", "--host_gib", "1", "--steps", "6", "--block", "4"]
-    assert decode.main(["--shape", "tiny", *sizes, "--output", str(output), *flags]) == 0
+    methods = [] if "--methods" in flags else ["--methods", "full,pariskv"]
+    assert decode.main(["--shape", "tiny", *methods, *sizes, "--output", str(output), *flags]) == 0
     document: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     return document
 
@@ -80,7 +92,8 @@ def test_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for cell in phase["cells"]:
             assert [entry["name"] for entry in cell["results"]] == names
             for entry in cell["results"]:
-                check_entry(entry, cell, 2 if "always" in entry["name"] else 0)
+                twice = entry["method"] == "full" and phase is always
+                check_entry(entry, cell, 2 if "always" in entry["name"] else 0, twice)
             check = cell["synthetic_queries"]["pariskv"]
             assert 0 < check["overlap"] < 1
             assert 0.1 < check["recall"] < 1
@@ -89,11 +102,13 @@ def test_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(text in printed for text in ("pariskv always hot", "floor: ", "5,000 tokens × 3", "stand-in")), printed
 
 
-def check_entry(entry: dict[str, Any], cell: dict[str, Any], host_layers: int) -> None:
+def check_entry(entry: dict[str, Any], cell: dict[str, Any], host_layers: int, host_turns: bool) -> None:
     """Times are counted in stand-in events: a millisecond from one to the next."""
     pariskv = entry["method"] == "pariskv"
-    assert entry["samples"] == pytest.approx([1e-3] * 6)
-    assert entry["wall_seconds"]["count"] == 6
+    turns = 2 if host_turns else 1  # the baseline beside the method with hot rows and without
+    assert entry["samples"] == pytest.approx([1e-3] * 6 * turns)
+    assert entry["wall_seconds"]["count"] == 6 * turns
+    assert entry["baseline_seconds"] == pytest.approx(1e-3)
     assert entry["tokens_per_second"] == pytest.approx(cell["batch"] * 1e3)
     assert entry["to_baseline"] == pytest.approx(1)
     assert entry["host_layers"] == host_layers
@@ -110,6 +125,35 @@ def check_entry(entry: dict[str, Any], cell: dict[str, Any], host_layers: int) -
     assert entry["cached_tokens"] <= cell["context"] + 256
 
 
+ALL = "full,pariskv,ctkvr:top_k=128,clusterkv,prkv:top_k=128,prkv:top_k=256,cache.local=128"
+
+
+@pytest.mark.parametrize("offload", ["always", "never"])
+def test_methods_of_other_windows_and_orders_take_the_pool_in_turn(
+    offload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in index checks rows, order of calls and positions. Rows lie in another order than their tokens."""
+    monkeypatch.setattr(FakeIndex, "reversed_order", True)
+    fakes: list[FakeIndex] = []
+
+    def kept(indexes: list[Any]) -> list[FakeIndex]:
+        fakes.extend(found := wrapped(indexes))
+        return found
+
+    monkeypatch.setattr(loading, "device_indexes", kept)
+    flags = ("--contexts", "4096", "--batches", "1,2", "--methods", ALL, "--hot_rows", "on", "--offload", offload)
+    (phase,) = run(tmp_path, *flags)["phases"]
+    assert phase["errors"] == []
+    labels = [variant.label for variant in parse_variants(ALL)]
+    for cell in phase["cells"]:
+        assert [entry["method"] for entry in cell["results"]] == labels
+        baseline, *others = cell["results"]
+        assert len(baseline["samples"]) == 6 * len(others)
+        assert all(entry["to_baseline"] == pytest.approx(1) for entry in others)
+        assert len({entry["cached_tokens"] - entry["attended_tokens"] for entry in others}) > 1
+    assert any([0, 1] in fake.refreshed for fake in fakes)
+
+
 def test_auto_takes_the_baseline_of_another_phase(tmp_path: Path) -> None:
     document = run(tmp_path, "--contexts", "4096", "--offload", "auto", "--hot_rows", "on")
     never, auto = document["phases"]
@@ -121,8 +165,9 @@ def test_auto_takes_the_baseline_of_another_phase(tmp_path: Path) -> None:
 
 def test_rows_split_between_device_and_host(tmp_path: Path) -> None:
     """4 extents of 128 KiB a layer: room for one of the two layers, and half of the other."""
-    needs = Needs.of(EngineConfig(SHAPE, "pariskv", max_input_len=512, max_seq_len=512), 2)
-    room = needs.weights + 2 * needs.window_slot + 4 * needs.index_extent + 3 * needs.row_extent
+    index = IndexNeeds(2 * 2 * (2 + 8 + 4) * 1024)  # of two layers and KV heads
+    needs = Needs.of(EngineConfig(SHAPE, "pariskv", max_input_len=512, max_seq_len=512), 2, index)
+    room = needs.weights + 2 * needs.window_slot + 4 * needs.index.extent + 3 * needs.row_extent
     room += fill_bytes(SHAPE, [Cell(4096, 1)], 2)
     flags = ("--offload", "auto", "--device_gib", str(0.1 + room / GIB))
     document = run(tmp_path, "--contexts", "4096", *flags)
@@ -138,14 +183,25 @@ def test_what_does_not_fit_is_reported(tmp_path: Path, capsys: pytest.CaptureFix
     assert [cell["context"] for cell in phase["cells"]] == [4096]
     assert "rows in host memory exceed the limit" in phase["skipped"][0]["reason"]
     assert "20,000 × 1 does not fit" in capsys.readouterr().out
-    arguments = ["--shape", "tiny", "--work_gib", "0.1", "--contexts", "20000", "--host_gib", "0.003"]
+    arguments = [
+        "--shape",
+        "tiny",
+        "--methods",
+        "full,pariskv",
+        "--work_gib",
+        "0.1",
+        "--contexts",
+        "20000",
+        "--host_gib",
+        "0.003",
+    ]
     assert decode.main(arguments) == 1
     assert "no cell fits (20000 × 1: does not fit" in capsys.readouterr().err
 
 
 def test_a_baseline_alone_that_does_not_fit_is_reported(tmp_path: Path) -> None:
     """Its rows fit in host memory, where they are not timed."""
-    needs = Needs.of(EngineConfig(SHAPE, "full", max_input_len=512, max_seq_len=512), 2)
+    needs = Needs.of(EngineConfig(SHAPE, "full", max_input_len=512, max_seq_len=512), 2, IndexNeeds())
     room = needs.weights + 4 * needs.window_slot + 4 * needs.row_extent
     room += fill_bytes(SHAPE, [Cell(4096, 1), Cell(5500, 1)], 2)
     flags = ("--methods", "full", "--contexts", "4096,5500", "--device_gib", str(0.1 + room / GIB))
@@ -166,7 +222,8 @@ def test_memory_that_fails_after_all_ends_the_phase_only(tmp_path: Path, monkeyp
     monkeypatch.setattr(device_setup.Bench, "cache", cache)
     document = run(tmp_path, "--contexts", "4096", "--offload", "always,never")
     always, never = document["phases"]
-    assert (always["error"], always["cells"]) == ("the row pool needs more", [])
+    assert always["errors"] == [{"method": "the row pool", "error": "the row pool needs more"}]
+    assert always["cells"] == []
     assert len(never["cells"]) == 1
 
 
@@ -195,7 +252,17 @@ def test_prefill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert all(entry["seconds"]["count"] == 2 and math.isfinite(entry["to_baseline"]) for entry in document["results"])
     assert "prefill" in capsys.readouterr().out
-    bad = ["--shape", "tiny", "--work_gib", "0.1", "--prefill", "--offload", "always,never"]
+    bad = [
+        "--shape",
+        "tiny",
+        "--methods",
+        "full,pariskv",
+        "--work_gib",
+        "0.1",
+        "--prefill",
+        "--offload",
+        "always,never",
+    ]
     assert decode.main(bad) == 1
     assert "must be one mode with --prefill" in capsys.readouterr().err
 
@@ -203,14 +270,14 @@ def test_prefill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_filled_rows_are_those_that_the_index_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of two slots and layers differ, and their keys are the filler's."""
     kept: list[tuple[Any, Any]] = []
-    original = device_setup.Filler.fill
+    original = device_filling.Filler.fill
 
     def fill(self: Any, cell: Any, targets: Any) -> None:
         original(self, cell, targets)
         kept.append((self, targets))
 
-    monkeypatch.setattr(device_setup.Filler, "fill", fill)
-    monkeypatch.setattr(device_setup, "CHUNK_TOKENS", 2048)
+    monkeypatch.setattr(device_filling.Filler, "fill", fill)
+    monkeypatch.setattr(device_filling, "CHUNK_TOKENS", 2048)
     run(tmp_path, "--contexts", "5000", "--batches", "2")
     filler, targets = kept[0]
     for cache, index_sets in targets:
@@ -228,7 +295,7 @@ def test_filled_rows_are_those_that_the_index_saw(tmp_path: Path, monkeypatch: p
 
 def test_filling_turns_keys_in_place_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, even if it fails half-way: the next phase fills with the same keys."""
-    original, before = device_setup.Filler.fill, []
+    original, before = device_filling.Filler.fill, []
 
     def fill(self: Any, cell: Any, targets: Any) -> None:
         before.append((self._keys, self._keys.clone(), self._keys.data_ptr()))
@@ -237,10 +304,11 @@ def test_filling_turns_keys_in_place_and_back(tmp_path: Path, monkeypatch: pytes
     def build(self: Any, slot: int, keys: torch.Tensor, queries: torch.Tensor) -> None:
         raise CapacityError("no room for the index")
 
-    monkeypatch.setattr(device_setup.Filler, "fill", fill)
+    monkeypatch.setattr(device_filling.Filler, "fill", fill)
     run(tmp_path, "--contexts", "4096", "--batches", "2")
     monkeypatch.setattr(FakeIndex, "build", build)
-    assert run(tmp_path, "--contexts", "4096")["phases"][0]["error"] == "no room for the index"
+    errors = run(tmp_path, "--contexts", "4096")["phases"][0]["errors"]
+    assert errors == [{"method": "pariskv", "error": "no room for the index"}]
     assert len(before) == 2
     for keys, copy, address in before:
         assert torch.equal(keys, copy)
@@ -257,7 +325,7 @@ def test_fewer_retrieval_rows_than_are_selected(tmp_path: Path, monkeypatch: pyt
 
 def test_too_many_steps_are_refused_not_evicted(tmp_path: Path) -> None:
     """The most steps that the command line allows, with stages and selections, stay inside the update buffer."""
-    document = run(tmp_path, "--contexts", "4096", "--steps", "200", "--methods", "pariskv")
+    document = run(tmp_path, "--contexts", "4096", "--steps", "200", "--methods", "pariskv", "--offload", "never")
     (entry,) = document["phases"][0]["cells"][0]["results"]
     assert len(entry["samples"]) == 200
     total = WARMUP + 200 + device_contestants.STAGE_REPEATS + device_contestants.OVERLAP_STEPS + 1

@@ -11,7 +11,7 @@ import torch
 from kvseek.engine.cuda import CudaKernels
 from kvseek.engine.errors import KernelError
 from kvseek.engine.memory import ExtentTable
-from kvseek.plugins.base import DeviceIndex, IndexContext
+from kvseek.plugins.base import DeviceIndex, DeviceSelection, IndexContext
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 from kvseek.plugins.common.attend_plan import MAX_SPLITS, HeadTiles, Splits
 from kvseek.plugins.common.device_attend import AttendArguments, DeviceAttention
@@ -55,8 +55,16 @@ SHAPE: dict[str, Any] = {
 }
 
 
+ROWS = torch.zeros(2, 8, 100, dtype=torch.int32)
+STORE = torch.zeros(5, 8, 9, 2, 128, dtype=torch.bfloat16)
+
+
 def make(**changes: Any) -> DeviceAttention:
     return DeviceAttention(cast(CudaKernels, RecordingKernels()), **{**SHAPE, **changes})
+
+
+def indices(attention: DeviceAttention, batch: int = 2) -> torch.Tensor:
+    return torch.zeros(batch, attention.kv_heads, attention.entries, dtype=torch.int32)
 
 
 def launch(attention: DeviceAttention, **changes: Any) -> torch.Tensor:
@@ -68,7 +76,7 @@ def launch(attention: DeviceAttention, **changes: Any) -> torch.Tensor:
         "window": torch.zeros(shape, dtype=attention.dtype),
         "rows_pointer": 4096,
         "extent_stride": 1 << 21,
-        "selected": torch.zeros(batch, attention.kv_heads, attention.entries, dtype=torch.int32),
+        "selection": DeviceSelection(indices(attention)),
         **changes,
     }
     return attention.launch(**arguments)
@@ -103,15 +111,45 @@ def test_a_dense_scan_is_one_wave() -> None:
     assert resident - 8 < splits.total * 8 <= resident
 
 
-@pytest.mark.parametrize("batch", [1, 4, 64])
-@pytest.mark.parametrize("entries", [0, 1, 100, 4096])
+@pytest.mark.parametrize("batch", [1, 4, 8, 64])
+@pytest.mark.parametrize("entries", [0, 1, 100, 1024, 4096, 20000])
 @pytest.mark.parametrize("window_rows", [2, 576, 100000])
 def test_splits_fit_the_kernel(batch: int, entries: int, window_rows: int) -> None:
     splits = Splits.plan(batch * 8, window_rows, entries, 396, None)
     assert splits.retrieval >= 1
     assert splits.window >= 1
     assert splits.total <= MAX_SPLITS
-    assert splits.retrieval >= min(-(-entries // 16), 96)
+    assert (splits.selected == 0) == (entries == 0)
+    assert splits.selected <= splits.retrieval
+
+
+@pytest.mark.parametrize(("entries", "splits"), [(100, 7), (512, 8), (1024, 16), (1280, 20)])
+def test_all_selected_rows_of_one_request_are_under_way_at_once(entries: int, splits: int) -> None:
+    """A tile of 16 rows for each of a CTA's warps; one tile a CTA if they are few."""
+    plan = Splits.plan(8, 576, entries, 396, None)
+    assert (plan.selected, plan.window) == (splits, 5)
+    assert plan.total * 8 <= 396
+
+
+@pytest.mark.parametrize("entries", [512, 1024, 4096])
+@pytest.mark.parametrize("batch", [8, 16])
+def test_a_batch_is_one_wave_of_parts_that_are_alike(batch: int, entries: int) -> None:
+    plan = Splits.plan(batch * 8, 576, entries, 396, None)
+    assert (plan.selected + plan.window) * batch * 8 <= 396
+    largest, least = sorted((entries / plan.selected, 576 / plan.window), reverse=True)
+    assert largest <= 4 * least
+
+
+def test_a_store_takes_the_place_of_hot_rows() -> None:
+    attention = make()
+    store = torch.zeros(5, 8, 40, 2, 128, dtype=torch.bfloat16)
+    cached, keep, lse = indices(attention), indices(attention), torch.zeros(2, 32)
+    launch(attention, selection=DeviceSelection(indices(attention), store, cached, keep), lse=lse)
+    launch(attention, selection=DeviceSelection(indices(attention), store))
+    first, second = (arguments for *_, arguments in attention.kernels.launches)  # type: ignore[attr-defined]
+    assert (first.store, first.cached, first.keep) == (store.data_ptr(), cached.data_ptr(), keep.data_ptr())
+    assert (first.store_rows, first.hot_rows, first.hot_tags, first.lse) == (40, None, None, lse.data_ptr())
+    assert (second.store, second.cached, second.keep, second.lse) == (store.data_ptr(), None, None, None)
 
 
 def test_launch_describes_what_it_is_given() -> None:
@@ -125,7 +163,7 @@ def test_launch_describes_what_it_is_given() -> None:
     assert arguments.hot_rows == attention.hot_rows.data_ptr()  # type: ignore[union-attr]
     assert (arguments.window_stride, arguments.table_stride) == (8 * 576 * 2 * 128, 3)
     assert arguments.scale == pytest.approx(128**-0.5 * 1.4426950408889634)
-    launch(attention, selected=None)
+    launch(attention, selection=None)
     assert attention.kernels.launches[1][3].hot_rows is None  # type: ignore[attr-defined]
 
 
@@ -173,8 +211,12 @@ def test_shapes_that_the_kernel_lacks_are_refused(field: str, changes: dict[str,
         ("batch", {"batch": DeviceBatch(torch.zeros(5, 16).int(), torch.zeros(5, 3).int())}),
         ("queries", {"queries": torch.zeros(2, 32, 128)}),
         ("window", {"window": torch.zeros(5, 8, 575, 2, 128, dtype=torch.bfloat16)}),
-        ("selected", {"selected": torch.zeros(2, 8, 99, dtype=torch.int32)}),
-        ("selected", {"selected": torch.zeros(2, 8, 100, dtype=torch.int64)}),
+        ("selection.rows", {"selection": DeviceSelection(torch.zeros(2, 8, 99, dtype=torch.int32))}),
+        ("selection.rows", {"selection": DeviceSelection(torch.zeros(2, 8, 100, dtype=torch.int64))}),
+        ("selection.store", {"selection": DeviceSelection(ROWS, torch.zeros(5, 8, 9, 2, 64, dtype=torch.bfloat16))}),
+        ("selection.cached", {"selection": DeviceSelection(ROWS, STORE, torch.zeros(2, 8, 99, dtype=torch.int32))}),
+        ("selection.keep", {"selection": DeviceSelection(ROWS, None, None, ROWS)}),
+        ("lse", {"lse": torch.zeros(2, 32, dtype=torch.bfloat16)}),
         ("rows_pointer", {"rows_pointer": 4097}),
         ("rows_pointer", {"extent_stride": 4}),
         ("out", {"out": torch.zeros(2, 128, 32, dtype=torch.bfloat16).transpose(1, 2)}),

@@ -16,9 +16,9 @@ from kvseek.engine.errors import RequestError
 from kvseek.engine.memory import ExtentTable
 from kvseek.engine.request import Request, SamplingParams
 from kvseek.evaluation import drift
-from kvseek.evaluation.overhear import Heard, Listener, _Overheard, recall_of
+from kvseek.evaluation.overhear import Heard, Listener, _Overheard, recall_of, single_rows
 from kvseek.evaluation.selection_quality import Quality, compare_fresh, measure
-from kvseek.plugins.base import DeviceIndex, IndexContext
+from kvseek.plugins.base import DeviceIndex, DeviceSelection, IndexContext, Selection
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 from kvseek.plugins.registry import get_method
 
@@ -209,8 +209,8 @@ class GraphIndex(DeviceIndex):
 
     def commit(self, slot: int, start: int, count: int) -> None: ...
 
-    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> Tensor | None:
-        return queries.topk(2, dim=-1).indices.int()
+    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> DeviceSelection | None:
+        return DeviceSelection(queries.topk(2, dim=-1).indices.int())
 
     @property
     def bytes_per_token(self) -> float:
@@ -222,16 +222,71 @@ def test_device_selections_are_copied() -> None:
     table = ExtentTable(1, 1, 1)
     cpu = torch.device("cpu")
     index = GraphIndex(IndexContext(0, 1, 1, 4, 1.0, None, {}, table, [4], torch.float32, cpu, library=None))
-    overheard = _Overheard(index)
+    overheard = _Overheard(index, lambda: torch.zeros(1))
     batch = DeviceBatch(pack([RequestState(0, 0, 4, 0, 0, 0, 0, 4, False)]), table.device_table)
     queries = torch.tensor([[[1.0, 5.0, 3.0, 2.0]]])
-    rows = index.launch_select(queries, batch)
-    assert rows is not None
+    selection = index.launch_select(queries, batch)
+    assert selection is not None
+    rows = selection.rows
     assert rows.tolist() == [[[1, 2]]]
     queries.zero_(), rows.zero_()
     assert overheard.queries is not None
     assert overheard.rows is not None
     assert (overheard.queries.tolist(), overheard.rows.tolist()) == ([[[1.0, 5.0, 3.0, 2.0]]], [[[1, 2]]])
+
+
+def test_keys_are_those_before_the_upkeep() -> None:
+    """A method may move rows between two steps; only the keys of a step that is measured are copied."""
+    table, keys = ExtentTable(1, 1, 1), torch.zeros(1, 2, 4)
+    context = IndexContext(0, 1, 1, 4, 1.0, None, {}, table, [4], torch.float32, torch.device("cpu"), library=None)
+
+    class Moving(GraphIndex):
+        def refresh(self, slots: object) -> None:
+            keys.add_(1)
+
+    index = Moving(context)
+    overheard = _Overheard(index, keys.clone)
+    index.refresh([0])
+    assert overheard.keys is None
+    overheard.wanted = True
+    index.refresh([0])
+    index.refresh([0])
+    assert keys.unique().tolist() == [3]
+    assert overheard.keys is not None
+    assert overheard.keys.unique().tolist() == [1]
+
+
+def test_pages_are_heard_row_by_row() -> None:
+    rows = torch.tensor([[[1, -1, 0]]], dtype=torch.int32)
+    assert single_rows(Selection(rows, 1, (2,)), 9) is rows
+    assert single_rows(Selection(rows, 2, (3,)), 3).tolist() == [[[2, -1, -1, -1, 0, 1]]]
+
+
+@pytest.mark.parametrize(
+    ("method", "flags"),
+    [
+        ("ctkvr", ("--ctkvr.top_k", "12", "--ctkvr.centroids", "16")),
+        (
+            "clusterkv",
+            ("--clusterkv.top_k", "12", "--clusterkv.tokens_per_cluster", "8", "--clusterkv.dense_layers", "1"),
+        ),
+        (
+            "prkv",
+            ("--prkv.top_k", "16", "--prkv.page", "8", "--prkv.window_queries", "8", "--prkv.update_interval", "16"),
+        ),
+    ],
+)
+def test_every_method_is_overheard(
+    method: str, flags: tuple[str, ...], model: Path, build_engine: BuildEngine, tmp_path: Path
+) -> None:
+    """Selected rows are of the region and hold no more than the exact ones, though rows move and layers are dense."""
+    directory = build_engine(model, method, *WINDOW, *LIMITS, *flags)
+    report = run(directory, tmp_path, "--steps", "60", "--every", "4")
+    assert len(report["samples"]) == 15
+    for sample in report["samples"]:
+        for quality in sample["layers"].values():
+            assert 0 < quality["mass"] <= quality["exact_mass"] + 1e-6
+    assert report["by_thousand"][0]["recall"] > 0
 
 
 def test_listening_changes_no_token(model: Path, build_engine: BuildEngine) -> None:
@@ -269,4 +324,4 @@ def test_a_method_that_selects_everything_is_refused(
 ) -> None:
     directory = build_engine(model, "full", *WINDOW, *LIMITS)
     assert drift.main(command(directory, tmp_path)) == 1
-    assert "method 'full': must have fields top_k and group_reduce" in capsys.readouterr().err
+    assert "method 'full': must have a field top_k" in capsys.readouterr().err

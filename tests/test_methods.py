@@ -15,9 +15,23 @@ from kvseek.engine.request import Request, SamplingParams
 from kvseek.plugins.registry import METHODS
 
 # Flags with which a method keeps every row of a short context.
-KEEP_EVERYTHING = {"full": (), "flat": ("--flat.top_k", "4096"), "pariskv": ("--pariskv.top_k", "4096")}
+KEEP_EVERYTHING: dict[str, tuple[str, ...]] = {
+    "full": (),
+    "flat": ("--flat.top_k", "4096"),
+    "pariskv": ("--pariskv.top_k", "4096"),
+    "ctkvr": ("--ctkvr.top_k", "4096"),
+    "clusterkv": ("--clusterkv.top_k", "4096"),
+    "prkv": ("--prkv.top_k", "4096"),
+}
 # Flags with which it is sparse on one.
-SPARSE = {"full": (), "flat": ("--flat.top_k", "12"), "pariskv": ("--pariskv.top_k", "12")}
+SPARSE: dict[str, tuple[str, ...]] = {
+    "full": (),
+    "flat": ("--flat.top_k", "12"),
+    "pariskv": ("--pariskv.top_k", "12"),
+    "ctkvr": ("--ctkvr.top_k", "12", "--ctkvr.centroids", "16"),
+    "clusterkv": ("--clusterkv.top_k", "12", "--clusterkv.tokens_per_cluster", "8", "--clusterkv.dense_layers", "1"),
+    "prkv": ("--prkv.top_k", "16", "--prkv.page", "4"),
+}
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
 PROMPT = torch.arange(230).mul(13).remainder(101).tolist()
 

@@ -165,6 +165,30 @@ def test_long_dialogues_are_shown_by_eight_rounds(capsys: pytest.CaptureFixture[
     assert "multi_turn 4,096 full: exact by 8 rounds: 100.0, 50.0" in capsys.readouterr().out
 
 
+def test_engines_of_one_method_are_told_apart(
+    needle_folder: Path, build_engine: BuildEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pages alone beside static rows and pages, in columns of their own; the file grows with every task."""
+    flags = ("--max_seq_len", "700", "--max_batch_size", "2", "--cache.full_threshold", "256", "--prkv.top_k", "128")
+    pages = ("--prkv.static_share", "0")
+    model = needle_folder / "model"
+    directories = [build_engine(model, "prkv", *flags), build_engine(model, "prkv", *flags, *pages)]
+    engines = [Engine.load(directory) for directory in directories]
+    names = ["prkv top_k=128", "prkv top_k=128 static_share=0.0"]
+    assert needle.engine_names(directories, engines) == names
+    assert needle.engine_names(directories[:1], engines[:1]) == ["prkv"]
+    assert needle.engine_names([tmp_path, tmp_path / "b"], [engines[0]] * 2) == [str(tmp_path), str(tmp_path / "b")]
+    output = tmp_path / "results" / "needle.json"
+    given = [word for directory in directories for word in ("--engine_dir", str(directory))]
+    given += ["--needle", str(needle_folder), "--lengths", "600", "--n", "1", "--output", str(output)]
+    written: list[int] = []
+    for tasks in ("niah_single", "niah_single,niah_multikey"):
+        assert needle.main([*given, "--tasks", tasks]) == 0
+        written.append(len(json.loads(output.read_text(encoding="utf-8"))["cells"]))
+    assert written == [2, 4]
+    assert all(name in capsys.readouterr().out for name in names[:1])
+
+
 @pytest.mark.slow
 def test_full_and_pariskv_find_the_needles(
     needle_folder: Path, build_engine: BuildEngine, capsys: pytest.CaptureFixture[str]

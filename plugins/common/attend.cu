@@ -4,7 +4,6 @@
 // on what is fixed when a graph is captured; how many there are is read from the request. CTAs without rows leave at
 // once. The last CTA of a head tile merges the partial results. plugins/common/README.md says why it is built so.
 #include "plugins/common/attend_merge.cuh"
-#include "plugins/common/hot_rows.cuh"
 #include "plugins/common/overlap.cuh"
 #if KVSEEK_DTYPE == 0
 #include "plugins/common/attend_scalar.cuh"
@@ -23,17 +22,16 @@ using Warp = TensorWarp;
 constexpr int RESIDENT_CTAS = DIM <= 128 ? 3 : 2;
 #endif
 
-// What the CTA's dynamic shared memory holds, in turn. The rings of 16-bit rows are the largest: they fix its size.
+// What the CTA's dynamic shared memory holds, in turn.
 union Shared {
     Number rings[SHARED_BYTES / sizeof(Number)];
-    Number staged[STAGED * StagedRows::STRIDE];
     float outputs[Warp::REGISTERS * LANE_STRIDE];
     float weights[MAX_SPLITS * TILE];
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "attend_plan.py asks for the rings, or the staged rows, alone");
+static_assert(sizeof(Shared) == SHARED_BYTES, "attend_plan.py asks for as much");
 
 struct Range {
-    int begin, end;
+    int begin = 0, end = 0;
     __device__ bool empty() const { return begin >= end; }
 };
 
@@ -41,20 +39,6 @@ struct Range {
 __device__ __forceinline__ Range share_of(int rows, int split, int splits, int unit) {
     const int share = ((rows + splits - 1) / splits + unit - 1) / unit * unit;
     return {min(split * share, rows), min(split * share + share, rows)};
-}
-
-// Attend to this CTA's selected rows, 16 at a time.
-__device__ __forceinline__ void attend_selected(const AttendArguments& a, const Request& request, const Place& place,
-                                                Range range, Warp& warp, Shared& shared) {
-    const HotRows hot(a, request, place);
-    const long long list = static_cast<long long>(place.request) * a.kv_heads + place.kv_head;
-    const int* selected = a.selected + list * a.entries;
-    __shared__ const Number* sources[STAGED];
-    for (int first = range.begin; first < range.end; first += STAGED) {
-        const int rows = stage_rows(a, place, hot, selected, first, range.end, sources, shared.staged);
-        warp.attend_staged(shared.staged, rows, a.scale);
-        __syncthreads();  // before the next rows replace these
-    }
 }
 
 }  // namespace attention
@@ -79,20 +63,21 @@ extern "C" __global__ void __launch_bounds__(kvseek::attention::THREADS, kvseek:
         range = share_of(window_rows, window_split, gridDim.x - a.retrieval_splits, PASS);
     else if (dense)
         range = share_of(request.length, split, a.retrieval_splits, PASS);
-    else
-        range = share_of(a.entries, split, a.retrieval_splits, STAGED);
+    else if (split < a.selected_splits)
+        range = share_of(a.entries, split, a.selected_splits, TILE_ROWS);
 
-    if (range.empty()) {
-        publish_nothing(a, place);
-    } else {
+    bool has_rows = false;
+    if (!range.empty()) {
         Warp warp(a, place);
         if (window_split >= 0)
             warp.stream(WindowRows(a, request, place.kv_head), range.begin, range.end, a.scale, shared.rings);
         else if (dense)
             warp.stream(PoolRows(a, place), range.begin, range.end, a.scale, shared.rings);
         else
-            attend_selected(a, request, place, range, warp, shared);
-        publish(a, place, warp, shared.outputs);
+            warp.gather(SelectedRows(a, request, place), range.begin, range.end, a.scale, shared.rings);
+        has_rows = __syncthreads_or(warp.has_rows());
+        if (has_rows) publish(a, place, warp, shared.outputs);
     }
+    if (!has_rows) publish_nothing(a, place);
     if (arrive_last(a, place)) merge_partials(a, place, shared.weights);
 }

@@ -10,7 +10,9 @@
 namespace kvseek {
 namespace attention {
 
-constexpr int LANE_STRIDE = 33;  // floats from one output register to the next in shared memory: no bank conflicts
+constexpr float LN_2 = 0.693147180559945f;
+constexpr int MERGED_AT_ONCE = 16;  // partials that are on their way together
+constexpr int LANE_STRIDE = 33;     // floats from one output register to the next in shared memory: no bank conflicts
 
 __device__ __forceinline__ long long partial_index(const AttendArguments& a, const Place& place, int split) {
     const long long list = (static_cast<long long>(place.request) * a.kv_heads + place.kv_head) * TILES + place.tile;
@@ -74,7 +76,13 @@ __device__ __forceinline__ bool arrive_last(const AttendArguments& a, const Plac
     return last;
 }
 
-// Share of each partial in the result, weights[split][head], from its statistics; zeros if no partial has rows.
+// The tile's first query head, counted over the batch.
+__device__ __forceinline__ long long first_query(const AttendArguments& a, const Place& place) {
+    return static_cast<long long>(place.request) * a.kv_heads * GROUP + place.query_head();
+}
+
+// Share of each partial in the result, weights[split][head], from its statistics; zeros if no partial has rows. Writes
+// the log-sum-exp of the heads.
 __device__ __forceinline__ void weigh_partials(const AttendArguments& a, const Place& place, float* weights) {
     const int splits = gridDim.x, lane = threadIdx.x % 32;
     const float2* statistics = a.statistics + partial_index(a, place, 0) * TILE;
@@ -89,18 +97,20 @@ __device__ __forceinline__ void weigh_partials(const AttendArguments& a, const P
         }
 #pragma unroll
         for (int distance = 16; distance; distance /= 2)
-            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, distance));
+            highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, distance));
 #pragma unroll
         for (int i = 0; i < MAX_SPLITS / 32; ++i) {
             own[i].x = own[i].x > minus_infinity() ? power_of_two(own[i].x - highest) : 0.0f;
             total += own[i].x * own[i].y;
         }
 #pragma unroll
-        for (int distance = 16; distance; distance /= 2) total += __shfl_xor_sync(~0u, total, distance);
+        for (int distance = 16; distance; distance /= 2) total += __shfl_xor_sync(ALL_LANES, total, distance);
 #pragma unroll
         for (int i = 0; i < MAX_SPLITS / 32; ++i)
             if (lane + 32 * i < splits)
                 weights[(lane + 32 * i) * TILE + head] = own[i].x > 0.0f ? own[i].x / total : 0.0f;
+        if (a.lse && lane == 0)
+            a.lse[first_query(a, place) + head] = total > 0.0f ? (highest + log2f(total)) * LN_2 : minus_infinity();
     }
     __syncthreads();
 }
@@ -110,18 +120,26 @@ __device__ __forceinline__ void merge_partials(const AttendArguments& a, const P
     const int splits = gridDim.x;
     weigh_partials(a, place, weights);
     const float* partials = a.partials + partial_index(a, place, 0) * TILE * DIM;
-    const long long head = static_cast<long long>(place.request) * a.kv_heads * GROUP + place.query_head();
     for (int i = threadIdx.x * 4; i < place.heads() * DIM; i += THREADS * 4) {
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-        for (int split = 0; split < splits; ++split) {
-            const float weight = weights[split * TILE + i / DIM];
-            if (weight == 0.0f) continue;
-            const float4 part = __ldcg(reinterpret_cast<const float4*>(partials + split * TILE * DIM + i));
-            sum.x += weight * part.x, sum.y += weight * part.y;
-            sum.z += weight * part.z, sum.w += weight * part.w;
+        for (int first = 0; first < splits; first += MERGED_AT_ONCE) {
+            float4 parts[MERGED_AT_ONCE];
+            float shares[MERGED_AT_ONCE];
+#pragma unroll
+            for (int s = 0; s < MERGED_AT_ONCE; ++s) {  // all loads first: each takes as long as many additions
+                const int split = first + s;
+                shares[s] = split < splits ? weights[split * TILE + i / DIM] : 0.0f;
+                parts[s] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                if (shares[s] != 0.0f)
+                    parts[s] = __ldcg(reinterpret_cast<const float4*>(partials + split * TILE * DIM + i));
+            }
+#pragma unroll
+            for (int s = 0; s < MERGED_AT_ONCE; ++s) {
+                sum.x += shares[s] * parts[s].x, sum.y += shares[s] * parts[s].y;
+                sum.z += shares[s] * parts[s].z, sum.w += shares[s] * parts[s].w;
+            }
         }
-        Number* out = a.out + head * DIM + i;
+        Number* out = a.out + first_query(a, place) * DIM + i;
         out[0] = from_float<Number>(sum.x), out[1] = from_float<Number>(sum.y);
         out[2] = from_float<Number>(sum.z), out[3] = from_float<Number>(sum.w);
     }

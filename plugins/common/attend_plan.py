@@ -10,13 +10,18 @@ from torch import Tensor
 # As in attend_arguments.cuh and attend.cu.
 WARPS = 4
 THREADS = 32 * WARPS
-STAGED_ROWS = 16  # selected rows that a CTA copies at once
+TILE_ROWS = 16  # rows that a warp takes at once
 MAX_SPLITS = 128
+SCALAR_SHARED_BYTES = 4224  # float32 rows stay in registers
 
 WINDOW_ROWS_OF_A_SPLIT = 128  # two tiles of 16 rows for each of four warps: done before any CTA that waits for the host
 MAX_WINDOW_SPLITS = 32
 MAX_RETRIEVAL_SPLITS = MAX_SPLITS - MAX_WINDOW_SPLITS
 MIN_DENSE_SPLITS = 8  # requests of a batch differ in length: the longest must not be left to a few CTAs
+MIN_SHORT_SPLITS = 4  # the same where requests are dense only while they are short
+
+FEW_ENTRIES = 256  # up to so many, a CTA takes one tile: few partial results either way, and more CTAs ask the host
+ROWS_OF_A_FULL_SPLIT = 512  # where a batch fills the GPU several times over
 
 
 @dataclass(frozen=True)
@@ -35,18 +40,19 @@ class HeadTiles:
         if dtype is torch.float32:
             most = min(group_size, 8 if head_dim <= 128 else 4)
             heads = next(size for size in (1, 2, 4, 8) if size >= most)
-            return cls(heads, -(-group_size // heads), 2, STAGED_ROWS * stride)
+            return cls(heads, -(-group_size // heads), 2, SCALAR_SHARED_BYTES)
         heads = 16 if group_size > 8 and head_dim <= 128 else 8
         stages = 3 if head_dim <= 64 else 2 if head_dim <= 128 else 1  # tiles of 16 rows that each warp copies ahead
-        return cls(heads, -(-group_size // heads), 3 if head_dim <= 128 else 2, WARPS * stages * 16 * stride)
+        return cls(heads, -(-group_size // heads), 3 if head_dim <= 128 else 2, WARPS * stages * TILE_ROWS * stride)
 
 
 @dataclass(frozen=True)
 class Splits:
     """CTAs that share the rows of one request and head tile; fixed for a batch size."""
 
-    retrieval: int
+    retrieval: int  # CTAs for a dense request's retrieval rows
     window: int
+    selected: int  # of the former, those that share what is selected; the others leave at once
 
     @property
     def total(self) -> int:
@@ -57,9 +63,10 @@ class Splits:
     def plan(cls, lists: int, window_rows: int, entries: int, resident_ctas: int, retrieval: int | None) -> Splits:
         """Choose the splits of a launch.
 
-        The window gets a CTA per 128 rows. The retrieval rows get as many CTAs as the GPU holds at once beside those, so
-        that a dense scan is one wave of equal parts; at least one per 16 selected rows, so that all of them are under
-        way at once; at least 8 if nothing is ever selected. A CTA without rows leaves at once.
+        The window gets a CTA per 128 rows. Selected rows get one per 64, a tile for each of its warps, or one per 16 if
+        they are few: all of them are then under way at once. If that is more than the GPU holds at once, both get shares
+        of what it holds that are as equal as their rows. Dense rows get as many CTAs as the GPU holds beside the
+        window's, so that a dense scan is one wave of equal parts. A CTA without rows leaves at once.
 
         Parameters
         ----------
@@ -73,10 +80,26 @@ class Splits:
             Overrides the choice.
         """
         window = min(-(-window_rows // WINDOW_ROWS_OF_A_SPLIT), MAX_WINDOW_SPLITS)
+        room = resident_ctas // lists
+        selected = 0
+        if entries:
+            selected, window = _share(entries, window_rows, window, room)
         if retrieval is None:
-            needed = -(-entries // STAGED_ROWS) if entries else MIN_DENSE_SPLITS
-            retrieval = min(max(needed, resident_ctas // lists - window), MAX_RETRIEVAL_SPLITS)
-        return cls(retrieval, window)
+            least = max(selected, MIN_SHORT_SPLITS) if entries else MIN_DENSE_SPLITS
+            retrieval = min(max(least, room - window), MAX_RETRIEVAL_SPLITS)
+        return cls(retrieval, window, min(selected, retrieval))
+
+
+def _share(entries: int, window_rows: int, window: int, room: int) -> tuple[int, int]:
+    """Splits of the selected rows and of the window, of which `room` are one wave; `window` are wanted for the latter."""
+    of_a_split = TILE_ROWS if entries <= FEW_ENTRIES else WARPS * TILE_ROWS
+    selected = min(-(-entries // of_a_split), MAX_RETRIEVAL_SPLITS)
+    if selected + window <= room:
+        return selected, window
+    rows = entries + window_rows
+    total = room if room >= 2 else max(2, -(-rows // ROWS_OF_A_FULL_SPLIT))
+    selected = min(max(1, round(total * entries / rows)), total - 1, selected)
+    return selected, min(total - selected, window)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-// Where attention finds its rows: the window's ring, the extents of the row pool, a copy in shared memory.
+// Where attention finds rows that follow one another: in the window's ring, in the extents of the row pool.
 //
 // A source gives tiles of at most 16 consecutive rows of its own numbering; a tile gives the address of a row. Tiles
-// start at multiples of 16, so a tile of the pool lies within one extent.
+// start at multiples of 16, so a tile of the pool lies within one extent. Selected rows: selected_rows.cuh.
 #pragma once
 
 #include "plugins/common/attend_arguments.cuh"
@@ -10,26 +10,13 @@
 namespace kvseek {
 namespace attention {
 
-struct FromMemory {
-    __device__ __forceinline__ static uint4 load_16(const void* from) { return load_once_16(from); }
-    __device__ __forceinline__ static uint2 load_8(const void* from) { return load_once_8(from); }
-    __device__ __forceinline__ static unsigned load_4(const void* from) { return load_once_4(from); }
-};
-
-struct FromShared {
-    __device__ __forceinline__ static uint4 load_16(const void* from) { return *static_cast<const uint4*>(from); }
-    __device__ __forceinline__ static uint2 load_8(const void* from) { return *static_cast<const uint2*>(from); }
-    __device__ __forceinline__ static unsigned load_4(const void* from) { return *static_cast<const unsigned*>(from); }
-};
-
-template <int STRIDE>  // numbers from row to row
 struct AdjacentRows {
     const Number* first;
-    __device__ __forceinline__ const Number* row(int i) const { return first + i * STRIDE; }
+    __device__ __forceinline__ const Number* row(int i) const { return first + i * ROW; }
 };
 
-// Rows of the retrieval region, numbered by position.
-struct PoolRows : FromMemory {
+// Rows of the retrieval region, numbered by place.
+struct PoolRows {
     const Number* rows;
     const int* extents;
     long long extent_stride;
@@ -45,11 +32,11 @@ struct PoolRows : FromMemory {
         const int inside = kv_head * EXTENT_TOKENS + position % EXTENT_TOKENS;
         return rows + extents[position / EXTENT_TOKENS] * extent_stride + static_cast<long long>(inside) * ROW;
     }
-    __device__ __forceinline__ AdjacentRows<ROW> tile(int first) const { return {row(first)}; }
+    __device__ __forceinline__ AdjacentRows tile(int first) const { return {row(first)}; }
 };
 
 // Valid rows of the window: the sink's, then the ring's, oldest first.
-struct WindowRows : FromMemory {
+struct WindowRows {
     const Number* window;
     int sink, ring, sink_rows, ring_first;
 
@@ -71,14 +58,6 @@ struct WindowRows : FromMemory {
         }
     };
     __device__ __forceinline__ Tile tile(int first) const { return {*this, first}; }
-};
-
-// Selected rows that the CTA has copied; a row is padded so that the lanes of a warp meet in few memory banks.
-struct StagedRows : FromShared {
-    static constexpr int STRIDE = ROW_STRIDE;
-    const Number* rows;
-    __device__ explicit StagedRows(const Number* rows) : rows(rows) {}
-    __device__ __forceinline__ AdjacentRows<STRIDE> tile(int first) const { return {rows + first * STRIDE}; }
 };
 
 }  // namespace attention

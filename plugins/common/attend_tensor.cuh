@@ -6,18 +6,18 @@
 // = lane % 4, has head g and rows 2t, 2t+1, 2t+8, 2t+9. The latter product gives out^T [D, heads].
 #pragma once
 
-#include "plugins/common/attend_rows.cuh"
+#include "plugins/common/selected_rows.cuh"
 
 namespace kvseek {
 namespace attention {
 
 struct TensorWarp {
-    static constexpr int ROWS = 16;
+    static constexpr int ROWS = TILE_ROWS;
     static constexpr int HALVES = TILE / 8;  // tiles of 8 heads
     static constexpr int STEPS = DIM / 16;   // products along a key, and along the columns of a value
     static constexpr int REGISTERS = HALVES * STEPS * 4;
     static constexpr int PIECES = ROW / 8;  // 16-byte pieces of a row
-    static constexpr int TILE_NUMBERS = ROWS * StagedRows::STRIDE;
+    static constexpr int TILE_NUMBERS = ROWS * ROW_STRIDE;
 
     unsigned queries[HALVES][STEPS][2];  // head g: numbers 2t, 2t+1 and 2t+8, 2t+9 of each 16
     float accumulator[HALVES][STEPS][4];
@@ -55,15 +55,72 @@ struct TensorWarp {
             Number* tile = ring + stage * TILE_NUMBERS;
             await_copy_groups<STAGES - 1>();
             __syncwarp();  // each lane waits for its own copies only
-            attend_tile(tile, end - first, scale);
+            attend_tile(tile, first_rows(end - first), scale);
             __syncwarp();  // before new rows replace these
             copy_tile(source, first + STAGES * PASS, end, tile);
         }
     }
 
-    // Attend to rows that the CTA has staged: `rows` of them, at most 16, are the work of one warp.
-    __device__ __forceinline__ void attend_staged(const Number* staged, int rows, float scale) {
-        if (threadIdx.x / 32 == 0 && rows > 0) attend_tile(staged, rows, scale);
+    // Attend to selected rows begin .. end - 1: as `stream`, but each row has a place of its own.
+    __device__ __forceinline__ void gather(const SelectedRows& source, int begin, int end, float scale, Number* rings) {
+        __shared__ int keeps[WARPS][STAGES][ROWS];  // where the copies of a tile in the ring go
+        const int warp = threadIdx.x / 32;
+        Number* ring = rings + warp * STAGES * TILE_NUMBERS;
+        int first = begin + warp * ROWS;
+        Entry next = source.read<ROWS>(first, end);
+#pragma unroll
+        for (int stage = 0; stage < STAGES; ++stage)
+            next = copy_found(source, next, first + stage * PASS, end, ring + stage * TILE_NUMBERS, keeps[warp][stage]);
+        for (int stage = 0; first < end; first += PASS, stage = (stage + 1) % STAGES) {
+            Number* tile = ring + stage * TILE_NUMBERS;
+            await_copy_groups<STAGES - 1>();
+            __syncwarp();  // each lane waits for its own copies only
+            const int keep = keeps[warp][stage][lane % ROWS];
+            if (__any_sync(ALL_LANES, keep >= 0)) keep_rows(source.kept, tile, keep);
+            const unsigned valid = __ballot_sync(ALL_LANES, keep != NO_ROW) & ALL_ROWS;
+            if (valid) attend_tile(tile, valid, scale);
+            __syncwarp();  // before new rows replace these
+            next = copy_found(source, next, first + STAGES * PASS, end, tile, keeps[warp][stage]);
+        }
+    }
+
+    // Start to copy the rows of a tile's entries, if there are any; returns the entries of the warp's next tile.
+    // Missing rows become zeros: they are multiplied by 0, and memory may hold NaN.
+    __device__ __forceinline__ Entry copy_found(const SelectedRows& source, const Entry& entry, int first, int end,
+                                                Number* to, int* keeps) const {
+        const Entry next = source.read<ROWS>(first + PASS, end);
+        if (first < end) {
+            const FoundRows rows = source.find<ROWS>(entry, first, end);
+            if (lane < ROWS) keeps[lane] = rows.keep;
+            if (__any_sync(ALL_LANES, rows.from != nullptr)) {
+#pragma unroll
+                for (int i = 0; i < ROWS * PIECES / 32; ++i) {
+                    const int piece = lane + 32 * i, row = piece / PIECES, offset = piece % PIECES * 8;
+                    const Number* from = rows.row(row);
+                    copy_async_16_or_zeros(to + row * ROW_STRIDE + offset, (from ? from : source.pool.rows) + offset,
+                                           from != nullptr);
+                }
+            }
+        }
+        close_copy_group();  // an empty one too: groups are counted
+        return next;
+    }
+
+    // Copy rows of a tile to where they are kept: lane l knows the place of row l % ROWS.
+    __device__ __forceinline__ void keep_rows(Number* kept, const Number* tile, int keep) const {
+#pragma unroll
+        for (int i = 0; i < ROWS * PIECES / 32; ++i) {
+            const int piece = lane + 32 * i, row = piece / PIECES, offset = piece % PIECES * 8;
+            const int at = __shfl_sync(ALL_LANES, keep, row);
+            if (at >= 0)
+                *reinterpret_cast<uint4*>(kept + static_cast<long long>(at) * ROW + offset) =
+                    *reinterpret_cast<const uint4*>(tile + row * ROW_STRIDE + offset);
+        }
+    }
+
+    static constexpr unsigned ALL_ROWS = (1u << ROWS) - 1;
+    __device__ __forceinline__ static unsigned first_rows(int rows) {
+        return rows < ROWS ? (1u << rows) - 1 : ALL_ROWS;
     }
 
     // Start to copy a tile, if there is one. Rows past the end repeat the last one: memory there may hold anything, and
@@ -76,16 +133,17 @@ struct TensorWarp {
 #pragma unroll
             for (int i = 0; i < ROWS * PIECES / 32; ++i) {
                 const int piece = lane + 32 * i, row = piece / PIECES, offset = piece % PIECES * 8;
-                copy_async_16(to + row * StagedRows::STRIDE + offset, tile.row(min(row, last)) + offset);
+                copy_async_16(to + row * ROW_STRIDE + offset, tile.row(min(row, last)) + offset);
             }
         }
         close_copy_group();  // an empty one too: groups are counted
     }
 
-    // The first `valid` of 16 rows in shared memory; the others hold numbers, whichever.
-    __device__ __forceinline__ void attend_tile(const Number* tile, int valid, float scale) {
+    // 16 rows in shared memory, of which those in `valid`, a bit each, at least one, count; the others hold numbers,
+    // whichever.
+    __device__ __forceinline__ void attend_tile(const Number* tile, unsigned valid, float scale) {
         // This lane's address in the four matrices of a step: rows 0-7 and 8-15, two times 8 columns.
-        const Number* corner = tile + (lane % 8 + lane / 16 * 8) * StagedRows::STRIDE + lane / 8 % 2 * 8;
+        const Number* corner = tile + (lane % 8 + lane / 16 * 8) * ROW_STRIDE + lane / 8 % 2 * 8;
         float scores[2][4] = {};          // [n] [head g or g + 8][row 8n + 2t or + 1]
         constexpr int HIGH = HALVES - 1;  // zeros stand in for the heads that a tile of 8 lacks
 #pragma unroll
@@ -115,18 +173,18 @@ struct TensorWarp {
     __device__ __forceinline__ int score_row(int j) const { return 2 * t + j % 2 + j / 2 * 8; }
 
     // Online softmax: raise the maximum, scale down what was summed before it rose, turn scores into weights.
-    __device__ __forceinline__ void soften(const float (&scores)[2][4], int valid, float scale,
+    __device__ __forceinline__ void soften(const float (&scores)[2][4], unsigned valid, float scale,
                                            unsigned (&weights)[HALVES][2]) {
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) {
             float score[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                score[j] = score_row(j) < valid ? scores[j / 2][2 * h + j % 2] * scale : minus_infinity();
+                score[j] = valid >> score_row(j) & 1 ? scores[j / 2][2 * h + j % 2] * scale : minus_infinity();
             float highest = fmaxf(fmaxf(score[0], score[1]), fmaxf(score[2], score[3]));
-            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
-            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-            if (__any_sync(~0u, highest > maximum[h])) rescale(h, fmaxf(highest, maximum[h]));
+            highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 1));
+            highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 2));
+            if (__any_sync(ALL_LANES, highest > maximum[h])) rescale(h, fmaxf(highest, maximum[h]));
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 score[j] = power_of_two(score[j] - maximum[h]);
@@ -141,7 +199,7 @@ struct TensorWarp {
         const float factor = power_of_two(maximum[h] - highest);
         maximum[h] = highest;
         sum[h] *= factor;
-        const float even = __shfl_sync(~0u, factor, 8 * t), odd = __shfl_sync(~0u, factor, 8 * t + 4);
+        const float even = __shfl_sync(ALL_LANES, factor, 8 * t), odd = __shfl_sync(ALL_LANES, factor, 8 * t + 4);
 #pragma unroll
         for (int c = 0; c < STEPS; ++c)
 #pragma unroll
@@ -154,13 +212,15 @@ struct TensorWarp {
                static_cast<unsigned>(*reinterpret_cast<const unsigned short*>(&pair[1])) << 16;
     }
 
+    __device__ __forceinline__ bool has_rows() const { return maximum[0] > minus_infinity(); }
+
     // Largest score and sum of weights of each head of the tile.
     __device__ __forceinline__ void statistics(float* maxima, float* sums) const {
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) {
             float total = sum[h];
-            total += __shfl_xor_sync(~0u, total, 1);
-            total += __shfl_xor_sync(~0u, total, 2);
+            total += __shfl_xor_sync(ALL_LANES, total, 1);
+            total += __shfl_xor_sync(ALL_LANES, total, 2);
             if (t == 0) maxima[8 * h + g] = maximum[h], sums[8 * h + g] = total;
         }
     }

@@ -20,6 +20,7 @@ from .attend_plan import MAX_RETRIEVAL_SPLITS, THREADS, AttentionScratch, HeadTi
 
 if TYPE_CHECKING:
     from kvseek.engine.cuda import CudaKernels
+    from kvseek.plugins.base import DeviceSelection
 
 MAX_HEAD_DIM = 256
 MAX_GROUP_SIZE = 16
@@ -33,10 +34,11 @@ class AttendArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("queries", "out", "requests", "table", "window", "rows", "selected")),
-        *((name, c_void_p) for name in ("hot_rows", "hot_tags", "partials", "statistics", "arrivals", "hits")),
+        *((name, c_void_p) for name in ("cached", "keep", "store", "hot_rows", "hot_tags", "lse", "partials")),
+        *((name, c_void_p) for name in ("statistics", "arrivals", "hits")),
         *((name, c_int64) for name in ("extent_stride", "window_stride")),
         *((name, c_int32) for name in ("kv_heads", "table_stride", "window_rows", "sink", "entries")),
-        ("retrieval_splits", c_int32),
+        *((name, c_int32) for name in ("store_rows", "retrieval_splits", "selected_splits")),
         ("scale", c_float),
     )
 
@@ -62,11 +64,12 @@ class DeviceAttention:
         CTAs that share the retrieval rows of a request and KV head; None: `Splits.plan` chooses.
     hot_rows : bool
         Keep the selected rows of each slot's last step on the device, where the next step finds most of its own:
-        2 · slots · G · entries rows. Of no use if the row pool lies on the device.
+        2 · slots · G · entries rows. Of no use if the row pool lies on the device, or for selections with a store; of
+        selections whose places do not ascend, few rows are found.
     scratch : AttentionScratch or None
         That of another layer, which runs before or after this one; None: its own.
     counters : Tensor, int64 [2] on the device, or None
-        Selected rows that were found hot, and those that were not, are added to it.
+        Selected rows that were found hot or cached, and those that were not, are added to it.
 
     Raises
     ------
@@ -128,8 +131,9 @@ class DeviceAttention:
         window: Tensor,
         rows_pointer: int,
         extent_stride: int,
-        selected: Tensor | None,
+        selection: DeviceSelection | None,
         out: Tensor | None = None,
+        lse: Tensor | None = None,
     ) -> Tensor:
         """Attend on the current stream; a graph may capture it.
 
@@ -139,14 +143,18 @@ class DeviceAttention:
             Contiguous, like every tensor here.
         window : Tensor [slots, G, window_rows, 2, D]
         rows_pointer : int
-            Address, as the GPU sees it, of the layer's rows. Row (extent e, KV head j, position p) starts
+            Address, as the GPU sees it, of the layer's rows. Row (extent e, KV head j, place p) starts
             e · extent_stride + (j · 1024 + p mod 1024) · 2D numbers from there: the key, then the value.
         extent_stride : int
             Numbers from one extent to the next.
-        selected : Tensor, int32 [batch, G, entries], or None
-            Positions, ascending, -1 at the end; those of requests with `dense` set are not read. None: all are dense.
+        selection : DeviceSelection or None
+            Of `entries` entries per KV head, what it says of requests with `dense` set is not read. None: all are dense.
+            Entries without a row may stand anywhere; if there are no others, the window alone is attended to.
         out : Tensor [batch, H, D], optional
             Receives the result.
+        lse : Tensor, float32 [batch, H], optional
+            Receives the natural logarithm of the sum of the exponentials of all scaled scores, -infinity without rows: two
+            parts of an attention are merged by it.
 
         Returns
         -------
@@ -159,13 +167,14 @@ class DeviceAttention:
             On a shape, dtype or alignment that the kernel does not support.
         """
         out = torch.empty_like(queries) if out is None else out
-        self._check_launch(queries, batch, window, selected, out)
+        self._check_launch(queries, batch, window, out, lse)
+        if selection is not None:
+            self._check_selection(selection, batch.size)
         stride_bytes = extent_stride * self.dtype.itemsize
         aligned = rows_pointer % ALIGNMENT == 0 and stride_bytes % ALIGNMENT == 0
         where = (rows_pointer, extent_stride)
         _require(aligned, "rows_pointer, extent_stride", where, f"multiples of {ALIGNMENT} bytes", "align the pool")
         splits = self.splits(batch.size)
-        hot = self.hot_rows is not None and selected is not None
         arguments = AttendArguments(
             queries=queries.data_ptr(),
             out=out.data_ptr(),
@@ -173,9 +182,7 @@ class DeviceAttention:
             table=batch.table.data_ptr(),
             window=window.data_ptr(),
             rows=rows_pointer,
-            selected=address(selected),
-            hot_rows=address(self.hot_rows if hot else None),
-            hot_tags=address(self.hot_tags if hot else None),
+            lse=address(lse),
             partials=self.scratch.partials.data_ptr(),
             statistics=self.scratch.statistics.data_ptr(),
             arrivals=self.scratch.arrivals.data_ptr(),
@@ -188,8 +195,11 @@ class DeviceAttention:
             sink=self.sink,
             entries=self.entries,
             retrieval_splits=splits.retrieval,
+            selected_splits=splits.selected,
             scale=self._scale,
         )
+        if selection is not None:
+            self._describe(selection, arguments)
         grid = (splits.total, self.kv_heads * self.tiles.tiles, batch.size)
         self.kernels.launch("kvseek_attend", grid, THREADS, arguments, self.tiles.shared_bytes, overlap=True)
         return out
@@ -210,19 +220,40 @@ class DeviceAttention:
         heads = splits * lists * self.tiles.heads
         return ScratchSize(heads * self.head_dim, 2 * heads, lists * self.max_batch)
 
+    def _describe(self, selection: DeviceSelection, arguments: AttendArguments) -> None:
+        """Tell the kernel what is selected, and which rows the device holds already."""
+        arguments.selected = address(selection.rows)
+        if selection.store is not None:
+            arguments.store, arguments.store_rows = address(selection.store), selection.store.shape[2]
+            arguments.cached, arguments.keep = address(selection.cached), address(selection.keep)
+        else:
+            arguments.hot_rows, arguments.hot_tags = address(self.hot_rows), address(self.hot_tags)
+
     def _check_launch(
-        self, queries: Tensor, batch: DeviceBatch, window: Tensor, selected: Tensor | None, out: Tensor
+        self, queries: Tensor, batch: DeviceBatch, window: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         _require(1 <= batch.size <= self.max_batch, "batch", batch.size, f"1 to {self.max_batch}", "raise max_batch")
         shape = (batch.size, self.num_heads, self.head_dim)
         _check_tensor("queries", queries, self.dtype, shape)
         _check_tensor("out", out, self.dtype, shape)
+        if lse is not None:
+            _check_tensor("lse", lse, torch.float32, shape[:2])
         _check_tensor("requests", batch.requests, torch.int32, (batch.size, REQUEST_FIELDS))
         _check_tensor("table", batch.table, torch.int32, tuple(batch.table.shape[:2]))
         rows = (window.shape[0], self.kv_heads, self.window_rows, 2, self.head_dim)
         _check_tensor("window", window, self.dtype, rows)
-        if selected is not None:
-            _check_tensor("selected", selected, torch.int32, (batch.size, self.kv_heads, self.entries))
+
+    def _check_selection(self, selection: DeviceSelection, batch: int) -> None:
+        shape = (batch, self.kv_heads, self.entries)
+        _check_tensor("selection.rows", selection.rows, torch.int32, shape)
+        store = selection.store
+        if store is not None:
+            rows = (store.shape[0], self.kv_heads, *store.shape[2:3], 2, self.head_dim)
+            _check_tensor("selection.store", store, self.dtype, rows)
+        for name, tensor in (("selection.cached", selection.cached), ("selection.keep", selection.keep)):
+            if tensor is not None:
+                _require(store is not None, name, tuple(tensor.shape), "None without a store", "give the store as well")
+                _check_tensor(name, tensor, torch.int32, shape)
 
 
 def _check_shape(num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:

@@ -1,101 +1,74 @@
-// Selected rows: looked up among those of the slot's last step, copied into shared memory, kept for the next step.
+// Hot rows: the selected rows of a slot's last step, kept on the device by the engine for methods without a store.
 //
-// The hot rows of a slot are two buffers of `entries` rows and tags. A step at position p reads buffer (p + 1) % 2 and
-// writes buffer p % 2, so no CTA writes what another one reads. Rows of the retrieval region never change while a
-// request lives, so a tag that matches is enough; the host clears the tags when a slot gets another request.
+// A slot has two buffers of `entries` rows and tags. A step at position p reads buffer (p + 1) % 2 and writes buffer
+// p % 2, so no CTA writes what another one reads. Rows of the retrieval region never change while a request lives, so a
+// tag that matches is enough; the host clears the tags when a slot gets another request. The search relies on tags that
+// ascend, with -1s at the end: of other selections few rows are found, and all the others are read from the pool.
 #pragma once
 
-#include "plugins/common/attend_rows.cuh"
+#include "plugins/common/attend_arguments.cuh"
 
 namespace kvseek {
 namespace attention {
 
-// Index of `position` among ascending tags that end in -1s, or -1. Each eight neighbouring lanes look one position up
-// and cut what is left to an eighth at a time; the whole warp takes part.
-__device__ __forceinline__ int find_tag(const int* tags, int entries, int position) {
+// Where each row of a warp is among ascending tags: a lane asks for `place` of row lane % ROWS, and gets its index or
+// -1. Eight neighbouring lanes look one row up and cut what is left to an eighth at a time; the ROWS / 4 rounds of a
+// warp are under way together. The whole warp calls it.
+template <int ROWS>
+__device__ __forceinline__ int find_tags(const int* tags, int entries, int place) {
+    constexpr int ROUNDS = ROWS / 4;
     const int lane = threadIdx.x % 32, part = lane % 8;
-    int low = 0, count = entries;
-    bool may_be_there = true;
-    while (true) {
-        const int stride = (count + 7) / 8, index = low + part * stride;
-        const int tag = part * stride < count && index < entries ? tags[index] : -1;
-        const unsigned below = __ballot_sync(~0u, tag >= 0 && tag <= position) >> (lane & ~7) & 0xff;
-        may_be_there = may_be_there && below != 0;  // tags ascend: the lanes below are the first ones
-        const int nearest = below ? __popc(below) - 1 : 0;
-        low += nearest * stride;
-        const int found = __shfl_sync(~0u, tag, nearest, 8);
-        if (stride <= 1) return may_be_there && found == position ? low : -1;
-        count = stride;
+    int wanted[ROUNDS], low[ROUNDS], found[ROUNDS];
+    bool may_be_there[ROUNDS];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        wanted[r] = __shfl_sync(ALL_LANES, place, 4 * r + lane / 8);
+        low[r] = 0, may_be_there[r] = true;
     }
+    for (int count = entries, stride = 0; stride != 1; count = stride) {
+        stride = (count + 7) / 8;
+        int tag[ROUNDS];
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const int index = low[r] + part * stride;
+            tag[r] = part * stride < count && index < entries ? tags[index] : -1;
+        }
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const unsigned all = __ballot_sync(ALL_LANES, tag[r] >= 0 && tag[r] <= wanted[r]);
+            const unsigned below = all >> (lane & ~7) & 0xff;  // the first lanes of the eight: tags ascend
+            may_be_there[r] = may_be_there[r] && below != 0;
+            const int nearest = below ? __popc(below) - 1 : 0;
+            low[r] += nearest * stride;
+            found[r] = __shfl_sync(ALL_LANES, tag[r], nearest, 8);
+        }
+    }
+    int result = -1;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const int index = may_be_there[r] && found[r] == wanted[r] ? low[r] : -1;
+        const int of_row = __shfl_sync(ALL_LANES, index, lane % 4 * 8);
+        if (lane % ROWS / 4 == r) result = of_row;
+    }
+    return result;
 }
 
 // What a CTA reads and writes of the hot rows.
 struct HotRows {
-    const Number* old_rows = nullptr;  // [entries, 2, D]
-    const int* old_tags = nullptr;     // null: there are no hot rows
-    Number* new_rows = nullptr;
-    int* new_tags = nullptr;  // null: another head tile writes them
+    const Number* old_rows;  // [entries, 2, D]
+    const int* old_tags;
+    Number* new_rows;
+    int* new_tags;
 
-    __device__ HotRows(const AttendArguments& a, const Request& request, const Place& place) {
-        if (!a.hot_rows) return;
+    __device__ HotRows(const AttendArguments& a, const Request& request, int kv_head) {
         const int parity = request.position & 1;
         const long long buffers = static_cast<long long>(request.slot) * 2;
-        const long long old_list = (buffers + 1 - parity) * a.kv_heads + place.kv_head;
-        const long long new_list = (buffers + parity) * a.kv_heads + place.kv_head;
-        old_rows = a.hot_rows + old_list * a.entries * ROW;
-        old_tags = a.hot_tags + old_list * a.entries;
-        if (place.tile) return;
-        new_rows = a.hot_rows + new_list * a.entries * ROW;
-        new_tags = a.hot_tags + new_list * a.entries;
+        const long long old_list = (buffers + 1 - parity) * a.kv_heads + kv_head;
+        const long long new_list = (buffers + parity) * a.kv_heads + kv_head;
+        old_rows = a.hot_rows + old_list * a.entries * ROW, old_tags = a.hot_tags + old_list * a.entries;
+        new_rows = a.hot_rows + new_list * a.entries * ROW, new_tags = a.hot_tags + new_list * a.entries;
     }
 };
-
-constexpr int ROW_PIECES = ROW * static_cast<int>(sizeof(Number)) / 16;
-constexpr int COPIES = (STAGED * ROW_PIECES + THREADS - 1) / THREADS;  // 16-byte pieces of a thread
-constexpr int PIECE = 16 / static_cast<int>(sizeof(Number));           // numbers of a piece
-
-// Copy selected rows first .. first + 15 (below `end`) of a list into shared memory; returns how many there are.
-// All loads of a CTA are on their way at once, neighbouring lanes reading neighbouring bytes: a row in host memory is
-// one request over PCIe, not several.
-__device__ __forceinline__ int stage_rows(const AttendArguments& a, const Place& place, const HotRows& hot,
-                                          const int* selected, int first, int end, const Number** sources,
-                                          Number* staged) {
-    const int row = threadIdx.x / 8, entry = first + row;
-    const int chosen = entry < end ? selected[entry] : -1;
-    const bool exists = chosen >= 0 && chosen < place.length;
-    const int position = exists ? chosen : -1;
-    const int found = hot.old_tags ? find_tag(hot.old_tags, a.entries, position) : -1;
-    const bool leader = threadIdx.x % 8 == 0;
-    if (leader && exists) {
-        const Number* from_hot = hot.old_rows + static_cast<long long>(max(found, 0)) * ROW;
-        sources[row] = found >= 0 ? from_hot : PoolRows(a, place).row(position);
-    }
-    if (leader && hot.new_tags && entry < end) hot.new_tags[entry] = position;
-    const int rows = __syncthreads_count(leader && exists);
-    if (a.hits && !place.tile) {
-        const int hits = __syncthreads_count(leader && found >= 0);
-        if (threadIdx.x == 0) {
-            atomicAdd(a.hits, static_cast<unsigned long long>(hits));
-            atomicAdd(a.hits + 1, static_cast<unsigned long long>(rows - hits));
-        }
-    }
-    uint4 pieces[COPIES];
-#pragma unroll
-    for (int i = 0; i < COPIES; ++i) {
-        const int piece = threadIdx.x + i * THREADS, of = piece / ROW_PIECES;
-        pieces[i] = make_uint4(0, 0, 0, 0);  // what is missing is multiplied by 0: it must not be NaN
-        if (of < rows) pieces[i] = load_once_16(sources[of] + piece % ROW_PIECES * PIECE);
-    }
-#pragma unroll
-    for (int i = 0; i < COPIES; ++i) {
-        const int piece = threadIdx.x + i * THREADS, of = piece / ROW_PIECES, offset = piece % ROW_PIECES * PIECE;
-        if (of < STAGED) *reinterpret_cast<uint4*>(staged + of * StagedRows::STRIDE + offset) = pieces[i];
-        if (of < rows && hot.new_rows)
-            *reinterpret_cast<uint4*>(hot.new_rows + static_cast<long long>(first + of) * ROW + offset) = pieces[i];
-    }
-    __syncthreads();
-    return rows;
-}
 
 }  // namespace attention
 }  // namespace kvseek

@@ -35,6 +35,14 @@ __device__ __forceinline__ void copy_async_16(void* to, const void* from) {
         : "memory");
 }
 
+// The same if `exists`; else 16 bytes of zeros arrive, and nothing is read.
+__device__ __forceinline__ void copy_async_16_or_zeros(void* to, const void* from, bool exists) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                     static_cast<unsigned>(__cvta_generic_to_shared(to))),
+                 "l"(from), "r"(exists ? 16 : 0)
+                 : "memory");
+}
+
 __device__ __forceinline__ void close_copy_group() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }

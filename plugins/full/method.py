@@ -9,7 +9,10 @@ from torch import Tensor
 from kvseek.plugins.base import Index, IndexContext, Selection
 
 from .config import Config
+from .costs import costs
 from .device import DeviceFullIndex
+
+__all__ = ["codebooks", "costs", "create"]
 
 
 class FullIndex(Index):

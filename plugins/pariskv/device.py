@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvseek.engine.config import EXTENT_TOKENS, require
 from kvseek.engine.errors import KernelError
-from kvseek.plugins.base import DeviceIndex, IndexContext, Selection
+from kvseek.plugins.base import DeviceIndex, DeviceSelection, IndexContext, Selection
 from kvseek.plugins.batch import DeviceBatch
 from kvseek.plugins.common.group import GROUP_REDUCTIONS
 
@@ -165,7 +165,7 @@ class CudaIndex(DeviceIndex):
         arguments = self._encode_arguments(slot, start, count)
         self._kernels.launch("kvseek_pariskv_count", (blocks, self.context.num_kv_heads, 1), COUNT_THREADS, arguments)
 
-    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> Tensor:
+    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> DeviceSelection:
         """See DeviceIndex.launch_select: four kernels. Rows ascend by position."""
         heads, top_k = self.context.num_kv_heads, self.config.top_k
         scratch = self.workspace(batch.size, top_k, self._kernels.multiprocessors)
@@ -176,7 +176,7 @@ class CudaIndex(DeviceIndex):
         self._launch("scan", (chunks // CHUNKS_OF_SCAN, tasks), SCAN_THREADS, arguments, self._table_bytes)
         self._launch("rerank", (chunks, tasks), RERANK_THREADS, arguments)
         self._launch("top", (scratch["top_blocks"], tasks), TOP_THREADS, arguments)
-        return rows
+        return DeviceSelection(rows)
 
     def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
         """See Index.select."""

@@ -8,11 +8,12 @@ from kvseek.plugins.base import Index, IndexContext
 
 from . import codebook
 from .config import Config
+from .costs import costs
 from .device import CudaIndex, cuda_defines
 from .native import NativeIndex
 from .reference import ReferenceIndex
 
-__all__ = ["codebooks", "create", "cuda_defines"]
+__all__ = ["codebooks", "costs", "create", "cuda_defines"]
 
 
 def codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:

@@ -91,6 +91,41 @@ class RandomCache:
                 rows[number, head, : len(chosen)] = chosen
         return rows.to(self.device)
 
+    def pages(self, requests: Sequence[RequestState], entries: int, page: int) -> Tensor:
+        """Random pages, their places next to each other; a list's last page may be cut, -1s may stand within one.
+
+        Pages start at any multiple of `page`, so some end behind the slot's last row: -1 stands for what they lack.
+        """
+        rows = torch.full((len(requests), self.kv_heads, entries), -1, dtype=torch.int32)
+        for number, request in enumerate(requests):
+            for head in range(self.kv_heads):
+                first = torch.randperm(-(-request.length // page))[: -(-entries // page)].int() * page
+                places = (first[:, None] + torch.arange(page, dtype=torch.int32)).flatten()[:entries]
+                rows[number, head, : len(places)] = torch.where(places < request.length, places, -1)
+        return rows.to(self.device)
+
+    def expected_lse(
+        self, queries: Tensor, requests: Sequence[RequestState], selected: Tensor | None, scaling: float
+    ) -> Tensor:
+        """Log-sum-exp of the scaled scores of all attended rows, in float32: [batch, H] on the CPU."""
+        group = queries.shape[1] // self.kv_heads
+        result = torch.empty(queries.shape[:2])
+        for number, request in enumerate(requests):
+            ring = torch.arange(request.ring_first, request.ring_first + request.ring_rows) % self.ring + self.sink
+            window_rows = torch.cat((torch.arange(request.sink_rows), ring))
+            pool = self.extents.read(self.rows, request.slot, request.length)[:, :, 0].float().cpu()
+            for head in range(self.kv_heads):
+                places = torch.arange(request.length)
+                if selected is not None and not request.dense:
+                    own = selected[number, head].cpu().long()
+                    places = own[own >= 0]
+                window = self.window[request.slot, head, window_rows.to(self.device), 0].float().cpu()
+                keys = torch.cat((window, pool[head, places]))
+                own_heads = slice(head * group, (head + 1) * group)
+                scores = queries[number, own_heads].float().cpu() @ keys.T * scaling
+                result[number, own_heads] = scores.logsumexp(-1)
+        return result
+
     def expected(
         self, queries: Tensor, requests: Sequence[RequestState], selected: Tensor | None, scaling: float
     ) -> Tensor:

@@ -1,0 +1,111 @@
+"""Methods as measurements are asked for: a registered name, with fields of its own or of the cache set otherwise.
+
+full,ctkvr,ctkvr:execution=uva,top_k=1024,prkv:cache.local=256
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvseek.engine.config import CacheConfig, from_dict
+from kvseek.engine.errors import ConfigError
+from kvseek.plugins.registry import Method, get_method
+
+CACHE_PREFIX = "cache."
+FORM = "NAME or NAME:field=value,field=value; fields of the cache are cache.NAME"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method with settings.
+
+    Attributes
+    ----------
+    label : str
+        How it was written: unique in a run.
+    fields, cache_fields : dict
+        What differs from the defaults of the method, and of its cache.
+    """
+
+    label: str
+    method: str
+    fields: dict[str, Any] = field(default_factory=dict, hash=False)
+    cache_fields: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def entry(self) -> Method:
+        """The method's entry points."""
+        return get_method(self.method)
+
+    @property
+    def settings(self) -> Any:
+        """The method's own config; raises ConfigError on fields that it does not have."""
+        return self.entry.configure(self.fields)
+
+    @property
+    def cache(self) -> CacheConfig:
+        """The cache that the method is meant for, unless told otherwise."""
+        return from_dict(CacheConfig, {**self.entry.cache_defaults, **self.cache_fields}, "cache")
+
+    def flags(self) -> list[str]:
+        """Flags of `kvseek build` that make such an engine."""
+        named = {f"{self.method}.{name}": value for name, value in self.fields.items()}
+        named |= {CACHE_PREFIX + name: value for name, value in self.cache_fields.items()}
+        words = ["--method", self.method]
+        for name, value in named.items():
+            words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+        return words
+
+    def laid_out_as(self, cache: CacheConfig) -> Variant:
+        """The same on a cache with the windows of another."""
+        names = ("sink", "local", "update", "full_threshold")
+        windows = {name: getattr(cache, name) for name in names}
+        return Variant(self.label, self.method, self.fields, {**self.cache_fields, **windows})
+
+    def with_fields(self, **values: Any) -> Variant:
+        """The same with further fields set, those that were asked for by name left as they are."""
+        return Variant(self.label, self.method, {**values, **self.fields}, self.cache_fields)
+
+
+def parse_variants(text: str, flag: str = "--methods") -> list[Variant]:
+    """Read a comma list of variants, each one time; raises ConfigError with `flag` in the message.
+
+    A part with "=" but no ":" before it is a further field of the variant before it.
+    """
+    labels: list[str] = []
+    for part in text.split(","):
+        if labels and "=" in part and ":" not in part.partition("=")[0]:
+            labels[-1] += f",{part}"
+        else:
+            labels.append(part)
+    if len(set(labels)) < len(labels):
+        raise ConfigError(f"{flag} = {text!r}: must name each once; leave the second out")
+    variants = [_parse(label, flag) for label in labels]
+    for variant in variants:
+        _ = variant.settings, variant.cache  # named fields exist and are in range
+    return variants
+
+
+def _parse(label: str, flag: str) -> Variant:
+    method, colon, listed = label.partition(":")
+    own: dict[str, Any] = {}
+    cache: dict[str, Any] = {}
+    for assignment in listed.split(",") if colon else ():
+        name, equals, value = assignment.partition("=")
+        if not name or not equals:
+            raise ConfigError(f"{flag} = {label!r}: must be {FORM}")
+        if name.startswith(CACHE_PREFIX):
+            cache[name.removeprefix(CACHE_PREFIX)] = _value(value)
+        else:
+            own[name] = _value(value)
+    return Variant(label, method, own, cache)
+
+
+def _value(text: str) -> Any:
+    """JSON where it is JSON (numbers, true, null), else the text itself."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

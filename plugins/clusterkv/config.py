@@ -1,0 +1,82 @@
+"""Fields of the ClusterKV method, as they stand in `method_config` of an engine directory, and the counts they imply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvseek.engine.config import EXTENT_TOKENS, require
+from kvseek.plugins.common.group import require_group_reduce
+
+# An eviction of 320 generated tokens is clustered by itself; the first 16 tokens never are (paper, section III-B).
+GENERATED_TOKENS = 320
+CACHE_DEFAULTS = {"update": GENERATED_TOKENS, "sink": 16}
+SLOT_STEP = 16  # cluster slots of an extent are a multiple of this
+MOST_ROWS = 65_535  # of a step's selection per KV head: kernels keep cluster sizes, cut at top_k, in 16 bits
+
+
+@dataclass(frozen=True)
+class Config:
+    """How keys are clustered and how many rows are retrieved.
+
+    Attributes
+    ----------
+    top_k : int
+        Rows retrieved per KV head; the last cluster taken is cut to fit. The paper calls it the budget.
+    tokens_per_cluster : int
+        Prompt tokens per cluster.
+    clusters_per_update : int
+        Clusters per 320 generated tokens.
+    iterations : int
+        Most rounds of k-means.
+    seed : int
+        Seed of the choice of the first centroids.
+    dense_layers : int
+        First layers that attend to all rows and have no index.
+    group_reduce : str
+        "mean", "max" or "softmax_mean": how the query heads of a KV head agree (plugins/common/group.py).
+    cache_steps : int
+        Decode steps whose selected rows stay on the device, where those of a layer lie in host memory; 0: none.
+        `R` of the paper.
+    """
+
+    top_k: int = 1024
+    tokens_per_cluster: int = 80
+    clusters_per_update: int = 4
+    iterations: int = 20
+    seed: int = 0
+    dense_layers: int = 2
+    group_reduce: str = "softmax_mean"
+    cache_steps: int = 1
+
+    def __post_init__(self) -> None:
+        require(1 <= self.top_k <= MOST_ROWS, "top_k", self.top_k, f"between 1 and {MOST_ROWS}", "1024 is the default")
+        limit, tokens = f"between 1 and {EXTENT_TOKENS}", self.tokens_per_cluster
+        require(1 <= tokens <= EXTENT_TOKENS, "tokens_per_cluster", tokens, limit, "80 is the default")
+        limit, count = f"between 1 and {GENERATED_TOKENS}", self.clusters_per_update
+        require(1 <= count <= GENERATED_TOKENS, "clusters_per_update", count, limit, "4 is the default")
+        require(self.iterations >= 1, "iterations", self.iterations, ">= 1", "20 is the default")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2**63)", "any such number will do")
+        require(self.dense_layers >= 0, "dense_layers", self.dense_layers, ">= 0", "2 is the default")
+        require_group_reduce(self.group_reduce, "group_reduce")
+        require(0 <= self.cache_steps <= 8, "cache_steps", self.cache_steps, "between 0 and 8", "1 is the default")
+
+    @property
+    def slots_per_extent(self) -> int:
+        """Clusters that an extent has room for: its share at the faster of the two rates, and 2 for rounding up."""
+        prompt = -(-EXTENT_TOKENS // self.tokens_per_cluster)
+        generated = -(-EXTENT_TOKENS * self.clusters_per_update // GENERATED_TOKENS)
+        return -(-(max(prompt, generated) + 2) // SLOT_STEP) * SLOT_STEP
+
+    def prompt_clusters(self, tokens: int) -> int:
+        """Clusters of a prompt of `tokens` retrieval tokens: tokens / tokens_per_cluster, rounded down, at least 1."""
+        return max(1, tokens // self.tokens_per_cluster) if tokens else 0
+
+    def generated_clusters(self, tokens: int) -> int:
+        """Clusters of the first `tokens` generated tokens that were evicted, to the nearest number, at least 1."""
+        rounded = (2 * tokens * self.clusters_per_update + GENERATED_TOKENS) // (2 * GENERATED_TOKENS)
+        return max(1, rounded) if tokens else 0
+
+    def most_clusters(self, tokens: int) -> int:
+        """Most clusters that a region of `tokens` tokens can have, however prompt and evictions share it."""
+        prompt, generated = tokens // self.tokens_per_cluster, tokens * self.clusters_per_update // GENERATED_TOKENS
+        return max(prompt, generated) + 2

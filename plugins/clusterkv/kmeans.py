@@ -1,0 +1,193 @@
+"""K-means of keys on the GPU, batched over KV heads: launches the kernels of kmeans.cu (ClusterKV paper, section III-B).
+
+The rounds are those of `reference.cluster_keys`. Unit keys and directions, counted from a mean direction, are float16 for
+every number type and meet on tensor cores with float32 sums: cosines are off by less than 2^-11 of what keys and
+directions differ by, so a key that is as near to one cluster as to another may join either. Sums, lengths and means are
+float32, in an order that depends on the keys alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvseek.engine.config import EXTENT_TOKENS
+from kvseek.engine.cuda import CudaKernels
+from kvseek.engine.errors import KernelError
+from kvseek.plugins.base import IndexContext
+
+from .config import Config
+from .seeding import initial_keys
+
+# As in kmeans.cuh, kmeans_assign.cuh, kmeans_sum.cuh.
+THREADS, WARPS = 256, 8
+LABELS = 8  # of one load
+BIAS_HALVES = 8  # of a stored direction, after its numbers
+MOST_CLUSTERS = 65_520  # a label is 16 bits, and the blocks of the last clusters must not meet the label of no cluster
+MOST_TOKENS = 2**29  # of one clustering: lists hold keys and cluster in 32 bits
+ALIGNMENT = 16  # bytes: widest load of a key
+
+SMALL_TOKENS = 2048  # up to here one launch of a block per head: quick to start, and slow work for long prompts
+SEED_BLOCKS = 16  # of a head
+
+
+class KMeansArguments(ctypes.Structure):
+    """Arguments of all kernels of a clustering, as in kmeans.cuh."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "seeds", "labels", "directions", "origins")),
+        *((name, c_void_p) for name in ("scales", "changed", "table", "centroids", "sizes", "starts", "places")),
+        *((name, c_int64) for name in ("head_stride", "token_stride")),
+        *((name, c_int32) for name in ("kv_heads", "tokens", "clusters", "rounds", "round", "label_stride")),
+        *((name, c_int32) for name in ("first_place", "first_cluster", "slots_per_extent")),
+    )
+
+
+@dataclass(frozen=True)
+class ClusterArrays:
+    """Where a clustering is written: the arrays of ReferenceIndex, on the GPU, contiguous.
+
+    Attributes
+    ----------
+    centroids : Tensor [extents, G, slots_per_extent, D], dtype of the cache
+    sizes, starts : Tensor, int32 [extents, G, slots_per_extent]
+    places : Tensor, int32 [extents, G, 1024]
+    """
+
+    centroids: Tensor
+    sizes: Tensor
+    starts: Tensor
+    places: Tensor
+
+
+class DeviceKMeans:
+    """Clusters keys of one layer on the current stream, which may be a side stream; the host never waits.
+
+    Work space belongs to the stream that is current: 6 bytes per token and KV head, 2 D + 16 per cluster and KV head.
+
+    Parameters
+    ----------
+    context : IndexContext
+        Of the layer: seeds depend on it.
+    kernels : CudaKernels
+        Of the method's cubin.
+    """
+
+    def __init__(self, context: IndexContext, config: Config, kernels: CudaKernels) -> None:
+        self._context, self._config, self._kernels = context, config, kernels
+        wide = context.head_dim > 128
+        self.block_keys, self.block_clusters = (128, 4) if wide else (256, 8)  # BLOCK_KEYS and OWN
+
+    def cluster(
+        self, slot: int, keys: Tensor, first_place: int, first_cluster: int, clusters: int, arrays: ClusterArrays
+    ) -> Tensor:
+        """Cluster keys by themselves; nothing that queries see changes before the slot's cluster count does.
+
+        Writes the places of the keys, sorted by cluster and ascending inside one, as the slot's places first_place ..,
+        and mean, size and start of clusters first_cluster .. . A cluster without keys has size 0 and a mean of zeros.
+
+        Parameters
+        ----------
+        keys : Tensor [G, n, D], dtype of the cache, on the GPU
+            Of places first_place .. first_place + n - 1, n >= 1; rows contiguous and aligned to 16 bytes, heads and
+            tokens strided. Must stay as they are until the current stream has come here.
+        clusters : int
+            1 <= clusters <= n.
+
+        Returns
+        -------
+        Tensor, int32 [iterations + 1, G], on the GPU
+            Keys that each round moved to another cluster: zeros from the round that ended the search.
+
+        Raises
+        ------
+        KernelError
+            If the keys are not as they should be, or the slot's extents have no room.
+        ConfigError
+            If there are fewer keys than clusters.
+        """
+        self._check(slot, keys, first_place, first_cluster, clusters)
+        heads, tokens, dim = keys.shape
+        chosen = initial_keys(self._config.seed, self._context.layer, tokens, clusters)
+        stride, rounds = -(-tokens // LABELS) * LABELS, self._config.iterations + 1
+        work = {
+            # Pinned, so that the host does not wait for the stream.
+            "seeds": chosen.int().pin_memory().to(keys.device, non_blocking=True),
+            "labels": torch.empty((heads, stride), dtype=torch.int16, device=keys.device),
+            "directions": torch.empty((heads, clusters, dim + BIAS_HALVES), dtype=torch.float16, device=keys.device),
+            "origins": torch.empty((heads, dim), dtype=torch.float32, device=keys.device),
+            "scales": torch.empty((heads, stride), dtype=torch.float32, device=keys.device),
+            "changed": torch.empty((rounds, heads), dtype=torch.int32, device=keys.device),
+        }
+        self._launch_all(
+            KMeansArguments(
+                **{name: array.data_ptr() for name, array in (work | vars(arrays)).items()},
+                keys=keys.data_ptr(),
+                table=self._context.extents.device_table[slot].data_ptr(),
+                head_stride=keys.stride(0),
+                token_stride=keys.stride(1),
+                kv_heads=heads,
+                tokens=tokens,
+                clusters=clusters,
+                rounds=rounds,
+                label_stride=stride,
+                first_place=first_place,
+                first_cluster=first_cluster,
+                slots_per_extent=self._config.slots_per_extent,
+            )
+        )
+        return work["changed"]
+
+    def _launch_all(self, arguments: KMeansArguments) -> None:
+        if arguments.tokens <= SMALL_TOKENS:
+            self._launch("cluster", 1, arguments)
+            return
+        key_blocks = -(-arguments.tokens // self.block_keys)
+        cluster_blocks = -(-arguments.clusters // self.block_clusters)
+        self._launch("seed", SEED_BLOCKS, arguments)
+        for number in range(arguments.rounds):
+            arguments.round = number  # launches copy the arguments
+            self._launch("assign", key_blocks, arguments)
+            if number + 1 < arguments.rounds:
+                self._launch("sum", cluster_blocks, arguments)
+        self._launch("mean", cluster_blocks, arguments)
+        self._launch("order", cluster_blocks, arguments)
+
+    def _launch(self, kernel: str, blocks: int, arguments: KMeansArguments) -> None:
+        self._kernels.launch(f"kvseek_clusterkv_{kernel}", (blocks, arguments.kv_heads, 1), THREADS, arguments)
+
+    def _check(self, slot: int, keys: Tensor, first_place: int, first_cluster: int, clusters: int) -> None:
+        context = self._context
+        check_keys(keys, context.num_kv_heads, context.head_dim, context.dtype)
+        if clusters > MOST_CLUSTERS:
+            raise KernelError(
+                f"clusters = {clusters}: must be at most {MOST_CLUSTERS}, as labels are 16 bits; raise tokens_per_cluster"
+            )
+        room = context.extents.room(slot)
+        cluster_room = room // EXTENT_TOKENS * self._config.slots_per_extent
+        if first_place + keys.shape[1] > room or first_cluster + clusters > cluster_room:
+            raise KernelError(
+                f"slot {slot} has room for {room} places and {cluster_room} clusters: too few for {keys.shape[1]} keys from "
+                f"place {first_place} on in {clusters} clusters from {first_cluster} on; reserve extents first"
+            )
+
+
+def check_keys(keys: Tensor, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Raise KernelError unless kernels can read `keys` as DeviceKMeans.cluster describes them."""
+    if keys.dim() != 3 or keys.shape[0] != kv_heads or keys.shape[2] != head_dim:
+        raise KernelError(f"keys: shape {tuple(keys.shape)}: must be [{kv_heads}, n, {head_dim}]")
+    if not 1 <= keys.shape[1] <= MOST_TOKENS:
+        raise KernelError(f"keys: {keys.shape[1]} per head: must be between 1 and {MOST_TOKENS}; cluster them in parts")
+    if keys.dtype is not dtype or not keys.is_cuda or keys.stride(2) != 1:
+        limit = f"{dtype} on the GPU with neighbouring numbers in memory"
+        raise KernelError(f"keys: {keys.dtype} on {keys.device}, strides {keys.stride()}: must be {limit}")
+    strides = [keys.stride(i) for i in range(2) if keys.shape[i] > 1]
+    if any(number % ALIGNMENT for number in (keys.data_ptr(), *(stride * keys.itemsize for stride in strides))):
+        raise KernelError(
+            f"keys: address {keys.data_ptr()}, strides {keys.stride()} of {keys.itemsize} bytes: rows must begin at multiples "
+            f"of {ALIGNMENT} bytes; pass a copy"
+        )

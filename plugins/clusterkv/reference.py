@@ -1,0 +1,270 @@
+"""ClusterKV in PyTorch, on any device: the definition of correct for the GPU kernels.
+
+Group keys that point the same way (k-means by cosine), score the mean key of each cluster against the query, and take
+the rows of the best clusters until the budget is filled. ClusterKV paper, sections III-B, III-C and IV-C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvseek.engine.config import EXTENT_TOKENS
+from kvseek.plugins.base import Index, IndexContext, Selection
+from kvseek.plugins.common.group import query_lanes, reduce_scores
+
+from .config import Config
+from .seeding import initial_keys
+
+ASSIGN_TOKENS = 8 * EXTENT_TOKENS  # keys assigned at a time, which bounds temporary memory
+
+
+@dataclass(frozen=True)
+class Clustering:
+    """Clusters of n keys. A cluster that lost all its keys has size 0 and a centroid of zeros, and is never selected.
+
+    Attributes
+    ----------
+    centroids : Tensor, float32 [G, C, D]
+        Mean of each cluster's keys as they are.
+    sizes, starts : Tensor, int32 [G, C]
+        Keys of each cluster, and of all clusters before it.
+    order : Tensor, int32 [G, n]
+        Numbers of the keys sorted by cluster; those of a cluster ascend.
+    """
+
+    centroids: Tensor
+    sizes: Tensor
+    starts: Tensor
+    order: Tensor
+
+
+class ReferenceIndex(Index):
+    """One layer's clusters. The first `dense_layers` layers have none: they select every row.
+
+    The clusters of a slot are numbered in the order in which they were made, the prompt's first, and are as many in every
+    KV head. Cluster c lies in the slot's extent c / S at c mod S, where S = config.slots_per_extent. With E extents and
+    G KV heads:
+
+    Attributes
+    ----------
+    centroids : Tensor [E, G, S, D], dtype of the cache
+        Mean of each cluster's keys. Rounded to bfloat16 it moves a score by 1e-3 of the spread that keys have in their
+        cluster, and float32 would double what a step reads (README).
+    sizes, starts : Tensor, int32 [E, G, S]
+        Keys of each cluster, and where they begin in the slot's `places`.
+    places : Tensor, int32 [E, G, 1024]
+        The slot's places sorted by cluster, addressed like a row of the pool. Places of an eviction follow those before
+        it; those of a cluster ascend.
+    clusters : Tensor, int32 [slots]
+        Clusters of each slot that queries see.
+    counts, prompt_tokens : list of int, one per slot
+        The same on the host, and the tokens that `build` clustered.
+    """
+
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context)
+        self.config: Config = context.config
+        self.dense = context.layer < self.config.dense_layers
+        extents, heads, device = context.extents, context.num_kv_heads, context.device
+        capacity = 0 if self.dense else extents.capacity
+        shape = (capacity, heads, self.config.slots_per_extent)
+        self.centroids = torch.empty((*shape, context.head_dim), dtype=context.dtype, device=device)
+        self.sizes = torch.empty(shape, dtype=torch.int32, device=device)
+        self.starts = torch.empty_like(self.sizes)
+        self.places = torch.empty((capacity, heads, EXTENT_TOKENS), dtype=torch.int32, device=device)
+        self.clusters = torch.zeros(extents.slots, dtype=torch.int32, device=device)
+        self.counts, self.prompt_tokens = [0] * extents.slots, [0] * extents.slots
+
+    @property
+    def bytes_per_token(self) -> float:
+        """A place per token; centroid, size and start per cluster slot. Nothing in a dense layer."""
+        if self.dense:
+            return 0.0
+        cluster = self.context.head_dim * self.context.dtype.itemsize + 2 * 4
+        per_head = 4 + self.config.slots_per_extent * cluster / EXTENT_TOKENS
+        return self.context.num_kv_heads * per_head
+
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
+        """See Index.build; the queries are not used."""
+        self.begin(slot, keys.shape[1])
+        if self.counts[slot]:
+            self._append(slot, 0, 0, keys)
+        self.publish(slot)
+
+    def extend(self, slot: int, keys: Tensor) -> None:
+        """See Index.extend. An eviction too small for a cluster of its own joins the slot's last cluster."""
+        if self.dense:
+            return
+        start = self.context.lengths[slot] - keys.shape[1]
+        first = self.counts[slot]
+        self.counts[slot] = first + self.new_clusters(slot, start, keys.shape[1])
+        if self.counts[slot] > first:
+            self._append(slot, start, first, keys)
+        else:
+            self.write_run(slot, start, keys.shape[1])
+            self.join(slot, keys.float().sum(dim=1), keys.shape[1])
+        self.publish(slot)
+
+    def begin(self, slot: int, tokens: int) -> None:
+        """Note on the host that a slot now holds a prompt of `tokens` retrieval tokens and the clusters they get."""
+        self.prompt_tokens[slot] = tokens
+        self.counts[slot] = 0 if self.dense else self.config.prompt_clusters(tokens)
+
+    def publish(self, slot: int) -> None:
+        """Let queries see the clusters that the host counts."""
+        self.clusters[slot].fill_(self.counts[slot])
+
+    def new_clusters(self, slot: int, start: int, tokens: int) -> int:
+        """Clusters that an eviction of `tokens` tokens from place `start` on adds; 0: it joins the last cluster."""
+        generated = start - self.prompt_tokens[slot]
+        return self.config.generated_clusters(generated + tokens) - self.config.generated_clusters(generated)
+
+    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
+        """Rows of the best clusters: queries [batch, H, D] to rows int32 [batch, G, top_k].
+
+        Clusters ascend by number, rows by place inside a cluster; -1 fills up when the region holds fewer than top_k.
+        """
+        kv_heads, top_k = self.context.num_kv_heads, self.config.top_k
+        lengths = [self.context.lengths[slot] for slot in slots]
+        if self.dense:
+            return Selection.everything(lengths, kv_heads, queries.device)
+        rows = torch.stack(
+            [
+                self._rows(queries[request].reshape(kv_heads, -1, queries.shape[-1]), slot)
+                for request, slot in enumerate(slots)
+            ]
+        )
+        return Selection(rows, 1, tuple(min(top_k, length) for length in lengths))
+
+    def read_clusters(self, array: Tensor, slot: int) -> Tensor:
+        """Entries of the slot's clusters in `array` [E, G, S, ...]: a copy, [G, clusters, ...]."""
+        extents, inside = self._cluster_slots(slot, 0, self.counts[slot])
+        return array[extents, :, inside].transpose(0, 1)
+
+    def write_clusters(self, array: Tensor, slot: int, first: int, values: Tensor) -> None:
+        """Write `values` [G, c, ...] as the entries of clusters first .. first + c - 1 into `array` [E, G, S, ...]."""
+        extents, inside = self._cluster_slots(slot, first, values.shape[1])
+        array[extents, :, inside] = values.transpose(0, 1).to(array.dtype)
+
+    def _cluster_slots(self, slot: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+        numbers = torch.arange(first, first + count)
+        extents = self.context.extents.table[slot, numbers // self.config.slots_per_extent]
+        device = self.context.device
+        return extents.long().to(device), (numbers % self.config.slots_per_extent).to(device)
+
+    def _append(self, slot: int, start: int, first: int, keys: Tensor) -> None:
+        """Cluster keys [G, n, D] of places start, ... by themselves into clusters first .. counts[slot] - 1."""
+        config, tokens = self.config, keys.shape[1]
+        chosen = initial_keys(config.seed, self.context.layer, tokens, self.counts[slot] - first)
+        found = cluster_keys(keys, chosen.to(keys.device), config.iterations)
+        self.context.extents.write(self.places, slot, start, found.order + start)
+        self.write_clusters(self.centroids, slot, first, found.centroids)
+        self.write_clusters(self.sizes, slot, first, found.sizes)
+        self.write_clusters(self.starts, slot, first, found.starts + start)
+
+    def write_run(self, slot: int, start: int, tokens: int) -> None:
+        """Write places start .. start + tokens - 1 as they come: those of keys that join the slot's last cluster."""
+        places = torch.arange(start, start + tokens, dtype=torch.int32, device=self.context.device)
+        self.context.extents.write(self.places, slot, start, places.expand(self.context.num_kv_heads, -1))
+
+    def join(self, slot: int, total: Tensor, tokens: int) -> None:
+        """Count `tokens` keys, whose sum is `total` [G, D], to the slot's last cluster, whose places they follow."""
+        last = self.counts[slot] - 1
+        extent = int(self.context.extents.table[slot, last // self.config.slots_per_extent])
+        inside = last % self.config.slots_per_extent
+        sizes, means = self.sizes[extent, :, inside], self.centroids[extent, :, inside]  # views: [G] and [G, D]
+        before = sizes[:, None].float()
+        means.copy_((before * means.float() + total) / (before + tokens))
+        sizes.add_(tokens)
+
+    def _rows(self, queries: Tensor, slot: int) -> Tensor:
+        # queries [G, g, D] to rows int32 [G, top_k]
+        sizes = self.read_clusters(self.sizes, slot)
+        lanes = query_lanes(queries, self.config.group_reduce)
+        scores = lanes @ self.read_clusters(self.centroids, slot).float().transpose(1, 2)
+        scores = scores.masked_fill(sizes[:, None] == 0, -torch.inf)
+        values = reduce_scores(scores, self.config.group_reduce, self.context.scaling)
+        taken = rows_taken(values, sizes, self.config.top_k)
+        entries = expand(self.read_clusters(self.starts, slot), taken, self.config.top_k)
+        places = self.context.extents.read(self.places, slot, self.context.lengths[slot])
+        return torch.where(entries < 0, -1, places.gather(1, entries.clamp(min=0)))
+
+
+def rows_taken(values: Tensor, sizes: Tensor, top_k: int) -> Tensor:
+    """Rows to take of each cluster: values and sizes [G, C] to int64 [G, C].
+
+    Clusters are taken whole by descending value (ties: lowest number) until `top_k` rows are reached; the last is cut.
+    """
+    order = values.argsort(dim=-1, descending=True, stable=True)
+    ranked = sizes.long().gather(-1, order)
+    preceding = ranked.cumsum(dim=-1) - ranked
+    taken = torch.minimum(ranked, (top_k - preceding).clamp(min=0))
+    return torch.zeros_like(taken).scatter_(-1, order, taken)
+
+
+def expand(starts: Tensor, taken: Tensor, top_k: int) -> Tensor:
+    """Entries of the sorted list that clusters stand for: starts and taken [G, C] to int64 [G, top_k], -1 at the end."""
+    ends = taken.cumsum(dim=-1)
+    wanted = torch.arange(top_k, device=taken.device).expand(taken.shape[0], -1).contiguous()
+    cluster = torch.searchsorted(ends, wanted, right=True)
+    held = cluster.clamp(max=taken.shape[-1] - 1)
+    entries = starts.long().gather(-1, held) + wanted - (ends - taken).gather(-1, held)
+    return torch.where(cluster < taken.shape[-1], entries, -1)
+
+
+def cluster_keys(keys: Tensor, chosen: Tensor, iterations: int) -> Clustering:
+    """K-means of keys [G, n, D] by cosine, every KV head by itself; paper, section III-B.
+
+    A key belongs to the cluster whose direction is nearest (ties: lowest number); a cluster's direction is that of the
+    sum of its keys' unit vectors, so that a long key counts no more than a short one. One that loses all its keys
+    keeps its direction, and may win keys again.
+
+    Parameters
+    ----------
+    keys : Tensor [G, n, D]
+        Any number type and device; computed in float32.
+    chosen : Tensor, int64 [C]
+        The keys that give the first directions, in all heads.
+    iterations : int
+        Most rounds: directions from labels, labels from directions. It ends before if no label changes.
+    """
+    units = F.normalize(keys.float(), dim=-1)
+    directions = units[:, chosen]
+    labels = nearest(units, directions)
+    for _ in range(iterations):
+        sums = cluster_sums(units, labels, len(chosen))
+        kept = cluster_sizes(labels, len(chosen))[..., None] > 0
+        directions = torch.where(kept, F.normalize(sums, dim=-1), directions)
+        before, labels = labels, nearest(units, directions)
+        if torch.equal(before, labels):
+            break
+    sizes = cluster_sizes(labels, len(chosen))
+    centroids = cluster_sums(keys.float(), labels, len(chosen)) / sizes.clamp(min=1)[..., None]
+    starts = sizes.cumsum(dim=-1) - sizes
+    order = labels.argsort(dim=-1, stable=True)
+    return Clustering(centroids, sizes.int(), starts.int(), order.int())
+
+
+def nearest(units: Tensor, directions: Tensor) -> Tensor:
+    """Number of the direction with the largest cosine: [G, n, D] and [G, C, D] to int64 [G, n]."""
+    parts = []
+    for start in range(0, units.shape[1], ASSIGN_TOKENS):
+        cosines = units[:, start : start + ASSIGN_TOKENS] @ directions.transpose(1, 2)
+        parts.append(cosines.argmax(dim=-1))
+    return torch.cat(parts, dim=1)
+
+
+def cluster_sums(vectors: Tensor, labels: Tensor, clusters: int) -> Tensor:
+    """Sum of the vectors [G, n, D] of each label [G, n]: [G, clusters, D]."""
+    sums = vectors.new_zeros(vectors.shape[0], clusters, vectors.shape[2])
+    return sums.scatter_add_(1, labels[..., None].expand_as(vectors), vectors)
+
+
+def cluster_sizes(labels: Tensor, clusters: int) -> Tensor:
+    """Keys of each label [G, n]: int64 [G, clusters]."""
+    return labels.new_zeros(labels.shape[0], clusters).scatter_add_(1, labels, torch.ones_like(labels))

@@ -1,0 +1,62 @@
+// The rows of the best clusters (ClusterKV paper, sections III-C and IV-C): score all centroids, then choose. Two kernels.
+
+#include "choose.cuh"
+#include "score.cuh"
+
+// grid: chunks, tasks
+extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::SCORE_THREADS)
+    kvseek_clusterkv_score(const __grid_constant__ kvseek::clusterkv::SelectArguments a) {
+    using namespace kvseek;
+    using namespace kvseek::clusterkv;
+    __shared__ __align__(16) ScoreMemory memory;
+    const SelectTask task(a, blockIdx.y);
+    const int clusters = task.idle() ? 0 : task.clusters(a), units = (clusters + UNIT - 1) / UNIT;
+    UnitRows rows;
+    int unit = blockIdx.x;
+    // Clusters were made before the step, so their first numbers may be on their way while the queries are computed.
+    if (unit < units) rows.load(a, task, unit, clusters);
+    await_earlier_kernels();
+    allow_later_kernels();
+    if (unit >= units) return;
+    TaskQueries queries;
+    queries.load(a, task, memory);
+    while (unit < units) {  // the same for the whole block
+        const int following = unit + gridDim.x;
+        UnitRows next;
+        if (following < units) next.load(a, task, following, clusters);
+        score_unit(a, rows, queries, memory);
+        __syncthreads();
+        store_scores(a, task.first_unit(a) + unit, memory);
+        if constexpr (REDUCTION != MEAN) store_statistics(a, task.first_unit(a) + unit, memory);
+        __syncthreads();  // before the scores are replaced
+        rows = next;
+        unit = following;
+    }
+}
+
+// grid: tasks; dynamic shared memory: ChooseArrays
+extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::CHOOSE_THREADS)
+    kvseek_clusterkv_choose(const __grid_constant__ kvseek::clusterkv::SelectArguments a) {
+    using namespace kvseek;
+    using namespace kvseek::clusterkv;
+    extern __shared__ __align__(16) unsigned char dynamic_memory[];
+    __shared__ ChooseMemory memory;
+    const ChooseArrays arrays(a, dynamic_memory);
+    const SelectTask task(a, blockIdx.x);
+    const int clusters = task.idle() ? 0 : task.clusters(a);
+    if (!task.idle()) load_sizes(a, task, clusters, arrays, memory);
+    await_earlier_kernels();
+    allow_later_kernels();
+    if (task.idle()) return;
+    if constexpr (REDUCTION != MEAN) merge_statistics(a, task, clusters, memory);
+    __syncthreads();
+    value_clusters(a, task, clusters, arrays, memory);
+    const Cut cut = find_cut(a, clusters, arrays, memory);
+    const int count = list_taken(cut, clusters, arrays, memory);
+    const int selected = place_taken(a, task, cut, count, arrays, memory);
+    write_rows(a, task, count, selected, arrays);
+    if (a.recent && threadIdx.x == 0) {
+        atomicAdd(a.counters, static_cast<unsigned long long>(memory.found));
+        atomicAdd(a.counters + 1, static_cast<unsigned long long>(selected - memory.found));
+    }
+}

@@ -1,0 +1,64 @@
+"""Construction of the query-centroid inverted file in PyTorch, on any device (CTkvr paper, algorithm 1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TILE_SCORES = 1 << 24  # scores of a tile that are held at once: 64 MiB of float32
+
+
+def build_lists(queries: Tensor, keys: Tensor, rho: int, scaling: float, tile: int | None = None) -> Tensor:
+    """List the keys that matter most to each centroid: softmax attention, maximum over the group, largest rho.
+
+    Parameters
+    ----------
+    queries : Tensor [H, C, D]
+        Centroid queries as attention saw them, not normalised: the maximum over the group compares softmax weights.
+    keys : Tensor [G, n, D]
+        Retrieval keys by place; on the queries' device.
+    rho : int
+        Width of a list, >= 1.
+    scaling : float
+        Softmax scale.
+    tile : int, optional
+        Centroids at a time, >= 1; None: as many as keep TILE_SCORES scores. Scores are float32 and [H, C, n] never exists.
+
+    Returns
+    -------
+    Tensor, int32 [G, C, rho]
+        Places, best first, ties by lowest place; -1 fills up when n < rho.
+    """
+    kv_heads, n = keys.shape[:2]
+    group, centroids = queries.shape[0] // kv_heads, queries.shape[1]
+    grouped = queries.reshape(kv_heads, group, centroids, queries.shape[2])
+    lists = torch.full((kv_heads, centroids, rho), -1, dtype=torch.int32, device=keys.device)
+    if n == 0:
+        return lists
+    tile = max(1, TILE_SCORES // (group * n)) if tile is None else tile
+    for head in range(kv_heads):
+        head_keys = keys[head].float()
+        for start in range(0, centroids, tile):
+            values = attention_values(grouped[head, :, start : start + tile], head_keys, scaling)
+            lists[head, start : start + tile, : min(rho, n)] = largest(values, min(rho, n)).int()
+    return lists
+
+
+def attention_values(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
+    """Logarithm of each key's largest softmax weight in the group: queries [..., g, t, D], keys [..., n, D] to [..., t, n].
+
+    Weights themselves would order the keys alike, but the small ones vanish in float32 and could not be told apart.
+    """
+    scores = (queries.float() @ keys.float().unsqueeze(-3).transpose(-1, -2)) * scaling
+    return (scores - scores.logsumexp(dim=-1, keepdim=True)).amax(dim=-3)
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Indexes of the `count` largest of float32 values [..., n], largest first, ties by lowest: int64 [..., count].
+
+    A value's bits and its complemented index make one integer, so no order of evaluation matters; -0 is below 0.
+    """
+    bits = values.contiguous().view(torch.int32).long()
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    index = torch.arange(values.shape[-1], device=values.device)
+    return ((ordered << 32) | (0xFFFFFFFF - index)).topk(count, dim=-1).indices

@@ -1,0 +1,82 @@
+"""Fields of the CTkvr method, as they stand in `method_config` of an engine directory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kvseek.engine.config import require
+
+MOST_CENTROIDS = 2048  # prompt queries that an index sees at build (plugins/base.py)
+EXECUTIONS = ("cpu", "uva")
+
+
+@dataclass(frozen=True)
+class Config:
+    """How many centroids are kept, how long their lists are, and where a step runs (CTkvr paper, sections 3.1 and 4.1).
+
+    Attributes
+    ----------
+    centroids : int
+        C: most centroids of a slot, and room of the ring that new ones enter. Section 4.1: 2048.
+    centroid_divisor : int
+        A prompt of n retrieval tokens starts with min(centroids, ceil(n / centroid_divisor)) centroids. Section 4.1: 16.
+    recall_factor : float
+        Places in a centroid's list per selected row: rho = ceil(recall_factor * top_k). Section 4.1: 2.5.
+    top_k : int
+        rho': rows selected per KV head. Section 4.1: 512 or 1024; 512 here, for it costs half as much.
+    probes : int
+        C': centroids whose lists a query recalls. Section 4.1: 4.
+    recent : int
+        Newest places that are in no prompt list and are recalled by every query. The paper is silent: our choice (README).
+    execution : str
+        Where rows in host memory are reranked and attended to: "cpu", on host cores (section 3.2), or "uva", on the GPU
+        through reads over PCIe (our choice). Without a GPU, and for rows on the device, both mean the same.
+    update : bool
+        Dynamic centroid update (section 3.1.3): each step's query and its best rho places replace the oldest centroid.
+    """
+
+    centroids: int = 2048
+    centroid_divisor: int = 16
+    recall_factor: float = 2.5
+    top_k: int = 512
+    probes: int = 4
+    recent: int = 1024
+    execution: str = "cpu"
+    update: bool = True
+
+    def __post_init__(self) -> None:
+        limit = f"between 1 and {MOST_CENTROIDS}, the prompt queries that an index sees"
+        require(1 <= self.centroids <= MOST_CENTROIDS, "centroids", self.centroids, limit, "2048 is the default")
+        require(self.centroid_divisor >= 1, "centroid_divisor", self.centroid_divisor, ">= 1", "16 is the default")
+        wide = math.isfinite(self.recall_factor) and self.recall_factor >= 1
+        require(wide, "recall_factor", self.recall_factor, "finite and >= 1", "a list must hold top_k places; try 2.5")
+        require(self.top_k >= 1, "top_k", self.top_k, ">= 1", "512 is the default")
+        limit = f"between 1 and centroids = {self.centroids}"
+        require(1 <= self.probes <= self.centroids, "probes", self.probes, limit, "4 is the default")
+        limit = f">= top_k = {self.top_k}"
+        remedy = "a region that grew from a short prompt must recall top_k places; raise recent or lower top_k"
+        require(self.recent >= self.top_k, "recent", self.recent, limit, remedy)
+        require(self.execution in EXECUTIONS, "execution", self.execution, f"one of {EXECUTIONS}", "cpu is the default")
+
+    @property
+    def rho(self) -> int:
+        """Places in a full list: ceil(recall_factor * top_k), in decimal arithmetic (1.1 * 10 is 11, not 12)."""
+        return math.ceil(Fraction(str(self.recall_factor)) * self.top_k)
+
+    def prompt_centroids(self, tokens: int, queries: int) -> int:
+        """Centroids of a prompt with `tokens` retrieval tokens of which `queries` queries are known; 0 without tokens."""
+        return min(self.centroids, queries, -(-tokens // self.centroid_divisor))
+
+    def ring(self, most_tokens: int) -> int:
+        """Centroids that a slot of at most `most_tokens` retrieval tokens has room for."""
+        return max(1, self.prompt_centroids(most_tokens, self.centroids))
+
+    def list_width(self, most_tokens: int) -> int:
+        """Places that a list of such a slot has room for: rho, or all that there can be."""
+        return max(1, min(self.rho, most_tokens))
+
+    def recall_capacity(self, most_tokens: int) -> int:
+        """Most places that a query of such a slot recalls per KV head."""
+        return max(1, min(most_tokens, self.probes * self.list_width(most_tokens) + self.recent))

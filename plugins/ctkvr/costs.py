@@ -1,0 +1,32 @@
+"""What a decode step of CTkvr moves on a GPU, for the benchmark's floor (plugins/costs.py)."""
+
+from __future__ import annotations
+
+import math
+
+from kvseek.engine.config import ModelConfig
+from kvseek.plugins.costs import SelectionCosts
+
+from .config import MOST_CENTROIDS, Config
+
+KERNELS = 3  # probe, recall, rerank; with host cores a merge in place of the rerank
+DEDUPLICATION = 0.5  # share of the probed places that are distinct: section 3.1.2, footnote: "0.5 or less"
+
+
+def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
+    """Costs of a region of `length` prompt tokens; generated tokens that no list holds would be recalled as well."""
+    if length <= config.top_k:
+        return SelectionCosts(rows=length, kernels=KERNELS)
+    centroids = config.prompt_centroids(length, MOST_CENTROIDS)
+    listed = min(config.probes, centroids) * config.list_width(length)
+    recalled = min(length, max(config.top_k, math.ceil(DEDUPLICATION * listed)))
+    on_host_cores = config.execution == "cpu"
+    return SelectionCosts(
+        rows=config.top_k,
+        index_bytes=centroids * model.group_size * model.head_dim * itemsize,
+        rerank_bytes=4 * listed,
+        reranked_keys=recalled,
+        kernels=KERNELS,
+        host_functions=int(on_host_cores),
+        host_cores=on_host_cores,
+    )

@@ -1,0 +1,214 @@
+"""CTkvr on the GPU: the reference's arrays, filled and searched by CUDA kernels (CTkvr paper, sections 3.1 and 3.2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvseek.engine.config import EXTENT_TOKENS
+from kvseek.engine.errors import KernelError
+from kvseek.plugins.base import DeviceIndex, DeviceSelection, IndexContext, LayerRows, Selection
+from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+from kvseek.plugins.common.attend_plan import address
+from kvseek.plugins.common.device_attend import DeviceAttention
+
+from .config import Config
+from .device_build import DeviceBuilder
+from .host_part import HostBuffers, HostPart
+from .reference import ReferenceIndex, normalised
+from .workspace import TILE, StepArguments, Workspace
+
+PROBE_THREADS, RECALL_THREADS, RERANK_THREADS = 512, 512, 1024
+PROBE_CENTROIDS = 64  # of a block (probe.cu)
+EXTENT_BYTES = (
+    4 + EXTENT_TOKENS // 8
+)  # shared memory of the recall: an extent's number, and a bit for each of its places
+STATIC_BYTES = 9 << 10  # that the recall declares itself, rounded up
+
+
+class CudaIndex(DeviceIndex):
+    """The index of one layer. Lists are sets: places may come in any order, which no selection depends on.
+
+    Scores are the reference's up to the order of sums, so rows may differ where weights agree to rounding. With
+    `execution = "cpu"` and rows in host memory, host cores rerank and attend (host_part.py), and `launch_select` selects
+    nothing for the GPU.
+
+    Attributes
+    ----------
+    reference : ReferenceIndex
+        Owns `centroids` [slots, H, ring, D] and `lists` int32 [slots, G, ring, width].
+    written : Tensor, int32 [slots, G]
+        Centroids that a slot's ring ever received; kept by the kernels.
+    listed : Tensor, int32 [slots]
+        Tokens of the prompt's retrieval region.
+
+    Raises
+    ------
+    KernelError
+        If a region may be longer than shared memory has bits for, or its lists longer than can be built.
+    """
+
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context)
+        assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
+        self._kernels, self.config = context.cuda, _config(context)
+        self.reference = ReferenceIndex(context)
+        self.ring, self.width, self.capacity = self.reference.ring, self.reference.width, self.reference.capacity
+        self._recall_bytes = EXTENT_BYTES * context.extents.table.shape[1]
+        _check_region(self._recall_bytes, context)
+        slots, kv_heads = context.extents.slots, context.num_kv_heads
+        self.written = torch.zeros((slots, kv_heads), dtype=torch.int32, device=context.device)
+        self.listed = torch.zeros(slots, dtype=torch.int32, device=context.device)
+        self._builder = DeviceBuilder(self._kernels, context.group_size, self.width, context.scaling)
+        if "ctkvr" not in context.shared:
+            context.shared["ctkvr"] = Workspace(context, self.ring, self.capacity)
+        self.workspace: Workspace = context.shared["ctkvr"]
+        self._host: HostPart | None = None
+
+    def bind(self, rows: LayerRows) -> None:
+        """See Index.bind: decides who reranks."""
+        super().bind(rows)
+        self.reference.bind(rows)
+        if self.config.execution == "cpu" and rows.on_host:
+            self._host = HostPart(self.reference, self.written, self.workspace.most, rows)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Nothing grows with the tokens: centroids and lists are allocated per slot (ReferenceIndex.bytes_per_slot)."""
+        return self.reference.bytes_per_token
+
+    def plan(self, length: int) -> tuple[int, ...]:
+        """The kernels need no numbers but the length."""
+        return ()
+
+    def attended(self, length: int) -> int:
+        """Rows of a region that a KV head attends to."""
+        return min(self.config.top_k, length)
+
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
+        """See ReferenceIndex.build. Runs on the current stream."""
+        n = keys.shape[1]
+        if n and queries.shape[1] == 0:
+            raise KernelError(f"queries: 0 for {n} retrieval keys: must be at least 1; pass the prompt's last queries")
+        count = min(self.ring, self.config.prompt_centroids(n, queries.shape[1]))
+        last = queries[:, queries.shape[1] - count :]
+        self.reference.centroids[slot, :, :count] = normalised(last).to(self.context.dtype)
+        self._builder.build(last, keys, self.reference.lists[slot])
+        self.written[slot].fill_(count)
+        self.listed[slot].fill_(n)
+
+    def stage(self, slot: int, start: int, keys: Tensor) -> None:
+        """See DeviceIndex.stage: new places are recalled by their number alone."""
+
+    def commit(self, slot: int, start: int, count: int) -> None:
+        """See DeviceIndex.commit: the region's length is all that changes."""
+
+    def refresh(self, slots: Sequence[int]) -> None:
+        """See Index.refresh: centroids are replaced inside the step; here the errors of host cores come up."""
+        if self._host is not None:
+            self._host.check()
+
+    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> DeviceSelection:
+        """See DeviceIndex.launch_select: three kernels, two with host cores. Rows ascend."""
+        if self._host is None:
+            return self._select_on_device(queries, batch)
+        arguments = self._arguments(queries, batch, self._host.buffers)
+        self._recall(arguments, batch.size)
+        return DeviceSelection(self._host.buffers.no_rows[: batch.size])
+
+    def launch_attend(
+        self,
+        queries: Tensor,
+        batch: DeviceBatch,
+        window: Tensor,
+        selection: DeviceSelection | None,
+        attention: DeviceAttention,
+    ) -> Tensor:
+        """See DeviceIndex.launch_attend."""
+        if self._host is None:
+            return super().launch_attend(queries, batch, window, selection, attention)
+        return self._host.attend(queries, batch, window, selection, attention)
+
+    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
+        """See Index.select: on the GPU, whatever `execution` says, for the rows are asked for."""
+        if queries.dtype is not self.context.dtype or not queries.is_cuda:
+            limit = f"{self.context.dtype} on the GPU, as the index was made for"
+            raise KernelError(f"queries: {queries.dtype} on {queries.device}: must be {limit}")
+        lengths = [self.context.lengths[slot] for slot in slots]
+        states = [
+            RequestState(0, slot, n, 0, 0, 0, 0, n, False, self.plan(n)) for slot, n in zip(slots, lengths, strict=True)
+        ]
+        batch = DeviceBatch(pack(states).to(queries.device), self.context.extents.device_table)
+        rows = self._select_on_device(queries.contiguous(), batch).rows
+        return Selection(rows, 1, tuple(self.attended(n) for n in lengths))
+
+    def _select_on_device(self, queries: Tensor, batch: DeviceBatch) -> DeviceSelection:
+        kv_heads = self.context.num_kv_heads
+        rows = torch.empty((batch.size, kv_heads, self.config.top_k), dtype=torch.int32, device=queries.device)
+        arguments = self._arguments(queries, batch)
+        arguments.scores, arguments.statistics = self.workspace.scores.data_ptr(), self.workspace.statistics.data_ptr()
+        arguments.keys, arguments.selected = address(self.workspace.keys), rows.data_ptr()
+        self._recall(arguments, batch.size)
+        blocks, shared_bytes = 1 + self.config.update, self.workspace.shared_key_bytes
+        self._launch("rerank", (blocks, batch.size * kv_heads), RERANK_THREADS, arguments, shared_bytes)
+        return DeviceSelection(rows)
+
+    def _recall(self, arguments: StepArguments, batch: int) -> None:
+        tasks = batch * self.context.num_kv_heads
+        tiles = -(-self.capacity // TILE)
+        splits = min(tiles, max(1, self._kernels.multiprocessors // tasks))
+        self._launch("probe", (-(-self.ring // PROBE_CENTROIDS), tasks), PROBE_THREADS, arguments)
+        self._launch("recall", (splits, tasks), RECALL_THREADS, arguments, self._recall_bytes)
+
+    def _launch(
+        self, kernel: str, grid: tuple[int, int], threads: int, arguments: StepArguments, shared_bytes: int = 0
+    ) -> None:
+        self._kernels.launch(f"kvseek_ctkvr_{kernel}", (*grid, 1), threads, arguments, shared_bytes, overlap=True)
+
+    def _arguments(self, queries: Tensor, batch: DeviceBatch, host: HostBuffers | None = None) -> StepArguments:
+        self.workspace.require(batch.size)
+        copies = {} if host is None else host.targets()
+        return StepArguments(
+            **copies,
+            queries=queries.data_ptr(),
+            requests=batch.requests.data_ptr(),
+            table=batch.table.data_ptr(),
+            rows=self.rows.pointer if self.rows else None,  # not bound: the memory plan launches a dense request
+            centroids=self.reference.centroids.data_ptr(),
+            lists=self.reference.lists.data_ptr(),
+            written=self.written.data_ptr(),
+            listed=self.listed.data_ptr(),
+            cosines=self.workspace.cosines.data_ptr(),
+            recalled=self.workspace.recalled.data_ptr(),
+            counts=self.workspace.counts.data_ptr(),
+            extent_stride=self.rows.extent_stride if self.rows else 0,
+            kv_heads=self.context.num_kv_heads,
+            max_extents=batch.table.shape[1],
+            ring=self.ring,
+            width=self.width,
+            capacity=self.capacity,
+            probes=self.config.probes,
+            recent=self.config.recent,
+            top_k=self.config.top_k,
+            scale=self.context.scaling * math.log2(math.e),
+        )
+
+
+def _config(context: IndexContext) -> Config:
+    config: Config = context.config
+    return config
+
+
+def _check_region(recall_bytes: int, context: IndexContext) -> None:
+    properties = torch.cuda.get_device_properties(context.device)
+    limit: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # the stubs lag behind
+    most = (limit - STATIC_BYTES) // EXTENT_BYTES
+    extents = context.extents.table.shape[1]
+    if extents > most:
+        raise KernelError(
+            f"CTkvr on the GPU: regions of up to {extents * EXTENT_TOKENS} tokens need {recall_bytes} bytes of shared memory: "
+            f"this GPU has room for {most * EXTENT_TOKENS} tokens; lower max_seq_len"
+        )

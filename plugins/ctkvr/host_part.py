@@ -1,0 +1,183 @@
+"""CTkvr's share of host cores in a decode step: rerank and attention beside the GPU's window attention (section 3.2).
+
+The recall writes places and queries to pinned memory. A second branch of the stream, or of the graph that captures it, runs
+a host function on them while the GPU attends to the window; then a kernel merges both. No Python runs in a replay.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvseek.engine.errors import KernelError
+from kvseek.plugins.base import DeviceSelection, IndexContext, LayerRows
+from kvseek.plugins.batch import DeviceBatch
+from kvseek.plugins.common.attend_plan import address
+from kvseek.plugins.common.device_attend import DeviceAttention
+
+from .native import AUTOMATIC, TYPES, HostPool, HostStep, check_supported, host_function, host_levels, raise_error
+from .reference import ReferenceIndex
+from .workspace import MergeArguments
+
+MERGE_THREADS = 256
+
+
+class HostBuffers:
+    """What the GPU and host cores hand to each other, for batches of up to `most` requests; layers take turns in it.
+
+    All but the last two attributes lie in pinned memory, which both sides see at the same address.
+
+    Attributes
+    ----------
+    recalled : Tensor, int32 [most, G, capacity]
+    counts : Tensor, int32 [most, G]
+    slots : Tensor, int32 [most]
+    queries : Tensor [most, H, D]
+    out : Tensor, float32 [most, H, D]
+    lse : Tensor, float32 [most, H]
+    best, best_counts : Tensor, int32 [most, G, width] and [most, G], or None if centroids are not updated
+    window_lse : Tensor, float32 [most, H], on the device
+    no_rows : Tensor, int32 [most, G, 1], on the device
+        A selection of nothing.
+    """
+
+    def __init__(self, index: ReferenceIndex, most: int) -> None:
+        context = index.context
+        assert context.library is not None, "needs_cpu_library() asks for it"
+        host_levels(context.library)  # finds out what the processor can do, before a graph is captured
+        heads, kv_heads, dim = context.num_heads, context.num_kv_heads, context.head_dim
+
+        def pinned(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros((most, *shape), dtype=dtype, pin_memory=True)
+
+        self.recalled, self.counts, self.slots = pinned(kv_heads, index.capacity), pinned(kv_heads), pinned()
+        self.queries = pinned(heads, dim, dtype=context.dtype)
+        self.out, self.lse = pinned(heads, dim, dtype=torch.float32), pinned(heads, dtype=torch.float32)
+        self.best: Tensor | None = None
+        self.best_counts: Tensor | None = None
+        if index.config.update:
+            self.best, self.best_counts = pinned(kv_heads, index.width), pinned(kv_heads)
+        self.window_lse = torch.empty((most, heads), dtype=torch.float32, device=context.device)
+        self.no_rows = torch.full((most, kv_heads, 1), -1, dtype=torch.int32, device=context.device)
+        self.stream = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
+        # One core is left to the thread that launches the steps.
+        self.pool = HostPool(context.library, max(1, len(os.sched_getaffinity(0)) - 1), "all")
+        # Not at exit: a step may still be running then, and the end of the process ends the threads.
+        weakref.finalize(self, self.pool.close).atexit = False
+
+    def targets(self) -> dict[str, int]:
+        """Addresses for StepArguments."""
+        names = ("recalled", "counts", "queries", "slots")
+        return {f"host_{name}": getattr(self, name).data_ptr() for name in names}
+
+
+class HostPart:
+    """Attention of one layer with host cores; its HostSteps live as long as it does, for graphs hold their addresses."""
+
+    def __init__(self, index: ReferenceIndex, written: Tensor, most: int, rows: LayerRows) -> None:
+        context = index.context
+        check_supported(context)
+        assert context.library is not None, "needs_cpu_library() asks for it"
+        assert context.cuda is not None, "the index of a GPU made it"
+        if "ctkvr.host" not in context.shared:
+            context.shared["ctkvr.host"] = HostBuffers(index, most)
+        self.buffers: HostBuffers = context.shared["ctkvr.host"]
+        self._index, self._written, self._rows, self._kernels = index, written, rows, context.cuda
+        self._function = host_function(context.library)
+        self._steps: dict[int, HostStep] = {}  # by batch size
+        self._error = ctypes.c_int32(0)
+
+    def attend(
+        self,
+        queries: Tensor,
+        batch: DeviceBatch,
+        window: Tensor,
+        selection: DeviceSelection | None,
+        attention: DeviceAttention,
+    ) -> Tensor:
+        """See DeviceIndex.launch_attend; the recall of the same queries has been launched."""
+        current, lse = torch.cuda.current_stream(queries.device), self.buffers.window_lse[: batch.size]
+        self.buffers.stream.wait_stream(current)
+        self._launch_host(batch.size)
+        rows = self._rows
+        out = attention.launch(queries, batch, window, rows.pointer, rows.extent_stride, selection, lse=lse)
+        current.wait_stream(self.buffers.stream)
+        self._merge(queries, batch, out, lse)
+        return out
+
+    def check(self) -> None:
+        """Raise KernelError if host cores failed in a step that has ended."""
+        raise_error(self._error.value)
+
+    def _launch_host(self, batch: int) -> None:
+        from cuda.bindings import driver  # only engines of the GPU need the package
+
+        if batch not in self._steps:
+            self._steps[batch] = self._describe(batch, self._index.context)
+        stream = driver.CUstream(self.buffers.stream.cuda_stream)
+        (status,) = driver.cuLaunchHostFunc(
+            stream, driver.CUhostFn(self._function), ctypes.addressof(self._steps[batch])
+        )
+        _check_status(driver, status)
+
+    def _describe(self, batch: int, context: IndexContext) -> HostStep:
+        buffers, index, table = self.buffers, self._index, context.extents.table
+        return HostStep(
+            pool=buffers.pool.pointer,
+            queries=buffers.queries.data_ptr(),
+            recalled=buffers.recalled.data_ptr(),
+            recalled_count=buffers.counts.data_ptr(),
+            slots=buffers.slots.data_ptr(),
+            table=table.data_ptr(),
+            rows=self._rows.pool.data_ptr(),
+            out=buffers.out.data_ptr(),
+            lse=buffers.lse.data_ptr(),
+            best=address(buffers.best),
+            best_count=address(buffers.best_counts),
+            error=ctypes.addressof(self._error),
+            extent_stride=self._rows.extent_stride,
+            batch=batch,
+            heads=context.num_heads,
+            kv_heads=context.num_kv_heads,
+            head_dim=context.head_dim,
+            capacity=index.capacity,
+            top_k=index.config.top_k,
+            rho=index.width,
+            table_slots=table.shape[0],
+            max_extents=table.shape[1],
+            dtype=TYPES[context.dtype],
+            level=AUTOMATIC,
+            threads=buffers.pool.threads,
+            scaling=context.scaling,
+        )
+
+    def _merge(self, queries: Tensor, batch: DeviceBatch, out: Tensor, lse: Tensor) -> None:
+        index, buffers, kv_heads = self._index, self.buffers, self._index.context.num_kv_heads
+        arguments = MergeArguments(
+            queries=queries.data_ptr(),
+            requests=batch.requests.data_ptr(),
+            out=out.data_ptr(),
+            lse=lse.data_ptr(),
+            host_out=buffers.out.data_ptr(),
+            host_lse=buffers.lse.data_ptr(),
+            host_best=address(buffers.best),
+            centroids=index.centroids.data_ptr(),
+            lists=index.lists.data_ptr(),
+            written=self._written.data_ptr(),
+            kv_heads=kv_heads,
+            ring=index.ring,
+            width=index.width,
+            top_k=index.config.top_k,
+        )
+        # Without overlap: it follows the host function as well.
+        self._kernels.launch("kvseek_ctkvr_merge", (1, batch.size * kv_heads, 1), MERGE_THREADS, arguments)
+
+
+def _check_status(driver: Any, status: Any) -> None:
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise KernelError(f"launching host cores from the stream: {status.name}; set execution to 'uva' to do without")

@@ -1,0 +1,92 @@
+// First stage of a step: exact scores of the recalled keys, and what their softmax needs.
+#pragma once
+
+#include "host_dot_bfloat16.h"
+#include "host_plan.h"
+
+namespace kvseek {
+namespace {
+
+// Read in place of a row whose place is wrong, before the step is reported as failed.
+alignas(64) const char NO_ROW[2 * MAX_HOST_DIM * sizeof(float)] = {};
+
+template <class T>
+inline const T* row_at(const Job& job, const Task& task, int32_t place) {
+    const HostStep& a = job.a;
+    const int64_t extent = place >= 0 && place < a.max_extents * TABLE_EXTENT ? task.extents[place / TABLE_EXTENT] : -1;
+    if (extent < 0) return nullptr;
+    const int64_t row = (task.head * TABLE_EXTENT + place % TABLE_EXTENT) * 2 * a.head_dim;
+    return static_cast<const T*>(a.rows) + extent * a.extent_stride + row;
+}
+
+template <class T>
+inline const T* queries_of(const Job& job, const Task& task) {
+    const int64_t first = task.request * job.a.heads + task.head * job.group;
+    return static_cast<const T*>(job.a.queries) + first * job.a.head_dim;
+}
+
+// Queries as float, in the order of load_pair.
+template <class T>
+void widen_queries(const Job& job, const Task& task, float* wide) {
+    const T* queries = queries_of<T>(job, task);
+    const int dim = job.a.head_dim;
+    for (int q = 0; q < job.group; q++)
+        for (int d = 0; d < dim; d++) wide[q * dim + kept_at<T>(d)] = to_float(queries[q * dim + d]);
+}
+
+template <class T>
+void multiply_unit(const Job& job, const Task& task, const KeyRun<T>& run) {
+    alignas(64) float wide[MAX_HOST_GROUP * MAX_HOST_DIM];
+    widen_queries<T>(job, task, wide);
+    multiply_keys<T>(wide, run);
+}
+
+#if KVSEEK_LEVEL == 4
+template <>
+void multiply_unit<Bfloat16>(const Job& job, const Task& task, const KeyRun<Bfloat16>& run) {
+    alignas(64) float wide[MAX_HOST_GROUP * MAX_HOST_DIM];
+    switch (job.level) {
+        case AMX:
+            return multiply_keys_by_tiles(queries_of<Bfloat16>(job, task), run);
+        case AVX512_BF16:
+            return multiply_keys_by_dots(queries_of<Bfloat16>(job, task), run);
+        default:
+            widen_queries<Bfloat16>(job, task, wide);
+            return multiply_keys<Bfloat16>(wide, run);
+    }
+}
+#endif
+
+// Scale scores [count] of one query; -infinity up to the next vector. Writes the largest and the sum of e^(score - it).
+inline void soften(float* scores, int count, float scaling, float* largest, float* total) {
+    const int end = (count + LANES - 1) / LANES * LANES;
+    Vec best = splat(-INFINITE), sums = {};
+    for (int i = 0; i < count; i += LANES) store(scores + i, load(scores + i) * scaling);
+    for (int i = count; i < end; i++) scores[i] = -INFINITE;
+    for (int i = 0; i < count; i += LANES) best = maximum(best, load(scores + i));
+    *largest = maximum(best);
+    for (int i = 0; i < count; i += LANES) sums += exponential(load(scores + i) - *largest);
+    *total = sum(sums);
+}
+
+template <class T>
+void score_unit(Job& job, Task& task, int unit) {
+    const int first = unit * SCORE_UNIT, left = task.count - first;
+    const int count = left < SCORE_UNIT ? left : SCORE_UNIT;
+    const T* keys[SCORE_UNIT];
+    for (int i = 0; i < count; i++) {
+        keys[i] = row_at<T>(job, task, task.places[first + i]);
+        if (keys[i] == nullptr) {
+            job.fail(BAD_PLACE);
+            keys[i] = reinterpret_cast<const T*>(NO_ROW);
+        }
+    }
+    for (int i = count; i % KEY_BLOCK != 0; i++) keys[i] = keys[count - 1];
+    multiply_unit<T>(job, task, {keys, count, job.a.head_dim, job.group, task.scores + first, task.stride});
+    float* statistics = task.statistics + int64_t{2} * unit * job.group;
+    for (int q = 0; q < job.group; q++)
+        soften(task.scores + q * task.stride + first, count, job.a.scaling, statistics + q, statistics + job.group + q);
+}
+
+}  // namespace
+}  // namespace kvseek

@@ -1,0 +1,152 @@
+// CTkvr on host cores: exact rerank of the recalled keys of a batch and attention over the best rows (CTkvr paper,
+// section 3.2), one call a layer. The call has the signature of a CUDA host function, so that a graph can hold it.
+#include "host_attend.h"
+#include "host_level.h"
+#include "host_pool.h"
+#include "host_rank.h"
+
+namespace kvseek {
+namespace {
+
+template <class T>
+void take_score_units(Job& job) {
+    for (int unit = job.taken.take(); unit < job.unit_count; unit = job.taken.take()) {
+        Task& task = job.tasks[job.unit_tasks[unit]];
+        score_unit<T>(job, task, unit - task.first_unit);
+        if (__atomic_sub_fetch(&task.unscored, 1, __ATOMIC_ACQ_REL) > 0) continue;
+        rank(job, task);
+        __atomic_store_n(&task.ranked, 1, __ATOMIC_RELEASE);
+    }
+}
+
+// Units of a ranked task; the list for the centroid update is the first, for it takes longest.
+template <class T>
+void take_attend_units(Job& job, Task& task) {
+    const int units = task.extra_units + task.attend_units;
+    for (int unit = task.taken.take(); unit < units; unit = task.taken.take()) {
+        if (unit < task.extra_units) {
+            list_best(job, task);
+            continue;
+        }
+        attend_unit<T>(job, task, unit - task.extra_units);
+        if (__atomic_sub_fetch(&task.unattended, 1, __ATOMIC_ACQ_REL) == 0) merge<T>(job, task);
+    }
+}
+
+// What every thread does. It waits only for tasks that other threads are scoring or ranking at that time.
+template <class T>
+void work(void* data) {
+    Job& job = *static_cast<Job*>(data);
+    take_score_units<T>(job);
+    Patience patience;
+    for (bool waiting = true; waiting;) {
+        waiting = false;
+        for (int i = 0; i < job.task_count; i++) {
+            if (__atomic_load_n(&job.tasks[i].ranked, __ATOMIC_ACQUIRE))
+                take_attend_units<T>(job, job.tasks[i]);
+            else
+                waiting = true;
+        }
+        if (waiting) patience.wait();
+    }
+}
+
+// Results of requests [first, end) as if nothing had been recalled.
+void clear(const HostStep& a, int64_t first, int64_t end) {
+    const int64_t pairs = (end - first) * a.kv_heads, pair = first * a.kv_heads;
+    if (a.out != nullptr) {
+        std::memset(a.out + first * a.heads * a.head_dim, 0, sizeof(float) * (end - first) * a.heads * a.head_dim);
+        for (int64_t head = first * a.heads; head < end * a.heads; head++) a.lse[head] = -INFINITE;
+    }
+    for (int64_t i = pair * a.top_k; a.selected != nullptr && i < (pair + pairs) * a.top_k; i++) a.selected[i] = -1;
+    for (int64_t i = pair * a.rho; a.best != nullptr && i < (pair + pairs) * a.rho; i++) a.best[i] = -1;
+    for (int64_t i = pair; a.best != nullptr && i < pair + pairs; i++) a.best_count[i] = 0;
+}
+
+void run_step(const HostStep& a, int level) {
+    static thread_local Memory task_memory, work_memory;
+    Job job(a, level);
+    for (int64_t request = 0; request < a.batch; request++) {
+        bool all = true;
+        for (int64_t head = 0; head < a.kv_heads; head++) all &= a.recalled_count[request * a.kv_heads + head] > 0;
+        if (!all) clear(a, request, request + 1);
+    }
+    if (plan(job, task_memory, work_memory)) {
+        void (*const body)(void*) = a.dtype == BFLOAT16 ? work<Bfloat16> : a.dtype == FLOAT16 ? work<Half> : work<float>;
+        if (job.task_count == 0) return;
+        if (a.pool != nullptr)
+            kvseek_ctkvr_pool_run(a.pool, body, &job);
+        else
+            parallel(a.threads, [&] { body(&job); });
+    } else {
+        job.fail(NO_MEMORY);
+    }
+    if (job.error == NO_ERROR) return;
+    clear(a, 0, a.batch);
+    *a.error = job.error;
+}
+
+#if KVSEEK_LEVEL == 0
+
+bool shape_holds(const HostStep& a) {
+    const bool sizes = a.batch >= 0 && a.kv_heads >= 1 && a.heads >= 1 && a.capacity >= 0 && a.top_k >= 1 && a.rho >= 0;
+    if (!sizes || a.heads % a.kv_heads != 0 || a.heads / a.kv_heads > MAX_HOST_GROUP) return false;
+    if (a.head_dim < HOST_DIM_STEP || a.head_dim > MAX_HOST_DIM || a.head_dim % HOST_DIM_STEP != 0) return false;
+    if ((a.out == nullptr) != (a.lse == nullptr) || (a.best == nullptr) != (a.best_count == nullptr)) return false;
+    if (a.best != nullptr && a.rho < 1) return false;
+    return a.dtype >= FLOAT32 && a.dtype <= FLOAT16 && (a.pool != nullptr || a.threads >= 1);
+}
+
+int check(const HostStep& a) {
+    if (!shape_holds(a)) return BAD_SHAPE;
+    for (int64_t i = 0; i < int64_t{a.batch} * a.kv_heads; i++)
+        if (a.recalled_count[i] < 0 || a.recalled_count[i] > a.capacity) return BAD_COUNT;
+    for (int64_t request = 0; request < a.batch; request++)
+        if (a.slots[request] < 0 || a.slots[request] >= a.table_slots) return BAD_SLOT;
+    return NO_ERROR;
+}
+
+// The level to run at; negative if the one that is asked for is not here.
+int choose_level(int32_t wanted) {
+    const int best = kvseek_ctkvr_best_level();
+    if (wanted == AUTOMATIC) return best < AVX512_BF16 ? best : AVX512_BF16;
+    const bool exists = wanted == BASELINE || (wanted >= AVX2 && wanted <= AMX);
+    return exists && wanted <= best ? wanted : -1;
+}
+
+#endif
+
+}  // namespace
+}  // namespace kvseek
+
+#if KVSEEK_LEVEL == 4
+KVSEEK_HIDDEN void kvseek_ctkvr_host_step_v4(const kvseek::HostStep* step, int level) {
+    kvseek::run_step(*step, level);
+}
+#elif KVSEEK_LEVEL == 3
+KVSEEK_HIDDEN void kvseek_ctkvr_host_step_v3(const kvseek::HostStep* step, int level) {
+    kvseek::run_step(*step, level);
+}
+#else
+
+KVSEEK_HIDDEN void kvseek_ctkvr_host_step_v4(const kvseek::HostStep* step, int level);
+KVSEEK_HIDDEN void kvseek_ctkvr_host_step_v3(const kvseek::HostStep* step, int level);
+
+// step: HostStep*. Sizes that are wrong leave the results unwritten; every other error leaves them cleared.
+KVSEEK_PUBLIC void kvseek_ctkvr_host_step(void* step) {
+    using namespace kvseek;
+    const HostStep& a = *static_cast<const HostStep*>(step);
+    const int error = check(a), level = choose_level(a.level);
+    if (error != NO_ERROR || level < 0) {
+        if (error != BAD_SHAPE) clear(a, 0, a.batch);
+        *a.error = error != NO_ERROR ? error : BAD_LEVEL;
+        return;
+    }
+#if defined(__x86_64__)
+    if (level >= AVX512) return kvseek_ctkvr_host_step_v4(&a, level);
+    if (level == AVX2) return kvseek_ctkvr_host_step_v3(&a, level);
+#endif
+    run_step(a, level);
+}
+
+#endif

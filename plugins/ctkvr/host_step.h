@@ -1,0 +1,52 @@
+// CTkvr on host cores: the arguments of kvseek_ctkvr_host_step, and what it may report.
+#pragma once
+
+#include <cstdint>
+
+namespace kvseek {
+
+// One layer's work of a decode step. Mirrored field by field in native.py. Sizes are in numbers, not in bytes.
+struct HostStep {
+    void* pool;                     // of kvseek_ctkvr_pool_create; null: the threads of the OpenMP runtime
+    const void* queries;            // [batch, heads, head_dim]
+    const int32_t* recalled;        // [batch, kv_heads, capacity] places, none twice, in any order
+    const int32_t* recalled_count;  // [batch, kv_heads]; 0: nothing is done for the request
+    const int32_t* slots;           // [batch]
+    const int32_t* table;           // [table_slots, max_extents]
+    const void* rows;               // [extents, kv_heads, 1024, 2, head_dim], contiguous but for the extent stride
+    float* out;                     // [batch, heads, head_dim]; null: no attention
+    float* lse;                     // [batch, heads] natural logarithm; null with `out`
+    int32_t* selected;              // [batch, kv_heads, top_k] in order of `recalled`, -1 fills up; null: not wanted
+    int32_t* best;                  // [batch, kv_heads, rho] in order of `recalled`, -1 fills up; null: not wanted
+    int32_t* best_count;            // [batch, kv_heads]; null with `best`
+    int32_t* error;                 // one HostError, written only if something is wrong
+    int64_t extent_stride;
+    int32_t batch, heads, kv_heads, head_dim;
+    int32_t capacity, top_k, rho;
+    int32_t table_slots, max_extents;
+    int32_t dtype;    // of queries and rows: HostType
+    int32_t level;    // HostLevel; AUTOMATIC: the best that is here
+    int32_t threads;  // without a pool
+    float scaling;
+};
+
+enum HostType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+// Instructions. The last two differ from AVX512 for bfloat16 alone.
+enum HostLevel : int32_t { AUTOMATIC = -1, BASELINE = 0, AVX2 = 3, AVX512 = 4, AVX512_BF16 = 5, AMX = 6 };
+
+enum HostError : int32_t {
+    NO_ERROR = 0,
+    BAD_SHAPE = 1,  // a size that the kernels do not support
+    BAD_LEVEL = 2,  // a level that this processor does not run
+    BAD_COUNT = 3,  // a recalled_count beyond the capacity
+    BAD_SLOT = 4,   // a slot that the table does not hold
+    BAD_PLACE = 5,  // a place outside of the slot's extents
+    NO_MEMORY = 6,  // for intermediate results
+};
+
+constexpr int32_t MAX_HOST_GROUP = 16;
+constexpr int32_t MAX_HOST_DIM = 256;
+constexpr int32_t HOST_DIM_STEP = 32;
+
+}  // namespace kvseek

@@ -1,0 +1,270 @@
+"""CTkvr on host cores: exact rerank and attention in C++, for CUDA graphs and for the engine on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kvseek.engine.errors import KernelError
+from kvseek.engine.kernels import CpuLibrary, pointer
+from kvseek.plugins.base import IndexContext, Selection
+
+from .reference import ReferenceIndex
+
+MAX_GROUP_SIZE = 16
+MAX_HEAD_DIM = 256
+HEAD_DIM_STEP = 32
+AUTOMATIC = -1
+LEVEL_NAMES = {0: "baseline", 3: "AVX2", 4: "AVX-512", 5: "AVX-512 BF16", 6: "AMX"}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+PINS = {"none": 0, "workers": 1, "all": 2}
+ERRORS = {
+    1: "a size that host kernels do not support: head_dim must be a multiple of 32 up to 256, at most 16 query heads "
+    "may share a KV head; set execution to 'uva'",
+    2: "the instruction level that was asked for is not on this processor; ask for -1, the best that is",
+    3: "a number of recalled places that is negative or beyond the capacity",
+    4: "a slot that the extent table does not hold",
+    5: "a recalled place outside of its slot's extents",
+    6: "no memory for intermediate results; lower the batch size or the recall (probes, recall_factor, recent)",
+}
+
+
+class HostStep(ctypes.Structure):
+    """One layer's work of a decode step, as in host_step.h, which says what the fields are."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("pool", "queries", "recalled", "recalled_count", "slots", "table", "rows")),
+        *((name, c_void_p) for name in ("out", "lse", "selected", "best", "best_count", "error")),
+        ("extent_stride", c_int64),
+        *((name, c_int32) for name in ("batch", "heads", "kv_heads", "head_dim", "capacity", "top_k", "rho")),
+        *((name, c_int32) for name in ("table_slots", "max_extents", "dtype", "level", "threads")),
+        ("scaling", c_float),
+    )
+
+
+class HostRecall(ctypes.Structure):
+    """Arguments of kvseek_ctkvr_host_recall, as in host_recall.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("lists", "probed", "slots", "first_recent", "lengths")),
+        *((name, c_void_p) for name in ("recalled", "recalled_count")),
+        *((name, c_int64) for name in ("batch", "kv_heads", "ring", "width", "probes", "capacity", "threads")),
+    )
+
+
+class HostPoolArguments(ctypes.Structure):
+    """Arguments of kvseek_ctkvr_pool_create, as in host_pool.h."""
+
+    _fields_ = (("pool", c_void_p), ("threads", c_int32), ("pin", c_int32), ("error", c_int32))
+
+
+class HostPool:
+    """Threads for host steps: they wait for work all the time, so close the pool when it is not needed any more.
+
+    Attributes
+    ----------
+    pointer : int
+        For `HostStep.pool`; 0 once closed.
+    threads : int
+        In all. The thread that calls a step is one of them, so there are `threads - 1` more.
+    """
+
+    def __init__(self, library: CpuLibrary, threads: int, pin: str = "workers") -> None:
+        """Start threads.
+
+        Parameters
+        ----------
+        threads : int
+            From 1 to 1024. Leave a core to whoever waits for the GPU meanwhile.
+        pin : str
+            "none"; "workers": bind the pool's own threads to cores, the first of the caller's cores left out; "all":
+            also, for good, each thread that calls a step, to the first core. "all" is for CUDA's host-function thread.
+
+        Raises
+        ------
+        KernelError
+            On a value out of range, or if the system refuses threads or binding.
+        """
+        if pin not in PINS:
+            raise KernelError(f"pin = {pin!r}: must be one of {tuple(PINS)}; 'workers' is the default")
+        self.threads = threads
+        self._destroy = library.function("kvseek_ctkvr_pool_destroy", c_void_p)
+        arguments = HostPoolArguments(threads=threads, pin=PINS[pin])
+        library.function("kvseek_ctkvr_pool_create", c_void_p)(ctypes.byref(arguments))
+        if arguments.error:
+            limit = "from 1 to 1024, and as many as the system allows"
+            raise KernelError(
+                f"host threads = {threads}: must be {limit} (errno {arguments.error}); lower it or set pin to 'none'"
+            )
+        self.pointer: int = arguments.pool
+
+    def close(self) -> None:
+        """End the threads. No step may be running on them or be started afterwards."""
+        if self.pointer:
+            self._destroy(self.pointer)
+        self.pointer = 0
+
+    def __enter__(self) -> HostPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@lru_cache(maxsize=8)
+def host_step(library: CpuLibrary) -> ctypes._NamedFuncPointer:
+    """kvseek_ctkvr_host_step of a library: takes a HostStep by address, writes results or its `error`."""
+    return library.function("kvseek_ctkvr_host_step", c_void_p)
+
+
+@lru_cache(maxsize=8)
+def host_recall(library: CpuLibrary) -> ctypes._NamedFuncPointer:
+    """kvseek_ctkvr_host_recall of a library, declared once."""
+    return library.function("kvseek_ctkvr_host_recall", c_void_p)
+
+
+def host_function(library: CpuLibrary) -> int:
+    """Address of kvseek_ctkvr_host_step, which has the signature of a CUDA host function (CUhostFn)."""
+    address = ctypes.cast(host_step(library), c_void_p).value
+    assert address is not None, "a symbol that was found has an address"
+    return address
+
+
+def host_levels(library: CpuLibrary) -> tuple[int, int]:
+    """Best instruction level of this processor, and the one that AUTOMATIC stands for (LEVEL_NAMES).
+
+    Tries AMX, once per process, for processors exist that advertise it in vain. Call it, or run a step, before the
+    first graph is captured.
+    """
+    levels = (c_int32 * 2)()
+    library.function("kvseek_ctkvr_host_level", c_void_p)(ctypes.byref(levels))
+    return levels[0], levels[1]
+
+
+def raise_error(code: int) -> None:
+    """Raise KernelError for a HostStep's error, if it is one."""
+    if code:
+        raise KernelError(f"CTkvr on host cores: {ERRORS.get(code, f'unknown error {code}')}")
+
+
+class NativeIndex(ReferenceIndex):
+    """The reference's centroids and lists, recalled and reranked by compiled kernels.
+
+    Rows are the reference's but for keys whose values differ by rounding alone. Lists of updated centroids hold their
+    places in ascending order, not best first.
+    """
+
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context)
+        assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
+        check_supported(context)
+        self._library = context.library
+
+    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
+        """See ReferenceIndex.select."""
+        context, top_k = self.context, self.config.top_k
+        if queries.dtype is not context.dtype or not queries.is_cpu:
+            limit = f"{context.dtype} on the CPU, as the index was made for"
+            raise KernelError(f"queries: {queries.dtype} on {queries.device}: must be {limit}")
+        lengths = [context.lengths[slot] for slot in slots]
+        chosen = [slot if n > top_k else -1 for slot, n in zip(slots, lengths, strict=True)]
+        recalled, counts = self._recall_all(queries, slots, chosen)
+        rows, best = self._rerank_all(queries.contiguous(), slots, recalled, counts)
+        for request, (slot, n) in enumerate(zip(slots, lengths, strict=True)):
+            if n > top_k:
+                self.remember(slot, queries[request], best[request])
+            else:
+                rows[request, :, :n] = torch.arange(n, dtype=torch.int32)
+        return Selection(rows, 1, tuple(min(top_k, n) for n in lengths))
+
+    def _recall_all(self, queries: Tensor, slots: Sequence[int], chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Candidates int32 [batch, G, capacity], ascending, and their numbers int32 [batch, G]; 0 where `chosen` is -1."""
+        shape = (len(slots), self.context.num_kv_heads)
+        probed = torch.full((*shape, self.config.probes), -1, dtype=torch.int32)
+        for request, slot in enumerate(chosen):
+            if slot >= 0:
+                found = self.probe(queries[request], slot)
+                probed[request, :, : found.shape[1]] = found
+        lengths = [self.context.lengths[slot] if slot >= 0 else 0 for slot in chosen]
+        recalled = torch.empty((*shape, self.capacity), dtype=torch.int32)
+        counts = torch.empty(shape, dtype=torch.int32)
+        array = c_int32 * len(slots)
+        arrays = (array(*slots), array(*(self.first_recent(slot) for slot in slots)), array(*lengths))
+        places = [ctypes.addressof(values) for values in arrays]
+        arguments = HostRecall(
+            lists=pointer(self.lists),
+            probed=pointer(probed),
+            slots=places[0],
+            first_recent=places[1],
+            lengths=places[2],
+            recalled=pointer(recalled),
+            recalled_count=pointer(counts),
+            batch=len(slots),
+            kv_heads=shape[1],
+            ring=self.ring,
+            width=self.width,
+            probes=self.config.probes,
+            capacity=self.capacity,
+            threads=torch.get_num_threads(),
+        )
+        host_recall(self._library)(ctypes.byref(arguments))
+        return recalled, counts
+
+    def _rerank_all(
+        self, queries: Tensor, slots: Sequence[int], recalled: Tensor, counts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Best rows int32 [batch, G, top_k], ascending, and lists int32 [batch, G, width]; -1 fills up."""
+        assert self.rows is not None, "the engine binds every index"
+        context, table, pool = self.context, self.context.extents.table, self.rows.pool
+        rows = torch.empty((*counts.shape, self.config.top_k), dtype=torch.int32)
+        best = torch.empty((*counts.shape, self.width), dtype=torch.int32)
+        best_count, error, numbers = torch.empty_like(counts), c_int32(0), (c_int32 * len(slots))(*slots)
+        step = HostStep(
+            queries=pointer(queries),
+            recalled=pointer(recalled),
+            recalled_count=pointer(counts),
+            slots=ctypes.addressof(numbers),
+            table=pointer(table),
+            rows=pool.data_ptr(),
+            selected=pointer(rows),
+            best=pointer(best),
+            best_count=pointer(best_count),
+            error=ctypes.addressof(error),
+            extent_stride=pool.stride(0),
+            batch=len(slots),
+            heads=context.num_heads,
+            kv_heads=context.num_kv_heads,
+            head_dim=context.head_dim,
+            capacity=self.capacity,
+            top_k=self.config.top_k,
+            rho=self.width,
+            table_slots=table.shape[0],
+            max_extents=table.shape[1],
+            dtype=TYPES[context.dtype],
+            level=AUTOMATIC,
+            threads=torch.get_num_threads(),
+            scaling=context.scaling,
+        )
+        host_step(self._library)(ctypes.byref(step))
+        raise_error(error.value)
+        return rows, best
+
+
+def check_supported(context: IndexContext) -> None:
+    """Raise KernelError unless the host kernels support the shapes and the dtype of an index, on whichever device."""
+    dim, group = context.head_dim, context.group_size
+    dims = f"a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
+    limits = (
+        ("dtype", context.dtype, context.dtype in TYPES, "float32, bfloat16 or float16"),
+        ("head_dim", dim, dim % HEAD_DIM_STEP == 0 and dim <= MAX_HEAD_DIM, dims),
+        ("group size", group, group <= MAX_GROUP_SIZE, f"at most {MAX_GROUP_SIZE}"),
+    )
+    remedy = "build the engine with --kernels reference" if context.device.type == "cpu" else "set execution to 'uva'"
+    for name, value, holds, limit in limits:
+        if not holds:
+            raise KernelError(f"CTkvr on host cores: {name} = {value}: must be {limit}; {remedy}")

@@ -1,0 +1,191 @@
+"""CTkvr in PyTorch, on any device: the definition of correct for the native and GPU kernels.
+
+The last queries of the prompt are centroids; each keeps the list of the places it attends to most. A query recalls the
+lists of the centroids that point its way, scores the recalled keys exactly, and keeps the best (CTkvr paper, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvseek.engine.config import EXTENT_TOKENS
+from kvseek.engine.errors import KernelError
+from kvseek.plugins.base import Index, IndexContext, Selection
+
+from .build import attention_values, build_lists, largest
+from .config import Config
+
+
+class ReferenceIndex(Index):
+    """One layer's centroids and their lists: a ring per slot, which the oldest centroid leaves first.
+
+    Attributes
+    ----------
+    ring, width, capacity : int
+        Centroids of a slot, places of a list, places that a query recalls at most (Config).
+    centroids : Tensor [slots, H, ring, D], in the engine's dtype
+        Queries divided by their norms.
+    lists : Tensor, int32 [slots, G, ring, width]
+        Places of each centroid, best first; -1 fills up.
+    written : list of int
+        Centroids that each slot ever received: the next goes to `written % ring`, the first `written` (at most `ring`)
+        are valid.
+    listed : list of int
+        Retrieval tokens of each slot's prompt. Later places are *unlisted*: no prompt list holds them.
+    """
+
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context)
+        self.config: Config = context.config
+        most_tokens = context.extents.max_extents * EXTENT_TOKENS
+        self.ring, self.width = self.config.ring(most_tokens), self.config.list_width(most_tokens)
+        self.capacity = self.config.recall_capacity(most_tokens)
+        slots, heads, kv_heads = context.extents.slots, context.num_heads, context.num_kv_heads
+        shape = (slots, heads, self.ring, context.head_dim)
+        self.centroids = torch.empty(shape, dtype=context.dtype, device=context.device)
+        self.lists = torch.empty((slots, kv_heads, self.ring, self.width), dtype=torch.int32, device=context.device)
+        self.written, self.listed = [0] * slots, [0] * slots
+        self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # slot: query [H, D], best places [G, width]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Nothing grows with the tokens; see `bytes_per_slot`."""
+        return 0.0
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of a slot's centroids and lists in this layer."""
+        return self.centroids[0].nbytes + self.lists[0].nbytes
+
+    def forget(self, slot: int) -> None:
+        """See Index.forget."""
+        self._pending.pop(slot, None)
+
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
+        """See Index.build: the last queries become centroids, oldest first."""
+        self.forget(slot)
+        n = keys.shape[1]
+        if n and queries.shape[1] == 0:
+            raise KernelError(f"queries: 0 for {n} retrieval keys: must be at least 1; pass the prompt's last queries")
+        count = min(self.ring, self.config.prompt_centroids(n, queries.shape[1]))
+        last = queries[:, queries.shape[1] - count :]
+        self.centroids[slot, :, :count] = normalised(last).to(self.context.dtype)
+        self.lists[slot, :, :count] = build_lists(last, keys, self.width, self.context.scaling)
+        self.written[slot], self.listed[slot] = count, n
+
+    def extend(self, slot: int, keys: Tensor) -> None:
+        """See Index.extend: new places are recalled as unlisted ones, by their number alone."""
+
+    def refresh(self, slots: Sequence[int]) -> None:
+        """Let the slots' last queries replace their oldest centroids (algorithm 2, part d)."""
+        for slot in slots:
+            if slot in self._pending:
+                query, best = self._pending.pop(slot)
+                place = self.written[slot] % self.ring
+                self.centroids[slot, :, place] = normalised(query).to(self.context.dtype)
+                self.lists[slot, :, place] = best
+                self.written[slot] += 1
+
+    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
+        """Best rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
+
+        Rows ascend; -1 fills up when the region holds fewer than top_k. Regions of at most top_k tokens are selected
+        whole and their queries become no centroids.
+        """
+        kv_heads, top_k = self.context.num_kv_heads, self.config.top_k
+        rows = torch.full((len(slots), kv_heads, top_k), -1, dtype=torch.int32, device=queries.device)
+        for request, slot in enumerate(slots):
+            n = self.context.lengths[slot]
+            if n <= top_k:
+                rows[request, :, :n] = torch.arange(n, dtype=torch.int32, device=queries.device)
+                continue
+            rows[request], best = self.rerank(queries[request], slot, self.recall(queries[request], slot))
+            self.remember(slot, queries[request], best)
+        return Selection(rows, 1, tuple(min(top_k, self.context.lengths[slot]) for slot in slots))
+
+    def probe(self, query: Tensor, slot: int) -> Tensor:
+        """Centroids whose lists a query [H, D] recalls: int64 [G, at most probes], nearest first, ties by lowest.
+
+        A centroid's value is the largest cosine of the group's heads, each with its own head's centroid. The cosine is
+        (q·c)/‖q‖ in float32 with c as stored; a zero query has cosine 0.
+        """
+        valid = min(self.written[slot], self.ring)
+        products = (self.centroids[slot, :, :valid].float() @ query.float()[..., None])[..., 0]
+        cosines = products / positive_norm(query)[:, None]
+        nearest = cosines.view(self.context.num_kv_heads, self.context.group_size, valid).amax(dim=1)
+        return largest(nearest, min(self.config.probes, valid))
+
+    def recall(self, query: Tensor, slot: int) -> Tensor:
+        """Candidates for a query [H, D]: int32 [G, capacity], ascending, no place twice, -1 fills up.
+
+        The lists of the nearest centroids, and the newest `recent` of the unlisted places.
+        """
+        n, kv_heads = self.context.lengths[slot], self.context.num_kv_heads
+        probed = self.probe(query, slot)[..., None].expand(-1, -1, self.width)
+        listed = self.lists[slot].gather(1, probed).flatten(1)
+        unlisted = torch.arange(self.first_recent(slot), n, dtype=torch.int32, device=query.device)
+        recalled = torch.full((kv_heads, self.capacity), -1, dtype=torch.int32, device=query.device)
+        for head in range(kv_heads):
+            places = torch.cat((listed[head], unlisted)).unique()  # type: ignore[no-untyped-call]
+            places = places[places >= 0]
+            recalled[head, : places.shape[0]] = places
+        return recalled
+
+    def first_recent(self, slot: int) -> int:
+        """First of the places that every query recalls; they end with the region."""
+        return max(self.listed[slot], self.context.lengths[slot] - self.config.recent)
+
+    def rerank(self, query: Tensor, slot: int, recalled: Tensor) -> tuple[Tensor, Tensor]:
+        """Order candidates by exact attention (algorithm 2, part c).
+
+        A key's value is the maximum over the group of the softmax over the candidates, ties by lowest place.
+
+        Parameters
+        ----------
+        query : Tensor [H, D]
+        recalled : Tensor, int32 [G, capacity]
+            At least top_k candidates per KV head, ascending, -1 behind them.
+
+        Returns
+        -------
+        rows : Tensor, int32 [G, top_k]
+            The best, ascending.
+        best : Tensor, int32 [G, width]
+            The best, best first; -1 fills up.
+        """
+        grouped = query.view(self.context.num_kv_heads, -1, 1, query.shape[-1])
+        values = torch.full(recalled.shape, -torch.inf, device=query.device)
+        keys = self._keys(slot, recalled)
+        for head, count in enumerate((recalled >= 0).sum(dim=1).tolist()):  # -1 must not weigh in the softmax
+            values[head, :count] = attention_values(grouped[head], keys[head, :count], self.context.scaling)[0]
+        order = largest(values, max(self.config.top_k, self.width))
+        best = recalled.gather(1, order)
+        return best[:, : self.config.top_k].sort(dim=1).values, best[:, : self.width]
+
+    def remember(self, slot: int, query: Tensor, best: Tensor) -> None:
+        """Keep a query [H, D] and its best places int32 [G, width] for `refresh`, if centroids are updated."""
+        if self.config.update:
+            self._pending[slot] = (query.clone(), best.clone())
+
+    def _keys(self, slot: int, places: Tensor) -> Tensor:
+        """Keys of places [G, c] (-1: any key) from the row pool, float32 [G, c, D] on the places' device."""
+        assert self.rows is not None, "the engine binds every index"
+        pool = self.rows.pool
+        inside = places.long().clamp(min=0).to(pool.device)
+        extents = self.context.extents.table[slot].long().to(pool.device)[inside // EXTENT_TOKENS]
+        heads = torch.arange(places.shape[0], device=pool.device)[:, None]
+        return pool[extents, heads, inside % EXTENT_TOKENS, 0].to(places.device).float()
+
+
+def normalised(queries: Tensor) -> Tensor:
+    """Queries [..., D] divided by their norms, float32; zeros stay zeros."""
+    return queries.float() / positive_norm(queries)[..., None]
+
+
+def positive_norm(queries: Tensor) -> Tensor:
+    """Norms of queries [..., D], float32 [...]; 1 in place of 0."""
+    norm = queries.float().norm(dim=-1)
+    return torch.where(norm > 0, norm, 1.0)

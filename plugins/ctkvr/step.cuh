@@ -1,0 +1,60 @@
+// What the kernels of a CTkvr selection share: their arguments, and what one request and KV head is. Mirrored by
+// workspace.py.
+#pragma once
+
+#include "plugins/common/batch.cuh"
+#include "plugins/common/overlap.cuh"
+#include "products.cuh"
+
+namespace kvseek {
+namespace ctkvr {
+namespace decode {
+
+// A "task" is a request and a KV head: request * kv_heads + head.
+struct StepArguments {
+    const Number* queries;    // [batch, kv_heads * GROUP, DIM]
+    const Request* requests;  // [batch]
+    const int* table;         // [slots, max_extents]
+    const Number* rows;       // the layer's row pool; host or device memory
+    Number* centroids;        // [slots, kv_heads * GROUP, ring, DIM] queries divided by their norms
+    int* lists;               // [slots, kv_heads, ring, width] places in any order, -1 for none
+    int* written;             // [slots, kv_heads] centroids that the ring ever received
+    const int* listed;        // [slots] tokens of the prompt's region
+    float* cosines;           // [tasks, ring] of the centroids, the largest of the group
+    int* recalled;            // [tasks, capacity] places, ascending
+    int* counts;              // [tasks] of them
+    float* scores;            // [tasks, capacity, GROUP] q·k of what is recalled; null: host cores compute them
+    float2* statistics;       // [tasks, capacity / 16 rounded up, GROUP] largest exponent of 16 keys, sum of the powers
+    unsigned* keys;           // [tasks, 2, capacity] what keys are ranked by; null: it fits into shared memory
+    int* selected;            // [tasks, top_k] result
+    int* host_recalled;       // [tasks, capacity] copies for the host, in pinned memory; null: none are wanted
+    int* host_counts;         // [tasks]
+    Number* host_queries;     // [batch, kv_heads * GROUP, DIM]
+    int* host_slots;          // [batch]
+    long long extent_stride;  // numbers from one extent of the pool to the next
+    int kv_heads, max_extents;
+    int ring, width, capacity;
+    int probes, recent, top_k;
+    float scale;  // softmax scale times log2(e): weights are powers of two
+};
+
+struct Task {
+    int number, head;
+    const Request& request;
+
+    // blockIdx.y is the task.
+    __device__ __forceinline__ Task(const Request* requests, int kv_heads)
+        : number(blockIdx.y), head(blockIdx.y % kv_heads), request(requests[blockIdx.y / kv_heads]) {}
+
+    // Row of [slots, kv_heads, ...].
+    __device__ __forceinline__ long long list(int kv_heads) const {
+        return static_cast<long long>(request.slot) * kv_heads + head;
+    }
+    __device__ __forceinline__ const Number* queries(const Number* all) const {
+        return all + static_cast<long long>(number) * GROUP * DIM;
+    }
+};
+
+}  // namespace decode
+}  // namespace ctkvr
+}  // namespace kvseek

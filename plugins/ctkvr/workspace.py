@@ -1,0 +1,90 @@
+"""What the kernels of a CTkvr selection are given, and the memory for what they hand to each other."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from kvseek.engine.errors import KernelError
+from kvseek.plugins.base import IndexContext
+
+TILE = 16  # keys that a warp scores at once (products.cuh)
+LARGEST_KEYS = (
+    80 << 10
+)  # bytes of keys that the rerank keeps in shared memory: the smallest GPUs have 99 KiB for a block
+
+
+class StepArguments(ctypes.Structure):
+    """Arguments of kvseek_ctkvr_probe, _recall and _rerank, as in step.cuh."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("queries", "requests", "table", "rows", "centroids", "lists", "written")),
+        *((name, c_void_p) for name in ("listed", "cosines", "recalled", "counts", "scores", "statistics", "keys")),
+        *((name, c_void_p) for name in ("selected", "host_recalled", "host_counts", "host_queries", "host_slots")),
+        ("extent_stride", c_int64),
+        *((name, c_int32) for name in ("kv_heads", "max_extents", "ring", "width", "capacity", "probes", "recent")),
+        ("top_k", c_int32),
+        ("scale", c_float),
+    )
+
+
+class MergeArguments(ctypes.Structure):
+    """Arguments of kvseek_ctkvr_merge, as in merge.cu."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("queries", "requests", "out", "lse", "host_out", "host_lse", "host_best")),
+        *((name, c_void_p) for name in ("centroids", "lists", "written")),
+        *((name, c_int32) for name in ("kv_heads", "ring", "width", "top_k")),
+    )
+
+
+class Workspace:
+    """Intermediate results of a selection, for batches of up to `most` requests.
+
+    Layers run one after another, so one workspace serves all of them. It is allocated at once: captured graphs hold its
+    addresses, and the memory plan measures it.
+
+    Attributes
+    ----------
+    most : int
+        Requests of the largest batch: what the slots allow, as a power of two where graphs are filled up.
+    cosines : Tensor, float32 [most, G, ring]
+    recalled : Tensor, int32 [most, G, capacity]
+    counts : Tensor, int32 [most, G]
+    scores : Tensor, float32 [most, G, capacity, g]
+    statistics : Tensor, float32 [most, G, capacity / 16 rounded up, g, 2]
+    keys : Tensor, int32 [most, G, 2, capacity], or None if shared memory holds a task's
+    """
+
+    def __init__(self, context: IndexContext, ring: int, capacity: int) -> None:
+        self.most, self._kv_heads, group = (
+            most_requests(context.extents.slots),
+            context.num_kv_heads,
+            context.group_size,
+        )
+        tasks = (self.most, self._kv_heads)
+
+        def new(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty((*tasks, *shape), dtype=dtype, device=context.device)
+
+        self.cosines = new(torch.float32, ring)
+        self.recalled, self.counts = new(torch.int32, capacity), new(torch.int32)
+        self.scores = new(torch.float32, capacity, group)
+        self.statistics = new(torch.float32, -(-capacity // TILE), group, 2)
+        self.shared_key_bytes = 4 * capacity if 4 * capacity <= LARGEST_KEYS else 0
+        self.keys = None if self.shared_key_bytes else new(torch.int32, 2, capacity)
+
+    def require(self, batch: int) -> None:
+        """Raise KernelError if a batch is larger than the workspace."""
+        if batch > self.most:
+            raise KernelError(
+                f"batch = {batch}: must be at most {self.most}, the requests that the slots allow; raise max_batch_size"
+            )
+
+
+def most_requests(slots: int) -> int:
+    """Requests of the largest batch over `slots` slots, of which a graph's padding may use one for several requests."""
+    return max(slots, 1 << max(0, slots - 2).bit_length())

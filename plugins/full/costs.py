@@ -1,0 +1,13 @@
+"""What a decode step of dense attention moves."""
+
+from __future__ import annotations
+
+from kvseek.engine.config import EXTENT_TOKENS, ModelConfig
+from kvseek.plugins.costs import SelectionCosts
+
+from .config import Config
+
+
+def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
+    """See plugins/registry.py: every row, an extent's side by side, in every layer; no index."""
+    return SelectionCosts(rows=length, neighbours=EXTENT_TOKENS, dense_layers=model.num_layers)

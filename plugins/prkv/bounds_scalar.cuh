@@ -1,0 +1,66 @@
+// Upper bounds of q·k over the boxes of pages of float32 numbers, by one warp: a lane has each 32nd channel. Tensor cores
+// would round the numbers. The same interface as bounds_tensor.cuh.
+#pragma once
+
+#include "select.cuh"
+
+namespace kvseek {
+namespace prkv {
+
+class Bounds {
+    static constexpr int STEPS = DIM / 32;
+    const Number* boxes = nullptr;
+    const Number* queries = nullptr;
+    PowerSum sums[LANES];
+    int lane = threadIdx.x % 32;
+
+  public:
+    __device__ __forceinline__ void load(const Number* first) { boxes = first; }
+    __device__ __forceinline__ void load_queries(const SelectArguments& a, const Task& task) {
+        queries = task.queries(a);
+    }
+
+    template <class Valid, class Store>
+    __device__ __forceinline__ void score(float exponent_scale, const Valid& valid, const Store& store) {
+        for (int page = 0; page < TILE; ++page) {
+            if (!valid(page)) continue;  // the same for the whole warp
+            float low[STEPS], high[STEPS];
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+                low[s] = boxes[page * BOX + lane + 32 * s];
+                high[s] = boxes[page * BOX + DIM + lane + 32 * s];
+            }
+#pragma unroll
+            for (int column = 0; column < LANES; ++column) {
+                float bound = 0.0f;
+#pragma unroll
+                for (int s = 0; s < STEPS; ++s) {
+                    const float q = query(column, lane + 32 * s);
+                    bound += q > 0.0f ? q * high[s] : q * low[s];
+                }
+#pragma unroll
+                for (int mask = 16; mask; mask /= 2) bound += __shfl_xor_sync(EVERYONE, bound, mask);
+                if (lane == 0) store(page, column, bound);
+                if (REDUCTION != MEAN) sums[column].add(bound * exponent_scale, 1.0f);
+            }
+        }
+    }
+
+    template <class Store>
+    __device__ __forceinline__ void finish(const Store& store) {
+#pragma unroll
+        for (int column = 0; column < LANES; ++column)
+            if (lane == 0) store(column, sums[column]);
+    }
+
+  private:
+    __device__ __forceinline__ float query(int column, int channel) const {
+        if (REDUCTION != MEAN) return queries[column * DIM + channel];
+        float sum = 0.0f;
+        for (int head = 0; head < GROUP; ++head) sum += queries[head * DIM + channel];
+        return sum / GROUP;
+    }
+};
+
+}  // namespace prkv
+}  // namespace kvseek

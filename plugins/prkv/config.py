@@ -1,0 +1,95 @@
+"""Fields of the PRKV method, as they stand in `method_config` of an engine directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvseek.engine.config import EXTENT_TOKENS, require
+from kvseek.plugins.common.group import require_group_reduce
+
+SHARE_RULES = ("fixed", "auto")
+UPDATE_SCOPES = ("all", "selected")
+
+# The paper's local window (section 5.1); the observation window's queries are those of its tokens.
+CACHE_DEFAULTS: dict[str, Any] = {"local": 64}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Rows that are kept, how pages are chosen, and when the static set is renewed.
+
+    Attributes
+    ----------
+    top_k : int
+        Rows of a KV head that a step attends to: static ones and those of selected pages. A multiple of `page`.
+    static_share : float
+        Share of `top_k` that is static, rounded down to whole pages. The paper's experiments have 0.25 (section 5.1).
+    share_rule : str
+        "fixed": `static_share` holds everywhere. "auto": each layer finds the share of a prompt, by the overlap of what
+        the first and the last query of the observation window attend to (paper, appendix G); `static_share` is for
+        prompts of at most `top_k` retrieval tokens, whose overlap says nothing.
+    page : int
+        Rows of a page: a power of two from 8 to 128.
+    window_queries : int
+        Queries of the observation window; `cache.local` should be at least as much.
+    update_interval : int
+        Decode steps from one choice of the static set to the next; at least `window_queries`.
+    update_scope : str
+        Rows that may become static at an update: "all", or those of the pages that were "selected" most often since the
+        last update.
+    update_pages : int
+        With "selected", at most so many pages of a KV head.
+    group_reduce : str
+        "mean", "max" or "softmax_mean": how the query heads of a KV head agree on pages (plugins/common/group.py).
+    cache_steps : int
+        1: on a GPU, keep the pages of each request's last step on the device, if the row pool is not there. 0: do not.
+    """
+
+    top_k: int = 1024
+    static_share: float = 0.25
+    share_rule: str = "fixed"
+    page: int = 32
+    window_queries: int = 64
+    update_interval: int = 128
+    update_scope: str = "selected"
+    update_pages: int = 512
+    group_reduce: str = "softmax_mean"
+    cache_steps: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = tuple(2**i for i in range(3, 8))
+        require(
+            self.page in sizes, "page", self.page, f"one of {sizes}", f"pages divide extents of {EXTENT_TOKENS} rows"
+        )
+        fits = self.top_k >= self.page and self.top_k % self.page == 0
+        limit = f"a positive multiple of page = {self.page}"
+        require(fits, "top_k", self.top_k, limit, "1024 is the default")
+        share = self.static_share
+        require(0 <= share <= 1, "static_share", share, "in [0, 1]", "0.25 is the default")
+        fits = self.share_rule in SHARE_RULES
+        require(fits, "share_rule", self.share_rule, f"one of {SHARE_RULES}", '"fixed" is the default')
+        require(self.window_queries >= 1, "window_queries", self.window_queries, ">= 1", "64 is the default")
+        limit = f">= window_queries = {self.window_queries}"
+        fits = self.update_interval >= self.window_queries
+        require(fits, "update_interval", self.update_interval, limit, "an update looks at decode steps alone")
+        fits = self.update_scope in UPDATE_SCOPES
+        require(fits, "update_scope", self.update_scope, f"one of {UPDATE_SCOPES}", '"selected" is the default')
+        require(self.update_pages >= 1, "update_pages", self.update_pages, ">= 1", "512 is the default")
+        require_group_reduce(self.group_reduce, "group_reduce")
+        require(self.cache_steps in (0, 1), "cache_steps", self.cache_steps, "0 or 1", "older pages are not kept")
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the static share is chosen for each layer and prompt."""
+        return self.share_rule == "auto"
+
+    @property
+    def fixed_static(self) -> int:
+        """Static rows of `static_share`."""
+        return int(self.top_k * self.static_share) // self.page * self.page
+
+    @property
+    def most_static(self) -> int:
+        """Static rows that a KV head has at most."""
+        return self.top_k if self.automatic else self.fixed_static

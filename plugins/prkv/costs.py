@@ -1,0 +1,27 @@
+"""What a decode step of PRKV moves (plugins/costs.py)."""
+
+from __future__ import annotations
+
+from kvseek.engine.config import ModelConfig
+from kvseek.plugins.costs import SelectionCosts
+
+from .config import Config
+
+KERNELS = 1  # kvseek_prkv_select
+
+
+def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
+    """A box for each page, then the static rows and whole pages. Pages found in the store are not taken off `rows`.
+
+    Updates of the static set are left out: they run beside the steps.
+    """
+    if length <= config.top_k:  # dense
+        return SelectionCosts(float(length), neighbours=config.page, kernels=KERNELS)
+    box_bytes = 2 * model.head_dim * itemsize
+    return SelectionCosts(
+        rows=float(config.top_k),
+        index_bytes=(length - config.fixed_static) / config.page * box_bytes,
+        device_rows=float(config.fixed_static),
+        neighbours=config.page,
+        kernels=KERNELS,
+    )

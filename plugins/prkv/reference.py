@@ -1,0 +1,240 @@
+"""PRKV in PyTorch, on any device: the definition of correct for the GPU kernels.
+
+The rows that the last queries attended to most lie first in the pool (the static set) and are attended to by every step;
+the others form pages, of which a step chooses the best by the bounding boxes of their keys. PRKV paper, section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvseek.engine.config import EXTENT_TOKENS
+from kvseek.plugins.base import Index, IndexContext, Selection
+from kvseek.plugins.common.group import best_positions, query_lanes, reduce_scores
+
+from .config import Config
+from .static import automatic_count, candidates, largest, observation_scores, pair_exchange, static_first
+
+STAGGER = 4  # decode steps by which the updates of neighbouring layers differ: no step has to publish them all
+
+
+class ReferenceIndex(Index):
+    """One layer's boxes, in extents of 1,024 places, and static sets.
+
+    Page p of a slot holds places p * page .. p * page + page - 1, whichever tokens lie there; those of the static set
+    are the first pages. With E extents, G KV heads, P pages an extent, S the most static rows and w window queries:
+
+    Attributes
+    ----------
+    boxes : Tensor [E, G, P, 2, D]
+        Smallest and largest number of each channel among a page's keys, exact in the dtype of the keys.
+    picked : Tensor, int32 [E, G, P]
+        How often a page was selected since the last update.
+    static_rows : Tensor, int32 [slots]
+        Static places of each KV head: whole pages.
+    homes : Tensor, int32 [slots, G, S]
+        Where in the sequence the rows of the first S places belong, about: what pairs them with places at an update.
+    recent : Tensor [slots, w, H, D]
+        The last queries, in any order.
+    targets : list of Tensor, int64 scalar
+        Static rows that each slot is to have as soon as it holds so many.
+    """
+
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context)
+        self.config: Config = context.config
+        config, device, slots = self.config, context.device, context.extents.slots
+        self.pages_of_extent = EXTENT_TOKENS // config.page
+        pages = (context.extents.capacity, context.num_kv_heads, self.pages_of_extent)
+        self.boxes = torch.empty((*pages, 2, context.head_dim), dtype=context.dtype, device=device)
+        self.picked = torch.zeros(pages, dtype=torch.int32, device=device)
+        self.static_rows = torch.zeros(slots, dtype=torch.int32, device=device)
+        homes = (slots, context.num_kv_heads, config.most_static)
+        self.homes = torch.zeros(homes, dtype=torch.int32, device=device)
+        recent = (slots, config.window_queries, context.num_heads, context.head_dim)
+        self.recent = torch.zeros(recent, dtype=context.dtype, device=device)
+        self.targets: list[Tensor] = [torch.full((), config.fixed_static, device=device)] * slots
+        self._selected = [0] * slots  # queries that `recent` has received
+        self._steps = [0] * slots  # decode steps since the prompt
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Boxes and counts of all KV heads; static sets and queries do not grow with the tokens."""
+        box = 2 * self.context.head_dim * self.context.dtype.itemsize
+        return self.context.num_kv_heads * (box + self.picked.itemsize) / self.config.page
+
+    def forget(self, slot: int) -> None:
+        """See Index.forget: no row is static until `arrange` says so."""
+        self.static_rows[slot] = 0
+
+    def arrange(self, slot: int, keys: Tensor, queries: Tensor) -> Tensor | None:
+        """See Index.arrange: the static tokens first, both they and the others in token order."""
+        config, n = self.config, keys.shape[1]
+        self.forget(slot)
+        self.homes[slot] = torch.arange(config.most_static, device=keys.device)  # of rows yet to come: as they come
+        if config.most_static == 0 or n < config.page:
+            self.targets[slot] = torch.full((), config.fixed_static, device=keys.device)
+            return None
+        window = queries[:, -config.window_queries :]
+        target = torch.full((), config.fixed_static, device=keys.device)
+        if config.automatic and n > config.top_k:
+            target = automatic_count(window, keys, self.context.scaling, config.top_k, config.page)
+        self.targets[slot] = target
+        count = target.clamp(max=n // config.page * config.page)
+        scores = observation_scores(window, keys, self.context.scaling)
+        order = static_first(largest(scores, count, config.most_static))
+        self.static_rows[slot] = count
+        known = min(n, config.most_static)
+        self.homes[slot, :, :known] = order[:, :known].int()
+        return order
+
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
+        """See Index.build."""
+        self.start(slot, queries)
+        self._enclose(slot, 0, keys)
+
+    def extend(self, slot: int, keys: Tensor) -> None:
+        """See Index.extend: new rows fill the last page up, then new pages."""
+        self._enclose(slot, self.context.lengths[slot] - keys.shape[1], keys)
+
+    def start(self, slot: int, queries: Tensor) -> None:
+        """Begin to count steps and pages, with the prompt's last queries as the recent ones (repeated if too few)."""
+        window, extents = self.config.window_queries, self.context.extents
+        self._selected[slot] = self._steps[slot] = 0
+        self.picked.index_fill_(0, self.extents_of(slot, extents.room(slot)), 0)
+        if queries.shape[1]:
+            last = queries[:, -window:].transpose(0, 1)
+            self.recent[slot] = last[torch.arange(window, device=queries.device) % last.shape[0]]
+
+    def extents_of(self, slot: int, places: int) -> Tensor:
+        """Numbers of the extents that hold the first places of a slot, int64, where the arrays are."""
+        return self.context.extents.device_table[slot, : -(-places // EXTENT_TOKENS)].long()
+
+    def _enclose(self, slot: int, start: int, keys: Tensor) -> None:
+        """Let the boxes of places start .. enclose keys [G, u, D]."""
+        page, stop = self.config.page, start + keys.shape[1]
+        for number in range(start // page, -(-stop // page)):
+            first = max(0, number * page - start)
+            inside = keys[:, first : number * page + page - start]
+            box = self._box(slot, number)
+            low, high = inside.amin(dim=1), inside.amax(dim=1)
+            if number * page < start:
+                low, high = torch.minimum(low, box[:, 0]), torch.maximum(high, box[:, 1])
+            box[:, 0], box[:, 1] = low, high
+
+    def _box(self, slot: int, number: int) -> Tensor:
+        """Box of a page, [G, 2, D], to be written to."""
+        extent = self.context.extents.table[slot, number // self.pages_of_extent]
+        return self.boxes[int(extent), :, number % self.pages_of_extent]
+
+    def by_page(self, array: Tensor, slot: int, places: int) -> Tensor:
+        """Entries of `boxes` or `picked` of the pages that the first places of a slot occupy: [G, pages, ...] (a copy)."""
+        own = array.index_select(0, self.extents_of(slot, places)).transpose(0, 1)
+        return own.flatten(1, 2)[:, : -(-places // self.config.page)]
+
+    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
+        """Static pages and the best of the others: queries [batch, H, D] to pages int32 [batch, G, top_k / page].
+
+        Pages ascend; -1 fills up when the region holds fewer.
+        """
+        kv_heads, config = self.context.num_kv_heads, self.config
+        entries = config.top_k // config.page
+        rows = torch.full((len(slots), kv_heads, entries), -1, dtype=torch.int32, device=queries.device)
+        for request, slot in enumerate(slots):
+            grouped = queries[request].reshape(kv_heads, -1, queries.shape[-1])
+            pages = self._pages(grouped, slot)
+            rows[request, :, : pages.shape[1]] = pages.int()
+            self.recent[slot, self._selected[slot] % config.window_queries] = queries[request]
+            self._selected[slot] += 1
+        return Selection(rows, config.page, tuple(min(config.top_k, self.context.lengths[slot]) for slot in slots))
+
+    def _pages(self, queries: Tensor, slot: int) -> Tensor:
+        # queries [G, g, D] to ascending pages int64 [G, min(top_k / page, pages)]; counts those that are not static
+        config, n = self.config, self.context.lengths[slot]
+        static = int(self.static_rows[slot]) // config.page
+        boxes = self.by_page(self.boxes, slot, n)[:, static:]
+        bounds = page_scores(query_lanes(queries, config.group_reduce), boxes)
+        values = reduce_scores(bounds, config.group_reduce, self.context.scaling)
+        chosen = best_positions(values, config.top_k // config.page - static) + static
+        extents = self.context.extents.table[slot].to(chosen.device)[chosen // self.pages_of_extent].long()
+        heads = torch.arange(chosen.shape[0], device=chosen.device)[:, None]
+        self.picked[extents, heads, chosen % self.pages_of_extent] += 1
+        first = torch.arange(static, device=chosen.device).expand(chosen.shape[0], -1)
+        return torch.cat((first, chosen), dim=1)
+
+    def refresh(self, slots: Sequence[int]) -> None:
+        """See Index.refresh: a new static set, every `update_interval` steps of a slot."""
+        for slot in slots:
+            self._steps[slot] += 1
+            if update_is_due(self.config, self.context.layer, self._steps[slot]):
+                self._update(slot)
+
+    @torch.inference_mode()
+    def _update(self, slot: int) -> None:
+        config = self.config
+        whole = self.context.lengths[slot] // config.page * config.page
+        if config.most_static == 0 or whole == 0:
+            return
+        assert self.rows is not None, "the engine binds every index"
+        places, valid = candidates(config, self.by_page(self.picked, slot, whole), whole)
+        keys = self._read(slot, places)[:, :, 0]
+        queries = self.recent[slot].transpose(0, 1)
+        values = observation_scores(queries, keys, self.context.scaling, valid)
+        count = self.targets[slot].clamp(max=whole)
+        chosen = largest(values, count, config.most_static)
+        leaving, entering = pair_exchange(chosen, places, self.homes[slot].long(), count)
+        self._exchange(slot, leaving, entering)
+        self.static_rows[slot] = count
+        self.picked.index_fill_(0, self.extents_of(slot, whole), 0)
+
+    def _read(self, slot: int, places: Tensor) -> Tensor:
+        """Rows of the pool at places [G, m]: [G, m, 2, D] (a copy)."""
+        assert self.rows is not None, "the engine binds every index"
+        return self.rows.pool[self._where(slot, places)]
+
+    def _where(self, slot: int, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        extents = self.context.extents.table[slot][places // EXTENT_TOKENS].long()
+        heads = torch.arange(places.shape[0], device=places.device)[:, None].expand_as(places)
+        return extents, heads, places % EXTENT_TOKENS
+
+    def _exchange(self, slot: int, leaving: Tensor, entering: Tensor) -> None:
+        """Let rows change places in pairs, and take the boxes of the pages that rows came from anew."""
+        assert self.rows is not None, "the engine binds every index"
+        page = self.config.page
+        for head in range(leaving.shape[0]):
+            pairs = leaving[head] >= 0
+            first, second = leaving[head, pairs], entering[head, pairs]
+            both, swapped = torch.cat((first, second)), torch.cat((second, first))
+            extents = self.context.extents.table[slot].long()
+            rows = self.rows.pool[extents[swapped // EXTENT_TOKENS], head, swapped % EXTENT_TOKENS]
+            self.rows.pool[extents[both // EXTENT_TOKENS], head, both % EXTENT_TOKENS] = rows
+            self.homes[slot, head, first] = second.int()
+            for number in (both // page).unique().tolist():
+                extent, offset = int(extents[number // self.pages_of_extent]), number % self.pages_of_extent
+                keys = self.rows.pool[extent, head, offset * page : (offset + 1) * page, 0]
+                self.boxes[extent, head, offset] = torch.stack((keys.amin(dim=0), keys.amax(dim=0)))
+
+
+def update_is_due(config: Config, layer: int, steps: int) -> bool:
+    """Whether a slot's static set is chosen anew after so many decode steps; layers take turns.
+
+    Not before the observation window holds queries of decode steps alone.
+    """
+    return steps >= config.window_queries and (steps - STAGGER * layer) % config.update_interval == 0
+
+
+def page_scores(lanes: Tensor, boxes: Tensor) -> Tensor:
+    """Upper bounds of q·k over each page's box: float32 [G, lanes, pages].
+
+    Parameters
+    ----------
+    lanes : Tensor, float32 [G, lanes, D]
+    boxes : Tensor [G, pages, 2, D]
+        Smallest, then largest number of each channel.
+    """
+    boxes = boxes.float()
+    largest_term = lanes.clamp(min=0) @ boxes[:, :, 1].transpose(1, 2)
+    return largest_term + lanes.clamp(max=0) @ boxes[:, :, 0].transpose(1, 2)

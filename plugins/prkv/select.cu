@@ -1,0 +1,95 @@
+// PRKV's selection in one launch: bounds of all pages, then the rows of the static set and of the best pages (paper,
+// section 4.1).
+//
+// The CTAs of a task score its pages in tiles, a warp a tile; the last one to finish chooses. A second kernel would cost
+// more than the wait for the others.
+#include "choose.cuh"
+#if KVSEEK_DTYPE == 0
+#include "bounds_scalar.cuh"
+#else
+#include "bounds_tensor.cuh"
+#endif
+
+namespace kvseek {
+namespace prkv {
+
+// Tiles of pages that are not static, one after another, dealt to the warps of all CTAs of a task.
+struct Tiles {
+    int number, last, stride;
+    __device__ __forceinline__ Tiles(int first_page, int pages)
+        : number(first_page / TILE + static_cast<int>(threadIdx.x) / 32 * static_cast<int>(gridDim.x) +
+                 static_cast<int>(blockIdx.x)),
+          last((pages + TILE - 1) / TILE),
+          stride(WARPS * static_cast<int>(gridDim.x)) {}
+    __device__ __forceinline__ bool left() const { return number < last; }
+};
+
+// Keep the queries of this step for the next choice of the static set.
+__device__ __forceinline__ void record_queries(const SelectArguments& a, const Task& task) {
+    constexpr int EACH = 16 / static_cast<int>(sizeof(Number));
+    const long long step = static_cast<long long>(task.request.slot) * a.window_queries +
+                           task.request.position % a.window_queries;
+    Number* to = a.recent + (step * a.kv_heads + task.head) * GROUP * DIM;
+    for (int i = threadIdx.x * EACH; i < GROUP * DIM; i += THREADS * EACH)
+        *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(task.queries(a) + i);
+}
+
+// Whether this CTA is the last of its task to come here: then it sees what the others have written.
+__device__ __forceinline__ bool arrive_last(const SelectArguments& a, const Task& task) {
+    __shared__ int last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(a.finished + task.number, 1) == static_cast<int>(gridDim.x) - 1;
+        if (last) a.finished[task.number] = 0;
+    }
+    __syncthreads();
+    __threadfence();
+    return last != 0;
+}
+
+}  // namespace prkv
+}  // namespace kvseek
+
+// grid: chunks, tasks. Boxes, static rows and requests were written before the step: they are read before the wait.
+extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
+    kvseek_prkv_select(const __grid_constant__ kvseek::prkv::SelectArguments a) {
+    using namespace kvseek;
+    using namespace kvseek::prkv;
+    extern __shared__ __align__(16) unsigned char dynamic_memory[];
+    __shared__ ChooseMemory memory;
+    __shared__ PowerSum warp_sums[WARPS][LANES];
+    const Task task(a);
+    const int pages = task.pages(), first_page = task.static_rows(a) / PAGE;
+    const bool idle = task.request.dense != 0;
+    Tiles tiles(first_page, pages);
+    Bounds bounds;
+    if (!idle && tiles.left()) bounds.load(a.boxes + task.entry(a, tiles.number * TILE) * BOX);
+    await_earlier_kernels();
+    if (idle) return;
+    if (a.recent && blockIdx.x == 0) record_queries(a, task);
+    bounds.load_queries(a, task);
+    for (; tiles.left(); tiles.number += tiles.stride) {
+        const int first = tiles.number * TILE;
+        float* scores = a.scores + task.entry(a, first) * LANES;
+        bounds.score(
+            a.scaling * LOG2_E, [&](int page) { return first + page >= first_page && first + page < pages; },
+            [&](int page, int lane, float bound) { scores[page * LANES + lane] = bound; });
+        if (tiles.number + tiles.stride < tiles.last)
+            bounds.load(a.boxes + task.entry(a, first + tiles.stride * TILE) * BOX);
+    }
+    allow_later_kernels();
+    if (REDUCTION != MEAN) {
+        bounds.finish([&](int lane, const PowerSum& sum) { warp_sums[threadIdx.x / 32][lane] = sum; });
+        __syncthreads();
+        if (threadIdx.x < LANES) {
+            PowerSum sum;
+#pragma unroll
+            for (int warp = 0; warp < WARPS; ++warp)
+                sum.add(warp_sums[warp][threadIdx.x].largest, warp_sums[warp][threadIdx.x].sum);
+            const long long chunk = static_cast<long long>(task.number) * gridDim.x + blockIdx.x;
+            a.normalisers[chunk * LANES + threadIdx.x] = make_float2(sum.largest, sum.sum);
+        }
+    }
+    if (arrive_last(a, task)) choose(a, task, memory, reinterpret_cast<unsigned*>(dynamic_memory));
+}

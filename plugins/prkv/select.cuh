@@ -1,0 +1,77 @@
+// What the parts of PRKV's selection share: its arguments, and one (request, KV head) of it.
+#pragma once
+
+#include "layout.cuh"
+
+namespace kvseek {
+namespace prkv {
+
+// Mirrored field by field in device.py. A "task" is a request and a KV head: request * kv_heads + head.
+struct SelectArguments {
+    const Number* queries;    // [batch, kv_heads * GROUP, HEAD_DIM]
+    const Request* requests;  // [batch]
+    const int* table;         // [slots, max_extents]
+    const Number* boxes;      // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
+    const int* static_rows;   // [slots]
+    float* scores;            // [extents, kv_heads, PAGES_OF_EXTENT, LANES] bounds of the pages
+    unsigned* ranks;          // [extents, kv_heads, PAGES_OF_EXTENT] larger is better; only if shared memory is too small
+    float2* normalisers;      // [tasks, chunks, LANES] largest exponent, sum of the powers relative to it
+    int* finished;            // [tasks] CTAs that are done; 0 between launches
+    int* picked;              // [extents, kv_heads, PAGES_OF_EXTENT] selections of each page; null: not counted
+    Number* recent;           // [slots, window_queries, kv_heads * GROUP, HEAD_DIM]; null: not recorded
+    int* static_held;         // [slots, kv_heads] static rows that the store holds; null: there is no store
+    int* held;                // [slots, kv_heads, held_pages] page that each page of the store holds, or -1
+    int* rows;                // [batch, kv_heads, top_k] result
+    int* cached;              // [batch, kv_heads, top_k] result, if there is a store
+    int* keep;                // [batch, kv_heads, top_k] result, if there is a store
+    int kv_heads, max_extents, top_k, window_queries;
+    int held_pages;   // pages that the store has room for, of a slot and KV head
+    int static_room;  // static rows that it has room for: the pages come behind them
+    float scaling;    // softmax scale
+};
+
+struct Task {
+    int number, head;
+    const Request& request;
+    const int* table;
+
+    __device__ __forceinline__ explicit Task(const SelectArguments& a)
+        : number(blockIdx.y),
+          head(blockIdx.y % a.kv_heads),
+          request(a.requests[blockIdx.y / a.kv_heads]),
+          table(a.table + static_cast<long long>(request.slot) * a.max_extents) {}
+
+    __device__ __forceinline__ int pages() const { return (request.length + PAGE - 1) / PAGE; }
+    __device__ __forceinline__ int static_rows(const SelectArguments& a) const { return a.static_rows[request.slot]; }
+    __device__ __forceinline__ long long entry(const SelectArguments& a, int page) const {
+        return page_entry(table, a.kv_heads, head, page);
+    }
+    // This slot and KV head in an array [slots, kv_heads, ...].
+    __device__ __forceinline__ long long list(const SelectArguments& a) const {
+        return static_cast<long long>(request.slot) * a.kv_heads + head;
+    }
+    // Query of the group's first head.
+    __device__ __forceinline__ const Number* queries(const SelectArguments& a) const {
+        return a.queries + static_cast<long long>(number) * GROUP * DIM;
+    }
+};
+
+// Sum of powers of two of several numbers, relative to the largest: what a softmax divides by.
+struct PowerSum {
+    float largest = -INFINITE, sum = 0.0f;
+
+    __device__ __forceinline__ void add(float other_largest, float other_sum) {
+        const float both = fmaxf(fmaxf(largest, other_largest), -1e30f);  // no number yet: -infinity
+        sum = sum * power_of_two(largest - both) + other_sum * power_of_two(other_largest - both);
+        largest = both;
+    }
+    // With that of the lane whose number differs by `mask`.
+    __device__ __forceinline__ void add_lane(int mask) {
+        const float other = __shfl_xor_sync(EVERYONE, largest, mask);
+        const float other_sum = __shfl_xor_sync(EVERYONE, sum, mask);
+        add(other, other_sum);
+    }
+};
+
+}  // namespace prkv
+}  // namespace kvseek

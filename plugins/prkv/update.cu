@@ -1,0 +1,93 @@
+// A new static set (PRKV paper, section 4.1, "Periodic static token update"): read rows beside the decode steps, and let
+// rows change places between two of them.
+#include "layout.cuh"
+
+namespace kvseek {
+namespace prkv {
+
+// Mirrored field by field in update.py.
+struct GatherArguments {
+    const Number* pool;       // rows of the layer, in host or device memory
+    const int* table;         // [max_extents] of the slot
+    const int* places;        // [kv_heads, count]; -1: zeros
+    Number* out;              // [kv_heads, count, width]
+    long long extent_stride;  // numbers from one extent of the pool to the next
+    int count;
+    int width;  // numbers from the start of a row on: HEAD_DIM for the key, twice that for all
+};
+
+// Mirrored field by field in update.py.
+struct PublishArguments {
+    Number* pool;
+    const int* table;            // [max_extents] of the slot
+    const int* leaving;          // [kv_heads, pairs] static place of each pair, or -1
+    const int* entering;         // [kv_heads, pairs] the other place
+    const Number* static_after;  // [kv_heads, pairs, 2, HEAD_DIM] rows of the first places, from now on
+    const Number* left;          // [kv_heads, pairs, 2, HEAD_DIM] row of the static place of each pair, until now
+    const Number* new_boxes;     // [kv_heads, pairs, 2, HEAD_DIM] box of the page of each other place, from now on
+    const int* count;            // [1] static rows from now on
+    Number* boxes;               // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
+    Number* store;               // [kv_heads, store_rows, 2, HEAD_DIM] of the slot; null: there is none
+    int* static_rows;            // [1] of the slot
+    int* static_held;            // [kv_heads] of the slot; null: there is no store
+    int* held;                   // [kv_heads, held_pages] of the slot; null: the store holds no pages
+    int* homes;                  // [kv_heads, most_static] of the slot
+    long long extent_stride;
+    int kv_heads, pairs, most_static, store_rows, held_pages;
+};
+
+constexpr int EACH = 16 / static_cast<int>(sizeof(Number));  // numbers of 16 bytes
+
+__device__ __forceinline__ void copy_numbers(Number* to, const Number* from, int count) {
+    for (int i = threadIdx.x * EACH; i < count; i += blockDim.x * EACH)
+        *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+}
+
+}  // namespace prkv
+}  // namespace kvseek
+
+// grid: blocks, kv_heads. Few blocks suffice for PCIe: they run beside decode steps.
+extern "C" __global__ void __launch_bounds__(256)
+    kvseek_prkv_gather(const __grid_constant__ kvseek::prkv::GatherArguments a) {
+    using namespace kvseek;
+    using namespace kvseek::prkv;
+    const int head = blockIdx.y, pieces = a.width / EACH;
+    const long long items = static_cast<long long>(a.count) * pieces;
+    const long long first = static_cast<long long>(head) * a.count;
+#pragma unroll 4
+    for (long long item = blockIdx.x * blockDim.x + threadIdx.x; item < items; item += gridDim.x * blockDim.x) {
+        const long long row = first + item / pieces;
+        const int offset = static_cast<int>(item % pieces) * EACH, place = a.places[row];
+        uint4 piece = make_uint4(0, 0, 0, 0);
+        if (place >= 0)
+            piece = *reinterpret_cast<const uint4*>(a.pool + row_start(a.table, a.extent_stride, head, place) + offset);
+        *reinterpret_cast<uint4*>(a.out + row * a.width + offset) = piece;
+    }
+}
+
+// grid: pairs, kv_heads. One launch between two decode steps: each sees the old order or the new one.
+extern "C" __global__ void __launch_bounds__(128)
+    kvseek_prkv_publish(const __grid_constant__ kvseek::prkv::PublishArguments a) {
+    using namespace kvseek;
+    using namespace kvseek::prkv;
+    const int head = blockIdx.y, number = blockIdx.x, count = *a.count;
+    const long long pair = static_cast<long long>(head) * a.pairs + number;
+    const int leaving = a.leaving[pair], entering = a.entering[pair];
+    if (a.store && number < count)
+        copy_numbers(a.store + (static_cast<long long>(head) * a.store_rows + number) * ROW, a.static_after + pair * ROW,
+                     ROW);
+    if (number == 0 && threadIdx.x == 0) {
+        if (a.static_held) a.static_held[head] = count;
+        if (head == 0) *a.static_rows = count;
+    }
+    if (leaving < 0) return;
+    const long long inside = static_cast<long long>(head) * a.pairs + leaving;
+    copy_numbers(a.pool + row_start(a.table, a.extent_stride, head, leaving), a.static_after + inside * ROW, ROW);
+    copy_numbers(a.pool + row_start(a.table, a.extent_stride, head, entering), a.left + pair * ROW, ROW);
+    const int page = entering / PAGE;  // that of several pairs, perhaps: they all write the same
+    copy_numbers(a.boxes + page_entry(a.table, a.kv_heads, head, page) * BOX, a.new_boxes + pair * BOX, BOX);
+    if (threadIdx.x == 0) a.homes[static_cast<long long>(head) * a.most_static + leaving] = entering;
+    if (!a.held) return;
+    for (int i = threadIdx.x; i < a.held_pages; i += blockDim.x)
+        if (a.held[head * a.held_pages + i] == page) a.held[head * a.held_pages + i] = -1;
+}

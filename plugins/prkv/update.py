@@ -1,0 +1,221 @@
+"""The periodic choice of a new static set on the GPU: beside the decode steps until one launch publishes it.
+
+What is read and computed goes to buffers that no step sees, on a side stream. Between two steps one kernel then lets rows
+change places in the pool, and writes the boxes and the device's copy of the static rows: a step sees all of it or none.
+Only whole pages take part, so evictions, which append places, never meet an update. PRKV paper, section 4.1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvseek.engine.streams import SideStream, Ticket
+from kvseek.plugins.base import IndexContext, LayerRows
+
+from .reference import ReferenceIndex
+from .static import candidates, largest, observation_scores, pair_exchange
+from .store import RowStore
+
+GATHER_THREADS = 256
+GATHER_BLOCKS = 32  # of all KV heads: enough requests for PCIe, few enough to leave the GPU to decode steps
+PUBLISH_THREADS = 128
+
+
+class GatherArguments(ctypes.Structure):
+    """Arguments of kvseek_prkv_gather, as in update.cu."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("pool", "table", "places", "out")),
+        ("extent_stride", c_int64),
+        *((name, c_int32) for name in ("count", "width")),
+    )
+
+
+class PublishArguments(ctypes.Structure):
+    """Arguments of kvseek_prkv_publish, as in update.cu."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("pool", "table", "leaving", "entering", "static_after", "left", "new_boxes")),
+        *((name, c_void_p) for name in ("count", "boxes", "store", "static_rows", "static_held", "held", "homes")),
+        ("extent_stride", c_int64),
+        *((name, c_int32) for name in ("kv_heads", "pairs", "most_static", "store_rows", "held_pages")),
+    )
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What an update is going to write; P pairs of places, in buffers of the side stream.
+
+    Attributes
+    ----------
+    count : Tensor, int32 [1]
+        Static rows from now on.
+    leaving, entering : Tensor, int32 [G, P]
+        Places whose rows change with each other; -1 behind the last pair.
+    static_after : Tensor [G, P, 2, D]
+        Rows of places 0 .. P - 1 from now on.
+    left : Tensor [G, P, 2, D]
+        Rows of the places `leaving` until now.
+    new_boxes : Tensor [G, P, 2, D]
+        Boxes of the pages of the places `entering` from now on.
+    """
+
+    count: Tensor
+    leaving: Tensor
+    entering: Tensor
+    static_after: Tensor
+    left: Tensor
+    new_boxes: Tensor
+
+
+@dataclass
+class Update:
+    """An update of a slot that is under way, with what the side stream reads of the current stream's memory."""
+
+    queries: Tensor
+    picked: Tensor
+    table: Tensor
+    target: Tensor
+    whole: int
+    ticket: Ticket | None = None
+    results: list[Exchange] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        """Whether it can be published; never waits."""
+        return self.ticket is not None and self.ticket.done
+
+
+class Updater:
+    """Updates of one layer. `store` is None if the layer's rows lie on the device."""
+
+    def __init__(self, context: IndexContext, arrays: ReferenceIndex, rows: LayerRows, store: RowStore | None) -> None:
+        self._context, self._arrays, self._rows, self._store = context, arrays, rows, store
+        assert context.cuda is not None, "made by an index of CUDA kernels"
+        self._kernels = context.cuda
+        if "prkv_side" not in context.shared:
+            context.shared["prkv_side"] = SideStream(context.device)
+        self._side: SideStream = context.shared["prkv_side"]
+        self._under_way: dict[int, Update] = {}
+        self._dropped: list[Update] = []
+
+    @torch.inference_mode()
+    def start(self, slot: int) -> None:
+        """Begin an update, unless one is under way or there is nothing to choose from; raises torch.OutOfMemoryError."""
+        arrays, page = self._arrays, self._arrays.config.page
+        whole = self._context.lengths[slot] // page * page
+        if slot in self._under_way or arrays.config.most_static == 0 or whole == 0:
+            return
+        table = self._context.extents.device_table[slot].clone()  # the slot may be closed while the side stream reads
+        queries = arrays.recent[slot].transpose(0, 1).contiguous()
+        update = Update(queries, arrays.by_page(arrays.picked, slot, whole), table, arrays.targets[slot], whole)
+        arrays.picked.index_fill_(0, arrays.extents_of(slot, whole), 0)
+        update.ticket = self._side.run(lambda: update.results.append(self._prepare(slot, update)))
+        self._under_way[slot] = update
+
+    def publish(self, slot: int) -> None:
+        """Publish the slot's update if it has been prepared."""
+        update = self._under_way.get(slot)
+        if update is None or not update.done:
+            return
+        del self._under_way[slot]
+        # The buffers belong to the side stream, whose next work waits for the current stream: for this launch too.
+        self._publish(slot, update)
+
+    def forget(self, slot: int) -> None:
+        """Never publish what is under way for a slot."""
+        self._dropped = [update for update in self._dropped if not update.done]
+        update = self._under_way.pop(slot, None)
+        if update is not None:
+            self._dropped.append(update)  # the side stream still reads the current stream's copies
+
+    def __len__(self) -> int:
+        """Updates that are under way."""
+        return len(self._under_way)
+
+    def _prepare(self, slot: int, update: Update) -> Exchange:
+        config, arrays, scaling = self._arrays.config, self._arrays, self._context.scaling
+        places, valid = candidates(config, update.picked, update.whole)
+        keys = self.gather(update.table, torch.where(valid, places, -1), self._context.head_dim)
+        values = observation_scores(update.queries, keys, scaling, valid)
+        del keys
+        count = update.target.clamp(max=update.whole)
+        chosen = largest(values, count, config.most_static)
+        leaving, entering = pair_exchange(chosen, places, arrays.homes[slot].long(), count)
+        first = torch.arange(leaving.shape[1] + 1, device=leaving.device).repeat(leaving.shape[0], 1)
+        partner = first.scatter_(1, torch.where(leaving >= 0, leaving, leaving.shape[1]), entering)[:, :-1]
+        row = 2 * self._context.head_dim
+        return Exchange(
+            count.int().view(1),
+            leaving.int().contiguous(),
+            entering.int().contiguous(),
+            self.gather(update.table, partner, row),
+            self.gather(update.table, leaving, row),
+            self._boxes(update, leaving, entering),
+        )
+
+    def _boxes(self, update: Update, leaving: Tensor, entering: Tensor) -> Tensor:
+        """Boxes of the pages of `entering` once the pairs have changed places: [G, P, 2, D]."""
+        page, far = self._arrays.config.page, torch.iinfo(torch.int64).max
+        inside = torch.arange(page, device=entering.device)
+        places = (entering[..., None] // page * page + inside).flatten(1)
+        ascending = torch.where(entering >= 0, entering, far)  # the order they come in
+        near = torch.searchsorted(ascending, places).clamp(max=entering.shape[1] - 1)
+        moved = ascending.gather(1, near) == places
+        sources = torch.where(moved, leaving.gather(1, near), places).clamp(min=-1)
+        keys = self.gather(update.table, sources, self._context.head_dim)
+        keys = keys.view(*entering.shape, page, -1)
+        return torch.stack((keys.amin(dim=2), keys.amax(dim=2)), dim=2)
+
+    def gather(self, table: Tensor, places: Tensor, width: int) -> Tensor:
+        """The first `width` numbers of the rows at places int64 [G, m]: [G, m, width]; zeros for -1.
+
+        `table` int32 [max_extents] is a slot's row of the extent table.
+        """
+        numbers = places.int().contiguous()
+        out = torch.empty((*places.shape, width), dtype=self._context.dtype, device=self._context.device)
+        arguments = GatherArguments(
+            pool=self._rows.pointer,
+            table=table.data_ptr(),
+            places=numbers.data_ptr(),
+            out=out.data_ptr(),
+            extent_stride=self._rows.extent_stride,
+            count=places.shape[1],
+            width=width,
+        )
+        heads = places.shape[0]
+        grid = (max(1, GATHER_BLOCKS // heads), heads, 1)
+        self._kernels.launch("kvseek_prkv_gather", grid, GATHER_THREADS, arguments)
+        return out
+
+    def _publish(self, slot: int, update: Update) -> None:
+        (exchange,) = update.results
+        arrays, store = self._arrays, self._store
+        arguments = PublishArguments(
+            pool=self._rows.pointer,
+            table=update.table.data_ptr(),
+            leaving=exchange.leaving.data_ptr(),
+            entering=exchange.entering.data_ptr(),
+            static_after=exchange.static_after.data_ptr(),
+            left=exchange.left.data_ptr(),
+            new_boxes=exchange.new_boxes.data_ptr(),
+            count=exchange.count.data_ptr(),
+            boxes=arrays.boxes.data_ptr(),
+            static_rows=arrays.static_rows[slot].data_ptr(),
+            homes=arrays.homes[slot].data_ptr(),
+            extent_stride=self._rows.extent_stride,
+            kv_heads=self._context.num_kv_heads,
+            pairs=exchange.leaving.shape[1],
+            most_static=arrays.config.most_static,
+        )
+        if store is not None:
+            arguments.store, arguments.static_held = store.rows[slot].data_ptr(), store.static_held[slot].data_ptr()
+            arguments.store_rows, arguments.held_pages = store.rows.shape[2], store.held.shape[2]
+            arguments.held = store.held[slot].data_ptr() if store.held.shape[2] else None
+        grid = (exchange.leaving.shape[1], self._context.num_kv_heads, 1)
+        self._kernels.launch("kvseek_prkv_publish", grid, PUBLISH_THREADS, arguments)

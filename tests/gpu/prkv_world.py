@@ -1,0 +1,206 @@
+"""An index of PRKV, its row pool and the rows that it should attend to, for tests on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvseek.builder.compile_cuda import Specialisation, cached_cubin
+from kvseek.engine.cuda import CudaKernels
+from kvseek.engine.memory import ExtentTable
+from kvseek.plugins.base import DeviceSelection, IndexContext, LayerRows
+from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+from kvseek.plugins.prkv.config import Config
+from kvseek.plugins.prkv.device import CudaIndex, cuda_defines
+from kvseek.plugins.prkv.reference import ReferenceIndex
+
+KV_HEADS = 2
+# dtype, head_dim, group size, group_reduce, page
+SHAPES = [
+    ("bfloat16", 128, 4, "softmax_mean", 32),
+    ("float16", 64, 3, "softmax_mean", 16),
+    ("float32", 96, 1, "max", 32),
+    ("bfloat16", 256, 8, "max", 8),
+    ("float32", 128, 16, "softmax_mean", 128),
+    ("bfloat16", 128, 16, "softmax_mean", 128),
+    ("float16", 128, 7, "mean", 64),
+    ("bfloat16", 64, 2, "mean", 32),
+    ("float32", 32, 5, "mean", 8),
+]
+
+
+class World:
+    """An index, its row pool, and the truth: rows by token, which carry the token's number in their values."""
+
+    def __init__(
+        self,
+        config: Config,
+        dtype: str,
+        dim: int,
+        group: int,
+        lengths: Sequence[int],
+        *,
+        cuda: bool = True,
+        on_host: bool = True,
+        room: int = 0,
+    ) -> None:
+        self.config, self.dtype, self.dim, self.group = config, getattr(torch, dtype), dim, group
+        self.device = torch.device("cuda" if cuda else "cpu")
+        extents = [-(-(length + room) // 1024) for length in lengths]
+        table = ExtentTable(len(lengths), max(1, *extents), sum(extents) + 2, self.device)
+        for slot in reversed(range(len(lengths))):  # tables are anything but the identity
+            table.reserve(slot, lengths[slot] + room)
+        self.context = IndexContext(
+            layer=0,
+            num_heads=KV_HEADS * group,
+            num_kv_heads=KV_HEADS,
+            head_dim=dim,
+            scaling=dim**-0.5,
+            config=config,
+            codebooks={},
+            extents=table,
+            lengths=list(lengths),
+            dtype=self.dtype,
+            device=self.device,
+            library=None,
+            cuda=load_kernels(config, dtype, dim, group) if cuda else None,
+        )
+        pool = (table.capacity, 2, KV_HEADS, 1024, 2, dim)  # this layer is the second of two
+        memory = torch.device("cpu") if on_host else self.device
+        self.pool = torch.full(pool, torch.nan, dtype=self.dtype, device=memory, pin_memory=cuda and on_host)[:, 1]
+        self.index = CudaIndex(self.context) if cuda else ReferenceIndex(self.context)
+        self.arrays = self.index.reference if isinstance(self.index, CudaIndex) else self.index
+        poison(self.index)
+        self.index.bind(LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)))
+        self.truth: list[Tensor] = [torch.empty(0)] * len(lengths)
+
+    def prompt(self, slot: int, rows: Tensor, queries: Tensor) -> None:
+        """Give a slot its rows [G, n, 2, D] and the prompt's last queries [H, w, D], both from the CPU."""
+        rows, queries = rows.to(self.device), queries.to(self.device)
+        self.truth[slot] = rows
+        keys = rows[:, :, 0]
+        self.index.forget(slot)
+        order = self.index.arrange(slot, keys, queries)
+        placed = rows if order is None else rows.gather(1, order[..., None, None].expand_as(rows))
+        self.context.extents.write(self.pool, slot, 0, placed.to(self.pool.device))
+        self.index.build(slot, placed[:, :, 0], queries)
+        self.index.finish_build(slot)
+
+    def batch(self, slots: Sequence[int], position: int, dense: Sequence[int] = ()) -> DeviceBatch:
+        lengths = self.context.lengths
+        states = [
+            RequestState(0, slot, position, 0, 0, 0, 0, lengths[slot], slot in dense or lengths[slot] == 0)
+            for slot in slots
+        ]
+        return DeviceBatch(pack(states).to(self.device), self.context.extents.device_table)
+
+    def places(self, slot: int) -> Tensor:
+        """Rows of a slot by place, [G, n, 2, D], on the CPU."""
+        torch.cuda.synchronize()
+        return self.context.extents.read(self.pool, slot, self.context.lengths[slot]).cpu()
+
+
+def load_kernels(config: Config, dtype: str, dim: int, group: int) -> CudaKernels:
+    major, minor = torch.cuda.get_device_capability()
+    defines = tuple(sorted(cuda_defines(config, dim, group).items()))
+    return CudaKernels(cached_cubin(Specialisation(dtype, dim, group, "prkv", defines), 10 * major + minor))
+
+
+def poison(index: CudaIndex | ReferenceIndex) -> None:
+    """What nobody may rely on: memory is handed on without being cleared."""
+    arrays = index.reference if isinstance(index, CudaIndex) else index
+    for floats in (arrays.boxes, arrays.recent):
+        floats.fill_(torch.nan)
+    for integers in (arrays.picked, arrays.static_rows, arrays.homes):
+        integers.fill_(-77)
+    if isinstance(index, CudaIndex):
+        index.workspace.scores.fill_(torch.nan)
+        index.workspace.ranks.fill_(-1)
+        index._pending.fill_(torch.nan)
+        if index.store is not None:
+            index.store.rows.fill_(torch.nan)
+            index.store.static_held.fill_(9999)
+            index.store.held.fill_(0)
+
+
+def random_rows(n: int, dim: int, dtype: torch.dtype, first: int = 0) -> Tensor:
+    """Rows whose keys drift with the token, and whose values begin with its number in digits and the KV head."""
+    drift = torch.linspace(0, 20, n).sin()[None, :, None] * torch.randn(KV_HEADS, 1, dim)
+    rows = torch.randn(KV_HEADS, n, 2, dim)
+    rows[:, :, 0] += drift + 0.5
+    tokens = torch.arange(first, first + n)
+    for digit in range(3):
+        rows[:, :, 1, digit] = (tokens // 128**digit % 128).float()
+    rows[:, :, 1, 3] = torch.arange(KV_HEADS)[:, None].float()
+    return rows.to(dtype)
+
+
+def token_numbers(rows: Tensor) -> Tensor:
+    """The tokens whose rows these are: [..., 2, D] to int64 [...]."""
+    digits = rows[..., 1, :3].float().long()
+    return digits[..., 0] + 128 * digits[..., 1] + 128**2 * digits[..., 2]
+
+
+def make_pair(
+    config: Config, dtype: str, dim: int, group: int, lengths: Sequence[int], on_host: bool = True
+) -> tuple[World, World]:
+    """The same prompts in the reference on the CPU and in the index on the GPU."""
+    worlds = [World(config, dtype, dim, group, lengths, cuda=cuda, on_host=on_host) for cuda in (False, True)]
+    for slot, n in enumerate(lengths):
+        rows = random_rows(n, dim, worlds[0].dtype)
+        queries = torch.randn(KV_HEADS * group, 100, dim).to(worlds[0].dtype)
+        for world in worlds:
+            world.prompt(slot, rows, queries)
+    return worlds[0], worlds[1]
+
+
+def attend(world: World, selection: DeviceSelection, slots: Sequence[int]) -> Tensor:
+    """Rows that attention would read, [batch, G, entries, 2, D] on the device, NaN for none; keeps what it is told to."""
+    index = world.index
+    assert isinstance(index, CudaIndex)
+    gathered = [gather(world, slot, selection.rows[request].long()) for request, slot in enumerate(slots)]
+    rows = torch.stack(gathered)
+    if selection.store is not None:
+        assert selection.cached is not None
+        assert selection.keep is not None
+        heads = torch.arange(KV_HEADS, device=rows.device)[:, None]
+        for request, slot in enumerate(slots):
+            cached, keep = selection.cached[request].long(), selection.keep[request].long()
+            stored = selection.store[slot][heads, cached.clamp(min=0)]
+            rows[request] = torch.where((cached >= 0)[..., None, None], stored, rows[request])
+            spare = selection.store.new_empty((KV_HEADS, selection.store.shape[2] + 1, 2, world.dim))
+            spare[:, :-1] = selection.store[slot]
+            spare[heads, torch.where(keep >= 0, keep, spare.shape[1] - 1)] = rows[request]
+            selection.store[slot] = spare[:, :-1]
+    return torch.where((selection.rows >= 0)[..., None, None], rows, torch.nan)
+
+
+def gather(world: World, slot: int, places: Tensor) -> Tensor:
+    """Rows [G, m, 2, D] of the pool at places, wherever it lies, on the current stream."""
+    updater = world.index._updater  # type: ignore[union-attr]
+    assert updater is not None
+    table = world.context.extents.device_table[slot]
+    found = updater.gather(table, places, 2 * world.dim)
+    return found.view(KV_HEADS, -1, 2, world.dim)
+
+
+def check_attended(world: World, slot: int, n: int, chosen: Tensor, rows: Tensor) -> None:
+    """Each entry holds the row of a token, exact, and no token occurs twice. Places [G, k], rows [G, k, 2, D]."""
+    for head in range(KV_HEADS):
+        own = rows[head, (chosen[head] >= 0).to(rows.device)].cpu()
+        assert own.shape[0] == min(world.config.top_k, n) or n % world.config.page, "the whole budget is used"
+        tokens = token_numbers(own)
+        assert len(tokens.unique()) == len(tokens), "a token is attended to at most once"
+        assert tokens.max() < n
+        assert torch.equal(own, world.truth[slot][head, tokens.to(world.device)].cpu()), "rows are exact"
+
+
+def check_boxes(world: World, n: int) -> None:
+    """Boxes of pages that are not static enclose their keys exactly."""
+    keys, page = world.places(0)[:, :, 0], world.config.page
+    boxes = world.arrays.by_page(world.arrays.boxes, 0, n).cpu()
+    for number in range(int(world.arrays.static_rows[0]) // page, boxes.shape[1]):
+        own = keys[:, number * page : (number + 1) * page]
+        assert torch.equal(boxes[:, number], torch.stack((own.amin(dim=1), own.amax(dim=1)), dim=1)), number

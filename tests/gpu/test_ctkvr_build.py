@@ -1,0 +1,159 @@
+"""Lists of CTkvr's centroids as the GPU builds them, against the PyTorch definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvseek.builder.compile_cuda import Specialisation, cached_cubin
+from kvseek.engine.cuda import CudaKernels
+from kvseek.plugins.ctkvr import device_build
+from kvseek.plugins.ctkvr.build import attention_values
+from kvseek.plugins.ctkvr.config import Config
+from kvseek.plugins.ctkvr.device_build import DeviceBuilder
+from kvseek.plugins.registry import get_method
+
+pytestmark = pytest.mark.gpu
+
+KV_HEADS = 2
+# dtype, head_dim, group size
+SHAPES = [
+    ("bfloat16", 128, 4),
+    ("float16", 64, 3),
+    ("float32", 96, 1),
+    ("bfloat16", 256, 8),
+    ("float32", 128, 16),
+    ("bfloat16", 64, 1),
+]
+
+
+def load_kernels(dtype: str, dim: int, group: int) -> CudaKernels:
+    major, minor = torch.cuda.get_device_capability()
+    defines = tuple(sorted(get_method("ctkvr").cuda_defines(Config(), dim, group).items()))
+    return CudaKernels(cached_cubin(Specialisation(dtype, dim, group, "ctkvr", defines), 10 * major + minor))
+
+
+def random_case(dtype: str, dim: int, group: int, centroids: int, n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Queries [H, C, D] that differ in norm by head, and keys [G, n, D] with a few loud channels, on the GPU."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    loud = 1 + 6 * (torch.rand(KV_HEADS, 1, dim, device="cuda", generator=generator) > 0.9)
+    keys = (torch.randn(KV_HEADS, n, dim, device="cuda", generator=generator) + 0.3) * loud
+    norms = 0.3 + 2 * torch.rand(KV_HEADS * group, 1, 1, device="cuda", generator=generator)
+    queries = torch.randn(KV_HEADS * group, centroids, dim, device="cuda", generator=generator) * norms
+    return queries.to(getattr(torch, dtype)), keys.to(getattr(torch, dtype))
+
+
+def build(kernels: CudaKernels, queries: Tensor, keys: Tensor, rho: int) -> Tensor:
+    """Lists, after a check that nothing else was written."""
+    centroids = queries.shape[1]
+    room = torch.full((KV_HEADS, centroids + 3, rho), -7, dtype=torch.int32, device="cuda")
+    DeviceBuilder(kernels, queries.shape[0] // KV_HEADS, rho, queries.shape[2] ** -0.5).build(queries, keys, room)
+    assert (room[:, centroids:] == -7).all()
+    return room[:, :centroids]
+
+
+def check(lists: Tensor, queries: Tensor, keys: Tensor, rho: int) -> None:
+    """Lists hold the best rho places once each, but for values that agree to the rounding of the logits."""
+    n, scaling = keys.shape[1], queries.shape[2] ** -0.5
+    ordered = lists.sort(dim=2).values.long()
+    assert ordered.min() >= 0
+    assert ordered.max() < n
+    assert (ordered.diff(dim=2) > 0).all(), "no place twice"
+    for head in range(KV_HEADS):
+        lanes = queries.view(KV_HEADS, -1, *queries.shape[1:])[head]
+        values = attention_values(lanes, keys[head], scaling)
+        chosen = torch.zeros_like(values, dtype=torch.bool).scatter_(1, ordered[head], True)
+        smallest = torch.where(chosen, values, torch.inf).amin(dim=1)
+        best_left = torch.where(chosen, -torch.inf, values).amax(dim=1)
+        # A logit of magnitude m is off by m / 2048 after rounding; float32 inputs are rounded too.
+        magnitude = (lanes.float() @ keys[head].float().T).abs().amax() * scaling
+        inputs = 2e-3 * lanes.float().norm(dim=-1).max() * keys[head].float().norm(dim=-1).max() * scaling
+        bound = magnitude / 1024 + 1e-4 + (inputs if queries.dtype is torch.float32 else 0)
+        excess = (best_left - smallest).max()
+        assert excess <= bound, f"a key that was left out is better by {excess:.2e}, allowed are {bound:.2e}"
+
+
+@pytest.fixture(autouse=True)
+def _exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+@pytest.mark.parametrize(
+    ("centroids", "n", "rho"), [(1, 41, 40), (37, 1025, 300), (130, 5003, 1280), (9, 70_001, 2560)]
+)
+@pytest.mark.parametrize(("dtype", "dim", "group"), SHAPES)
+def test_lists(dtype: str, dim: int, group: int, centroids: int, n: int, rho: int) -> None:
+    queries, keys = random_case(dtype, dim, group, centroids, n)
+    lists = build(load_kernels(dtype, dim, group), queries, keys, rho)
+    check(lists, queries, keys, rho)
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "runs"])
+@pytest.mark.parametrize("group", [1, 4])
+def test_keys_in_an_order_that_fills_the_buffer(group: int, order: str) -> None:
+    # Each key beats all before it, or none does, or scores come in blocks.
+    queries, keys = random_case("bfloat16", 64, group, 17, 20_000)
+    ramp = torch.linspace(-3, 3, 20_000, device="cuda")
+    if order == "descending":
+        ramp = ramp.flip(0)
+    if order == "runs":
+        ramp = ramp.view(8, -1)[torch.tensor([3, 1, 7, 0, 6, 2, 5, 4], device="cuda")].flatten()
+    keys = (keys * 0.05 + ramp[:, None] * queries[0, 0].float().sign()).bfloat16()
+    queries = (queries * 0.1 + queries[0, 0].sign()).bfloat16()
+    check(build(load_kernels("bfloat16", 64, group), queries, keys, 500), queries, keys, 500)
+
+
+def test_ties_go_to_the_lowest_place() -> None:
+    kernels = load_kernels("bfloat16", 128, 4)
+    queries, keys = random_case("bfloat16", 128, 4, 5, 9000)
+    keys[:] = keys[:, :1]
+    lists = build(kernels, queries, keys, 1280)
+    assert torch.equal(lists.sort(dim=2).values, torch.arange(1280, device="cuda", dtype=torch.int32).expand_as(lists))
+    half = keys.clone()
+    half[:, 4000:] *= 2  # better or worse for a head, and ties among themselves
+    ordered = build(kernels, queries, half, 1280).sort(dim=2).values
+    assert (ordered.diff(dim=2) == 1).all()
+    assert set(ordered[..., 0].unique().tolist()) <= {0, 4000}
+
+
+@pytest.mark.parametrize("n", [0, 1, 299, 300])
+def test_short_regions_are_listed_whole(n: int) -> None:
+    queries, keys = random_case("bfloat16", 128, 4, 5, n)
+    lists = build(load_kernels("bfloat16", 128, 4), queries, keys, 300)
+    assert (lists[..., :n] == torch.arange(n, device="cuda")).all()
+    assert (lists[..., n:] == -1).all()
+
+
+def test_tiles_and_strides_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = load_kernels("bfloat16", 128, 4)
+    queries, keys = random_case("bfloat16", 128, 4, 70, 3001)
+    whole = build(kernels, queries, keys, 400)
+    strided = torch.empty(KV_HEADS, 3100, 128, dtype=torch.bfloat16, device="cuda")
+    strided.fill_(torch.nan)
+    strided[:, 50:3051] = keys
+    monkeypatch.setattr(device_build, "LOGIT_BYTES", 2 * 4 * 3008 * 9)
+    parts = build(kernels, queries.transpose(0, 1).contiguous().transpose(0, 1), strided[:, 50:3051], 400)
+    check(parts, queries, keys, 400)
+    same = (whole.sort(dim=2).values == parts.sort(dim=2).values).float().mean()
+    assert same > 0.99, "cuBLAS may add in another order for another shape"
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e4])
+def test_tiny_and_huge_numbers(scale: float) -> None:
+    queries, keys = random_case("bfloat16", 128, 4, 20, 4000)
+    keys, queries = keys * scale, queries / scale
+    check(build(load_kernels("bfloat16", 128, 4), queries, keys, 200), queries, keys, 200)
+
+
+def test_the_same_twice() -> None:
+    kernels = load_kernels("float16", 64, 3)
+    queries, keys = random_case("float16", 64, 3, 64, 30_000)
+    first, second = (build(kernels, queries, keys, 1280).sort(dim=2).values for _ in range(2))
+    assert torch.equal(first, second), "lists are sets: equal whatever the order of their places"
+
+
+def test_all_lists_of_a_long_prompt() -> None:
+    # The last of eight tiles, and rows of a length that is served.
+    queries, keys = random_case("bfloat16", 128, 4, 300, 131_072 - 320)
+    check(build(load_kernels("bfloat16", 128, 4), queries, keys, 1280)[:, -30:], queries[:, -30:], keys, 1280)

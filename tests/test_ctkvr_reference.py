@@ -1,0 +1,411 @@
+"""CTkvr's definition: lists, recall, rerank, and the ring of centroids that follows the queries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from index_cases import KV_HEADS, make_context, random_keys, random_queries
+from torch import Tensor
+
+from kvseek.engine.errors import ConfigError, KernelError
+from kvseek.plugins.base import IndexContext, LayerRows
+from kvseek.plugins.ctkvr.build import attention_values, build_lists, largest
+from kvseek.plugins.ctkvr.config import Config
+from kvseek.plugins.ctkvr.method import create, needs_cpu_library
+from kvseek.plugins.ctkvr.reference import ReferenceIndex, normalised
+
+DIM, GROUP = 32, 3
+SMALL = Config(top_k=20, recent=24, probes=3)
+
+
+class Bench:
+    """An index whose slots hold given keys, rows in shuffled extents of which no other place is finite."""
+
+    def __init__(self, config: Config, keys: Sequence[Tensor], room: int = 0, group: int = GROUP) -> None:
+        lengths = [part.shape[1] for part in keys]
+        self.context: IndexContext = make_context(config, keys[0].shape[2], group, lengths, extents=16)
+        for slot in reversed(range(len(keys))):
+            self.context.extents.reserve(slot, lengths[slot] + room)
+        self.index = ReferenceIndex(self.context)
+        self.pool = torch.full((16, KV_HEADS, 1024, 2, keys[0].shape[2]), torch.nan)
+        self.index.bind(LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)))
+        for slot, part in enumerate(keys):
+            self.write(slot, 0, part)
+
+    def write(self, slot: int, start: int, keys: Tensor) -> None:
+        self.context.extents.write(self.pool, slot, start, torch.stack((keys, keys), dim=2))
+
+    def keys(self, slot: int) -> Tensor:
+        return self.context.extents.read(self.pool, slot, self.context.lengths[slot])[:, :, 0]
+
+    def build(self, slot: int, queries: Tensor) -> None:
+        self.index.build(slot, self.keys(slot), queries)
+
+    def grow(self, slot: int, keys: Tensor) -> None:
+        self.write(slot, self.context.lengths[slot], keys)
+        self.context.lengths[slot] += keys.shape[1]
+        self.index.extend(slot, keys)
+
+    def step(self, query: Tensor, slot: int = 0) -> Tensor:
+        rows = self.index.select(query[None], [slot]).rows[0]
+        self.index.refresh([slot])
+        return rows
+
+
+def make(config: Config, lengths: Sequence[int], room: int = 0, queries: int = 300) -> Bench:
+    bench = Bench(config, [random_keys(n, DIM, seed=slot) for slot, n in enumerate(lengths)], room)
+    for slot in range(len(lengths)):
+        bench.build(slot, random_queries(KV_HEADS * GROUP, queries, DIM, seed=10 + slot))
+    return bench
+
+
+def exact_rows(query: Tensor, keys: Tensor, count: int) -> Tensor:
+    """Best places of a query [H, D] over keys [G, n, D] by CTkvr's value, ascending."""
+    grouped = query.view(keys.shape[0], -1, 1, query.shape[-1])
+    return largest(attention_values(grouped, keys, query.shape[-1] ** -0.5)[:, 0], count).sort(dim=1).values
+
+
+# Lists.
+
+
+def test_a_list_ranks_by_the_largest_softmax_weight_of_the_group() -> None:
+    # Head 0 scores 9, 8, 0, 0 and head 1 scores 0, 0, 2, -9: by scores place 2 would be third, by weights it is first.
+    keys = torch.tensor([[[9.0, 0.0], [8.0, 0.0], [0.0, 2.0], [0.0, -9.0]]])
+    queries = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+    weights = (queries[:, 0] @ keys[0].T).softmax(dim=1).amax(dim=0)
+    assert weights.argsort(descending=True).tolist() == [2, 0, 1, 3]
+    assert build_lists(queries, keys, 3, 1.0).tolist() == [[[2, 0, 1]]]
+    assert build_lists(queries, keys, 6, 1.0).tolist() == [[[2, 0, 1, 3, -1, -1]]]
+
+
+def test_ties_go_to_the_lowest_place() -> None:
+    keys = torch.ones(1, 9, 4)
+    keys[0, 6] = 2
+    assert build_lists(torch.ones(2, 1, 4), keys, 4, 0.5).tolist() == [[[6, 0, 1, 2]]]
+    values = torch.tensor([[-1.0, 3.0, -torch.inf, 3.0, 0.0, -2.0, 3.0]])
+    assert largest(values, 2).tolist() == [[1, 3]]
+    assert largest(values, 7).tolist() == [[1, 3, 6, 4, 0, 5, 2]]
+
+
+@pytest.mark.parametrize("tile", [1, 3, 16, 50])
+def test_tiles_change_nothing(tile: int) -> None:
+    # Small integers: products are exact however a matrix product adds them.
+    keys = random_keys(333, 16).round()
+    queries = random_queries(KV_HEADS * GROUP, 37, 16).mul(2).round()
+    assert torch.equal(build_lists(queries, keys, 40, 0.25, tile), build_lists(queries, keys, 40, 0.25))
+
+
+def test_small_weights_still_have_an_order() -> None:
+    keys = torch.tensor([[[400.0], [1.0], [3.0], [2.0]]])  # weights e^-397 and less are 0 in float32
+    assert build_lists(torch.ones(1, 1, 1), keys, 4, 1.0).tolist() == [[[0, 2, 3, 1]]]
+
+
+def test_no_keys_give_empty_lists() -> None:
+    assert build_lists(torch.ones(2, 3, 8), torch.empty(1, 0, 8), 5, 1.0).tolist() == [[[-1] * 5] * 3]
+
+
+# Selection.
+
+
+def definition(bench: Bench, query: Tensor, slot: int) -> list[list[int]]:
+    """Rows by the words of METHODS.md, in float64 and Python."""
+    index, config, n = bench.index, bench.index.config, bench.context.lengths[slot]
+    rows = []
+    for head in range(KV_HEADS):
+        lanes = range(head * GROUP, (head + 1) * GROUP)
+        stored = index.centroids[slot, :, : min(index.written[slot], index.ring)].double()
+        by_head = [(stored[h] @ query[h].double() / query[h].double().norm()).tolist() for h in lanes]
+        cosines = [max(values) for values in zip(*by_head, strict=True)]
+        nearest = sorted(range(len(cosines)), key=lambda c: (-cosines[c], c))[: config.probes]
+        recalled = {p for c in nearest for p in index.lists[slot, head, c].tolist() if p >= 0}
+        recalled |= {p for p in range(index.listed[slot], n) if p >= n - config.recent}
+        places = sorted(recalled)
+        keys = bench.keys(slot)[head, places].double()
+        weights = torch.stack([(keys @ query[h].double() * DIM**-0.5).softmax(dim=0) for h in lanes]).amax(dim=0)
+        best = sorted(range(len(places)), key=lambda i: (-float(weights[i]), places[i]))[: config.top_k]
+        rows.append(sorted(places[i] for i in best))
+    return rows
+
+
+@pytest.mark.parametrize("grown", [0, 7, 100])
+def test_selection_follows_the_definition(grown: int) -> None:
+    bench = make(SMALL, [777, 1500], room=grown)
+    for slot in range(2):
+        if grown:
+            bench.grow(slot, random_keys(grown, DIM, seed=5))
+        for seed in range(4):
+            query = random_queries(1, KV_HEADS * GROUP, DIM, seed)[0]
+            expected = definition(bench, query, slot)
+            assert bench.step(query, slot).tolist() == expected
+
+
+def test_centroids_are_the_last_queries_oldest_first() -> None:
+    bench = make(SMALL, [777], queries=300)
+    queries = random_queries(KV_HEADS * GROUP, 300, DIM, seed=10)
+    assert bench.index.written == [49], "ceil(777 / 16)"
+    assert torch.equal(bench.index.centroids[0, :, :49], normalised(queries[:, -49:]))
+    lists = build_lists(queries[:, -49:], bench.keys(0), 50, DIM**-0.5)
+    assert torch.equal(bench.index.lists[0, :, :49], lists)
+
+
+@pytest.mark.parametrize(("tokens", "queries", "expected"), [(1, 5, 1), (777, 10, 10), (6, 500, 1), (0, 500, 0)])
+def test_few_tokens_or_queries_give_few_centroids(tokens: int, queries: int, expected: int) -> None:
+    bench = make(SMALL, [tokens], queries=queries)
+    assert bench.index.written == [expected]
+
+
+def test_a_region_without_queries_is_refused() -> None:
+    bench = Bench(SMALL, [random_keys(30, DIM)])
+    with pytest.raises(KernelError, match="queries: 0 for 30 retrieval keys: must be at least 1"):
+        bench.build(0, torch.empty(KV_HEADS * GROUP, 0, DIM))
+
+
+@pytest.mark.parametrize("n", [1, 19, 20])
+def test_regions_of_at_most_top_k_tokens_are_selected_whole(n: int) -> None:
+    bench = make(SMALL, [n])
+    selection = bench.index.select(random_queries(1, KV_HEADS * GROUP, DIM), [0])
+    assert selection.counts == (n,)
+    assert selection.rows.tolist() == [[[*range(n), *[-1] * (20 - n)]] * KV_HEADS]
+    before = list(bench.index.written)
+    bench.index.refresh([0])
+    assert bench.index.written == before, "such queries become no centroids"
+
+
+def test_all_rows_whatever_the_lists_hold() -> None:
+    bench = make(Config(top_k=500, recent=500), [490], room=10)
+    bench.index.lists.fill_(-1)
+    bench.grow(0, random_keys(10, DIM, seed=3))
+    assert bench.step(random_queries(1, KV_HEADS * GROUP, DIM)[0]).tolist() == [list(range(500))] * KV_HEADS
+
+
+def test_wide_lists_make_the_choice_exact() -> None:
+    bench = make(Config(top_k=20, recent=20, recall_factor=40), [777])
+    query = random_queries(1, KV_HEADS * GROUP, DIM)[0]
+    assert torch.equal(bench.step(query).long(), exact_rows(query, bench.keys(0), 20))
+
+
+def test_a_result_does_not_depend_on_the_batch() -> None:
+    lengths = [777, 15, 1500, 1024]
+    bench = make(SMALL, lengths)
+    queries = random_queries(4, KV_HEADS * GROUP, DIM)
+    together = bench.index.select(queries, [0, 1, 2, 3])
+    assert together.counts == (20, 15, 20, 20)
+    for slots in ([3, 1], [2], [0, 2, 1]):
+        part = bench.index.select(queries[slots], slots)
+        assert torch.equal(part.rows, together.rows[slots])
+
+
+def test_a_zero_query_has_a_selection() -> None:
+    bench = make(SMALL, [777])
+    query = torch.zeros(KV_HEADS * GROUP, DIM)
+    assert bench.index.probe(query, 0).tolist() == [[0, 1, 2]] * KV_HEADS
+    rows = bench.step(query)
+    assert (rows >= 0).all()
+    assert (rows.diff(dim=1) > 0).all()
+    assert torch.equal(bench.index.centroids[0, :, 49], query)
+
+
+# The ring.
+
+
+def test_queries_enter_the_ring_after_the_step_and_replace_the_oldest() -> None:
+    config = Config(top_k=8, recent=8, centroids=6, probes=2)
+    bench = make(config, [400])
+    index = bench.index
+    assert (index.ring, index.written[0]) == (6, 6)
+    lists, centroids = index.lists[0].clone(), index.centroids[0].clone()
+    for step in range(8):
+        query = random_queries(1, KV_HEADS * GROUP, DIM, seed=step)[0]
+        recalled = index.recall(query, 0)
+        _, best = index.rerank(query, 0, recalled)
+        index.select(query[None], [0])
+        assert torch.equal(index.lists[0], lists), "not before refresh"
+        index.refresh([0])
+        lists[:, step % 6], centroids[:, step % 6] = best, normalised(query)
+        assert torch.equal(index.lists[0], lists)
+        assert torch.equal(index.centroids[0], centroids)
+        assert index.written[0] == 7 + step
+    index.refresh([0])
+    assert index.written[0] == 14, "a query enters once"
+
+
+def test_a_ring_with_room_keeps_the_prompts_centroids() -> None:
+    bench = make(SMALL, [100])
+    assert (bench.index.ring, bench.index.written[0]) == (1024, 7), "16 extents of 1024 tokens, a centroid for 16"
+    first = bench.index.lists[0, :, :7].clone()
+    for step in range(5):
+        bench.step(random_queries(1, KV_HEADS * GROUP, DIM, seed=step)[0])
+    assert bench.index.written[0] == 12
+    assert torch.equal(bench.index.lists[0, :, :7], first)
+
+
+def test_the_last_selection_before_refresh_counts() -> None:
+    bench = make(SMALL, [777, 900])
+    queries = random_queries(2, KV_HEADS * GROUP, DIM)
+    bench.index.select(queries, [0, 1])
+    bench.index.select(queries[1:], [0])
+    bench.index.refresh([0])
+    assert bench.index.written == [50, 57]
+    assert torch.equal(bench.index.centroids[0, :, 49], normalised(queries[1]))
+    bench.index.refresh([0, 1])
+    assert bench.index.written == [50, 58]
+
+
+@pytest.mark.parametrize("how", ["forget", "build"])
+def test_another_prompt_drops_what_is_pending(how: str) -> None:
+    bench = make(SMALL, [777])
+    bench.index.select(random_queries(1, KV_HEADS * GROUP, DIM), [0])
+    if how == "forget":
+        bench.index.forget(0)
+    else:
+        bench.build(0, random_queries(KV_HEADS * GROUP, 300, DIM))
+    bench.index.refresh([0])
+    assert bench.index.written == [49]
+
+
+def test_without_update_nothing_changes() -> None:
+    bench = make(Config(top_k=20, recent=24, probes=3, update=False), [777])
+    lists = bench.index.lists[0, :, :49].clone()
+    for step in range(3):
+        bench.step(random_queries(1, KV_HEADS * GROUP, DIM, seed=step)[0])
+    assert bench.index.written == [49]
+    assert torch.equal(bench.index.lists[0, :, :49], lists)
+
+
+# Tokens that the prompt's lists do not hold.
+
+
+def test_recent_tokens_are_recalled() -> None:
+    bench = make(SMALL, [777], room=100)
+    bench.grow(0, random_keys(100, DIM, seed=3))
+    recalled = bench.index.recall(random_queries(1, KV_HEADS * GROUP, DIM)[0], 0)
+    assert recalled.shape == (KV_HEADS, bench.index.capacity)
+    for head in range(KV_HEADS):
+        places = recalled[head][recalled[head] >= 0]
+        assert (places.diff() > 0).all()
+        assert places[-24:].tolist() == list(range(853, 877))
+        assert not ((places >= 777) & (places < 853)).any()
+        assert (recalled[head][len(places) :] == -1).all()
+
+
+@pytest.mark.parametrize("prompt", [0, 1, 10, 30, 500])
+def test_any_region_fills_its_selection_while_it_grows(prompt: int) -> None:
+    bench = make(Config(top_k=20, recent=20, probes=2), [prompt], room=400)
+    for step in range(40):
+        bench.grow(0, random_keys(10, DIM, seed=step))
+        rows = bench.step(random_queries(1, KV_HEADS * GROUP, DIM, seed=step)[0])
+        held = min(20, bench.context.lengths[0])
+        assert ((rows[:, :held] >= 0) & (rows[:, :held] < bench.context.lengths[0])).all()
+        assert (rows[:, :held].diff(dim=1) > 0).all()
+
+
+def topical(topics: Tensor, weights: Tensor, noise: float, generator: torch.Generator) -> Tensor:
+    """Vectors [heads, w, D] around sums of topics [heads, T, D] with weights [w, T]."""
+    mean = torch.einsum("wt,htd->hwd", weights, topics)
+    return mean + noise * torch.randn(mean.shape, generator=generator)
+
+
+def rounds_of_topics(update: bool, seed: int) -> list[float]:
+    """Recall by round: the prompt's last queries are of topic 0 with some of all others, round r asks about topic r."""
+    generator = torch.Generator().manual_seed(seed)
+    topics = torch.nn.functional.normalize(torch.randn(KV_HEADS, 8, DIM, generator=generator), dim=-1)
+    own = torch.eye(8)[torch.randint(0, 8, (4000,), generator=generator)]
+    config = Config(top_k=64, recent=64, update=update)
+    bench = Bench(config, [topical(3 * topics, own, 1.0, generator)], group=2)
+    asked = 3 * topics.repeat_interleave(2, dim=0)
+    prompt = torch.rand(256, 8, generator=generator)
+    prompt[:, 0] += 1
+    bench.build(0, topical(asked, prompt, 0.6, generator))
+    recall = []
+    for topic in range(4):
+        found, steps = 0, 32
+        for query in topical(asked, torch.eye(8)[[topic] * steps], 0.6, generator).unbind(dim=1):
+            rows, best = bench.step(query), exact_rows(query, bench.keys(0), 64)
+            found += sum(len({*a} & {*b}) for a, b in zip(rows.tolist(), best.tolist(), strict=True))
+        recall.append(found / (steps * 64 * KV_HEADS))
+    return recall
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_update_follows_changing_topics(seed: int) -> None:
+    # CTkvr paper, table 5: alike in the first round, better from the second on.
+    off, on = rounds_of_topics(False, seed), rounds_of_topics(True, seed)
+    assert abs(on[0] - off[0]) < 0.03, (off, on)
+    assert all(better > worse + 0.03 for better, worse in zip(on[1:], off[1:], strict=True)), (off, on)
+
+
+def test_tokens_that_were_generated_long_ago_are_still_found() -> None:
+    # 5,000 tokens after a prompt of 500, 1,024 of them recent: most can be found through updated lists alone.
+    generator = torch.Generator().manual_seed(0)
+    topics = torch.nn.functional.normalize(torch.randn(KV_HEADS, 4, DIM, generator=generator), dim=-1)
+    asked = 3 * topics.repeat_interleave(2, dim=0)
+
+    def keys(count: int) -> Tensor:
+        own = torch.eye(4)[torch.randint(0, 4, (count,), generator=generator)]
+        return topical(3 * topics, own, 1.0, generator)
+
+    bench = Bench(Config(top_k=64, recent=1024), [keys(500)], room=5000, group=2)
+    bench.build(0, topical(asked, torch.eye(4)[torch.arange(64) % 4], 0.3, generator))
+    found = total = 0
+    for burst in range(20):
+        bench.grow(0, keys(250))
+        weights = torch.eye(4)[torch.randint(0, 4, (16,), generator=generator)]
+        for query in topical(asked, weights, 0.3, generator).unbind(dim=1):
+            rows = bench.step(query)
+            if burst >= 12:
+                best = exact_rows(query, bench.keys(0), 64)
+                found += sum(len({*a} & {*b}) for a, b in zip(rows.tolist(), best.tolist(), strict=True))
+                total += best.numel()
+    assert found / total > 0.85, found / total
+
+
+# Fields.
+
+
+def test_rho_is_rounded_up_in_decimals() -> None:
+    assert Config().rho == 1280
+    assert Config(top_k=1024).rho == 2560
+    assert Config(top_k=10, recall_factor=1.1).rho == 11
+    assert Config(top_k=3, recall_factor=2.5).rho == 8
+
+
+def test_sizes_of_a_slot() -> None:
+    config = Config()
+    assert (config.ring(1 << 17), config.list_width(1 << 17), config.recall_capacity(1 << 17)) == (2048, 1280, 6144)
+    assert (config.ring(4096), config.list_width(1024), config.recall_capacity(1024)) == (256, 1024, 1024)
+    assert config.prompt_centroids(131_072, 2048) == 2048
+    assert config.prompt_centroids(1601, 2048) == 101
+
+
+def test_bytes_of_a_slot() -> None:
+    index = ReferenceIndex(make_context(SMALL, DIM, GROUP, [10]))
+    assert index.bytes_per_token == 0
+    assert index.bytes_per_slot == 512 * (KV_HEADS * GROUP * DIM * 4 + KV_HEADS * 50 * 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"centroids": 2049}, "centroids = 2049: must be between 1 and 2048"),
+        ({"centroids": 0}, "centroids = 0"),
+        ({"centroid_divisor": 0}, "centroid_divisor = 0: must be >= 1"),
+        ({"recall_factor": 0.5}, "recall_factor = 0.5: must be finite and >= 1"),
+        ({"recall_factor": float("inf")}, "recall_factor = inf"),
+        ({"top_k": 0}, "top_k = 0: must be >= 1"),
+        ({"probes": 0}, "probes = 0: must be between 1 and centroids = 2048"),
+        ({"probes": 5, "centroids": 4}, "probes = 5"),
+        ({"top_k": 2000}, "recent = 1024: must be >= top_k = 2000"),
+        ({"execution": "gpu"}, "execution = 'gpu': must be one of"),
+    ],
+)
+def test_bad_fields_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config(**fields)  # type: ignore[arg-type]
+
+
+def test_the_method_without_compiled_kernels() -> None:
+    assert isinstance(create(make_context(SMALL, DIM, GROUP, [10])), ReferenceIndex)
+    assert needs_cpu_library(Config())
+    assert not needs_cpu_library(Config(execution="uva"))
