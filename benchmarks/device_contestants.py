@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvseek.engine.graphs import StepResult
     from kvseek.plugins.base import DeviceIndex, DeviceSelection
     from kvseek.plugins.batch import DeviceBatch
+    from kvseek.plugins.common.device_attend import DeviceAttention
 
 STAGE_REPEATS = 9  # replays of the graph that times stages; the median counts
 OVERLAP_STEPS = 9  # steps whose selections are compared with the step before
@@ -49,6 +50,9 @@ class DeviceContestant:
         Whether the common attention keeps the rows of the last step on the device.
     wall : list of float
         Host seconds of each step since `start`, from counting the tokens to having the next ones and starting upkeep.
+    found : float or None
+        Share of the selected rows that the attention read from what the device keeps, in the steps of `overlap`; None
+        before, or if nothing was read by it.
     attended : float
         Tokens that one KV head of a request attended to in the last step (mean over layers and requests).
     """
@@ -58,6 +62,7 @@ class DeviceContestant:
         self.cache: DeviceCache = decoder.cache
         self.wall: list[float] = []
         self.attended = 0.0
+        self.found: float | None = None
 
     @property
     def done(self) -> int:
@@ -109,7 +114,7 @@ class DeviceContestant:
         size, table = bucket_of(len(self._slots)), self.cache.extents.device_table
         step = DecodeStep(size, self.cache.padding_state(), table, run)
         with torch.inference_mode():
-            step.capture(_stage_stream(self.cache.window.device), torch.cuda.graph_pool_handle())
+            step.capture(stage_stream(self.cache.window.device), torch.cuda.graph_pool_handle())
             times = []
             for _ in range(STAGE_REPEATS):
                 self._load()
@@ -123,13 +128,16 @@ class DeviceContestant:
     def overlap(self) -> float | None:
         """Share of the selected rows that the step before had selected too; None if no selection reaches the device.
 
-        Steps run kernel by kernel here, and what each layer's index gives is kept.
+        Steps run kernel by kernel here, what each layer's index gives is kept, and the attention counts (`found`): timed
+        steps do not, as that takes time.
         """
+        counters = torch.zeros(2, dtype=torch.int64, device=self.cache.window.device)  # rows found, and rows read
         shares: list[float] = []
         before: list[Tensor] = []
         for _ in range(OVERLAP_STEPS + 1):
             self._load()
-            with torch.inference_mode(), overheard(self.decoder.indexes) as selections:
+            counting = counted(self.decoder.attentions, counters)
+            with torch.inference_mode(), counting, overheard(self.decoder.indexes) as selections:
                 result = self.decoder.run_layers(self._step.batch)
             self._tokens = result.tokens[: len(self._slots)].tolist()
             rows = [selected[: len(self._slots)] for selected in selections]
@@ -137,6 +145,8 @@ class DeviceContestant:
             shares += [shared_rows(old, new) for old, new in pairs if bool((new >= 0).any())]
             before = rows
             self.decoder.refresh(self._slots)
+        found, read = counters.tolist()
+        self.found = found / (found + read) if found + read else None
         return statistics.mean(shares) if shares else None
 
     def hit_rate(self) -> float | None:
@@ -218,8 +228,20 @@ def overheard(indexes: Sequence[DeviceIndex]) -> Iterator[list[Tensor]]:
             del index.launch_select  # the class's own shows again
 
 
+@contextmanager
+def counted(attentions: Sequence[DeviceAttention], counters: Tensor) -> Iterator[None]:
+    """Let every layer's attention count the rows that it finds and reads while the context lasts, outside of graphs."""
+    for attention in attentions:
+        attention.counters = counters
+    try:
+        yield
+    finally:
+        for attention in attentions:
+            attention.counters = None
+
+
 @cache
-def _stage_stream(device: torch.device) -> torch.cuda.Stream:
+def stage_stream(device: torch.device) -> torch.cuda.Stream:
     """Where stages are captured: one for all, as cuBLAS keeps a work space for every stream that it has seen."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

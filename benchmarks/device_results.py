@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvseek.plugins.costs import SelectionCosts
+
 from .device_memory import Cell
-from .floors import Rates, Step, work
+from .floors import Rates, Step, costs_of, work
 from .machine import peak_memory_bytes
 from .timing import Samples
 
@@ -40,11 +42,13 @@ def decode_result(
     """
     cache = contestant.cache
     tokens, retrieval = cache.tokens[0], cache.lengths[0]
-    found = contestant.hit_rate()
+    config, itemsize = contestant.decoder.config, bench.dtype.itemsize
+    hits = contestant.hit_rate()  # of the timed steps, if the method counts
     stages, overlap = contestant.stages(), contestant.overlap()
-    hits = found if found is not None else overlap if contestant.hot and overlap is not None else 0.0
-    step = Step(retrieval, tokens - retrieval, cell.batch, cache.plan.host_layers, hits)
-    moved = work(contestant.decoder.config, step, bench.dtype.itemsize)
+    if hits is None and contestant.found is not None:
+        hits = fetched_hits(costs_of(config, retrieval, itemsize), contestant.found)
+    step = Step(retrieval, tokens - retrieval, cell.batch, cache.plan.host_layers, hits or 0.0)
+    moved = work(config, step, itemsize)
     index = contestant.decoder.indexes[-1].bytes_per_token / bench.model.num_kv_heads  # the first may be dense
     return with_times(
         {
@@ -56,7 +60,7 @@ def decode_result(
             "attended_tokens": contestant.attended,
             "cached_tokens": tokens,
             "overlap": overlap,
-            "hit_rate": found,
+            "hit_rate": hits,
             "stages": stages,
             "bytes": moved.bytes_by_part(),
             "host_rows": moved.host_rows,
@@ -71,6 +75,12 @@ def decode_result(
         walls,
         baseline_seconds,
     )
+
+
+def fetched_hits(costs: SelectionCosts, found: float) -> float:
+    """Share of the rows that are not always on the device which were found there, from that of all selected rows."""
+    fetched = costs.rows - costs.device_rows
+    return min(1.0, max(0.0, (found * costs.rows - costs.device_rows) / fetched)) if fetched > 0 else 0.0
 
 
 def with_times(

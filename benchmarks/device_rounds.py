@@ -73,7 +73,7 @@ class Round:
         """Time the cell and add to `found`, its part of the result file."""
         arguments, used = self.bench.arguments, ROOM
         baseline = self.baseline if cell in self.pools.phase.baseline else None
-        runs = self.contestants or [None]  # the baseline alone has one run
+        runs: list[DeviceContestant | None] = [*self.contestants] or [None]  # the baseline alone has one run
         needed = WARMUP + arguments.steps + STAGE_REPEATS + OVERLAP_STEPS + 1
         for contestant in runs:
             if used + needed > min(ROOM, *(cache.config.update for cache, _ in self.targets)):

@@ -100,14 +100,16 @@ class Bench:
     weights : RandomWeights
     """
 
-    def __init__(self, arguments: argparse.Namespace, cells: Sequence[Cell]) -> None:
+    def __init__(self, arguments: argparse.Namespace, cells: Sequence[Cell], layers: int | None = None) -> None:
+        """Measure what the variants need and plan for them; `layers` cuts the shape to its first ones."""
         from kvseek.engine.cuda import cuda_device
 
         self.arguments, self.cells = arguments, list(cells)
         self.device = cuda_device()
         torch.cuda.set_device(self.device)
         self.dtype: torch.dtype = getattr(torch, arguments.dtype)
-        self.model = get_shape(arguments.shape, max(cell.context for cell in cells) + ROOM)
+        shape = get_shape(arguments.shape, max(cell.context for cell in cells) + ROOM)
+        self.model = dataclasses.replace(shape, num_layers=layers or shape.num_layers)
         self._kernels: dict[str, CudaKernels] = {}
         self._library: CpuLibrary | None = None
         self._needs: dict[str, IndexNeeds] = {}

@@ -63,6 +63,10 @@ class SyntheticKeys:
         self._cumulative = (frequency / frequency.sum()).cumsum(0)
         self.mean = self._mean()
 
+    def reseed(self, seed: int) -> None:
+        """Draw what comes next as another sequence of calls would: topics and rotations stay what they are."""
+        self._generator.manual_seed(seed)
+
     def keys(self, tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """The next `tokens` keys of every KV head, [G, tokens, D]; runs of topics are the same in all of them."""
         keys = torch.empty(self.kv_heads, tokens, self.head_dim, dtype=dtype, device=self.device)

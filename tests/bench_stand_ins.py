@@ -162,7 +162,8 @@ class FakeDecoder:
     ):
         self.config, self.cache, self.indexes = config, cache, indexes
         kept = object() if hot_rows and config.method != "full" else None
-        self.attentions = [SimpleNamespace(forget=lambda slot: None, hot_rows=kept) for _ in indexes]
+        own: dict[str, Any] = {"forget": lambda slot: None, "hot_rows": kept, "counters": None}
+        self.attentions = [SimpleNamespace(**own) for _ in indexes]
         self.hot_rows, self.steps = hot_rows, {}
         assert config.cache.window == cache.window.shape[3]
         assert weights["layers.1.qkv.weight"].dtype is torch.bfloat16
@@ -188,10 +189,17 @@ class FakeDecoder:
             queries = torch.randn(batch.size, model.num_heads, model.head_dim)
             for stage in STAGES[1:-1]:
                 if stage == "select":
-                    index.launch_select(queries, batch)
+                    selection = index.launch_select(queries, batch)
+                    self.count(index, selection)
                 marker(stage)
         marker("head")
         return StepResult(torch.zeros(batch.size, 4), torch.ones(batch.size, dtype=torch.int32))
+
+    def count(self, index: Any, selection: DeviceSelection | None) -> None:
+        """A quarter of the rows is found, where rows are kept."""
+        attention = self.attentions[self.indexes.index(index)]
+        if attention.counters is not None and selection is not None:
+            attention.counters += torch.tensor([1, 3] if attention.hot_rows else [0, 4])
 
     def prefill(self, slot: int, ids: list[int]) -> Any:
         self.cache.begin_prefill(slot, len(ids))

@@ -52,7 +52,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_main, "describe_gpu", lambda device: gpu)
     monkeypatch.setattr(device_contestants, "timing_event", lambda in_graph=False: Event())
     monkeypatch.setattr(device_contestants, "elapsed_seconds", lambda start, end: (end.at - start.at) * 1e-3)
-    monkeypatch.setattr(device_contestants, "_stage_stream", lambda device: None)
+    monkeypatch.setattr(device_contestants, "stage_stream", lambda device: None)
     for name in ("set_device", "synchronize", "empty_cache", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 << 30, 2 << 30))
@@ -120,7 +120,8 @@ def check_entry(entry: dict[str, Any], cell: dict[str, Any], host_layers: int, h
     assert (0 < overlap < 1) if pariskv else overlap is None
     assert entry["index_bytes"] == (2 * 2 * (2 + 8 + 4) * retrieval * cell["batch"] if pariskv else 0)
     rows = cell["batch"] * 2 * 2 * 100 if host_layers else 0
-    assert entry["host_rows"] == pytest.approx(rows * (1 - overlap) if entry["hot_rows"] else rows)
+    assert entry["hit_rate"] == ((0.25 if entry["hot_rows"] else 0) if pariskv else None)
+    assert entry["host_rows"] == pytest.approx(rows * 0.75 if entry["hot_rows"] else rows)
     assert entry["to_floor"] == pytest.approx(1e-3 / entry["floor"]["total"])
     assert entry["cached_tokens"] <= cell["context"] + 256
 

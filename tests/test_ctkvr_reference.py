@@ -371,6 +371,12 @@ def test_rho_is_rounded_up_in_decimals() -> None:
     assert Config(top_k=3, recall_factor=2.5).rho == 8
 
 
+def test_recent_follows_top_k() -> None:
+    assert Config().recent == 1024
+    assert Config(top_k=4096).recent == 4096
+    assert Config(top_k=20, recent=24).recent == 24
+
+
 def test_sizes_of_a_slot() -> None:
     config = Config()
     assert (config.ring(1 << 17), config.list_width(1 << 17), config.recall_capacity(1 << 17)) == (2048, 1280, 6144)
@@ -396,7 +402,8 @@ def test_bytes_of_a_slot() -> None:
         ({"top_k": 0}, "top_k = 0: must be >= 1"),
         ({"probes": 0}, "probes = 0: must be between 1 and centroids = 2048"),
         ({"probes": 5, "centroids": 4}, "probes = 5"),
-        ({"top_k": 2000}, "recent = 1024: must be >= top_k = 2000"),
+        ({"top_k": 2000, "recent": 1024}, "recent = 1024: must be >= top_k = 2000"),
+        ({"recent": -1}, "recent = -1"),
         ({"execution": "gpu"}, "execution = 'gpu': must be one of"),
     ],
 )

@@ -1,7 +1,7 @@
 // From scores to rows: one block of a task takes clusters, best first, until the budget of rows is filled.
 //
-// It does not sort. The last cluster taken is found digit by digit, as in a radix select, but with rows in the bins of the
-// histogram instead of clusters: it makes no difference whether 13 clusters fill the budget or 1,000.
+// It does not sort. The last cluster taken is found digit by digit, as in a radix select, but with rows in the bins of
+// the histogram instead of clusters: it makes no difference whether 13 clusters fill the budget or 1,000.
 #pragma once
 
 #include "select.cuh"
@@ -13,7 +13,8 @@ constexpr int CHOOSE_THREADS = 1024;
 constexpr int CHOOSE_WARPS = CHOOSE_THREADS / 32;
 constexpr int DIGIT = 11, BINS = 1 << DIGIT;
 constexpr int BINS_EACH = BINS / CHOOSE_THREADS;
-constexpr int FINALISTS = CHOOSE_THREADS / 4;  // clusters that share a bin and are compared one with another, by 4 threads
+constexpr int FINALISTS =
+    CHOOSE_THREADS / 4;  // clusters that share a bin and are compared one with another, by 4 threads
 
 // The order of clusters: best score first, then lowest number. No two are equal.
 using ClusterKey = SortKey;

@@ -30,7 +30,7 @@ from .reference import ReferenceIndex
 
 SCORE_THREADS, CHOOSE_THREADS = 256, 1024  # as score.cuh and choose.cuh have them
 UNIT = 32  # clusters that are scored together (select.cuh)
-SCORE_BLOCKS = 3  # of a multiprocessor: what its registers hold
+SCORE_BLOCKS = 4  # of a multiprocessor: as many as its registers hold at head_dim 128
 CHOOSE_STATIC_BYTES = 12 << 10  # upper bound of ChooseMemory (choose.cuh)
 LAYERS_IN_FLIGHT = 2  # of a prompt whose keys wait on the device for their clustering
 NEVER = -(2**30)  # a decode step that no later one can be near

@@ -41,9 +41,11 @@ static_assert(DIM % 32 == 0 && DIM <= 256, "a warp holds a key in its 32 lanes, 
 constexpr int WARP = 32, WARPS = 8, THREADS = WARP * WARPS;
 constexpr unsigned EVERYONE = 0xffffffffu;
 constexpr int NO_CLUSTER = 0xffff;
-constexpr int LABELS = 8;           // of one 16-byte load
-constexpr int DIRECTION = DIM + 8;  // halves of a stored direction: the last eight begin with its bias, a float
-constexpr int SAMPLES = 64;         // of the first directions, that the origin is the mean of
+constexpr int LABELS = 8;  // of one 16-byte load
+// Halves of a stored direction: the last eight begin with its bias, a float, and let eight rows at one column lie in
+// different banks of shared memory.
+constexpr int DIRECTION = DIM + 8;
+constexpr int SAMPLES = 64;  // of the first directions, that the origin is the mean of
 
 // Numbers of a key that one lane holds: WIDTH neighbours, and WIDTH more each 32 * WIDTH columns on.
 constexpr int EACH = DIM / WARP;

@@ -17,7 +17,6 @@ constexpr int TILES = DIM <= 128 ? 2 : 1;  // of 16 keys in a warp's registers
 constexpr int WARP_KEYS = 16 * TILES;
 constexpr int BLOCK_KEYS = WARPS * WARP_KEYS;
 constexpr int STAGED = DIM <= 128 ? 64 : 32;  // directions in one half of shared memory
-static_assert(DIRECTION % 64 != 0, "eight rows at one column lie in different banks");
 constexpr int ASSIGN_BYTES = 2 * STAGED * DIRECTION * static_cast<int>(sizeof(__half));
 
 // Keys of one warp as operand a of the product, and the nearest direction of each so far. With g = lane / 4 and

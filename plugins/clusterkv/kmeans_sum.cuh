@@ -3,7 +3,7 @@
 // A block has a few clusters of a head. Its warps look through all labels for keys of theirs, which they list in shared
 // memory and then read, a row at a time. So nothing is sorted and no sum is shared between blocks: every sum has one
 // order, the same in every run, and needs no atomics on floats. Labels are 16 bits, 256 in a load of a warp: looking
-// through them takes 1/40 of the products of the same round (README).
+// through them is 1/40 of the round's work or so, counted in instructions.
 #pragma once
 
 #include "kmeans.cuh"

@@ -53,8 +53,8 @@ class ReferenceIndex(Index):
     Attributes
     ----------
     centroids : Tensor [E, G, S, D], dtype of the cache
-        Mean of each cluster's keys. Rounded to bfloat16 it moves a score by 1e-3 of the spread that keys have in their
-        cluster, and float32 would double what a step reads (README).
+        Mean of each cluster's keys. Rounded to bfloat16 it moves a score by 0.5 % of the spread that the scores of a
+        cluster's keys have, and float32 would double what a step reads (README).
     sizes, starts : Tensor, int32 [E, G, S]
         Keys of each cluster, and where they begin in the slot's `places`.
     places : Tensor, int32 [E, G, 1024]

@@ -42,7 +42,7 @@ __device__ __forceinline__ void add_row_threads(float* sums, int thread) {
         add_row_threads<KEPT, DISTANCE / 2>(sums, thread);
     }
 }
-constexpr int LED = SUMS > ROW_THREADS ? SUMS / ROW_THREADS : 1;     // sums that a thread ends with
+constexpr int LED = SUMS > ROW_THREADS ? SUMS / ROW_THREADS : 1;      // sums that a thread ends with
 constexpr int LEADERS = SUMS < ROW_THREADS ? ROW_THREADS / SUMS : 1;  // threads that end with the same ones
 
 // What a thread reads of a unit before it can know the queries.

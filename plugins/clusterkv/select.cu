@@ -1,4 +1,5 @@
-// The rows of the best clusters (ClusterKV paper, sections III-C and IV-C): score all centroids, then choose. Two kernels.
+// The rows of the best clusters (ClusterKV paper, sections III-C and IV-C): score all centroids, then choose. Two
+// kernels.
 
 #include "choose.cuh"
 #include "score.cuh"

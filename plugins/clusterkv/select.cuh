@@ -1,4 +1,5 @@
-// What the two kernels of a ClusterKV selection share: sizes fixed when they are compiled, arguments, where clusters lie.
+// What the two kernels of a ClusterKV selection share: sizes fixed when they are compiled, arguments, where clusters
+// lie.
 #pragma once
 
 #include "plugins/common/batch.cuh"
@@ -16,7 +17,8 @@ constexpr int REDUCTION = CLUSTERKV_REDUCTION;  // plugins/common/group.py
 enum { MEAN = 0, MAX = 1, SOFTMAX_MEAN = 2 };   // as it lists them
 constexpr int GROUP_HEADS = KVSEEK_GROUP;
 constexpr int KEY_DIM = KVSEEK_HEAD_DIM;
-static_assert(QUERY_LANES == (REDUCTION == MEAN ? 1 : GROUP_HEADS), "the mean query is the only lane, or each head is one");
+static_assert(QUERY_LANES == (REDUCTION == MEAN ? 1 : GROUP_HEADS),
+              "the mean query is the only lane, or each head is one");
 static_assert(GROUP_HEADS <= 16, "at most 16 query heads share a KV head");
 static_assert(KEY_DIM % 32 == 0 && KEY_DIM <= 256, "head_dim must be a multiple of 32 up to 256");
 
@@ -24,17 +26,17 @@ constexpr int UNIT = 32;  // clusters that are scored together, whatever the bat
 
 // Mirrored field by field in device.py. A "task" is a request and a KV head: request * kv_heads + head.
 struct SelectArguments {
-    const Number* queries;         // [batch, kv_heads * GROUP_HEADS, KEY_DIM]
-    const Request* requests;       // [batch]
-    const int* table;              // [slots, max_extents]
-    const int* clusters;           // [slots] of each slot that may be selected
-    const Number* centroids;       // [extents, kv_heads, SLOTS, KEY_DIM]
-    const int* sizes;              // [extents, kv_heads, SLOTS]
-    const int* starts;             // [extents, kv_heads, SLOTS] first entry of a cluster in the slot's places
-    const int* places;             // [extents, kv_heads, 1024] places of the pool, sorted by cluster
-    float* scores;                 // [slots, kv_heads, units, UNIT, QUERY_LANES] of each cluster, as powers of two
-    float2* statistics;            // [slots, kv_heads, units, QUERY_LANES] largest score, sum of the powers relative to it
-    int4* recent;                  // [extents, kv_heads, SLOTS] where the store holds a cluster; null: nothing is stored
+    const Number* queries;    // [batch, kv_heads * GROUP_HEADS, KEY_DIM]
+    const Request* requests;  // [batch]
+    const int* table;         // [slots, max_extents]
+    const int* clusters;      // [slots] of each slot that may be selected
+    const Number* centroids;  // [extents, kv_heads, SLOTS, KEY_DIM]
+    const int* sizes;         // [extents, kv_heads, SLOTS]
+    const int* starts;        // [extents, kv_heads, SLOTS] first entry of a cluster in the slot's places
+    const int* places;        // [extents, kv_heads, 1024] places of the pool, sorted by cluster
+    float* scores;            // [slots, kv_heads, units, UNIT, QUERY_LANES] of each cluster, as powers of two
+    float2* statistics;       // [slots, kv_heads, units, QUERY_LANES] largest score, sum of the powers relative to it
+    int4* recent;             // [extents, kv_heads, SLOTS] where the store holds a cluster; null: nothing is stored
     unsigned long long* counters;  // [2] rows found in the store, and not
     int* rows;                     // [batch, kv_heads, top_k] places, -1 at the end
     int* cached;                   // [batch, kv_heads, top_k] row of the store, or -1: it does not hold this row

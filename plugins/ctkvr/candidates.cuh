@@ -1,8 +1,8 @@
 // What a query recalls: the lists of the nearest centroids and the newest places, each place once, in ascending order.
 //
-// One bit in shared memory stands for each place of the region. Setting bits removes what several lists share, and counting
-// them gives every place its rank without a sort. All blocks of a task do this, each for the ranks that it scores: the
-// lists come from the L2 cache, and one kernel less waits for another.
+// One bit in shared memory stands for each place of the region. Setting bits removes what several lists share, and
+// counting them gives every place its rank without a sort. All blocks of a task do this, each for the ranks that it
+// scores: the lists come from the L2 cache, and one kernel less waits for another.
 #pragma once
 
 #include "plugins/common/block_sort.cuh"
@@ -42,7 +42,8 @@ struct PlaceBits {
         for (int i = threadIdx.x; i < count; i += RECALL_THREADS) words[i] = 0;
     }
     __device__ __forceinline__ void set(int place) const {  // nothing for -1
-        if (static_cast<unsigned>(place) < static_cast<unsigned>(tokens)) atomicOr(words + place / 32, 1u << place % 32);
+        if (static_cast<unsigned>(place) < static_cast<unsigned>(tokens))
+            atomicOr(words + place / 32, 1u << place % 32);
     }
     // All places from `first` on.
     __device__ __forceinline__ void set_from(int first) const {
@@ -130,10 +131,10 @@ __device__ __forceinline__ int probe_centroids(const StepArguments& a, const Tas
     return wanted;
 }
 
-// Set the bits of all that the query recalls (ReferenceIndex.recall); of a small region, all bits. Barriers must lie before
-// this and after it.
-__device__ __forceinline__ void set_recalled(const StepArguments& a, const Task& task, const PlaceBits& bits, int probed,
-                                             const int* centroids) {
+// Set the bits of all that the query recalls (ReferenceIndex.recall); of a small region, all bits. Barriers must lie
+// before this and after it.
+__device__ __forceinline__ void set_recalled(const StepArguments& a, const Task& task, const PlaceBits& bits,
+                                             int probed, const int* centroids) {
     const int tokens = bits.tokens;
     const int* lists = a.lists + task.list(a.kv_heads) * a.ring * a.width;
     const int total = probed * a.width;

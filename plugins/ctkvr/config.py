@@ -9,6 +9,7 @@ from fractions import Fraction
 from kvseek.engine.config import require
 
 MOST_CENTROIDS = 2048  # prompt queries that an index sees at build (plugins/base.py)
+DEFAULT_RECENT = 1024  # our choice: with the window, the last 1,300 to 1,500 tokens take part in every step
 EXECUTIONS = ("cpu", "uva")
 
 
@@ -29,7 +30,8 @@ class Config:
     probes : int
         C': centroids whose lists a query recalls. Section 4.1: 4.
     recent : int
-        Newest places that are in no prompt list and are recalled by every query. The paper is silent: our choice (README).
+        Newest places that are in no prompt list and are recalled by every query; 0, the default, becomes the larger of 1024
+        and top_k. The paper is silent: our choice (README).
     execution : str
         Where rows in host memory are reranked and attended to: "cpu", on host cores (section 3.2), or "uva", on the GPU
         through reads over PCIe (our choice). Without a GPU, and for rows on the device, both mean the same.
@@ -42,7 +44,7 @@ class Config:
     recall_factor: float = 2.5
     top_k: int = 512
     probes: int = 4
-    recent: int = 1024
+    recent: int = 0
     execution: str = "cpu"
     update: bool = True
 
@@ -55,8 +57,10 @@ class Config:
         require(self.top_k >= 1, "top_k", self.top_k, ">= 1", "512 is the default")
         limit = f"between 1 and centroids = {self.centroids}"
         require(1 <= self.probes <= self.centroids, "probes", self.probes, limit, "4 is the default")
-        limit = f">= top_k = {self.top_k}"
-        remedy = "a region that grew from a short prompt must recall top_k places; raise recent or lower top_k"
+        if self.recent == 0:
+            object.__setattr__(self, "recent", max(DEFAULT_RECENT, self.top_k))
+        limit = f">= top_k = {self.top_k}, or 0"
+        remedy = "a region that grew from a short prompt must recall top_k places; leave it out"
         require(self.recent >= self.top_k, "recent", self.recent, limit, remedy)
         require(self.execution in EXECUTIONS, "execution", self.execution, f"one of {EXECUTIONS}", "cpu is the default")
 

@@ -59,10 +59,11 @@ inline int kept_at<Bfloat16>(int d) {
     return d / PAIR * PAIR + (d % PAIR) / 2 + (d & 1) * LANES;
 }
 
-// Ask for a run of bytes that will be read once.
+// Ask for the lines of a run of bytes. Into the second-level cache: it takes several times the requests that the first
+// level does, and random rows are bound by requests.
 inline void prefetch(const void* from, int bytes) {
     const char* line = static_cast<const char*>(from);
-    for (int offset = 0; offset < bytes; offset += 64) __builtin_prefetch(line + offset, 0, 3);
+    for (int offset = 0; offset < bytes; offset += 64) __builtin_prefetch(line + offset, 0, 2);
 }
 
 }  // namespace

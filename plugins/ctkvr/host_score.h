@@ -69,23 +69,43 @@ inline void soften(float* scores, int count, float scaling, float* largest, floa
     *total = sum(sums);
 }
 
+// Where the keys of a unit are, and then those that are asked for meanwhile.
 template <class T>
-void score_unit(Job& job, Task& task, int unit) {
-    const int first = unit * SCORE_UNIT, left = task.count - first;
-    const int count = left < SCORE_UNIT ? left : SCORE_UNIT;
-    const T* keys[SCORE_UNIT];
-    for (int i = 0; i < count; i++) {
-        keys[i] = row_at<T>(job, task, task.places[first + i]);
-        if (keys[i] == nullptr) {
-            job.fail(BAD_PLACE);
-            keys[i] = reinterpret_cast<const T*>(NO_ROW);
+struct UnitKeys {
+    const T* keys[SCORE_UNIT + KEYS_AHEAD];
+    int count, padded;  // padded: the next multiple of KEY_BLOCK, by repeating the last
+
+    void find(Job& job, const Task& task, int unit) {
+        const int first = unit * SCORE_UNIT, left = task.count - first;
+        count = left < SCORE_UNIT ? left : SCORE_UNIT;
+        for (int i = 0; i < count; i++) {
+            keys[i] = row_at<T>(job, task, task.places[first + i]);
+            if (keys[i] == nullptr) {
+                job.fail(BAD_PLACE);
+                keys[i] = reinterpret_cast<const T*>(NO_ROW);
+            }
         }
+        for (padded = count; padded % KEY_BLOCK != 0; padded++) keys[padded] = keys[count - 1];
     }
-    for (int i = count; i % KEY_BLOCK != 0; i++) keys[i] = keys[count - 1];
-    multiply_unit<T>(job, task, {keys, count, job.a.head_dim, job.group, task.scores + first, task.stride});
+
+    // Ask for the first keys of `next`, if there is one, while the last of these are multiplied.
+    void follow(const UnitKeys* next) {
+        for (int i = 0; i < KEYS_AHEAD; i++)
+            keys[padded + i] = next == nullptr ? keys[padded - 1] : next->keys[i < next->count ? i : next->count - 1];
+    }
+
+    void prefetch_first(int dim) const {
+        for (int i = 0; i < KEYS_AHEAD && i < count; i++) prefetch(keys[i], dim * sizeof(T));
+    }
+};
+
+template <class T>
+void score_unit(const Job& job, const Task& task, int unit, const UnitKeys<T>& keys) {
+    float* scores = task.scores + unit * SCORE_UNIT;
+    multiply_unit<T>(job, task, {keys.keys, keys.padded, job.a.head_dim, job.group, scores, task.stride});
     float* statistics = task.statistics + int64_t{2} * unit * job.group;
     for (int q = 0; q < job.group; q++)
-        soften(task.scores + q * task.stride + first, count, job.a.scaling, statistics + q, statistics + job.group + q);
+        soften(scores + q * task.stride, keys.count, job.a.scaling, statistics + q, statistics + job.group + q);
 }
 
 }  // namespace

@@ -8,14 +8,28 @@
 namespace kvseek {
 namespace {
 
+// A thread takes its next unit before it scores one, to ask for that one's keys in time.
 template <class T>
 void take_score_units(Job& job) {
-    for (int unit = job.taken.take(); unit < job.unit_count; unit = job.taken.take()) {
+    UnitKeys<T> found[2];
+    auto find = [&job](UnitKeys<T>& keys, int unit) {
+        if (unit >= job.unit_count) return false;
+        const Task& task = job.tasks[job.unit_tasks[unit]];
+        keys.find(job, task, unit - task.first_unit);
+        return true;
+    };
+    int unit = job.taken.take();
+    if (find(found[0], unit)) found[0].prefetch_first(job.a.head_dim);
+    for (int turn = 0; unit < job.unit_count; turn ^= 1) {
+        const int next = job.taken.take();
+        found[turn].follow(find(found[turn ^ 1], next) ? &found[turn ^ 1] : nullptr);
         Task& task = job.tasks[job.unit_tasks[unit]];
-        score_unit<T>(job, task, unit - task.first_unit);
-        if (__atomic_sub_fetch(&task.unscored, 1, __ATOMIC_ACQ_REL) > 0) continue;
-        rank(job, task);
-        __atomic_store_n(&task.ranked, 1, __ATOMIC_RELEASE);
+        score_unit<T>(job, task, unit - task.first_unit, found[turn]);
+        if (__atomic_sub_fetch(&task.unscored, 1, __ATOMIC_ACQ_REL) == 0) {
+            rank(job, task);
+            __atomic_store_n(&task.ranked, 1, __ATOMIC_RELEASE);
+        }
+        unit = next;
     }
 }
 

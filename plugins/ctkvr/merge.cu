@@ -8,14 +8,14 @@ namespace decode {
 
 // The host's arrays lie in pinned memory.
 struct MergeArguments {
-    const Number* queries;     // [batch, kv_heads * GROUP, DIM]
-    const Request* requests;   // [batch]
-    Number* out;               // [batch, kv_heads * GROUP, DIM] the GPU's part, then the result
-    const float* lse;          // [batch, kv_heads * GROUP] of the GPU's part: log-sum-exp, natural logarithm
-    const float* host_out;     // [batch, kv_heads * GROUP, DIM]
-    const float* host_lse;     // [batch, kv_heads * GROUP]
-    const int* host_best;      // [batch, kv_heads, width] places of the new centroid; null: there is none
-    Number* centroids;         // as in StepArguments
+    const Number* queries;    // [batch, kv_heads * GROUP, DIM]
+    const Request* requests;  // [batch]
+    Number* out;              // [batch, kv_heads * GROUP, DIM] the GPU's part, then the result
+    const float* lse;         // [batch, kv_heads * GROUP] of the GPU's part: log-sum-exp, natural logarithm
+    const float* host_out;    // [batch, kv_heads * GROUP, DIM]
+    const float* host_lse;    // [batch, kv_heads * GROUP]
+    const int* host_best;     // [batch, kv_heads, width] places of the new centroid; null: there is none
+    Number* centroids;        // as in StepArguments
     int* lists;
     int* written;
     int kv_heads, ring, width, top_k;
@@ -28,7 +28,7 @@ __device__ __forceinline__ void merge_outputs(const MergeArguments& a, const Tas
     const long long first = static_cast<long long>(task.number) * GROUP;
     for (int i = threadIdx.x; i < GROUP * DIM; i += MERGE_THREADS) {
         const float own = a.lse[first + i / DIM], other = __ldcv(a.host_lse + first + i / DIM);
-        if (other == -INFINITE) continue;  // nothing to add
+        if (other == -INFINITE) continue;                       // nothing to add
         const float share = 1.0f / (1.0f + expf(own - other));  // of the host
         const long long at = first * DIM + i;
         a.out[at] = from_float<Number>((1.0f - share) * to_float(a.out[at]) + share * __ldcv(a.host_out + at));

@@ -8,9 +8,9 @@ namespace decode {
 
 constexpr int PROBE_THREADS = 512;
 constexpr int PROBE_WARPS = PROBE_THREADS / WARP;
-constexpr int PROBE_CENTROIDS = 64;                             // of a block, for all heads of the group
-constexpr int PROBE_ITEMS = PROBE_CENTROIDS / TILE * GROUP;     // tiles of 16 centroids of one head
-constexpr int PROBE_BLOCKS = DIM <= 128 ? 2 : 1;                // that a multiprocessor is to hold
+constexpr int PROBE_CENTROIDS = 64;                          // of a block, for all heads of the group
+constexpr int PROBE_ITEMS = PROBE_CENTROIDS / TILE * GROUP;  // tiles of 16 centroids of one head
+constexpr int PROBE_BLOCKS = DIM <= 128 ? 2 : 1;             // that a multiprocessor is to hold
 
 // Rows of 16 centroids of one head. Those that do not exist repeat the last one.
 __device__ __forceinline__ void load_centroids(const StepArguments& a, const Task& task, int item, int valid,
@@ -35,8 +35,8 @@ extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::decode::PROBE_THREAD
     const int warp = threadIdx.x / WARP, first = blockIdx.x * PROBE_CENTROIDS;
     const int valid = min(a.written[task.list(a.kv_heads)], a.ring);
     const bool idle = task.request.dense || first >= valid;
-    // Only the queries come from the kernel before this one. Centroids change at the end of a step, and the upload of the
-    // requests lies between.
+    // Only the queries come from the kernel before this one. Centroids change at the end of a step, and the upload of
+    // the requests lies between.
     RowTile tile;
     if (!idle && warp < PROBE_ITEMS) load_centroids(a, task, warp, valid, tile);
     await_earlier_kernels();
@@ -49,7 +49,8 @@ extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::decode::PROBE_THREAD
         const float norm = positive_norm(query);
         float products[2];
         tile.multiply_one(query, products);
-        if (part_of_lane() == 0) cosines[head][place] = products[0] / norm, cosines[head][place + 8] = products[1] / norm;
+        if (part_of_lane() == 0)
+            cosines[head][place] = products[0] / norm, cosines[head][place + 8] = products[1] / norm;
     }
     __syncthreads();
     const int centroid = first + threadIdx.x;

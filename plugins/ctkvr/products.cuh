@@ -1,6 +1,6 @@
 // Products of 16 rows (keys or centroids) with queries, by one warp. Lane 4 * line + part multiplies rows `line` and
-// `line + 8`: of each 32 numbers of a row, a quarter, 8 numbers that lie together. Four lanes read 32 numbers in a row, so
-// rows may lie anywhere.
+// `line + 8`: of each 32 numbers of a row, a quarter, 8 numbers that lie together. Four lanes read 32 numbers in a row,
+// so rows may lie anywhere.
 //
 // 16-bit numbers go through the tensor cores, with sums in float32. Which number of a row stands in which place of the
 // product is free as long as rows and queries agree, so what a lane has loaded is an operand as it is.
@@ -18,7 +18,7 @@ constexpr int GROUP = KVSEEK_GROUP;  // query heads of a KV head
 static_assert(DIM % 32 == 0 && DIM <= 256, "KVSEEK_HEAD_DIM must be a multiple of 32 up to 256");
 static_assert(GROUP >= 1 && GROUP <= 16, "KVSEEK_GROUP must be 1 to 16");
 
-constexpr int TILE = 16;                // rows that a warp multiplies at once
+constexpr int TILE = 16;                 // rows that a warp multiplies at once
 constexpr int HALVES = (GROUP + 7) / 8;  // tiles of 8 query heads
 constexpr int WARP = 32;
 constexpr unsigned EVERYONE = 0xffffffffu;
@@ -57,7 +57,8 @@ struct RowTile {
                 Eight<float> query;
                 query.load(queries + h * DIM + first_number(i));
 #pragma unroll
-                for (int j = 0; j < 8; ++j) products[h][0] += first[j] * query[j], products[h][1] += second[j] * query[j];
+                for (int j = 0; j < 8; ++j)
+                    products[h][0] += first[j] * query[j], products[h][1] += second[j] * query[j];
             }
         }
 #pragma unroll
@@ -113,7 +114,8 @@ struct RowTile {
     }
 
     // Products with the queries of a group, which lie one after the other. Of heads 8 half + 2 part and the next one:
-    // products[half][0 and 1] with row `line`, [2 and 3] with row `line + 8`. Those of heads beyond the group mean nothing.
+    // products[half][0 and 1] with row `line`, [2 and 3] with row `line + 8`. Those of heads beyond the group mean
+    // nothing.
     __device__ __forceinline__ void multiply_group(const Number* queries, float (&products)[HALVES][4]) const {
 #pragma unroll
         for (int half = 0; half < HALVES; ++half) {

@@ -1,5 +1,5 @@
-// CTkvr, second kernel of a selection: recall places (candidates.cuh) and score their keys exactly (paper, algorithm 2, parts
-// b and c). If host cores score them, the places go to host memory instead.
+// CTkvr, second kernel of a selection: recall places (candidates.cuh) and score their keys exactly (paper, algorithm 2,
+// parts b and c). If host cores score them, the places go to host memory instead.
 #include "candidates.cuh"
 
 namespace kvseek {
@@ -28,8 +28,8 @@ __device__ __forceinline__ void tell_host(const StepArguments& a, const Task& ta
     if (blockIdx.x == 0) copy_to_host(queries, a.host_queries + (queries - a.queries), 0, GROUP * DIM);
 }
 
-// Largest exponent of a tile's keys and sum of the powers relative to it, of one head; the same in all lanes that differ in
-// their line alone. -infinity stands for a key that is not there; the tile has at least one.
+// Largest exponent of a tile's keys and sum of the powers relative to it, of one head; the same in all lanes that
+// differ in their line alone. -infinity stands for a key that is not there; the tile has at least one.
 __device__ __forceinline__ float2 sum_powers(float first, float second) {
     float largest = fmaxf(first, second);
 #pragma unroll

@@ -72,8 +72,8 @@ __device__ __forceinline__ unsigned rank_value(const StepArguments& a, const flo
 }
 
 // Write the places of the `wanted` best of `count` candidates to `places`, in the candidates' order, -1 behind them.
-__device__ __forceinline__ void take_best(const RankedKeys& keys, int count, int wanted, const int* recalled, int* places,
-                                          RerankMemory& memory) {
+__device__ __forceinline__ void take_best(const RankedKeys& keys, int count, int wanted, const int* recalled,
+                                          int* places, RerankMemory& memory) {
     const SortKey border = nth_largest<RERANK_THREADS, 8, RankedKeys>(keys, count, wanted, memory.nth);
     const int each = (count + RERANK_THREADS - 1) / RERANK_THREADS;
     const int begin = min(static_cast<int>(threadIdx.x) * each, count), end = min(begin + each, count);
@@ -89,7 +89,8 @@ __device__ __forceinline__ void take_best(const RankedKeys& keys, int count, int
 }  // namespace ctkvr
 }  // namespace kvseek
 
-// grid: 1, or 2 if centroids are updated; tasks. Dynamic shared memory: 4 bytes for each of `capacity`, or none with a.keys
+// grid: 1, or 2 if centroids are updated; tasks. Dynamic shared memory: 4 bytes for each of `capacity`, or none with
+// a.keys
 extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::decode::RERANK_THREADS, 1)
     kvseek_ctkvr_rerank(const __grid_constant__ kvseek::ctkvr::decode::StepArguments a) {
     using namespace kvseek;
@@ -107,7 +108,8 @@ extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::decode::RERANK_THREA
     const long long list = static_cast<long long>(task.number) * a.capacity;
     normalise(a, task, count, memory.normalisers);
     __syncthreads();
-    unsigned* values = a.keys ? a.keys + 2 * list + blockIdx.x * a.capacity : reinterpret_cast<unsigned*>(dynamic_memory);
+    unsigned* values =
+        a.keys ? a.keys + 2 * list + blockIdx.x * a.capacity : reinterpret_cast<unsigned*>(dynamic_memory);
     for (int i = threadIdx.x; i < count; i += RERANK_THREADS)
         values[i] = rank_value(a, a.scores + (list + i) * GROUP, memory.normalisers);
     const RankedKeys keys{values};

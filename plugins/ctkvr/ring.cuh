@@ -27,8 +27,8 @@ struct RingPlace {
         centroid = centroids + row * GROUP * head_stride + static_cast<long long>(place) * DIM;
     }
 
-    // Write the centroids of all heads, by whole warps, and count them. A barrier must lie between the construction in all
-    // threads and this.
+    // Write the centroids of all heads, by whole warps, and count them. A barrier must lie between the construction in
+    // all threads and this.
     __device__ __forceinline__ void write_centroids(const Number* queries) const {
         const int warps = blockDim.x / WARP;
         for (int h = threadIdx.x / WARP; h < GROUP; h += warps) {

@@ -81,8 +81,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     errors = [estimate_error(layer.keys, layer.queries) for layer in layers]
     print("layer  relative error  without alpha")
-    for number, error in enumerate(errors):
-        print(f"{number:5}  {error.corrected:14.2%}  {error.uncorrected:13.2%}")
+    for number, one in enumerate(errors):
+        print(f"{number:5}  {one.corrected:14.2%}  {one.uncorrected:13.2%}")
     corrected, uncorrected = (sum(getattr(e, n) for e in errors) / len(errors) for n in ("corrected", "uncorrected"))
     print(f" mean  {corrected:14.2%}  {uncorrected:13.2%}")
     return 0

@@ -151,10 +151,10 @@ def test_index_work_that_fails_ends_with_its_step(device: torch.device, monkeypa
         pass
 
     def fail(slot: int, start: int, keys: Tensor) -> None:
-        raise torch.OutOfMemoryError("none left")
+        raise RuntimeError("broken")  # of memory that is short, the eviction would be tried again
 
     monkeypatch.setattr(twins.indexes[1], "stage", fail)
-    with pytest.raises(torch.OutOfMemoryError, match="none left"):
+    with pytest.raises(RuntimeError, match="broken"):
         twins.step()
     twins.close(0)
     monkeypatch.undo()

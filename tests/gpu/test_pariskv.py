@@ -220,10 +220,10 @@ def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None
     queries = torch.randn(3, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
     states = [RequestState(0, slot, n, 0, 0, 0, 0, n, False, found.plan(n)) for slot, n in enumerate(lengths)]
     batch = DeviceBatch(pack(states).cuda(), found.context.extents.device_table)
-    want = found.launch_select(queries, batch).clone()
+    want = found.launch_select(queries, batch).rows.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rows = found.launch_select(queries, batch)
+        rows = found.launch_select(queries, batch).rows
     rows.fill_(-9)
     graph.replay()
     assert torch.equal(rows, want)

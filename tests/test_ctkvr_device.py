@@ -1,0 +1,92 @@
+"""What of CTkvr's index for the GPU can be checked without one: work space, limits, costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvseek.engine.config import ModelConfig
+from kvseek.engine.errors import KernelError
+from kvseek.engine.memory import ExtentTable
+from kvseek.plugins.base import IndexContext
+from kvseek.plugins.costs import SelectionCosts
+from kvseek.plugins.ctkvr import device
+from kvseek.plugins.ctkvr.config import Config
+from kvseek.plugins.ctkvr.costs import costs
+from kvseek.plugins.ctkvr.reference import ReferenceIndex
+from kvseek.plugins.ctkvr.workspace import LARGEST_KEYS, Workspace, most_requests
+
+LLAMA = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 << 20)
+
+
+def make_context(config: Config, slots: int, tokens: int) -> IndexContext:
+    table = ExtentTable(slots, -(-tokens // 1024), 1)
+    return IndexContext(
+        layer=0,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=32,
+        scaling=32**-0.5,
+        config=config,
+        codebooks={},
+        extents=table,
+        lengths=[0] * slots,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        library=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("slots", "most"), [(1, 1), (2, 2), (3, 3), (4, 4), (6, 8), (9, 9), (10, 16), (17, 17)], ids=str
+)
+def test_the_work_space_holds_every_batch_and_its_padding(slots: int, most: int) -> None:
+    assert most_requests(slots) == most
+    max_batch = slots - 1  # of an engine: one slot is for padding
+    bucket = 1 << max(0, max_batch - 1).bit_length()
+    assert bucket <= most
+    space = Workspace(make_context(Config(centroids=4), slots, 4096), 4, 100)
+    assert space.recalled.shape == (most, 2, 100)
+    assert space.statistics.shape == (most, 2, 7, 3, 2)
+    space.require(most)
+    with pytest.raises(KernelError, match=rf"batch = {most + 1}: must be at most {most}.*raise max_batch_size"):
+        space.require(most + 1)
+
+
+def test_keys_that_shared_memory_does_not_hold_get_memory_of_their_own() -> None:
+    context = make_context(Config(centroids=4), 2, 4096)
+    most = LARGEST_KEYS // 4
+    small, large = Workspace(context, 4, most), Workspace(context, 4, most + 1)
+    assert (small.keys, small.shared_key_bytes) == (None, LARGEST_KEYS)
+    assert large.keys is not None
+    assert large.keys.shape == (2, 2, 2, most + 1)
+    assert large.shared_key_bytes == 0
+
+
+def test_regions_that_shared_memory_has_no_bits_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(shared_memory_per_block_optin=99 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(device, "ReferenceIndex", lambda context: ReferenceIndex(replace(context, cuda=None)))
+    most = ((99 - 9) << 10) // (4 + 128) * 1024
+    context = make_context(Config(centroids=4, top_k=8, recent=8), 1, most + 1)
+    limit = rf"regions of up to {most + 1024} tokens .* this GPU has room for {most} tokens; lower max_seq_len"
+    with pytest.raises(KernelError, match=limit):
+        device.CudaIndex(replace(context, cuda=SimpleNamespace(multiprocessors=132)))  # type: ignore[arg-type]
+
+
+def test_costs_of_a_step() -> None:
+    config = Config()
+    assert costs(config, LLAMA, 512, 2) == SelectionCosts(rows=512, kernels=3)
+    found = costs(config, LLAMA, 131072, 2)
+    assert found.rows == 512
+    assert found.index_bytes * LLAMA.num_kv_heads == 2048 * 32 * 128 * 2, "the centroids of all query heads"
+    assert found.reranked_keys == 4 * 1280 / 2
+    assert found.rerank_bytes == 4 * 4 * 1280
+    assert (found.kernels, found.host_functions, found.host_cores) == (3, 1, True)
+    assert (replace(found, host_functions=0, host_cores=False)) == costs(Config(execution="uva"), LLAMA, 131072, 2)
+    short = costs(config, LLAMA, 600, 2)
+    assert short.index_bytes == 38 * 4 * 128 * 2, "a centroid for 16 tokens"
+    assert short.reranked_keys == 600
