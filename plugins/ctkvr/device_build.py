@@ -168,7 +168,7 @@ def _to_half(tensor: Tensor, padded: int | None = None) -> tuple[Tensor, Tensor]
     Returns
     -------
     Tensor, float16 [heads, padded or n, D]
-        Exact, but for what is below 2^-25 of the head's largest magnitude or, of float32, beyond 11 bits; padded with 0.
+        Of 16-bit numbers exact to 2^-25 of the head's largest magnitude, of float32 to 11 bits; padded with 0.
     Tensor, int32 [heads]
         Exponents: tensor = 2^exponent x scaled.
     """
@@ -176,7 +176,7 @@ def _to_half(tensor: Tensor, padded: int | None = None) -> tuple[Tensor, Tensor]
     largest = torch.linalg.vector_norm(tensor, math.inf, dim=(1, 2))
     exponents = torch.frexp(largest.float()).exponent
     scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), -exponents)
-    scaled = torch.zeros((heads, padded or n, dim), dtype=torch.float16, device=tensor.device)
-    for head in range(heads):
-        scaled[head, :n] = tensor[head] * scales[head]  # a number without dimensions keeps the tensor's type
+    scaled = torch.empty((heads, padded or n, dim), dtype=torch.float16, device=tensor.device)
+    torch.mul(tensor, scales[:, None, None], out=scaled[:, :n])  # in float32, rounded once
+    scaled[:, n:] = 0
     return scaled, exponents

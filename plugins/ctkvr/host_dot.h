@@ -36,7 +36,8 @@ template <class T, int COUNT>
 inline void multiply(const float* queries, const KeyRun<T>& run, int key, const T* const* ahead, float* products) {
     const T* const* keys = run.keys + key;
     Vec sums[KEYS][COUNT] = {};
-    for (int d = 0; d < run.dim; d += PAIR) {
+    int d = 0;
+    do {  // at least once: the compiler keeps the sums in registers
         Vec first[KEYS], second[KEYS];
         for (int k = 0; k < KEYS; k++) prefetch(ahead[k] + d, PAIR * sizeof(T));
         for (int k = 0; k < KEYS; k++) load_pair(keys[k] + d, first[k], second[k]);
@@ -44,7 +45,8 @@ inline void multiply(const float* queries, const KeyRun<T>& run, int key, const 
             const Vec a = load(queries + q * run.dim + d), b = load(queries + q * run.dim + d + LANES);
             for (int k = 0; k < KEYS; k++) sums[k][q] += first[k] * a + second[k] * b;
         }
-    }
+        d += PAIR;
+    } while (d < run.dim);
     for (int q = 0; q < COUNT; q++)
         sum4(sums[0][q], sums[1][q], sums[2][q], sums[3][q], products + q * run.stride + key);
 }

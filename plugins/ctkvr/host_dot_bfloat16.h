@@ -27,7 +27,8 @@ KVSEEK_BF16_DOTS inline void multiply_words(const Bfloat16* queries, const KeyRu
     __m512 sums[KEYS][COUNT];
     for (int k = 0; k < KEYS; k++)
         for (int q = 0; q < COUNT; q++) sums[k][q] = _mm512_setzero_ps();
-    for (int d = 0; d < run.dim; d += WORDS) {
+    int d = 0;
+    do {
         __m512bh words[KEYS];
         for (int k = 0; k < KEYS; k++) prefetch(ahead[k] + d, WORDS * sizeof(Bfloat16));
         for (int k = 0; k < KEYS; k++) words[k] = load_words(keys[k] + d);
@@ -35,7 +36,8 @@ KVSEEK_BF16_DOTS inline void multiply_words(const Bfloat16* queries, const KeyRu
             const __m512bh query = load_words(queries + q * run.dim + d);
             for (int k = 0; k < KEYS; k++) sums[k][q] = _mm512_dpbf16_ps(sums[k][q], words[k], query);
         }
-    }
+        d += WORDS;
+    } while (d < run.dim);
     for (int q = 0; q < COUNT; q++)
         sum4((Vec)sums[0][q], (Vec)sums[1][q], (Vec)sums[2][q], (Vec)sums[3][q], products + q * run.stride + key);
 }

@@ -102,6 +102,7 @@ int kvseek_ctkvr_best_level() {
 #endif
 }
 
+// AUTOMATIC stops below AMX: staging keys for tiles costs more than the tiles save with so few queries (README).
 void kvseek_ctkvr_host_level(void* out) {
     const int best = kvseek_ctkvr_best_level();
     static_cast<int32_t*>(out)[0] = best;

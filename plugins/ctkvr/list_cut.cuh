@@ -69,7 +69,7 @@ __device__ __forceinline__ void find_digit(CutShared& shared, int bins, int need
 // `top` on are zero and the complements of their places differ in the low `place_bits` bits only, at least 1. What
 // other threads wrote to the entries before the call is seen.
 __device__ __noinline__ Entry find_cut(const Entry* entries, int count, int keep, int slack, int top, int place_bits,
-                                          CutShared& shared) {
+                                       CutShared& shared) {
     Entry prefix = 0, mask = 0;  // the bits decided so far
     int need = keep, high = top;
     while (true) {
@@ -100,8 +100,7 @@ __device__ __noinline__ Entry find_cut(const Entry* entries, int count, int keep
 
 // Copy the entries that reach `bound` to `kept`, in any order; returns how many. `kept` may be `entries`: what a round
 // writes lies before what later rounds read. The caller synchronises before it reads them; what it wrote is seen.
-__device__ __noinline__ int keep_entries(const Entry* entries, int count, Entry bound, Entry* kept,
-                                            CutShared& shared) {
+__device__ __noinline__ int keep_entries(const Entry* entries, int count, Entry bound, Entry* kept, CutShared& shared) {
     constexpr int EACH = 4;  // entries of a thread in a round
     const int threads = blockDim.x;
     __syncthreads();

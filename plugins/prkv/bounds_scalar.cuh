@@ -1,5 +1,5 @@
-// Upper bounds of q·k over the boxes of pages of float32 numbers, by one warp: a lane has each 32nd channel. Tensor cores
-// would round the numbers. The same interface as bounds_tensor.cuh.
+// Upper bounds of q·k over the boxes of pages of float32 numbers, by one warp: a lane has each 32nd channel. Tensor
+// cores would round the numbers. The same interface as bounds_tensor.cuh.
 #pragma once
 
 #include "select.cuh"

@@ -28,7 +28,8 @@ __device__ __forceinline__ unsigned negative_part(unsigned two) {
     return *reinterpret_cast<const unsigned*>(&numbers);
 }
 
-// With g = lane / 4 and t = lane % 4, this lane has pages g and g + 8 of a tile and channels 32 s + 8 t .. + 7 of step s.
+// With g = lane / 4 and t = lane % 4, this lane has pages g and g + 8 of a tile and channels 32 s + 8 t .. + 7 of
+// step s.
 class Bounds {
     static constexpr int STEPS = DIM / 32;
     // Columns of the product: query heads; of an averaged query its 16-bit number and what that leaves.

@@ -1,8 +1,8 @@
 // PRKV's selection in one launch: bounds of all pages, then the rows of the static set and of the best pages (paper,
 // section 4.1).
 //
-// The CTAs of a task score its pages in tiles, a warp a tile; the last one to finish chooses. A second kernel would cost
-// more than the wait for the others.
+// The CTAs of a task score its pages in tiles, a warp a tile; the last one to finish chooses. A second kernel would
+// cost more than the wait for the others.
 #include "choose.cuh"
 #if KVSEEK_DTYPE == 0
 #include "bounds_scalar.cuh"

@@ -14,7 +14,7 @@ struct SelectArguments {
     const Number* boxes;      // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
     const int* static_rows;   // [slots]
     float* scores;            // [extents, kv_heads, PAGES_OF_EXTENT, LANES] bounds of the pages
-    unsigned* ranks;          // [extents, kv_heads, PAGES_OF_EXTENT] larger is better; only if shared memory is too small
+    unsigned* ranks;          // [extents, kv_heads, PAGES_OF_EXTENT] larger is better; if shared memory is too small
     float2* normalisers;      // [tasks, chunks, LANES] largest exponent, sum of the powers relative to it
     int* finished;            // [tasks] CTAs that are done; 0 between launches
     int* picked;              // [extents, kv_heads, PAGES_OF_EXTENT] selections of each page; null: not counted

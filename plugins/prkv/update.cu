@@ -1,5 +1,5 @@
-// A new static set (PRKV paper, section 4.1, "Periodic static token update"): read rows beside the decode steps, and let
-// rows change places between two of them.
+// A new static set (PRKV paper, section 4.1, "Periodic static token update"): read rows beside the decode steps, and
+// let rows change places between two of them.
 #include "layout.cuh"
 
 namespace kvseek {
@@ -73,9 +73,10 @@ extern "C" __global__ void __launch_bounds__(128)
     const int head = blockIdx.y, number = blockIdx.x, count = *a.count;
     const long long pair = static_cast<long long>(head) * a.pairs + number;
     const int leaving = a.leaving[pair], entering = a.entering[pair];
-    if (a.store && number < count)
-        copy_numbers(a.store + (static_cast<long long>(head) * a.store_rows + number) * ROW, a.static_after + pair * ROW,
-                     ROW);
+    if (a.store && number < count) {
+        const long long stored = static_cast<long long>(head) * a.store_rows + number;
+        copy_numbers(a.store + stored * ROW, a.static_after + pair * ROW, ROW);
+    }
     if (number == 0 && threadIdx.x == 0) {
         if (a.static_held) a.static_held[head] = count;
         if (head == 0) *a.static_rows = count;
