@@ -217,8 +217,9 @@ def test_text_must_be_long_enough(random_model: Path) -> None:
         token_ids(tokenizer, "dusk", 50)
 
 
-# Of mass / flat mass at a budget of 1,024 tokens on 8,192, all layers: what each method is held to.
-GOALS = {"ctkvr": 0.99, "pariskv": 0.98, "clusterkv": 0.955, "prkv": 0.95}
+# Least mass / flat mass at a budget of 1,024 tokens on 8,192, on a few layers: below what each method reached when this
+# was written, so that a loss shows. evaluation/recall.py measures all layers.
+HELD = {"ctkvr": 0.99, "pariskv": 0.97, "clusterkv": 0.935, "prkv": 0.90}
 LAYERS = (2, 9, 16, 23)
 
 
@@ -238,8 +239,7 @@ def test_the_estimate_on_real_keys(real_layers: list[CapturedLayer]) -> None:
 
 @pytest.mark.model
 @pytest.mark.slow
-@pytest.mark.parametrize("method", GOALS)
+@pytest.mark.parametrize("method", HELD)
 def test_attention_recall_on_real_keys(real_layers: list[CapturedLayer], method: str) -> None:
-    """On a few layers, so with a margin; evaluation/recall.py measures all of them."""
     found = recall.measure_methods(real_layers, parse_variants(method), 1024, STEPS, None, LAYERS)
-    assert found[0]["ratio"] >= GOALS[method] - 0.02
+    assert found[0]["selecting"] >= HELD[method]

@@ -1,7 +1,7 @@
 // Inner products of a group's queries with keys that lie anywhere: what a rerank spends its instructions on.
 //
-// All variants take the pointers of a run of keys, ask for the key some way ahead of each, line by line while they
-// multiply, and write products [group, stride]. Each product is a float32 sum over the head size.
+// All variants take the pointers of a run of keys, ask for keys of the run after it, line by line while they multiply,
+// and write products [group, stride]. Each product is a float32 sum over the head size.
 #pragma once
 
 #include "host_rows.h"
@@ -16,15 +16,13 @@ constexpr int QUERIES = 4;  // likewise: 16 sums in 32 registers
 #else
 constexpr int QUERIES = 2;
 #endif
-#ifndef KVSEEK_KEYS_AHEAD
-#define KVSEEK_KEYS_AHEAD 16
-#endif
-constexpr int KEYS_AHEAD = KVSEEK_KEYS_AHEAD;
+constexpr int ASKED = 3;  // keys that are asked for while KEYS are multiplied; the others later (host_score.h)
 
 // A run of keys and where their products go.
 template <class T>
 struct KeyRun {
-    const T* const* keys;  // [count + KEYS_AHEAD], the last of which are only asked for
+    const T* const* keys;  // [count]
+    const T* const* next;  // [count] of the run after it
     int count;             // a multiple of KEY_BLOCK
     int dim, group;
     float* products;  // [group, stride]
@@ -33,13 +31,13 @@ struct KeyRun {
 
 // KEYS keys by COUNT queries [COUNT, dim] in the order of load_pair.
 template <class T, int COUNT>
-inline void multiply(const float* queries, const KeyRun<T>& run, int key, const T* const* ahead, float* products) {
+inline void multiply(const float* queries, const KeyRun<T>& run, int key, const T* const* next, float* products) {
     const T* const* keys = run.keys + key;
     Vec sums[KEYS][COUNT] = {};
     int d = 0;
     do {  // at least once: the compiler keeps the sums in registers
         Vec first[KEYS], second[KEYS];
-        for (int k = 0; k < KEYS; k++) prefetch(ahead[k] + d, PAIR * sizeof(T));
+        for (int k = 0; k < ASKED; k++) prefetch(next[k] + d, PAIR * sizeof(T));
         for (int k = 0; k < KEYS; k++) load_pair(keys[k] + d, first[k], second[k]);
         for (int q = 0; q < COUNT; q++) {
             const Vec a = load(queries + q * run.dim + d), b = load(queries + q * run.dim + d + LANES);
@@ -57,22 +55,22 @@ void multiply_keys(const float* queries, const KeyRun<T>& run) {
     for (int key = 0; key < run.count; key += KEYS) {
         for (int q = 0; q < run.group; q += QUERIES) {
             const float* chunk = queries + q * run.dim;
-            const T* const* ahead = run.keys + key + (q == 0 ? KEYS_AHEAD : 0);
+            const T* const* next = q == 0 ? run.next + key / KEYS * ASKED : run.keys + key;
             float* products = run.products + q * run.stride;
             switch (run.group - q) {
                 case 1:
-                    multiply<T, 1>(chunk, run, key, ahead, products);
+                    multiply<T, 1>(chunk, run, key, next, products);
                     break;
 #if defined(__AVX512F__)
                 case 2:
-                    multiply<T, 2>(chunk, run, key, ahead, products);
+                    multiply<T, 2>(chunk, run, key, next, products);
                     break;
                 case 3:
-                    multiply<T, 3>(chunk, run, key, ahead, products);
+                    multiply<T, 3>(chunk, run, key, next, products);
                     break;
 #endif
                 default:
-                    multiply<T, QUERIES>(chunk, run, key, ahead, products);
+                    multiply<T, QUERIES>(chunk, run, key, next, products);
             }
         }
     }

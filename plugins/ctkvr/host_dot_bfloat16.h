@@ -22,7 +22,7 @@ KVSEEK_BF16_DOTS inline __m512bh load_words(const Bfloat16* from) {
 
 template <int COUNT>
 KVSEEK_BF16_DOTS inline void multiply_words(const Bfloat16* queries, const KeyRun<Bfloat16>& run, int key,
-                                            const Bfloat16* const* ahead, float* products) {
+                                            const Bfloat16* const* next, float* products) {
     const Bfloat16* const* keys = run.keys + key;
     __m512 sums[KEYS][COUNT];
     for (int k = 0; k < KEYS; k++)
@@ -30,7 +30,7 @@ KVSEEK_BF16_DOTS inline void multiply_words(const Bfloat16* queries, const KeyRu
     int d = 0;
     do {
         __m512bh words[KEYS];
-        for (int k = 0; k < KEYS; k++) prefetch(ahead[k] + d, WORDS * sizeof(Bfloat16));
+        for (int k = 0; k < ASKED; k++) prefetch(next[k] + d, WORDS * sizeof(Bfloat16));
         for (int k = 0; k < KEYS; k++) words[k] = load_words(keys[k] + d);
         for (int q = 0; q < COUNT; q++) {
             const __m512bh query = load_words(queries + q * run.dim + d);
@@ -46,20 +46,20 @@ KVSEEK_BF16_DOTS void multiply_keys_by_dots(const Bfloat16* queries, const KeyRu
     for (int key = 0; key < run.count; key += KEYS) {
         for (int q = 0; q < run.group; q += QUERIES) {
             const Bfloat16* chunk = queries + q * run.dim;
-            const Bfloat16* const* ahead = run.keys + key + (q == 0 ? KEYS_AHEAD : 0);
+            const Bfloat16* const* next = q == 0 ? run.next + key / KEYS * ASKED : run.keys + key;
             float* products = run.products + q * run.stride;
             switch (run.group - q) {
                 case 1:
-                    multiply_words<1>(chunk, run, key, ahead, products);
+                    multiply_words<1>(chunk, run, key, next, products);
                     break;
                 case 2:
-                    multiply_words<2>(chunk, run, key, ahead, products);
+                    multiply_words<2>(chunk, run, key, next, products);
                     break;
                 case 3:
-                    multiply_words<3>(chunk, run, key, ahead, products);
+                    multiply_words<3>(chunk, run, key, next, products);
                     break;
                 default:
-                    multiply_words<QUERIES>(chunk, run, key, ahead, products);
+                    multiply_words<QUERIES>(chunk, run, key, next, products);
             }
         }
     }
@@ -112,9 +112,9 @@ KVSEEK_TILES inline void multiply_tiles(const Bfloat16* paired, const Bfloat16* 
 
 inline void stage_keys(const KeyRun<Bfloat16>& run, int key, Bfloat16* staged) {
     for (int k = 0; k < KEY_BLOCK; k++) {
-        const Bfloat16* ahead = run.keys[key + k + KEYS_AHEAD];
+        const Bfloat16* next = run.next[(key + k) * ASKED / KEYS];
         for (int d = 0; d < run.dim; d += WORDS) {
-            prefetch(ahead + d, WORDS * sizeof(Bfloat16));
+            prefetch(next + d, WORDS * sizeof(Bfloat16));
             _mm512_store_si512(staged + k * run.dim + d, _mm512_loadu_si512(run.keys[key + k] + d));
         }
     }

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -115,15 +116,15 @@ class HostPart:
         raise_error(self._error.value)
 
     def _launch_host(self, batch: int) -> None:
-        from cuda.bindings import driver  # only engines of the GPU need the package
-
         if batch not in self._steps:
             self._steps[batch] = self._describe(batch, self._index.context)
-        stream = driver.CUstream(self.buffers.stream.cuda_stream)
-        (status,) = driver.cuLaunchHostFunc(
-            stream, driver.CUhostFn(self._function), ctypes.addressof(self._steps[batch])
-        )
-        _check_status(driver, status)
+        stream, step = self.buffers.stream.cuda_stream, ctypes.addressof(self._steps[batch])
+        status = _launch_host_function()(stream, self._function, step)
+        if status:
+            raise KernelError(
+                f"cuLaunchHostFunc returned {status}: host cores could not be launched from the stream; set execution to "
+                "'uva' to do without"
+            )
 
     def _describe(self, batch: int, context: IndexContext) -> HostStep:
         buffers, index, table = self.buffers, self._index, context.extents.table
@@ -178,6 +179,18 @@ class HostPart:
         self._kernels.launch("kvseek_ctkvr_merge", (1, batch.size * kv_heads, 1), MERGE_THREADS, arguments)
 
 
-def _check_status(driver: Any, status: Any) -> None:
+@lru_cache(maxsize=1)
+def _launch_host_function() -> Callable[[int, int, int], int]:
+    """The driver's own cuLaunchHostFunc(stream, function, data).
+
+    The one of cuda.bindings wraps the function into one that takes Python's lock, calls it and frees the wrapper: a graph
+    would call freed memory at its second replay.
+    """
+    from cuda.bindings import driver  # only engines of the GPU need the package
+
+    first_version, flags = 10000, 0  # CUDA 10.0 introduced it
+    status, address_of, _ = driver.cuGetProcAddress(b"cuLaunchHostFunc", first_version, flags)
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise KernelError(f"launching host cores from the stream: {status.name}; set execution to 'uva' to do without")
+        raise KernelError(f"cuGetProcAddress found no cuLaunchHostFunc: {status.name}; update the driver")
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    return prototype(address_of)

@@ -57,23 +57,11 @@ void multiply_unit<Bfloat16>(const Job& job, const Task& task, const KeyRun<Bflo
 }
 #endif
 
-// Scale scores [count] of one query; -infinity up to the next vector. Writes the largest and the sum of e^(score - it).
-inline void soften(float* scores, int count, float scaling, float* largest, float* total) {
-    const int end = (count + LANES - 1) / LANES * LANES;
-    Vec best = splat(-INFINITE), sums = {};
-    for (int i = 0; i < count; i += LANES) store(scores + i, load(scores + i) * scaling);
-    for (int i = count; i < end; i++) scores[i] = -INFINITE;
-    for (int i = 0; i < count; i += LANES) best = maximum(best, load(scores + i));
-    *largest = maximum(best);
-    for (int i = 0; i < count; i += LANES) sums += exponential(load(scores + i) - *largest);
-    *total = sum(sums);
-}
-
-// Where the keys of a unit are, and then those that are asked for meanwhile.
+// Where the keys of a unit are; the last is repeated.
 template <class T>
 struct UnitKeys {
-    const T* keys[SCORE_UNIT + KEYS_AHEAD];
-    int count, padded;  // padded: the next multiple of KEY_BLOCK, by repeating the last
+    const T* keys[SCORE_UNIT];
+    int count;
 
     void find(Job& job, const Task& task, int unit) {
         const int first = unit * SCORE_UNIT, left = task.count - first;
@@ -85,27 +73,58 @@ struct UnitKeys {
                 keys[i] = reinterpret_cast<const T*>(NO_ROW);
             }
         }
-        for (padded = count; padded % KEY_BLOCK != 0; padded++) keys[padded] = keys[count - 1];
-    }
-
-    // Ask for the first keys of `next`, if there is one, while the last of these are multiplied.
-    void follow(const UnitKeys* next) {
-        for (int i = 0; i < KEYS_AHEAD; i++)
-            keys[padded + i] = next == nullptr ? keys[padded - 1] : next->keys[i < next->count ? i : next->count - 1];
-    }
-
-    void prefetch_first(int dim) const {
-        for (int i = 0; i < KEYS_AHEAD && i < count; i++) prefetch(keys[i], dim * sizeof(T));
+        for (int i = count; i < SCORE_UNIT; i++) keys[i] = keys[count - 1];
     }
 };
 
+// Asks for the keys of a unit, a key at a time.
 template <class T>
-void score_unit(const Job& job, const Task& task, int unit, const UnitKeys<T>& keys) {
+class KeyRequests {
+  public:
+    KeyRequests(const UnitKeys<T>& unit, int dim, int asked) : unit_(unit), bytes_(dim * sizeof(T)), asked_(asked) {}
+    void one() {
+        if (asked_ < unit_.count) prefetch(unit_.keys[asked_++], bytes_);
+    }
+    void all() {
+        while (asked_ < unit_.count) one();
+    }
+
+  private:
+    const UnitKeys<T>& unit_;
+    int bytes_, asked_;
+};
+
+// Scale scores [count] of one query; -infinity up to the next vector. Writes the largest and the sum of e^(score - it).
+template <class T>
+inline void soften(float* scores, int count, float scaling, float* largest, float* total, KeyRequests<T>& requests) {
+    const int end = (count + LANES - 1) / LANES * LANES;
+    Vec best = splat(-INFINITE), sums = {};
+    for (int i = count; i < end; i++) scores[i] = -INFINITE;
+    for (int i = 0; i < count; i += LANES) {
+        const Vec scaled = load(scores + i) * scaling;
+        store(scores + i, scaled);
+        best = maximum(best, scaled);
+    }
+    *largest = maximum(best);
+    for (int i = 0; i < count; i += LANES) {
+        sums += exponential(load(scores + i) - *largest);
+        requests.one();
+    }
+    *total = sum(sums);
+}
+
+// Score the keys of a unit and meanwhile ask for those of the thread's next one: three of four while multiplying, the
+// others between the exponentials, so that memory is busy all the time.
+template <class T>
+void score_unit(const Job& job, const Task& task, int unit, const UnitKeys<T>& keys, const UnitKeys<T>& next) {
+    const int padded = (keys.count + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK, dim = job.a.head_dim;
     float* scores = task.scores + unit * SCORE_UNIT;
-    multiply_unit<T>(job, task, {keys.keys, keys.padded, job.a.head_dim, job.group, scores, task.stride});
+    multiply_unit<T>(job, task, {keys.keys, next.keys, padded, dim, job.group, scores, task.stride});
+    KeyRequests<T> requests(next, dim, padded / KEYS * ASKED);
     float* statistics = task.statistics + int64_t{2} * unit * job.group;
     for (int q = 0; q < job.group; q++)
-        soften(scores + q * task.stride, keys.count, job.a.scaling, statistics + q, statistics + job.group + q);
+        soften(scores + q * task.stride, keys.count, job.a.scaling, statistics + q, statistics + job.group + q, requests);
+    requests.all();
 }
 
 }  // namespace

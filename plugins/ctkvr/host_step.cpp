@@ -19,12 +19,12 @@ void take_score_units(Job& job) {
         return true;
     };
     int unit = job.taken.take();
-    if (find(found[0], unit)) found[0].prefetch_first(job.a.head_dim);
+    if (find(found[0], unit)) KeyRequests<T>(found[0], job.a.head_dim, 0).all();
     for (int turn = 0; unit < job.unit_count; turn ^= 1) {
         const int next = job.taken.take();
-        found[turn].follow(find(found[turn ^ 1], next) ? &found[turn ^ 1] : nullptr);
+        const UnitKeys<T>& following = found[find(found[turn ^ 1], next) ? turn ^ 1 : turn];
         Task& task = job.tasks[job.unit_tasks[unit]];
-        score_unit<T>(job, task, unit - task.first_unit, found[turn]);
+        score_unit<T>(job, task, unit - task.first_unit, found[turn], following);
         if (__atomic_sub_fetch(&task.unscored, 1, __ATOMIC_ACQ_REL) == 0) {
             rank(job, task);
             __atomic_store_n(&task.ranked, 1, __ATOMIC_RELEASE);

@@ -31,6 +31,9 @@ class Config:
         prompts of at most `top_k` retrieval tokens, whose overlap says nothing.
     page : int
         Rows of a page: a power of two from 8 to 128.
+    box_radius : float
+        What a page scores: q·centre + box_radius · Σ |q_c| · half-width of the box. 1 is the paper's upper bound of its
+        keys' scores, which few boxes have a key close to; less is an estimate, and bounds nothing.
     window_queries : int
         Queries of the observation window; `cache.local` should be at least as much.
     update_interval : int
@@ -50,6 +53,7 @@ class Config:
     static_share: float = 0.25
     share_rule: str = "fixed"
     page: int = 32
+    box_radius: float = 1.0
     window_queries: int = 64
     update_interval: int = 128
     update_scope: str = "selected"
@@ -69,6 +73,7 @@ class Config:
         require(0 <= share <= 1, "static_share", share, "in [0, 1]", "0.25 is the default")
         fits = self.share_rule in SHARE_RULES
         require(fits, "share_rule", self.share_rule, f"one of {SHARE_RULES}", '"fixed" is the default')
+        require(0 <= self.box_radius <= 1, "box_radius", self.box_radius, "in [0, 1]", "1.0 is the paper's bound")
         require(self.window_queries >= 1, "window_queries", self.window_queries, ">= 1", "64 is the default")
         limit = f">= window_queries = {self.window_queries}"
         fits = self.update_interval >= self.window_queries

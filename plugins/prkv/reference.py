@@ -156,7 +156,7 @@ class ReferenceIndex(Index):
         config, n = self.config, self.context.lengths[slot]
         static = int(self.static_rows[slot]) // config.page
         boxes = self.by_page(self.boxes, slot, n)[:, static:]
-        bounds = page_scores(query_lanes(queries, config.group_reduce), boxes)
+        bounds = page_scores(page_lanes(queries, config.group_reduce), boxes, config.box_radius)
         values = reduce_scores(bounds, config.group_reduce, self.context.scaling)
         chosen = best_positions(values, config.top_k // config.page - static) + static
         extents = self.context.extents.table[slot].to(chosen.device)[chosen // self.pages_of_extent].long()
@@ -226,15 +226,26 @@ def update_is_due(config: Config, layer: int, steps: int) -> bool:
     return steps >= config.window_queries and (steps - STAGGER * layer) % config.update_interval == 0
 
 
-def page_scores(lanes: Tensor, boxes: Tensor) -> Tensor:
-    """Upper bounds of q·k over each page's box: float32 [G, lanes, pages].
+def page_scores(lanes: Tensor, boxes: Tensor, radius: float = 1.0) -> Tensor:
+    """q·centre + radius · Σ |q_c| · half-width of each page's box: float32 [G, lanes, pages].
+
+    With radius 1, upper bounds of q·k. It is the sum of two products: the largest numbers of the channels times
+    max(q · near, q · far), the smallest ones times min(q · near, q · far), with near, far = (1 ± radius) / 2. Both
+    factors and their products with q are rounded to the dtype of the lanes.
 
     Parameters
     ----------
-    lanes : Tensor, float32 [G, lanes, D]
+    lanes : Tensor [G, lanes, D]
     boxes : Tensor [G, pages, 2, D]
         Smallest, then largest number of each channel.
     """
     boxes = boxes.float()
-    largest_term = lanes.clamp(min=0) @ boxes[:, :, 1].transpose(1, 2)
-    return largest_term + lanes.clamp(max=0) @ boxes[:, :, 0].transpose(1, 2)
+    near, far = (lanes * torch.tensor(factor / 2, dtype=lanes.dtype) for factor in (1 + radius, 1 - radius))
+    on_largest = torch.maximum(near, far).float() @ boxes[:, :, 1].transpose(1, 2)
+    return on_largest + torch.minimum(near, far).float() @ boxes[:, :, 0].transpose(1, 2)
+
+
+def page_lanes(queries: Tensor, group_reduce: str) -> Tensor:
+    """Queries that score pages on their own: [G, g, D] to [G, lanes, D], as they are or float32 averages."""
+    lanes = query_lanes(queries, group_reduce)
+    return lanes if group_reduce == "mean" else lanes.to(queries.dtype)
