@@ -132,7 +132,7 @@ def make_rows(size: int, dtype: torch.dtype, huge_pages: bool) -> Tensor:
     memory.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
     rows = torch.frombuffer(memory, dtype=dtype)
     numbers = torch.randn(FILL_BYTES // dtype.itemsize).to(dtype)
-    for part in rows.split(numbers.numel()):
+    for part in torch.split(rows, numbers.numel()):
         part.copy_(numbers[: part.numel()])
     return rows
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -108,20 +108,16 @@ class Probe:
         The function is the C library's `free`, whose signature is that of a host function and which does nothing when
         its argument is null: what is measured is the way to the host and back.
         """
-        from cuda.bindings import driver
-
-        function = driver.CUhostFn(ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value)
+        launch, function = _driver_function("cuLaunchHostFunc"), ctypes.CDLL(None).free
         number = torch.zeros(1, device=self.device)
         graph = torch.cuda.CUDAGraph()
         number.add_(1)
         with torch.cuda.graph(graph):
+            stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
             for _ in range(HOST_FUNCTIONS):
-                stream = driver.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
-                (status,) = driver.cuLaunchHostFunc(stream, function, 0)
-                if status != driver.CUresult.CUDA_SUCCESS:
-                    raise KernelError(
-                        f"a host function in a graph: the driver reports {status.name}; update the driver"
-                    )
+                status = launch(stream, ctypes.cast(function, ctypes.c_void_p), None)
+                if status:
+                    raise KernelError(f"a host function in a graph: the driver reports {status}; update the driver")
                 number.add_(1)
         return max(0.0, seconds(graph.replay) / HOST_FUNCTIONS - self.node_seconds())
 
@@ -145,6 +141,19 @@ class Probe:
     @cached_property
     def _host_function_seconds(self) -> float:
         return self.host_function_seconds()
+
+
+def _driver_function(name: str) -> Any:
+    """A function of the CUDA driver itself, which takes and returns plain numbers and pointers.
+
+    cuda.bindings hands the driver a wrapper of a host function and frees it after one call: no graph could be replayed.
+    """
+    from cuda.bindings import driver
+
+    status, address, _ = driver.cuGetProcAddress(name.encode(), 10_000, 0)  # 10000: as of CUDA 10.0
+    if status != driver.CUresult.CUDA_SUCCESS or not int(address):
+        raise KernelError(f"the driver offers no {name} ({status.name}); update it")
+    return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(int(address))
 
 
 @dataclass(frozen=True)

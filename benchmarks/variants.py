@@ -1,6 +1,6 @@
 """Methods as measurements are asked for: a registered name, with fields of its own or of the cache set otherwise.
 
-full,ctkvr,ctkvr:execution=uva,top_k=1024,prkv:cache.local=256
+For example BASELINE,NAME,NAME:field=value,field=value,OTHER:cache.local=256 names four.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 // ClusterKV: the kernels of a clustering, in the order of their launches; kmeans.cuh says how they work together.
 #include "kmeans_assign.cuh"
+#include "kmeans_mean.cuh"
 #include "kmeans_order.cuh"
-#include "kmeans_sum.cuh"
+#include "kmeans_turn.cuh"
 
 namespace kvseek {
 namespace clusterkv {
@@ -32,27 +33,37 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::kmeans::THREADS,
     kvseek_clusterkv_assign(const __grid_constant__ kvseek::clusterkv::kmeans::KMeansArguments a) {
     using namespace kvseek::clusterkv::kmeans;
     __shared__ __align__(16) unsigned char shared[ASSIGN_BYTES];
+    __shared__ int scratch[WARPS];
+    __shared__ bool last;
     if (is_settled(a, blockIdx.y, a.round)) return;
     assign_part(a, blockIdx.y, blockIdx.x, a.round, reinterpret_cast<__half*>(shared));
+    if (is_last_block(a, blockIdx.y, last)) start_lists(a, blockIdx.y, scratch);
+}
+
+// grid: tokens / THREADS (rounded up), kv_heads
+extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::kmeans::THREADS)
+    kvseek_clusterkv_place(const __grid_constant__ kvseek::clusterkv::kmeans::KMeansArguments a) {
+    using namespace kvseek::clusterkv::kmeans;
+    const int token = blockIdx.x * THREADS + threadIdx.x;
+    if (token < a.tokens && moved_keys(a, blockIdx.y, a.round) > 0) place_key(a, blockIdx.y, token);
+}
+
+// grid: tokens / (WARPS * CHUNK) (rounded up), kv_heads
+extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::kmeans::THREADS, kvseek::clusterkv::kmeans::TURN_BLOCKS)
+    kvseek_clusterkv_turn(const __grid_constant__ kvseek::clusterkv::kmeans::KMeansArguments a) {
+    using namespace kvseek::clusterkv::kmeans;
+    if (moved_keys(a, blockIdx.y, a.round) > 0) sum_chunk(a, blockIdx.y, blockIdx.x * WARPS + threadIdx.x / WARP);
 }
 
 // grid: clusters / OWN (rounded up), kv_heads
 extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::kmeans::THREADS)
-    kvseek_clusterkv_sum(const __grid_constant__ kvseek::clusterkv::kmeans::KMeansArguments a) {
-    using namespace kvseek::clusterkv::kmeans;
-    __shared__ SumSpace space;
-    if (moved_keys(a, blockIdx.y, a.round) > 0) sum_part<true>(a, blockIdx.y, blockIdx.x * OWN, space);
-}
-
-// grid: as sum
-extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::kmeans::THREADS)
     kvseek_clusterkv_mean(const __grid_constant__ kvseek::clusterkv::kmeans::KMeansArguments a) {
     using namespace kvseek::clusterkv::kmeans;
-    __shared__ SumSpace space;
-    sum_part<false>(a, blockIdx.y, blockIdx.x * OWN, space);
+    __shared__ MeanSpace space;
+    mean_part(a, blockIdx.y, blockIdx.x * OWN, space);
 }
 
-// grid: as sum
+// grid: as mean
 extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::kmeans::THREADS)
     kvseek_clusterkv_order(const __grid_constant__ kvseek::clusterkv::kmeans::KMeansArguments a) {
     using namespace kvseek::clusterkv::kmeans;
@@ -67,7 +78,8 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::kmeans::THREADS)
     __shared__ __align__(16) union {
         float origin[WARPS][DIM];
         unsigned char directions[ASSIGN_BYTES];
-        SumSpace sums;
+        MeanSpace means;
+        int scratch[WARPS];
         OrderSpace order;
     } shared;
     const int head = blockIdx.y;
@@ -79,13 +91,14 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::kmeans::THREADS)
             __syncthreads();
         }
         if (moved_keys(a, head, round) == 0 || round + 1 == a.rounds) break;
-        for (int first = 0; first < a.clusters; first += OWN) {
-            sum_part<true>(a, head, first, shared.sums);
-            __syncthreads();
-        }
+        start_lists(a, head, shared.scratch);
+        __syncthreads();
+        for (int token = threadIdx.x; token < a.tokens; token += THREADS) place_key(a, head, token);
+        __syncthreads();
+        for (int chunk = threadIdx.x / WARP; chunk * CHUNK < a.tokens; chunk += WARPS) sum_chunk(a, head, chunk);
     }
     for (int first = 0; first < a.clusters; first += OWN) {
-        sum_part<false>(a, head, first, shared.sums);
+        mean_part(a, head, first, shared.means);
         __syncthreads();
     }
     for (int first = 0; first < a.clusters; first += OWN) {

@@ -1,8 +1,9 @@
 // ClusterKV: k-means of the keys of a (layer, KV head) with cosine distance (paper, section 3.B): what its parts share.
 //
-// A clustering is a chain of kernels without a word from the host: seed, then rounds of assign (kmeans_assign.cuh) and
-// sum (kmeans_sum.cuh), then means and order. A round that finds that the round before it changed no key's cluster
-// returns at once. Few keys take one kernel, a block per head, that runs the same parts one after the other.
+// A clustering is a chain of kernels without a word from the host: seed, then rounds of assign (kmeans_assign.cuh),
+// place and turn (kmeans_turn.cuh), then mean (kmeans_mean.cuh) and order. A round that finds that the round before it
+// changed no key's cluster returns at once. Few keys take one kernel, a block per head, that runs the same parts one
+// after the other.
 #pragma once
 
 #include "plugins/common/batch.cuh"
@@ -22,6 +23,12 @@ struct KMeansArguments {
     float* origins;          // [kv_heads, HEAD_DIM] what keys and directions are counted from
     float* scales;           // [kv_heads, label_stride] 1 / length of each key; 0 for a key of zeros
     int* changed;            // [rounds, kv_heads] keys that a round has moved to another cluster
+    int* counts;             // [kv_heads, clusters] keys of each cluster
+    int* cursors;            // the same shape: the list entry that the cluster's next key takes
+    uint2* list;             // [kv_heads, label_stride] key and cluster, those of a cluster together
+    long long* sums;         // [kv_heads, clusters, HEAD_DIM] of unit keys, in steps of 1 / ONE
+    int* summed;             // [kv_heads, clusters] keys in these sums
+    unsigned* arrivals;      // [kv_heads] blocks of an assign kernel that are done
     const int* table;        // extents of the slot
     Number* centroids;       // [extents, kv_heads, slots_per_extent, HEAD_DIM] means of keys
     int* sizes;              // [extents, kv_heads, slots_per_extent]
@@ -153,7 +160,7 @@ __device__ __forceinline__ void find_origin(const KMeansArguments& a, int head, 
     }
 }
 
-// The first directions, no key in any cluster, no key moved: the share of block `part` of `parts`.
+// The first directions, no key in any cluster or sum, no key moved: the share of block `part` of `parts`.
 __device__ __forceinline__ void seed_part(const KMeansArguments& a, int head, int part, int parts,
                                           float (&space)[WARPS][DIM]) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -166,7 +173,11 @@ __device__ __forceinline__ void seed_part(const KMeansArguments& a, int head, in
         float x[EACH];
         load_row(key_of(a, head, a.seeds[cluster]), lane, x);
         store_direction(a, head, cluster, x, origin);
+        const int row = head * a.clusters + cluster;
+        if (lane == 0) a.counts[row] = a.summed[row] = 0;
+        for (int i = lane; i < DIM; i += WARP) a.sums[static_cast<long long>(row) * DIM + i] = 0;
     }
+    if (part == 0 && threadIdx.x == 0) a.arrivals[head] = 0;
     unsigned short* labels = a.labels + static_cast<long long>(head) * a.label_stride;
     for (int i = part * THREADS + threadIdx.x; i < a.label_stride; i += parts * THREADS) labels[i] = NO_CLUSTER;
     for (int i = part * THREADS + threadIdx.x; i < a.rounds; i += parts * THREADS) a.changed[i * a.kv_heads + head] = 0;

@@ -2,8 +2,9 @@
 
 The rounds are those of `reference.cluster_keys`. Unit keys and directions, counted from a mean direction, are float16 for
 every number type and meet on tensor cores with float32 sums: cosines are off by less than 2^-11 of what keys and
-directions differ by, so a key that is as near to one cluster as to another may join either. Sums, lengths and means are
-float32, in an order that depends on the keys alone.
+directions differ by, so a key that is as near to one cluster as to another may join either. Sums of unit keys are
+integers, in steps of 2^-21, and so do not depend on their order; lengths and means are float32, in an order that depends
+on the keys alone.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from kvseek.plugins.base import IndexContext
 from .config import Config
 from .seeding import initial_keys
 
-# As in kmeans.cuh, kmeans_assign.cuh, kmeans_sum.cuh.
+# As in kmeans.cuh, kmeans_assign.cuh, kmeans_turn.cuh, kmeans_mean.cuh.
 THREADS, WARPS = 256, 8
+CHUNK = 64  # list entries that a warp sums
 LABELS = 8  # of one load
 BIAS_HALVES = 8  # of a stored direction, after its numbers
 MOST_CLUSTERS = 65_520  # a label is 16 bits, and the blocks of the last clusters must not meet the label of no cluster
 MOST_TOKENS = 2**29  # of one clustering: lists hold keys and cluster in 32 bits
 ALIGNMENT = 16  # bytes: widest load of a key
 
-SMALL_TOKENS = 2048  # up to here one launch of a block per head: quick to start, and slow work for long prompts
+SMALL_TOKENS = 1024  # up to here one launch of a block per head: quick to start, and slow work for long prompts
 SEED_BLOCKS = 16  # of a head
 
 
@@ -40,7 +42,11 @@ class KMeansArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "seeds", "labels", "directions", "origins")),
-        *((name, c_void_p) for name in ("scales", "changed", "table", "centroids", "sizes", "starts", "places")),
+        *(
+            (name, c_void_p)
+            for name in ("scales", "changed", "counts", "cursors", "list", "sums", "summed", "arrivals")
+        ),
+        *((name, c_void_p) for name in ("table", "centroids", "sizes", "starts", "places")),
         *((name, c_int64) for name in ("head_stride", "token_stride")),
         *((name, c_int32) for name in ("kv_heads", "tokens", "clusters", "rounds", "round", "label_stride")),
         *((name, c_int32) for name in ("first_place", "first_cluster", "slots_per_extent")),
@@ -67,7 +73,7 @@ class ClusterArrays:
 class DeviceKMeans:
     """Clusters keys of one layer on the current stream, which may be a side stream; the host never waits.
 
-    Work space belongs to the stream that is current: 6 bytes per token and KV head, 2 D + 16 per cluster and KV head.
+    Work space belongs to the stream that is current: 14 bytes per token and KV head, 10 D + 28 per cluster and KV head.
 
     Parameters
     ----------
@@ -111,18 +117,9 @@ class DeviceKMeans:
             If there are fewer keys than clusters.
         """
         self._check(slot, keys, first_place, first_cluster, clusters)
-        heads, tokens, dim = keys.shape
-        chosen = initial_keys(self._config.seed, self._context.layer, tokens, clusters)
+        heads, tokens, _ = keys.shape
         stride, rounds = -(-tokens // LABELS) * LABELS, self._config.iterations + 1
-        work = {
-            # Pinned, so that the host does not wait for the stream.
-            "seeds": chosen.int().pin_memory().to(keys.device, non_blocking=True),
-            "labels": torch.empty((heads, stride), dtype=torch.int16, device=keys.device),
-            "directions": torch.empty((heads, clusters, dim + BIAS_HALVES), dtype=torch.float16, device=keys.device),
-            "origins": torch.empty((heads, dim), dtype=torch.float32, device=keys.device),
-            "scales": torch.empty((heads, stride), dtype=torch.float32, device=keys.device),
-            "changed": torch.empty((rounds, heads), dtype=torch.int32, device=keys.device),
-        }
+        work = self._work_space(keys, stride, rounds, clusters)
         self._launch_all(
             KMeansArguments(
                 **{name: array.data_ptr() for name, array in (work | vars(arrays)).items()},
@@ -142,6 +139,29 @@ class DeviceKMeans:
         )
         return work["changed"]
 
+    def _work_space(self, keys: Tensor, stride: int, rounds: int, clusters: int) -> dict[str, Tensor]:
+        heads, tokens, dim = keys.shape
+        chosen = initial_keys(self._config.seed, self._context.layer, tokens, clusters)
+
+        def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=keys.device)
+
+        return {
+            # Pinned, so that the host does not wait for the stream.
+            "seeds": chosen.int().pin_memory().to(keys.device, non_blocking=True),
+            "labels": empty(torch.int16, heads, stride),
+            "directions": empty(torch.float16, heads, clusters, dim + BIAS_HALVES),
+            "origins": empty(torch.float32, heads, dim),
+            "scales": empty(torch.float32, heads, stride),
+            "changed": empty(torch.int32, rounds, heads),
+            "counts": empty(torch.int32, heads, clusters),
+            "cursors": empty(torch.int32, heads, clusters),
+            "list": empty(torch.int32, heads, stride, 2),
+            "sums": empty(torch.int64, heads, clusters, dim),
+            "summed": empty(torch.int32, heads, clusters),
+            "arrivals": empty(torch.int32, heads),
+        }
+
     def _launch_all(self, arguments: KMeansArguments) -> None:
         if arguments.tokens <= SMALL_TOKENS:
             self._launch("cluster", 1, arguments)
@@ -153,7 +173,8 @@ class DeviceKMeans:
             arguments.round = number  # launches copy the arguments
             self._launch("assign", key_blocks, arguments)
             if number + 1 < arguments.rounds:
-                self._launch("sum", cluster_blocks, arguments)
+                self._launch("place", -(-arguments.tokens // THREADS), arguments)
+                self._launch("turn", -(-arguments.tokens // (WARPS * CHUNK)), arguments)
         self._launch("mean", cluster_blocks, arguments)
         self._launch("order", cluster_blocks, arguments)
 

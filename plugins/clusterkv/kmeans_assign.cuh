@@ -138,7 +138,8 @@ __device__ __forceinline__ void stage_directions(const KMeansArguments& a, int h
     close_copy_group();
 }
 
-// Assign keys block * BLOCK_KEYS .. and count those that move. All threads of a block; `shared` holds ASSIGN_BYTES.
+// Assign keys block * BLOCK_KEYS .., count those of each cluster and those that move. All threads of a block; `shared`
+// holds ASSIGN_BYTES.
 __device__ __forceinline__ void assign_part(const KMeansArguments& a, int head, int block, int round, __half* shared) {
     const int first = block * BLOCK_KEYS + threadIdx.x / WARP * WARP_KEYS;
     stage_directions(a, head, 0, shared);
@@ -157,8 +158,13 @@ __device__ __forceinline__ void assign_part(const KMeansArguments& a, int head, 
     for (int i = 0; i < 2 * TILES; ++i) {
         const int token = first + keys.key(i / 2, i % 2),
                   cluster = keys.zeros >> i & 1 ? 0 : keys.nearest[i / 2][i % 2];
-        const bool moves = keys.t == 0 && token < a.tokens && labels[token] != cluster;
-        if (moves) labels[token] = static_cast<unsigned short>(cluster);
+        const int before = keys.t == 0 && token < a.tokens ? labels[token] : cluster;
+        const bool moves = before != cluster;
+        if (moves) {
+            labels[token] = static_cast<unsigned short>(cluster);
+            atomicAdd(a.counts + head * a.clusters + cluster, 1);
+            if (before != NO_CLUSTER) atomicAdd(a.counts + head * a.clusters + before, -1);
+        }
         moved += __popc(__ballot_sync(EVERYONE, moves));
     }
     if (keys.lane == 0 && moved > 0) atomicAdd(a.changed + round * a.kv_heads + head, moved);

@@ -1,7 +1,7 @@
 // K-means, the end: places sorted by cluster, and where each cluster begins.
 #pragma once
 
-#include "kmeans_sum.cuh"
+#include "kmeans_mean.cuh"
 
 namespace kvseek {
 namespace clusterkv {

@@ -13,10 +13,11 @@ namespace kvseek {
 namespace clusterkv {
 namespace kmeans {
 
-constexpr int CHUNK = 64;                                         // list entries of a warp
-constexpr int IN_FLIGHT = sizeof(Number) * EACH <= 8 ? 16 : 8;    // rows on their way to a warp
-constexpr float ONE = 1 << 21;                                    // of a unit key, the number 1
-constexpr float BIAS = 3 << 22;                                   // 1.5 * 2^23: added to |x| <= 2^22 it rounds x
+constexpr int CHUNK = 64;                            // list entries of a warp
+constexpr int IN_FLIGHT = 8;                         // rows on their way to a warp
+constexpr int TURN_BLOCKS = EACH <= 4 ? 4 : 2;       // of a multiprocessor: 64 or 128 registers a thread
+constexpr float ONE = 1 << 21;                       // of a unit key, the number 1
+constexpr float BIAS = 3 << 22;                      // 1.5 * 2^23: added to |x| <= 2^22 it rounds x
 static_assert(CHUNK % WARP == 0 && WARP % IN_FLIGHT == 0, "rows come in whole groups");
 
 // Before lists are filled: where each cluster's begins. All threads of a block, once no count changes any more.
@@ -35,12 +36,13 @@ __device__ __forceinline__ void start_lists(const KMeansArguments& a, int head, 
 
 // Whether the blocks of this head that have come here are all there are. What they wrote is then visible to this one.
 __device__ __forceinline__ bool is_last_block(const KMeansArguments& a, int head, bool& shared) {
-    __threadfence();
     __syncthreads();
-    // The count begins anew by itself.
-    if (threadIdx.x == 0) shared = atomicInc(a.arrivals + head, gridDim.x - 1) == gridDim.x - 1;
+    if (threadIdx.x == 0) {
+        __threadfence();  // what the whole block wrote, as of the barrier, is seen before its arrival
+        shared = atomicInc(a.arrivals + head, gridDim.x - 1) == gridDim.x - 1;  // the last one sets it to 0 again
+        __threadfence();
+    }
     __syncthreads();
-    __threadfence();
     return shared;
 }
 
@@ -112,7 +114,7 @@ __device__ __forceinline__ void sum_chunk(const KMeansArguments& a, int head, in
     const long long row = static_cast<long long>(head) * a.label_stride;
     UnitSum sum;
     sum.clear();
-    int cluster = -1;
+    unsigned cluster = 0;
 #pragma unroll 1
     for (int first = begin; first < end; first += WARP) {
         const uint2 entry = a.list[row + min(first + lane, end - 1)];
@@ -123,16 +125,22 @@ __device__ __forceinline__ void sum_chunk(const KMeansArguments& a, int head, in
 #pragma unroll
             for (int j = 0; j < IN_FLIGHT; ++j)
                 load_row(key_of(a, head, __shfl_sync(EVERYONE, entry.x, i + j)), lane, keys[j]);
-#pragma unroll
-            for (int j = 0; j < IN_FLIGHT; ++j) {
-                if (first + i + j >= end) break;
-                const int its = __shfl_sync(EVERYONE, entry.y, i + j);
+            const int count = min(IN_FLIGHT, end - first - i);
+#pragma unroll 1
+            for (int start = 0, stop; start < count; start = stop) {  // a run of one cluster
+                const unsigned its = __shfl_sync(EVERYONE, entry.y, i + start);
                 if (its != cluster) {
                     if (sum.keys) hand_in(a, head, cluster, sum);
                     sum.clear();
                     cluster = its;
                 }
-                sum.add(keys[j], __shfl_sync(EVERYONE, scale, i + j));
+                const unsigned run = __ballot_sync(EVERYONE, entry.y == its) >> i >> start;
+                stop = min(count, start + __popc(run));
+#pragma unroll
+                for (int j = 0; j < IN_FLIGHT; ++j) {
+                    const float its_scale = __shfl_sync(EVERYONE, scale, i + j);
+                    if (j >= start && j < stop) sum.add(keys[j], its_scale);
+                }
             }
         }
     }

@@ -47,7 +47,8 @@ template <class T, int COUNT>
 inline void add_values(const T* const* values, int count, int dim, const float* weights, float* sums) {
     for (int d = 0; d < dim; d += PAIR) {
         Vec first[COUNT], second[COUNT];
-        for (int q = 0; q < COUNT; q++) first[q] = load(sums + q * dim + d), second[q] = load(sums + q * dim + d + LANES);
+        for (int q = 0; q < COUNT; q++)
+            first[q] = load(sums + q * dim + d), second[q] = load(sums + q * dim + d + LANES);
         for (int row = 0; row < count; row++) {
             Vec a, b;
             load_pair(values[row] + d, a, b);
@@ -64,7 +65,8 @@ inline void add_values(const T* const* values, int count, int dim, const float* 
 
 template <class T>
 void add_tile(const T* const* values, int count, int dim, int group, const float* weights, float* sums) {
-    for (int q = 0; q < group; q += VALUE_QUERIES, weights += VALUE_QUERIES * ATTEND_UNIT, sums += VALUE_QUERIES * dim) {
+    for (int q = 0; q < group;
+         q += VALUE_QUERIES, weights += VALUE_QUERIES * ATTEND_UNIT, sums += VALUE_QUERIES * dim) {
         switch (group - q) {
             case 1:
                 add_values<T, 1>(values, count, dim, weights, sums);

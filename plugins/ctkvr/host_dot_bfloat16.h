@@ -96,7 +96,8 @@ inline TileShapes tile_shapes(int group) {
 // `staged` [KEY_BLOCK, dim]: the keys side by side, for a tile is loaded with one distance between its rows.
 KVSEEK_TILES inline void multiply_tiles(const Bfloat16* paired, const Bfloat16* staged, int dim, int group,
                                         float* sums) {
-    const int key_bytes = dim * static_cast<int>(sizeof(Bfloat16)), query_bytes = group * static_cast<int>(sizeof(float));
+    const int key_bytes = dim * static_cast<int>(sizeof(Bfloat16)),
+              query_bytes = group * static_cast<int>(sizeof(float));
     _tile_zero(0);
     _tile_zero(1);
     for (int d = 0; d < dim; d += WORDS) {

@@ -29,14 +29,14 @@ struct Task {
     Counter taken;
     const int32_t* places;
     const int32_t* extents;
-    float* scores;       // [group, stride], scaled
-    float* statistics;   // [score_units, 2, group]: largest score, sum of e^(score - largest)
-    float* values;       // [stride], by which keys are ranked
-    int32_t* borderline; // [stride] keys among which a cut lies
-    uint64_t* ranks;     // [stride] their ranks
-    int32_t* rows;       // [stride] chosen keys, as indices of `places`
-    int32_t* best_rows;  // [stride] the same for the centroid update
-    float* partials;     // [attend_units, group, dim + 2]
+    float* scores;          // [group, stride], scaled
+    float* statistics;      // [score_units, 2, group]: largest score, sum of e^(score - largest)
+    float* values;          // [stride], by which keys are ranked
+    int32_t* borderline;    // [stride] keys among which a cut lies
+    uint64_t* ranks;        // [stride] their ranks
+    int32_t* rows;          // [stride] chosen keys, as indices of `places`
+    int32_t* best_rows;     // [stride] the same for the centroid update
+    float* partials;        // [attend_units, group, dim + 2]
     float lowest, highest;  // of the values
 };
 
@@ -50,8 +50,15 @@ struct Job {
     int error;
 
     explicit Job(const HostStep& step, int chosen_level)
-        : a(step), level(chosen_level), group(step.heads / step.kv_heads), tasks(nullptr), task_count(0),
-          unit_count(0), unit_tasks(nullptr), taken(), error(NO_ERROR) {}
+        : a(step),
+          level(chosen_level),
+          group(step.heads / step.kv_heads),
+          tasks(nullptr),
+          task_count(0),
+          unit_count(0),
+          unit_tasks(nullptr),
+          taken(),
+          error(NO_ERROR) {}
 
     void fail(HostError reason) { __atomic_store_n(&error, static_cast<int>(reason), __ATOMIC_RELAXED); }
 };

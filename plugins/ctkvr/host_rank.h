@@ -152,10 +152,12 @@ void rank(const Job& job, Task& task) {
     if (task.count > task.chosen || (a.best != nullptr && task.count > a.rho)) evaluate(job, task);
     task.chosen = take_best(task, task.chosen, task.rows);
     if (a.selected != nullptr)
-        write_places(task, task.rows, task.chosen, a.top_k, a.selected + (task.request * a.kv_heads + task.head) * a.top_k);
+        write_places(task, task.rows, task.chosen, a.top_k,
+                     a.selected + (task.request * a.kv_heads + task.head) * a.top_k);
 }
 
-// The list of the query as a centroid. Its scratch is rank's, which is done, but for the rows, which are read meanwhile.
+// The list of the query as a centroid. Its scratch is rank's, which is done, but for the rows, which are read
+// meanwhile.
 void list_best(const Job& job, const Task& task) {
     const HostStep& a = job.a;
     const int64_t pair = task.request * a.kv_heads + task.head;

@@ -1,4 +1,5 @@
-// Recall on host cores: the places in the lists of the nearest centroids, none twice (CTkvr paper, algorithm 2, part b).
+// Recall on host cores: the places in the lists of the nearest centroids, none twice (CTkvr paper, algorithm 2, part
+// b).
 #include "../common/kernel.h"
 #include "../common/parallel.h"
 #include "../common/simd.h"
@@ -38,7 +39,8 @@ void recall_one(const HostRecall& a, int64_t pair) {
         for (int64_t i = 0; i < a.width; i++)
             if (list[i] >= 0 && list[i] < length) bits[list[i] / WORD] |= uint64_t{1} << list[i] % WORD;
     }
-    for (int64_t place = a.first_recent[request]; place < length; place++) bits[place / WORD] |= uint64_t{1} << place % WORD;
+    for (int64_t place = a.first_recent[request]; place < length; place++)
+        bits[place / WORD] |= uint64_t{1} << place % WORD;
     int32_t* to = a.recalled + pair * a.capacity;
     int64_t count = 0;
     for (int64_t word = 0; word < words; word++)

@@ -123,7 +123,8 @@ void score_unit(const Job& job, const Task& task, int unit, const UnitKeys<T>& k
     KeyRequests<T> requests(next, dim, padded / KEYS * ASKED);
     float* statistics = task.statistics + int64_t{2} * unit * job.group;
     for (int q = 0; q < job.group; q++)
-        soften(scores + q * task.stride, keys.count, job.a.scaling, statistics + q, statistics + job.group + q, requests);
+        soften(scores + q * task.stride, keys.count, job.a.scaling, statistics + q, statistics + job.group + q,
+               requests);
     requests.all();
 }
 

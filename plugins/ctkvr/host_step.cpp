@@ -86,7 +86,9 @@ void run_step(const HostStep& a, int level) {
         if (!all) clear(a, request, request + 1);
     }
     if (plan(job, task_memory, work_memory)) {
-        void (*const body)(void*) = a.dtype == BFLOAT16 ? work<Bfloat16> : a.dtype == FLOAT16 ? work<Half> : work<float>;
+        void (*const body)(void*) = a.dtype == BFLOAT16  ? work<Bfloat16>
+                                    : a.dtype == FLOAT16 ? work<Half>
+                                                         : work<float>;
         if (job.task_count == 0) return;
         if (a.pool != nullptr)
             kvseek_ctkvr_pool_run(a.pool, body, &job);
@@ -113,10 +115,11 @@ bool shape_holds(const HostStep& a) {
 
 int check(const HostStep& a) {
     if (!shape_holds(a)) return BAD_SHAPE;
-    for (int64_t i = 0; i < int64_t{a.batch} * a.kv_heads; i++)
-        if (a.recalled_count[i] < 0 || a.recalled_count[i] > a.capacity) return BAD_COUNT;
-    for (int64_t request = 0; request < a.batch; request++)
-        if (a.slots[request] < 0 || a.slots[request] >= a.table_slots) return BAD_SLOT;
+    for (int64_t i = 0; i < int64_t{a.batch} * a.kv_heads; i++) {
+        const int32_t count = a.recalled_count[i], slot = a.slots[i / a.kv_heads];
+        if (count < 0 || count > a.capacity) return BAD_COUNT;
+        if (count > 0 && (slot < 0 || slot >= a.table_slots)) return BAD_SLOT;
+    }
     return NO_ERROR;
 }
 

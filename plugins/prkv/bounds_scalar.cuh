@@ -1,5 +1,5 @@
-// Upper bounds of q·k over the boxes of pages of float32 numbers, by one warp: a lane has each 32nd channel. Tensor
-// cores would round the numbers. The same interface as bounds_tensor.cuh.
+// Scores of pages (page_scores in reference.py) by their boxes of float32 numbers, by one warp: a lane has each 32nd
+// channel. Tensor cores would round the numbers. The same interface as bounds_tensor.cuh.
 #pragma once
 
 #include "select.cuh"
@@ -11,10 +11,12 @@ class Bounds {
     static constexpr int STEPS = DIM / 32;
     const Number* boxes = nullptr;
     const Number* queries = nullptr;
+    float near, far;
     PowerSum sums[LANES];
     int lane = threadIdx.x % 32;
 
   public:
+    __device__ __forceinline__ explicit Bounds(const SelectArguments& a) : near(a.near), far(a.far) {}
     __device__ __forceinline__ void load(const Number* first) { boxes = first; }
     __device__ __forceinline__ void load_queries(const SelectArguments& a, const Task& task) {
         queries = task.queries(a);
@@ -36,7 +38,7 @@ class Bounds {
 #pragma unroll
                 for (int s = 0; s < STEPS; ++s) {
                     const float q = query(column, lane + 32 * s);
-                    bound += q > 0.0f ? q * high[s] : q * low[s];
+                    bound += fmaxf(q * near, q * far) * high[s] + fminf(q * near, q * far) * low[s];
                 }
 #pragma unroll
                 for (int mask = 16; mask; mask /= 2) bound += __shfl_xor_sync(EVERYONE, bound, mask);

@@ -1,8 +1,9 @@
-// Upper bounds of q·k over the boxes of pages of 16-bit numbers, on tensor cores, by one warp.
+// Scores of pages (page_scores in reference.py) by their boxes of 16-bit numbers, on tensor cores, by one warp.
 //
-// A bound is the sum of max(q, 0) times the largest number of each channel and min(q, 0) times the smallest. Products
-// of 16-bit numbers are exact in float32. Any order of the channels will do as long as boxes and queries agree: a lane
-// takes eight neighbouring ones, so that its 16 bytes are four registers of the product as they are.
+// A score is the sum over the channels of max(q near, q far) times the largest number and min(q near, q far) times the
+// smallest. Products of 16-bit numbers are exact in float32. Any order of the channels will do as long as boxes and
+// queries agree: a lane takes eight neighbouring ones, so that its 16 bytes are four registers of the product as they
+// are.
 #pragma once
 
 #include "select.cuh"
@@ -16,17 +17,24 @@ using Pair = __nv_bfloat162;
 using Pair = __half2;
 #endif
 
-// Of an averaged query the parts are apart already: what rounding left has the sign of neither.
-__device__ __forceinline__ unsigned positive_part(unsigned two) {
-    if (REDUCTION == MEAN) return two;
-    const Pair numbers = __hmax2(*reinterpret_cast<const Pair*>(&two), Pair{Number(0.0f), Number(0.0f)});
-    return *reinterpret_cast<const unsigned*>(&numbers);
-}
-__device__ __forceinline__ unsigned negative_part(unsigned two) {
-    if (REDUCTION == MEAN) return two;
-    const Pair numbers = __hmin2(*reinterpret_cast<const Pair*>(&two), Pair{Number(0.0f), Number(0.0f)});
-    return *reinterpret_cast<const unsigned*>(&numbers);
-}
+// What two channels of a query count times the largest and times the smallest numbers of a box. Of an averaged query
+// these are apart already.
+struct Factors {
+    Pair near, far;
+    __device__ __forceinline__ explicit Factors(const SelectArguments& a)
+        : near{from_float<Number>(a.near), from_float<Number>(a.near)},
+          far{from_float<Number>(a.far), from_float<Number>(a.far)} {}
+    __device__ __forceinline__ unsigned on_largest(unsigned two) const {
+        if (REDUCTION == MEAN) return two;
+        const Pair q = *reinterpret_cast<const Pair*>(&two), numbers = __hmax2(__hmul2(q, near), __hmul2(q, far));
+        return *reinterpret_cast<const unsigned*>(&numbers);
+    }
+    __device__ __forceinline__ unsigned on_smallest(unsigned two) const {
+        if (REDUCTION == MEAN) return two;
+        const Pair q = *reinterpret_cast<const Pair*>(&two), numbers = __hmin2(__hmul2(q, near), __hmul2(q, far));
+        return *reinterpret_cast<const unsigned*>(&numbers);
+    }
+};
 
 // With g = lane / 4 and t = lane % 4, this lane has pages g and g + 8 of a tile and channels 32 s + 8 t .. + 7 of
 // step s.
@@ -36,11 +44,14 @@ class Bounds {
     static constexpr int COLUMNS = REDUCTION == MEAN ? 2 : LANES;
     static constexpr int COLUMN_TILES = (COLUMNS + 7) / 8;
     uint4 boxes[2][STEPS][2];  // [smallest, largest][step][page g or g + 8]
-    uint4 queries[REDUCTION == MEAN ? 2 : 1][COLUMN_TILES][STEPS];  // [negative and positive part], or both in one
+    uint4 queries[REDUCTION == MEAN ? 2 : 1][COLUMN_TILES][STEPS];  // [times the smallest, times the largest], or as they are
+    Factors factors;
     PowerSum sums[COLUMN_TILES][2];  // of columns 8 i + 2 t and 8 i + 2 t + 1
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 
   public:
+    __device__ __forceinline__ explicit Bounds(const SelectArguments& a) : factors(a) {}
+
     // Start to load the boxes of TILE neighbouring pages. Those past the region's end hold anything; only their own
     // bounds depend on them.
     __device__ __forceinline__ void load(const Number* first) {
@@ -62,7 +73,7 @@ class Bounds {
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
                 if (REDUCTION == MEAN) {
-                    average(from + 32 * s, queries[0][i][s], queries[1][i][s]);
+                    average(a, from + 32 * s, queries[0][i][s], queries[1][i][s]);
                 } else {
                     queries[0][i][s] = make_uint4(0, 0, 0, 0);
                     if (8 * i + g < LANES)
@@ -80,10 +91,10 @@ class Bounds {
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
                 const uint4 low = queries[0][i][s], high = queries[REDUCTION == MEAN ? 1 : 0][i][s];
-                multiply(bound, boxes[0][s], negative_part(low.x), negative_part(low.y), negative_part(low.z),
-                         negative_part(low.w));
-                multiply(bound, boxes[1][s], positive_part(high.x), positive_part(high.y), positive_part(high.z),
-                         positive_part(high.w));
+                multiply(bound, boxes[0][s], factors.on_smallest(low.x), factors.on_smallest(low.y),
+                         factors.on_smallest(low.z), factors.on_smallest(low.w));
+                multiply(bound, boxes[1][s], factors.on_largest(high.x), factors.on_largest(high.y),
+                         factors.on_largest(high.z), factors.on_largest(high.w));
             }
             if (REDUCTION == MEAN) bound[0] += bound[1], bound[2] += bound[3];
 #pragma unroll
@@ -116,9 +127,10 @@ class Bounds {
         multiply_16x8x16(bound, box[0].z, box[1].z, box[0].w, box[1].w, z, w, Number());
     }
 
-    // Eight channels of the group's mean query, those that are negative and those that are positive: column 0 has them
+    // Eight channels of the group's mean query times what `smallest` and `largest` numbers count: column 0 has them
     // rounded, column 1 what rounding took away.
-    __device__ __forceinline__ void average(const Number* from, uint4& negative, uint4& positive) const {
+    __device__ __forceinline__ void average(const SelectArguments& a, const Number* from, uint4& smallest,
+                                            uint4& largest) const {
         float mean[8] = {};
         for (int head = 0; head < GROUP; ++head) {
             Eight<Number> eight;
@@ -126,16 +138,18 @@ class Bounds {
 #pragma unroll
             for (int c = 0; c < 8; ++c) mean[c] += eight[c];
         }
-        Number* parts[2] = {reinterpret_cast<Number*>(&negative), reinterpret_cast<Number*>(&positive)};
+        Number* parts[2] = {reinterpret_cast<Number*>(&smallest), reinterpret_cast<Number*>(&largest)};
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
-            mean[c] /= GROUP;
-            Number number = from_float<Number>(mean[c]);
-            if (g == 1) number = from_float<Number>(mean[c] - to_float(number));
-            const bool used = g < 2;
-            parts[0][c] = used && mean[c] < 0.0f ? number : Number(0.0f);
-            parts[1][c] = used && mean[c] > 0.0f ? number : Number(0.0f);
+            const float near = mean[c] / GROUP * a.near, far = mean[c] / GROUP * a.far;
+            parts[0][c] = column_part(fminf(near, far));
+            parts[1][c] = column_part(fmaxf(near, far));
         }
+    }
+    __device__ __forceinline__ Number column_part(float number) const {
+        const Number rounded = from_float<Number>(number);
+        if (g == 1) return from_float<Number>(number - to_float(rounded));
+        return g == 0 ? rounded : Number(0.0f);
     }
 };
 

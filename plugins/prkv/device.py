@@ -22,7 +22,6 @@ from .reference import ReferenceIndex, update_is_due
 from .store import RowStore, cached_pages
 from .update import Updater
 
-SHARED_PAGES = 16384  # as in layout.cuh
 BOX_THREADS = 256
 ALIGNMENT = 16  # bytes: the kernels load that much at once
 
@@ -43,19 +42,19 @@ class SelectArguments(ctypes.Structure):
     """Arguments of kvseek_prkv_select, as in select.cuh."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("queries", "requests", "table", "boxes", "static_rows", "scores", "ranks")),
+        *((name, c_void_p) for name in ("queries", "requests", "table", "boxes", "static_rows", "scores")),
         *((name, c_void_p) for name in ("normalisers", "finished", "picked", "recent", "static_held", "held")),
         *((name, c_void_p) for name in ("rows", "cached", "keep")),
         *((name, c_int32) for name in ("kv_heads", "max_extents", "top_k", "window_queries")),
         *((name, c_int32) for name in ("held_pages", "static_room")),
-        ("scaling", c_float),
+        *((name, c_float) for name in ("scaling", "near", "far")),
     )
 
 
 class Workspace:
     """Intermediate results of a selection. Layers run one after another, so one workspace serves all of them.
 
-    Bounds of pages lie in extents, as boxes do: 4 + 4 x lanes bytes per page and KV head, once and not per layer. The
+    Scores of pages lie in extents, as boxes do: 4 x lanes bytes per page and KV head, once and not per layer. The
     rest is kept for each batch size, for captured graphs hold its addresses.
     """
 
@@ -63,7 +62,6 @@ class Workspace:
         self._context, self._lanes = context, lanes
         pages = (context.extents.capacity, context.num_kv_heads, pages_of_extent)
         self.scores = torch.empty((*pages, lanes), dtype=torch.float32, device=context.device)
-        self.ranks = torch.empty(pages, dtype=torch.int32, device=context.device)
         self._by_tasks: dict[int, dict[str, Any]] = {}
 
     def __call__(self, batch: int, multiprocessors: int) -> dict[str, Any]:
@@ -196,7 +194,7 @@ class CudaIndex(DeviceIndex):
         rows = torch.empty(shape, dtype=torch.int32, device=queries.device)
         arguments = SelectArguments(
             **_pointers(arrays, "boxes", "static_rows"),
-            **_pointers(self.workspace, "scores", "ranks"),
+            **_pointers(self.workspace, "scores"),
             queries=queries.data_ptr(),
             requests=batch.requests.data_ptr(),
             table=batch.table.data_ptr(),
@@ -209,6 +207,8 @@ class CudaIndex(DeviceIndex):
             window_queries=self.config.window_queries,
             static_room=self.config.most_static,
             scaling=self.context.scaling,
+            near=(1 + self.config.box_radius) / 2,
+            far=(1 - self.config.box_radius) / 2,
         )
         if live:
             arguments.picked, arguments.recent = arrays.picked.data_ptr(), arrays.recent.data_ptr()
@@ -218,8 +218,8 @@ class CudaIndex(DeviceIndex):
             arguments.static_held, arguments.held = store.static_held.data_ptr(), store.held.data_ptr()
             arguments.cached, arguments.keep = _address(selection.cached), _address(selection.keep)
             arguments.held_pages = store.held.shape[2]
-        grid, shared_bytes = (scratch["chunks"], batch.size * heads, 1), 4 * SHARED_PAGES
-        self._kernels.launch("kvseek_prkv_select", grid, self._threads, arguments, shared_bytes, overlap=True)
+        grid = (scratch["chunks"], batch.size * heads, 1)
+        self._kernels.launch("kvseek_prkv_select", grid, self._threads, arguments, overlap=True)
         return selection
 
     def _box_arguments(self, slot: int, start: int) -> BoxArguments:

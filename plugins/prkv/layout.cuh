@@ -23,7 +23,6 @@ constexpr int ROW = 2 * DIM;                              // numbers of a row: t
 constexpr int TILE = PAGES_OF_EXTENT < 16 ? 8 : 16;       // pages that a warp scores at once; they lie in one extent
 constexpr int THREADS = DIM <= 128 ? 512 : 256;           // of the selection: a thread holds the numbers of a tile
 constexpr int WARPS = THREADS / 32;
-constexpr int SHARED_PAGES = 16384;  // pages of a region whose ranks fit into shared memory
 constexpr unsigned EVERYONE = 0xffffffffu;
 constexpr float LOG2_E = 1.4426950408889634f;
 

@@ -1,4 +1,4 @@
-// PRKV's selection in one launch: bounds of all pages, then the rows of the static set and of the best pages (paper,
+// PRKV's selection in one launch: scores of all pages, then the rows of the static set and of the best pages (paper,
 // section 4.1).
 //
 // The CTAs of a task score its pages in tiles, a warp a tile; the last one to finish chooses. A second kernel would
@@ -34,17 +34,17 @@ __device__ __forceinline__ void record_queries(const SelectArguments& a, const T
         *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(task.queries(a) + i);
 }
 
-// Whether this CTA is the last of its task to come here: then it sees what the others have written.
+// Whether this CTA is the last of its task to come here: then it sees what the others have written, past the L1 cache.
 __device__ __forceinline__ bool arrive_last(const SelectArguments& a, const Task& task) {
     __shared__ int last;
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0) {  // one thread's fences pass on what the barriers before and after it order
+        __threadfence();
         last = atomicAdd(a.finished + task.number, 1) == static_cast<int>(gridDim.x) - 1;
         if (last) a.finished[task.number] = 0;
+        __threadfence();
     }
     __syncthreads();
-    __threadfence();
     return last != 0;
 }
 
@@ -56,19 +56,18 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
     kvseek_prkv_select(const __grid_constant__ kvseek::prkv::SelectArguments a) {
     using namespace kvseek;
     using namespace kvseek::prkv;
-    extern __shared__ __align__(16) unsigned char dynamic_memory[];
     __shared__ ChooseMemory memory;
     __shared__ PowerSum warp_sums[WARPS][LANES];
     const Task task(a);
     const int pages = task.pages(), first_page = task.static_rows(a) / PAGE;
     const bool idle = task.request.dense != 0;
     Tiles tiles(first_page, pages);
-    Bounds bounds;
+    Bounds bounds(a);
     if (!idle && tiles.left()) bounds.load(a.boxes + task.entry(a, tiles.number * TILE) * BOX);
     await_earlier_kernels();
     if (idle) return;
-    if (a.recent && blockIdx.x == 0) record_queries(a, task);
     bounds.load_queries(a, task);
+    if (a.recent && blockIdx.x == 0) record_queries(a, task);
     for (; tiles.left(); tiles.number += tiles.stride) {
         const int first = tiles.number * TILE;
         float* scores = a.scores + task.entry(a, first) * LANES;
@@ -91,5 +90,5 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
             a.normalisers[chunk * LANES + threadIdx.x] = make_float2(sum.largest, sum.sum);
         }
     }
-    if (arrive_last(a, task)) choose(a, task, memory, reinterpret_cast<unsigned*>(dynamic_memory));
+    if (arrive_last(a, task)) choose(a, task, memory);
 }

@@ -13,8 +13,7 @@ struct SelectArguments {
     const int* table;         // [slots, max_extents]
     const Number* boxes;      // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
     const int* static_rows;   // [slots]
-    float* scores;            // [extents, kv_heads, PAGES_OF_EXTENT, LANES] bounds of the pages
-    unsigned* ranks;          // [extents, kv_heads, PAGES_OF_EXTENT] larger is better; if shared memory is too small
+    float* scores;            // [extents, kv_heads, PAGES_OF_EXTENT, LANES] of the pages
     float2* normalisers;      // [tasks, chunks, LANES] largest exponent, sum of the powers relative to it
     int* finished;            // [tasks] CTAs that are done; 0 between launches
     int* picked;              // [extents, kv_heads, PAGES_OF_EXTENT] selections of each page; null: not counted
@@ -28,6 +27,7 @@ struct SelectArguments {
     int held_pages;   // pages that the store has room for, of a slot and KV head
     int static_room;  // static rows that it has room for: the pages come behind them
     float scaling;    // softmax scale
+    float near, far;  // (1 ± box_radius) / 2: what q times a box's nearer and farther number counts
 };
 
 struct Task {

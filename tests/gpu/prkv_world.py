@@ -117,7 +117,6 @@ def poison(index: CudaIndex | ReferenceIndex) -> None:
         integers.fill_(-77)
     if isinstance(index, CudaIndex):
         index.workspace.scores.fill_(torch.nan)
-        index.workspace.ranks.fill_(-1)
         index._pending.fill_(torch.nan)
         if index.store is not None:
             index.store.rows.fill_(torch.nan)

@@ -193,7 +193,7 @@ def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None
 
 @pytest.mark.parametrize("n", [20_000, 530_000])
 def test_equal_pages_are_taken_in_order(n: int) -> None:
-    """All bounds are equal; the longer region's ranks do not fit into shared memory."""
+    """All scores are equal."""
     world = World(Config(static_share=0.0), "bfloat16", 64, 2, [n])
     rows = torch.ones(KV_HEADS, n, 2, 64, dtype=torch.bfloat16)
     world.prompt(0, rows, torch.randn(KV_HEADS * 2, 64, 64).bfloat16())

@@ -1,9 +1,8 @@
-// K-means, second half of a round: the sum of each cluster's keys, and at the end means, sizes and sorted places.
+// K-means, the end: mean and size of each cluster.
 //
 // A block has a few clusters of a head. Its warps look through all labels for keys of theirs, which they list in shared
 // memory and then read, a row at a time. So nothing is sorted and no sum is shared between blocks: every sum has one
-// order, the same in every run, and needs no atomics on floats. Labels are 16 bits, 256 in a load of a warp: looking
-// through them is 1/40 of the round's work or so, counted in instructions.
+// order, the same in every run, and needs no atomics on floats. Labels are 16 bits, 256 in a load of a warp.
 #pragma once
 
 #include "kmeans.cuh"
@@ -19,7 +18,7 @@ constexpr int TOGETHER = sizeof(Number) * EACH <= 8 ? 8 : 4;  // rows on their w
 static_assert(LISTED >= 2 * PASS, "a list has room for what one more look may find");
 
 // Shared memory of a block: lists, and then the sums of its warps.
-struct SumSpace {
+struct MeanSpace {
     union {
         struct {
             unsigned found[WARPS][LISTED];   // key * OWN + cluster
@@ -105,31 +104,25 @@ __device__ __forceinline__ int label_passes(const KMeansArguments& a) {
     return (a.tokens + PASS - 1) / PASS;
 }
 
-// Add rows `begin` .. `end` - 1 of a list of keys to a sum, in order; times their scales, or as they are.
-template <bool SCALED>
+// Add rows `begin` .. `end` - 1 of a list of keys to a sum, in order.
 __device__ __forceinline__ void add_rows(const KMeansArguments& a, int head, const unsigned* keys, int begin, int end,
                                          float (&sum)[EACH]) {
     const int lane = threadIdx.x % WARP;
-    const float* scales = a.scales + static_cast<long long>(head) * a.label_stride;
     for (int i = begin; i < end; i += TOGETHER) {
-        float rows[TOGETHER][EACH], scale[TOGETHER];
+        float rows[TOGETHER][EACH];
 #pragma unroll
-        for (int j = 0; j < TOGETHER; ++j) {
-            const int key = static_cast<int>(keys[min(i + j, end - 1)]);
-            load_row(key_of(a, head, key), lane, rows[j]);
-            scale[j] = SCALED ? scales[key] : 1.0f;
-        }
+        for (int j = 0; j < TOGETHER; ++j)
+            load_row(key_of(a, head, static_cast<int>(keys[min(i + j, end - 1)])), lane, rows[j]);
 #pragma unroll
         for (int j = 0; j < TOGETHER; ++j)
             if (i + j < end)
 #pragma unroll
-                for (int e = 0; e < EACH; ++e) sum[e] += rows[j][e] * scale[j];
+                for (int e = 0; e < EACH; ++e) sum[e] += rows[j][e];
     }
 }
 
 // Sums of the keys of clusters first .. first + OWN - 1 that this warp finds: it looks at every WARPS-th pass.
-template <bool SCALED>
-__device__ __forceinline__ void sum_own_keys(const KMeansArguments& a, int head, int first, SumSpace& space,
+__device__ __forceinline__ void sum_own_keys(const KMeansArguments& a, int head, int first, MeanSpace& space,
                                              float (&sums)[OWN][EACH], int& size) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     unsigned *found = space.found[warp], *sorted = space.sorted[warp];
@@ -146,20 +139,19 @@ __device__ __forceinline__ void sum_own_keys(const KMeansArguments& a, int head,
 #pragma unroll
         for (int own = 0; own < OWN; ++own) {
             const int stop = __shfl_sync(EVERYONE, end, own), begin = stop - __shfl_sync(EVERYONE, count, own);
-            add_rows<SCALED>(a, head, sorted, begin, stop, sums[own]);
+            add_rows(a, head, sorted, begin, stop, sums[own]);
         }
         size += count;
     });
 }
 
-// New directions (SCALED: of keys of length 1), or means and sizes of clusters first .. first + OWN - 1.
-// All threads of a block; the caller lets them meet before the space is used again.
-template <bool SCALED>
-__device__ __forceinline__ void sum_part(const KMeansArguments& a, int head, int first, SumSpace& space) {
+// Means and sizes of clusters first .. first + OWN - 1. All threads of a block; the caller lets them meet before the
+// space is used again.
+__device__ __forceinline__ void mean_part(const KMeansArguments& a, int head, int first, MeanSpace& space) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     float sums[OWN][EACH] = {};
     int size = 0;
-    sum_own_keys<SCALED>(a, head, first, space, sums, size);
+    sum_own_keys(a, head, first, space, sums, size);
     __syncthreads();  // lists become sums
 #pragma unroll
     for (int own = 0; own < OWN; ++own)
@@ -176,19 +168,11 @@ __device__ __forceinline__ void sum_part(const KMeansArguments& a, int head, int
 #pragma unroll
         for (int i = 0; i < EACH; ++i) sum[i] += space.sums[w][warp][column_of(i, lane)];
     }
-    if constexpr (SCALED) {
-        // A cluster that lost all its keys keeps its direction, and may win keys again.
-        float origin[EACH];
+    const long long row = cluster_row(a, head, cluster);
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) origin[i] = a.origins[head * DIM + column_of(i, lane)];
-        if (keys > 0) store_direction(a, head, cluster, sum, origin);
-    } else {
-        const long long row = cluster_row(a, head, cluster);
-#pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            a.centroids[row * DIM + column_of(i, lane)] = from_float<Number>(keys > 0 ? sum[i] / keys : 0.0f);
-        if (lane == 0) a.sizes[row] = keys;
-    }
+    for (int i = 0; i < EACH; ++i)
+        a.centroids[row * DIM + column_of(i, lane)] = from_float<Number>(keys > 0 ? sum[i] / keys : 0.0f);
+    if (lane == 0) a.sizes[row] = keys;
 }
 
 }  // namespace kmeans
