@@ -94,12 +94,35 @@ def test_launches_of_a_long_prompt() -> None:
     keys = torch.zeros(KV_HEADS, 9000, 128, dtype=torch.bfloat16)
     changed = means.cluster(1, keys, 0, 0, 112, arrays)
     assert changed.shape == (4, KV_HEADS)
-    rounds = ["assign", "sum"] * 3 + ["assign"]  # a round's sums serve the next
+    rounds = ["assign", "place", "turn"] * 3 + ["assign"]  # directions are turned for the round that follows
     assert kernels.names() == ["seed", *rounds, "mean", "order"]
     grids = {name: blocks for name, blocks, _ in kernels.launches}
-    assert (grids["assign"], grids["sum"], grids["order"]) == (36, 14, 14)  # 256 keys and 8 clusters a block
-    numbers = [arguments.round for name, _, arguments in kernels.launches if name == "assign"]
-    assert numbers == [0, 1, 2, 3]
+    assert (grids["assign"], grids["mean"], grids["order"]) == (36, 14, 14)  # 256 keys, 8 clusters a block
+    assert (grids["place"], grids["turn"]) == (36, 18)  # 256 keys, 512 list entries
+    for kernel, last in (("assign", 4), ("place", 3), ("turn", 3)):
+        numbers = [arguments.round for name, _, arguments in kernels.launches if name == kernel]
+        assert numbers == list(range(last))
+
+
+@pytest.mark.usefixtures("_without_gpu")
+def test_work_space_has_room_for_what_kernels_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Tensor] = []
+    empty = torch.empty
+
+    def noted(*arguments: Any, **options: Any) -> torch.Tensor:
+        made.append(empty(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty", noted)
+    means, kernels, arrays = make(Config(iterations=3), 128, 9000)
+    means.cluster(1, torch.zeros(KV_HEADS, 9000, 128, dtype=torch.bfloat16), 0, 0, 112, arrays)
+    sizes = {array.data_ptr(): array.numel() * array.itemsize for array in made}
+    arguments = kernels.launches[0][2]
+    keys, clusters = KV_HEADS * 9000, KV_HEADS * 112
+    wanted = {"labels": 2 * keys, "scales": 4 * keys, "list": 8 * keys, "counts": 4 * clusters, "cursors": 4 * clusters}
+    wanted |= {"sums": 8 * 128 * clusters, "summed": 4 * clusters, "directions": 2 * (128 + 8) * clusters}
+    wanted |= {"changed": 4 * 4 * KV_HEADS, "origins": 4 * 128 * KV_HEADS, "arrivals": 4 * KV_HEADS}
+    assert {name: sizes[getattr(arguments, name)] for name in wanted} == wanted
 
 
 @pytest.mark.usefixtures("_without_gpu")
@@ -109,7 +132,14 @@ def test_few_keys_take_one_launch() -> None:
     means.cluster(1, keys, 2500, 31, 4, arrays)
     ((name, blocks, arguments),) = kernels.launches
     assert (name, blocks) == ("cluster", 1)
-    wanted = {"tokens": 320, "clusters": 4, "rounds": 21, "label_stride": 320, "first_place": 2500, "first_cluster": 31}
+    wanted = {
+        "tokens": 320,
+        "clusters": 4,
+        "rounds": Config().iterations + 1,
+        "label_stride": 320,
+        "first_place": 2500,
+        "first_cluster": 31,
+    }
     wanted |= {"head_stride": 256, "token_stride": 256 * KV_HEADS, "slots_per_extent": 16, "kv_heads": KV_HEADS}
     assert {field: getattr(arguments, field) for field in wanted} == wanted
     assert arguments.keys == keys.data_ptr()
@@ -121,7 +151,7 @@ def test_wide_heads_have_smaller_blocks() -> None:
     means, kernels, arrays = make(Config(iterations=1), 160, 3000)
     means.cluster(1, torch.zeros(KV_HEADS, 3000, 160, dtype=torch.bfloat16), 0, 0, 37, arrays)
     grids = {name: blocks for name, blocks, _ in kernels.launches}
-    assert (grids["assign"], grids["sum"]) == (24, 10)
+    assert (grids["assign"], grids["mean"]) == (24, 10)
 
 
 @pytest.mark.usefixtures("_without_gpu")

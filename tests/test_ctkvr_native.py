@@ -317,7 +317,9 @@ def test_levels(library: CpuLibrary) -> None:
 CONFIG = Config(centroids=64, centroid_divisor=16, top_k=40, recent=60)
 
 
-def _make(kind: type[ReferenceIndex], library: CpuLibrary, lengths: list[int], group: int, dtype: torch.dtype):  # type: ignore[no-untyped-def]
+def _make(
+    kind: type[ReferenceIndex], library: CpuLibrary, lengths: list[int], group: int, dtype: torch.dtype
+) -> ReferenceIndex:
     context = make_context(CONFIG, 64, group, lengths)
     context = dataclasses.replace(context, library=library, dtype=dtype)
     pool = torch.full((8, 2, KV_HEADS, 1024, 2, 64), float("nan")).to(dtype)[:, 1]

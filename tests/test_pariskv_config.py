@@ -45,3 +45,9 @@ class TestConfig:
     def test_schedule_must_ascend(self, bounds: tuple[int | None, ...]) -> None:
         with pytest.raises(ConfigError, match="schedule_steps"):
             Config(schedule_steps=tuple(ScheduleStep(bound, 0.5, 0.5) for bound in bounds))
+
+
+def test_candidates_are_the_schedules_share_but_at_least_four_a_row() -> None:
+    config = Config(top_k=100)
+    assert [config.candidates(n) for n in (0, 350, 2000, 8000, 100_000)] == [0, 350, 1000, 2000, 10_000]
+    assert Config(top_k=704).candidates(8000) == 2816

@@ -22,7 +22,7 @@ def select_by_hand(index: ReferenceIndex, query: Tensor, head: int) -> list[int]
     config, n = index.config, index.context.lengths[0]
     read = index.context.extents.read
     ids, codes, weights = (read(array, 0, n)[head] for array in (index.ids, index.codes, index.weights))
-    rho, beta = config.schedule(n)
+    rho, _ = config.schedule(n)
     budget = math.ceil(rho * n)
     lanes = query.mean(dim=0, keepdim=True) if config.group_reduce == "mean" else query
     lanes = codebook.rotate(lanes, index.signs)
@@ -37,7 +37,7 @@ def select_by_hand(index: ReferenceIndex, query: Tensor, head: int) -> list[int]
             votes[lane, members] += next((tier for tier, share in shares if preceding < share * budget), 0)
             preceding += int(members.sum())
     best = votes.max(dim=0).values.tolist()
-    count = min(n, max(config.top_k, math.ceil(beta * n)))
+    count = config.candidates(n)
     candidates = sorted(sorted(range(n), key=lambda i: (-best[i], i))[:count])
     vectors = codebook.dequantise(codes, index.levels) * weights.float().repeat_interleave(8, dim=-1)
     scores_of = lanes @ vectors[candidates].T

@@ -27,7 +27,7 @@ class Config:
     clusters_per_update : int
         Clusters per 320 generated tokens.
     iterations : int
-        Most rounds of k-means.
+        Most rounds of k-means. The paper goes on until no key moves; 8 rounds retrieve as well (README).
     seed : int
         Seed of the choice of the first centroids.
     dense_layers : int
@@ -42,7 +42,7 @@ class Config:
     top_k: int = 1024
     tokens_per_cluster: int = 80
     clusters_per_update: int = 4
-    iterations: int = 20
+    iterations: int = 8
     seed: int = 0
     dense_layers: int = 2
     group_reduce: str = "softmax_mean"
@@ -54,7 +54,7 @@ class Config:
         require(1 <= tokens <= EXTENT_TOKENS, "tokens_per_cluster", tokens, limit, "80 is the default")
         limit, count = f"between 1 and {GENERATED_TOKENS}", self.clusters_per_update
         require(1 <= count <= GENERATED_TOKENS, "clusters_per_update", count, limit, "4 is the default")
-        require(self.iterations >= 1, "iterations", self.iterations, ">= 1", "20 is the default")
+        require(self.iterations >= 1, "iterations", self.iterations, ">= 1", "8 is the default")
         require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2**63)", "any such number will do")
         require(self.dense_layers >= 0, "dense_layers", self.dense_layers, ">= 0", "2 is the default")
         require_group_reduce(self.group_reduce, "group_reduce")

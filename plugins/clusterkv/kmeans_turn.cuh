@@ -1,9 +1,10 @@
 // K-means, second half of a round: lists of keys by cluster, and from them the new directions.
 //
-// A key has a place in the list of its cluster by an atomic counter, so lists have no fixed order. Sums do not depend on
-// it: they are integers, of unit keys counted in steps of 1 / ONE. That makes work easy to share out. A warp has CHUNK
-// entries of the list, whatever clusters they are of, and hands in a sum for each; the warp that brings a cluster's last
-// key turns its direction. So a cluster of half of all keys costs what others do, and every row is read once.
+// A key has a place in the list of its cluster by an atomic counter, so lists have no fixed order. Sums do not depend
+// on it: they are integers, of unit keys counted in steps of 1 / ONE. That makes work easy to share out. A warp has
+// CHUNK entries of the list, whatever clusters they are of, and hands in a sum for each; the warp that brings a
+// cluster's last key turns its direction. So a cluster of half of all keys costs what others do, and every row is read
+// once.
 #pragma once
 
 #include "kmeans.cuh"
@@ -13,11 +14,11 @@ namespace kvseek {
 namespace clusterkv {
 namespace kmeans {
 
-constexpr int CHUNK = 64;                            // list entries of a warp
-constexpr int IN_FLIGHT = 8;                         // rows on their way to a warp
-constexpr int TURN_BLOCKS = EACH <= 4 ? 4 : 2;       // of a multiprocessor: 64 or 128 registers a thread
-constexpr float ONE = 1 << 21;                       // of a unit key, the number 1
-constexpr float BIAS = 3 << 22;                      // 1.5 * 2^23: added to |x| <= 2^22 it rounds x
+constexpr int CHUNK = 64;                       // list entries of a warp
+constexpr int IN_FLIGHT = 8;                    // rows on their way to a warp
+constexpr int TURN_BLOCKS = EACH <= 4 ? 4 : 2;  // of a multiprocessor: 64 or 128 registers a thread
+constexpr float ONE = 1 << 21;                  // of a unit key, the number 1
+constexpr float BIAS = 3 << 22;                 // 1.5 * 2^23: added to |x| <= 2^22 it rounds x
 static_assert(CHUNK % WARP == 0 && WARP % IN_FLIGHT == 0, "rows come in whole groups");
 
 // Before lists are filled: where each cluster's begins. All threads of a block, once no count changes any more.

@@ -25,7 +25,7 @@ struct HostStep {
     int32_t capacity, top_k, rho;
     int32_t table_slots, max_extents;
     int32_t dtype;    // of queries and rows: HostType
-    int32_t level;    // HostLevel; AUTOMATIC: the best that is here
+    int32_t level;    // HostLevel; AUTOMATIC: the fastest that is here
     int32_t threads;  // without a pool
     float scaling;
 };

@@ -26,7 +26,7 @@ PINS = {"none": 0, "workers": 1, "all": 2}
 ERRORS = {
     1: "a size that host kernels do not support: head_dim must be a multiple of 32 up to 256, at most 16 query heads "
     "may share a KV head; set execution to 'uva'",
-    2: "the instruction level that was asked for is not on this processor; ask for -1, the best that is",
+    2: "the instruction level that was asked for is not on this processor; ask for -1, the fastest that is",
     3: "a number of recalled places that is negative or beyond the capacity",
     4: "a slot that the extent table does not hold",
     5: "a recalled place outside of its slot's extents",

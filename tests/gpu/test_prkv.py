@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from gpu.prkv_world import KV_HEADS, SHAPES, World, attend, check_attended, make_pair, random_rows, token_numbers
-from kvseek.plugins.common.group import query_lanes, reduce_scores
+from kvseek.plugins.common.group import reduce_scores
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.device import CudaIndex
-from kvseek.plugins.prkv.reference import page_scores
+from kvseek.plugins.prkv.reference import page_lanes, page_scores
 
 pytestmark = pytest.mark.gpu
 
@@ -42,11 +42,13 @@ def test_prompts_are_arranged_as_by_the_reference(
             assert torch.equal(boxes[:, number], torch.stack((own.amin(dim=1), own.amax(dim=1)), dim=1))
 
 
-@pytest.mark.parametrize("lengths", [[600, 513], [5000, 1024, 1025], [70_000, 3]], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "radius"), [([600, 513], 1.0), ([5000, 1024, 1025], 0.4), ([70_000, 3], 0.5)], ids=str
+)
 @pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page"), SHAPES)
-def test_selection(dtype: str, dim: int, group: int, reduce: str, page: int, lengths: list[int]) -> None:
+def test_selection(dtype: str, dim: int, group: int, reduce: str, page: int, lengths: list[int], radius: float) -> None:
     torch.manual_seed(dim + group + len(lengths))
-    config = Config(top_k=512, page=page, group_reduce=reduce)
+    config = Config(top_k=512, page=page, group_reduce=reduce, box_radius=radius)
     found = World(config, dtype, dim, group, lengths)
     for slot, n in enumerate(lengths):
         found.prompt(slot, random_rows(n, dim, found.dtype), torch.randn(KV_HEADS * group, 100, dim).to(found.dtype))
@@ -64,8 +66,8 @@ def check_request(world: World, queries: Tensor, slot: int, rows: Tensor) -> Non
     static, page = int(world.arrays.static_rows[slot].item()), config.page
     assert torch.equal(rows[:, :static], torch.arange(static, dtype=torch.int32).expand(KV_HEADS, -1))
     boxes = world.arrays.by_page(world.arrays.boxes, slot, n).cpu()[:, static // page :]
-    lanes = query_lanes(queries.view(KV_HEADS, -1, world.dim), config.group_reduce)
-    values = reduce_scores(page_scores(lanes, boxes), config.group_reduce, world.context.scaling)
+    lanes = page_lanes(queries.view(KV_HEADS, -1, world.dim), config.group_reduce)
+    values = reduce_scores(page_scores(lanes, boxes, config.box_radius), config.group_reduce, world.context.scaling)
     wanted = min(boxes.shape[1], (config.top_k - static) // page)
     for head in range(KV_HEADS):
         chosen = rows[head, static:].view(-1, page)
