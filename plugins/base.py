@@ -246,7 +246,10 @@ class DeviceIndex(Index):
             The common kernel, which reads rows wherever they lie.
         """
         assert self.rows is not None, "the engine binds every index"
-        return attention.launch(queries, batch, window, self.rows.pointer, self.rows.extent_stride, selection)
+        rows = self.rows
+        return attention.launch(
+            queries, batch, window, rows.pointer, rows.extent_stride, selection, on_host=rows.on_host
+        )
 
     @abstractmethod
     def stage(self, slot: int, start: int, keys: Tensor) -> None:

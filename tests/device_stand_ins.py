@@ -111,6 +111,7 @@ class TorchAttention:
         selection: DeviceSelection | None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
+        on_host: bool = False,
     ) -> Tensor:
         assert queries.is_contiguous()
         assert lse is None, "attend_reference keeps it to itself"

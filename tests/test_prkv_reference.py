@@ -16,7 +16,7 @@ from kvseek.plugins.common.group import GROUP_REDUCTIONS
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.costs import costs
 from kvseek.plugins.prkv.device import cuda_defines
-from kvseek.plugins.prkv.reference import ReferenceIndex, page_scores, update_is_due
+from kvseek.plugins.prkv.reference import ReferenceIndex, page_lanes, page_scores, update_is_due
 from kvseek.plugins.prkv.static import (
     automatic_count,
     candidates,
@@ -27,7 +27,7 @@ from kvseek.plugins.prkv.static import (
 )
 
 GROUP, DIM = 3, 32
-SMALL = Config(top_k=64, page=8, window_queries=4, update_interval=8)
+SMALL = Config(top_k=64, static_share=0.25, page=8, window_queries=4, update_interval=8)
 
 
 class Case:
@@ -137,14 +137,14 @@ def test_a_static_set_may_grow() -> None:
 
 def test_candidates_are_the_first_places_and_the_pages_picked_most() -> None:
     picked = torch.tensor([[9, 9, 0, 4, 1, 4, 0]], dtype=torch.int32)
-    config = Config(top_k=64, page=8, update_pages=3)  # 16 static rows: two pages
+    config = Config(top_k=64, static_share=0.25, page=8, update_pages=3)  # 16 static rows: two pages
     places, counts = candidates(config, picked, 56)
     assert places[0, ::8].tolist() == [0, 8, 24, 40, 32]
     assert counts.all()
-    places, counts = candidates(Config(top_k=64, page=8), picked, 56)
+    places, counts = candidates(Config(top_k=64, static_share=0.25, page=8), picked, 56)
     assert places.shape == (1, 56)
     assert counts[0, ::8].tolist() == [True, True, True, True, True, False, False]
-    places, counts = candidates(Config(top_k=64, page=8, update_scope="all"), picked, 56)
+    places, counts = candidates(Config(top_k=64, static_share=0.25, page=8, update_scope="all"), picked, 56)
     assert places[0].sort().values.tolist() == list(range(56))
     assert counts.all()
 
@@ -192,9 +192,28 @@ def test_a_page_scores_at_least_its_best_key() -> None:
     torch.testing.assert_close(bounds, by_hand.sum(dim=-1))
 
 
+@pytest.mark.parametrize("radius", [0.0, 0.3, 1.0])
+def test_a_page_scores_by_centre_and_radius(radius: float) -> None:
+    low, queries = random_keys(9, DIM)[:, :, None], random_queries(KV_HEADS, 2, DIM)
+    boxes = torch.cat((low, low + torch.rand(KV_HEADS, 9, 1, DIM)), dim=2)
+    centre, half = boxes.mean(dim=2), (boxes[:, :, 1] - boxes[:, :, 0]) / 2
+    want = queries @ centre.transpose(1, 2) + radius * queries.abs() @ half.transpose(1, 2)
+    torch.testing.assert_close(page_scores(queries, boxes, radius), want)
+
+
+@pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
+def test_what_a_query_counts_has_its_dtype(reduce: str) -> None:
+    """What a query counts is rounded to its own 16 bits, an average's is not."""
+    queries = random_queries(KV_HEADS * GROUP, 1, DIM)[:, 0].view(KV_HEADS, GROUP, DIM).bfloat16()
+    lanes, boxes = page_lanes(queries, reduce), random_keys(6, DIM).view(KV_HEADS, 3, 2, DIM).sort(dim=2).values
+    assert lanes.dtype is (torch.float32 if reduce == "mean" else torch.bfloat16)
+    rough, fine = page_scores(lanes, boxes, 0.5), page_scores(lanes.float(), boxes, 0.5)
+    torch.testing.assert_close(rough, fine, rtol=0, atol=0.05 if reduce != "mean" else 0.0)
+
+
 @pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
 def test_the_page_of_a_loud_key_is_selected(reduce: str) -> None:
-    config = Config(top_k=32, page=8, group_reduce=reduce, window_queries=4)
+    config = Config(top_k=32, static_share=0.25, page=8, group_reduce=reduce, window_queries=4)
     case = Case(config, [1000])
     keys, queries = 0.1 * random_keys(1000, DIM), random_queries(1, KV_HEADS * GROUP, DIM)
     direction = queries.view(KV_HEADS, GROUP, DIM).mean(dim=1)
@@ -231,7 +250,7 @@ def test_a_batch_changes_nothing() -> None:
 
 def test_an_update_is_a_fresh_choice() -> None:
     """Scope "all": the rows that come first are those that a prompt with the same last queries would put there."""
-    config = Config(top_k=64, page=8, window_queries=4, update_interval=8, update_scope="all")
+    config = Config(top_k=64, static_share=0.25, page=8, window_queries=4, update_interval=8, update_scope="all")
     case, n = Case(config, [640]), 640
     keys = random_keys(n, DIM)
     case.prompt(0, keys, window())
@@ -251,7 +270,7 @@ def test_an_update_is_a_fresh_choice() -> None:
 
 
 def test_a_selected_scope_reads_selected_pages_alone() -> None:
-    case = Case(Config(top_k=64, page=8, window_queries=4, update_interval=8), [640])
+    case = Case(Config(top_k=64, static_share=0.25, page=8, window_queries=4, update_interval=8), [640])
     case.prompt(0, random_keys(640, DIM), window())
     before, picked = case.tokens(0), torch.zeros(KV_HEADS, 80, dtype=torch.bool)
     for step in range(8):
@@ -318,6 +337,7 @@ def test_updates_of_layers_take_turns() -> None:
         ({"page": 24}, r"page = 24: must be one of \(8, 16, 32, 64, 128\)"),
         ({"static_share": 1.5}, r"static_share = 1.5: must be in \[0, 1\]"),
         ({"share_rule": "half"}, "share_rule = 'half'"),
+        ({"box_radius": -0.1}, r"box_radius = -0.1: must be in \[0, 1\]"),
         ({"update_interval": 63}, "update_interval = 63: must be >= window_queries = 64"),
         ({"update_scope": "none"}, "update_scope = 'none'"),
         ({"update_pages": 0}, "update_pages = 0"),
@@ -340,8 +360,8 @@ def test_shapes_that_the_gpu_does_not_support() -> None:
 def test_costs() -> None:
     model = ModelConfig("llama", 100, 64, 96, 2, 8, 2, 128, 1e-6, 1e4, 1 << 20)
     found = costs(Config(), model, 131_072, 2)
-    assert (found.rows, found.device_rows, found.neighbours) == (1024, 256, 32)
-    assert found.index_bytes == (131_072 - 256) / 32 * 512
+    assert (found.rows, found.device_rows, found.neighbours) == (1024, 512, 32)
+    assert found.index_bytes == (131_072 - 512) / 32 * 512
     assert costs(Config(), model, 1000, 2).rows == 1000
     index = ReferenceIndex(make_context(Config(), 128, 4, [10]))
     assert index.bytes_per_token == KV_HEADS * (2 * 128 * 4 + 4) / 32

@@ -32,6 +32,7 @@ struct AttendArguments {
     int sink;  // the ring starts at window row `sink`
     int entries;
     int store_rows;
+    int rows_on_host;      // `rows` lies in host memory
     int retrieval_splits;  // CTAs x < retrieval_splits read retrieval rows, the others the window
     int selected_splits;   // of those, the first ones share what is selected; all of them share dense rows
     float scale;           // softmax scale times log2(e): weights are powers of two

@@ -93,17 +93,46 @@ struct TensorWarp {
             const FoundRows rows = source.find<ROWS>(entry, first, end);
             if (lane < ROWS) keeps[lane] = rows.keep;
             if (__any_sync(ALL_LANES, rows.from != nullptr)) {
-#pragma unroll
-                for (int i = 0; i < ROWS * PIECES / 32; ++i) {
-                    const int piece = lane + 32 * i, row = piece / PIECES, offset = piece % PIECES * 8;
-                    const Number* from = rows.row(row);
-                    copy_async_16_or_zeros(to + row * ROW_STRIDE + offset, (from ? from : source.pool.rows) + offset,
-                                           from != nullptr);
-                }
+                if (source.on_host)
+                    copy_through_registers(rows, to);
+                else
+                    copy_past_registers(rows, source.pool.rows, to);
             }
         }
         close_copy_group();  // an empty one too: groups are counted
         return next;
+    }
+
+    // Start to copy the found rows of a tile; `somewhere` is any address that may be read.
+    __device__ __forceinline__ void copy_past_registers(const FoundRows& rows, const Number* somewhere,
+                                                        Number* to) const {
+#pragma unroll
+        for (int i = 0; i < ROWS * PIECES / 32; ++i) {
+            const int piece = lane + 32 * i, row = piece / PIECES, offset = piece % PIECES * 8;
+            const Number* from = rows.row(row);
+            copy_async_16_or_zeros(to + row * ROW_STRIDE + offset, (from ? from : somewhere) + offset, from != nullptr);
+        }
+    }
+
+    // Copy the found rows of a tile and wait for them, some at a time. Loads to registers cross PCIe in larger pieces
+    // than asynchronous copies, and the warps together have far more of them under way than PCIe carries.
+    __device__ __forceinline__ void copy_through_registers(const FoundRows& rows, Number* to) const {
+        constexpr int TOTAL = ROWS * PIECES / 32, AT_ONCE = TOTAL < 8 ? TOTAL : 8;
+#pragma unroll
+        for (int start = 0; start < TOTAL; start += AT_ONCE) {
+            uint4 held[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const int piece = lane + 32 * (start + i);
+                const Number* from = rows.row(piece / PIECES);
+                held[i] = from ? load_once_16(from + piece % PIECES * 8) : make_uint4(0, 0, 0, 0);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const int piece = lane + 32 * (start + i);
+                *reinterpret_cast<uint4*>(to + piece / PIECES * ROW_STRIDE + piece % PIECES * 8) = held[i];
+            }
+        }
     }
 
     // Copy rows of a tile to where they are kept: lane l knows the place of row l % ROWS.

@@ -38,7 +38,7 @@ class AttendArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("statistics", "arrivals", "hits")),
         *((name, c_int64) for name in ("extent_stride", "window_stride")),
         *((name, c_int32) for name in ("kv_heads", "table_stride", "window_rows", "sink", "entries")),
-        *((name, c_int32) for name in ("store_rows", "retrieval_splits", "selected_splits")),
+        *((name, c_int32) for name in ("store_rows", "rows_on_host", "retrieval_splits", "selected_splits")),
         ("scale", c_float),
     )
 
@@ -134,6 +134,7 @@ class DeviceAttention:
         selection: DeviceSelection | None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
+        on_host: bool = False,
     ) -> Tensor:
         """Attend on the current stream; a graph may capture it.
 
@@ -155,6 +156,8 @@ class DeviceAttention:
         lse : Tensor, float32 [batch, H], optional
             Receives the natural logarithm of the sum of the exponentials of all scaled scores, -infinity without rows: two
             parts of an attention are merged by it.
+        on_host : bool
+            The rows lie in host memory: they are read in the way that PCIe likes best.
 
         Returns
         -------
@@ -194,6 +197,7 @@ class DeviceAttention:
             window_rows=self.window_rows,
             sink=self.sink,
             entries=self.entries,
+            rows_on_host=on_host,
             retrieval_splits=splits.retrieval,
             selected_splits=splits.selected,
             scale=self._scale,

@@ -39,10 +39,11 @@ struct SelectedRows {
     const int* old_tags = nullptr;
     int* new_tags = nullptr;
     int entries, length;
+    bool on_host;
     unsigned long long* hits;
 
     __device__ SelectedRows(const AttendArguments& a, const Request& request, const Place& place)
-        : pool(a, place), entries(a.entries), length(place.length), hits(place.tile ? nullptr : a.hits) {
+        : pool(a, place), entries(a.entries), length(place.length), on_host(a.rows_on_host), hits(place.tile ? nullptr : a.hits) {
         const long long list = (static_cast<long long>(place.request) * a.kv_heads + place.kv_head) * a.entries;
         places = a.selected + list;
         if (a.store) {

@@ -1,130 +1,137 @@
-// Lists of the centroids, from their logits: attention weights, the maximum over the group, the largest rho keys
-// (CTkvr paper, algorithm 1). One block a centroid and KV head; every logit is read once.
+// Lists of the centroids: attention weights, the maximum over the group, the largest rho keys (CTkvr paper, algorithm 1).
 //
-// A key among the best rho of the group's maximum is among the best rho of the head that gives it the maximum. So each
-// head's row is cut to its own best rho first, in one pass that also sums its softmax, and the heads' bests are merged.
-#include "list_stream.cuh"
+// Scores are computed twice and stored never. The first pass over the keys sums the softmax of each query. The second finds
+// the keys whose value, the largest logarithm of their weight in the group, reaches a bound that about twice as many keys
+// reach as a list holds; the bound is an entry of a sample of the keys, whose values a pass over them gave before.
+#include "list_sum.cuh"
 
 namespace kvseek {
 namespace ctkvr {
 
-struct ListArguments {
-    const __half* logits;  // [GROUP, centroids, row_stride]; a row is padded to a multiple of 8
-    const float* factors;  // [GROUP]: a logit times this is the binary logarithm of its weight, up to the row's sum
-    int* lists;            // [centroids, rho]
-    long long row_stride;
-    int centroids, tokens, rho;  // tokens > rho
-    int capacity, slack;         // of the buffer: capacity >= rho + slack + a piece of each thread
-    int slots;                   // of the table of merged entries: > 2 rho
+// Candidates of a warp on their way to their centroids: a full warp writes them, for each waits for its centroid's count.
+struct Outbox {
+    Entry entries[2 * WARP];
+    int centroids[2 * WARP];
 };
 
-constexpr int GROUP = KVSEEK_GROUP;
-constexpr int WEIGHT_BITS = 32;
-constexpr int MOST_HELD = 10;  // entries that a thread holds while the table is rebuilt: rho <= 10 x threads
+struct Sender {
+    const ListArguments& a;
+    Outbox& box;
+    int held = 0;
 
-struct Shared {
-    CutShared cut;
-    float softmax[2 * MOST_THREADS / WARP];
-    int wanted[3];
+    // Take the entries of the lanes that have one.
+    __device__ __forceinline__ void add(bool sends, Entry entry, int centroid) {
+        const unsigned senders = __ballot_sync(EVERYONE, sends), below = (1u << threadIdx.x % WARP) - 1;
+        if (sends) {
+            const int at = held + __popc(senders & below);
+            box.entries[at] = entry, box.centroids[at] = centroid;
+        }
+        held += __popc(senders);
+        if (held >= WARP) send(WARP);
+    }
+    // Write the last `count` <= 32 entries.
+    __device__ __forceinline__ void send(int count) {
+        const int lane = threadIdx.x % WARP;
+        held -= count;
+        __syncwarp();
+        const bool sends = lane < count;
+        const Entry entry = sends ? box.entries[held + lane] : 0;
+        const long long centroid = sends ? box.centroids[held + lane] : 0;
+        __syncwarp();
+        if (!sends) return;
+        const long long list = static_cast<long long>(blockIdx.y) * a.centroids + first_centroid() + centroid;
+        const int at = atomicAdd(&a.counts[list], 1);
+        if (at < a.capacity) a.candidates[list * a.capacity + at] = entry;
+    }
 };
 
-// Insert an entry into the table, open addressing by place; of two with one place the larger stays.
-__device__ __forceinline__ void insert(Entry* table, int slots, Entry entry) {
-    const unsigned key = static_cast<unsigned>(entry);
-    int slot = static_cast<int>(__umulhi(key * 2654435769u, static_cast<unsigned>(slots)));  // 2^32 / golden ratio
-    while (true) {
-        const Entry there = atomicCAS(&table[slot], NO_ENTRY, entry);
-        if (there == NO_ENTRY) return;
-        if (static_cast<unsigned>(there) == key) {
-            atomicMax(&table[slot], entry);
-            return;
-        }
-        slot = slot + 1 == slots ? 0 : slot + 1;
-    }
-}
+// What a lane knows about its rows and centroids.
+struct Values {
+    float factors[LANE_ROWS], biases[LANE_ROWS];  // of a head that is padding, the bias is -infinity
+    Entry bounds[LANE_CENTROIDS];
+    float least[LANE_CENTROIDS];  // values of the bounds
 
-// One pass over a row: leaves its best entries in the buffer, by logarithm of their weight, and returns how many.
-__device__ __forceinline__ int best_of_row(const ListArguments& a, int head, Entry* buffer, Shared& shared) {
-    const __half* row = a.logits + (static_cast<long long>(head) * a.centroids + blockIdx.x) * a.row_stride;
-    const int step = blockDim.x * PIECE, place_bits = 32 - __clz(a.tokens);
-    Softmax softmax(a.factors[head]);
-    Stream stream(buffer, a.capacity, a.rho, a.slack, place_bits, shared.wanted, shared.cut);
-    Piece next[ROUNDS];
-    int first = threadIdx.x * PIECE;
+    __device__ __forceinline__ explicit Values(const ListArguments& a) {
+        const long long rows = static_cast<long long>(gridDim.y) * GROUP * a.centroids;
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) next[i].load(row, first + i * step, a.tokens);
-    for (int start = 0; start < a.tokens; start += ROUNDS * step, first += ROUNDS * step) {
-        Piece pieces[ROUNDS];
-#pragma unroll
-        for (int i = 0; i < ROUNDS; ++i) {
-            pieces[i] = next[i];
-            next[i].load(row, first + (ROUNDS + i) * step, a.tokens);
+        for (int row = 0; row < LANE_ROWS; ++row) {
+            const bool exists = row_exists(a, row);
+            factors[row] = exists ? a.factors[blockIdx.y * GROUP + row_head(row)] : 0.0f;
+            biases[row] = exists ? -sum_logarithm(a.sums, a.parts, rows, row_number(a, row)) : -INFINITE;
         }
-        softmax.add(pieces);
-        stream.add(pieces, first, step);
-    }
-    stream.cut(a.rho, 0);
-    const float logarithm = softmax.finish(shared.softmax);  // waits: all entries are written
-    if (GROUP > 1) {
-        for (int i = threadIdx.x; i < stream.held; i += blockDim.x) {
-            const float logit = __half2float(half_of(static_cast<unsigned>(buffer[i] >> 32)));
-            const unsigned value = ordered_bits(fmaf(logit, softmax.factor, -logarithm));
-            buffer[i] = make_entry(value, place_of(buffer[i]));
+#pragma unroll
+        for (int i = 0; i < LANE_CENTROIDS; ++i) {
+            const int centroid = first_centroid() + row_centroid(i * LANE_HEADS);
+            // One line of lanes sends a centroid's candidates; the others have their part in the maximum alone.
+            const bool sends = centroid < a.centroids && lane_line() % HEAD_LANES == 0;
+            bounds[i] = ~Entry(0), least[i] = INFINITE;
+            if (sends) bounds[i] = a.bounds[static_cast<long long>(blockIdx.y) * a.centroids + centroid];
+            if (sends) least[i] = bounds[i] ? number_of(static_cast<unsigned>(bounds[i] >> 32)) : -INFINITE;
         }
     }
-    __syncthreads();
-    return stream.held;
-}
+    // Largest logarithm of the weights of a key in the group of a centroid; what is no number is the least.
+    __device__ __forceinline__ float largest(Products& products, int centroid, int column) const {
+        float value = -INFINITE;
+#pragma unroll
+        for (int i = 0; i < LANE_HEADS; ++i) {
+            const int row = centroid * LANE_HEADS + i;
+            value = fmaxf(value, fmaf(product(products, row, column), factors[row], biases[row]));
+        }
+#pragma unroll
+        for (int lanes = 1; lanes < HEAD_LANES; lanes *= 2)
+            value = fmaxf(value, __shfl_xor_sync(EVERYONE, value, 4 * lanes));
+        return value;
+    }
 
-// Merge a head's best entries in the buffer with the best of the heads before it, table[0 .. best), and leave the best
-// rho of both there. Returns how many.
-__device__ __forceinline__ int merge_head(const ListArguments& a, Entry* buffer, int held, Entry* table, int best,
-                                          Shared& shared) {
-    const int threads = blockDim.x, place_bits = 32 - __clz(a.tokens);
-    Entry before[MOST_HELD];
-#pragma unroll
-    for (int i = 0; i < MOST_HELD; ++i) {
-        const int at = i * threads + static_cast<int>(threadIdx.x);
-        before[i] = at < best ? table[at] : NO_ENTRY;
+  private:
+    static __device__ __forceinline__ float number_of(unsigned ordered) {
+        return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
     }
-    __syncthreads();
-    for (int i = threadIdx.x; i < a.slots; i += threads) table[i] = NO_ENTRY;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < MOST_HELD; ++i)
-        if (before[i] != NO_ENTRY) insert(table, a.slots, before[i]);
-    for (int i = threadIdx.x; i < held; i += threads) insert(table, a.slots, buffer[i]);
-    __syncthreads();
-    const int keep = min(a.rho, max(best, held));  // the table has at least so many
-    Entry bound = 1;
-    if (keep > 0) bound = find_cut(table, a.slots, keep, 0, 32 + WEIGHT_BITS, place_bits, shared.cut);
-    const int kept = keep_entries(table, a.slots, bound, buffer, shared.cut);
-    for (int i = threadIdx.x; i < kept; i += threads) table[i] = buffer[i];
-    __syncthreads();
-    return kept;
-}
+};
 
 }  // namespace ctkvr
 }  // namespace kvseek
 
-extern "C" __global__ void __launch_bounds__(512, 2)
-    kvseek_ctkvr_list(const __grid_constant__ kvseek::ctkvr::ListArguments a) {
+// Sums of the softmax: grid (tiles of centroids, KV heads, parts of the keys).
+extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::PRODUCT_THREADS, 3)
+    kvseek_ctkvr_sum(const __grid_constant__ kvseek::ctkvr::ListArguments a) {
     using namespace kvseek::ctkvr;
-    extern __shared__ __align__(16) unsigned long long dynamic[];
-    __shared__ Shared shared;
-    Entry *buffer = dynamic, *table = dynamic + a.capacity;
-    int best = best_of_row(a, 0, buffer, shared);
-    const Entry* chosen = buffer;
-    if (GROUP > 1) {
-        for (int i = threadIdx.x; i < best; i += blockDim.x) table[i] = buffer[i];
-        __syncthreads();
-        for (int head = 1; head < GROUP; ++head) {
-            const int held = best_of_row(a, head, buffer, shared);
-            best = merge_head(a, buffer, held, table, best, shared);
-        }
-        chosen = table;
-    }
-    int* list = a.lists + static_cast<long long>(blockIdx.x) * a.rho;
-    // Fewer than rho are chosen if keys are not finite alone.
-    for (int i = threadIdx.x; i < a.rho; i += blockDim.x) list[i] = i < best ? place_of(chosen[i]) : -1;
+    extern __shared__ __align__(16) unsigned char dynamic_memory[];
+    Softmax softmax(a);
+    multiply_keys(a, reinterpret_cast<Operand*>(dynamic_memory),
+                  [&](Products& products, int first) { softmax.add(products, first, a.samples); });
+    softmax.finish(a);
+}
+
+// Candidates among the sampled keys: grid (tiles of centroids, KV heads, parts of the keys, as many as one likes).
+extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::PRODUCT_THREADS, 3)
+    kvseek_ctkvr_gather(const __grid_constant__ kvseek::ctkvr::ListArguments a) {
+    using namespace kvseek::ctkvr;
+    extern __shared__ __align__(16) unsigned char dynamic_memory[];
+    __shared__ Outbox boxes[PRODUCT_WARPS];
+    const Values values(a);
+    Sender sender{a, boxes[threadIdx.x / WARP]};
+    multiply_keys(a, reinterpret_cast<Operand*>(dynamic_memory), [&](Products& products, int first) {
+        float largest[LANE_CENTROIDS][LANE_KEYS];
+        unsigned hits = 0;
+#pragma unroll
+        for (int i = 0; i < LANE_CENTROIDS; ++i)
+#pragma unroll
+            for (int column = 0; column < LANE_KEYS; ++column) {
+                largest[i][column] = values.largest(products, i, column);
+                hits |= static_cast<unsigned>(largest[i][column] >= values.least[i]) << (i * LANE_KEYS + column);
+            }
+        const unsigned wanted = __reduce_or_sync(EVERYONE, hits);
+#pragma unroll
+        for (int i = 0; i < LANE_CENTROIDS; ++i)
+#pragma unroll
+            for (int column = 0; column < LANE_KEYS; ++column) {
+                const int bit = i * LANE_KEYS + column, sample = first + column_key(column);
+                if ((wanted >> bit & 1) == 0) continue;
+                const Entry entry = make_entry(kvseek::ordered_bits(largest[i][column]), sampled_place(a, sample));
+                const bool sends = (hits >> bit & 1) != 0 && sample < a.samples && entry >= values.bounds[i];
+                sender.add(sends, entry, row_centroid(i * LANE_HEADS));
+            }
+    });
+    sender.send(sender.held);
 }

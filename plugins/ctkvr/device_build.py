@@ -1,10 +1,11 @@
-"""Construction of the query-centroid inverted file on the GPU: matrix products by cuBLAS, lists by build.cu."""
+"""Construction of the query-centroid inverted file on the GPU: what build.cu and list.cu are told, and their work space."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,30 +13,67 @@ from torch import Tensor
 from kvseek.engine.cuda import CudaKernels
 from kvseek.engine.errors import KernelError
 
-LOGIT_BYTES = 256 << 20  # logits of a tile of centroids that are held at once
-ROW_STEP = 64  # logits: rows of whole cache lines, which cuBLAS wants too
-SLACK = 256  # ties that a cut of the buffer may leave in it (list_stream.cuh)
-PIECE = 8  # logits of a thread's load (list_stream.cuh)
-HELD_ENTRIES = 10  # of a thread while heads are merged (MOST_HELD of build.cu)
-STATIC_BYTES = 9 << 10  # shared memory that the kernel declares itself, rounded up
+WORK_BYTES = 288 << 20  # candidates of a band of centroids that are held at once
+SAMPLES = 4096  # keys of a sample, at most
+DEVIATIONS = 5  # standard deviations of a count that a bound allows for
+PRODUCT_THREADS, LIST_THREADS = 128, 256  # of a block (list_products.cuh, list_search.cuh)
+SLACK = 256  # entries that a search may keep beyond rho (list_search.cuh)
+TILE_KEYS = 64  # of a stage in shared memory (list_products.cuh)
+RESIDENT = 3  # blocks that a processor holds (build.cu)
+MOST_PARTS, PART_TILES = 16, 8  # blocks that share a centroid's keys; tiles that each has at least
 
 
 class ListArguments(ctypes.Structure):
-    """Arguments of kvseek_ctkvr_list, as in build.cu."""
+    """Arguments of all kernels that build lists, as in list_products.cuh."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("logits", "factors", "lists")),
-        ("row_stride", c_int64),
-        *((name, c_int32) for name in ("centroids", "tokens", "rho", "capacity", "slack", "slots")),
+        *((name, c_void_p) for name in ("queries", "keys", "factors", "sums", "candidates", "counts", "bounds", "lists")),
+        *((name, c_int64) for name in ("query_stride", "head_stride", "key_stride", "list_stride")),
+        *((name, c_int32) for name in ("centroids", "tokens", "rho", "capacity", "stride", "samples", "rank", "parts")),
     )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How many keys bound a list's candidates.
+
+    The number of sampled keys among the best `rho` is close to `rho / stride`, with the deviation of a Poisson variable at
+    most. A sampled entry of so much lower rank that hardly ever fewer than `rho` keys reach it is the bound, and hardly ever
+    more than `capacity` do. Lists for which it happens are searched another way (list_search.cuh): it costs time alone.
+
+    Attributes
+    ----------
+    stride : int
+        One of so many keys is sampled.
+    samples : int
+        Keys of the sample.
+    rank : int
+        Of the sampled entry that is the bound, from 1; at most `samples`.
+    capacity : int
+        Candidates that are kept.
+    """
+
+    stride: int
+    samples: int
+    rank: int
+    capacity: int
+
+    @classmethod
+    def of(cls, tokens: int, rho: int) -> Sampling:
+        """The sampling of a region; tokens > rho >= 1."""
+        stride = -(-tokens // SAMPLES)
+        samples = tokens // stride
+        expected = rho / stride
+        rank = min(samples, math.ceil(expected + DEVIATIONS * (math.sqrt(expected) + 1)))
+        most = stride * math.ceil(rank + DEVIATIONS * (math.sqrt(rank) + 1))
+        return cls(stride, samples, rank, max(samples, min(most, tokens), rho + SLACK + LIST_THREADS))
 
 
 class DeviceBuilder:
     """Builds lists on the current stream; nothing waits for the GPU.
 
-    Logits are float16: queries and keys are scaled by powers of two, one a head, that keep products below 2 D, multiplied
-    with float32 sums and rounded once. So a list is exact but for keys whose attention weight is within 2^-11 of the
-    logit of the last key that it holds.
+    Scores are products of 16-bit numbers with float32 sums. Float32 queries and keys are rounded to float16 first, scaled
+    by powers of two, one a head: then a list is exact but for keys whose logits agree to about 2^-11.
 
     Parameters
     ----------
@@ -45,26 +83,10 @@ class DeviceBuilder:
         Width of a list.
     scaling : float
         Softmax scale, > 0.
-
-    Raises
-    ------
-    KernelError
-        If the GPU's shared memory does not hold `rho` places.
     """
 
     def __init__(self, kernels: CudaKernels, group_size: int, rho: int, scaling: float) -> None:
         self._kernels, self._group, self._rho, self._scaling = kernels, group_size, rho, scaling
-        properties = torch.cuda.get_device_properties(kernels.device)
-        limit = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # the stubs lag behind
-        # Two blocks of 512 threads fill a processor of the large GPUs; the others have no room for so large a buffer.
-        fitting = [threads for threads in (512, 256) if self._shared_bytes(threads) + STATIC_BYTES <= limit]
-        fitting = [threads for threads in fitting if rho <= HELD_ENTRIES * threads]
-        if not fitting:
-            raise KernelError(
-                f"rho = ceil(recall_factor * top_k) = {rho}: lists of at most {self._most(limit)} places are built with "
-                f"{limit} bytes of shared memory; lower top_k or recall_factor"
-            )
-        self._threads = fitting[0]
 
     def build(self, queries: Tensor, keys: Tensor, lists: Tensor) -> None:
         """List the best `rho` keys of each centroid, as build.py's `build_lists` defines them, in any order.
@@ -72,76 +94,108 @@ class DeviceBuilder:
         Parameters
         ----------
         queries : Tensor [H, C, D]
-            Centroid queries as attention saw them, not normalised; H = G x group_size.
+            Centroid queries as attention saw them, not normalised; H = G x group_size. Of the dtype and D that the kernels
+            were compiled for, as the keys.
         keys : Tensor [G, n, D]
             Retrieval keys by place.
         lists : Tensor, int32 [G, at least C, rho]
             Receives the lists of centroids 0 .. C - 1; a KV head's lists are contiguous. -1 fills up when n < rho.
+
+        Raises
+        ------
+        KernelError
+            If the tensors do not fit each other or the kernels, or the driver refuses a launch.
         """
         self._check(queries, keys, lists)
-        (kv_heads, n, _), centroids = keys.shape, queries.shape[1]
+        n, centroids = keys.shape[1], queries.shape[1]
         if centroids == 0:
             return
         if n <= self._rho:  # everything is in every list
             places = torch.arange(self._rho, dtype=torch.int32, device=keys.device)
             lists[:, :centroids] = torch.where(places < n, places, -1)
             return
-        queries, query_exponents = _to_half(queries)
-        for head in range(kv_heads):
-            heads = slice(head * self._group, (head + 1) * self._group)
-            head_keys, key_exponent = _to_half(keys[head : head + 1], padded=-(-n // ROW_STEP) * ROW_STEP)
-            exponents = query_exponents[heads] + key_exponent
-            factors = torch.ldexp(
-                torch.full_like(exponents, self._scaling * math.log2(math.e), dtype=torch.float32), exponents
-            )
-            self._build_head(queries[heads], head_keys[0], factors, n, lists[head])
+        queries, keys, factors = self._operands(queries, keys)
+        sampling = Sampling.of(n, self._rho)
+        band = self.band(sampling.capacity, *keys.shape[::2], centroids)
+        for start in range(0, centroids, band):
+            end = min(centroids, start + band)
+            self._build_band(queries[:, start:end], keys, factors, sampling, lists[:, start:end])
 
-    def tile(self, tokens: int, centroids: int) -> int:
-        """Centroids whose logits over `tokens` keys are held at once: at most LOGIT_BYTES, in equal tiles."""
-        padded = -(-tokens // ROW_STEP) * ROW_STEP
-        most = max(1, LOGIT_BYTES // (2 * self._group * padded))
-        return -(-centroids // -(-centroids // most))
+    def band(self, capacity: int, kv_heads: int, dim: int, centroids: int) -> int:
+        """Centroids that are built at once, in whole tiles: their candidates take at most WORK_BYTES, or are one tile's."""
+        tile = self._tile_centroids(dim)
+        tiles, most = -(-centroids // tile), max(1, WORK_BYTES // (8 * capacity * kv_heads * tile))
+        return tile * -(-tiles // -(-tiles // most))
 
-    def _build_head(self, queries: Tensor, keys: Tensor, factors: Tensor, n: int, lists: Tensor) -> None:
-        # queries float16 [g, C, D], keys float16 [padded, D], lists int32 [at least C, rho]
-        centroids, padded = queries.shape[1], keys.shape[0]
-        tile = self.tile(n, centroids)
-        logits = torch.empty((self._group * tile, padded), dtype=torch.float16, device=keys.device)
-        for start in range(0, centroids, tile):
-            part = queries[:, start : start + tile].reshape(-1, queries.shape[2])
-            torch.mm(part, keys.T, out=logits[: part.shape[0]])
-            count = part.shape[0] // self._group
-            arguments = ListArguments(
-                logits=logits.data_ptr(),
-                factors=factors.data_ptr(),
-                lists=lists[start : start + count].data_ptr(),
-                row_stride=padded,
-                centroids=count,
-                tokens=n,
-                rho=self._rho,
-                capacity=self._capacity(self._threads),
-                slack=SLACK,
-                slots=self._slots,
-            )
-            shared_bytes = self._shared_bytes(self._threads)
-            self._kernels.launch("kvseek_ctkvr_list", (count, 1, 1), self._threads, arguments, shared_bytes)
+    def _build_band(self, queries: Tensor, keys: Tensor, factors: Tensor, sampling: Sampling, lists: Tensor) -> None:
+        # queries [H, c, D], keys [G, n, D]: 16-bit numbers, rows contiguous; factors float32 [H]; lists int32 [G, c, rho]
+        (heads, centroids, dim), (kv_heads, n, _) = queries.shape, keys.shape
+        device = keys.device
+        tiles = -(-centroids // self._tile_centroids(dim))
+        parts = self._parts(tiles * kv_heads, n)
+        sums = torch.empty((parts, heads, centroids, 2), dtype=torch.float32, device=device)
+        candidates = torch.empty((kv_heads, centroids, sampling.capacity), dtype=torch.int64, device=device)
+        counts = torch.zeros((kv_heads, centroids), dtype=torch.int32, device=device)
+        bounds = torch.zeros((kv_heads, centroids), dtype=torch.int64, device=device)
+        tensors = {"queries": queries, "keys": keys, "factors": factors, "sums": sums, "candidates": candidates}
+        tensors |= {"counts": counts, "bounds": bounds, "lists": lists}
+        arguments = ListArguments(
+            **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+            query_stride=queries.stride(0),
+            head_stride=keys.stride(0),
+            key_stride=keys.stride(1),
+            list_stride=lists.stride(0),
+            centroids=centroids,
+            tokens=n,
+            rho=self._rho,
+            capacity=sampling.capacity,
+            stride=1,
+            samples=n,
+            rank=sampling.rank,
+            parts=parts,
+        )
+        shared_bytes = self._stage_bytes(dim)
+        self._launch("sum", (tiles, kv_heads, parts), PRODUCT_THREADS, arguments, shared_bytes)
+        arguments.stride, arguments.samples = sampling.stride, sampling.samples
+        sample_parts = self._parts(tiles * kv_heads, sampling.samples)
+        self._launch("gather", (tiles, kv_heads, sample_parts), PRODUCT_THREADS, arguments, shared_bytes)
+        if sampling.stride > 1:  # else the sample is all there is
+            self._launch("bound", (centroids, kv_heads, 1), LIST_THREADS, arguments)
+            arguments.stride, arguments.samples = 1, n
+            self._launch("gather", (tiles, kv_heads, parts), PRODUCT_THREADS, arguments, shared_bytes)
+        self._launch("list", (centroids, kv_heads, 1), LIST_THREADS, arguments)
 
-    def _capacity(self, threads: int) -> int:
-        return self._rho + SLACK + PIECE * threads
+    def _launch(
+        self, name: str, grid: tuple[int, int, int], threads: int, arguments: ListArguments, shared_bytes: int = 0
+    ) -> None:
+        self._kernels.launch(f"kvseek_ctkvr_{name}", grid, threads, arguments, shared_bytes)
 
-    @property
-    def _slots(self) -> int:
-        """Of the table that merges two heads' entries, four fifths full at most; one head merges nothing."""
-        return -(-5 * self._rho // 2) if self._group > 1 else 0
+    def _tile_centroids(self, dim: int) -> int:
+        """Centroids of a block of the products: it holds 128 queries, or 64 of more than 128 numbers (list_products.cuh)."""
+        padded = 1 << (self._group - 1).bit_length()
+        return (128 if dim <= 128 else 64) // padded
 
-    def _shared_bytes(self, threads: int) -> int:
-        return 8 * (self._capacity(threads) + self._slots)
+    @staticmethod
+    def _stage_bytes(dim: int) -> int:
+        """Shared memory of the tiles of keys (list_products.cuh)."""
+        return (3 if dim <= 128 else 2) * TILE_KEYS * (dim + 8) * 2
 
-    def _most(self, limit: int) -> int:
-        """Most places of a list that some number of threads has room for."""
-        share = 2 / 7 if self._group > 1 else 1.0  # of the entries; the table takes the others
-        entries = {threads: (limit - STATIC_BYTES) // 8 - SLACK - PIECE * threads for threads in (512, 256)}
-        return max(min(int(share * room), HELD_ENTRIES * threads) for threads, room in entries.items())
+    def _parts(self, blocks: int, samples: int) -> int:
+        """Blocks that share a tile's keys, such that the last wave of blocks leaves few processors idle."""
+        most = max(1, min(MOST_PARTS, -(-samples // TILE_KEYS) // PART_TILES))
+        resident = RESIDENT * self._kernels.multiprocessors
+        return min(range(1, most + 1), key=lambda parts: -(-blocks * parts // resident) / parts)
+
+    def _operands(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """16-bit numbers with rows that kernels can read, and float32 [H]: binary logarithm of a weight by product."""
+        factors = torch.full((queries.shape[0],), self._scaling * math.log2(math.e), device=keys.device)
+        if keys.dtype is torch.float32:
+            queries, query_exponents = _to_half(queries)
+            keys, key_exponents = _to_half(keys)
+            factors = torch.ldexp(factors, query_exponents + key_exponents.repeat_interleave(self._group))
+        if not _readable(keys):
+            keys = keys.contiguous()
+        return queries.contiguous(), keys, factors
 
     def _check(self, queries: Tensor, keys: Tensor, lists: Tensor) -> None:
         heads, kv_heads, centroids = queries.shape[0], keys.shape[0], queries.shape[1]
@@ -150,6 +204,8 @@ class DeviceBuilder:
                 raise KernelError(
                     f"{name}: on {tensor.device}: must be on {self._kernels.device}, where the kernels are"
                 )
+        if queries.dtype is not keys.dtype:
+            raise KernelError(f"queries: {queries.dtype}: must be {keys.dtype}, as the keys; convert them")
         if heads != kv_heads * self._group or queries.shape[2] != keys.shape[2]:
             raise KernelError(
                 f"queries {list(queries.shape)}, keys {list(keys.shape)}: must be [G x {self._group}, C, D] and [G, n, D]"
@@ -162,21 +218,24 @@ class DeviceBuilder:
             )
 
 
-def _to_half(tensor: Tensor, padded: int | None = None) -> tuple[Tensor, Tensor]:
+def _readable(keys: Tensor) -> bool:
+    """Whether rows of 16-bit numbers begin at multiples of 16 bytes and are contiguous."""
+    return keys.stride(2) == 1 and keys.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in keys.stride()[:2])
+
+
+def _to_half(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Scale [heads, n, D] by a power of two a head, to float16 with magnitudes below 1.
 
     Returns
     -------
-    Tensor, float16 [heads, padded or n, D]
-        Of 16-bit numbers exact to 2^-25 of the head's largest magnitude, of float32 to 11 bits; padded with 0.
+    Tensor, float16 [heads, n, D]
+        Rounded to 11 bits, or to 2^-25 of the head's largest magnitude.
     Tensor, int32 [heads]
         Exponents: tensor = 2^exponent x scaled.
     """
-    heads, n, dim = tensor.shape
     largest = torch.linalg.vector_norm(tensor, math.inf, dim=(1, 2))
     exponents = torch.frexp(largest.float()).exponent
     scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), -exponents)
-    scaled = torch.empty((heads, padded or n, dim), dtype=torch.float16, device=tensor.device)
-    torch.mul(tensor, scales[:, None, None], out=scaled[:, :n])  # in float32, rounded once
-    scaled[:, n:] = 0
+    scaled = torch.empty(tensor.shape, dtype=torch.float16, device=tensor.device)
+    torch.mul(tensor, scales[:, None, None], out=scaled)  # in float32, rounded once; a head at a time needs no copy
     return scaled, exponents

@@ -21,7 +21,8 @@
 namespace kvseek {
 namespace {
 
-constexpr int64_t WATCH_NANOSECONDS = 50'000;
+// Longer than what lies between two layers of a decode step: waking the threads costs more than their share of a layer.
+constexpr int64_t WATCH_NANOSECONDS = 1'000'000;
 constexpr int PAUSES_PER_LOOK = 16;  // at the clock
 constexpr int WOKEN_BY_ONE = 2;
 constexpr uint32_t OPEN = 1u << 31;

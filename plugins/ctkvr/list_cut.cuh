@@ -1,6 +1,6 @@
-// The largest entries of an array in shared memory, by a radix search from the top digit down. No entry occurs twice.
+// The largest of some entries, by a radix search from the top digit down. No entry occurs twice.
 //
-// An entry is a word: bits 32.. are a value that compares as an unsigned integer, the low half is the complement of a
+// An entry is a word: the high half is a value that compares as an unsigned integer, the low half is the complement of a
 // place. So entries of equal values rank by lowest place, and a cut through them is the same whatever their order.
 #pragma once
 
@@ -11,15 +11,15 @@ using Entry = unsigned long long;
 
 constexpr int WARP = 32;
 constexpr unsigned EVERYONE = ~0u;
-constexpr int MOST_THREADS = 512;
+constexpr int MOST_WARPS = 32;
 constexpr int DIGIT_BITS = 11, BINS = 1 << DIGIT_BITS;
-constexpr Entry NO_ENTRY = 0;  // no entry is 0: places are less than 2^32 - 1
 
 // What the threads of a block share while they search.
 struct CutShared {
     int bins[BINS];
-    int warp_totals[MOST_THREADS / WARP];
-    int digit, above, inside;  // where the cut goes through: entries of larger digits, and of this one
+    int warp_totals[MOST_WARPS];
+    Entry ones[MOST_WARPS], some[MOST_WARPS];  // bits that all, and that some entries of a warp's share have
+    int digit, above, inside;                  // where the cut goes through: entries of larger digits, and of this one
     int kept;
 };
 
@@ -63,66 +63,70 @@ __device__ __forceinline__ void find_digit(CutShared& shared, int bins, int need
     __syncthreads();
 }
 
-// The bound that at least `keep` and at most `keep + slack` of entries[0 .. count) reach; NO_ENTRYs do not count.
+// Bits in which entries differ, and in `common` those that all have. Starts and ends with a wait for the block.
+__device__ __forceinline__ Entry differing_bits(const Entry* entries, int count, Entry& common, CutShared& shared) {
+    Entry all = ~Entry(0), some = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += blockDim.x) all &= entries[i], some |= entries[i];
+#pragma unroll
+    for (int distance = WARP / 2; distance; distance /= 2) {
+        all &= __shfl_xor_sync(EVERYONE, all, distance);
+        some |= __shfl_xor_sync(EVERYONE, some, distance);
+    }
+    if (threadIdx.x % WARP == 0) shared.ones[threadIdx.x / WARP] = all, shared.some[threadIdx.x / WARP] = some;
+    __syncthreads();
+    for (int warp = 0; warp < static_cast<int>(blockDim.x) / WARP; ++warp)
+        all &= shared.ones[warp], some |= shared.some[warp];
+    common = all;
+    return all ^ some;
+}
+
+// The bound that at least `keep` and at most `keep + slack` of entries[0 .. count) reach; count >= keep >= 1.
 //
-// Every thread of the block calls it, with the same arguments; there are at least `keep` >= 1 entries. Their bits from
-// `top` on are zero and the complements of their places differ in the low `place_bits` bits only, at least 1. What
-// other threads wrote to the entries before the call is seen.
-__device__ __noinline__ Entry find_cut(const Entry* entries, int count, int keep, int slack, int top, int place_bits,
-                                       CutShared& shared) {
-    Entry prefix = 0, mask = 0;  // the bits decided so far
-    int need = keep, high = top;
-    while (true) {
-        if (high == 32) {  // values are equal: on to the places, past the bits that are ones in all of them
-            const Entry ones = (Entry(1) << 32) - (Entry(1) << place_bits);
-            prefix |= ones;
-            mask |= ones;
-            high = place_bits;
-        }
-        const int low = max(high - DIGIT_BITS, high > 32 ? 32 : 0), bins = 1 << (high - low);
-        __syncthreads();  // the last round, or the caller, may still read what is cleared
+// Every thread of the block calls it, with the same arguments. What other threads of the block wrote to the entries before
+// the call is seen. A digit begins at the first bit in which entries differ, so that it tells them apart.
+__device__ __noinline__ Entry find_cut(const Entry* entries, int count, int keep, int slack, CutShared& shared) {
+    Entry prefix;  // the bits decided so far
+    const Entry differing = differing_bits(entries, count, prefix, shared);
+    Entry mask = ~differing;
+    int need = keep;
+    while (~mask) {
+        const int high = 64 - __clzll(static_cast<long long>(~mask)), low = max(high - DIGIT_BITS, 0);
+        const int bins = 1 << (high - low);
         for (int bin = threadIdx.x; bin < bins; bin += blockDim.x) shared.bins[bin] = 0;
         __syncthreads();
         for (int i = threadIdx.x; i < count; i += blockDim.x) {
             const Entry entry = entries[i];
-            if (entry != NO_ENTRY && (entry & mask) == prefix)
-                atomicAdd(&shared.bins[static_cast<int>(entry >> low) & (bins - 1)], 1);
+            if ((entry & mask) == prefix) atomicAdd(&shared.bins[static_cast<int>(entry >> low) & (bins - 1)], 1);
         }
         __syncthreads();
         find_digit(shared, bins, need);
-        prefix |= static_cast<Entry>(shared.digit) << low;
-        mask |= static_cast<Entry>(bins - 1) << low;
+        const Entry digit = static_cast<Entry>(bins - 1) << low;
+        prefix = (prefix & ~digit) | static_cast<Entry>(shared.digit) << low;
+        mask |= digit;
         need -= shared.above;
-        if (shared.inside - need <= slack || low == 0) return prefix;
-        high = low;
+        const int inside = shared.inside;
+        __syncthreads();  // before the next digit's counts
+        if (inside - need <= slack) break;
     }
+    return prefix;
 }
 
 // Copy the entries that reach `bound` to `kept`, in any order; returns how many. `kept` may be `entries`: what a round
 // writes lies before what later rounds read. The caller synchronises before it reads them; what it wrote is seen.
 __device__ __noinline__ int keep_entries(const Entry* entries, int count, Entry bound, Entry* kept, CutShared& shared) {
-    constexpr int EACH = 4;  // entries of a thread in a round
-    const int threads = blockDim.x;
     __syncthreads();
     if (threadIdx.x == 0) shared.kept = 0;
-    for (int first = 0; first < count; first += EACH * threads) {
-        Entry own[EACH];
-        int wanted = 0;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            const int at = first + i * threads + static_cast<int>(threadIdx.x);
-            own[i] = at < count ? entries[at] : NO_ENTRY;
-            if (own[i] < bound) own[i] = NO_ENTRY;
-            wanted += own[i] != NO_ENTRY;
-        }
+    for (int first = 0; first < count; first += blockDim.x) {
+        const int at = first + static_cast<int>(threadIdx.x);
+        const Entry own = at < count ? entries[at] : 0;
+        const bool wanted = at < count && own >= bound;
         __syncthreads();  // everyone has read this round's entries
         const int up_to_lane = sum_up_to_lane(wanted);
         int place = 0;
         if (threadIdx.x % WARP == WARP - 1 && up_to_lane) place = atomicAdd(&shared.kept, up_to_lane);
         place = __shfl_sync(EVERYONE, place, WARP - 1) + up_to_lane - wanted;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            if (own[i] != NO_ENTRY) kept[place++] = own[i];
+        if (wanted) kept[place] = own;
     }
     __syncthreads();
     return shared.kept;

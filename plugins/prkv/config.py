@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from kvseek.engine.config import EXTENT_TOKENS, require
 from kvseek.plugins.common.group import require_group_reduce
 
 SHARE_RULES = ("fixed", "auto")
 UPDATE_SCOPES = ("all", "selected")
-
-# The paper's local window (section 5.1); the observation window's queries are those of its tokens.
-CACHE_DEFAULTS: dict[str, Any] = {"local": 64}
 
 
 @dataclass(frozen=True)
@@ -24,7 +20,8 @@ class Config:
     top_k : int
         Rows of a KV head that a step attends to: static ones and those of selected pages. A multiple of `page`.
     static_share : float
-        Share of `top_k` that is static, rounded down to whole pages. The paper's experiments have 0.25 (section 5.1).
+        Share of `top_k` that is static, rounded down to whole pages. The paper's experiments have 0.25 (section 5.1);
+        more was better where it was measured (README).
     share_rule : str
         "fixed": `static_share` holds everywhere. "auto": each layer finds the share of a prompt, by the overlap of what
         the first and the last query of the observation window attend to (paper, appendix G); `static_share` is for
@@ -33,9 +30,9 @@ class Config:
         Rows of a page: a power of two from 8 to 128.
     box_radius : float
         What a page scores: q·centre + box_radius · Σ |q_c| · half-width of the box. 1 is the paper's upper bound of its
-        keys' scores, which few boxes have a key close to; less is an estimate, and bounds nothing.
+        keys' scores, which no key comes close to; less is an estimate, which was better (README), and bounds nothing.
     window_queries : int
-        Queries of the observation window; `cache.local` should be at least as much.
+        Queries of the observation window; `cache.local` should be at least as much, and is 256 by default.
     update_interval : int
         Decode steps from one choice of the static set to the next; at least `window_queries`.
     update_scope : str
@@ -50,10 +47,10 @@ class Config:
     """
 
     top_k: int = 1024
-    static_share: float = 0.25
+    static_share: float = 0.5
     share_rule: str = "fixed"
     page: int = 32
-    box_radius: float = 1.0
+    box_radius: float = 0.5
     window_queries: int = 64
     update_interval: int = 128
     update_scope: str = "selected"
@@ -70,10 +67,10 @@ class Config:
         limit = f"a positive multiple of page = {self.page}"
         require(fits, "top_k", self.top_k, limit, "1024 is the default")
         share = self.static_share
-        require(0 <= share <= 1, "static_share", share, "in [0, 1]", "0.25 is the default")
+        require(0 <= share <= 1, "static_share", share, "in [0, 1]", "0.5 is the default")
         fits = self.share_rule in SHARE_RULES
         require(fits, "share_rule", self.share_rule, f"one of {SHARE_RULES}", '"fixed" is the default')
-        require(0 <= self.box_radius <= 1, "box_radius", self.box_radius, "in [0, 1]", "1.0 is the paper's bound")
+        require(0 <= self.box_radius <= 1, "box_radius", self.box_radius, "in [0, 1]", "0.5 is the default")
         require(self.window_queries >= 1, "window_queries", self.window_queries, ">= 1", "64 is the default")
         limit = f">= window_queries = {self.window_queries}"
         fits = self.update_interval >= self.window_queries

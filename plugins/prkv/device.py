@@ -6,6 +6,7 @@ import ctypes
 import logging
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 from kvseek.plugins.common.group import GROUP_REDUCTIONS
 
 from .config import Config
+from .observe import observe, require_rows
 from .reference import ReferenceIndex, update_is_due
 from .store import RowStore, cached_pages
 from .update import Updater
 
 BOX_THREADS = 256
-ALIGNMENT = 16  # bytes: the kernels load that much at once
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class CudaIndex(DeviceIndex):
         self.config: Config = context.config
         assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
         self._kernels = context.cuda
+        self.reference.observe = partial(observe, context.cuda)
         self._threads = select_threads(context.head_dim)
         if "prkv" not in context.shared:
             lanes = 1 if self.config.group_reduce == "mean" else context.group_size
@@ -143,7 +145,7 @@ class CudaIndex(DeviceIndex):
 
     def stage(self, slot: int, start: int, keys: Tensor) -> None:
         """See DeviceIndex.stage: boxes of new pages, and what is to join the last page."""
-        _check_keys(keys, self.context.dtype)
+        require_rows("keys", keys, self.context.dtype)
         arguments = self._box_arguments(slot, start)
         arguments.keys, arguments.tokens = keys.data_ptr(), keys.shape[1]
         arguments.head_stride, arguments.token_stride = keys.stride(0), keys.stride(1)
@@ -260,11 +262,3 @@ def _pointers(owner: object, *names: str) -> dict[str, int]:
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _check_keys(keys: Tensor, dtype: torch.dtype) -> None:
-    strides = [stride * dtype.itemsize for stride in keys.stride()[:2]]
-    aligned = all(number % ALIGNMENT == 0 for number in (keys.data_ptr(), *strides))
-    if keys.dtype is not dtype or not keys.is_cuda or keys.stride(-1) != 1 or not aligned:
-        limit = f"{dtype} on the GPU, rows of neighbouring numbers from multiples of {ALIGNMENT} bytes on"
-        raise KernelError(f"keys: {keys.dtype} on {keys.device}, strides {keys.stride()}: must be {limit}")

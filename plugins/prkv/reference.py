@@ -6,7 +6,7 @@ the others form pages, of which a step chooses the best by the bounding boxes of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,11 +41,16 @@ class ReferenceIndex(Index):
         The last queries, in any order.
     targets : list of Tensor, int64 scalar
         Static rows that each slot is to have as soon as it holds so many.
+    observe : callable
+        static.observation_scores, or what does the same: (queries, keys, scaling, valid) to scores.
     """
+
+    observe: Callable[..., Tensor]
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
         self.config: Config = context.config
+        self.observe = observation_scores
         config, device, slots = self.config, context.device, context.extents.slots
         self.pages_of_extent = EXTENT_TOKENS // config.page
         pages = (context.extents.capacity, context.num_kv_heads, self.pages_of_extent)
@@ -84,7 +89,7 @@ class ReferenceIndex(Index):
             target = automatic_count(window, keys, self.context.scaling, config.top_k, config.page)
         self.targets[slot] = target
         count = target.clamp(max=n // config.page * config.page)
-        scores = observation_scores(window, keys, self.context.scaling)
+        scores = self.observe(window, keys, self.context.scaling)
         order = static_first(largest(scores, count, config.most_static))
         self.static_rows[slot] = count
         known = min(n, config.most_static)
@@ -182,7 +187,7 @@ class ReferenceIndex(Index):
         places, valid = candidates(config, self.by_page(self.picked, slot, whole), whole)
         keys = self._read(slot, places)[:, :, 0]
         queries = self.recent[slot].transpose(0, 1)
-        values = observation_scores(queries, keys, self.context.scaling, valid)
+        values = self.observe(queries, keys, self.context.scaling, valid)
         count = self.targets[slot].clamp(max=whole)
         chosen = largest(values, count, config.most_static)
         leaving, entering = pair_exchange(chosen, places, self.homes[slot].long(), count)

@@ -18,7 +18,7 @@ from kvseek.engine.streams import SideStream, Ticket
 from kvseek.plugins.base import IndexContext, LayerRows
 
 from .reference import ReferenceIndex
-from .static import candidates, largest, observation_scores, pair_exchange
+from .static import candidates, largest, pair_exchange
 from .store import RowStore
 
 GATHER_THREADS = 256
@@ -142,7 +142,7 @@ class Updater:
         config, arrays, scaling = self._arrays.config, self._arrays, self._context.scaling
         places, valid = candidates(config, update.picked, update.whole)
         keys = self.gather(update.table, torch.where(valid, places, -1), self._context.head_dim)
-        values = observation_scores(update.queries, keys, scaling, valid)
+        values = arrays.observe(update.queries, keys, scaling, valid.sum(dim=1, dtype=torch.int32))
         del keys
         count = update.target.clamp(max=update.whole)
         chosen = largest(values, count, config.most_static)

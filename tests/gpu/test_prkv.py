@@ -6,11 +6,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu.prkv_world import KV_HEADS, SHAPES, World, attend, check_attended, make_pair, random_rows, token_numbers
+from gpu.prkv_world import (
+    KV_HEADS,
+    SHAPES,
+    World,
+    attend,
+    check_attended,
+    load_kernels,
+    make_pair,
+    random_rows,
+    token_numbers,
+)
 from kvseek.plugins.common.group import reduce_scores
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.device import CudaIndex
+from kvseek.plugins.prkv.observe import observe
 from kvseek.plugins.prkv.reference import page_lanes, page_scores
+from kvseek.plugins.prkv.static import observation_scores
 
 pytestmark = pytest.mark.gpu
 
@@ -87,7 +99,7 @@ def check_request(world: World, queries: Tensor, slot: int, rows: Tensor) -> Non
 
 def test_the_store_serves_what_was_selected_before() -> None:
     torch.manual_seed(1)
-    world = World(Config(top_k=256, page=16), "bfloat16", 64, 3, [3000, 4001])
+    world = World(Config(top_k=256, static_share=0.25, page=16), "bfloat16", 64, 3, [3000, 4001])
     for slot, n in enumerate(world.context.lengths):
         world.prompt(slot, random_rows(n, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
     queries = torch.randn(2, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
@@ -115,7 +127,7 @@ def test_the_store_serves_what_was_selected_before() -> None:
 
 
 def test_rows_on_the_device_need_no_store() -> None:
-    world = World(Config(top_k=256, page=16), "bfloat16", 64, 3, [3000], on_host=False)
+    world = World(Config(top_k=256, static_share=0.25, page=16), "bfloat16", 64, 3, [3000], on_host=False)
     world.prompt(0, random_rows(3000, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
     queries = torch.randn(1, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
     assert isinstance(world.index, CudaIndex)
@@ -126,7 +138,7 @@ def test_rows_on_the_device_need_no_store() -> None:
 
 
 def test_a_selection_outside_of_a_step_leaves_no_trace() -> None:
-    world = World(Config(top_k=256, page=16), "bfloat16", 64, 3, [3000])
+    world = World(Config(top_k=256, static_share=0.25, page=16), "bfloat16", 64, 3, [3000])
     world.prompt(0, random_rows(3000, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
     queries = torch.randn(1, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
     recent = world.arrays.recent.clone()
@@ -202,3 +214,33 @@ def test_equal_pages_are_taken_in_order(n: int) -> None:
     queries = torch.randn(1, KV_HEADS * 2, 64, dtype=torch.bfloat16, device="cuda")
     chosen = world.index.select(queries, [0]).rows[0].cpu()
     assert torch.equal(chosen, torch.arange(1024, dtype=torch.int32).expand(KV_HEADS, -1))
+
+
+def test_good_pages_that_one_thread_ranks() -> None:
+    """Each 512th page is good, from 63 pages on: few threads rank them all, and more reach the limit than there is room."""
+    torch.manual_seed(5)
+    n, page = 512 * 8 * 40, 8
+    world = World(Config(top_k=512, page=page, static_share=0.0), "bfloat16", 64, 2, [n])
+    rows = random_rows(n, 64, world.dtype)
+    numbers = torch.arange(n) // page
+    rows[:, numbers % 512 < 63, 0] = (2 + 0.01 * torch.randn(KV_HEADS, int((numbers % 512 < 63).sum()), 64)).bfloat16()
+    rows[:, numbers % 512 >= 63, 0] = -2
+    world.prompt(0, rows, torch.randn(KV_HEADS * 2, 64, 64).bfloat16())
+    queries = (0.1 + torch.rand(1, KV_HEADS * 2, 64)).bfloat16()
+    check_request(world, queries[0], 0, world.index.select(queries.cuda(), [0]).rows[0].cpu())
+
+
+@pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page"), SHAPES)
+def test_observation_scores(dtype: str, dim: int, group: int, reduce: str, page: int) -> None:
+    torch.manual_seed(dim)
+    kernels = load_kernels(Config(top_k=512, page=page, group_reduce=reduce), dtype, dim, group)
+    numbers = getattr(torch, dtype)
+    for n, window in ((1, 3), (203, 20), (10_000, 64)):
+        keys = torch.randn(KV_HEADS, n, 2, dim).to(numbers)[:, :, 0]
+        queries = (2 * torch.randn(KV_HEADS * group, window + 5, dim)).to(numbers)[:, 5:]
+        valid = torch.tensor([n // 2, n], dtype=torch.int32)
+        mask = torch.arange(n) < valid[:, None]
+        found = observe(kernels, queries.cuda(), keys.cuda(), dim**-0.5, valid.cuda()).cpu()
+        torch.testing.assert_close(found, observation_scores(queries, keys, dim**-0.5, mask), rtol=1e-3, atol=1e-7)
+        found = observe(kernels, queries.cuda(), keys.cuda(), dim**-0.5).cpu()
+        torch.testing.assert_close(found, observation_scores(queries, keys, dim**-0.5), rtol=1e-3, atol=1e-7)

@@ -37,6 +37,7 @@ def test_an_update_is_that_of_the_reference(
     torch.manual_seed(dim)
     config = Config(
         top_k=512,
+        static_share=0.25,
         page=page,
         group_reduce=reduce,
         update_scope=scope,
@@ -88,7 +89,9 @@ def test_every_step_sees_one_order(scope: str, on_host: bool) -> None:
     """Steps, evictions, updates and reopened slots, interleaved at random; nothing waits for the side streams."""
     torch.manual_seed(4)
     chance = random.Random(4)
-    config = Config(top_k=256, page=16, update_scope=scope, update_pages=24, window_queries=4, update_interval=5)
+    config = Config(
+        top_k=256, static_share=0.25, page=16, update_scope=scope, update_pages=24, window_queries=4, update_interval=5
+    )
     world = World(config, "bfloat16", 64, 3, [900, 1500, 2311], room=3000, on_host=on_host)
     index = world.index
     assert isinstance(index, CudaIndex)
@@ -154,7 +157,7 @@ def check_steps(world: World, steps: list[Step]) -> None:
 
 def test_an_update_of_a_closed_slot_is_dropped() -> None:
     torch.manual_seed(5)
-    config = Config(top_k=256, page=16, window_queries=4, update_interval=4, update_scope="all")
+    config = Config(top_k=256, static_share=0.25, page=16, window_queries=4, update_interval=4, update_scope="all")
     world = World(config, "bfloat16", 64, 3, [2000])
     rows = random_rows(2000, 64, world.dtype)
     world.prompt(0, rows, torch.randn(KV_HEADS * 3, 64, 64).bfloat16())

@@ -1,0 +1,79 @@
+// The slow way to a list: one block computes the values of all keys for one centroid, on ordinary cores. For the few lists
+// whose bound, from a sample, let too few or too many candidates through: what is listed never depends on the sample.
+#pragma once
+
+#include "list_sum.cuh"
+
+namespace kvseek {
+namespace ctkvr {
+
+constexpr int LIST_THREADS = 256;
+constexpr int SLACK = 256;  // entries beyond rho that a cut may leave while the search goes on
+
+struct SearchShared {
+    float queries[GROUP][DIM];
+    float factors[GROUP], logarithms[GROUP];
+    int held;
+};
+
+// Value of a key: the largest logarithm of its weight in the group; what is no number is the least.
+__device__ __forceinline__ float value_of_key(const Operand* key, const SearchShared& shared) {
+    float products[GROUP] = {};
+#pragma unroll 1
+    for (int i = 0; i < DIM; i += 8) {
+        Eight<Operand> numbers;
+        numbers.load(key + i);
+#pragma unroll
+        for (int head = 0; head < GROUP; ++head)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) products[head] = fmaf(numbers[j], shared.queries[head][i + j], products[head]);
+    }
+    float value = -INFINITE;
+#pragma unroll
+    for (int head = 0; head < GROUP; ++head)
+        value = fmaxf(value, fmaf(products[head], shared.factors[head], -shared.logarithms[head]));
+    return value;
+}
+
+__device__ __forceinline__ void load_centroid(const ListArguments& a, SearchShared& shared) {
+    const long long rows = static_cast<long long>(gridDim.y) * GROUP * a.centroids;
+    for (int i = threadIdx.x; i < GROUP * DIM; i += blockDim.x) {
+        const long long head = static_cast<long long>(blockIdx.y) * GROUP + i / DIM;
+        const long long number = head * a.query_stride + static_cast<long long>(blockIdx.x) * DIM + i % DIM;
+        shared.queries[i / DIM][i % DIM] = to_float(static_cast<const Operand*>(a.queries)[number]);
+    }
+    if (threadIdx.x < GROUP) {
+        const long long head = static_cast<long long>(blockIdx.y) * GROUP + threadIdx.x;
+        shared.factors[threadIdx.x] = a.factors[head];
+        shared.logarithms[threadIdx.x] = sum_logarithm(a.sums, a.parts, rows, head * a.centroids + blockIdx.x);
+    }
+    if (threadIdx.x == 0) shared.held = 0;
+    __syncthreads();
+}
+
+// Leave at least the best rho entries of all keys in the buffer; returns how many it holds.
+__device__ __noinline__ int search_keys(const ListArguments& a, Entry* buffer, SearchShared& shared, CutShared& cut) {
+    const Operand* keys = static_cast<const Operand*>(a.keys) + blockIdx.y * a.head_stride;
+    load_centroid(a, shared);
+    Entry bound = 0;
+    int held = 0;
+    for (int first = 0; first < a.tokens; first += blockDim.x) {
+        if (held + static_cast<int>(blockDim.x) > a.capacity) {
+            bound = find_cut(buffer, held, a.rho, SLACK, cut);
+            held = keep_entries(buffer, held, bound, buffer, cut);
+            if (threadIdx.x == 0) shared.held = held;
+        }
+        const int place = first + static_cast<int>(threadIdx.x);
+        const float value = place < a.tokens ? value_of_key(keys + place * a.key_stride, shared) : 0.0f;
+        const Entry entry = make_entry(ordered_bits(value), place);
+        const bool wanted = place < a.tokens && entry >= bound;
+        __syncthreads();
+        if (wanted) buffer[atomicAdd(&shared.held, 1)] = entry;
+        __syncthreads();
+        held = shared.held;
+    }
+    return held;
+}
+
+}  // namespace ctkvr
+}  // namespace kvseek

@@ -1,0 +1,80 @@
+"""What the observation window attends to, by CUDA kernels: static.observation_scores on the GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from kvseek.engine.cuda import CudaKernels
+from kvseek.engine.errors import KernelError
+
+THREADS = 256
+BLOCKS_OF_MULTIPROCESSOR = 2  # that fit beside each other
+ALIGNMENT = 16  # bytes: the kernels load that much at once
+
+
+class ObserveArguments(ctypes.Structure):
+    """Arguments of kvseek_prkv_normalise and _observe, as in observe.cu."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "queries", "valid", "parts", "scores")),
+        *((name, c_int64) for name in ("key_head_stride", "key_stride", "query_head_stride", "query_stride")),
+        *((name, c_int32) for name in ("count", "window")),
+        ("scaling", c_float),
+    )
+
+
+def observe(kernels: CudaKernels, queries: Tensor, keys: Tensor, scaling: float, valid: Tensor | None = None) -> Tensor:
+    """Softmax attention of the observation window to each key, averaged over the window and the heads of a group.
+
+    Two launches on the current stream; nothing as large as the products is written. Weights differ from those of
+    static.observation_scores by rounding.
+
+    Parameters
+    ----------
+    queries : Tensor [H, w, D]
+    keys : Tensor [G, n, D], n >= 1
+        Both of the kernels' dtype, on the GPU; rows of neighbouring numbers from multiples of 16 bytes on.
+    valid : Tensor, int32 [G], or None
+        Keys of each KV head that count, the first ones; the others score -1.
+
+    Returns
+    -------
+    Tensor, float32 [G, n]
+    """
+    require_rows("keys", keys, keys.dtype)
+    require_rows("queries", queries, keys.dtype)
+    (heads, count), (all_heads, window) = keys.shape[:2], queries.shape[:2]
+    chunks = max(1, BLOCKS_OF_MULTIPROCESSOR * kernels.multiprocessors // heads)
+    scores = torch.empty((heads, count), dtype=torch.float32, device=keys.device)
+    shape = (heads, chunks, all_heads // heads * window, 2)
+    parts = torch.empty(shape, dtype=torch.float32, device=keys.device)
+    arguments = ObserveArguments(
+        keys=keys.data_ptr(),
+        queries=queries.data_ptr(),
+        valid=None if valid is None else valid.data_ptr(),
+        parts=parts.data_ptr(),
+        scores=scores.data_ptr(),
+        key_head_stride=keys.stride(0),
+        key_stride=keys.stride(1),
+        query_head_stride=queries.stride(0),
+        query_stride=queries.stride(1),
+        count=count,
+        window=window,
+        scaling=scaling,
+    )
+    for name in ("kvseek_prkv_normalise", "kvseek_prkv_observe"):
+        kernels.launch(name, (chunks, heads, 1), THREADS, arguments)
+    return scores
+
+
+def require_rows(name: str, rows: Tensor, dtype: torch.dtype) -> None:
+    """Raise KernelError unless the kernels can read rows [heads, n, D] of `dtype` where they lie."""
+    strides = [stride * dtype.itemsize for stride in rows.stride()[:2]]
+    aligned = all(number % ALIGNMENT == 0 for number in (rows.data_ptr(), *strides))
+    if rows.dtype is not dtype or not rows.is_cuda or rows.stride(-1) != 1 or not aligned:
+        limit = f"{dtype} on the GPU, rows of neighbouring numbers from multiples of {ALIGNMENT} bytes on"
+        raise KernelError(f"{name}: {rows.dtype} on {rows.device}, strides {rows.stride()}: must be {limit}")
