@@ -130,7 +130,13 @@ def cell_extents(cache: CacheConfig, cell: Cell, room: int) -> int:
 
 
 def plan_phases(
-    cache: CacheConfig, cells: Sequence[Cell], offloads: Sequence[str], room: int, needs: Needs, limits: Limits
+    cache: CacheConfig,
+    cells: Sequence[Cell],
+    offloads: Sequence[str],
+    room: int,
+    needs: Needs,
+    limits: Limits,
+    dense_share: float = 0.0,
 ) -> list[Phase]:
     """A phase for each offload mode.
 
@@ -140,6 +146,8 @@ def plan_phases(
         The one with the largest retrieval regions, of several methods.
     needs : Needs
         Enough for any of the methods, which run one at a time: its index covers the whole pool.
+    dense_share : float
+        Of the layers, those whose rows lie on the device with "always" too.
 
     Raises
     ------
@@ -155,11 +163,20 @@ def plan_phases(
             f"--shape: {needs.weights:,} bytes of weights and {limits.work_space:,} of work space: must fit into the device's "
             f"{limits.device:,}; choose a smaller shape"
         )
-    return [_plan(cache, sorted(set(cells)), offload, room, needs, limits.host, free) for offload in offloads]
+    on_device = {"never": 1.0, "always": dense_share, "auto": dense_share}
+    ordered = sorted(set(cells))
+    return [_plan(cache, ordered, one, room, needs, limits.host, free, on_device[one]) for one in offloads]
 
 
 def _plan(
-    cache: CacheConfig, cells: Sequence[Cell], offload: str, room: int, needs: Needs, host: int, free: int
+    cache: CacheConfig,
+    cells: Sequence[Cell],
+    offload: str,
+    room: int,
+    needs: Needs,
+    host: int,
+    free: int,
+    on_device: float,
 ) -> Phase:
     phase = Phase(offload)
     most = max(cell.batch for cell in cells) + 1  # and the slot that padding writes to
@@ -167,7 +184,9 @@ def _plan(
         extents = cell_extents(cache, cell, room)
         rows = extents * needs.row_extent
         left = free - most * needs.window_slot - needs.index.of(extents, most)
-        device_rows = rows if offload == "never" else 0 if offload == "always" else min(rows, max(0, left))
+        device_rows = round(rows * on_device)
+        if offload == "auto":
+            device_rows = max(device_rows, min(rows, max(0, left)))
         if device_rows > left:
             phase.skipped[cell] = _reason("index and rows on the device", device_rows - left)
         elif rows - device_rows > host:

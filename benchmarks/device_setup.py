@@ -129,6 +129,8 @@ class Bench:
         itemsize = self.dtype.itemsize
         every = [Needs.of(self.config(v, self.cells), itemsize, self._needs[v.label]) for v in variants]
         self.needs = Needs.most(every)
+        # With "always", the first layers of all variants that share a pool lie where one of them wants its dense ones.
+        self.dense_layers = max(v.entry.dense_layers(v.settings) for v in variants)
         self.region_cache = min((v.cache for v in variants), key=lambda cache: cache.sink + cache.local)
 
     def load(self) -> None:
@@ -142,7 +144,8 @@ class Bench:
     def phases(self, offloads: Sequence[str], cells: Sequence[Cell] | None = None) -> list[Phase]:
         """See plan_phases; of all cells, unless some are given."""
         chosen = self.cells if cells is None else cells
-        return plan_phases(self.region_cache, chosen, offloads, ROOM, self.needs, self.limits)
+        share = self.dense_layers / self.model.num_layers
+        return plan_phases(self.region_cache, chosen, offloads, ROOM, self.needs, self.limits, share)
 
     def config(self, variant: Variant, cells: Sequence[Cell]) -> EngineConfig:
         """An engine of a variant for these cells, without budgets."""
@@ -156,7 +159,7 @@ class Bench:
         """Layers whose rows lie on the device in a pool for these cells; of "auto", as many as memory holds."""
         layers = self.model.num_layers
         if offload != "auto":
-            return layers if offload == "never" else 0
+            return layers if offload == "never" else min(layers, self.dense_layers)
         extents, most = self.extents(cells), max(cell.batch for cell in cells) + 1
         free = self.limits.device - self.limits.work_space - self.needs.weights - most * self.needs.window_slot
         left = free - self.needs.index.of(extents, most)
@@ -168,6 +171,8 @@ class Bench:
 
         layers, extents = self.device_layers(offload, cells), self.extents(cells)
         row_extent = self.needs.row_extent
+        if offload == "always" and layers:
+            offload = "auto"  # the budgets say that the dense layers' rows lie on the device
         config = with_budget(self.config(self.variants[0], cells), offload, extents, row_extent, layers)
         cache = DeviceCache(config, self.dtype, self.device, extents * row_extent // self.model.num_layers * layers)
         cache.window.normal_()
@@ -204,7 +209,7 @@ class Bench:
         cells = [Cell(max(cell.context for cell in self.cells), batch)]
         config = self.config(variant, cells)
         row_extent = Needs.of(config, self.dtype.itemsize, IndexNeeds()).row_extent
-        cache = DeviceCache(with_budget(config, "always", extents, row_extent, 0), self.dtype, self.device, 0)
+        cache = DeviceCache(with_budget(config, "always", extents, row_extent, 0), self.dtype, self.device, None)
         gc.collect()  # indexes of one engine refer to each other
         before = torch.cuda.memory_allocated(self.device)
         indexes = self.indexes(variant, cache, cells)

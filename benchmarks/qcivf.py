@@ -3,7 +3,7 @@
     python benchmarks/qcivf.py --output benchmarks/results/NAME.json
 
 One layer of a Llama-3.1-8B shape by default, synthetic keys and queries (synthetic.py). Faiss needs `pip install faiss-cpu`;
---faiss none leaves it out. What is counted: benchmarks/README.md.
+--faiss none leaves it out, --profile adds the time of each kernel. What is counted: benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--faiss_heads", type=int, default=1, help="KV heads indexed by Faiss; scaled to all")
     parser.add_argument("--faiss_threads", type=int, default=os.cpu_count(), help="host threads of Faiss")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--profile", action="store_true", help="report the time of each kernel of a build too")
     parser.add_argument("--output", type=Path, help="result file")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args(argv)
@@ -124,10 +125,13 @@ def run(arguments: argparse.Namespace, kernels: CudaKernels, length: int, faiss:
     config = Config(top_k=arguments.top_k)
     centroids = config.prompt_centroids(length, config.centroids)
     keys, queries = source.keys(length, dtype), source.queries(arguments.heads, centroids, dtype)
-    samples, peak = time_build(arguments, kernels, queries, keys)
+    build = make_build(arguments, kernels, queries, keys)
+    samples, peak = time_build(build, keys.device, arguments.repeats)
     flop = 2 * arguments.heads * centroids * length * arguments.head_dim
     result: dict[str, Any] = {"length": length, "centroids": centroids, "rho": config.rho, "ctkvr": samples.summary()}
     result |= {"work_bytes": peak, "score_flop_per_second": flop / samples.median}
+    if arguments.profile:
+        result |= profile_build(build, keys.device)
     for name in arguments.faiss:
         seconds = [time_faiss(faiss, name, keys[head]) for head in range(arguments.faiss_heads)]
         scaled = sum(seconds) * arguments.kv_heads / arguments.faiss_heads
@@ -135,26 +139,47 @@ def run(arguments: argparse.Namespace, kernels: CudaKernels, length: int, faiss:
     return result
 
 
-def time_build(
+def make_build(
     arguments: argparse.Namespace, kernels: CudaKernels, queries: Tensor, keys: Tensor
-) -> tuple[Samples, int]:
-    """Seconds between two events around each build, and the most device memory that one allocates."""
+) -> Callable[[], None]:
+    """What is timed: the lists of all KV heads, from queries [H, C, D] and keys [G, n, D]."""
     config, group = Config(top_k=arguments.top_k), arguments.heads // arguments.kv_heads
     builder = DeviceBuilder(kernels, group, config.rho, arguments.head_dim**-0.5)
     lists = torch.empty((keys.shape[0], queries.shape[1], config.rho), dtype=torch.int32, device=keys.device)
-    builder.build(queries, keys, lists)
-    torch.cuda.synchronize(keys.device)
-    torch.cuda.reset_peak_memory_stats(keys.device)
-    before = torch.cuda.memory_allocated(keys.device)
+    return lambda: builder.build(queries, keys, lists)
+
+
+def time_build(build: Callable[[], None], device: torch.device, repeats: int) -> tuple[Samples, int]:
+    """Seconds between two events around each build, and the most device memory that one allocates."""
+    build()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
     samples = Samples()
-    for _ in range(arguments.repeats):
+    for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
-        builder.build(queries, keys, lists)
+        build()
         end.record()
         end.synchronize()
         samples.seconds.append(start.elapsed_time(end) / 1000)
-    return samples, torch.cuda.max_memory_allocated(keys.device) - before
+    return samples, torch.cuda.max_memory_allocated(device) - before
+
+
+def profile_build(build: Callable[[], None], device: torch.device) -> dict[str, Any]:
+    """Seconds of one build by kernel, dearest first, and seconds that the host takes to launch it."""
+    torch.cuda.synchronize(device)
+    host_seconds = measure(build)
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        build()
+        torch.cuda.synchronize(device)
+    events = [event for event in profiler.key_averages() if event.self_device_time_total > 0]
+    events.sort(key=lambda event: -event.self_device_time_total)
+    times = [
+        {"name": event.key, "seconds": event.self_device_time_total / 1e6, "count": event.count} for event in events
+    ]
+    return {"host_seconds": host_seconds, "kernels": times}
 
 
 def time_faiss(faiss: Any, name: str, keys: Tensor) -> float:
@@ -194,11 +219,22 @@ def print_report(document: dict[str, Any]) -> None:
         table.add_row(*cells)
     console = Console()
     console.print(table)
+    for result in document["results"]:
+        print_profile(console, result)
     if names:
         heads, threads = document["faiss_heads"], document["faiss_threads"]
         console.print(
             f"Faiss: {heads} of {document['kv_heads']} KV heads measured on {threads} threads, scaled to all."
         )
+
+
+def print_profile(console: Console, result: dict[str, Any]) -> None:
+    """Print a length's kernels, if they were profiled."""
+    if "kernels" not in result:
+        return
+    console.print(f"{result['length']:,} tokens: launched in {1e3 * result['host_seconds']:.2f} ms")
+    for kernel in result["kernels"]:
+        console.print(f"{1e3 * kernel['seconds']:9.3f} ms {kernel['count']:4}  {kernel['name'][:90]}", markup=False)
 
 
 if __name__ == "__main__":

@@ -87,8 +87,9 @@ def window_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
 def plan_rows(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int | None) -> RowPlan:
     """Decide where the rows go.
 
-    `offload` "always" puts no layer on the device, "never" all; "auto" chooses the number of layers that gives the most
-    extents, and of those the largest. The budgets of the configuration limit the extents; they never raise.
+    `offload` "always" puts no layer on the device but those that attend densely, which would read all of their rows over
+    PCIe in every step; "never" puts all there; "auto" chooses the number of layers that gives the most extents, and of
+    those the largest. The budgets of the configuration limit the extents; they never raise.
 
     Parameters
     ----------
@@ -101,7 +102,8 @@ def plan_rows(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int | 
         If a budget has no room for one extent, or, with "never", the rows exceed `device_row_bytes`.
     """
     layers, cache = config.model.num_layers, config.cache
-    choices = {"always": [0], "never": [layers], "auto": list(range(layers + 1))}[cache.offload]
+    dense = min(dense_layers(config), layers)
+    choices = {"always": [dense], "never": [layers], "auto": list(range(dense, layers + 1))}[cache.offload]
     plans = [_plan(config, dtype, device_layers, device_row_bytes) for device_layers in choices]
     best = max(plans, key=lambda plan: (plan.capacity, plan.device_layers))
     if best.capacity == 0 and extents_wanted(config) > 0:
@@ -113,10 +115,19 @@ def plan_rows(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int | 
         )
     if device_row_bytes is not None and best.device_bytes > device_row_bytes:
         raise CapacityError(
-            f"cache.offload = 'never' needs {best.device_bytes:,} bytes of rows on the device, {device_row_bytes:,} are "
-            "free; choose offload 'auto', or lower kv_cache_device_memory_bytes, max_batch_size or max_seq_len"
+            f"cache.offload = {cache.offload!r} needs {best.device_bytes:,} bytes of rows on the device, "
+            f"{device_row_bytes:,} are free; {'' if cache.offload == 'auto' else 'choose offload auto, or '}lower "
+            "kv_cache_device_memory_bytes, max_batch_size or max_seq_len"
         )
     return best
+
+
+def dense_layers(config: EngineConfig) -> int:
+    """First layers that the engine's method attends to densely."""
+    from kvseek.plugins.registry import get_method  # plugins import the engine
+
+    method = get_method(config.method)
+    return method.dense_layers(method.configure(config.method_config))
 
 
 def _plan(config: EngineConfig, dtype: torch.dtype, device_layers: int, device_row_bytes: int | None) -> RowPlan:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 # Each folder offers config.py with `Config` (a frozen dataclass) and method.py with `create(context) -> Index` and
 # `codebooks(config, head_dim) -> dict of tensors` (what the builder computes once; may be empty). config.py may offer
-# CACHE_DEFAULTS, defaults of CacheConfig fields for the method. method.py may offer
+# CACHE_DEFAULTS, defaults of CacheConfig fields for the method; Config may have a field `dense_layers`, the first layers
+# that attend densely: on a GPU their rows lie on the device, whatever cache.offload says. method.py may offer
 # - `cuda_defines(config, head_dim, group_size) -> dict of integers`: macros of its GPU kernels (*.cu in its folder)
 # - `costs(config, model, length, itemsize) -> SelectionCosts`: what a decode step moves (plugins/costs.py)
 # - `needs_cpu_library(config) -> bool`: whether its index for the GPU calls compiled code of the CPU.
@@ -47,6 +48,10 @@ class Method:
     def cache_defaults(self) -> dict[str, Any]:
         """Defaults of CacheConfig fields where the method wants others than the engine's."""
         return cast("dict[str, Any]", getattr(importlib.import_module(f"{self.package}.config"), "CACHE_DEFAULTS", {}))
+
+    def dense_layers(self, config: Any) -> int:
+        """First layers that attend to every row."""
+        return int(getattr(config, "dense_layers", 0))
 
     def configure(self, values: dict[str, Any]) -> Any:
         """Check `values` against the config class; raises ConfigError on unknown keys and bad values."""

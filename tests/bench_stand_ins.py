@@ -129,7 +129,7 @@ def bench_cache(bench: Any, variant: Any, cells: Any) -> Any:
 
     config = bench.config(variant, cells)
     row_extent = Needs.of(config, bench.dtype.itemsize, IndexNeeds()).row_extent
-    return DeviceCache(with_budget(config, "always", 1, row_extent, 0), bench.dtype, bench.device, 0)
+    return DeviceCache(with_budget(config, "always", 1, row_extent, 0), bench.dtype, bench.device, None)
 
 
 class FakeStep:

@@ -34,7 +34,14 @@ class FakeAttention:
         self.before = None
 
     def launch(
-        self, queries: Tensor, batch: Any, window: Tensor, pointer: int, stride: int, selection: DeviceSelection
+        self,
+        queries: Tensor,
+        batch: Any,
+        window: Tensor,
+        pointer: int,
+        stride: int,
+        selection: DeviceSelection,
+        on_host: bool,
     ) -> Tensor:
         if batch.requests[0, 8]:
             return queries

@@ -45,6 +45,21 @@ def test_the_policies() -> None:
     assert rows("auto", budget=None, device=5 * GIB) == (256, 5, 27)
 
 
+def test_layers_that_attend_densely_keep_their_rows_on_the_device() -> None:
+    def layers(offload: str, dense: int, budget: int | None) -> tuple[int, int]:
+        own = dataclasses.replace(config(offload), method="clusterkv", method_config={"dense_layers": dense})
+        made = plan_rows(own, torch.bfloat16, budget)
+        return made.capacity, made.device_layers
+
+    assert layers("always", 2, None) == (256, 2)
+    assert layers("always", 2, 2 * GIB) == (256, 2)
+    assert layers("always", 40, None) == (256, 32)
+    assert layers("auto", 2, 5 * GIB) == (256, 5)
+    assert layers("auto", 2, GIB) == (128, 2), "fewer tokens, not dense reads over PCIe"
+    with pytest.raises(CapacityError, match=r"'always' needs 2,147,483,648 bytes of rows on the device, 1,000 are free"):
+        layers("always", 2, 1000)
+
+
 def test_host_and_device_budgets_add_up() -> None:
     assert rows("always", budget=None, host=16 * GIB) == (128, 0, 32)
     assert rows("auto", budget=16 * GIB, host=16 * GIB) == (256, 16, 16)

@@ -1,14 +1,14 @@
-// Lists of the centroids: attention weights, the maximum over the group, the largest rho keys (CTkvr paper, algorithm 1).
+// Lists of the centroids: attention weights, maximum over the group, largest rho keys (CTkvr paper, algorithm 1).
 //
-// Scores are computed twice and stored never. The first pass over the keys sums the softmax of each query. The second finds
-// the keys whose value, the largest logarithm of their weight in the group, reaches a bound that about twice as many keys
-// reach as a list holds; the bound is an entry of a sample of the keys, whose values a pass over them gave before.
+// Scores are computed twice and never stored. The first pass over the keys sums the softmax of each query. The second
+// finds the keys whose value, the largest logarithm of their weight in the group, reaches a bound: an entry of a sample
+// of the keys, which a short pass has listed before. Nearly twice as many keys reach it as a list holds.
 #include "list_sum.cuh"
 
 namespace kvseek {
 namespace ctkvr {
 
-// Candidates of a warp on their way to their centroids: a full warp writes them, for each waits for its centroid's count.
+// Candidates of a warp on their way to their centroids: 32 at a time, for each waits for its centroid's count.
 struct Outbox {
     Entry entries[2 * WARP];
     int centroids[2 * WARP];
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::PRODUCT_THREADS, 3)
     using namespace kvseek::ctkvr;
     extern __shared__ __align__(16) unsigned char dynamic_memory[];
     Softmax softmax(a);
-    multiply_keys(a, reinterpret_cast<Operand*>(dynamic_memory),
+    multiply_keys<false>(a, reinterpret_cast<Operand*>(dynamic_memory),
                   [&](Products& products, int first) { softmax.add(products, first, a.samples); });
     softmax.finish(a);
 }
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::PRODUCT_THREADS, 3)
     __shared__ Outbox boxes[PRODUCT_WARPS];
     const Values values(a);
     Sender sender{a, boxes[threadIdx.x / WARP]};
-    multiply_keys(a, reinterpret_cast<Operand*>(dynamic_memory), [&](Products& products, int first) {
+    multiply_keys<true>(a, reinterpret_cast<Operand*>(dynamic_memory), [&](Products& products, int first) {
         float largest[LANE_CENTROIDS][LANE_KEYS];
         unsigned hits = 0;
 #pragma unroll

@@ -1,4 +1,4 @@
-"""Construction of the query-centroid inverted file on the GPU: what build.cu and list.cu are told, and their work space."""
+"""Construction of the query-centroid inverted file on the GPU: launches of build.cu and list.cu, work space."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class ListArguments(ctypes.Structure):
     """Arguments of all kernels that build lists, as in list_products.cuh."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("queries", "keys", "factors", "sums", "candidates", "counts", "bounds", "lists")),
+        *(
+            (name, c_void_p)
+            for name in ("queries", "keys", "factors", "sums", "candidates", "counts", "bounds", "lists")
+        ),
         *((name, c_int64) for name in ("query_stride", "head_stride", "key_stride", "list_stride")),
         *((name, c_int32) for name in ("centroids", "tokens", "rho", "capacity", "stride", "samples", "rank", "parts")),
     )
@@ -37,9 +40,9 @@ class ListArguments(ctypes.Structure):
 class Sampling:
     """How many keys bound a list's candidates.
 
-    The number of sampled keys among the best `rho` is close to `rho / stride`, with the deviation of a Poisson variable at
-    most. A sampled entry of so much lower rank that hardly ever fewer than `rho` keys reach it is the bound, and hardly ever
-    more than `capacity` do. Lists for which it happens are searched another way (list_search.cuh): it costs time alone.
+    Of the best `rho` keys about `rho / stride` are sampled, with the deviation of a Poisson variable at most. The bound
+    is a sampled entry of so much lower rank that fewer than `rho` keys hardly ever reach it; more than `capacity` hardly
+    ever do. The lists that it happens to are searched another way (list_search.cuh): what it costs is time.
 
     Attributes
     ----------
@@ -64,7 +67,9 @@ class Sampling:
         stride = -(-tokens // SAMPLES)
         samples = tokens // stride
         expected = rho / stride
-        rank = min(samples, math.ceil(expected + DEVIATIONS * (math.sqrt(expected) + 1)))
+        rank = math.ceil(expected + DEVIATIONS * (math.sqrt(expected) + 1))
+        if stride == 1 or rank > samples:  # every key is a candidate
+            return cls(1, tokens, tokens, max(tokens, rho + SLACK + LIST_THREADS))
         most = stride * math.ceil(rank + DEVIATIONS * (math.sqrt(rank) + 1))
         return cls(stride, samples, rank, max(samples, min(most, tokens), rho + SLACK + LIST_THREADS))
 
@@ -72,8 +77,8 @@ class Sampling:
 class DeviceBuilder:
     """Builds lists on the current stream; nothing waits for the GPU.
 
-    Scores are products of 16-bit numbers with float32 sums. Float32 queries and keys are rounded to float16 first, scaled
-    by powers of two, one a head: then a list is exact but for keys whose logits agree to about 2^-11.
+    Scores are products of 16-bit numbers with float32 sums. Float32 queries and keys are rounded to float16 first,
+    scaled by powers of two, one a head: then a list is exact but for keys whose logits agree to about 2^-11.
 
     Parameters
     ----------
@@ -94,8 +99,8 @@ class DeviceBuilder:
         Parameters
         ----------
         queries : Tensor [H, C, D]
-            Centroid queries as attention saw them, not normalised; H = G x group_size. Of the dtype and D that the kernels
-            were compiled for, as the keys.
+            Centroid queries as attention saw them, not normalised; H = G x group_size. Of the dtype and D that the
+            kernels were compiled for, as the keys.
         keys : Tensor [G, n, D]
             Retrieval keys by place.
         lists : Tensor, int32 [G, at least C, rho]
@@ -116,19 +121,19 @@ class DeviceBuilder:
             return
         queries, keys, factors = self._operands(queries, keys)
         sampling = Sampling.of(n, self._rho)
-        band = self.band(sampling.capacity, *keys.shape[::2], centroids)
+        band = self.band(sampling.capacity, keys.shape[0], keys.shape[2], centroids)
         for start in range(0, centroids, band):
             end = min(centroids, start + band)
             self._build_band(queries[:, start:end], keys, factors, sampling, lists[:, start:end])
 
     def band(self, capacity: int, kv_heads: int, dim: int, centroids: int) -> int:
-        """Centroids that are built at once, in whole tiles: their candidates take at most WORK_BYTES, or are one tile's."""
+        """Centroids that are built at once: whole tiles, as many as WORK_BYTES hold candidates of."""
         tile = self._tile_centroids(dim)
         tiles, most = -(-centroids // tile), max(1, WORK_BYTES // (8 * capacity * kv_heads * tile))
         return tile * -(-tiles // -(-tiles // most))
 
     def _build_band(self, queries: Tensor, keys: Tensor, factors: Tensor, sampling: Sampling, lists: Tensor) -> None:
-        # queries [H, c, D], keys [G, n, D]: 16-bit numbers, rows contiguous; factors float32 [H]; lists int32 [G, c, rho]
+        # 16-bit queries [H, c, D] and keys [G, n, D], rows contiguous; factors float32 [H]; lists int32 [G, c, rho]
         (heads, centroids, dim), (kv_heads, n, _) = queries.shape, keys.shape
         device = keys.device
         tiles = -(-centroids // self._tile_centroids(dim))
@@ -171,7 +176,7 @@ class DeviceBuilder:
         self._kernels.launch(f"kvseek_ctkvr_{name}", grid, threads, arguments, shared_bytes)
 
     def _tile_centroids(self, dim: int) -> int:
-        """Centroids of a block of the products: it holds 128 queries, or 64 of more than 128 numbers (list_products.cuh)."""
+        """Centroids of a block of the products: it holds 128 queries, 64 of D > 128 (list_products.cuh)."""
         padded = 1 << (self._group - 1).bit_length()
         return (128 if dim <= 128 else 64) // padded
 
@@ -187,7 +192,7 @@ class DeviceBuilder:
         return min(range(1, most + 1), key=lambda parts: -(-blocks * parts // resident) / parts)
 
     def _operands(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """16-bit numbers with rows that kernels can read, and float32 [H]: binary logarithm of a weight by product."""
+        """16-bit numbers in rows that kernels can read, and float32 [H]: binary logarithm of a weight by product."""
         factors = torch.full((queries.shape[0],), self._scaling * math.log2(math.e), device=keys.device)
         if keys.dtype is torch.float32:
             queries, query_exponents = _to_half(queries)

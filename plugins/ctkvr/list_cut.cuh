@@ -1,6 +1,6 @@
 // The largest of some entries, by a radix search from the top digit down. No entry occurs twice.
 //
-// An entry is a word: the high half is a value that compares as an unsigned integer, the low half is the complement of a
+// An entry is a word: the high half is a value that compares as an unsigned integer, the low half the complement of a
 // place. So entries of equal values rank by lowest place, and a cut through them is the same whatever their order.
 #pragma once
 
@@ -83,8 +83,8 @@ __device__ __forceinline__ Entry differing_bits(const Entry* entries, int count,
 
 // The bound that at least `keep` and at most `keep + slack` of entries[0 .. count) reach; count >= keep >= 1.
 //
-// Every thread of the block calls it, with the same arguments. What other threads of the block wrote to the entries before
-// the call is seen. A digit begins at the first bit in which entries differ, so that it tells them apart.
+// Every thread of the block calls it, with the same arguments. What other threads of the block wrote to the entries
+// before the call is seen. A digit begins at the first bit in which entries differ, so that it tells them apart.
 __device__ __noinline__ Entry find_cut(const Entry* entries, int count, int keep, int slack, CutShared& shared) {
     Entry prefix;  // the bits decided so far
     const Entry differing = differing_bits(entries, count, prefix, shared);

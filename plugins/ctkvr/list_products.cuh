@@ -1,8 +1,8 @@
 // Products of the queries of some centroids with all keys of a KV head, or with a sample of them, on tensor cores.
 //
 // A warp holds its queries in registers; the block's warps share tiles of keys in shared memory. A product lives in the
-// registers of one lane only as long as its key's tile does: scores are never stored. The queries of a group take rows of
-// the product such that a lane has as many heads of a centroid as possible, for maxima over the group.
+// registers of one lane, as long as its key's tile does: scores are never stored. The queries of a group take such rows
+// of the product that a lane has as many heads of a centroid as possible, for maxima over the group.
 #pragma once
 
 #include "list_cut.cuh"
@@ -14,23 +14,23 @@ namespace ctkvr {
 
 // Arguments of all kernels that build lists: those of a band of centroids, of all KV heads.
 struct ListArguments {
-    const void* queries;            // [KV heads x GROUP, centroids, DIM]: 16-bit numbers (Operand)
-    const void* keys;               // [KV heads, tokens, DIM] of the same
-    const float* factors;           // [KV heads x GROUP], > 0: a product times this is a weight's binary logarithm, up to the sum
-    float* sums;                    // [parts, KV heads x GROUP, centroids, 2]: largest logarithm, sum relative to it
-    unsigned long long* candidates; // [KV heads, centroids, capacity]: entries
-    int* counts;                    // [KV heads, centroids]: of candidates that were found; 0 at first
-    unsigned long long* bounds;     // [KV heads, centroids]: entries that candidates reach
-    int* lists;                     // [KV heads, centroids, rho]
-    long long query_stride;         // from a query head to the next
-    long long head_stride;          // of keys, from a KV head to the next
-    long long key_stride;           // from a key to the next
-    long long list_stride;          // from a KV head's lists to the next
-    int centroids, tokens, rho;     // tokens > rho
-    int capacity;                   // >= samples, and >= rho + SLACK + threads of kvseek_ctkvr_list
-    int stride, samples;            // one key of each `stride` is sampled; samples = tokens / stride
-    int rank;                       // of the sampled entry that is the bound
-    int parts;                      // of the keys, that blocks of kvseek_ctkvr_sum share
+    const void* queries;             // [KV heads x GROUP, centroids, DIM]: 16-bit numbers (Operand)
+    const void* keys;                // [KV heads, tokens, DIM] of the same
+    const float* factors;            // [KV heads x GROUP], > 0: product times this = a weight's log2, up to the sum's
+    float* sums;                     // [parts, KV heads x GROUP, centroids, 2]: largest logarithm, sum relative to it
+    unsigned long long* candidates;  // [KV heads, centroids, capacity]: entries
+    int* counts;                     // [KV heads, centroids]: of candidates that were found; 0 at first
+    unsigned long long* bounds;      // [KV heads, centroids]: entries that candidates reach
+    int* lists;                      // [KV heads, centroids, rho]
+    long long query_stride;          // from a query head to the next
+    long long head_stride;           // of keys, from a KV head to the next
+    long long key_stride;            // from a key to the next
+    long long list_stride;           // from a KV head's lists to the next
+    int centroids, tokens, rho;      // tokens > rho
+    int capacity;                    // >= samples, and >= rho + SLACK + threads of kvseek_ctkvr_list
+    int stride, samples;             // one key of each `stride` is sampled; samples = tokens / stride
+    int rank;                        // of the sampled entry that is the bound
+    int parts;                       // of the keys, that blocks of kvseek_ctkvr_sum share
 };
 
 #if KVSEEK_DTYPE == 1
@@ -81,7 +81,7 @@ __device__ __forceinline__ long long row_number(const ListArguments& a, int row)
     return head * a.centroids + first_centroid() + row_centroid(row);
 }
 
-// Place of a sampled key: one of each `stride`, at a distance that repeats with no period of the text.
+// Place of a sampled key: one of each `stride`, now here, now there among them, for a text may repeat itself.
 __device__ __forceinline__ int sampled_place(const ListArguments& a, int sample) {
     if (a.stride == 1) return sample;
     const unsigned mixed = (static_cast<unsigned>(sample) + 1u) * 2654435769u >> 16;  // 2^32 / golden ratio
@@ -125,7 +125,8 @@ struct Queries {
         const int lane = threadIdx.x % WARP;
         const Operand* row = keys + lane % 8 * PITCH + lane / 8 * 8;
 #pragma unroll
-        for (int i = 0; i < MATRICES * KEY_TILES * 4; ++i) products[i / (KEY_TILES * 4)][i / 4 % KEY_TILES][i % 4] = 0.0f;
+        for (int i = 0; i < MATRICES * KEY_TILES * 4; ++i)
+            products[i / (KEY_TILES * 4)][i / 4 % KEY_TILES][i % 4] = 0.0f;
 #pragma unroll
         for (int pair = 0; pair < STEPS / 2; ++pair) {
             unsigned columns[KEY_TILES][4];
@@ -137,7 +138,7 @@ struct Queries {
                 for (int j = 0; j < KEY_TILES; ++j)
 #pragma unroll
                     for (int i = 0; i < MATRICES; ++i) {
-                        const unsigned(&left)[4] = numbers[i][2 * pair + half];
+                        const unsigned (&left)[4] = numbers[i][2 * pair + half];
                         multiply_16x8x16(products[i][j], left[0], left[1], left[2], left[3], columns[j][2 * half],
                                          columns[j][2 * half + 1], Operand());
                     }
@@ -145,7 +146,8 @@ struct Queries {
     }
 };
 
-// Start to copy a tile of keys; zeros stand for those behind the last.
+// Start to copy a tile of keys, all or SAMPLED ones; zeros stand for those behind the last.
+template <bool SAMPLED>
 __device__ __forceinline__ void copy_tile(const ListArguments& a, int tile, Operand* to) {
     constexpr int PIECES = DIM / 8;  // of 16 bytes
     const Operand* keys = static_cast<const Operand*>(a.keys) + blockIdx.y * a.head_stride;
@@ -154,21 +156,21 @@ __device__ __forceinline__ void copy_tile(const ListArguments& a, int tile, Oper
         const int piece = i * PRODUCT_THREADS + static_cast<int>(threadIdx.x), key = piece / PIECES;
         const int sample = tile * TILE_KEYS + key, number = piece % PIECES * 8;
         const bool exists = sample < a.samples;
-        const int place = exists ? sampled_place(a, sample) : 0;
+        const int place = !exists ? 0 : SAMPLED ? sampled_place(a, sample) : sample;
         copy_async_16_or_zeros(to + key * PITCH + number, keys + place * a.key_stride + number, exists);
     }
 }
 
-// Multiply the block's queries with its share of the keys: every gridDim.z-th tile. `visit(products, first)` gets those with
-// samples first .. first + PART_KEYS - 1; those behind the last sample are 0. All threads call it.
-template <class Visit>
+// Multiply the block's queries with its share of the keys: every gridDim.z-th tile. `visit(products, first)` gets those
+// with samples first .. first + PART_KEYS - 1; those behind the last sample are 0. All threads call it.
+template <bool SAMPLED, class Visit>
 __device__ __forceinline__ void multiply_keys(const ListArguments& a, Operand* stages, Visit visit) {
     constexpr int STAGE = TILE_KEYS * PITCH;
     const int tiles = (a.samples + TILE_KEYS - 1) / TILE_KEYS, step = gridDim.z;
     int coming = blockIdx.z, stage = 0;
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i, coming += step) {
-        if (coming < tiles) copy_tile(a, coming, stages + i * STAGE);
+        if (coming < tiles) copy_tile<SAMPLED>(a, coming, stages + i * STAGE);
         close_copy_group();
     }
     Queries queries;
@@ -177,7 +179,7 @@ __device__ __forceinline__ void multiply_keys(const ListArguments& a, Operand* s
         await_copy_groups<STAGES - 2>();
         __syncthreads();  // all copies of this tile have arrived, and the last one has been read
         const int free = stage == 0 ? STAGES - 1 : stage - 1;
-        if (coming < tiles) copy_tile(a, coming, stages + free * STAGE);
+        if (coming < tiles) copy_tile<SAMPLED>(a, coming, stages + free * STAGE);
         close_copy_group();
 #pragma unroll
         for (int part = 0; part < TILE_KEYS; part += PART_KEYS) {

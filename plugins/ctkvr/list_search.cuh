@@ -1,5 +1,5 @@
-// The slow way to a list: one block computes the values of all keys for one centroid, on ordinary cores. For the few lists
-// whose bound, from a sample, let too few or too many candidates through: what is listed never depends on the sample.
+// The slow way to a list: one block computes the values of all keys for one centroid, on ordinary cores. It is for the
+// few lists whose bound, from a sample, let too few or too many candidates through: no list depends on the sample.
 #pragma once
 
 #include "list_sum.cuh"

@@ -217,7 +217,7 @@ class ReferenceIndex(Index):
             rows = self.rows.pool[extents[swapped // EXTENT_TOKENS], head, swapped % EXTENT_TOKENS]
             self.rows.pool[extents[both // EXTENT_TOKENS], head, both % EXTENT_TOKENS] = rows
             self.homes[slot, head, first] = second.int()
-            for number in (both // page).unique().tolist():
+            for number in sorted(set((both // page).tolist())):
                 extent, offset = int(extents[number // self.pages_of_extent]), number % self.pages_of_extent
                 keys = self.rows.pool[extent, head, offset * page : (offset + 1) * page, 0]
                 self.boxes[extent, head, offset] = torch.stack((keys.amin(dim=0), keys.amax(dim=0)))
