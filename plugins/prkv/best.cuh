@@ -11,23 +11,23 @@
 namespace kvseek {
 namespace prkv {
 
-constexpr int GROUPS = PAGES <= 32 ? 128 : THREADS;           // of threads: the more, the fewer keys reach the limit
-constexpr int TEAM = THREADS / GROUPS;                        // threads of a group, and threads that rank a maximum
+constexpr int GROUPS = PAGES <= 32 ? 128 : THREADS;  // of threads: the more, the fewer keys reach the limit
+constexpr int TEAM = THREADS / GROUPS;               // threads of a group, and threads that rank a maximum
 constexpr int AT_ONCE = LANES <= 4 ? 8 : (32 + LANES - 1) / LANES;  // pages whose scores a thread loads at a time
-constexpr int CANDIDATES = 1024;                              // keys that may reach the limit; PAGES at least
+constexpr int CANDIDATES = 1024;                                    // keys that may reach the limit; PAGES at least
 
 struct BestMemory {
     NthMemory<8> nth;
     int scratch[33];
-    float normaliser[LANES];      // log2 of what the softmax divides by
-    SortKey maxima[THREADS];      // of each thread's keys
-    SortKey groups[GROUPS];       // of each group's keys
+    float normaliser[LANES];  // log2 of what the softmax divides by
+    SortKey maxima[THREADS];  // of each thread's keys
+    SortKey groups[GROUPS];   // of each group's keys
     SortKey limit;
-    int owners[THREADS];          // threads whose maximum reaches the limit
+    int owners[THREADS];  // threads whose maximum reaches the limit
     int owner_count, candidate_count;
     SortKey candidates[CANDIDATES];
-    int found[PAGES];             // selected pages, in any order
-    int pages[PAGES];             // the same, ascending
+    int found[PAGES];  // selected pages, in any order
+    int pages[PAGES];  // the same, ascending
 };
 
 __device__ __forceinline__ void add_normalisers(const SelectArguments& a, const Task& task, BestMemory& memory) {

@@ -44,7 +44,8 @@ class Bounds {
     static constexpr int COLUMNS = REDUCTION == MEAN ? 2 : LANES;
     static constexpr int COLUMN_TILES = (COLUMNS + 7) / 8;
     uint4 boxes[2][STEPS][2];  // [smallest, largest][step][page g or g + 8]
-    uint4 queries[REDUCTION == MEAN ? 2 : 1][COLUMN_TILES][STEPS];  // [times the smallest, times the largest], or as they are
+    uint4 queries[REDUCTION == MEAN ? 2 : 1][COLUMN_TILES]
+                 [STEPS];  // [times the smallest, times the largest], or as they are
     Factors factors;
     PowerSum sums[COLUMN_TILES][2];  // of columns 8 i + 2 t and 8 i + 2 t + 1
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

@@ -32,7 +32,8 @@ __device__ __forceinline__ void assign_places(const SelectArguments& a, const Ta
     const bool is_free = i < room && memory.held[i] != -2, missing = i < found && !memory.hit[i];
     const int number = block_prefix_sum<THREADS>(is_free, memory.best.scratch, free_places);
     if (is_free) memory.free[number] = i;
-    const int rank = block_prefix_sum<THREADS>(missing, memory.best.scratch, misses);  // its barriers show `free` to all
+    const int rank =
+        block_prefix_sum<THREADS>(missing, memory.best.scratch, misses);  // its barriers show `free` to all
     if (missing && rank < free_places) {
         memory.place[i] = memory.free[rank];
         held[memory.free[rank]] = memory.best.pages[i];
@@ -67,7 +68,8 @@ __device__ __forceinline__ void choose(const SelectArguments& a, const Task& tas
     const int static_rows = task.static_rows(a), first = static_rows / PAGE, i = threadIdx.x;
     // What the store holds is asked for before the pages are ranked: nobody waits for it then.
     const int held = a.static_held ? a.static_held[task.list(a)] : 0;
-    if (i < PAGES) memory.place[i] = -1, memory.held[i] = i < a.held_pages ? a.held[task.list(a) * a.held_pages + i] : -1;
+    if (i < PAGES)
+        memory.place[i] = -1, memory.held[i] = i < a.held_pages ? a.held[task.list(a) * a.held_pages + i] : -1;
     const int found = best_pages(a, task, first, a.top_k / PAGE - first, memory.best);
     if (a.picked && i < found) atomicAdd(a.picked + task.entry(a, memory.best.pages[i]), 1);  // nobody waits for it
     if (a.static_held && a.held_pages) assign_places(a, task, found, memory);

@@ -13,17 +13,17 @@ namespace prkv {
 
 // Mirrored field by field in observe.py. A "row" is a query of the window: head of the group * window + query.
 struct ObserveArguments {
-    const Number* keys;          // [kv_heads, count, HEAD_DIM], strided
-    const Number* queries;       // [kv_heads * GROUP, window, HEAD_DIM], strided
-    const int* valid;            // [kv_heads] keys that count, the first ones; null: all
-    float2* parts;               // [kv_heads, chunks, rows] largest exponent, sum of the powers relative to it
-    float* scores;               // [kv_heads, count] result; -1 for keys that do not count
-    long long key_head_stride;   // numbers from one KV head to the next
-    long long key_stride;        // numbers from one key to the next
+    const Number* keys;         // [kv_heads, count, HEAD_DIM], strided
+    const Number* queries;      // [kv_heads * GROUP, window, HEAD_DIM], strided
+    const int* valid;           // [kv_heads] keys that count, the first ones; null: all
+    float2* parts;              // [kv_heads, chunks, rows] largest exponent, sum of the powers relative to it
+    float* scores;              // [kv_heads, count] result; -1 for keys that do not count
+    long long key_head_stride;  // numbers from one KV head to the next
+    long long key_stride;       // numbers from one key to the next
     long long query_head_stride;
     long long query_stride;
     int count, window;
-    float scaling;               // softmax scale
+    float scaling;  // softmax scale
 };
 
 // The keys that a block takes.
@@ -44,8 +44,8 @@ struct Share {
 
 struct ObserveMemory {
     KeyBlock blocks[2];
-    float normalisers[BLOCK_ROWS];            // log2 of what the softmax of each row divides by
-    float weights[OBSERVE_WARPS][KEYS];       // of each key, over a warp's rows
+    float normalisers[BLOCK_ROWS];       // log2 of what the softmax of each row divides by
+    float weights[OBSERVE_WARPS][KEYS];  // of each key, over a warp's rows
 };
 
 // Let the share's keys pass by in blocks: use(first key, products of 8 keys with the warp's rows, number of the eight),
@@ -139,15 +139,16 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::OBSERVE_THREADS)
                               a.query_head_stride, a.query_stride, a.window, first_row, share.rows);
         float normalisers[ROW_TILES][2];
 #pragma unroll
-        for (int i = 0; i < 2 * ROW_TILES; ++i) normalisers[i / 2][i % 2] = memory.normalisers[WindowRows::row(i / 2, i % 2)];
+        for (int i = 0; i < 2 * ROW_TILES; ++i)
+            normalisers[i / 2][i % 2] = memory.normalisers[WindowRows::row(i / 2, i % 2)];
         pass_by(
             a, share, rows, memory,
             [&](int, const float (&products)[ROW_TILES][4], int eight) {
                 float weights[2] = {};
 #pragma unroll
                 for (int i = 0; i < 4 * ROW_TILES; ++i)
-                    weights[i % 2] += power_of_two(
-                        __fmaf_rn(products[i / 4][i % 4], exponent_scale, -normalisers[i / 4][i % 4 / 2]));
+                    weights[i % 2] +=
+                        power_of_two(__fmaf_rn(products[i / 4][i % 4], exponent_scale, -normalisers[i / 4][i % 4 / 2]));
 #pragma unroll
                 for (int mask = 4; mask < 32; mask *= 2) {
                     weights[0] += __shfl_xor_sync(EVERYONE, weights[0], mask);

@@ -27,8 +27,8 @@ struct Tiles {
 // Keep the queries of this step for the next choice of the static set.
 __device__ __forceinline__ void record_queries(const SelectArguments& a, const Task& task) {
     constexpr int EACH = 16 / static_cast<int>(sizeof(Number));
-    const long long step = static_cast<long long>(task.request.slot) * a.window_queries +
-                           task.request.position % a.window_queries;
+    const long long step =
+        static_cast<long long>(task.request.slot) * a.window_queries + task.request.position % a.window_queries;
     Number* to = a.recent + (step * a.kv_heads + task.head) * GROUP * DIM;
     for (int i = threadIdx.x * EACH; i < GROUP * DIM; i += THREADS * EACH)
         *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(task.queries(a) + i);

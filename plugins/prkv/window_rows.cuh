@@ -8,12 +8,12 @@ namespace prkv {
 
 constexpr int OBSERVE_THREADS = 256;
 constexpr int OBSERVE_WARPS = OBSERVE_THREADS / 32;
-constexpr int ROW_TILES = DIM <= 128 ? 2 : 1;                   // of 16 rows: a thread holds their numbers
-constexpr int WARP_ROWS = 16 * ROW_TILES;                       // queries that a warp holds
-constexpr int BLOCK_ROWS = OBSERVE_WARPS * WARP_ROWS;           // queries that a block holds
+constexpr int ROW_TILES = DIM <= 128 ? 2 : 1;          // of 16 rows: a thread holds their numbers
+constexpr int WARP_ROWS = 16 * ROW_TILES;              // queries that a warp holds
+constexpr int BLOCK_ROWS = OBSERVE_WARPS * WARP_ROWS;  // queries that a block holds
 constexpr int KEY_BYTES = DIM * static_cast<int>(sizeof(Number));
 constexpr int KEYS = KEY_BYTES <= 256 ? 64 : KEY_BYTES <= 512 ? 32 : 16;  // of a block: two of them fit into 48 KiB
-constexpr int KEY_STRIDE = KEY_BYTES + (KEY_BYTES % 128 ? 0 : 64);  // bytes: neighbouring keys in other banks
+constexpr int KEY_STRIDE = KEY_BYTES + (KEY_BYTES % 128 ? 0 : 64);        // bytes: neighbouring keys in other banks
 
 // Keys in shared memory; those that do not exist are zeros.
 struct KeyBlock {
