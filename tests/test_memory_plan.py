@@ -56,7 +56,9 @@ def test_layers_that_attend_densely_keep_their_rows_on_the_device() -> None:
     assert layers("always", 40, None) == (256, 32)
     assert layers("auto", 2, 5 * GIB) == (256, 5)
     assert layers("auto", 2, GIB) == (128, 2), "fewer tokens, not dense reads over PCIe"
-    with pytest.raises(CapacityError, match=r"'always' needs 2,147,483,648 bytes of rows on the device, 1,000 are free"):
+    with pytest.raises(
+        CapacityError, match=r"'always' needs 2,147,483,648 bytes of rows on the device, 1,000 are free"
+    ):
         layers("always", 2, 1000)
 
 

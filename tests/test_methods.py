@@ -30,7 +30,7 @@ SPARSE: dict[str, tuple[str, ...]] = {
     "pariskv": ("--pariskv.top_k", "12"),
     "ctkvr": ("--ctkvr.top_k", "12", "--ctkvr.centroids", "16"),
     "clusterkv": ("--clusterkv.top_k", "12", "--clusterkv.tokens_per_cluster", "8", "--clusterkv.dense_layers", "1"),
-    "prkv": ("--prkv.top_k", "16", "--prkv.page", "4"),
+    "prkv": ("--prkv.top_k", "32", "--prkv.page", "8"),
 }
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
 PROMPT = torch.arange(230).mul(13).remainder(101).tolist()

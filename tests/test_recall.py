@@ -124,8 +124,8 @@ def test_the_budget_covers_the_window() -> None:
     plain, own = parse_variants("flat,flat:top_k=7,cache.local=100")
     assert recall.rows_to_keep(plain, 1024) == 1024 - 64 - 256
     assert recall.rows_to_keep(own, 1024) == 7
-    (paged,) = parse_variants("prkv")
-    assert recall.rows_to_keep(paged, 1024) == 1024 - 64 - 64
+    (narrow,) = parse_variants("flat:cache.local=64")
+    assert recall.rows_to_keep(narrow, 1024) == 1024 - 64 - 64
     with pytest.raises(ConfigError, match=r"--budget = 320: must exceed the window of 'flat', 320 tokens"):
         recall.rows_to_keep(plain, 320)
     with pytest.raises(ConfigError, match="'full': must be a method with a field top_k"):

@@ -43,7 +43,11 @@ struct SelectedRows {
     unsigned long long* hits;
 
     __device__ SelectedRows(const AttendArguments& a, const Request& request, const Place& place)
-        : pool(a, place), entries(a.entries), length(place.length), on_host(a.rows_on_host), hits(place.tile ? nullptr : a.hits) {
+        : pool(a, place),
+          entries(a.entries),
+          length(place.length),
+          on_host(a.rows_on_host),
+          hits(place.tile ? nullptr : a.hits) {
         const long long list = (static_cast<long long>(place.request) * a.kv_heads + place.kv_head) * a.entries;
         places = a.selected + list;
         if (a.store) {

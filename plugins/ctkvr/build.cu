@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::PRODUCT_THREADS, 3)
     extern __shared__ __align__(16) unsigned char dynamic_memory[];
     Softmax softmax(a);
     multiply_keys<false>(a, reinterpret_cast<Operand*>(dynamic_memory),
-                  [&](Products& products, int first) { softmax.add(products, first, a.samples); });
+                         [&](Products& products, int first) { softmax.add(products, first, a.samples); });
     softmax.finish(a);
 }
 

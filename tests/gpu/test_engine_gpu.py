@@ -283,5 +283,6 @@ def test_rows_that_exceed_the_device_are_refused_with_the_numbers(tmp_path: Path
 
 
 def test_a_method_without_device_index_is_refused(models: dict[str, Path], on_gpu: BuildEngine) -> None:
-    with pytest.raises(ConfigError, match=r"FlatIndex does not run with device = 'cuda'; choose one of full, pariskv, ctkvr, clusterkv, prkv"):
+    pattern = r"FlatIndex does not run with device = 'cuda'; choose one of full, pariskv, ctkvr, clusterkv, prkv"
+    with pytest.raises(ConfigError, match=pattern):
         Engine.load(on_gpu(models["llama"], "flat", *WINDOW, *LIMITS))
