@@ -119,11 +119,11 @@ class Region:
         return float(torch.stack([weights[head][:, tokens[head]].sum(-1).mean() for head in range(KV_HEADS)]).mean())
 
 
-def topical(count: int, seed: int, topics: int = 12, strength: float = 5.0) -> tuple[Tensor, Tensor]:
-    """Keys [G, count, D] in runs of topics, and queries [count, H, D] that look for the topic of their token."""
+def topical(count: int, seed: int, run: int = 16, topics: int = 12, strength: float = 5.0) -> tuple[Tensor, Tensor]:
+    """Keys [G, count, D] in runs of `run` tokens of a topic, and queries [count, H, D] that look for the topic of their token."""
     generator = torch.Generator().manual_seed(seed)
     directions = torch.nn.functional.normalize(torch.randn(topics, DIM, generator=generator), dim=-1)
-    topic = torch.randint(topics, (-(-count // 16),), generator=generator).repeat_interleave(16)[:count]
+    topic = torch.randint(topics, (-(-count // run),), generator=generator).repeat_interleave(run)[:count]
     noise = torch.randn(KV_HEADS, count, DIM, generator=generator)
     keys = strength * directions[topic] + noise
     queries = strength * directions[topic][:, None] + 0.5 * torch.randn(count, HEADS, DIM, generator=generator)
