@@ -64,19 +64,8 @@ def with_budget(config: EngineConfig, offload: str, extents: int, row_extent: in
 
 
 def lay_out(cache: DeviceCache, config: EngineConfig) -> None:
-    """Give a cache the windows and slots of `config` over the rows that it has, which pinning would take long to make.
-
-    Indexes and decoders made for it before are of no more use.
-    """
-    from kvseek.engine.device_cache import EVICT_AHEAD
-
-    window = cache.window
-    for slot in range(cache.padding_slot):
-        cache.close(slot)
-    cache.padding_slot = config.max_batch_size
-    cache._start(config, config.max_batch_size + 1, cache.plan.capacity, window.dtype, window.device)
-    cache.tokens[cache.padding_slot] = 1
-    cache.evict_ahead = min(EVICT_AHEAD, cache.config.update, cache.config.local)
+    """See DeviceCache.lay_out; fills the windows."""
+    cache.lay_out(config)
     cache.window.normal_()  # window rows that nobody wrote would be zeros, which no model has
 
 

@@ -76,17 +76,34 @@ class DeviceCache(Cache):
         """
         model = config.model
         self.plan = plan_rows(config, dtype, device_row_bytes)
-        self.padding_slot = config.max_batch_size
-        self._start(config, config.max_batch_size + 1, self.plan.capacity, dtype, device)
-        self.tokens[self.padding_slot] = 1
+        self._start_slots(config, dtype, device)
         self.pool = HostPool(
             self.plan.capacity, self.plan.host_layers, model.num_kv_heads, model.head_dim, dtype, device
         )
         self.device_rows = _device_rows(self.plan, self.pool.rows.shape[2:], dtype, device)
-        self.evict_ahead = min(EVICT_AHEAD, self.config.update, self.config.local)
         self._offload_stream, self._evict_stream = SideStream(device), SideStream(device)
         self._in_flight: deque[tuple[int, Ticket, Tensor]] = deque()  # slot, and rows on their way to the host
         self._staged: dict[int, StagedEviction] = {}
+
+    def _start_slots(self, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.padding_slot = config.max_batch_size
+        self._start(config, config.max_batch_size + 1, self.plan.capacity, dtype, device)
+        self.tokens[self.padding_slot] = 1
+        self.evict_ahead = min(EVICT_AHEAD, self.config.update, self.config.local)
+
+    def lay_out(self, config: EngineConfig) -> None:
+        """Forget all requests, and take the slots and windows of `config` over the rows that there are.
+
+        For benchmarks: pinning rows anew takes long. Indexes and decoders made for the cache before are of no more use.
+
+        Raises
+        ------
+        CapacityError
+            If the windows do not fit into the device's memory.
+        """
+        for slot in range(self.padding_slot):
+            self.close(slot)
+        self._start_slots(config, self.window.dtype, self.window.device)
 
     def rows_pointer(self, layer: int) -> int:
         """Where kernels find the layer's rows: the address of extent 0, KV head 0, position 0."""

@@ -218,6 +218,9 @@ def _index_bytes(
     extents = ExtentTable(slots, extents_for(config.max_seq_len), capacity, device)
     contexts = _contexts(config, extents, [0] * slots, dtype, device, codebooks, library, kernels)
     method = get_method(config.method)
+    # Not bound: which layers' rows lie in host memory follows from this. Until `bind` an index keeps what it would keep for
+    # rows in host memory (a store, hot rows): the most that a layer takes. A few KB a request that `bind` may add are part
+    # of the work space's reserve.
     indexes = device_indexes([method.create(context) for context in contexts])
     attentions = make_attentions(config, kernels, indexes, extents.device_table, dtype)
     used = torch.cuda.memory_allocated(device) - before

@@ -23,9 +23,8 @@ from .workspace import TILE, StepArguments, Workspace
 
 PROBE_THREADS, RECALL_THREADS, RERANK_THREADS = 512, 512, 1024
 PROBE_CENTROIDS = 64  # of a block (probe.cu)
-EXTENT_BYTES = (
-    4 + EXTENT_TOKENS // 8
-)  # shared memory of the recall: an extent's number, and a bit for each of its places
+# Shared memory of the recall: an extent's number, and a bit for each of its places.
+EXTENT_BYTES = 4 + EXTENT_TOKENS // 8
 STATIC_BYTES = 9 << 10  # that the recall declares itself, rounded up
 
 
@@ -48,7 +47,7 @@ class CudaIndex(DeviceIndex):
     Raises
     ------
     KernelError
-        If a region may be longer than shared memory has bits for, or its lists longer than can be built.
+        If a region may be longer than shared memory has bits for.
     """
 
     def __init__(self, context: IndexContext) -> None:
@@ -209,6 +208,7 @@ def _check_region(recall_bytes: int, context: IndexContext) -> None:
     extents = context.extents.table.shape[1]
     if extents > most:
         raise KernelError(
-            f"CTkvr on the GPU: regions of up to {extents * EXTENT_TOKENS} tokens need {recall_bytes} bytes of shared memory: "
-            f"this GPU has room for {most * EXTENT_TOKENS} tokens; lower max_seq_len"
+            f"CTkvr on the GPU: max_seq_len: regions of up to {extents * EXTENT_TOKENS} tokens need {recall_bytes} bytes of "
+            f"shared memory: must be at most {most * EXTENT_TOKENS} tokens, {most * EXTENT_BYTES} bytes, on this GPU; lower "
+            "max_seq_len"
         )
