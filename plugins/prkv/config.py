@@ -27,7 +27,7 @@ class Config:
         the first and the last query of the observation window attend to (paper, appendix G); `static_share` is for
         prompts of at most `top_k` retrieval tokens, whose overlap says nothing.
     page : int
-        Rows of a page: a power of two from 8 to 128.
+        Rows of a page: a power of two from 8 to 128. The paper has 32 (section 4.2); half of that keeps more (README).
     box_radius : float
         What a page scores: q·centre + box_radius · Σ |q_c| · half-width of the box. 1 is the paper's upper bound of its
         keys' scores, which no key comes close to; less is an estimate, which was better (README), and bounds nothing.
@@ -49,12 +49,12 @@ class Config:
     top_k: int = 1024
     static_share: float = 0.5
     share_rule: str = "fixed"
-    page: int = 32
-    box_radius: float = 0.5
+    page: int = 16
+    box_radius: float = 0.25
     window_queries: int = 64
     update_interval: int = 128
     update_scope: str = "selected"
-    update_pages: int = 512
+    update_pages: int = 1024
     group_reduce: str = "softmax_mean"
     cache_steps: int = 1
 
@@ -70,14 +70,14 @@ class Config:
         require(0 <= share <= 1, "static_share", share, "in [0, 1]", "0.5 is the default")
         fits = self.share_rule in SHARE_RULES
         require(fits, "share_rule", self.share_rule, f"one of {SHARE_RULES}", '"fixed" is the default')
-        require(0 <= self.box_radius <= 1, "box_radius", self.box_radius, "in [0, 1]", "0.5 is the default")
+        require(0 <= self.box_radius <= 1, "box_radius", self.box_radius, "in [0, 1]", "0.25 is the default")
         require(self.window_queries >= 1, "window_queries", self.window_queries, ">= 1", "64 is the default")
         limit = f">= window_queries = {self.window_queries}"
         fits = self.update_interval >= self.window_queries
         require(fits, "update_interval", self.update_interval, limit, "an update looks at decode steps alone")
         fits = self.update_scope in UPDATE_SCOPES
         require(fits, "update_scope", self.update_scope, f"one of {UPDATE_SCOPES}", '"selected" is the default')
-        require(self.update_pages >= 1, "update_pages", self.update_pages, ">= 1", "512 is the default")
+        require(self.update_pages >= 1, "update_pages", self.update_pages, ">= 1", "1024 is the default")
         require_group_reduce(self.group_reduce, "group_reduce")
         require(self.cache_steps in (0, 1), "cache_steps", self.cache_steps, "0 or 1", "older pages are not kept")
 

@@ -19,6 +19,7 @@ from kvseek.plugins.prkv.reference import ReferenceIndex
 KV_HEADS = 2
 # dtype, head_dim, group size, group_reduce, page
 SHAPES = [
+    ("bfloat16", 128, 4, "softmax_mean", 16),
     ("bfloat16", 128, 4, "softmax_mean", 32),
     ("float16", 64, 3, "softmax_mean", 16),
     ("float32", 96, 1, "max", 32),

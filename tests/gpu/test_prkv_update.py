@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("scope", ["all", "selected"])
-@pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page"), SHAPES[:4])
+@pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page"), SHAPES[:5])
 def test_an_update_is_that_of_the_reference(
     dtype: str, dim: int, group: int, reduce: str, page: int, scope: str, on_host: bool
 ) -> None:
