@@ -103,7 +103,7 @@ def capture(model: Any, ids: list[int], queries: int) -> list[CapturedLayer]:
     from transformers import AttentionInterface, DynamicCache
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    recorder = _Recorder(model.config.num_hidden_layers, queries, sdpa_attention_forward)
+    recorder = AttentionRecorder(model.config.num_hidden_layers, queries, sdpa_attention_forward)
     AttentionInterface.register(ATTENTION_NAME, recorder)
     before = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION_NAME)
@@ -111,19 +111,19 @@ def capture(model: Any, ids: list[int], queries: int) -> list[CapturedLayer]:
         cache = DynamicCache()
         for start in range(0, len(ids), CHUNK_TOKENS):
             part = torch.tensor([ids[start : start + CHUNK_TOKENS]])
-            model.model(part, attention_mask=_causal_mask(start, part.shape[1]), past_key_values=cache)
+            model.model(part, attention_mask=causal_mask(start, part.shape[1]), past_key_values=cache)
     finally:
         model.set_attn_implementation(before)
     return recorder.layers()
 
 
-def _causal_mask(past: int, tokens: int) -> Tensor:
+def causal_mask(past: int, tokens: int) -> Tensor:
     # Given ready-made, because transformers makes no mask for an attention function that it does not know.
     allowed = torch.ones(tokens, past + tokens, dtype=torch.bool).tril(past)
     return torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)[None, None]
 
 
-class _Recorder:
+class AttentionRecorder:
     """An attention function of transformers' AttentionInterface."""
 
     def __init__(self, layers: int, queries: int, attention: Any) -> None:

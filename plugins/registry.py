@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from .base import Index, IndexContext
     from .costs import SelectionCosts
+    from .stages import Stages
 
 # Each folder offers config.py with `Config` (a frozen dataclass) and method.py with `create(context) -> Index` and
 # `codebooks(config, head_dim) -> dict of tensors` (what the builder computes once; may be empty). config.py may offer
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 # that attend densely: on a GPU their rows lie on the device, whatever cache.offload says. method.py may offer
 # - `cuda_defines(config, head_dim, group_size) -> dict of integers`: macros of its GPU kernels (*.cu in its folder)
 # - `costs(config, model, length, itemsize) -> SelectionCosts`: what a decode step moves (plugins/costs.py)
-# - `needs_cpu_library(config) -> bool`: whether its index for the GPU calls compiled code of the CPU.
+# - `needs_cpu_library(config) -> bool`: whether its index for the GPU calls compiled code of the CPU
+# - `stages(index, query, slot) -> Stages`: which rows each stage of a selection keeps (plugins/stages.py), for measurements.
 METHODS: dict[str, str] = {
     "full": "kvseek.plugins.full",
     "flat": "kvseek.plugins.flat",
@@ -78,6 +80,14 @@ class Method:
         """Whether the method's index for the GPU calls compiled code of the CPU (kernels/cpu.so)."""
         needs = self._offer("needs_cpu_library")
         return False if needs is None else bool(needs(config))
+
+    def stages(self, index: Index, query: Tensor, slot: int) -> Stages | None:
+        """What each stage of the selection for a query [H, D] keeps; None if the method does not tell.
+
+        Changes nothing of `index`, which must be the reference: raises KernelError for one that the stages do not know.
+        """
+        stages = self._offer("stages")
+        return None if stages is None else cast("Stages", stages(index, query, slot))
 
     def create(self, context: IndexContext) -> Index:
         """Make the index of one layer."""

@@ -188,8 +188,11 @@ class ReferenceIndex(Index):
         lanes = query_lanes(queries, self.config.group_reduce)
         scores = lanes @ self.read_clusters(self.centroids, slot).float().transpose(1, 2)
         scores = scores.masked_fill(sizes[:, None] == 0, -torch.inf)
-        values = reduce_scores(scores, self.config.group_reduce, self.context.scaling)
-        taken = rows_taken(values, sizes, self.config.top_k)
+        return self.rows_of_best(reduce_scores(scores, self.config.group_reduce, self.context.scaling), slot)
+
+    def rows_of_best(self, values: Tensor, slot: int) -> Tensor:
+        """Places that the clusters with the largest values [G, clusters] hold: int32 [G, top_k], -1 fills up."""
+        taken = rows_taken(values, self.read_clusters(self.sizes, slot), self.config.top_k)
         entries = expand(self.read_clusters(self.starts, slot), taken, self.config.top_k)
         places = self.context.extents.read(self.places, slot, self.context.lengths[slot])
         return torch.where(entries < 0, -1, places.gather(1, entries.clamp(min=0)))

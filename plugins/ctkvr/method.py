@@ -11,8 +11,9 @@ from .costs import costs
 from .device import CudaIndex
 from .native import NativeIndex
 from .reference import ReferenceIndex
+from .stages import stages
 
-__all__ = ["codebooks", "costs", "create", "needs_cpu_library"]
+__all__ = ["codebooks", "costs", "create", "needs_cpu_library", "stages"]
 
 
 def codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:

@@ -12,8 +12,9 @@ from .costs import costs
 from .device import CudaIndex, cuda_defines
 from .native import NativeIndex
 from .reference import ReferenceIndex
+from .stages import stages
 
-__all__ = ["codebooks", "costs", "create", "cuda_defines"]
+__all__ = ["codebooks", "costs", "create", "cuda_defines", "stages"]
 
 
 def codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:

@@ -115,16 +115,25 @@ class ReferenceIndex(Index):
         extents, n, top_k = self.context.extents, self.context.lengths[slot], self.config.top_k
         if n <= top_k:
             return torch.arange(n, device=queries.device).expand(queries.shape[0], -1)
-        rho, _ = self.config.schedule(n)
-        lanes = rotate(query_lanes(queries, self.config.group_reduce), self.signs)
-        tiers = tier_table(lanes, self.counts[slot], math.ceil(rho * n))
-        votes = collision_scores(tiers, extents.read(self.ids, slot, n))
-        candidates = best_positions(votes, self.config.candidates(n))
+        lanes = self.lanes(queries)
+        candidates = self.candidates(lanes, slot)
         codes = take_rows(extents.read(self.codes, slot, n), candidates)
         weights = take_rows(extents.read(self.weights, slot, n), candidates)
         estimates = estimate_scores(lanes, codes, weights, self.levels)
         values = reduce_scores(estimates, self.config.group_reduce, self.context.scaling)
         return candidates.gather(1, best_positions(values, top_k))
+
+    def lanes(self, queries: Tensor) -> Tensor:
+        """Rotated queries that vote and rank on their own: [G, g, D] to float32 [G, lanes, P]."""
+        return rotate(query_lanes(queries, self.config.group_reduce), self.signs)
+
+    def candidates(self, lanes: Tensor, slot: int) -> Tensor:
+        """Positions that are reranked, those with the most votes: lanes [G, lanes, P] to int64 [G, c], ascending."""
+        n = self.context.lengths[slot]
+        rho, _ = self.config.schedule(n)
+        tiers = tier_table(lanes, self.counts[slot], math.ceil(rho * n))
+        votes = collision_scores(tiers, self.context.extents.read(self.ids, slot, n))
+        return best_positions(votes, self.config.candidates(n))
 
 
 def block_sum(values: Tensor) -> Tensor:

@@ -1,0 +1,44 @@
+"""Where ClusterKV loses rows: whole clusters fill the budget, or the centroids rank a cluster too low."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvseek.plugins.base import Index
+from kvseek.plugins.common.group import query_lanes, reduce_scores
+from kvseek.plugins.stages import Stage, Stages, by_place, everything, require_index, stored_keys
+
+from .reference import ReferenceIndex
+
+
+def stages(index: Index, query: Tensor, slot: int) -> Stages:
+    """Stages of a query [H, D]: `clusters`, what the best clusters hold if each is ranked by its best key; `centroids`.
+
+    A cluster's value is its keys' largest score of each lane, reduced over lanes and clusters as `select` reduces those of
+    centroids; the last cluster is cut as there. A dense layer keeps everything.
+    """
+    clusterkv = require_index(index, ReferenceIndex)
+    kv_heads, n = clusterkv.context.num_kv_heads, clusterkv.context.lengths[slot]
+    if clusterkv.dense:
+        kept = everything(clusterkv, slot)
+    else:
+        reduction = clusterkv.config.group_reduce
+        lanes = query_lanes(query.view(kv_heads, -1, query.shape[-1]), reduction)
+        best = best_scores(clusterkv, lanes, slot)
+        values = reduce_scores(best, reduction, clusterkv.context.scaling)
+        kept = by_place(clusterkv.rows_of_best(values, slot), n)
+    return Stages((Stage("clusters", kept, ideal=True),), last="centroids")
+
+
+def best_scores(index: ReferenceIndex, lanes: Tensor, slot: int) -> Tensor:
+    """Largest q·k among the keys of each cluster: lanes [G, lanes, D] to [G, lanes, clusters], -inf for one without keys."""
+    n = index.context.lengths[slot]
+    scores = lanes @ stored_keys(index, slot).transpose(1, 2)
+    sorted_places = index.context.extents.read(index.places, slot, n).long()
+    ends = index.read_clusters(index.sizes, slot).long().cumsum(dim=-1)
+    entries = torch.arange(n, device=ends.device).expand(ends.shape[0], -1).contiguous()
+    cluster = torch.searchsorted(ends, entries, right=True)
+    best = scores.new_full((*scores.shape[:2], ends.shape[-1]), -torch.inf)
+    by_cluster = scores.gather(-1, sorted_places[:, None].expand_as(scores))
+    return best.scatter_reduce_(-1, cluster[:, None].expand_as(scores), by_cluster, "amax")

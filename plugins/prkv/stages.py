@@ -1,0 +1,33 @@
+"""Where PRKV loses rows: whole pages fill the budget, or the boxes rank a page too low."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvseek.plugins.base import Index
+from kvseek.plugins.common.group import best_positions, query_lanes, reduce_scores
+from kvseek.plugins.stages import Stage, Stages, by_place, require_index, stored_keys
+
+from .reference import ReferenceIndex
+
+
+def stages(index: Index, query: Tensor, slot: int) -> Stages:
+    """Stages of a query [H, D]: `pages`, static rows and what the best pages hold if each is ranked by its best key; `boxes`.
+
+    A page's value is its keys' largest score of each lane, reduced over the lanes and pages as `select` reduces bounds.
+    """
+    prkv = require_index(index, ReferenceIndex)
+    config, n = prkv.config, prkv.context.lengths[slot]
+    lanes = query_lanes(query.view(prkv.context.num_kv_heads, -1, query.shape[-1]), config.group_reduce)
+    scores = lanes @ stored_keys(prkv, slot).transpose(1, 2)
+    whole = F.pad(scores, (0, -n % config.page), value=-torch.inf)
+    static = int(prkv.static_rows[slot]) // config.page
+    best = whole.view(*whole.shape[:2], -1, config.page).amax(dim=-1)[..., static:]
+    values = reduce_scores(best, config.group_reduce, prkv.context.scaling)
+    pages = best_positions(values, config.top_k // config.page - static) + static
+    places = pages[..., None] * config.page + torch.arange(config.page, device=pages.device)
+    kept = by_place(places.flatten(1).masked_fill(places.flatten(1) >= n, -1), n)
+    kept[:, : static * config.page] = True
+    return Stages((Stage("pages", kept, ideal=True),), last="boxes")
