@@ -164,7 +164,8 @@ class Index(ABC):
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """Index a slot after this layer's prefill, replacing whatever the slot held.
 
-        May leave work running on a side stream of the device; it keeps the tensors it reads.
+        May leave work running on a side stream of the device; it keeps the tensors it reads, a copy of the slot's row of
+        `extents.device_table` among them: a cancelled request's row is cleared without a wait for that work.
 
         Parameters
         ----------

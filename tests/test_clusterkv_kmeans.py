@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from kvseek.engine.errors import ConfigError, KernelError
 from kvseek.engine.memory import ExtentTable
 from kvseek.plugins.base import IndexContext
+from kvseek.plugins.clusterkv import device as clusterkv_device
 from kvseek.plugins.clusterkv import kmeans
 from kvseek.plugins.clusterkv.config import Config
+from kvseek.plugins.clusterkv.device import CudaIndex
 from kvseek.plugins.clusterkv.kmeans import ClusterArrays, DeviceKMeans, KMeansArguments, check_keys
 from kvseek.plugins.clusterkv.seeding import initial_keys
 
@@ -183,3 +186,22 @@ def test_what_has_no_room(tokens: int, first_place: int, first_cluster: int, clu
 def test_keys_that_kernels_cannot_read(shape: tuple[int, ...], dtype: torch.dtype, message: str) -> None:
     with pytest.raises(KernelError, match=message):
         check_keys(torch.zeros(shape, dtype=dtype), KV_HEADS, 64, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("_without_gpu")
+@pytest.mark.parametrize("tokens", [700, 3000])
+def test_a_slot_may_be_closed_while_its_prompt_is_clustered(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that run later read the extents that the slot had, and not the table's row, which is cleared."""
+    monkeypatch.setattr(clusterkv_device, "_check_shared_memory", lambda *arguments: None)
+    means, kernels, _ = make(Config(cache_steps=0), 64, tokens)
+    context = dataclasses.replace(means._context, cuda=kernels)  # type: ignore[arg-type]
+    index, extents = CudaIndex(context), context.extents
+    owned = extents.table[1].tolist()
+    keys = torch.zeros(KV_HEADS, tokens, 64, dtype=torch.bfloat16)
+    index.build(1, keys, keys)
+    extents.release(1)
+    assert extents.table[1].max() == -1
+    assert kernels.launches
+    for _, _, arguments in kernels.launches:
+        read = (ctypes.c_int32 * len(owned)).from_address(arguments.table)
+        assert list(read) == owned

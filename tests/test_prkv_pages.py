@@ -39,4 +39,5 @@ def test_what_a_query_counts_has_its_dtype(reduce: str) -> None:
     lanes, boxes = page_lanes(queries, reduce), random_keys(6, DIM).view(KV_HEADS, 3, 2, DIM).sort(dim=2).values
     assert lanes.dtype is (torch.float32 if reduce == "mean" else torch.bfloat16)
     rough, fine = page_scores(lanes, boxes, 0.5), page_scores(lanes.float(), boxes, 0.5)
+    assert torch.equal(rough, fine) == (reduce == "mean")
     torch.testing.assert_close(rough, fine, rtol=0, atol=0.05 if reduce != "mean" else 0.0)

@@ -74,12 +74,12 @@ class PromptClustering:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = SideStream(device)
-        self._pending: deque[tuple[int, Ticket, Tensor]] = deque()  # slot, and keys that are being clustered
+        self._pending: deque[tuple[int, Ticket, tuple[Tensor, ...]]] = deque()  # slot, and what its work reads
 
-    def run(self, slot: int, keys: Tensor, work: Callable[[], None]) -> None:
-        """Run `work`, which reads `keys`; the current stream waits for older work than that of the layer before."""
+    def run(self, slot: int, read: tuple[Tensor, ...], work: Callable[[], None]) -> None:
+        """Run `work`, which reads `read`; the current stream waits for older work than that of the layer before."""
         self._reclaim(LAYERS_IN_FLIGHT - 1)
-        self._pending.append((slot, self._stream.run(work), keys))
+        self._pending.append((slot, self._stream.run(work), read))
 
     def finish(self, slot: int) -> None:
         """Make the current stream wait for the work of a slot."""
@@ -87,7 +87,7 @@ class PromptClustering:
             self._reclaim(0)
 
     def _reclaim(self, keep: int) -> None:
-        # The current stream allocated the keys, so after the wait their memory may go to whatever it runs next.
+        # The current stream allocated what is read, so after the wait its memory may go to whatever it runs next.
         while self._pending and (len(self._pending) > keep or self._pending[0][1].done):
             _, ticket, _ = self._pending.popleft()
             ticket.wait()
@@ -195,14 +195,16 @@ class CudaIndex(DeviceIndex):
             return
         self._forget_rows(slot)
         count = index.counts[slot]
+        # A request that is cancelled gives its extents back without a wait, and its row of the table is cleared.
+        table = self.context.extents.device_table[slot].clone()
 
         def work() -> None:
             if count:
-                self._kmeans.cluster(slot, keys, 0, 0, count, self._arrays)
+                self._kmeans.cluster(slot, keys, 0, 0, count, self._arrays, table)
             index.publish(slot)
 
         # Even without keys: extents may come from a request whose clustering is still under way.
-        self._prompts.run(slot, keys, work)
+        self._prompts.run(slot, (keys, table), work)
 
     def finish_build(self, slot: int) -> None:
         """See Index.finish_build."""

@@ -89,7 +89,14 @@ class DeviceKMeans:
         self.block_keys, self.block_clusters = (128, 4) if wide else (256, 8)  # BLOCK_KEYS and OWN
 
     def cluster(
-        self, slot: int, keys: Tensor, first_place: int, first_cluster: int, clusters: int, arrays: ClusterArrays
+        self,
+        slot: int,
+        keys: Tensor,
+        first_place: int,
+        first_cluster: int,
+        clusters: int,
+        arrays: ClusterArrays,
+        table: Tensor | None = None,
     ) -> Tensor:
         """Cluster keys by themselves; nothing that queries see changes before the slot's cluster count does.
 
@@ -103,6 +110,9 @@ class DeviceKMeans:
             tokens strided. Must stay as they are until the current stream has come here.
         clusters : int
             1 <= clusters <= n.
+        table : Tensor, int32 [max_extents], on the GPU, or None
+            Copy of the slot's row of the extent table, kept as long as the keys, if the slot may be closed before the
+            current stream has come here; None: the row itself.
 
         Returns
         -------
@@ -120,11 +130,12 @@ class DeviceKMeans:
         heads, tokens, _ = keys.shape
         stride, rounds = -(-tokens // LABELS) * LABELS, self._config.iterations + 1
         work = self._work_space(keys, stride, rounds, clusters)
+        table = self._context.extents.device_table[slot] if table is None else table
         self._launch_all(
             KMeansArguments(
                 **{name: array.data_ptr() for name, array in (work | vars(arrays)).items()},
                 keys=keys.data_ptr(),
-                table=self._context.extents.device_table[slot].data_ptr(),
+                table=table.data_ptr(),
                 head_stride=keys.stride(0),
                 token_stride=keys.stride(1),
                 kv_heads=heads,

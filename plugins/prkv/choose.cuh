@@ -74,6 +74,7 @@ __device__ __forceinline__ void choose(const SelectArguments& a, const Task& tas
     if (a.picked && i < found) atomicAdd(a.picked + task.entry(a, memory.best.pages[i]), 1);  // nobody waits for it
     if (a.static_held && a.held_pages) assign_places(a, task, found, memory);
     write_rows(a, task, static_rows, held, found, memory);
+    __syncthreads();  // every thread has read what the store held
     if (a.static_held && i == 0) a.static_held[task.list(a)] = static_rows;
 }
 

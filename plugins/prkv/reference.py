@@ -226,7 +226,8 @@ class ReferenceIndex(Index):
 def update_is_due(config: Config, layer: int, steps: int) -> bool:
     """Whether a slot's static set is chosen anew after so many decode steps; layers take turns.
 
-    Not before the observation window holds queries of decode steps alone.
+    Not before the observation window can hold queries of decode steps alone. It does unless some of the last
+    `window_queries` steps attended to everything: those record no queries, and a prompt's last ones stand in for them.
     """
     return steps >= config.window_queries and (steps - STAGGER * layer) % config.update_interval == 0
 

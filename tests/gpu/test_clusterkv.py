@@ -178,6 +178,23 @@ def test_evicted_keys_become_visible_when_they_are_committed() -> None:
     torch.testing.assert_close(last.float(), means, rtol=0.02, atol=0.02)
 
 
+def test_a_slot_may_be_closed_while_its_prompt_is_clustered() -> None:
+    """What is still running writes to the extents that the slot had, and nowhere else."""
+    torch.manual_seed(7)
+    n = 5000
+    index = CudaIndex(make_context(Config(), "bfloat16", 64, 2, [n], "cuda"))
+    poison(index)
+    keys, extents = random_keys(n, 64, "bfloat16").cuda(), index.context.extents
+    owned = extents.table[0].tolist()
+    index.build(0, keys, keys)
+    extents.release(0)
+    index.finish_build(0)
+    places = index.reference.places.cpu()
+    listed = places[owned].transpose(0, 1).flatten(1)[:, :n]
+    assert torch.equal(listed.sort(dim=1).values, torch.arange(n, dtype=torch.int32).expand(KV_HEADS, -1))
+    assert (places[[extent for extent in range(extents.capacity) if extent not in owned]] == -7).all()
+
+
 def test_dense_layers_select_nothing_and_keep_nothing() -> None:
     index = CudaIndex(make_context(Config(), "bfloat16", 64, 2, [2000], "cuda", room=320, layer=1))
     keys = random_keys(2320, 64, "bfloat16").cuda()

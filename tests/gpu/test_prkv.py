@@ -72,6 +72,20 @@ def test_selection(dtype: str, dim: int, group: int, reduce: str, page: int, len
         check_request(found, queries[request], slot, selection.rows[request].cpu())
 
 
+@pytest.mark.parametrize("config", [Config(), Config(top_k=4096, page=8, static_share=0.0)], ids=["default", "most"])
+def test_selection_of_many_pages(config: Config) -> None:
+    """More than 32 pages, and as many as threads: each thread is a group of its own (best.cuh)."""
+    torch.manual_seed(6)
+    lengths = [5000, 70_000]
+    world = World(config, "bfloat16", 128, 4, lengths)
+    for slot, n in enumerate(lengths):
+        world.prompt(slot, random_rows(n, 128, world.dtype), torch.randn(KV_HEADS * 4, 64, 128).bfloat16())
+    queries = (2 * torch.randn(2, KV_HEADS * 4, 128)).bfloat16()
+    rows = world.index.select(queries.cuda(), [0, 1]).rows.cpu()
+    for slot in range(2):
+        check_request(world, queries[slot], slot, rows[slot])
+
+
 def check_request(world: World, queries: Tensor, slot: int, rows: Tensor) -> None:
     """Static places, then whole pages that no better page was passed over for."""
     config, n = world.config, world.context.lengths[slot]
@@ -126,6 +140,22 @@ def test_the_store_serves_what_was_selected_before() -> None:
     assert not (selection.cached[1] >= 0).any(), "another prompt finds nothing"
 
 
+def test_a_set_that_is_all_static_is_stored_before_it_is_found() -> None:
+    """The store has no pages; a slot's first step reads every row from the pool."""
+    torch.manual_seed(7)
+    world = World(Config(top_k=1024, static_share=1.0), "bfloat16", 64, 3, [3000])
+    index = world.index
+    assert isinstance(index, CudaIndex)
+    queries = torch.randn(1, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
+    for prompt in range(20):
+        world.prompt(0, random_rows(3000, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
+        for step in range(2):
+            selection = index.launch_select(queries, world.batch([0], 2 * prompt + step))
+            assert selection.cached is not None
+            assert (selection.cached >= 0).all() if step else (selection.cached == -1).all()
+            check_attended(world, 0, 3000, selection.rows[0].cpu(), attend(world, selection, [0])[0])
+
+
 def test_rows_on_the_device_need_no_store() -> None:
     world = World(Config(top_k=256, static_share=0.25, page=16), "bfloat16", 64, 3, [3000], on_host=False)
     world.prompt(0, random_rows(3000, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
@@ -172,10 +202,11 @@ def test_evicted_keys_become_visible_when_they_are_committed() -> None:
     world.context.lengths[0] = old + new
     index.commit(0, old, new)
     world.context.extents.write(world.pool, 0, old, rows[:, old:])
-    keys = world.places(0)[:, :, 0]
+    keys, page = world.places(0)[:, :, 0], world.config.page
+    assert old % page, "some keys join a page that others began"
     found = world.arrays.by_page(world.arrays.boxes, 0, old + new).cpu()
     for number in range(found.shape[1]):
-        own = keys[:, number * 32 : number * 32 + 32]
+        own = keys[:, number * page : (number + 1) * page]
         assert torch.equal(found[:, number], torch.stack((own.amin(dim=1), own.amax(dim=1)), dim=1)), number
 
 
