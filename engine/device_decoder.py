@@ -23,6 +23,7 @@ from .errors import CapacityError
 from .graphs import DecodeStep, HostCopy, StepResult, bucket_of, buckets_for
 from .layer_kernels import LayerKernels, Rotation
 from .model import LAST_QUERIES, Decoder, Layer
+from .streams import wait_on_error
 from .work_space import prefill_bytes
 
 Marker = Callable[[str], None]
@@ -134,20 +135,22 @@ class DeviceDecoder(Decoder):
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
         """See Decoder.decode; the logits are on the CPU."""
-        result, attended = self._launch(tokens, slots)
-        self.cache.end_step(slots, self.indexes)
-        return result.logits[: len(slots)].float().cpu(), attended
+        with wait_on_error(self.device):
+            result, attended = self._launch(tokens, slots)
+            self.cache.end_step(slots, self.indexes)
+            return result.logits[: len(slots)].float().cpu(), attended
 
     @torch.inference_mode()
     def decode_tokens(
         self, tokens: Sequence[int], slots: Sequence[int], greedy: Sequence[bool]
     ) -> tuple[list[Tensor | int], list[float]]:
         """See Decoder.decode_tokens: for greedy requests only token ids leave the device."""
-        result, attended = self._launch(tokens, slots)
         sampled = [request for request, own in enumerate(greedy) if not own]
-        copies = HostCopy([result.tokens, *(result.logits[request] for request in sampled)])
-        self.cache.end_step(slots, self.indexes)  # what it starts runs beside the step
-        chosen, *rows = copies.wait()
+        with wait_on_error(self.device):
+            result, attended = self._launch(tokens, slots)
+            copies = HostCopy([result.tokens, *(result.logits[request] for request in sampled)])
+            self.cache.end_step(slots, self.indexes)  # what it starts runs beside the step
+            chosen, *rows = copies.wait()
         drawn: list[Tensor | int] = list(chosen.tolist()[: len(slots)])
         for request, row in zip(sampled, rows, strict=True):
             drawn[request] = row.float()

@@ -5,7 +5,8 @@ On the CPU there are no streams: the work runs at once, so the code that uses th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 import torch
 
@@ -55,3 +56,17 @@ class SideStream:
             # No ticket: nobody could wait for the half that was launched, so what follows here does.
             current.wait_stream(self._stream)
             raise
+
+
+@contextmanager
+def wait_on_error(device: torch.device) -> Generator[None]:
+    """If the block raises, wait for what was launched on `device` before the exception goes on.
+
+    Who handles it may hand on or free what that work reads; functions on host cores read tables of the host's as well.
+    """
+    try:
+        yield
+    except BaseException:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        raise

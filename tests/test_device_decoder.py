@@ -277,6 +277,27 @@ def test_no_token_is_an_error_of_its_request_alone(
     assert ends[good].finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("call", ["decode", "decode_tokens"])
+def test_an_error_waits_for_the_step_that_runs(
+    directories: dict[tuple[str, str], Path], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    decoder = make_decoder(directories["llama", "flat"])
+    run_prefill(decoder, 0, PROMPT, 10)
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+
+    def interrupted(*arguments: Any) -> None:
+        assert not waited
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decoder.cache, "end_step", interrupted)
+    decoder.device = torch.device("cuda")  # of what it is to wait for; tensors stay where they are
+    with pytest.raises(KeyboardInterrupt):
+        getattr(decoder, call)([5], [0], *([[True]] if call == "decode_tokens" else []))
+    assert waited == [decoder.device]
+
+
 def test_a_gpu_engine_without_a_gpu_says_so(directories: dict[tuple[str, str], Path]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -7,7 +7,6 @@ a host function on them while the GPU attends to the window; then a kernel merge
 from __future__ import annotations
 
 import ctypes
-import os
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
@@ -21,7 +20,18 @@ from kvseek.plugins.batch import DeviceBatch
 from kvseek.plugins.common.attend_plan import address
 from kvseek.plugins.common.device_attend import DeviceAttention
 
-from .native import AUTOMATIC, TYPES, HostPool, HostStep, check_supported, host_function, host_levels, raise_error
+from .host_cores import usable_cores
+from .native import (
+    AUTOMATIC,
+    MOST_THREADS,
+    TYPES,
+    HostPool,
+    HostStep,
+    check_supported,
+    host_function,
+    host_levels,
+    raise_error,
+)
 from .reference import ReferenceIndex
 from .workspace import MergeArguments
 
@@ -67,7 +77,7 @@ class HostBuffers:
         self.no_rows = torch.full((most, kv_heads, 1), -1, dtype=torch.int32, device=context.device)
         self.stream = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
         # One core is left to the thread that launches the steps.
-        self.pool = HostPool(context.library, max(1, len(os.sched_getaffinity(0)) - 1), "all")
+        self.pool = HostPool(context.library, min(MOST_THREADS, max(1, usable_cores() - 1)), "all")
         # Not at exit: a step may still be running then, and the end of the process ends the threads.
         weakref.finalize(self, self.pool.close).atexit = False
 

@@ -132,7 +132,8 @@ Task describe(const Job& job, int64_t request, int64_t head) {
 bool plan(Job& job, Memory& task_memory, Memory& work_memory) {
     const HostStep& a = job.a;
     const int64_t pairs = int64_t{a.batch} * a.kv_heads;
-    job.tasks = reinterpret_cast<Task*>(task_memory.reserve(sizeof(Task) * pairs));
+    // A line more than needed, here and below: no memory at all would read as a lack of it.
+    job.tasks = reinterpret_cast<Task*>(task_memory.reserve(sizeof(Task) * pairs + LINE));
     if (job.tasks == nullptr) return false;
     for (int64_t pair = 0; pair < pairs; pair++) {
         if (a.recalled_count[pair] == 0) continue;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
@@ -19,17 +20,19 @@ from .reference import ReferenceIndex
 MAX_GROUP_SIZE = 16
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 32
+MOST_THREADS = 1024  # of a pool (host_pool.h)
 AUTOMATIC = -1
 LEVEL_NAMES = {0: "baseline", 3: "AVX2", 4: "AVX-512", 5: "AVX-512 BF16", 6: "AMX"}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 PINS = {"none": 0, "workers": 1, "all": 2}
+DEFECT = "kvseek is at fault, or a request was dropped while its step ran: report it; execution 'uva' does without"
 ERRORS = {
     1: "a size that host kernels do not support: head_dim must be a multiple of 32 up to 256, at most 16 query heads "
     "may share a KV head; set execution to 'uva'",
     2: "the instruction level that was asked for is not on this processor; ask for -1, the fastest that is",
-    3: "a number of recalled places that is negative or beyond the capacity",
-    4: "a slot that the extent table does not hold",
-    5: "a recalled place outside of its slot's extents",
+    3: f"a number of recalled places that is negative or beyond the capacity; {DEFECT}",
+    4: f"a slot that the extent table does not hold; {DEFECT}",
+    5: f"a recalled place outside of its slot's extents; {DEFECT}",
     6: "no memory for intermediate results; lower the batch size or the recall (probes, recall_factor, recent)",
 }
 
@@ -64,7 +67,7 @@ class HostPoolArguments(ctypes.Structure):
 
 
 class HostPool:
-    """Threads for host steps: they wait for work all the time, so close the pool when it is not needed any more.
+    """Threads for host steps: they stay, watching for work or asleep, until the pool is closed.
 
     Attributes
     ----------
@@ -80,7 +83,7 @@ class HostPool:
         Parameters
         ----------
         threads : int
-            From 1 to 1024. Leave a core to whoever waits for the GPU meanwhile.
+            From 1 to MOST_THREADS. Leave a core to whoever waits for the GPU meanwhile.
         pin : str
             "none"; "workers": bind the pool's own threads to cores, the first of the caller's cores left out; "all":
             also, for good, each thread that calls a step, to the first core. "all" is for CUDA's host-function thread.
@@ -97,9 +100,10 @@ class HostPool:
         arguments = HostPoolArguments(threads=threads, pin=PINS[pin])
         library.function("kvseek_ctkvr_pool_create", c_void_p)(ctypes.byref(arguments))
         if arguments.error:
-            limit = "from 1 to 1024, and as many as the system allows"
+            reason = os.strerror(arguments.error)
             raise KernelError(
-                f"host threads = {threads}: must be {limit} (errno {arguments.error}); lower it or set pin to 'none'"
+                f"host threads = {threads}, pin = {pin!r}: must be from 1 to {MOST_THREADS}, and what the system allows "
+                f"({reason}); lower it or set pin to 'none'; of an engine, set execution to 'uva' to do without"
             )
         self.pointer: int = arguments.pool
 
