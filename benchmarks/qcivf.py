@@ -34,6 +34,7 @@ from kvseek.plugins.registry import get_method
 
 FAISS = ("ivf", "hnsw")
 IVF_LISTS, HNSW_LINKS = 2048, 32
+RECALL_FACTOR = 2.5  # the paper's, whatever a Config's default: lists of 1,280 places for 512 rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +69,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--head_dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument(
-        "--top_k", type=int, default=Config.top_k, help="rows that a step selects; lists are 2.5 times as long"
+        "--top_k",
+        type=int,
+        default=Config.top_k,
+        help=f"rows that a step selects; lists are {RECALL_FACTOR} times as long",
     )
     parser.add_argument("--repeats", type=int, default=5, help="builds that are timed, after one that is not")
     parser.add_argument("--faiss", default=",".join(FAISS), help="indexes of Faiss: ivf, hnsw, or none")
@@ -109,11 +113,16 @@ def load_faiss(arguments: argparse.Namespace) -> Any:
     return faiss
 
 
+def configure(arguments: argparse.Namespace) -> Config:
+    """What is built."""
+    return Config(top_k=arguments.top_k, recall_factor=RECALL_FACTOR)
+
+
 def load_kernels(arguments: argparse.Namespace, device: torch.device) -> CudaKernels:
     """CTkvr's kernels for the shape."""
     major, minor = torch.cuda.get_device_capability(device)
     group = arguments.heads // arguments.kv_heads
-    defines = get_method("ctkvr").cuda_defines(Config(top_k=arguments.top_k), arguments.head_dim, group)
+    defines = get_method("ctkvr").cuda_defines(configure(arguments), arguments.head_dim, group)
     shape = Specialisation(arguments.dtype, arguments.head_dim, group, "ctkvr", tuple(sorted(defines.items())))
     return CudaKernels(cached_cubin(shape, 10 * major + minor), device)
 
@@ -122,7 +131,7 @@ def run(arguments: argparse.Namespace, kernels: CudaKernels, length: int, faiss:
     """Times of one length, in seconds for all KV heads of a layer."""
     source = SyntheticKeys(arguments.kv_heads, arguments.head_dim, kernels.device, seed=arguments.seed)
     dtype = getattr(torch, arguments.dtype)
-    config = Config(top_k=arguments.top_k)
+    config = configure(arguments)
     centroids = config.prompt_centroids(length, config.centroids)
     keys, queries = source.keys(length, dtype), source.queries(arguments.heads, centroids, dtype)
     build = make_build(arguments, kernels, queries, keys)
@@ -143,7 +152,7 @@ def make_build(
     arguments: argparse.Namespace, kernels: CudaKernels, queries: Tensor, keys: Tensor
 ) -> Callable[[], None]:
     """What is timed: the lists of all KV heads, from queries [H, C, D] and keys [G, n, D]."""
-    config, group = Config(top_k=arguments.top_k), arguments.heads // arguments.kv_heads
+    config, group = configure(arguments), arguments.heads // arguments.kv_heads
     builder = DeviceBuilder(kernels, group, config.rho, arguments.head_dim**-0.5)
     lists = torch.empty((keys.shape[0], queries.shape[1], config.rho), dtype=torch.int32, device=keys.device)
     return lambda: builder.build(queries, keys, lists)

@@ -14,7 +14,7 @@ from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.reference import ReferenceIndex
 
 DIM, GROUP = 32, 3
-SMALL = Config(top_k=20, recent=24, probes=3)
+SMALL = Config(top_k=20, recent=24, probes=3, recall_factor=2.5)  # lists of 50
 
 
 class Bench:
@@ -27,6 +27,7 @@ class Bench:
             self.context.extents.reserve(slot, lengths[slot] + room)
         self.index = ReferenceIndex(self.context)
         self.pool = torch.full((16, KV_HEADS, 1024, 2, keys[0].shape[2]), torch.nan)
+        self.prompts: dict[int, Tensor] = {}  # queries that a slot was built with
         self.index.bind(LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)))
         for slot, part in enumerate(keys):
             self.write(slot, 0, part)
@@ -38,6 +39,7 @@ class Bench:
         return self.context.extents.read(self.pool, slot, self.context.lengths[slot])[:, :, 0]
 
     def build(self, slot: int, queries: Tensor) -> None:
+        self.prompts[slot] = queries
         self.index.build(slot, self.keys(slot), queries)
 
     def grow(self, slot: int, keys: Tensor) -> None:
@@ -51,11 +53,28 @@ class Bench:
         return rows
 
 
+def head_queries(count: int, seed: int) -> Tensor:
+    """Queries [H, count, D] that have, as real ones do, a large part in common: per head, in some heads larger."""
+    heads = KV_HEADS * GROUP
+    common = random_queries(heads, 1, DIM, seed=99) * torch.linspace(0.5, 4, heads)[:, None, None]
+    return random_queries(heads, count, DIM, seed) + common
+
+
+def one_query(seed: int) -> Tensor:
+    """A query [H, D] of a step."""
+    return head_queries(1, seed)[:, 0]
+
+
 def make(config: Config, lengths: Sequence[int], room: int = 0, queries: int = 300) -> Bench:
     bench = Bench(config, [random_keys(n, DIM, seed=slot) for slot, n in enumerate(lengths)], room)
     for slot in range(len(lengths)):
-        bench.build(slot, random_queries(KV_HEADS * GROUP, queries, DIM, seed=10 + slot))
+        bench.build(slot, head_queries(queries, seed=10 + slot))
     return bench
+
+
+def centroids_of(queries: Tensor, means: Tensor) -> Tensor:
+    """Centroids [H, C, D] of queries [H, C, D] whose prompt has the means [H, D], by their definition."""
+    return torch.nn.functional.normalize(queries.double() - means[:, None].double(), dim=-1).float()
 
 
 def exact_rows(query: Tensor, keys: Tensor, count: int) -> Tensor:

@@ -48,7 +48,7 @@ def test_the_work_space_holds_every_batch_and_its_padding(slots: int, most: int)
     max_batch = slots - 1  # of an engine: one slot is for padding
     bucket = 1 << max(0, max_batch - 1).bit_length()
     assert bucket <= most
-    space = Workspace(make_context(Config(centroids=4), slots, 4096), 4, 100)
+    space = Workspace(make_context(Config(centroids=8), slots, 4096), 4, 100)
     assert space.recalled.shape == (most, 2, 100)
     assert space.statistics.shape == (most, 2, 7, 3, 2)
     space.require(most)
@@ -57,7 +57,7 @@ def test_the_work_space_holds_every_batch_and_its_padding(slots: int, most: int)
 
 
 def test_keys_that_shared_memory_does_not_hold_get_memory_of_their_own() -> None:
-    context = make_context(Config(centroids=4), 2, 4096)
+    context = make_context(Config(centroids=8), 2, 4096)
     most = LARGEST_KEYS // 4
     small, large = Workspace(context, 4, most), Workspace(context, 4, most + 1)
     assert (small.keys, small.shared_key_bytes) == (None, LARGEST_KEYS)
@@ -71,7 +71,7 @@ def test_regions_that_shared_memory_has_no_bits_for_are_refused(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(device, "ReferenceIndex", lambda context: ReferenceIndex(replace(context, cuda=None)))
     most = ((99 - 9) << 10) // (4 + 128) * 1024
-    context = make_context(Config(centroids=4, top_k=8, recent=8), 1, most + 1)
+    context = make_context(Config(centroids=8, top_k=8, recent=8), 1, most + 1)
     limit = rf"regions of up to {most + 1024} tokens .* must be at most {most} tokens,.*; lower max_seq_len"
     with pytest.raises(KernelError, match=limit):
         device.CudaIndex(replace(context, cuda=SimpleNamespace(multiprocessors=132)))  # type: ignore[arg-type]
@@ -82,11 +82,11 @@ def test_costs_of_a_step() -> None:
     assert costs(config, LLAMA, 512, 2) == SelectionCosts(rows=512, kernels=3)
     found = costs(config, LLAMA, 131072, 2)
     assert found.rows == 512
-    assert found.index_bytes * LLAMA.num_kv_heads == 2048 * 32 * 128 * 2, "the centroids of all query heads"
-    assert found.reranked_keys == 4 * 1280 / 2
-    assert found.rerank_bytes == 4 * 4 * 1280
+    assert found.index_bytes * LLAMA.num_kv_heads == 2048 * 32 * (128 * 2 + 4), "the centroids of all query heads"
+    assert found.reranked_keys == 8 * 640 / 2
+    assert found.rerank_bytes == 8 * 640 * 4
     assert (found.kernels, found.host_functions, found.host_cores) == (3, 1, True)
     assert (replace(found, host_functions=0, host_cores=False)) == costs(Config(execution="uva"), LLAMA, 131072, 2)
     short = costs(config, LLAMA, 600, 2)
-    assert short.index_bytes == 38 * 4 * 128 * 2, "a centroid for 16 tokens"
+    assert short.index_bytes == 38 * 4 * (128 * 2 + 4), "a centroid for 16 tokens"
     assert short.reranked_keys == 600

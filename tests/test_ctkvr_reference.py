@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
-from ctkvr_bench import DIM, GROUP, SMALL, Bench, exact_rows, make
+from ctkvr_bench import DIM, GROUP, SMALL, Bench, exact_rows, make, one_query
 from index_cases import KV_HEADS, make_context, random_keys, random_queries
 from torch import Tensor
 
@@ -12,7 +15,7 @@ from kvseek.engine.errors import ConfigError, KernelError
 from kvseek.plugins.ctkvr.build import build_lists, largest
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.method import create, needs_cpu_library
-from kvseek.plugins.ctkvr.reference import ReferenceIndex, normalised
+from kvseek.plugins.ctkvr.reference import ReferenceIndex
 
 # Lists.
 
@@ -63,9 +66,16 @@ def definition(bench: Bench, query: Tensor, slot: int) -> list[list[int]]:
     for head in range(KV_HEADS):
         lanes = range(head * GROUP, (head + 1) * GROUP)
         stored = index.centroids[slot, :, : min(index.written[slot], index.ring)].double()
-        by_head = [(stored[h] @ query[h].double() / query[h].double().norm()).tolist() for h in lanes]
+        differences = query.double()
+        if config.centred:
+            first = min(config.centroids, math.ceil(index.listed[slot] / config.centroid_divisor))
+            differences = differences - bench.prompts[slot][:, -first:].double().mean(dim=1)
+        by_head = [(stored[h] @ differences[h] / differences[h].norm()).tolist() for h in lanes]
         cosines = [max(values) for values in zip(*by_head, strict=True)]
-        nearest = sorted(range(len(cosines)), key=lambda c: (-cosines[c], c))[: config.probes]
+        order = sorted(range(len(cosines)), key=lambda c: (-cosines[c], c))
+        held = range(max(0, index.written[slot] - index.ring), index.prompted[slot])
+        nearest = [c for c in order if c in held][: config.probes // 2 if config.keep_prompt else 0]
+        nearest += [c for c in order if c not in nearest][: config.probes - len(nearest)]
         recalled = {p for c in nearest for p in index.lists[slot, head, c].tolist() if p >= 0}
         recalled |= {p for p in range(index.listed[slot], n) if p >= n - config.recent}
         places = sorted(recalled)
@@ -76,24 +86,43 @@ def definition(bench: Bench, query: Tensor, slot: int) -> list[list[int]]:
     return rows
 
 
+@pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize("grown", [0, 7, 100])
-def test_selection_follows_the_definition(grown: int) -> None:
-    bench = make(SMALL, [777, 1500], room=grown)
+def test_selection_follows_the_definition(grown: int, centred: bool) -> None:
+    bench = make(replace(SMALL, centred=centred), [777, 1500], room=grown)
     for slot in range(2):
         if grown:
             bench.grow(slot, random_keys(grown, DIM, seed=5))
         for seed in range(4):
-            query = random_queries(1, KV_HEADS * GROUP, DIM, seed)[0]
+            query = one_query(seed)
             expected = definition(bench, query, slot)
             assert bench.step(query, slot).tolist() == expected
 
 
-def test_centroids_are_the_last_queries_oldest_first() -> None:
+@pytest.mark.parametrize("keep_prompt", [True, False])
+def test_half_of_the_probes_are_of_the_prompt_until_none_is_left(keep_prompt: bool) -> None:
+    bench = make(replace(SMALL, probes=5, centroids=12, keep_prompt=keep_prompt), [777])
+    index, query = bench.index, one_query(0)
+    for step in range(16):
+        query = query + 0.1 * one_query(step)  # the newest centroids are the nearest
+        held = [c for c in range(12) if max(0, index.written[0] - 12) <= c < index.prompted[0]]
+        assert len(held) == max(0, 12 - step)
+        probed = index.probe(query, 0)
+        for head in range(KV_HEADS):
+            assert probed[head].unique().shape == (5,)
+            of_prompt = sum(c in held for c in probed[head].tolist())
+            assert of_prompt >= min(2, len(held)) or not keep_prompt
+            if 5 <= step <= 9:
+                assert of_prompt == (2 if keep_prompt else 0), "the others are nearer"
+        expected = definition(bench, query, 0)
+        assert bench.step(query).tolist() == expected
+    assert index.prompted == [12]
+
+
+def test_lists_are_of_the_last_queries_oldest_first() -> None:
     bench = make(SMALL, [777], queries=300)
-    queries = random_queries(KV_HEADS * GROUP, 300, DIM, seed=10)
     assert bench.index.written == [49], "ceil(777 / 16)"
-    assert torch.equal(bench.index.centroids[0, :, :49], normalised(queries[:, -49:]))
-    lists = build_lists(queries[:, -49:], bench.keys(0), 50, DIM**-0.5)
+    lists = build_lists(bench.prompts[0][:, -49:], bench.keys(0), 50, DIM**-0.5)
     assert torch.equal(bench.index.lists[0, :, :49], lists)
 
 
@@ -145,7 +174,7 @@ def test_a_result_does_not_depend_on_the_batch() -> None:
 
 
 def test_a_zero_query_has_a_selection() -> None:
-    bench = make(SMALL, [777])
+    bench = make(replace(SMALL, centred=False), [777])
     query = torch.zeros(KV_HEADS * GROUP, DIM)
     assert bench.index.probe(query, 0).tolist() == [[0, 1, 2]] * KV_HEADS
     rows = bench.step(query)
@@ -158,8 +187,8 @@ def test_a_zero_query_has_a_selection() -> None:
 
 
 def test_rho_is_rounded_up_in_decimals() -> None:
-    assert Config().rho == 1280
-    assert Config(top_k=1024).rho == 2560
+    assert Config().rho == 640
+    assert Config(top_k=1024).rho == 1280
     assert Config(top_k=10, recall_factor=1.1).rho == 11
     assert Config(top_k=3, recall_factor=2.5).rho == 8
 
@@ -172,8 +201,8 @@ def test_recent_follows_top_k() -> None:
 
 def test_sizes_of_a_slot() -> None:
     config = Config()
-    assert (config.ring(1 << 17), config.list_width(1 << 17), config.recall_capacity(1 << 17)) == (2048, 1280, 6144)
-    assert (config.ring(4096), config.list_width(1024), config.recall_capacity(1024)) == (256, 1024, 1024)
+    assert (config.ring(1 << 17), config.list_width(1 << 17), config.recall_capacity(1 << 17)) == (2048, 640, 6144)
+    assert (config.ring(4096), config.list_width(600), config.recall_capacity(600)) == (256, 600, 600)
     assert config.prompt_centroids(131_072, 2048) == 2048
     assert config.prompt_centroids(1601, 2048) == 101
 
@@ -181,7 +210,9 @@ def test_sizes_of_a_slot() -> None:
 def test_bytes_of_a_slot() -> None:
     index = ReferenceIndex(make_context(SMALL, DIM, GROUP, [10]))
     assert index.bytes_per_token == 0
-    assert index.bytes_per_slot == 512 * (KV_HEADS * GROUP * DIM * 4 + KV_HEADS * 50 * 4)
+    heads = KV_HEADS * GROUP
+    centroids, offsets, lists, means = 512 * heads * DIM * 4, 512 * heads * 4, 512 * KV_HEADS * 50 * 4, heads * DIM * 4
+    assert index.bytes_per_slot == centroids + offsets + lists + means
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ctkvr_bench import DIM, GROUP, SMALL, Bench, exact_rows, make
+from ctkvr_bench import DIM, GROUP, SMALL, Bench, centroids_of, exact_rows, make, one_query
 from index_cases import KV_HEADS, random_keys, random_queries
 from torch import Tensor
 
 from kvseek.plugins.ctkvr.config import Config
-from kvseek.plugins.ctkvr.reference import normalised
 
 # The ring.
 
@@ -19,17 +18,20 @@ def test_queries_enter_the_ring_after_the_step_and_replace_the_oldest() -> None:
     bench = make(config, [400])
     index = bench.index
     assert (index.ring, index.written[0]) == (6, 6)
-    lists, centroids = index.lists[0].clone(), index.centroids[0].clone()
+    lists, centroids, means = (array[0].clone() for array in (index.lists, index.centroids, index.means))
     for step in range(8):
-        query = random_queries(1, KV_HEADS * GROUP, DIM, seed=step)[0]
+        query = one_query(step)
         recalled = index.recall(query, 0)
         _, best = index.rerank(query, 0, recalled)
         index.select(query[None], [0])
         assert torch.equal(index.lists[0], lists), "not before refresh"
         index.refresh([0])
-        lists[:, step % 6], centroids[:, step % 6] = best, normalised(query)
+        lists[:, step % 6] = best
+        centroids[:, step % 6] = centroids_of(query[:, None], index.means[0])[:, 0]
         assert torch.equal(index.lists[0], lists)
-        assert torch.equal(index.centroids[0], centroids)
+        torch.testing.assert_close(index.centroids[0], centroids)
+        torch.testing.assert_close(index.offsets[0], (centroids * index.means[0, :, None]).sum(dim=-1))
+        assert torch.equal(index.means[0], means), "the prompt's"
         assert index.written[0] == 7 + step
     index.refresh([0])
     assert index.written[0] == 14, "a query enters once"
@@ -52,7 +54,8 @@ def test_the_last_selection_before_refresh_counts() -> None:
     bench.index.select(queries[1:], [0])
     bench.index.refresh([0])
     assert bench.index.written == [50, 57]
-    assert torch.equal(bench.index.centroids[0, :, 49], normalised(queries[1]))
+    expected = centroids_of(queries[1][:, None], bench.index.means[0])
+    torch.testing.assert_close(bench.index.centroids[0, :, 49:50], expected)
     bench.index.refresh([0, 1])
     assert bench.index.written == [50, 58]
 
@@ -116,7 +119,8 @@ def rounds_of_topics(update: bool, seed: int) -> list[float]:
     generator = torch.Generator().manual_seed(seed)
     topics = torch.nn.functional.normalize(torch.randn(KV_HEADS, 8, DIM, generator=generator), dim=-1)
     own = torch.eye(8)[torch.randint(0, 8, (4000,), generator=generator)]
-    config = Config(top_k=64, recent=64, update=update)
+    # The paper's fields: with centring, the update keeps to what the first steps of a new topic found (README).
+    config = Config(top_k=64, recent=64, update=update, probes=4, recall_factor=2.5, centred=False)
     bench = Bench(config, [topical(3 * topics, own, 1.0, generator)], group=2)
     asked = 3 * topics.repeat_interleave(2, dim=0)
     prompt = torch.rand(256, 8, generator=generator)

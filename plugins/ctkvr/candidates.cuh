@@ -107,15 +107,19 @@ __device__ __forceinline__ SortKey largest_of_block(SortKey key, int turn, Recal
     return key;
 }
 
-// The nearest centroids into memory.probed, ties by lowest; returns how many. A barrier must follow.
+// The nearest centroids into memory.probed, ties by lowest, first as many as are kept for those of the prompt; returns
+// how many. A barrier must follow.
 __device__ __forceinline__ int probe_centroids(const StepArguments& a, const Task& task, RecallMemory& memory) {
-    const int valid = min(a.written[task.list(a.kv_heads)], a.ring), wanted = min(a.probes, valid);
+    const int written = a.written[task.list(a.kv_heads)], valid = min(written, a.ring), wanted = min(a.probes, valid);
     if (wanted == valid) {  // all of them, in any order
         for (int i = threadIdx.x; i < valid; i += RECALL_THREADS) memory.probed[i] = i;
         return wanted;
     }
     const float* cosines = a.cosines + static_cast<long long>(task.number) * a.ring;
-    SortKey own[COSINES_EACH], last = ~0ull;
+    // Those of the prompt that the ring still holds are `oldest` .. `prompted` - 1.
+    const int oldest = max(0, written - a.ring), prompted = a.prompted[task.request.slot];
+    const int kept = min(a.prompt_probes, max(0, prompted - oldest));
+    SortKey own[COSINES_EACH];
 #pragma unroll
     for (int i = 0; i < COSINES_EACH; ++i) {
         const int centroid = threadIdx.x + i * RECALL_THREADS;
@@ -124,9 +128,15 @@ __device__ __forceinline__ int probe_centroids(const StepArguments& a, const Tas
     for (int turn = 0; turn < wanted; ++turn) {
         SortKey best = 0;
 #pragma unroll
-        for (int i = 0; i < COSINES_EACH; ++i) best = own[i] < last && own[i] > best ? own[i] : best;
-        last = largest_of_block(best, turn, memory);
-        if (threadIdx.x == 0) memory.probed[turn] = sort_key_index(last);
+        for (int i = 0; i < COSINES_EACH; ++i) {
+            const int centroid = threadIdx.x + i * RECALL_THREADS;
+            const bool eligible = turn >= kept || (centroid >= oldest && centroid < prompted);
+            if (eligible && own[i] > best) best = own[i];
+        }
+        const SortKey found = largest_of_block(best, turn, memory);
+        if (threadIdx.x == 0) memory.probed[turn] = sort_key_index(found);
+#pragma unroll
+        for (int i = 0; i < COSINES_EACH; ++i) own[i] = own[i] == found ? 0 : own[i];
     }
     return wanted;
 }

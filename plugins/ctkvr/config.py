@@ -24,11 +24,18 @@ class Config:
     centroid_divisor : int
         A prompt of n retrieval tokens starts with min(centroids, ceil(n / centroid_divisor)) centroids. Section 4.1: 16.
     recall_factor : float
-        Places in a centroid's list per selected row: rho = ceil(recall_factor * top_k). Section 4.1: 2.5.
+        Places in a centroid's list per selected row: rho = ceil(recall_factor * top_k). Section 4.1: 2.5; 1.25 here, for
+        more and shorter lists lose fewer rows in half the memory (README).
     top_k : int
         rho': rows selected per KV head. Section 4.1: 512 or 1024; 512 here, for it costs half as much.
     probes : int
-        C': centroids whose lists a query recalls. Section 4.1: 4.
+        C': centroids whose lists a query recalls. Section 4.1: 4; 8 here, with lists half as long: as many places.
+    centred : bool
+        Subtract the mean of the prompt's centroid queries from queries and centroids before their cosines: our choice
+        (README). False is the paper.
+    keep_prompt : bool
+        Half of the probes, rounded down, go to the nearest of the prompt's own centroids, the others to the nearest of all: our
+        choice (README). False is the paper.
     recent : int
         Newest places that are in no prompt list and are recalled by every query; 0, the default, becomes the larger of 1024
         and top_k. The paper is silent: our choice (README).
@@ -41,9 +48,11 @@ class Config:
 
     centroids: int = 2048
     centroid_divisor: int = 16
-    recall_factor: float = 2.5
+    recall_factor: float = 1.25
     top_k: int = 512
-    probes: int = 4
+    probes: int = 8
+    centred: bool = True
+    keep_prompt: bool = True
     recent: int = 0
     execution: str = "cpu"
     update: bool = True
@@ -53,10 +62,10 @@ class Config:
         require(1 <= self.centroids <= MOST_CENTROIDS, "centroids", self.centroids, limit, "2048 is the default")
         require(self.centroid_divisor >= 1, "centroid_divisor", self.centroid_divisor, ">= 1", "16 is the default")
         wide = math.isfinite(self.recall_factor) and self.recall_factor >= 1
-        require(wide, "recall_factor", self.recall_factor, "finite and >= 1", "a list must hold top_k places; try 2.5")
+        require(wide, "recall_factor", self.recall_factor, "finite and >= 1", "a list must hold top_k places; try 1.25")
         require(self.top_k >= 1, "top_k", self.top_k, ">= 1", "512 is the default")
         limit = f"between 1 and centroids = {self.centroids}"
-        require(1 <= self.probes <= self.centroids, "probes", self.probes, limit, "4 is the default")
+        require(1 <= self.probes <= self.centroids, "probes", self.probes, limit, "8 is the default")
         if self.recent == 0:
             object.__setattr__(self, "recent", max(DEFAULT_RECENT, self.top_k))
         limit = f">= top_k = {self.top_k}, or 0"
@@ -68,6 +77,11 @@ class Config:
     def rho(self) -> int:
         """Places in a full list: ceil(recall_factor * top_k), in decimal arithmetic (1.1 * 10 is 11, not 12)."""
         return math.ceil(Fraction(str(self.recall_factor)) * self.top_k)
+
+    @property
+    def prompt_probes(self) -> int:
+        """Probes that go to centroids of the prompt, as long as the ring holds so many."""
+        return self.probes // 2 if self.keep_prompt else 0
 
     def prompt_centroids(self, tokens: int, queries: int) -> int:
         """Centroids of a prompt with `tokens` retrieval tokens of which `queries` queries are known; 0 without tokens."""

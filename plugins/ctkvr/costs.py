@@ -10,6 +10,7 @@ from kvseek.plugins.costs import SelectionCosts
 from .config import MOST_CENTROIDS, Config
 
 KERNELS = 3  # probe, recall, rerank; with host cores a merge in place of the rerank
+OFFSET_BYTES = 4  # of a centroid and query head: its product with the mean (centroids.py)
 DEDUPLICATION = 0.5  # share of the probed places that are distinct: section 3.1.2, footnote: "0.5 or less"
 
 
@@ -23,7 +24,7 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
     on_host_cores = config.execution == "cpu"
     return SelectionCosts(
         rows=config.top_k,
-        index_bytes=centroids * model.group_size * model.head_dim * itemsize,
+        index_bytes=centroids * model.group_size * (model.head_dim * itemsize + OFFSET_BYTES),
         rerank_bytes=4 * listed,
         reranked_keys=recalled,
         kernels=KERNELS,

@@ -18,7 +18,7 @@ from kvseek.plugins.common.device_attend import DeviceAttention
 from .config import Config
 from .device_build import DeviceBuilder
 from .host_part import HostBuffers, HostPart
-from .reference import ReferenceIndex, normalised
+from .reference import ReferenceIndex
 from .workspace import TILE, StepArguments, Workspace
 
 PROBE_THREADS, RECALL_THREADS, RERANK_THREADS = 512, 512, 1024
@@ -38,9 +38,11 @@ class CudaIndex(DeviceIndex):
     Attributes
     ----------
     reference : ReferenceIndex
-        Owns `centroids` [slots, H, ring, D] and `lists` int32 [slots, G, ring, width].
+        Owns `centroids` [slots, H, ring, D] with their `means` and `offsets`, and `lists` int32 [slots, G, ring, width].
     written : Tensor, int32 [slots, G]
         Centroids that a slot's ring ever received; kept by the kernels.
+    prompted : Tensor, int32 [slots]
+        Of them, the prompt's: the first ones.
     listed : Tensor, int32 [slots]
         Tokens of the prompt's retrieval region.
 
@@ -60,7 +62,7 @@ class CudaIndex(DeviceIndex):
         _check_region(self._recall_bytes, context)
         slots, kv_heads = context.extents.slots, context.num_kv_heads
         self.written = torch.zeros((slots, kv_heads), dtype=torch.int32, device=context.device)
-        self.listed = torch.zeros(slots, dtype=torch.int32, device=context.device)
+        self.prompted, self.listed = torch.zeros((2, slots), dtype=torch.int32, device=context.device)
         self._builder = DeviceBuilder(self._kernels, context.group_size, self.width, context.scaling)
         if "ctkvr" not in context.shared:
             context.shared["ctkvr"] = Workspace(context, self.ring, self.capacity)
@@ -94,9 +96,10 @@ class CudaIndex(DeviceIndex):
             raise KernelError(f"queries: 0 for {n} retrieval keys: must be at least 1; pass the prompt's last queries")
         count = min(self.ring, self.config.prompt_centroids(n, queries.shape[1]))
         last = queries[:, queries.shape[1] - count :]
-        self.reference.centroids[slot, :, :count] = normalised(last).to(self.context.dtype)
+        self.reference.take_prompt(slot, last)
         self._builder.build(last, keys, self.reference.lists[slot])
         self.written[slot].fill_(count)
+        self.prompted[slot].fill_(count)
         self.listed[slot].fill_(n)
 
     def stage(self, slot: int, start: int, keys: Tensor) -> None:
@@ -177,8 +180,11 @@ class CudaIndex(DeviceIndex):
             table=batch.table.data_ptr(),
             rows=self.rows.pointer if self.rows else None,  # not bound: the memory plan launches a dense request
             centroids=self.reference.centroids.data_ptr(),
+            means=self.reference.means.data_ptr(),
+            offsets=self.reference.offsets.data_ptr(),
             lists=self.reference.lists.data_ptr(),
             written=self.written.data_ptr(),
+            prompted=self.prompted.data_ptr(),
             listed=self.listed.data_ptr(),
             cosines=self.workspace.cosines.data_ptr(),
             recalled=self.workspace.recalled.data_ptr(),
@@ -190,6 +196,7 @@ class CudaIndex(DeviceIndex):
             width=self.width,
             capacity=self.capacity,
             probes=self.config.probes,
+            prompt_probes=self.config.prompt_probes,
             recent=self.config.recent,
             top_k=self.config.top_k,
             scale=self.context.scaling * math.log2(math.e),

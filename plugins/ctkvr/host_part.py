@@ -178,6 +178,8 @@ class HostPart:
             host_lse=buffers.lse.data_ptr(),
             host_best=address(buffers.best),
             centroids=index.centroids.data_ptr(),
+            means=index.means.data_ptr(),
+            offsets=index.offsets.data_ptr(),
             lists=index.lists.data_ptr(),
             written=self._written.data_ptr(),
             kv_heads=kv_heads,

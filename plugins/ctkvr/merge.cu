@@ -16,6 +16,8 @@ struct MergeArguments {
     const float* host_lse;    // [batch, kv_heads * GROUP]
     const int* host_best;     // [batch, kv_heads, width] places of the new centroid; null: there is none
     Number* centroids;        // as in StepArguments
+    const float* means;
+    float* offsets;
     int* lists;
     int* written;
     int kv_heads, ring, width, top_k;
@@ -48,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::decode::MERGE_THREAD
     if (task.request.dense) return;
     merge_outputs(a, task);
     if (!a.host_best || task.request.length <= a.top_k) return;
-    const RingPlace ring(a.centroids, a.lists, a.written, task, a.kv_heads, a.ring, a.width);
+    const RingPlace ring(a, task);
     const int* best = a.host_best + static_cast<long long>(task.number) * a.width;
     for (int i = threadIdx.x; i < a.width; i += MERGE_THREADS) ring.list[i] = __ldcv(best + i);
     __syncthreads();

@@ -1,5 +1,5 @@
-// CTkvr, first kernel of a selection: cosines of the queries with the centroids of their own heads, the largest of the
-// group (paper, algorithm 2, part b, lines 1 and 2). It reads every centroid once: the bytes decide.
+// CTkvr, first kernel of a selection: cosines of the queries, less the mean, with the centroids of their own heads, the
+// largest of the group (paper, algorithm 2, part b, lines 1 and 2). It reads every centroid once: the bytes decide.
 #include "step.cuh"
 
 namespace kvseek {
@@ -12,14 +12,19 @@ constexpr int PROBE_CENTROIDS = 64;                          // of a block, for 
 constexpr int PROBE_ITEMS = PROBE_CENTROIDS / TILE * GROUP;  // tiles of 16 centroids of one head
 constexpr int PROBE_BLOCKS = DIM <= 128 ? 2 : 1;             // that a multiprocessor is to hold
 
-// Rows of 16 centroids of one head. Those that do not exist repeat the last one.
-__device__ __forceinline__ void load_centroids(const StepArguments& a, const Task& task, int item, int valid,
-                                               RowTile& tile) {
-    const Number* head = a.centroids + (task.list(a.kv_heads) * GROUP + item % GROUP) * a.ring * DIM;
-    const int centroid = blockIdx.x * PROBE_CENTROIDS + item / GROUP * TILE + line_of_lane();
-    tile.load(head + static_cast<long long>(min(centroid, valid - 1)) * DIM,
-              head + static_cast<long long>(min(centroid + 8, valid - 1)) * DIM);
-}
+// 16 centroids of one head. Those that do not exist repeat the last one.
+struct CentroidTile {
+    RowTile rows;
+    float offsets[2];  // of rows `line` and `line + 8`
+
+    __device__ __forceinline__ void load(const StepArguments& a, const Task& task, int item, int valid) {
+        const long long head = (task.list(a.kv_heads) * GROUP + item % GROUP) * a.ring;
+        const int centroid = blockIdx.x * PROBE_CENTROIDS + item / GROUP * TILE + line_of_lane();
+        const long long first = head + min(centroid, valid - 1), second = head + min(centroid + 8, valid - 1);
+        rows.load(a.centroids + first * DIM, a.centroids + second * DIM);
+        offsets[0] = a.offsets[first], offsets[1] = a.offsets[second];
+    }
+};
 
 }  // namespace decode
 }  // namespace ctkvr
@@ -35,22 +40,26 @@ extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::decode::PROBE_THREAD
     const int warp = threadIdx.x / WARP, first = blockIdx.x * PROBE_CENTROIDS;
     const int valid = min(a.written[task.list(a.kv_heads)], a.ring);
     const bool idle = task.request.dense || first >= valid;
-    // Only the queries come from the kernel before this one. Centroids change at the end of a step, and the upload of
-    // the requests lies between.
-    RowTile tile;
-    if (!idle && warp < PROBE_ITEMS) load_centroids(a, task, warp, valid, tile);
+    // Only the queries come from the kernel before this one. Centroids and offsets change at the end of a step, and the
+    // upload of the requests lies between; means change between steps.
+    CentroidTile tile;
+    const float* means = task.means(a.means, a.kv_heads);
+    if (!idle && warp < PROBE_ITEMS) tile.load(a, task, warp, valid);
+    if (!idle && threadIdx.x < GROUP * PARTS) prefetch_line(means + WARP * threadIdx.x);
     await_earlier_kernels();
     if (idle) return;
     allow_later_kernels();
     for (int item = warp; item < PROBE_ITEMS; item += PROBE_WARPS) {
-        if (item != warp) load_centroids(a, task, item, valid, tile);
+        if (item != warp) tile.load(a, task, item, valid);
         const int head = item % GROUP, place = item / GROUP * TILE + line_of_lane();
         const Number* query = task.queries(a.queries) + head * DIM;
-        const float norm = positive_norm(query);
+        const float norm = Difference(query, means + head * DIM).positive_norm();
         float products[2];
-        tile.multiply_one(query, products);
-        if (part_of_lane() == 0)
-            cosines[head][place] = products[0] / norm, cosines[head][place + 8] = products[1] / norm;
+        tile.rows.multiply_one(query, products);
+        if (part_of_lane() == 0) {
+            cosines[head][place] = (products[0] - tile.offsets[0]) / norm;
+            cosines[head][place + 8] = (products[1] - tile.offsets[1]) / norm;
+        }
     }
     __syncthreads();
     const int centroid = first + threadIdx.x;

@@ -140,18 +140,34 @@ struct RowTile {
 
 #endif
 
-// Norm of a query, 1 for a zero; a warp computes it together.
-__device__ __forceinline__ float positive_norm(const Number* query) {
-    float sum = 0.0f;
+// The same sum in every lane, in the same order whatever the launch.
+__device__ __forceinline__ float sum_of_warp(float value) {
 #pragma unroll
-    for (int i = 0; i < PARTS; ++i) {
-        const float number = to_float(query[threadIdx.x % WARP + WARP * i]);
-        sum += number * number;
-    }
-#pragma unroll
-    for (int mask = 1; mask < WARP; mask *= 2) sum += __shfl_xor_sync(EVERYONE, sum, mask);
-    return sum > 0.0f ? sqrtf(sum) : 1.0f;
+    for (int mask = 1; mask < WARP; mask *= 2) value += __shfl_xor_sync(EVERYONE, value, mask);
+    return value;
 }
+
+// A query less the mean of its head; a warp holds it together, a lane each 32nd number.
+struct Difference {
+    float numbers[PARTS];
+
+    __device__ __forceinline__ Difference(const Number* query, const float* mean) {
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+            const int number = threadIdx.x % WARP + WARP * i;
+            numbers[i] = to_float(query[number]) - mean[number];
+        }
+    }
+
+    // 1 for a zero.
+    __device__ __forceinline__ float positive_norm() const {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) sum += numbers[i] * numbers[i];
+        sum = sum_of_warp(sum);
+        return sum > 0.0f ? sqrtf(sum) : 1.0f;
+    }
+};
 
 }  // namespace decode
 }  // namespace ctkvr

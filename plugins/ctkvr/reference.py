@@ -16,6 +16,7 @@ from kvseek.engine.errors import KernelError
 from kvseek.plugins.base import Index, IndexContext, Selection
 
 from .build import attention_values, build_lists, largest
+from .centroids import cosines, make_centroids, prompt_means
 from .config import Config
 
 
@@ -27,12 +28,18 @@ class ReferenceIndex(Index):
     ring, width, capacity : int
         Centroids of a slot, places of a list, places that a query recalls at most (Config).
     centroids : Tensor [slots, H, ring, D], in the engine's dtype
-        Queries divided by their norms.
+        Queries less their prompt's mean, divided by their norms (centroids.py).
+    means : Tensor, float32 [slots, H, D]
+        Mean of the prompt's centroid queries, which stays until the next prompt; zeros without `Config.centred`.
+    offsets : Tensor, float32 [slots, H, ring]
+        Products of the centroids, as stored, with the mean.
     lists : Tensor, int32 [slots, G, ring, width]
         Places of each centroid, best first; -1 fills up.
     written : list of int
         Centroids that each slot ever received: the next goes to `written % ring`, the first `written` (at most `ring`)
         are valid.
+    prompted : list of int
+        Centroids of each slot's prompt: the first `prompted` of those that were written.
     listed : list of int
         Retrieval tokens of each slot's prompt. Later places are *unlisted*: no prompt list holds them.
     """
@@ -46,8 +53,10 @@ class ReferenceIndex(Index):
         slots, heads, kv_heads = context.extents.slots, context.num_heads, context.num_kv_heads
         shape = (slots, heads, self.ring, context.head_dim)
         self.centroids = torch.empty(shape, dtype=context.dtype, device=context.device)
+        self.means = torch.zeros((slots, heads, context.head_dim), device=context.device)
+        self.offsets = torch.empty(shape[:3], device=context.device)
         self.lists = torch.empty((slots, kv_heads, self.ring, self.width), dtype=torch.int32, device=context.device)
-        self.written, self.listed = [0] * slots, [0] * slots
+        self.written, self.prompted, self.listed = [0] * slots, [0] * slots, [0] * slots
         self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # slot: query [H, D], best places [G, width]
 
     @property
@@ -57,8 +66,8 @@ class ReferenceIndex(Index):
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of a slot's centroids and lists in this layer."""
-        return self.centroids[0].nbytes + self.lists[0].nbytes
+        """Bytes of a slot's centroids, with means and offsets, and of its lists in this layer."""
+        return sum(array[0].nbytes for array in (self.centroids, self.means, self.offsets, self.lists))
 
     def forget(self, slot: int) -> None:
         """See Index.forget."""
@@ -72,9 +81,14 @@ class ReferenceIndex(Index):
             raise KernelError(f"queries: 0 for {n} retrieval keys: must be at least 1; pass the prompt's last queries")
         count = min(self.ring, self.config.prompt_centroids(n, queries.shape[1]))
         last = queries[:, queries.shape[1] - count :]
-        self.centroids[slot, :, :count] = normalised(last).to(self.context.dtype)
+        self.take_prompt(slot, last)
         self.lists[slot, :, :count] = build_lists(last, keys, self.width, self.context.scaling)
-        self.written[slot], self.listed[slot] = count, n
+        self.written[slot], self.prompted[slot], self.listed[slot] = count, count, n
+
+    def take_prompt(self, slot: int, queries: Tensor) -> None:
+        """Make a prompt's queries [H, count, D], oldest first, a slot's first centroids; lists are not written."""
+        self.means[slot] = prompt_means(queries, self.config.centred)
+        self._write_centroids(slot, 0, queries)
 
     def extend(self, slot: int, keys: Tensor) -> None:
         """See Index.extend: new places are recalled as unlisted ones, by their number alone."""
@@ -85,7 +99,7 @@ class ReferenceIndex(Index):
             if slot in self._pending:
                 query, best = self._pending.pop(slot)
                 place = self.written[slot] % self.ring
-                self.centroids[slot, :, place] = normalised(query).to(self.context.dtype)
+                self._write_centroids(slot, place, query[:, None])
                 self.lists[slot, :, place] = best
                 self.written[slot] += 1
 
@@ -107,16 +121,20 @@ class ReferenceIndex(Index):
         return Selection(rows, 1, tuple(min(top_k, self.context.lengths[slot]) for slot in slots))
 
     def probe(self, query: Tensor, slot: int) -> Tensor:
-        """Centroids whose lists a query [H, D] recalls: int64 [G, at most probes], nearest first, ties by lowest.
+        """Centroids whose lists a query [H, D] recalls: int64 [G, at most probes], none twice.
 
-        A centroid's value is the largest cosine of the group's heads, each with its own head's centroid. The cosine is
-        (q·c)/‖q‖ in float32 with c as stored; a zero query has cosine 0.
+        First the nearest `Config.prompt_probes` of those of the prompt that the ring still holds, then the nearest of all others;
+        ties by lowest. A centroid's value is the largest cosine of the group's heads, each with its own head's centroid.
         """
         valid = min(self.written[slot], self.ring)
-        products = (self.centroids[slot, :, :valid].float() @ query.float()[..., None])[..., 0]
-        cosines = products / positive_norm(query)[:, None]
-        nearest = cosines.view(self.context.num_kv_heads, self.context.group_size, valid).amax(dim=1)
-        return largest(nearest, min(self.config.probes, valid))
+        stored, offsets = self.centroids[slot, :, :valid], self.offsets[slot, :, :valid]
+        by_head = cosines(query, stored, self.means[slot], offsets)
+        nearest = by_head.view(self.context.num_kv_heads, self.context.group_size, valid).amax(dim=1)
+        oldest = max(0, self.written[slot] - self.ring)
+        of_prompt = nearest[:, oldest : self.prompted[slot]]  # empty once all have been replaced
+        kept = largest(of_prompt, min(self.config.prompt_probes, of_prompt.shape[1])) + oldest
+        others = nearest.scatter(1, kept, -torch.inf)
+        return torch.cat((kept, largest(others, min(self.config.probes, valid) - kept.shape[1])), dim=1)
 
     def recall(self, query: Tensor, slot: int) -> Tensor:
         """Candidates for a query [H, D]: int32 [G, capacity], ascending, no place twice, -1 fills up.
@@ -170,6 +188,12 @@ class ReferenceIndex(Index):
         if self.config.update:
             self._pending[slot] = (query.clone(), best.clone())
 
+    def _write_centroids(self, slot: int, first: int, queries: Tensor) -> None:
+        """Make queries [H, C, D] the centroids from place `first` of the ring on."""
+        taken = slice(first, first + queries.shape[1])
+        made = make_centroids(queries, self.means[slot], self.context.dtype)
+        self.centroids[slot, :, taken], self.offsets[slot, :, taken] = made
+
     def _keys(self, slot: int, places: Tensor) -> Tensor:
         """Keys of places [G, c] (-1: any key) from the row pool, float32 [G, c, D] on the places' device."""
         assert self.rows is not None, "the engine binds every index"
@@ -178,14 +202,3 @@ class ReferenceIndex(Index):
         extents = self.context.extents.table[slot].long().to(pool.device)[inside // EXTENT_TOKENS]
         heads = torch.arange(places.shape[0], device=pool.device)[:, None]
         return pool[extents, heads, inside % EXTENT_TOKENS, 0].to(places.device).float()
-
-
-def normalised(queries: Tensor) -> Tensor:
-    """Queries [..., D] divided by their norms, float32; zeros stay zeros."""
-    return queries.float() / positive_norm(queries)[..., None]
-
-
-def positive_norm(queries: Tensor) -> Tensor:
-    """Norms of queries [..., D], float32 [...]; 1 in place of 0."""
-    norm = queries.float().norm(dim=-1)
-    return torch.where(norm > 0, norm, 1.0)

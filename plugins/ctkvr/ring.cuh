@@ -13,18 +13,23 @@ struct RingPlace {
     int* written;      // of the slot and KV head
     int before;        // centroids that it has received until now
     int* list;         // [width]
-    Number* centroid;  // of the group's first head; the next head's is `head_stride` numbers on
-    long long head_stride;
+    Number* centroid;  // of the group's first head; the next head's is `ring` centroids on
+    float* offset;     // likewise
+    const float* means;
+    int ring;
 
-    __device__ __forceinline__ RingPlace(Number* centroids, int* lists, int* counts, const Task& task, int kv_heads,
-                                         int ring, int width) {
-        const long long row = task.list(kv_heads);
-        written = counts + row;
+    // `a`: StepArguments or MergeArguments.
+    template <class Arguments>
+    __device__ __forceinline__ RingPlace(const Arguments& a, const Task& task) {
+        const long long row = task.list(a.kv_heads);
+        written = a.written + row;
         before = *written;
+        ring = a.ring;
         const int place = before % ring;
-        list = lists + (row * ring + place) * width;
-        head_stride = static_cast<long long>(ring) * DIM;
-        centroid = centroids + row * GROUP * head_stride + static_cast<long long>(place) * DIM;
+        list = a.lists + (row * ring + place) * a.width;
+        offset = a.offsets + row * GROUP * ring + place;
+        centroid = a.centroids + (row * GROUP * ring + place) * DIM;
+        means = task.means(a.means, a.kv_heads);
     }
 
     // Write the centroids of all heads, by whole warps, and count them. A barrier must lie between the construction in
@@ -32,13 +37,18 @@ struct RingPlace {
     __device__ __forceinline__ void write_centroids(const Number* queries) const {
         const int warps = blockDim.x / WARP;
         for (int h = threadIdx.x / WARP; h < GROUP; h += warps) {
-            const Number* query = queries + h * DIM;
-            const float norm = positive_norm(query);
+            const Difference difference(queries + h * DIM, means + h * DIM);
+            const float norm = difference.positive_norm();
+            float product = 0.0f;
 #pragma unroll
             for (int i = 0; i < PARTS; ++i) {
                 const int number = threadIdx.x % WARP + WARP * i;
-                centroid[h * head_stride + number] = from_float<Number>(to_float(query[number]) / norm);
+                const Number rounded = from_float<Number>(difference.numbers[i] / norm);
+                centroid[static_cast<long long>(h) * ring * DIM + number] = rounded;
+                product += to_float(rounded) * means[h * DIM + number];
             }
+            product = sum_of_warp(product);
+            if (threadIdx.x % WARP == 0) offset[h * ring] = product;
         }
         if (threadIdx.x == 0) *written = before + 1;
     }

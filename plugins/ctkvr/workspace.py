@@ -21,12 +21,13 @@ class StepArguments(ctypes.Structure):
     """Arguments of kvseek_ctkvr_probe, _recall and _rerank, as in step.cuh."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("queries", "requests", "table", "rows", "centroids", "lists", "written")),
-        *((name, c_void_p) for name in ("listed", "cosines", "recalled", "counts", "scores", "statistics", "keys")),
-        *((name, c_void_p) for name in ("selected", "host_recalled", "host_counts", "host_queries", "host_slots")),
+        *((name, c_void_p) for name in ("queries", "requests", "table", "rows", "centroids", "means", "offsets")),
+        *((name, c_void_p) for name in ("lists", "written", "prompted", "listed", "cosines", "recalled", "counts")),
+        *((name, c_void_p) for name in ("scores", "statistics", "keys", "selected", "host_recalled", "host_counts")),
+        *((name, c_void_p) for name in ("host_queries", "host_slots")),
         ("extent_stride", c_int64),
-        *((name, c_int32) for name in ("kv_heads", "max_extents", "ring", "width", "capacity", "probes", "recent")),
-        ("top_k", c_int32),
+        *((name, c_int32) for name in ("kv_heads", "max_extents", "ring", "width", "capacity", "probes")),
+        *((name, c_int32) for name in ("prompt_probes", "recent", "top_k")),
         ("scale", c_float),
     )
 
@@ -36,7 +37,7 @@ class MergeArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("queries", "requests", "out", "lse", "host_out", "host_lse", "host_best")),
-        *((name, c_void_p) for name in ("centroids", "lists", "written")),
+        *((name, c_void_p) for name in ("centroids", "means", "offsets", "lists", "written")),
         *((name, c_int32) for name in ("kv_heads", "ring", "width", "top_k")),
     )
 

@@ -6,30 +6,34 @@ agree to TOLERANCE: what is compared are the values of the places, exactly where
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from gpu.ctkvr_pairs import (
+    CENTROID_ARRAYS,
+    CUDA,
+    KV_HEADS,
+    Twin,
+    build,
+    copy_centroids,
+    keys_of,
+    make_cache,
+    make_index,
+    random_queries,
+)
 from gpu.random_cache import RandomCache
-from kvseek.builder.compile_cuda import Specialisation, cached_cubin
-from kvseek.engine.cuda import CudaKernels
 from kvseek.engine.kernels import CpuLibrary
-from kvseek.plugins.base import DeviceSelection, IndexContext, LayerRows
+from kvseek.plugins.base import DeviceSelection
 from kvseek.plugins.batch import DeviceBatch, RequestState
 from kvseek.plugins.common.device_attend import DeviceAttention
-from kvseek.plugins.ctkvr.build import attention_values
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.device import CudaIndex
-from kvseek.plugins.ctkvr.reference import ReferenceIndex, normalised
 
 pytestmark = pytest.mark.gpu
 
-KV_HEADS = 2
-TOLERANCE = 1e-4  # of log-weights: scores are below 40, their float32 sums good to 1e-6 of that
-CUDA = torch.device("cuda")
 SMALL = Config(top_k=48, centroids=24, recent=64, execution="uva")
 # dtype, head_dim, group size
 SHAPES = [
@@ -40,126 +44,6 @@ SHAPES = [
     ("float32", 96, 16),
     ("float16", 256, 9),
 ]
-
-
-def make_cache(shape: tuple[str, int, int], lengths: Sequence[int], host_rows: bool = False) -> RandomCache:
-    dtype, dim, _ = shape
-    return RandomCache(
-        lengths, kv_heads=KV_HEADS, dim=dim, dtype=getattr(torch, dtype), device=CUDA, host_rows=host_rows
-    )
-
-
-def make_index(
-    shape: tuple[str, int, int], config: Config, cache: RandomCache, library: CpuLibrary | None = None
-) -> CudaIndex:
-    """An index over a cache's rows, whose work space and arrays start poisoned."""
-    dtype, dim, group = shape
-    major, minor = torch.cuda.get_device_capability()
-    kernels = CudaKernels(cached_cubin(Specialisation(dtype, dim, group, "ctkvr"), 10 * major + minor))
-    context = IndexContext(
-        layer=0,
-        num_heads=KV_HEADS * group,
-        num_kv_heads=KV_HEADS,
-        head_dim=dim,
-        scaling=dim**-0.5,
-        config=config,
-        codebooks={},
-        extents=cache.extents,
-        lengths=[*cache.lengths, 0],
-        dtype=getattr(torch, dtype),
-        device=CUDA,
-        library=library,
-        cuda=kernels,
-    )
-    index = CudaIndex(context)
-    index.bind(LayerRows(cache.rows, cache.rows.data_ptr(), cache.pool.stride(0)))
-    for array in (
-        index.reference.centroids,
-        index.workspace.cosines,
-        index.workspace.scores,
-        index.workspace.statistics,
-    ):
-        array.fill_(float("nan"))
-    index.reference.lists.fill_(1 << 30)
-    index.workspace.recalled.fill_(-7)
-    return index
-
-
-def keys_of(cache: RandomCache, slot: int, length: int) -> Tensor:
-    """Keys [G, length, D] of a slot, on the GPU."""
-    return cache.extents.read(cache.rows, slot, length)[:, :, 0].cuda().contiguous()
-
-
-def build(index: CudaIndex, cache: RandomCache, slot: int, length: int, room: int = 0) -> None:
-    """Index the first length - room tokens of a slot; the region can grow by `room`."""
-    index.context.lengths[slot] = length - room
-    queries = random_queries(index, min(length, 2048)).transpose(0, 1)
-    index.build(slot, keys_of(cache, slot, length - room), queries)
-
-
-def random_queries(index: CudaIndex, count: int) -> Tensor:
-    context = index.context
-    return torch.randn(count, context.num_heads, context.head_dim, device=CUDA).to(context.dtype)
-
-
-class Twin:
-    """A reference that takes over an index's arrays before each step, so that one difference is counted once."""
-
-    def __init__(self, index: CudaIndex, cache: RandomCache) -> None:
-        self.index, self.cache = index, cache
-        self.reference = ReferenceIndex(replace(index.context, cuda=None))  # shares extents and lengths
-        assert index.rows is not None
-        self.reference.bind(index.rows)
-
-    def step(self, queries: Tensor, slots: Sequence[int]) -> Tensor:
-        """Select for queries [batch, H, D] and compare rows, lists and centroids; returns the rows."""
-        index, reference = self.index, self.reference
-        reference.centroids.copy_(index.reference.centroids)
-        reference.lists.copy_(index.reference.lists)
-        reference.written[:] = index.written[:, 0].tolist()
-        reference.listed[:] = index.listed.tolist()
-        written = index.written.clone()
-        selection = index.select(queries, slots)
-        assert selection.counts == tuple(min(index.config.top_k, index.context.lengths[slot]) for slot in slots)
-        for request, slot in enumerate(slots):
-            chosen = index.context.lengths[slot] > index.config.top_k
-            written[slot] += chosen and index.config.update
-            if chosen:
-                self._check(queries[request], slot, selection.rows[request])
-            else:
-                places = torch.arange(index.context.lengths[slot], device=CUDA)
-                assert (selection.rows[request][:, : len(places)] == places).all(), "all of a small region"
-                assert (selection.rows[request][:, len(places) :] == -1).all()
-        assert torch.equal(index.written, written)
-        return selection.rows
-
-    def _check(self, query: Tensor, slot: int, rows: Tensor) -> None:
-        index, config = self.index, self.index.config
-        recalled = self.reference.recall(query, slot)
-        keys = keys_of(self.cache, slot, index.context.lengths[slot])
-        grouped = query.view(KV_HEADS, -1, 1, query.shape[-1])
-        place = self.reference.written[slot] % index.ring
-        for head in range(KV_HEADS):
-            places = recalled[head][recalled[head] >= 0]
-            values = attention_values(grouped[head], keys[head, places.long()], index.context.scaling)[0]
-            check_best(values, places, rows[head], config.top_k)
-            if config.update:
-                check_best(values, places, index.reference.lists[slot, head, place], index.width)
-        if config.update:
-            centroid, want = index.reference.centroids[slot, :, place].float(), normalised(query)
-            error = torch.finfo(index.context.dtype).eps
-            assert (centroid - want).abs().max() <= max(error, 1e-6)
-
-
-def check_best(values: Tensor, places: Tensor, chosen: Tensor, wanted: int) -> None:
-    """`chosen` are the `wanted` places with the largest values, ascending, -1 behind them."""
-    kept = min(wanted, places.shape[0])
-    assert (chosen[kept:] == -1).all()
-    assert (chosen[:kept].diff() > 0).all(), "ascending"
-    found = torch.isin(places, chosen[:kept])
-    assert found.sum() == kept, "all of them were recalled"
-    if kept < places.shape[0]:
-        assert values[~found].max() <= values[found].min() + TOLERANCE
 
 
 @pytest.mark.parametrize("lengths", [[1, 47, 300], [48, 49], [5003, 1025, 1024], [70_001, 3]], ids=str)
@@ -175,11 +59,61 @@ def test_selections_and_updates_are_the_references(shape: tuple[str, int, int], 
         twin.step(random_queries(index, len(lengths)), list(reversed(range(len(lengths)))))
 
 
+def check_prompt(index: CudaIndex, slot: int, queries: Tensor) -> None:
+    """A slot's centroids and what belongs to them are those of the prompt's queries [H, w, D]."""
+    count = int(index.written[slot, 0])
+    assert (index.written[slot] == count).all()
+    found, last = index.reference, queries[:, queries.shape[1] - count :].double()
+    means = last.mean(dim=1) if count and index.config.centred else torch.zeros_like(last[:, 0])
+    torch.testing.assert_close(found.means[slot].double(), means, rtol=1e-5, atol=1e-5)
+    centroids = found.centroids[slot, :, :count].double()
+    expected = torch.nn.functional.normalize(last - means[:, None], dim=-1)
+    assert (centroids - expected).abs().max() <= max(torch.finfo(index.context.dtype).eps, 1e-5)
+    offsets = (centroids * means[:, None]).sum(dim=-1)
+    torch.testing.assert_close(found.offsets[slot, :, :count].double(), offsets, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_each_prompt_brings_its_own_mean(shape: tuple[str, int, int], centred: bool) -> None:
+    """Centroids as built, steps after them, and the next request's prompt in the same slot."""
+    torch.manual_seed(8)
+    cache = make_cache(shape, [900, 5000])
+    index = make_index(shape, replace(SMALL, centred=centred), cache)
+    twin = Twin(index, cache)
+    for sign in (1, -2):
+        for slot, length in enumerate(cache.lengths):
+            index.context.lengths[slot] = length
+            queries = (sign * random_queries(index, 400)).transpose(0, 1)
+            index.build(slot, keys_of(cache, slot, length), queries)
+            check_prompt(index, slot, queries)
+        for _ in range(3):
+            twin.step(sign * random_queries(index, 2), [1, 0])
+    assert (index.reference.means[:2].abs().amax() > 1) == centred
+
+
+def test_a_region_that_grew_from_nothing_has_no_mean() -> None:
+    torch.manual_seed(9)
+    shape = SHAPES[0]
+    cache = make_cache(shape, [400])
+    index = make_index(shape, SMALL, cache)
+    build(index, cache, 0, 400)
+    assert (index.reference.means[0] != 0).any()
+    index.context.lengths[0] = 0  # another request
+    index.build(0, keys_of(cache, 0, 0), random_queries(index, 5).transpose(0, 1))
+    assert (index.reference.means[0] == 0).all()
+    twin = Twin(index, cache)
+    for length in (60, 64, 100, 400):
+        index.context.lengths[0] = length
+        twin.step(random_queries(index, 1), [0])
+    assert (index.reference.offsets[0, :, :4] == 0).all()
+
+
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 def test_twenty_steps_with_new_places_and_a_full_ring(shape: tuple[str, int, int]) -> None:
     torch.manual_seed(2)
     cache = make_cache(shape, [2100, 700])
-    index = make_index(shape, replace(SMALL, centroids=7), cache)
+    index = make_index(shape, replace(SMALL, centroids=7, probes=4), cache)
     for slot, length in enumerate(cache.lengths):
         build(index, cache, slot, length, room=600)
     twin = Twin(index, cache)
@@ -260,9 +194,10 @@ def test_a_captured_selection_follows_requests_and_skips_dense_ones() -> None:
     for order in ([0, 1, 2], [2, 0, 1]):
         batch.requests.copy_(cache.batch([*(states[slot] for slot in order), cache.padding()]).requests)
         queries.copy_(random_queries(index, 4))
-        saved = [array.clone() for array in (index.reference.centroids, index.reference.lists, index.written)]
+        changing = (*(getattr(index.reference, name) for name in CENTROID_ARRAYS), index.written)
+        saved = [array.clone() for array in changing]
         expected = twin.step(queries[:3].clone(), order)
-        for array, old in zip((index.reference.centroids, index.reference.lists, index.written), saved, strict=True):
+        for array, old in zip(changing, saved, strict=True):
             array.copy_(old)
         rows.fill_(-9)
         graph.replay()
@@ -285,9 +220,9 @@ def test_host_cores_attend_as_the_gpu_does(shape: tuple[str, int, int], captured
     on_host = make_index(shape, replace(SMALL, execution="cpu"), cache, library)
     for slot, length in enumerate(lengths):
         build(on_gpu, cache, slot, length)
-    for name in ("centroids", "lists"):
-        getattr(on_host.reference, name).copy_(getattr(on_gpu.reference, name))
+    copy_centroids(on_gpu.reference, on_host.reference)
     on_host.written.copy_(on_gpu.written)
+    on_host.prompted.copy_(on_gpu.prompted)
     on_host.listed.copy_(on_gpu.listed)
     states = [cache.request(slot, 16, 30, 50, 0, dense=slot == 2) for slot in (1, 3, 2, 0)]
     batch = cache.batch([*states, cache.padding()])
@@ -314,11 +249,14 @@ def test_host_cores_attend_as_the_gpu_does(shape: tuple[str, int, int], captured
         torch.cuda.synchronize()
         on_host.refresh([0, 1, 3])
         limit = 1e-4 if shape[0] == "float32" else 2e-2
-        assert (found.float() - expected.float()).abs().max() <= limit
+        torch.testing.assert_close(found.float(), expected.float(), rtol=limit, atol=limit)
         assert torch.equal(on_host.written, on_gpu.written)
         first, second = (index.reference.lists[[0, 1, 3]] for index in (on_host, on_gpu))
         common = (first[..., None] == second[..., None, :]).any(dim=-1)
         assert common.float().mean() >= 0.999, "only places whose values agree to rounding differ"
+        for name in ("centroids", "offsets"):  # rings of 24 are full, so that nothing is poison
+            first, second = (getattr(index.reference, name)[[0, 1, 3]].float() for index in (on_host, on_gpu))
+            torch.testing.assert_close(first, second, rtol=0, atol=max(1e-4, torch.finfo(queries.dtype).eps))
     assert torch.equal(on_host.written[2], written), "the query of a dense request becomes no centroid"
 
 
