@@ -143,7 +143,7 @@ def test_few_keys_take_one_launch() -> None:
         "first_place": 2500,
         "first_cluster": 31,
     }
-    wanted |= {"head_stride": 256, "token_stride": 256 * KV_HEADS, "slots_per_extent": 16, "kv_heads": KV_HEADS}
+    wanted |= {"head_stride": 256, "token_stride": 256 * KV_HEADS, "slots_per_extent": 32, "kv_heads": KV_HEADS}
     assert {field: getattr(arguments, field) for field in wanted} == wanted
     assert arguments.keys == keys.data_ptr()
     assert arguments.places == arrays.places.data_ptr()
@@ -161,8 +161,8 @@ def test_wide_heads_have_smaller_blocks() -> None:
 @pytest.mark.parametrize(
     ("tokens", "first_place", "first_cluster", "clusters", "message"),
     [
-        (1000, 1049, 0, 12, "slot 1 has room for 2048 places and 32 clusters: too few for 1000 keys from place 1049"),
-        (1000, 0, 21, 12, "in 12 clusters from 21 on; reserve extents first"),
+        (1000, 1049, 0, 12, "slot 1 has room for 2048 places and 64 clusters: too few for 1000 keys from place 1049"),
+        (1000, 0, 53, 12, "in 12 clusters from 53 on; reserve extents first"),
         (80_000, 0, 0, 70_000, "clusters = 70000: must be at most 65520"),
     ],
 )

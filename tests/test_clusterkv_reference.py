@@ -213,7 +213,7 @@ def test_growth_keeps_the_pace_and_the_list(update: int) -> None:
     """320 generated tokens are clustered alone into 4; smaller evictions join the last cluster until one is due."""
     prompt, evictions = 333, max(2, 700 // update)
     keys = random_keys(prompt + evictions * update, DIM, seed=update)
-    index = built(Config(top_k=50), keys[:, :prompt])
+    index = built(Config(top_k=50, tokens_per_cluster=80), keys[:, :prompt])
     assert index.counts[0] == 333 // 80
     before = index.read_clusters(index.centroids, 0).clone()
     for number in range(evictions):
@@ -236,7 +236,7 @@ def test_a_region_that_starts_empty() -> None:
 
 def test_five_thousand_generated_tokens() -> None:
     """Clusters keep up with the tokens, room suffices in every extent, and late tokens are found."""
-    config = Config(top_k=320)
+    config = Config(top_k=320, tokens_per_cluster=80)
     keys = random_keys(1000 + 16 * 320, DIM)
     topic = torch.where(torch.arange(DIM) % 2 == 0, 4.0, -4.0)
     keys[:, -40:] = topic + torch.randn(KV_HEADS, 40, DIM, generator=torch.Generator().manual_seed(2))
@@ -280,9 +280,10 @@ def test_clusters_fit_the_extents(per_cluster: int, per_update: int, prompt: int
     assert 0 <= added <= 7
 
 
-def test_defaults_are_the_papers() -> None:
-    config = Config()
-    assert (config.slots_per_extent, config.prompt_clusters(32_768), config.generated_clusters(320)) == (16, 409, 4)
+def test_default_sizes() -> None:
+    config, paper = Config(), Config(tokens_per_cluster=80)
+    assert (config.slots_per_extent, config.prompt_clusters(32_768), config.generated_clusters(320)) == (32, 819, 4)
+    assert (paper.slots_per_extent, paper.prompt_clusters(32_768)) == (16, 409)
     assert CACHE_DEFAULTS == {"update": 320, "sink": 16}
 
 
@@ -319,6 +320,6 @@ def test_costs_follow_the_region() -> None:
     model = ModelConfig("llama", 128_256, 4096, 14_336, 32, 32, 8, 128, 1e-5, 5e5, 131_072)
     found = costs(Config(), model, 131_072, 2)
     assert (found.rows, found.kernels, found.dense_layers) == (1024, 2, 2)
-    assert found.index_bytes == 1638 * (256 + 8)
+    assert found.index_bytes == 3276 * (256 + 8)
     assert costs(Config(), model, 100, 2).rows == 100
     assert costs(Config(), model, 0, 2).index_bytes == 0

@@ -137,7 +137,9 @@ def shared_part_recall(centred: bool, shared: float, seed: int) -> float:
         topical = (strength * topics[:, asked]).repeat_interleave(2, dim=0) + 0.3 * normal(2 * KV_HEADS, count, DIM)
         return topical + shared * (1 + 0.1 * normal(2 * KV_HEADS, count, 1)) * common.repeat_interleave(2, dim=0)
 
-    bench = Bench(Config(top_k=64, recent=64, probes=2, update=False, centred=centred), [keys], group=2)
+    bench = Bench(
+        Config(top_k=64, recent=64, probes=2, recall_factor=1.25, update=False, centred=centred), [keys], group=2
+    )
     bench.build(0, queries(250))
     found = 0
     for query in queries(64).unbind(dim=1):
@@ -156,6 +158,6 @@ def test_centring_finds_better_centroids_where_queries_share_a_part(seed: int) -
 
 def test_memory_of_a_slot_counts_means_and_offsets() -> None:
     index = ReferenceIndex(make_context(Config(top_k=16, recent=16), DIM, GROUP, [10]))
-    ring, width = 512, 20  # regions of at most 8 extents
+    ring, width = 512, 40  # regions of at most 8 extents
     vectors, lists = HEADS * (ring + 1) * DIM + HEADS * ring, KV_HEADS * ring * width
     assert index.bytes_per_slot == 4 * (vectors + lists)

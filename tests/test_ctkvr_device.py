@@ -83,8 +83,8 @@ def test_costs_of_a_step() -> None:
     found = costs(config, LLAMA, 131072, 2)
     assert found.rows == 512
     assert found.index_bytes * LLAMA.num_kv_heads == 2048 * 32 * (128 * 2 + 4), "the centroids of all query heads"
-    assert found.reranked_keys == 8 * 640 / 2
-    assert found.rerank_bytes == 8 * 640 * 4
+    assert found.reranked_keys == 8 * 1280 / 2
+    assert found.rerank_bytes == 8 * 1280 * 4
     assert (found.kernels, found.host_functions, found.host_cores) == (3, 1, True)
     assert (replace(found, host_functions=0, host_cores=False)) == costs(Config(execution="uva"), LLAMA, 131072, 2)
     short = costs(config, LLAMA, 600, 2)

@@ -187,8 +187,8 @@ def test_a_zero_query_has_a_selection() -> None:
 
 
 def test_rho_is_rounded_up_in_decimals() -> None:
-    assert Config().rho == 640
-    assert Config(top_k=1024).rho == 1280
+    assert Config().rho == 1280
+    assert Config(top_k=1024).rho == 2560
     assert Config(top_k=10, recall_factor=1.1).rho == 11
     assert Config(top_k=3, recall_factor=2.5).rho == 8
 
@@ -201,7 +201,7 @@ def test_recent_follows_top_k() -> None:
 
 def test_sizes_of_a_slot() -> None:
     config = Config()
-    assert (config.ring(1 << 17), config.list_width(1 << 17), config.recall_capacity(1 << 17)) == (2048, 640, 6144)
+    assert (config.ring(1 << 17), config.list_width(1 << 17), config.recall_capacity(1 << 17)) == (2048, 1280, 11264)
     assert (config.ring(4096), config.list_width(600), config.recall_capacity(600)) == (256, 600, 600)
     assert config.prompt_centroids(131_072, 2048) == 2048
     assert config.prompt_centroids(1601, 2048) == 101

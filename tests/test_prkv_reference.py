@@ -303,7 +303,7 @@ def test_updates_of_layers_take_turns() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"top_k": 40}, r"top_k = 40: must be a positive multiple of page = 16"),
+        ({"top_k": 44}, r"top_k = 44: must be a positive multiple of page = 8"),
         ({"page": 24}, r"page = 24: must be one of \(8, 16, 32, 64, 128\)"),
         ({"static_share": 1.5}, r"static_share = 1.5: must be in \[0, 1\]"),
         ({"share_rule": "half"}, "share_rule = 'half'"),
@@ -330,8 +330,8 @@ def test_shapes_that_the_gpu_does_not_support() -> None:
 def test_costs() -> None:
     model = ModelConfig("llama", 100, 64, 96, 2, 8, 2, 128, 1e-6, 1e4, 1 << 20)
     found = costs(Config(), model, 131_072, 2)
-    assert (found.rows, found.device_rows, found.neighbours) == (1024, 512, 16)
-    assert found.index_bytes == (131_072 - 512) / 16 * 512
+    assert (found.rows, found.device_rows, found.neighbours) == (1024, 512, 8)
+    assert found.index_bytes == (131_072 - 512) / 8 * 512
     assert costs(Config(), model, 1000, 2).rows == 1000
     index = ReferenceIndex(make_context(Config(), 128, 4, [10]))
-    assert index.bytes_per_token == KV_HEADS * (2 * 128 * 4 + 4) / 16
+    assert index.bytes_per_token == KV_HEADS * (2 * 128 * 4 + 4) / 8

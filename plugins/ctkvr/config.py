@@ -24,12 +24,12 @@ class Config:
     centroid_divisor : int
         A prompt of n retrieval tokens starts with min(centroids, ceil(n / centroid_divisor)) centroids. Section 4.1: 16.
     recall_factor : float
-        Places in a centroid's list per selected row: rho = ceil(recall_factor * top_k). Section 4.1: 2.5; 1.25 here, for
-        more and shorter lists lose fewer rows in half the memory (README).
+        Places in a centroid's list per selected row: rho = ceil(recall_factor * top_k). Section 4.1: 2.5.
     top_k : int
         rho': rows selected per KV head. Section 4.1: 512 or 1024; 512 here, for it costs half as much.
     probes : int
-        C': centroids whose lists a query recalls. Section 4.1: 4; 8 here, with lists half as long: as many places.
+        C': centroids whose lists a query recalls. Section 4.1: 4; 8 here, which loses fewer answers
+        (README).
     centred : bool
         Subtract the mean of the prompt's centroid queries from queries and centroids before their cosines: our choice
         (README). False is the paper.
@@ -48,7 +48,7 @@ class Config:
 
     centroids: int = 2048
     centroid_divisor: int = 16
-    recall_factor: float = 1.25
+    recall_factor: float = 2.5
     top_k: int = 512
     probes: int = 8
     centred: bool = True
@@ -62,7 +62,7 @@ class Config:
         require(1 <= self.centroids <= MOST_CENTROIDS, "centroids", self.centroids, limit, "2048 is the default")
         require(self.centroid_divisor >= 1, "centroid_divisor", self.centroid_divisor, ">= 1", "16 is the default")
         wide = math.isfinite(self.recall_factor) and self.recall_factor >= 1
-        require(wide, "recall_factor", self.recall_factor, "finite and >= 1", "a list must hold top_k places; try 1.25")
+        require(wide, "recall_factor", self.recall_factor, "finite and >= 1", "a list must hold top_k places; try 2.5")
         require(self.top_k >= 1, "top_k", self.top_k, ">= 1", "512 is the default")
         limit = f"between 1 and centroids = {self.centroids}"
         require(1 <= self.probes <= self.centroids, "probes", self.probes, limit, "8 is the default")
