@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from ctkvr_bench import DIM, GROUP, SMALL, Bench, centroids_of, exact_rows, make, one_query
@@ -114,14 +116,16 @@ def topical(topics: Tensor, weights: Tensor, noise: float, generator: torch.Gene
     return mean + noise * torch.randn(mean.shape, generator=generator)
 
 
-def rounds_of_topics(update: bool, seed: int) -> list[float]:
+def rounds_of_topics(update: bool, seed: int, **fields: float) -> list[float]:
     """Recall by round: the prompt's last queries are of topic 0 with some of all others, round r asks about topic r."""
     generator = torch.Generator().manual_seed(seed)
     topics = torch.nn.functional.normalize(torch.randn(KV_HEADS, 8, DIM, generator=generator), dim=-1)
     own = torch.eye(8)[torch.randint(0, 8, (4000,), generator=generator)]
-    # The paper's fields: with centring, the update keeps to what the first steps of a new topic found (README).
-    config = Config(top_k=64, recent=64, update=update, probes=4, recall_factor=2.5, centred=False)
-    bench = Bench(config, [topical(3 * topics, own, 1.0, generator)], group=2)
+    bench = Bench(
+        replace(Config(top_k=64, recent=64, update=update), **fields),
+        [topical(3 * topics, own, 1.0, generator)],
+        group=2,
+    )
     asked = 3 * topics.repeat_interleave(2, dim=0)
     prompt = torch.rand(256, 8, generator=generator)
     prompt[:, 0] += 1
@@ -139,9 +143,20 @@ def rounds_of_topics(update: bool, seed: int) -> list[float]:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_update_follows_changing_topics(seed: int) -> None:
     # CTkvr paper, table 5: alike in the first round, better from the second on.
-    off, on = rounds_of_topics(False, seed), rounds_of_topics(True, seed)
+    paper = {"probes": 4, "centred": False, "keep_prompt": False}
+    off, on = rounds_of_topics(False, seed, **paper), rounds_of_topics(True, seed, **paper)
     assert abs(on[0] - off[0]) < 0.03, (off, on)
     assert all(better > worse + 0.03 for better, worse in zip(on[1:], off[1:], strict=True)), (off, on)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_probes_kept_for_the_prompt_let_the_update_help_with_centring_too(seed: int) -> None:
+    off, on, locked_in = (
+        rounds_of_topics(update, seed, recall_factor=1.25, keep_prompt=keep)
+        for update, keep in ((False, True), (True, True), (True, False))
+    )
+    assert sum(on[1:]) > sum(off[1:]) + 0.03, (off, on)
+    assert all(worse < better - 0.05 for better, worse in zip(off[1:], locked_in[1:], strict=True)), (off, locked_in)
 
 
 def test_tokens_that_were_generated_long_ago_are_still_found() -> None:
