@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import json
-import pkgutil
 import re
 import subprocess
 import sys
@@ -16,9 +14,8 @@ from typing import Any
 import pytest
 from cubin import parameter_bytes, sections
 from random_models import save_random_model
+from structs import fields_of, mirrors
 
-import kvseek.engine
-import kvseek.plugins
 from kvseek.builder import build, compile_cuda
 from kvseek.builder.compile_cuda import ARCHITECTURES, Specialisation, cached_cubin, compile_cubin, specialise
 from kvseek.engine.config import EngineConfig, ModelConfig
@@ -208,33 +205,12 @@ def test_kernels_compile_for_every_shape_and_architecture(method: str) -> None:
         assert set(parameter_bytes(image)) == set(written_kernels(method)), case
 
 
-def mirrors() -> list[type[ctypes.Structure]]:
-    """Every ctypes.Structure of the engine and the plugins."""
-    names = [
-        module.name
-        for package in (kvseek.engine, kvseek.plugins)
-        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    ]
-    values = [value for name in names for value in vars(importlib.import_module(name)).values()]
-    return [value for value in values if isinstance(value, type) and issubclass(value, ctypes.Structure)]
-
-
-KINDS = {"long long": ctypes.c_int64, "int": ctypes.c_int32, "float": ctypes.c_float}
-
-
 def struct_fields(struct_name: str, method: str) -> list[tuple[str, type]]:
     """Fields of a struct of a method's kernels as a ctypes.Structure lists them."""
     (root,) = compile_cuda.package_roots()
     folders = ("plugins/common", "engine", f"plugins/{method}")
-    texts = [path.read_text() for folder in folders for path in sorted((root / folder).glob("*.cu*"))]
-    (body,) = [body for text in texts for body in re.findall(rf"struct {struct_name} {{(.*?)\n}};", text, re.DOTALL)]
-    fields: list[tuple[str, type]] = []
-    for statement in re.sub(r"//[^\n]*", "", body).split(";")[:-1]:
-        field = re.fullmatch(r"\s*(?:const )?([\w ]+?)(\*?)\s+(\w+(?:, \w+)*)", statement)
-        assert field, f"{struct_name}: {statement.strip()!r} is none of {', '.join(KINDS)} or a pointer"
-        kind, pointer, names = field.groups()
-        fields += [(name, ctypes.c_void_p if pointer else KINDS[kind]) for name in names.split(", ")]
-    return fields
+    paths = [path for folder in folders for path in sorted((root / folder).glob("*.cu*"))]
+    return fields_of(struct_name, paths)
 
 
 @pytest.mark.parametrize("method", list(METHODS))
