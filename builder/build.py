@@ -22,7 +22,7 @@ from kvseek.builder.compile_cuda import cached_cubins, specialise
 from kvseek.builder.manifest import fingerprint, up_to_date, write_manifest
 from kvseek.builder.options import BuildOptions, parse
 from kvseek.builder.weights import total_size, write_weights
-from kvseek.engine.config import EngineConfig
+from kvseek.engine.config import EngineConfig, require
 from kvseek.engine.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.engine.errors import ConfigError, KvseekError
 from kvseek.engine.kernels import LIBRARY_FILE
@@ -60,10 +60,10 @@ def build_engine(options: BuildOptions) -> bool:
         The kernels cannot be compiled.
     """
     console = Console(stderr=True, quiet=options.quiet)
-    checkpoint = open_checkpoint(options.model)
+    checkpoint = open_checkpoint(options.model, options.tokenizer)
     output_dir = options.output_dir.resolve()
     _refuse_foreign(output_dir)
-    build_fingerprint = fingerprint(options.settings, checkpoint.files)
+    build_fingerprint = fingerprint(options.settings, checkpoint.sources)
     if not options.force and up_to_date(output_dir, build_fingerprint):
         console.print(f"{options.output_dir} is up to date; --force builds it again")
         return False
@@ -83,7 +83,7 @@ def _write_engine(
             config = options.engine_config(checkpoint.config)
             config.save(directory)
         with _step(progress, "save the tokenizer"):
-            checkpoint.tokenizer().save_pretrained(directory / TOKENIZER_FOLDER)
+            _write_tokenizer(directory, checkpoint)
         with _step(progress, "compute codebooks"):
             _write_codebooks(directory, config)
         if config.kernels == "native":
@@ -107,6 +107,16 @@ def _write_kernels(
         return
     for arch, image in cached_cubins(specialise(config), cuda_archs, progress).items():
         cubin_path(directory, arch).write_bytes(image)
+
+
+def _write_tokenizer(directory: Path, checkpoint: Checkpoint) -> None:
+    """Save the tokenizer; raises ConfigError if a directory was named whose tokenizer is not this model's."""
+    tokenizer, vocab_size = checkpoint.tokenizer(), checkpoint.config.vocab_size
+    if checkpoint.tokenizer_directory is not None:
+        last = max(tokenizer.get_vocab().values(), default=0)
+        limit, remedy = f"< vocab_size = {vocab_size} of the model", "name the directory of this model's tokenizer"
+        require(last < vocab_size, f"largest id of {checkpoint.tokenizer_directory}", last, limit, remedy)
+    tokenizer.save_pretrained(directory / TOKENIZER_FOLDER)
 
 
 def _write_codebooks(directory: Path, config: EngineConfig) -> None:

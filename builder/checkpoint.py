@@ -17,14 +17,24 @@ from kvseek.engine.errors import ConfigError
 from .model_config import model_config, token_ids
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+NAME_TOKENIZER = "name a directory with the model's tokenizer.json"
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Checkpoint(ABC):
-    """A model on disk: its configuration, its tensors one at a time, its tokenizer."""
+    """A model on disk: its configuration, its tensors one at a time, its tokenizer.
 
-    def __init__(self, path: Path) -> None:
+    Parameters
+    ----------
+    path : Path
+        The model's directory or file.
+    tokenizer_directory : Path, optional
+        Where the tokenizer is read from instead of the checkpoint.
+    """
+
+    def __init__(self, path: Path, tokenizer_directory: Path | None = None) -> None:
         self.path = path
+        self.tokenizer_directory = tokenizer_directory
 
     @property
     @abstractmethod
@@ -34,7 +44,7 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def files(self) -> list[Path]:
-        """Files that the engine is made from."""
+        """Files of the checkpoint that the engine is made from."""
 
     @abstractmethod
     def unused(self, names: set[str]) -> set[str]:
@@ -44,27 +54,58 @@ class Checkpoint(ABC):
     def tensor(self, name: str) -> Tensor:
         """Read one tensor, floating point, on the CPU."""
 
-    @abstractmethod
+    @property
+    def sources(self) -> list[Path]:
+        """Every file that the engine is made from: the checkpoint's, then those of the tokenizer's own directory."""
+        apart = self.tokenizer_directory
+        return [*self.files, *(metadata_files(apart) if apart is not None else [])]
+
     def tokenizer(self) -> Any:
-        """Load the tokenizer, a transformers PreTrainedTokenizerBase."""
+        """Load the tokenizer, a transformers PreTrainedTokenizerBase; raises ConfigError if it cannot be read."""
+        return self._loaded_tokenizer
+
+    @cached_property
+    def _loaded_tokenizer(self) -> Any:
+        if self.tokenizer_directory is not None:
+            return load_tokenizer_directory(self.tokenizer_directory, NAME_TOKENIZER)
+        return self._own_tokenizer()
+
+    @abstractmethod
+    def _own_tokenizer(self) -> Any:
+        """Load the tokenizer that lies with the model."""
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a Hugging Face directory or a GGUF file.
+def open_checkpoint(path: Path, tokenizer_directory: Path | None = None) -> Checkpoint:
+    """Open a Hugging Face directory, a TensorRT-LLM checkpoint or a GGUF file.
+
+    Parameters
+    ----------
+    tokenizer_directory : Path, optional
+        Where the tokenizer is read from instead.
 
     Raises
     ------
     ConfigError
-        If `path` is neither.
+        If `path` is none of them, or `tokenizer_directory` no directory.
     """
     from .gguf_checkpoint import GgufCheckpoint
+    from .tensorrt_llm_checkpoint import TensorRtLlmCheckpoint
 
+    if tokenizer_directory is not None and not tokenizer_directory.is_dir():
+        raise ConfigError(f"tokenizer = {str(tokenizer_directory)!r}: must be a directory; {NAME_TOKENIZER}")
     if path.is_file():
-        return GgufCheckpoint(path)
-    if (path / "config.json").is_file():
-        return HuggingFaceCheckpoint(path)
-    found = "has no config.json" if path.is_dir() else "does not exist"
-    raise ConfigError(f"model = {str(path)!r}: {found}; pass a Hugging Face directory with safetensors or a .gguf file")
+        return GgufCheckpoint(path, tokenizer_directory)
+    kinds = "a Hugging Face directory with safetensors, a TensorRT-LLM checkpoint or a .gguf file"
+    if not (path / "config.json").is_file():
+        found = "has no config.json" if path.is_dir() else "does not exist"
+        raise ConfigError(f"model = {str(path)!r}: {found}; pass {kinds}")
+    values = read_object(path / "config.json")
+    if "pretrained_config" in values:
+        remedy = "pass the checkpoint that it was built from"
+        raise ConfigError(f"model = {str(path)!r}: is a compiled TensorRT-LLM engine; {remedy}")
+    if isinstance(values.get("architecture"), str) and "architectures" not in values:
+        return TensorRtLlmCheckpoint(path, tokenizer_directory)
+    return HuggingFaceCheckpoint(path, tokenizer_directory)
 
 
 class HuggingFaceCheckpoint(Checkpoint):
@@ -73,15 +114,12 @@ class HuggingFaceCheckpoint(Checkpoint):
     @cached_property
     def config(self) -> ModelConfig:
         """Shape of the model, from config.json and generation_config.json."""
-        generation = self.path / "generation_config.json"
-        ends = token_ids(_read_object(generation).get("eos_token_id")) if generation.exists() else []
-        return model_config(_read_object(self.path / "config.json"), ends)
+        return model_config(read_object(self.path / "config.json"), generation_ends(self.path))
 
     @property
     def files(self) -> list[Path]:
         """The directory's JSON, template and tokenizer files, and the weight files."""
-        metadata = [p for p in self.path.iterdir() if p.suffix in (".json", ".jinja", ".txt", ".model") and p.is_file()]
-        return sorted({*metadata, *(self.path / file for file in self._files.values())})
+        return sorted({*metadata_files(self.path), *(self.path / file for file in self._files.values())})
 
     def unused(self, names: set[str]) -> set[str]:
         """Tensors that `names` leave out; RoPE frequencies, which old Llama checkpoints carry, follow from the config."""
@@ -98,21 +136,15 @@ class HuggingFaceCheckpoint(Checkpoint):
             raise ConfigError(f"dtype of {name} = {tensor.dtype}: must be one of {limit}; {remedy}")
         return tensor
 
-    def tokenizer(self) -> Any:
-        """Load the directory's tokenizer; raises ConfigError if there is none that transformers can read."""
-        from transformers import AutoTokenizer
-
-        try:
-            return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            remedy = "put the model's tokenizer.json and tokenizer_config.json there"
-            raise ConfigError(f"{self.path}: cannot load the tokenizer ({error}); {remedy}") from None
+    def _own_tokenizer(self) -> Any:
+        remedy = "put the model's tokenizer.json and tokenizer_config.json there, or pass --tokenizer DIR"
+        return load_tokenizer_directory(self.path, remedy)
 
     @cached_property
     def _files(self) -> dict[str, str]:
         """Tensor name → file."""
         if (self.path / INDEX_FILE).exists():
-            weight_map = _read_object(self.path / INDEX_FILE).get("weight_map")
+            weight_map = read_object(self.path / INDEX_FILE).get("weight_map")
             if not isinstance(weight_map, dict):
                 raise ConfigError(f"{self.path / INDEX_FILE}: weight_map is missing; download the checkpoint again")
             return weight_map
@@ -131,7 +163,30 @@ class HuggingFaceCheckpoint(Checkpoint):
             raise ConfigError(f"cannot read {self.path / file}: {error}; download the checkpoint again") from None
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def load_tokenizer_directory(directory: Path, remedy: str) -> Any:
+    """Load a directory's tokenizer; raises ConfigError, ending in `remedy`, if transformers can read none there."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise ConfigError(f"{directory}: cannot load the tokenizer ({error}); {remedy}") from None
+
+
+def metadata_files(directory: Path) -> list[Path]:
+    """Configuration, tokenizer and template files of a directory, sorted."""
+    suffixes = (".json", ".jinja", ".txt", ".model")
+    return sorted(path for path in directory.iterdir() if path.suffix in suffixes and path.is_file())
+
+
+def generation_ends(directory: Path) -> list[int]:
+    """End ids that the generation_config.json of a directory states; empty without one."""
+    path = directory / "generation_config.json"
+    return token_ids(read_object(path).get("eos_token_id")) if path.exists() else []
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Parse a JSON file that holds an object; raises ConfigError if it does not."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError) as error:

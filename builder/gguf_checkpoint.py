@@ -98,8 +98,7 @@ class GgufCheckpoint(Checkpoint):
             return split_halves(tensor, self.config.head_dim)
         return tensor
 
-    def tokenizer(self) -> Any:
-        """Load the tokenizer that the file carries."""
+    def _own_tokenizer(self) -> Any:
         return load_tokenizer(self.path, self._metadata)
 
     @cached_property

@@ -9,7 +9,7 @@ from typing import Any
 from kvseek.engine.config import require
 from kvseek.engine.errors import ConfigError
 
-REMEDY = "use the model's Hugging Face directory"
+REMEDY = "pass --tokenizer DIR, the model's Hugging Face directory"
 # Words of the Llama 3 and Qwen tokenizers; they differ in how many digits form a word.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"

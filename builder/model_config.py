@@ -9,7 +9,13 @@ from typing import Any
 from kvseek.engine.config import ModelConfig, RopeScaling, from_dict, require
 from kvseek.engine.errors import ConfigError
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",  # the same decoder, with a sliding window in its first versions
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+DEFAULT_MISTRAL_WINDOW = 4096  # tokens; what transformers takes where a Mistral config.json does not say
 DEFAULT_ROPE_THETA = 10_000.0  # what checkpoints older than the field mean (RoFormer, section 3.2.2)
 USE_ANOTHER = "use another checkpoint: kvseek's decoder has no such part"
 
@@ -54,6 +60,7 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
             "bos_token_id": values.get("bos_token_id"),
             "eos_token_ids": list(dict.fromkeys([*eos_token_ids, *token_ids(values.get("eos_token_id"))])),
             "pad_token_id": values.get("pad_token_id"),
+            "sliding_window": _sliding_window(values),
         },
         "config.json of the model",
     )
@@ -86,6 +93,14 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
     require(not kinds, "layer_types", kinds, "'full_attention' in every layer", USE_ANOTHER)
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         require(not values.get(name), name, values.get(name), "absent: no mixture of experts", USE_ANOTHER)
+
+
+def _sliding_window(values: dict[str, Any]) -> int | None:
+    """Mistral's window; Qwen's configurations state one too, which use_sliding_window = false puts out of use."""
+    if values["architectures"][0] != "MistralForCausalLM":
+        return None
+    window = values.get("sliding_window", DEFAULT_MISTRAL_WINDOW)
+    return None if window is None else _integer({"sliding_window": window}, "sliding_window")
 
 
 def _kv_heads(values: dict[str, Any], architecture: str, heads: int) -> int:

@@ -43,6 +43,7 @@ class BuildOptions:
     method_config: dict[str, Any]
     device: str = "cpu"
     cuda_archs: tuple[int, ...] = ()  # what kernels are compiled for; empty with device = "cpu"
+    tokenizer: Path | None = None  # directory of the tokenizer; None: it lies with the model
     force: bool = False
     quiet: bool = False
 
@@ -50,7 +51,8 @@ class BuildOptions:
     def settings(self) -> dict[str, Any]:
         """What decides the engine's contents, beside the model: JSON values."""
         names = ("method", "dtype", "device", "cuda_archs", "kernels", "limits", "cache", "method_config")
-        return {name: getattr(self, name) for name in names}
+        tokenizer = None if self.tokenizer is None else self.tokenizer.resolve().name
+        return {"tokenizer": tokenizer, **{name: getattr(self, name) for name in names}}
 
     def engine_config(self, model: ModelConfig) -> EngineConfig:
         """Complete the options for a model; raises ConfigError on a value out of range.
@@ -99,6 +101,7 @@ def parse(argv: Sequence[str] | None) -> BuildOptions:
         cache=_below(values, "cache"),
         method_config=_below(values, namespace.method),
         device=namespace.device,
+        tokenizer=namespace.tokenizer,
         cuda_archs=values.get("cuda_archs", ARCHITECTURES if namespace.device == "cuda" else ()),
         force=namespace.force,
         quiet=namespace.quiet,
@@ -107,10 +110,12 @@ def parse(argv: Sequence[str] | None) -> BuildOptions:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvseek build", allow_abbrev=False, description="Turn a Llama or Qwen checkpoint into an engine directory."
+        prog="kvseek build", allow_abbrev=False, description="Turn a Llama, Mistral or Qwen checkpoint into an engine."
     )
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="Hugging Face directory with safetensors, or a .gguf file")
+    kinds = "Hugging Face directory with safetensors, TensorRT-LLM checkpoint directory, or a .gguf file"
+    add("--model", type=Path, required=True, help=kinds)
+    add("--tokenizer", type=Path, metavar="DIR", help="directory of the tokenizer (default: it lies with the model)")
     add("--output_dir", type=Path, required=True, help="engine directory to write")
     add("--method", choices=list(METHODS), required=True, help="what runs inside the attention operator")
     defaults = {f.name: f.default for f in dataclasses.fields(EngineConfig)}

@@ -64,7 +64,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama, Qwen2 or Qwen3 decoder."""
+    """Shape of a Llama (or Mistral, which differs in nothing else), Qwen2 or Qwen3 decoder."""
 
     architecture: str  # "llama", "qwen2" or "qwen3"
     vocab_size: int
@@ -85,6 +85,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    sliding_window: int | None = None
+    """Tokens that the model's attention reaches back, itself included; None: all."""
 
     def __post_init__(self) -> None:
         known = ("llama", "qwen2", "qwen3")
@@ -96,6 +98,8 @@ class ModelConfig:
         require(divides, "num_kv_heads", self.num_kv_heads, limit, "check the model's config.json")
         even = self.head_dim > 0 and self.head_dim % 2 == 0
         require(even, "head_dim", self.head_dim, "even and > 0", "RoPE rotates pairs of channels")
+        window = self.sliding_window
+        require(window is None or window > 0, "sliding_window", window, "> 0 or null", "check the model's config.json")
 
     @property
     def group_size(self) -> int:
@@ -173,6 +177,10 @@ class EngineConfig:
         limit = f"<= max_position_embeddings = {self.model.max_position_embeddings}"
         fits = self.max_seq_len <= self.model.max_position_embeddings
         require(fits, "max_seq_len", self.max_seq_len, limit, "the model was not trained on longer positions")
+        window = self.model.sliding_window
+        within = window is None or self.max_seq_len <= window
+        remedy = f"attention here has no sliding window: build with --max_seq_len {window}, or use another checkpoint"
+        require(within, "max_seq_len", self.max_seq_len, f"<= sliding_window = {window}", remedy)
 
     def _check_device(self) -> None:
         """Refuse what the device does not have, and fields that it would ignore."""

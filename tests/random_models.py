@@ -33,6 +33,7 @@ ARCHITECTURE_SHAPE: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 32},
     "qwen2": {"hidden_size": 192, "tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
+    "mistral": {"head_dim": 32, "sliding_window": None},
 }
 
 
@@ -42,7 +43,7 @@ def save_random_model(directory: Path, architecture: str, *, max_shard_size: str
     Parameters
     ----------
     architecture : str
-        One of ARCHITECTURES. Six query heads and two KV heads of 32 channels, three layers, 1,024 positions.
+        One of ARCHITECTURES, or mistral. Six query heads and two KV heads of 32 channels, three layers, 1,024 positions.
     max_shard_size : str
         As save_pretrained takes it; a small one makes several shards.
     **config

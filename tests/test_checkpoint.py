@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_files import write_gguf
 from random_models import save_random_model
 from safetensors.torch import load_file, save_file
 
@@ -120,43 +121,6 @@ def test_refused_paths(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
         _ = checkpoint.config
-
-
-def write_gguf(path: Path, model: Path, architecture: str, rope_factors: torch.Tensor | None = None) -> Path:
-    """Convert a Hugging Face checkpoint of tests/random_models.py to GGUF, without a tokenizer."""
-    import gguf
-
-    config = json.loads((model / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_eos_token_id(1)
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config["num_hidden_layers"])
-    for name, tensor in load_file(model / "model.safetensors").items():
-        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
-            tensor = interleave(tensor, head_dim)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.numpy())
-    if rope_factors is not None:
-        writer.add_tensor("rope_freqs.weight", rope_factors.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def interleave(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Row i of a head's first half becomes row 2i, row i of its second half 2i + 1: GGUF's order for llama."""
-    order = torch.stack((torch.arange(head_dim // 2), torch.arange(head_dim // 2, head_dim)), dim=1).flatten()
-    return tensor.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1).contiguous()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])

@@ -1,0 +1,115 @@
+"""TensorRT-LLM checkpoints: config.json and one safetensors file a rank, as its convert_checkpoint.py writes them.
+
+Tensors are joined over the ranks when they are read and given under their Hugging Face names.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvseek.engine.config import ModelConfig, require
+from kvseek.engine.errors import ConfigError
+
+from .checkpoint import Checkpoint, generation_ends, load_tokenizer_directory, metadata_files, read_object
+from .model_config import model_config
+from .tensorrt_llm_config import Mapping, hugging_face_values, read_mapping
+from .tensorrt_llm_layout import Layout, Part
+from .tensorrt_llm_ranks import RankFile, join
+
+LAYER = re.compile(r"transformer\.layers\.(\d+)\.")
+CACHE_SCALES = ("kv_cache_scaling_factor", "kv_cache_rcp_scaling_factor")  # of a KV cache that kvseek does not quantise
+
+
+class TensorRtLlmCheckpoint(Checkpoint):
+    """A directory with TensorRT-LLM's config.json and rank0.safetensors, rank1.safetensors, ..., not quantised."""
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """Shape of the model; special tokens, of which a TensorRT-LLM configuration says nothing, are the tokenizer's."""
+        values, tokenizer = hugging_face_values(self._values), self.tokenizer()
+        values |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        return model_config(values, generation_ends(self.tokenizer_directory or self.path))
+
+    @property
+    def files(self) -> list[Path]:
+        """The directory's JSON, template and tokenizer files, and the ranks' files."""
+        return [*metadata_files(self.path), *self._rank_paths]
+
+    def unused(self, names: set[str]) -> set[str]:
+        """Tensors that `names` leave out, as "NAME of FILE"; scales of a quantised KV cache are no weights."""
+        expected: list[set[str]] = [set() for _ in range(self._mapping.pp_size)]
+        for name in names:
+            stage, part = self._locate(name)
+            expected[stage].add(part.name)
+        return {
+            f"{name} of {rank.path.name}"
+            for number, rank in enumerate(self._ranks)
+            for name in rank.names - expected[number // self._mapping.tp_size]
+            if not name.endswith(CACHE_SCALES)
+        }
+
+    def tensor(self, name: str) -> Tensor:
+        """Join one tensor over its ranks; raises ConfigError if a rank lacks it or holds another shape or dtype."""
+        stage, part = self._locate(name)
+        first = stage * self._mapping.tp_size
+        return join(self._ranks[first : first + self._mapping.tp_size], part)
+
+    def _own_tokenizer(self) -> Any:
+        return load_tokenizer_directory(self.path, "pass --tokenizer DIR, the model's Hugging Face directory")
+
+    @cached_property
+    def _values(self) -> dict[str, Any]:
+        return read_object(self.path / "config.json")
+
+    @cached_property
+    def _mapping(self) -> Mapping:
+        return read_mapping(self._values)
+
+    @property
+    def _rank_paths(self) -> list[Path]:
+        """The ranks' files; raises ConfigError if one is missing or there are more than the mapping has ranks."""
+        world_size = self._mapping.world_size
+        expected = [self.path / f"rank{rank}.safetensors" for rank in range(world_size)]
+        absent = [path.name for path in expected if not path.is_file()]
+        if absent:
+            raise ConfigError(
+                f"{self.path}: {absent[0]} is missing ({len(absent)} of the {world_size} ranks' files); copy the "
+                "checkpoint again, or convert the model again with --output_dir there"
+            )
+        extra = sorted(path.name for path in set(self.path.glob("rank*.safetensors")) - set(expected))
+        if extra:
+            raise ConfigError(
+                f"{self.path}: {extra[0]} belongs to none of the {world_size} ranks of config.json's mapping; remove "
+                "the files of another conversion"
+            )
+        return expected
+
+    @cached_property
+    def _ranks(self) -> list[RankFile]:
+        return [RankFile(path) for path in self._rank_paths]
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return Layout(self.config, self._mapping, self._layers_per_stage)
+
+    @cached_property
+    def _layers_per_stage(self) -> list[int]:
+        """Layers in each pipeline stage, which are numbered from 0 in its files."""
+        layers = []
+        for rank in self._ranks[:: self._mapping.tp_size]:
+            numbers = [int(found[1]) for name in rank.names if (found := LAYER.match(name))]
+            layers.append(max(numbers, default=-1) + 1)
+        limit = f"{self.config.num_layers} together: num_hidden_layers of config.json"
+        remedy = "copy the checkpoint again, or convert the model again"
+        require(
+            sum(layers) == self.config.num_layers, f"{self.path}: layers in the ranks' files", layers, limit, remedy
+        )
+        return layers
+
+    def _locate(self, name: str) -> tuple[int, Part]:
+        return self._layout.locate(name)

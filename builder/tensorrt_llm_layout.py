@@ -1,0 +1,144 @@
+"""Where the tensors of a model lie in the files of a TensorRT-LLM checkpoint's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvseek.engine.config import ModelConfig, require
+
+from .tensorrt_llm_config import Mapping
+
+PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+# Hugging Face module of a layer → (TensorRT-LLM's name, axis along which ranks share its weight, None if they do not).
+# In a gated MLP TensorRT-LLM calls `fc` what goes through the activation and `gate` what multiplies it.
+MODULES: dict[str, tuple[str, int | None]] = {
+    "input_layernorm": ("input_layernorm", None),
+    "self_attn.q_norm": ("attention.q_layernorm", None),
+    "self_attn.k_norm": ("attention.k_layernorm", None),
+    "self_attn.o_proj": ("attention.dense", 1),
+    "post_attention_layernorm": ("post_layernorm", None),
+    "mlp.gate_proj": ("mlp.fc", 0),
+    "mlp.up_proj": ("mlp.gate", 0),
+    "mlp.down_proj": ("mlp.proj", 1),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where one tensor of the model lies in the tensors that the ranks of a pipeline stage hold.
+
+    Attributes
+    ----------
+    name : str
+        Of the tensor in every rank's file.
+    shape : tuple of int
+        Of the tensor in every rank's file.
+    rows : slice
+        The rows of it that belong to the wanted tensor.
+    axis : int
+        Along which the ranks' rows are joined.
+    size : int
+        Length along `axis` after joining; what exceeds it is padding.
+    copies : int
+        Neighbouring ranks that hold the same rows.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: slice
+    axis: int
+    size: int
+    copies: int
+
+
+class Layout:
+    """Where every tensor of the model lies in the ranks' files.
+
+    Parameters
+    ----------
+    layers_per_stage : sequence of int
+        Number of layers that each pipeline stage holds.
+
+    Raises
+    ------
+    ConfigError
+        If the model cannot be shared by that many ranks.
+    """
+
+    def __init__(self, model: ModelConfig, mapping: Mapping, layers_per_stage: Sequence[int]) -> None:
+        self._model, self._mapping, self._layers_per_stage = model, mapping, layers_per_stage
+        tp_size, kv_heads = mapping.tp_size, model.num_kv_heads
+        shared = {"num_attention_heads": model.num_heads, "intermediate_size": model.intermediate_size}
+        if mapping.embedding_axis == 1:
+            shared["hidden_size"] = model.hidden_size
+        for name, value in shared.items():
+            limit = f"a multiple of mapping.tp_size = {tp_size}"
+            require(value % tp_size == 0, name, value, limit, "check config.json")
+        limit = f"a multiple or a divisor of mapping.tp_size = {tp_size}"
+        fits = kv_heads % tp_size == 0 or tp_size % kv_heads == 0
+        require(fits, "num_key_value_heads", kv_heads, limit, "check config.json")
+
+    def locate(self, name: str) -> tuple[int, Part]:
+        """Pipeline stage and place of the tensor with a Hugging Face name."""
+        model, last = self._model, len(self._layers_per_stage) - 1
+        vocabulary = (model.vocab_size, model.hidden_size)
+        match name.split("."):
+            case ["model", "embed_tokens", _]:
+                return 0, self._shared("transformer.vocab_embedding.weight", vocabulary, self._mapping.embedding_axis)
+            case ["model", "norm", _]:
+                return last, self._shared("transformer.ln_f.weight", (model.hidden_size,), None)
+            case ["lm_head", _]:
+                return last, self._shared("lm_head.weight", vocabulary, 0)
+            case ["model", "layers", number, *module, kind]:
+                return self._in_layer(int(number), ".".join(module), kind)
+        raise KeyError(name)
+
+    def _in_layer(self, layer: int, module: str, kind: str) -> tuple[int, Part]:
+        stage = 0
+        while layer >= self._layers_per_stage[stage]:
+            layer -= self._layers_per_stage[stage]
+            stage += 1
+        prefix = f"transformer.layers.{layer}."
+        if module in PROJECTIONS:
+            return stage, self._projection(f"{prefix}attention.qkv.{kind}", PROJECTIONS.index(module), kind)
+        theirs, axis = MODULES[module]
+        shape = self._shape(module)
+        if kind == "bias":  # of a product that is summed over the ranks: each holds all of it
+            shape, axis = shape[:1], None
+        return stage, self._shared(f"{prefix}{theirs}.{kind}", shape, axis)
+
+    def _shape(self, module: str) -> tuple[int, ...]:
+        """Shape of a module's weight in the whole model."""
+        model = self._model
+        shapes: dict[str, tuple[int, ...]] = {
+            "self_attn.q_norm": (model.head_dim,),
+            "self_attn.k_norm": (model.head_dim,),
+            "self_attn.o_proj": (model.hidden_size, model.num_heads * model.head_dim),
+            "mlp.gate_proj": (model.intermediate_size, model.hidden_size),
+            "mlp.up_proj": (model.intermediate_size, model.hidden_size),
+            "mlp.down_proj": (model.hidden_size, model.intermediate_size),
+        }
+        return shapes.get(module, (model.hidden_size,))
+
+    def _shared(self, name: str, shape: tuple[int, ...], axis: int | None) -> Part:
+        """A tensor that the ranks share evenly along an axis, the last one's padded, or that each holds whole."""
+        tp_size = self._mapping.tp_size
+        if axis is None:
+            return Part(name, shape, slice(None), axis=0, size=shape[0], copies=tp_size)
+        local = list(shape)
+        local[axis] = -(-shape[axis] // tp_size)
+        return Part(name, tuple(local), slice(None), axis, size=shape[axis], copies=1)
+
+    def _projection(self, name: str, which: int, kind: str) -> Part:
+        """Queries (0), keys (1) or values (2): each rank holds the rows of its heads, in this order.
+
+        With fewer KV heads than ranks, neighbouring ranks hold the same KV head.
+        """
+        model, tp_size = self._model, self._mapping.tp_size
+        queries, kv_heads = model.num_heads // tp_size, max(1, model.num_kv_heads // tp_size)
+        ends = [count * model.head_dim for count in (queries, queries + kv_heads, queries + 2 * kv_heads)]
+        rows = slice(0 if which == 0 else ends[which - 1], ends[which])
+        shape = (ends[-1], model.hidden_size) if kind == "weight" else (ends[-1],)
+        heads, copies = (model.num_kv_heads, max(1, tp_size // model.num_kv_heads)) if which else (model.num_heads, 1)
+        return Part(name, shape, rows, axis=0, size=heads * model.head_dim, copies=copies)
