@@ -27,13 +27,7 @@ class RankFile:
     """
 
     def __init__(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self.path = path
-        try:
-            self._file: Any = safe_open(path, framework="pt")  # safetensors has no types
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"cannot read {path}: {error}; {COPY_AGAIN}") from None
+        self.path, self._file = path, _open(path)
         self.names = frozenset(self._file.keys())
 
     def dtype(self, name: str) -> torch.dtype:
@@ -66,6 +60,15 @@ class RankFile:
         if name not in self.names:
             raise ConfigError(f"{self.path}: tensor {name} is missing; {COPY_AGAIN}")
         return self._file.get_slice(name)
+
+
+def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; {COPY_AGAIN}") from None
 
 
 def join(ranks: Sequence[RankFile], part: Part) -> Tensor:
