@@ -1,4 +1,4 @@
-"""`kvseek build`: turn a checkpoint into an engine directory. docs/builder.md describes both."""
+"""`kvseek build`: turn a checkpoint into an engine directory, plan one, or look at one. docs/builder.md describes all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvseek.builder.checkpoint import Checkpoint, open_checkpoint
 from kvseek.builder.compile import cached_cpu_library
 from kvseek.builder.compile_cuda import cached_cubins, specialise
 from kvseek.builder.manifest import fingerprint, up_to_date, write_manifest
-from kvseek.builder.options import BuildOptions, parse
+from kvseek.builder.options import BuildOptions, InspectOptions, Options, PlanOptions, parse
 from kvseek.builder.weights import total_size, write_weights
 from kvseek.engine.config import EngineConfig, require
 from kvseek.engine.cuda import KERNELS_FOLDER, cubin_path
@@ -33,14 +33,34 @@ from kvseek.plugins.registry import get_method
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build an engine directory; returns 0, or 1 after printing why it could not. Bad usage exits with 2."""
+    """Build, plan, inspect or verify; returns 0, or 1 after printing why not. Bad usage exits with 2."""
     options = parse(argv)
     try:
-        with _terminable():
-            build_engine(options)
+        return _run(options)
     except (KvseekError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _run(options: Options) -> int:
+    """Do what was asked for; each report is imported when it is wanted."""
+    if isinstance(options, BuildOptions):
+        with _terminable():
+            build_engine(options)
+        return 0
+    console = Console(markup=False, highlight=False)  # names and messages may hold brackets
+    if isinstance(options, PlanOptions):
+        from kvseek.builder.plan_report import print_plan
+
+        print_plan(options, console)
+    elif isinstance(options, InspectOptions):
+        from kvseek.builder.inspection import print_engine
+
+        print_engine(options, console)
+    else:
+        from kvseek.builder.verification import print_faults
+
+        return print_faults(options.directory, console)
     return 0
 
 

@@ -1,58 +1,36 @@
-"""The command line of the builder. Flags of the cache and of the methods are made from their config classes."""
+"""The command line of the builder, understood: what to build, to plan, to inspect or to verify."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvseek.builder.compile_cuda import ARCHITECTURES
-from kvseek.engine.config import CHOICES, CacheConfig, EngineConfig, ModelConfig, from_dict
+from kvseek.builder.flags import LIMITS, FlagParser
+from kvseek.engine.config import CacheConfig, EngineConfig, ModelConfig, from_dict
 from kvseek.plugins.registry import METHODS, get_method
 
-LIMITS = {
-    "max_batch_size": "most requests that are decoded together",
-    "max_input_len": "most tokens of a prompt (default: max_seq_len)",
-    "max_seq_len": "most tokens of a prompt and its answer (default: what the model allows, at most 131072)",
-    "prefill_chunk_tokens": "prompt tokens that one unit of prefill processes",
-}
-CHOICE_SUMMARIES = {
-    "dtype": "of weights and cache; float16 on cuda only",
-    "device": "what the engine runs on",
-    "kernels": "compiled, or PyTorch (on the CPU)",
-}
 DEFAULT_MAX_SEQ_LEN = 131_072  # tokens; a longer default would reserve host memory that few requests use
+BUILD_ONLY, PLAN_ONLY = ("force", "quiet"), ("gpu_memory", "host_memory")
+MODES = ("plan", "inspect", "verify")
 
 
-@dataclass(frozen=True)
-class BuildOptions:
-    """What was asked for. Dictionaries hold only the fields that were given."""
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The engine that was asked for. Dictionaries hold only the fields that were given."""
 
     model: Path
-    output_dir: Path
     method: str
     dtype: str
     kernels: str
+    device: str
     limits: dict[str, int]
     cache: dict[str, Any]
     method_config: dict[str, Any]
-    device: str = "cpu"
-    cuda_archs: tuple[int, ...] = ()  # what kernels are compiled for; empty with device = "cpu"
     tokenizer: Path | None = None  # directory of the tokenizer; None: it lies with the model
-    force: bool = False
-    quiet: bool = False
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What decides the engine's contents, beside the model: JSON values."""
-        names = ("method", "dtype", "device", "cuda_archs", "kernels", "limits", "cache", "method_config")
-        tokenizer = None if self.tokenizer is None else self.tokenizer.resolve().name
-        return {"tokenizer": tokenizer, **{name: getattr(self, name) for name in names}}
 
     def engine_config(self, model: ModelConfig) -> EngineConfig:
         """Complete the options for a model; raises ConfigError on a value out of range.
@@ -74,126 +52,124 @@ class BuildOptions:
         )
 
 
-def parse(argv: Sequence[str] | None) -> BuildOptions:
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions(EngineOptions):
+    """An engine to build, and where."""
+
+    output_dir: Path
+    cuda_archs: tuple[int, ...] = ()  # what kernels are compiled for; empty with device = "cpu"
+    force: bool = False
+    quiet: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the engine's contents, beside the model: JSON values."""
+        names = ("method", "dtype", "device", "cuda_archs", "kernels", "limits", "cache", "method_config")
+        tokenizer = None if self.tokenizer is None else self.tokenizer.resolve().name
+        return {"tokenizer": tokenizer, **{name: getattr(self, name) for name in names}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(EngineOptions):
+    """An engine to plan for a machine with so many bytes of memory."""
+
+    gpu_memory: int
+    host_memory: int
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """An engine directory to print."""
+
+    directory: Path
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """An engine directory to check."""
+
+    directory: Path
+
+
+Options = BuildOptions | PlanOptions | InspectOptions | VerifyOptions
+
+
+def parse(argv: Sequence[str] | None) -> Options:
     """Parse the command line; exits with status 2 and a message on unknown flags and malformed values."""
-    parser = _parser()
+    parser = FlagParser()
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = sorted(flag for action in parser._actions for flag in action.option_strings if flag.startswith("--"))
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}; known flags: {', '.join(flags)}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; known flags: {', '.join(parser.flags)}")
     values = vars(namespace)
-    for method in set(METHODS) - {namespace.method}:
+    mode = next((mode for mode in MODES if mode in values), "build")
+    _refuse_misplaced(parser, mode, values)
+    if mode == "inspect":
+        return InspectOptions(values["inspect"], "json" in values)
+    if mode == "verify":
+        return VerifyOptions(values["verify"])
+    wanted = ("model", "method", *(PLAN_ONLY if mode == "plan" else ("output_dir",)))
+    if missing := [f"--{name}" for name in wanted if name not in values]:
+        parser.error(f"the following arguments are required{' with --plan' * (mode == 'plan')}: {', '.join(missing)}")
+    _refuse_other_methods(parser, values)
+    return _plan_options(parser, values) if mode == "plan" else _build_options(parser, values)
+
+
+def _refuse_misplaced(parser: FlagParser, mode: str, values: dict[str, Any]) -> None:
+    """End with a message if a flag was given that the mode would ignore."""
+    misplaced = {
+        "build": {*PLAN_ONLY, "json"},
+        "plan": {*BUILD_ONLY, "inspect", "verify"},
+        "inspect": set(values) - {"inspect", "json"},
+        "verify": set(values) - {"verify"},
+    }[mode]
+    if found := [name for name in values if name in misplaced]:
+        where = f"does not go with --{mode}" if mode != "build" else "goes only with --plan"
+        where += " or --inspect" * (mode == "build" and found[0] == "json")
+        parser.error(f"--{found[0]} {where}; leave it out")
+
+
+def _refuse_other_methods(parser: FlagParser, values: dict[str, Any]) -> None:
+    """End with a message if a flag of another method was given."""
+    chosen = values["method"]
+    for method in set(METHODS) - {chosen}:
         if others := _below(values, method):
-            own = [f"--{namespace.method}.{f.name}" for f in _fields(get_method(namespace.method).config_class)]
+            own = [f"--{chosen}.{f.name}" for f in dataclasses.fields(get_method(chosen).config_class)]
             parser.error(
                 f"--{method}.{next(iter(others))} belongs to --method {method}; "
-                f"flags of --method {namespace.method}: {', '.join(own) or 'none'}"
+                f"flags of --method {chosen}: {', '.join(own) or 'none'}"
             )
-    if "cuda_archs" in values and namespace.device != "cuda":
-        parser.error(f"--cuda_archs belongs to --device cuda; --device is {namespace.device}")
-    return BuildOptions(
-        model=namespace.model,
-        output_dir=namespace.output_dir,
-        method=namespace.method,
-        dtype=namespace.dtype,
-        kernels=namespace.kernels,
-        limits={name: values[name] for name in LIMITS if name in values},
-        cache=_below(values, "cache"),
-        method_config=_below(values, namespace.method),
-        device=namespace.device,
-        tokenizer=namespace.tokenizer,
-        cuda_archs=values.get("cuda_archs", ARCHITECTURES if namespace.device == "cuda" else ()),
-        force=namespace.force,
-        quiet=namespace.quiet,
-    )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvseek build", allow_abbrev=False, description="Turn a Llama, Mistral or Qwen checkpoint into an engine."
-    )
-    add = parser.add_argument
-    kinds = "Hugging Face directory with safetensors, TensorRT-LLM checkpoint directory, or a .gguf file"
-    add("--model", type=Path, required=True, help=kinds)
-    add("--tokenizer", type=Path, metavar="DIR", help="directory of the tokenizer (default: it lies with the model)")
-    add("--output_dir", type=Path, required=True, help="engine directory to write")
-    add("--method", choices=list(METHODS), required=True, help="what runs inside the attention operator")
-    defaults = {f.name: f.default for f in dataclasses.fields(EngineConfig)}
-    for name, summary in CHOICE_SUMMARIES.items():
-        add(f"--{name}", choices=CHOICES[name], default=defaults[name], help=f"{summary} (default: %(default)s)")
-    archs = f"compute capabilities that GPU kernels are compiled for (default: {','.join(map(str, ARCHITECTURES))})"
-    add("--cuda_archs", type=architectures, default=argparse.SUPPRESS, metavar="80,90,...", help=archs)
-    for name, summary in LIMITS.items():
-        stated = summary if "default" in summary else f"{summary} (default: {defaults[name]})"
-        add(f"--{name}", type=int, default=argparse.SUPPRESS, metavar="N", help=stated)
-    add("--force", action="store_true", help="build even if the engine directory is up to date")
-    add("--quiet", action="store_true", help="print errors only")
-    own = [f"{key} {value} of {name}" for name in METHODS for key, value in get_method(name).cache_defaults.items()]
-    note = f"; other defaults: {', '.join(own)}" if own else ""
-    _add_fields(parser, "cache", CacheConfig, f"four-region cache, sizes in tokens{note}")
-    for method in METHODS:
-        _add_fields(parser, method, get_method(method).config_class, f"--method {method}")
-    return parser
+def _build_options(parser: FlagParser, values: dict[str, Any]) -> BuildOptions:
+    engine = _engine_values(values)
+    if "cuda_archs" in values and engine["device"] != "cuda":
+        parser.error(f"--cuda_archs belongs to --device cuda; --device is {engine['device']}")
+    archs = values.get("cuda_archs", ARCHITECTURES if engine["device"] == "cuda" else ())
+    force, quiet = (name in values for name in BUILD_ONLY)
+    return BuildOptions(**engine, output_dir=values["output_dir"], cuda_archs=archs, force=force, quiet=quiet)
 
 
-def _add_fields(parser: argparse.ArgumentParser, prefix: str, config_class: type[Any], title: str) -> None:
-    """Add one flag for each field of a config class; only those that are given appear in the namespace."""
-    hints = typing.get_type_hints(config_class)
-    group = parser.add_argument_group(title)
-    for field in _fields(config_class):
-        kind, metavar = _value_type(hints[field.name])
-        text = f"default: {json.dumps(_default(field))}".replace("%", "%%")
-        flag = f"--{prefix}.{field.name}"
-        group.add_argument(flag, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
+def _plan_options(parser: FlagParser, values: dict[str, Any]) -> PlanOptions:
+    engine = _engine_values({"device": "cuda", **values})
+    if engine["device"] != "cuda":
+        parser.error("--device cpu does not go with --plan, which divides the memory of a GPU; leave it out")
+    return PlanOptions(**engine, **{name: values[name] for name in PLAN_ONLY}, as_json="json" in values)
 
 
-def _fields(config_class: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(config_class)
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    """Default of a field as JSON values; "required" where there is none."""
-    if field.default_factory is not dataclasses.MISSING:
-        value: Any = field.default_factory()
-    elif field.default is not dataclasses.MISSING:
-        value = field.default
-    else:
-        return "required"
-    return _plain(value)
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _value_type(hint: Any) -> tuple[Callable[[str], Any], str]:
-    """How the text of a flag becomes a value, and what the help calls it."""
-    known: dict[Any, tuple[Callable[[str], Any], str]] = {
-        str: (str, "TEXT"),
-        int: (int, "N"),
-        float: (float, "X"),
-        bool: (boolean, "true|false"),
+def _engine_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of EngineOptions."""
+    defaults = {name: getattr(EngineConfig, name) for name in ("dtype", "kernels", "device")}
+    return {
+        "model": values["model"],
+        "method": values["method"],
+        "tokenizer": values.get("tokenizer"),
+        **{name: values.get(name, default) for name, default in defaults.items()},
+        "limits": {name: values[name] for name in LIMITS if name in values},
+        "cache": _below(values, "cache"),
+        "method_config": _below(values, values["method"]),
     }
-    return known.get(hint, (json_value, "JSON"))
-
-
-def architectures(text: str) -> tuple[int, ...]:
-    """Parse compute capabilities, 10 × major + minor, with commas between them; ascending, each once."""
-    return tuple(sorted({int(number) for number in text.split(",")}))
-
-
-def boolean(text: str) -> bool:
-    """Parse true or false."""
-    if text not in ("true", "false"):
-        raise ValueError(text)
-    return text == "true"
-
-
-def json_value(text: str) -> Any:
-    """Parse JSON: what structured and optional fields take."""
-    return json.loads(text)
 
 
 def _below(values: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 COMMANDS = {
-    "build": ("kvseek.builder.build", "turn a checkpoint into an engine directory"),
+    "build": ("kvseek.builder.build", "turn a checkpoint into an engine directory; plan, inspect or verify one"),
     "serve": ("kvseek.server.launch", "serve an engine directory with Triton"),
     "chat": ("kvseek.client.chat", "ask a running server"),
     "bench": ("kvseek.benchmarks.decode", "measure the time per output token"),

@@ -20,7 +20,7 @@ from kvseek.plugins.base import LayerRows
 from .config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from .errors import CapacityError
 from .memory import ExtentTable, extents_for
-from .memory_plan import extents_wanted, layer_extent_bytes
+from .memory_plan import extents_wanted, layer_extent_bytes, retrieval_tokens
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Cache:
 
     def retrieval_tokens(self, tokens: int) -> int:
         """Most tokens that the retrieval region holds when a request has `tokens` tokens."""
-        return max(0, tokens - self.config.sink - self.config.local)
+        return retrieval_tokens(self.config, tokens)
 
     def open(self, slot: int, tokens: int) -> None:
         """Reserve the extents that a request needs to grow to `tokens` tokens; raises CapacityError."""

@@ -6,6 +6,7 @@ A field has one name through the command line (``--max_seq_len``), the JSON of t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -109,19 +110,33 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The four-region cache: sink | retrieval | local | update buffer (ParisKV paper, fig. 5). Sizes in tokens."""
+    """The four-region cache: sink | retrieval | local | update buffer (ParisKV paper, fig. 5). Sizes in tokens.
+
+    Attributes
+    ----------
+    sink : int
+        First tokens of a request, which every step attends to.
+    local : int
+        Latest tokens, which every step attends to.
+    update : int
+        New tokens that gather before as many of the oldest leave the local window for the retrieval region together.
+    full_threshold : int
+        Requests with fewer cached tokens than this attend densely.
+    kv_cache_host_memory_bytes : int or None
+        Upper bound of the row pool; None: what max_batch_size requests of max_seq_len tokens need.
+    offload : str
+        On a GPU, where retrieval rows lie: "always" in host memory, "never", or "auto": on the device while they fit.
+    kv_cache_device_memory_bytes : int or None
+        Budget of rows in device memory; None: what weights, index and work space leave free.
+    """
 
     sink: int = 64
     local: int = 256
     update: int = 256
     full_threshold: int = 2048
-    """Requests with fewer cached tokens than this attend densely."""
     kv_cache_host_memory_bytes: int | None = None
-    """Upper bound of the row pool; None: what max_batch_size requests of max_seq_len tokens need."""
     offload: str = "auto"
-    """On a GPU, where retrieval rows lie: "always" in host memory, "never", or "auto": on the device while they fit."""
     kv_cache_device_memory_bytes: int | None = None
-    """Budget of rows in device memory; None: what weights, index and work space leave free."""
 
     def __post_init__(self) -> None:
         require(self.sink >= 0, "cache.sink", self.sink, ">= 0", "64 is the default")
@@ -215,12 +230,33 @@ class EngineConfig:
         require(
             isinstance(document, dict), str(path), type(document).__name__, "a JSON object", "build the engine again"
         )
-        version = document.pop("format_version", None)
-        if version != FORMAT_VERSION:
-            raise EngineDirectoryError(
-                f"{path}: format_version = {version!r}, this kvseek reads {FORMAT_VERSION}; build the engine again"
-            )
+        _refuse_other_format(document, directory)
+        del document["format_version"]
         return from_dict(cls, document, "config.json")
+
+
+def check_format(directory: Path) -> None:
+    """Raise EngineDirectoryError if the engine is of another format version, naming both and the command that rebuilds it.
+
+    A config.json that is missing or no JSON object states no version: checksums tell what happened to it.
+    """
+    try:
+        document = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if isinstance(document, dict):
+        _refuse_other_format(document, directory)
+
+
+def _refuse_other_format(document: dict[str, Any], directory: Path) -> None:
+    found = document.get("format_version")
+    if found == FORMAT_VERSION and not isinstance(found, bool):
+        return
+    command = f"kvseek build --model MODEL --method {document.get('method', 'METHOD')} --output_dir {directory}"
+    raise EngineDirectoryError(
+        f"{directory / CONFIG_FILE}: format_version = {found!r}, this kvseek reads {FORMAT_VERSION}; build the engine "
+        f"again: {command}, with the flags that it was built with, or install the kvseek that built it"
+    )
 
 
 def from_dict(cls: type[T], values: dict[str, Any], where: str) -> T:
@@ -235,12 +271,18 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str) -> T:
     unknown = sorted(set(values) - set(fields))
     if unknown:
         raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(fields))}")
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)  # type: ignore[arg-type]  # classes are hashable
     arguments = {name: _convert(hints[name], value, f"{where}: {name}") for name, value in values.items()}
     for name, f in fields.items():
         if name not in arguments and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{where}: key {name!r} is missing; add it, or build the engine again")
     return cls(**arguments)
+
+
+@functools.cache
+def _type_hints(cls: type) -> dict[str, Any]:
+    """Types of the fields of a dataclass; kept, for planning makes hundreds of configurations."""
+    return typing.get_type_hints(cls)
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:

@@ -45,8 +45,12 @@ class CudaKernels:
     ----------
     device : torch.device
         The GPU, with its index.
+    capability : tuple of int
+        Compute capability of the GPU: major and minor version.
     multiprocessors : int
         Streaming multiprocessors of the GPU: what persistent grids are sized by.
+    shared_memory_per_block : int
+        Most bytes of shared memory that a block may ask for.
 
     Raises
     ------
@@ -56,10 +60,12 @@ class CudaKernels:
 
     def __init__(self, image: bytes, device: torch.device | None = None) -> None:
         self.device = cuda_device(device)
-        self._overlaps = torch.cuda.get_device_capability(self.device) >= (9, 0)
+        self.capability: tuple[int, int] = torch.cuda.get_device_capability(self.device)
         self._driver = _driver()
         # Asking PyTorch first initialises the driver.
-        self.multiprocessors: int = torch.cuda.get_device_properties(self.device).multi_processor_count
+        properties: Any = torch.cuda.get_device_properties(self.device)  # the stubs lag behind
+        self.multiprocessors: int = properties.multi_processor_count
+        self.shared_memory_per_block: int = properties.shared_memory_per_block_optin
         gpu = self._call("cuDeviceGet", self.device.index)
         # Streams and memory of PyTorch belong to the primary context.
         self._context = self._call("cuDevicePrimaryCtxRetain", gpu)
@@ -129,7 +135,7 @@ class CudaKernels:
             kernel.shared_bytes = shared_bytes
         stream = torch.cuda.current_stream(self.device).cuda_stream
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        if overlap and self._overlaps:
+        if overlap and self.capability >= (9, 0):
             config = self._overlapping(grid, threads, shared_bytes, stream)
             self._call("cuLaunchKernelEx", config, kernel.function, ctypes.addressof(parameters), 0, what=what)
         else:

@@ -99,6 +99,11 @@ class HostPool:
         _check(driver.cuMemcpy2DAsync(copy, _current_stream(runs)), "copying rows to the row pool")
 
 
+def can_pin(size: int, available: int) -> bool:
+    """Whether a pool of `size` bytes may be pinned where `available` bytes of host memory are."""
+    return size + PINNED_RESERVE_BYTES <= available
+
+
 def available_bytes() -> int:
     """Host memory that can be allocated now, in bytes: what the system and the process's control group leave."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
@@ -136,7 +141,7 @@ def _pageable(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _pin(size: int, device: torch.device) -> tuple[ctypes.Array[ctypes.c_byte], int]:
     """Allocate pinned memory: a buffer that frees it when it is collected, and its address on the device."""
-    if size + PINNED_RESERVE_BYTES > available_bytes():  # the driver would fill all of it and the system kill a process
+    if not can_pin(size, available_bytes()):  # the driver would fill all of it and the system kill a process
         raise _refusal(size, f"{PINNED_RESERVE_BYTES:,} of them stay free")
     driver = _driver()
     _check(driver.cuInit(0), "starting the CUDA driver")

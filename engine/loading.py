@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ from .model import Decoder
 from .weights import load_weights
 
 if TYPE_CHECKING:
+    from kvseek.plugins.common.device_attend import DeviceAttention
+
     from .cuda import CudaKernels
 
 GIB = 1 << 30
@@ -183,47 +186,86 @@ def plan_device_memory(
     What a method allocates is measured rather than asked for: its indexes and the attentions are made twice, for pools of
     one and of two extents, and thrown away.
     """
-    from .work_space import work_bytes
-
-    device, dtype = kernels.device, getattr(torch, config.dtype)
-    one, two = (_index_bytes(config, dtype, codebooks, kernels, library, capacity) for capacity in (1, 2))
-    per_extent = two - one
+    device = kernels.device
+    one, two = (_index_bytes(config, codebooks, kernels, library, capacity) for capacity in (1, 2))
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
+    needs = IndexNeeds.of(one, two)
+    return plan_measured(config, needs, free + torch.cuda.memory_allocated(device), weight_bytes)
+
+
+@dataclass(frozen=True)
+class IndexNeeds:
+    """Bytes that the indexes and attentions of all layers take on the device.
+
+    Attributes
+    ----------
+    extent : int
+        Of each extent of the pool.
+    fixed : int
+        Of the slots, and of what all layers share.
+    """
+
+    extent: int
+    fixed: int
+
+    @classmethod
+    def of(cls, one: int, two: int) -> IndexNeeds:
+        """From their bytes for pools of one and of two extents."""
+        return cls(two - one, max(0, 2 * one - two))
+
+
+def plan_measured(config: EngineConfig, needs: IndexNeeds, device_bytes: int, weight_bytes: int) -> MemoryPlan:
+    """Divide `device_bytes`, weights included; what indexes and attentions need whatever is cached counts as work space."""
+    from .work_space import work_bytes
+
+    dtype = getattr(torch, config.dtype)
     return plan_memory(
         config,
         dtype,
-        device_bytes=free + torch.cuda.memory_allocated(device),
+        device_bytes=device_bytes,
         weight_bytes=weight_bytes,
-        work_bytes=work_bytes(config, dtype) + max(0, one - per_extent),
-        index_bytes_per_token=per_extent / config.model.num_layers / EXTENT_TOKENS,
+        work_bytes=work_bytes(config, dtype) + needs.fixed,
+        index_bytes_per_token=needs.extent / config.model.num_layers / EXTENT_TOKENS,
     )
+
+
+def make_unbound(
+    config: EngineConfig,
+    codebooks: dict[str, Tensor],
+    kernels: CudaKernels,
+    library: CpuLibrary | None,
+    capacity: int,
+    slots: int,
+) -> tuple[list[DeviceIndex], list[DeviceAttention]]:
+    """Indexes and attentions of all layers for a pool of `capacity` extents that is not there; raises as `device_indexes`.
+
+    Not bound: which layers' rows lie in host memory follows from their size. Until `bind` an index keeps what it would keep
+    for rows in host memory (a store, hot rows): the most that a layer takes. A few KB a request that `bind` may add are part
+    of the work space's reserve.
+    """
+    from .device_decoder import make_attentions
+
+    device, dtype, method = kernels.device, getattr(torch, config.dtype), get_method(config.method)
+    extents = ExtentTable(slots, extents_for(config.max_seq_len), capacity, device)
+    contexts = _contexts(config, extents, [0] * slots, dtype, device, codebooks, library, kernels)
+    indexes = device_indexes([method.create(context) for context in contexts])
+    return indexes, make_attentions(config, kernels, indexes, extents.device_table, dtype)
 
 
 def _index_bytes(
     config: EngineConfig,
-    dtype: torch.dtype,
     codebooks: dict[str, Tensor],
     kernels: CudaKernels,
     library: CpuLibrary | None,
     capacity: int,
 ) -> int:
     """Bytes of the indexes and attentions of all layers for a pool of `capacity` extents."""
-    from .device_decoder import make_attentions
-
-    device, slots = kernels.device, config.max_batch_size + 1
     gc.collect()  # indexes of one engine refer to each other
-    before = torch.cuda.memory_allocated(device)
-    extents = ExtentTable(slots, extents_for(config.max_seq_len), capacity, device)
-    contexts = _contexts(config, extents, [0] * slots, dtype, device, codebooks, library, kernels)
-    method = get_method(config.method)
-    # Not bound: which layers' rows lie in host memory follows from this. Until `bind` an index keeps what it would keep for
-    # rows in host memory (a store, hot rows): the most that a layer takes. A few KB a request that `bind` may add are part
-    # of the work space's reserve.
-    indexes = device_indexes([method.create(context) for context in contexts])
-    attentions = make_attentions(config, kernels, indexes, extents.device_table, dtype)
-    used = torch.cuda.memory_allocated(device) - before
-    del indexes, attentions, contexts
+    before = torch.cuda.memory_allocated(kernels.device)
+    made = make_unbound(config, codebooks, kernels, library, capacity, config.max_batch_size + 1)
+    used = torch.cuda.memory_allocated(kernels.device) - before
+    del made
     gc.collect()
     return used

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import from_dict
+from .config import check_format, from_dict
 from .errors import ConfigError, EngineDirectoryError
 
 MANIFEST_FILE = "manifest.json"
 CODEBOOKS_FILE = "codebooks.safetensors"
+READ_BYTES = 4 << 20  # hashed at a time
 HASH_THREADS = 4  # hashing and reading release the interpreter lock; more threads only contend for the disk
 
 
@@ -47,10 +49,15 @@ class Manifest:
     files: dict[str, FileRecord]
 
 
-def sha256(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal."""
+def sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
+    """SHA-256 of a file in hexadecimal; `progress` is called with the bytes just read."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while part := file.read(READ_BYTES):
+            digest.update(part)
+            if progress is not None:
+                progress(len(part))
+    return digest.hexdigest()
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -74,8 +81,10 @@ def verify(directory: Path) -> None:
     Raises
     ------
     EngineDirectoryError
-        Naming the first file that is missing, or whose size or SHA-256 differs, with the expected and the found value.
+        If the engine is of another format version; else naming the first file that is missing, or whose size or SHA-256
+        differs, with the expected and the found value.
     """
+    check_format(directory)
     files = read_manifest(directory).files
     for name, record in files.items():  # the cheap checks of all files come before the first digest
         _check_size(directory / name, record.size)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .config import EXTENT_TOKENS, EngineConfig
+from .config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from .errors import CapacityError
 from .memory import extents_for
 
@@ -70,6 +70,11 @@ class MemoryPlan:
 def extents_wanted(config: EngineConfig) -> int:
     """Extents that max_batch_size requests of max_seq_len tokens occupy."""
     return config.max_batch_size * extents_for(max(0, config.max_seq_len - config.cache.sink))
+
+
+def retrieval_tokens(cache: CacheConfig, tokens: int) -> int:
+    """Most tokens that the retrieval region holds when a request has `tokens` tokens: what admission reserves extents for."""
+    return max(0, tokens - cache.sink - cache.local)
 
 
 def layer_extent_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
@@ -171,6 +176,9 @@ def plan_memory(
     """
     windows = window_bytes(config, dtype)
     free = device_bytes - weight_bytes - work_bytes - windows
+    if free < 0:
+        none = RowPlan(0, 0, config.model.num_layers, layer_extent_bytes(config, dtype))
+        raise _does_not_fit(MemoryPlan(none, 0, weight_bytes, 0, windows, work_bytes), device_bytes)
 
     def index_bytes(capacity: int) -> int:
         return round(config.model.num_layers * index_bytes_per_token * EXTENT_TOKENS) * capacity

@@ -95,7 +95,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232_448)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
     return fake
 
@@ -103,6 +104,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 def test_launch(driver: Driver) -> None:
     kernels = CudaKernels(b"cubin")
     assert (kernels.names, kernels.multiprocessors) == (["kvseek_one", "kvseek_two"], 132)
+    assert (kernels.capability, kernels.shared_memory_per_block) == ((9, 0), 232_448)
     assert kernels.device == torch.device("cuda", 0)
     kernels.launch("kvseek_two", GRID, 128, Arguments(11, 22))
     assert driver.launches == [("KVSEEK_TWO", *GRID, 128, 1, 1, 0, 77, 11, 22)]

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int32, c_void_p
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,7 +140,7 @@ class CudaIndex(DeviceIndex):
         self.workspace: Workspace = shared["clusterkv"][0]
         self._prompts: PromptClustering = shared["clusterkv"][1]
         self._choose_bytes = choose_bytes(self.config.top_k, self.workspace.units, context.extents.max_extents)
-        _check_shared_memory(context, self._choose_bytes)
+        _check_shared_memory(context, self._choose_bytes, self._kernels.shared_memory_per_block - CHOOSE_STATIC_BYTES)
         self._kmeans = DeviceKMeans(context, self.config, self._kernels)
         arrays = self.reference
         self._arrays = ClusterArrays(arrays.centroids, arrays.sizes, arrays.starts, arrays.places)
@@ -319,9 +318,8 @@ def cuda_defines(config: Config, head_dim: int, group_size: int) -> dict[str, in
     }
 
 
-def _check_shared_memory(context: IndexContext, wanted: int) -> None:
-    properties: Any = torch.cuda.get_device_properties(context.device)
-    limit = int(properties.shared_memory_per_block_optin) - CHOOSE_STATIC_BYTES
+def _check_shared_memory(context: IndexContext, wanted: int, limit: int) -> None:
+    """Raise KernelError unless the `wanted` bytes are among the `limit` that a block of this GPU may ask for."""
     if wanted > limit:
         config, tokens = context.config, context.extents.max_extents * EXTENT_TOKENS
         raise KernelError(

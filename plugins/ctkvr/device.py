@@ -59,7 +59,7 @@ class CudaIndex(DeviceIndex):
         self.reference = ReferenceIndex(context)
         self.ring, self.width, self.capacity = self.reference.ring, self.reference.width, self.reference.capacity
         self._recall_bytes = EXTENT_BYTES * context.extents.table.shape[1]
-        _check_region(self._recall_bytes, context)
+        _check_region(self._recall_bytes, self._kernels.shared_memory_per_block, context)
         slots, kv_heads = context.extents.slots, context.num_kv_heads
         self.written = torch.zeros((slots, kv_heads), dtype=torch.int32, device=context.device)
         self.prompted, self.listed = torch.zeros((2, slots), dtype=torch.int32, device=context.device)
@@ -208,9 +208,8 @@ def _config(context: IndexContext) -> Config:
     return config
 
 
-def _check_region(recall_bytes: int, context: IndexContext) -> None:
-    properties = torch.cuda.get_device_properties(context.device)
-    limit: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # the stubs lag behind
+def _check_region(recall_bytes: int, limit: int, context: IndexContext) -> None:
+    """Raise KernelError unless the recall's bits of a region fit into the `limit` bytes of a block's shared memory."""
     most = (limit - STATIC_BYTES) // EXTENT_BYTES
     extents = context.extents.table.shape[1]
     if extents > most:

@@ -120,7 +120,7 @@ class CudaIndex(DeviceIndex):
         if "pariskv" not in context.shared:
             context.shared["pariskv"] = Workspace(context, self._lanes, dim)
         self.workspace: Workspace = context.shared["pariskv"]
-        major, _ = torch.cuda.get_device_capability(context.device)
+        major, _ = self._kernels.capability
         self._table_bytes = LARGE_TABLE if major in (9, 10) else SMALL_TABLE  # as scan.cu chooses it
 
     @property

@@ -1,0 +1,154 @@
+"""The builder's flags. Those of the cache and of the methods are made from their config classes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvseek.builder.compile_cuda import ARCHITECTURES
+from kvseek.builder.field_texts import field_texts
+from kvseek.builder.sizes import memory_size
+from kvseek.engine.config import CHOICES, CacheConfig, EngineConfig
+from kvseek.plugins.registry import METHODS, get_method
+
+LIMITS = {
+    "max_batch_size": "most requests that are decoded together",
+    "max_input_len": "most tokens of a prompt (default: max_seq_len)",
+    "max_seq_len": "most tokens of a prompt and its answer (default: what the model allows, at most 131072)",
+    "prefill_chunk_tokens": "prompt tokens that one unit of prefill processes",
+}
+CHOICE_SUMMARIES = {
+    "dtype": "of weights and cache; float16 on cuda only (default: float32)",
+    "device": "what the engine runs on (default: cpu; --plan plans for cuda)",
+    "kernels": "compiled, or PyTorch (on the CPU) (default: native)",
+}
+USAGE = """
+  kvseek build --model MODEL --method METHOD --output_dir DIR [OPTION ...]
+  kvseek build --plan --model MODEL --method METHOD --gpu_memory SIZE --host_memory SIZE [OPTION ...]
+  kvseek build --inspect DIR [--json]
+  kvseek build --verify DIR"""
+
+
+class FlagParser(argparse.ArgumentParser):
+    """The parser of `kvseek build`. Its namespace holds only what was given."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            prog="kvseek build",
+            usage=USAGE,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            description="Turn a Llama, Mistral or Qwen checkpoint into an engine, plan the memory of one, or look at one.",
+        )
+        self._add_model()
+        self._add_limits()
+        own = [f"{key} {value} of {name}" for name in METHODS for key, value in get_method(name).cache_defaults.items()]
+        note = f"; other defaults: {', '.join(own)}" if own else ""
+        self._add_fields("cache", CacheConfig, "cache", f"four-region cache, sizes in tokens{note}")
+        for method in METHODS:
+            self._add_fields(method, get_method(method).config_class, f"--method {method}", "")
+        self._add_plan()
+        self._add_directories()
+
+    @property
+    def flags(self) -> list[str]:
+        """Names of all flags, sorted."""
+        return sorted(flag for action in self._actions for flag in action.option_strings if flag.startswith("--"))
+
+    def _add_model(self) -> None:
+        add = self.add_argument_group("what to build").add_argument
+        kinds = "Hugging Face directory with safetensors, TensorRT-LLM checkpoint directory, or a .gguf file"
+        add("--model", type=Path, help=kinds)
+        add(
+            "--tokenizer", type=Path, metavar="DIR", help="directory of the tokenizer (default: it lies with the model)"
+        )
+        add("--output_dir", type=Path, help="engine directory to write; not needed with --plan")
+        add("--method", choices=list(METHODS), help="what runs inside the attention operator")
+        for name, summary in CHOICE_SUMMARIES.items():
+            add(f"--{name}", choices=CHOICES[name], help=summary)
+        archs = f"compute capabilities that GPU kernels are compiled for (default: {','.join(map(str, ARCHITECTURES))})"
+        add("--cuda_archs", type=architectures, metavar="80,90,...", help=archs)
+        add("--force", action="store_true", help="build even if the engine directory is up to date")
+        add("--quiet", action="store_true", help="print errors only")
+
+    def _add_limits(self) -> None:
+        add = self.add_argument_group("limits").add_argument
+        defaults = {f.name: f.default for f in dataclasses.fields(EngineConfig)}
+        for name, summary in LIMITS.items():
+            stated = summary if "default" in summary else f"{summary} (default: {defaults[name]})"
+            add(f"--{name}", type=int, metavar="N", help=stated)
+
+    def _add_plan(self) -> None:
+        about = "print what an engine on a GPU would take and hold; needs neither GPU nor weights, and writes nothing"
+        add = self.add_argument_group("plan", about).add_argument
+        add("--plan", action="store_true", help="plan instead of building")
+        device = "device memory that the engine may use: 80GiB, 80GB, 512MiB or bytes"
+        add("--gpu_memory", type=memory_size, metavar="SIZE", help=device)
+        add("--host_memory", type=memory_size, metavar="SIZE", help="host memory for the rows that go there")
+        add("--json", action="store_true", help="with --plan or --inspect: print JSON, sizes in bytes")
+
+    def _add_directories(self) -> None:
+        add = self.add_argument_group("inspect and verify").add_argument
+        add("--inspect", type=Path, metavar="DIR", help="print what an engine directory holds, without its weights")
+        checks = "check size and SHA-256 of every file of an engine directory; status 1 if one is damaged, missing or foreign"
+        add("--verify", type=Path, metavar="DIR", help=checks)
+
+    def _add_fields(self, prefix: str, config_class: type[Any], title: str, description: str) -> None:
+        """Add a group with one flag for each field of a config class."""
+        hints, texts = typing.get_type_hints(config_class), field_texts(config_class)
+        fields = dataclasses.fields(config_class)
+        group = self.add_argument_group(title, description if fields else "no options of its own")
+        for field in fields:
+            kind, metavar = _value_type(hints[field.name])
+            text = f"{texts.get(field.name, '')} (default: {json.dumps(_default(field))})".strip().replace("%", "%%")
+            group.add_argument(f"--{prefix}.{field.name}", type=kind, metavar=metavar, help=text)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """Default of a field as JSON values; "required" where there is none."""
+    if field.default_factory is not dataclasses.MISSING:
+        value: Any = field.default_factory()
+    elif field.default is not dataclasses.MISSING:
+        value = field.default
+    else:
+        return "required"
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _value_type(hint: Any) -> tuple[Callable[[str], Any], str]:
+    """How the text of a flag becomes a value, and what the help calls it."""
+    known: dict[Any, tuple[Callable[[str], Any], str]] = {
+        str: (str, "TEXT"),
+        int: (int, "N"),
+        float: (float, "X"),
+        bool: (boolean, "true|false"),
+    }
+    return known.get(hint, (json_value, "JSON"))
+
+
+def architectures(text: str) -> tuple[int, ...]:
+    """Parse compute capabilities, 10 × major + minor, with commas between them; ascending, each once."""
+    return tuple(sorted({int(number) for number in text.split(",")}))
+
+
+def boolean(text: str) -> bool:
+    """Parse true or false."""
+    if text not in ("true", "false"):
+        raise ValueError(text)
+    return text == "true"
+
+
+def json_value(text: str) -> Any:
+    """Parse JSON: what structured and optional fields take."""
+    return json.loads(text)

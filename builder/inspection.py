@@ -1,0 +1,88 @@
+"""`kvseek build --inspect`: what an engine directory holds, from its config.json and manifest.json alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from rich.console import Console
+
+from kvseek.builder.options import InspectOptions
+from kvseek.builder.printing import print_json, table
+from kvseek.builder.sizes import readable
+from kvseek.engine.config import FORMAT_VERSION, CacheConfig, EngineConfig
+from kvseek.engine.cuda import cubin_architectures
+from kvseek.engine.kernels import LIBRARY_FILE
+from kvseek.engine.manifest import read_manifest
+from kvseek.plugins.registry import get_method
+
+LIMITS = ("max_batch_size", "max_input_len", "max_seq_len", "prefill_chunk_tokens")
+
+
+def print_engine(options: InspectOptions, console: Console) -> None:
+    """Print an engine directory; raises EngineDirectoryError or ConfigError if it is none."""
+    document = engine_document(options)
+    if options.as_json:
+        print_json(document)
+        return
+    console.print(
+        f"{options.directory}: {document['method']} engine of {document['source_model']}, built by "
+        f"kvseek {document['kvseek_version']}, format {document['format_version']}",
+        soft_wrap=True,
+    )
+    described = [(name, _text(document[name])) for name in ("dtype", "device", "kernels", *LIMITS)]
+    model = [(name, _text(value)) for name, value in document["model"].items() if value not in (None, False)]
+    console.print(table("Engine", ("", "left"), ("value", "left"), rows=described))
+    console.print(table("Model", ("", "left"), ("value", "left"), rows=model))
+    for title, name in ((f"Method {document['method']}", "method_config"), ("Cache", "cache")):
+        console.print(_fields_table(title, document[name], document["changed"][name]))
+    files = [(name, readable(size)) for name, size in document["files"].items()]
+    total = readable(sum(document["files"].values()))
+    console.print(table(f"Files, {total}", ("file", "left"), ("size", "right"), rows=files))
+    console.print("Sizes are the manifest's; kvseek build --verify DIR checks the files.")
+
+
+def engine_document(options: InspectOptions) -> dict[str, Any]:
+    """What the directory holds, as JSON values; `changed` lists the fields that differ from the defaults."""
+    config, manifest = EngineConfig.load(options.directory), read_manifest(options.directory)
+    method = get_method(config.method)
+    defaults = {
+        "method_config": dataclasses.asdict(method.configure({})),
+        "cache": dataclasses.asdict(CacheConfig(**method.cache_defaults)),
+    }
+    document: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    changed = {
+        part: [name for name, value in document[part].items() if value != json.loads(json.dumps(own.get(name)))]
+        for part, own in defaults.items()
+    }
+    return {
+        "format_version": FORMAT_VERSION,
+        "kvseek_version": manifest.kvseek_version,
+        "source_model": manifest.source_model,
+        **document,
+        "kernels": _kernels(options, config, set(manifest.files)),
+        "changed": changed,
+        "files": {name: record.size for name, record in sorted(manifest.files.items())},
+    }
+
+
+def _kernels(options: InspectOptions, config: EngineConfig, files: set[str]) -> list[str]:
+    """What the engine computes with: compiled for the CPU, for architectures of GPUs, or the reference."""
+    found = [f"sm_{arch}" for arch in cubin_architectures(options.directory)]
+    found += ["cpu"] * (str(LIBRARY_FILE) in files)
+    return found if config.kernels == "native" else [config.kernels]
+
+
+def _fields_table(title: str, fields: dict[str, Any], changed: list[str]) -> Any:
+    rows = [(name, _text(value), "not the default" * (name in changed)) for name, value in fields.items()]
+    return table(title, ("field", "left"), ("value", "left"), ("", "left"), rows=rows)
+
+
+def _text(value: Any) -> str:
+    """A JSON value as a cell: numbers with thousands apart, lists of names with commas."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ", ".join(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return value if isinstance(value, str) else json.dumps(value)

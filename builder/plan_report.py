@@ -1,0 +1,193 @@
+"""The report of `kvseek build --plan`: one document, printed as tables or as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvseek.builder.checkpoint import open_checkpoint
+from kvseek.builder.options import PlanOptions
+from kvseek.builder.plan import Attempt, Most, Planner
+from kvseek.builder.printing import Column, print_json, table
+from kvseek.builder.sizes import readable
+from kvseek.engine.config import EXTENT_TOKENS
+from kvseek.engine.dry_run import HOPPER
+from kvseek.engine.work_space import work_bytes
+
+Document = dict[str, Any]
+GIB = 1 << 30
+
+
+def print_plan(options: PlanOptions, console: Console) -> None:
+    """Plan and print; raises ConfigError as Planner does, and as open_checkpoint."""
+    document = plan_document(options)
+    if options.as_json:
+        print_json(document)
+        return
+    model, engine = document["model"], document["engine"]
+    console.print(
+        f"{options.model.name}: {model['architecture']}, {model['num_layers']} layers, {model['num_heads']} query and "
+        f"{model['num_kv_heads']} KV heads of {model['head_dim']} channels; {document['method']}, {document['dtype']}, "
+        f"cache.offload {document['cache']['offload']}"
+    )
+    console.print(_parts_table(document["bytes"]))
+    console.print(_engine_table(engine, model["num_layers"], document))
+    if engine["limit"]:
+        console.print(f"does not fit, {engine['limit']}: {engine['reason']}\n")
+    console.print(_contexts_table(document["contexts"], model["num_layers"]))
+    console.print(_batches_table(document["batches"]))
+    for note in document["notes"]:
+        console.print(f"- {note}")
+
+
+def plan_document(options: PlanOptions) -> Document:
+    """All that is planned, as JSON values; sizes in bytes."""
+    planner = Planner(options, open_checkpoint(options.model, options.tokenizer).config)
+    asked = planner.asked
+    attempt = planner.attempt(asked.max_seq_len, asked.max_batch_size)
+    return {
+        "model": dataclasses.asdict(planner.model),
+        "reach": planner.reach,
+        "method": asked.method,
+        "method_config": asked.method_config,
+        "cache": dataclasses.asdict(asked.cache),
+        "dtype": asked.dtype,
+        "gpu": dataclasses.asdict(HOPPER),
+        "gpu_memory_bytes": options.gpu_memory,
+        "host_memory_bytes": options.host_memory,
+        "bytes": {
+            "weights": planner.weight_bytes,
+            "window_per_slot": planner.slot_window_bytes,
+            "index_per_token": planner.token_index_bytes,
+            "index_per_slot": planner.slot_index_bytes,
+            "rows_per_token": planner.token_row_bytes,
+            "work_space": work_bytes(asked, planner.dtype),
+        },
+        "engine": _attempt_document(attempt, planner.token_row_bytes),
+        "contexts": [
+            {"context": context, **_most_document(planner.largest_batch(context), "batch")}
+            for context in planner.contexts
+        ],
+        "batches": [
+            {"batch": batch, **_most_document(planner.longest_context(batch), "context")} for batch in planner.batches
+        ],
+        "notes": _notes(planner),
+    }
+
+
+def _notes(planner: Planner) -> list[str]:
+    """What a reader must know to trust the numbers."""
+    notes = [
+        f"Work space and selections are sized for a GPU like {HOPPER.name}. --gpu_memory is what is free once the driver "
+        "has taken its part.",
+        "A request counts at its full length, as admission reserves it. 1 GiB of --host_memory stays free.",
+    ]
+    if planner.model.max_position_embeddings > planner.reach:
+        notes.append(f"The model reaches {planner.reach:,} tokens: a build refuses a larger --max_seq_len.")
+    if planner.asked.dtype == "float32":
+        notes.append("float32 is the default of kvseek build; --dtype bfloat16 halves weights and rows.")
+    return notes
+
+
+def _attempt_document(attempt: Attempt, token_row_bytes: int) -> Document:
+    document: Document = {
+        "max_seq_len": attempt.context,
+        "max_batch_size": attempt.batch,
+        "fits": attempt.limit is None,
+        "limit": attempt.limit,
+        "reason": attempt.reason,
+    }
+    if attempt.plan is None or attempt.needs is None:
+        return document
+    plan, rows, fixed = attempt.plan, attempt.plan.rows, attempt.needs.fixed
+    layers = rows.device_layers + rows.host_layers
+    return document | {
+        "weights": plan.weight_bytes,
+        "windows": plan.window_bytes,
+        "index_of_tokens": plan.index_bytes,
+        "index_of_slots": fixed,
+        "work_space": plan.work_bytes - fixed,
+        "device_rows": rows.device_bytes,
+        "device_total": plan.device_bytes,
+        "host_rows": rows.host_bytes,
+        "device_layers": rows.device_layers,
+        "device_rows_per_token": token_row_bytes * rows.device_layers // layers,
+        "host_rows_per_token": token_row_bytes * rows.host_layers // layers,
+        "tokens": rows.capacity * EXTENT_TOKENS,
+    }
+
+
+def _most_document(most: Most, name: str) -> Document:
+    document: Document = {name: 0, "limit": most.limit, "reason": most.reason}
+    if most.best is None or most.best.plan is None:
+        return document
+    plan = most.best.plan
+    return document | {
+        name: getattr(most.best, name),
+        "device_layers": plan.rows.device_layers,
+        "device_total": plan.device_bytes,
+        "host_rows": plan.rows.host_bytes,
+    }
+
+
+def _parts_table(sizes: Document) -> Table:
+    rows = [
+        ("weights", readable(sizes["weights"])),
+        ("window of a slot", readable(sizes["window_per_slot"])),
+        ("index, and rows it keeps on the device, of a slot", readable(sizes["index_per_slot"])),
+        ("index of a token, all layers", readable(sizes["index_per_token"])),
+        ("rows of a token, all layers", readable(sizes["rows_per_token"])),
+        ("work space, for prompts of max_input_len tokens", readable(sizes["work_space"])),
+    ]
+    return table("What an engine is made of", ("", "left"), ("size", "right"), rows=rows)
+
+
+def _engine_table(engine: Document, layers: int, document: Document) -> Table:
+    title = f"max_batch_size {engine['max_batch_size']}, max_seq_len {engine['max_seq_len']:,}"
+    if "weights" not in engine:
+        return table(title, ("", "left"), ("size", "right"), rows=[("nothing to divide", "")])
+    on_device, per_device = engine["device_layers"], readable(engine["device_rows_per_token"])
+    rows = [
+        ("weights", readable(engine["weights"])),
+        ("windows", readable(engine["windows"])),
+        (f"index of {engine['tokens']:,} tokens", readable(engine["index_of_tokens"])),
+        ("index of slots", readable(engine["index_of_slots"])),
+        ("work space", readable(engine["work_space"])),
+        (f"rows of {on_device} of {layers} layers, {per_device} a token", readable(engine["device_rows"])),
+        (f"on the device, of {readable(document['gpu_memory_bytes'])}", readable(engine["device_total"])),
+        (
+            f"rows in host memory, {readable(engine['host_rows_per_token'])} a token, "
+            f"of {readable(document['host_memory_bytes'])}",
+            readable(engine["host_rows"]),
+        ),
+    ]
+    return table(title, ("", "left"), ("size", "right"), rows=rows)
+
+
+def _contexts_table(contexts: list[Document], layers: int) -> Table:
+    rows = [(f"{row['context']:,}", str(row["batch"]), *_held(row, layers), row["limit"]) for row in contexts]
+    columns: list[Column] = [("context", "right"), ("batch", "right"), *_HELD, ("limit", "left")]
+    return table("Largest batch of a context", *columns, rows=rows)
+
+
+def _batches_table(batches: list[Document]) -> Table:
+    rows = [(str(row["batch"]), f"{row['context']:,}", row["limit"]) for row in batches]
+    columns: tuple[Column, ...] = (("batch", "right"), ("context", "right"), ("limit", "left"))
+    return table("Longest context of a batch", *columns, rows=rows)
+
+
+_HELD: tuple[Column, ...] = (("row layers on device", "right"), ("device GiB", "right"), ("host GiB", "right"))
+
+
+def _held(row: Document, layers: int) -> tuple[str, str, str]:
+    """Cells of _HELD; empty if nothing fits."""
+    if "device_total" not in row:
+        return "", "", ""
+    return (
+        f"{row['device_layers']} of {layers}",
+        f"{row['device_total'] / GIB:.1f}",
+        f"{row['host_rows'] / GIB:.1f}",
+    )
