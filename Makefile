@@ -11,7 +11,7 @@ QUESTION ?= How many passengers did the Lady Trelawny land?
 PACKAGES := engine plugins builder server client cli evaluation benchmarks
 SERVER_THREADS := $(if $(THREADS),--threads $(THREADS))
 
-.PHONY: demo serve test test-gpu check lint types format install model engine clean
+.PHONY: demo serve test test-gpu check check-install lint types format install model engine clean
 
 demo: engine ## build, serve, ask a question about a long document, shut down
 	$(BIN)/python -m kvseek.cli.demo --engine_dir $(ENGINE) --document examples/harbour_log.txt \
@@ -29,9 +29,13 @@ test-gpu: install ## tests/gpu and every other test that is marked gpu; fails wi
 
 check: lint types test ## what .ci/run calls
 
+check-install: install ## the Dockerfile's installation of target cpu without Docker, in a temporary folder; minutes, 3 GB
+	$(BIN)/python docker/check_install.py
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/hadolint Dockerfile
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
 types: install

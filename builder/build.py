@@ -140,12 +140,13 @@ def _write_tokenizer(directory: Path, checkpoint: Checkpoint) -> None:
 
 
 def _write_codebooks(directory: Path, config: EngineConfig) -> None:
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     method = get_method(config.method)
     codebooks = method.codebooks(method.configure(config.method_config), config.model.head_dim)
     if codebooks:
-        save_file({name: tensor.contiguous() for name, tensor in codebooks.items()}, directory / CODEBOOKS_FILE)
+        data = save({name: tensor.contiguous() for name, tensor in codebooks.items()})
+        (directory / CODEBOOKS_FILE).write_bytes(data)  # save_file would make it readable by its owner alone
 
 
 @contextlib.contextmanager

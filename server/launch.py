@@ -33,6 +33,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHARED_MEMORY = Path("/dev/shm")
 MODELS = ("tensorrt_llm", "tensorrt_llm_bls")
+STANDARD_OUTPUT = Path("-")  # as a log: where a container's log belongs
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def running_server(
     threads: int | None = None,
     log: Path | None = None,
     verbose: bool = False,
+    ready_seconds: float = READY_SECONDS,
 ) -> Iterator[RunningServer]:
     """Start a server, wait until it is ready, and end it with the context.
 
@@ -75,15 +77,19 @@ def running_server(
     threads : int, optional
         CPU threads of the engine; None leaves torch's choice.
     log : Path, optional
-        File for the server's output; None keeps it for the error message of a failed start only.
+        File for the server's output, "-" for standard output; None keeps it for the error message of a failed start only.
+    ready_seconds : float
+        How long loading the engine may take.
 
     Raises
     ------
     EngineDirectoryError, ConfigError
         If the engine directory cannot be served.
     ServerError
-        If there is no server, a port is busy, or the server ends or does not become ready in 180 s.
+        If there is no server, a port is busy, or the server ends or does not become ready in time.
     """
+    if not ready_seconds > 0:
+        raise ServerError(f"--ready_seconds = {ready_seconds}: must be > 0; {READY_SECONDS:.0f} is the default")
     verify(engine_dir)
     config = EngineConfig.load(engine_dir)
     ports = ports.resolve(host)
@@ -91,11 +97,11 @@ def running_server(
         scratch = Path(folder)
         server = find_server(scratch)
         repository = _write_repository(scratch / "models", engine_dir, config, threads)
-        output = log or scratch / "server.log"
+        output = None if log == STANDARD_OUTPUT else log or scratch / "server.log"
         process = _start(server, repository, host, ports, output, verbose)
         try:
             running = RunningServer(host, ports, process)
-            _wait_until_ready(running, output)
+            _wait_until_ready(running, output, ready_seconds)
             yield running
         finally:
             _stop(process)
@@ -122,7 +128,7 @@ def _write_repository(target: Path, engine_dir: Path, config: EngineConfig, thre
 
 
 def _start(
-    server: TritonServer, repository: Path, host: str, ports: Ports, output: Path, verbose: bool
+    server: TritonServer, repository: Path, host: str, ports: Ports, output: Path | None, verbose: bool
 ) -> subprocess.Popen[bytes]:
     command = [
         str(server.binary),
@@ -138,7 +144,7 @@ def _start(
         f"--log-verbose={int(verbose)}",
         f"--backend-config=python,shm-region-prefix-name={_memory_prefix(repository)}",
     ]
-    with output.open("wb") as file:
+    with contextlib.nullcontext() if output is None else output.open("wb") as file:  # None: this process's own
         return subprocess.Popen(
             command,
             env=server.environment,
@@ -154,10 +160,10 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait_until_ready(server: RunningServer, log: Path) -> None:
+def _wait_until_ready(server: RunningServer, log: Path | None, seconds: float) -> None:
     import tritonclient.grpc as grpc
 
-    deadline = time.monotonic() + READY_SECONDS
+    deadline = time.monotonic() + seconds
     with grpc.InferenceServerClient(server.grpc_url) as client:
         while server.process.poll() is None:
             try:
@@ -166,9 +172,11 @@ def _wait_until_ready(server: RunningServer, log: Path) -> None:
             except grpc.InferenceServerException:
                 pass  # not listening yet
             if time.monotonic() > deadline:
-                raise ServerError(f"tritonserver is not ready after {READY_SECONDS:.0f} s; its log ends:\n{_tail(log)}")
+                raise ServerError(
+                    f"tritonserver is not ready after {seconds:g} s, see --ready_seconds; its log {_ending(log)}"
+                )
             time.sleep(0.1)
-    raise ServerError(f"tritonserver ended with status {server.process.returncode}; its log ends:\n{_tail(log)}")
+    raise ServerError(f"tritonserver ended with status {server.process.returncode}; its log {_ending(log)}")
 
 
 def _model_processes(server: subprocess.Popen[bytes]) -> dict[str, Path]:
@@ -205,8 +213,10 @@ def _free_shared_memory(repository: Path) -> None:
         region.unlink(missing_ok=True)
 
 
-def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
+def _ending(log: Path | None) -> str:
+    if log is None:
+        return "is above"
+    return "ends:\n" + "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -245,7 +255,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--grpc_port", type=int, default=8001, help="default: %(default)s; 0 picks a free port")
     parser.add_argument("--metrics_port", type=int, default=8002, help="default: %(default)s; 0 picks a free port")
     parser.add_argument("--threads", type=int, help="CPU threads of the engine (default: torch's choice)")
-    parser.add_argument("--log", type=Path, help="file for the server's log (default: none is kept)")
+    parser.add_argument(
+        "--log", type=Path, help="file for the server's log, - for standard output (default: none is kept)"
+    )
+    parser.add_argument(
+        "--ready_seconds", type=float, default=READY_SECONDS, help="how long loading may take (default: %(default)g)"
+    )
     parser.add_argument("--log_verbose", action="store_true", help="have Triton log every request")
     return parser.parse_args(argv)
 
@@ -255,7 +270,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     ports = Ports(arguments.http_port, arguments.grpc_port, arguments.metrics_port)
-    options = {"threads": arguments.threads, "log": arguments.log, "verbose": arguments.log_verbose}
+    options = {
+        "threads": arguments.threads,
+        "log": arguments.log,
+        "verbose": arguments.log_verbose,
+        "ready_seconds": arguments.ready_seconds,
+    }
+    reason = "its log says why" if arguments.log else "run with --log FILE to see why"
     try:
         with running_server(arguments.engine_dir, arguments.host, ports, **options) as server, _signals() as received:
             models = _model_processes(server.process)
@@ -268,11 +289,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                     return 0
                 for model, process in models.items():
                     if _ended(process):
-                        raise ServerError(f"the process of model {model} ended; run with --log FILE to see why")
+                        raise ServerError(f"the process of model {model} ended; {reason}")
                 time.sleep(0.1)
-            raise ServerError(f"tritonserver ended with status {status}; run with --log FILE to see why")
+            raise ServerError(f"tritonserver ended with status {status}; {reason}")
     except KeyboardInterrupt:
         return 0
-    except KvseekError as error:
+    except (KvseekError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -137,6 +137,26 @@ def test_stopping_leaves_no_process_of_the_servers_group() -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_a_start_needs_time(tmp_path: Path, seconds: float) -> None:
+    with (
+        pytest.raises(ServerError, match=f"--ready_seconds = {seconds}: must be > 0; 180 is the default"),
+        launch.running_server(tmp_path, ready_seconds=seconds),
+    ):
+        pass
+
+
+def test_an_engine_that_may_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(directory: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(directory / "weights"))
+
+    monkeypatch.setattr(launch, "verify", refuse)
+    assert cli.main(["serve", "--engine_dir", str(tmp_path)]) == 1
+    assert f"error: [Errno 13] Permission denied: '{tmp_path}/weights'" in capsys.readouterr().err
+
+
 def test_serving_what_is_no_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--engine_dir", str(tmp_path)]) == 1
     assert f"error: {tmp_path}" in capsys.readouterr().err

@@ -304,3 +304,30 @@ def test_serve_ends_cleanly_on_sigterm(directory: Path) -> None:
         launcher.terminate()
         assert launcher.wait(TIMEOUT) == 0
     assert not any(os.path.exists(f"/proc/{child}") for child in children)
+
+
+def test_a_container_listens_on_all_addresses_and_logs_to_standard_output(directory: Path) -> None:
+    command = [*serve(directory), "--host", "0.0.0.0", "--log", "-"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        lines = []
+        for line in launcher.stdout:
+            lines.append(line)
+            if line.startswith("ready: "):
+                break
+        port = lines[-1].partition("HTTP 0.0.0.0:")[2].partition(",")[0]
+        assert requests.get(f"http://127.0.0.1:{port}/v2/health/ready", timeout=TIMEOUT).status_code == 200
+        launcher.terminate()
+        rest = launcher.stdout.read()
+        assert launcher.wait(TIMEOUT) == 0
+    assert any("Started HTTPService" in line for line in lines)
+    assert "unloaded" in rest, "the log goes on to the end"
+
+
+@pytest.mark.parametrize("log", ["-", "server.log"])
+def test_a_start_that_takes_too_long_is_given_up(directory: Path, tmp_path: Path, log: str) -> None:
+    command = [*serve(directory), "--ready_seconds", "0.1", "--log", log]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT, cwd=tmp_path)
+    assert result.returncode == 1
+    assert "error: tritonserver is not ready after 0.1 s, see --ready_seconds; its log " in result.stderr
+    assert f"log {'is above' if log == '-' else 'ends:'}" in result.stderr
