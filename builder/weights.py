@@ -112,6 +112,19 @@ def write_weights(
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
+def weight_reader(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[str], Tensor]:
+    """A function that reads and fuses the weight of a name that `plan_weights` lists, in `dtype`, on the CPU.
+
+    Raises
+    ------
+    ConfigError
+        If a tensor has no place in the decoder; the function raises as `write_weights` does.
+    """
+    weights = {weight.name: weight for weight in plan_weights(checkpoint.config)}
+    _refuse_unused(checkpoint, list(weights.values()))
+    return lambda name: _convert(fuse(checkpoint, weights[name]), name, dtype)
+
+
 def total_size(model: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of all weights of an engine."""
     return sum(_size(weight, dtype.itemsize) for weight in plan_weights(model))

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from kvseek.builder.checkpoint import open_checkpoint
 from kvseek.builder.model_config import model_config
+from kvseek.builder.weights import weight_reader
 from kvseek.engine.config import ModelConfig, RopeScaling
 from kvseek.engine.errors import ConfigError
 from kvseek.engine.rope import frequencies
@@ -193,3 +194,16 @@ def test_smollm2_splits_words_as_it_was_trained(smollm2_gguf: Path) -> None:
     text = "Log of 3 May:  wind 12 knots\n\n\tfog – ünïcode 🙂"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") == 2
+
+
+def test_weight_reader(tmp_path: Path) -> None:
+    """Weights one by one, fused as in an engine; a checkpoint with tensors to spare is refused before any is read."""
+    model = save_random_model(tmp_path / "model", "llama")
+    tensors = load_file(model / "model.safetensors")
+    projections = [tensors[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"]
+    found = weight_reader(open_checkpoint(model), torch.bfloat16)("layers.1.qkv.weight")
+    assert torch.equal(found, torch.cat(projections).to(torch.bfloat16))
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 2}))
+    with pytest.raises(ConfigError, match="has no place in a llama decoder"):
+        weight_reader(open_checkpoint(model), torch.bfloat16)

@@ -1,0 +1,178 @@
+"""The decoder as a TensorRT network, read top to bottom; engine/model.py is the same computation in PyTorch.
+
+Attention is not part of it: a function adds it where it belongs. builder/network_forms.py has two: one ends a network there and
+goes on in the next, the other adds a layer to the one network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvseek.engine.config import ModelConfig
+from kvseek.engine.rope import RotaryEmbedding
+
+from .tensorrt_api import ITensor
+from .tensorrt_graph import Graph
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What flows from layer to layer, and the graph that it is in.
+
+    Attributes
+    ----------
+    hidden : ITensor
+        The residual stream, [tokens, hidden size].
+    rotation : callable
+        Gives cosines and sines of the tokens' positions, each [tokens, 1, D/2]. It may add them to the graph's inputs, so
+        that what follows the last attention, and rotates nothing, does not have them.
+    """
+
+    graph: Graph
+    hidden: ITensor
+    rotation: Callable[[], tuple[ITensor, ITensor]]
+
+
+class Attention(Protocol):
+    """Adds attention to a graph, or ends the graph and begins the next.
+
+    Called with the layer's number, queries [tokens, H, D] and keys and values [tokens, G, D], keys and queries rotated.
+    Returns the stream as it is behind the attention, maybe in another graph, and what was attended to, [tokens, H, D].
+    """
+
+    def __call__(
+        self, layer: int, stream: Stream, queries: ITensor, keys: ITensor, values: ITensor
+    ) -> tuple[Stream, ITensor]: ...
+
+
+def write_decoder(model: ModelConfig, max_positions: int, graph: Graph, attend: Attention) -> Graph:
+    """Write a decoder, from token ids to logits.
+
+    Inputs are `ids` and `positions`, int32 [tokens], and `rows`, int32 [rows]: the tokens whose `logits`, float32 [rows,
+    vocabulary], are wanted.
+
+    Parameters
+    ----------
+    max_positions : int
+        Positions reach from 0 to this - 1.
+    graph : Graph
+        An empty one, which the decoder begins in.
+
+    Returns
+    -------
+    Graph
+        The one that the decoder ends in, which has the output `logits`.
+
+    Raises
+    ------
+    KernelError
+        TensorRT refuses a layer.
+    """
+    stream = _embed(model, max_positions, graph)
+    del graph  # with its weights, when the stream goes on in another
+    for layer in range(model.num_layers):
+        queries, keys, values = _before_attention(model, stream, layer)
+        stream, attended = attend(layer, stream, queries, keys, values)
+        stream = _after_attention(model, stream, attended, layer)
+    _head(model, stream)
+    return stream.graph
+
+
+def _embed(model: ModelConfig, max_positions: int, graph: Graph) -> Stream:
+    """Embeddings of the token ids, cosines and sines of the positions.
+
+    The angles are those of engine/rope.py, from a table: sines of angles of 100,000 and more are as exact as the
+    reduction of the angle, which TensorRT leaves to each GPU's kernels.
+    """
+    ids = graph.input("ids", torch.int32, (-1,), "tokens")
+    positions = graph.input("positions", torch.int32, (-1,), "tokens")
+    table = RotaryEmbedding(model, torch.device("cpu"))(0, max_positions)
+    cos, sin = (
+        graph.gather(_half(graph, values, f"rope.{name}_table"), positions, f"rope.{name}")
+        for name, values in zip(("cos", "sin"), table, strict=True)
+    )
+    return Stream(graph, graph.gather(graph.weight("embed.weight"), ids, "embed"), lambda: (cos, sin))
+
+
+def _half(graph: Graph, table: Tensor, name: str) -> ITensor:
+    """The first half of a table of RotaryEmbedding as a constant, [positions, 1, D/2]; the second repeats it."""
+    return graph.constant(table[..., : table.shape[-1] // 2].to(graph.dtype), name)
+
+
+def _before_attention(model: ModelConfig, stream: Stream, layer: int) -> tuple[ITensor, ITensor, ITensor]:
+    """Normalise, project and rotate: queries [tokens, H, D], keys and values [tokens, G, D]."""
+    graph, prefix = stream.graph, f"layers.{layer}"
+    heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
+    normed = _norm(model, graph, stream.hidden, f"{prefix}.attention_norm")
+    qkv = _project(graph, normed, f"{prefix}.qkv", model.qkv_bias)
+    qkv = graph.reshape(qkv, (heads + 2 * kv_heads, dim), f"{prefix}.heads")
+    qk = graph.part(qkv, 1, 0, heads + kv_heads, f"{prefix}.qk")
+    values = graph.part(qkv, 1, heads + kv_heads, kv_heads, f"{prefix}.values")
+    if model.qk_norm:
+        qk = _norm_heads(model, graph, qk, prefix)
+    qk = _rotate(graph, qk, *stream.rotation(), f"{prefix}.rope")
+    queries = graph.part(qk, 1, 0, heads, f"{prefix}.queries")
+    return queries, graph.part(qk, 1, heads, kv_heads, f"{prefix}.keys"), values
+
+
+def _after_attention(model: ModelConfig, stream: Stream, attended: ITensor, layer: int) -> Stream:
+    """Output projection and MLP, both residual."""
+    graph, prefix, intermediate = stream.graph, f"layers.{layer}", model.intermediate_size
+    flat = graph.reshape(attended, (model.num_heads * model.head_dim,), f"{prefix}.attended")
+    projected = _project(graph, flat, f"{prefix}.o", model.output_bias)
+    hidden = graph.add(stream.hidden, projected, f"{prefix}.attention_residual")
+    normed = _norm(model, graph, hidden, f"{prefix}.mlp_norm")
+    gate_up = _project(graph, normed, f"{prefix}.gate_up", bias=False)
+    gate = graph.silu(graph.part(gate_up, 1, 0, intermediate, f"{prefix}.gate"), f"{prefix}.silu")
+    up = graph.part(gate_up, 1, intermediate, intermediate, f"{prefix}.up")
+    down = _project(graph, graph.multiply(gate, up, f"{prefix}.gated"), f"{prefix}.down", bias=False)
+    return replace(stream, hidden=graph.add(hidden, down, f"{prefix}.mlp_residual"))
+
+
+def _head(model: ModelConfig, stream: Stream) -> None:
+    """Logits of the wanted tokens: a prompt needs those of its last, and those of all would be gigabytes."""
+    graph = stream.graph
+    rows = graph.input("rows", torch.int32, (-1,), "rows")
+    normed = _norm(model, graph, graph.gather(stream.hidden, rows, "wanted"), "norm")
+    weight = graph.weight("embed.weight" if model.tie_word_embeddings else "lm_head.weight")
+    graph.output(graph.cast(graph.linear(normed, weight, "lm_head"), torch.float32, "logits"), "logits")
+
+
+def _norm(model: ModelConfig, graph: Graph, x: ITensor, name: str) -> ITensor:
+    """RMSNorm over the hidden size, with the weight of that name."""
+    weight = graph.constant(graph.weight_values(f"{name}.weight").float()[None], f"{name}.weight")
+    return graph.rms_norm(x, weight, model.rms_norm_eps, name)
+
+
+def _norm_heads(model: ModelConfig, graph: Graph, qk: ITensor, prefix: str) -> ITensor:
+    """RMSNorm of each head of queries and keys [tokens, H + G, D], in one go: the weights are stacked head by head."""
+    counts = {"q": model.num_heads, "k": model.num_kv_heads}
+    rows = [graph.weight_values(f"{prefix}.{x}_norm.weight").float().expand(n, -1) for x, n in counts.items()]
+    weight = graph.constant(torch.cat(rows)[None], f"{prefix}.qk_norm.weight")
+    return graph.rms_norm(qk, weight, model.rms_norm_eps, f"{prefix}.qk_norm")
+
+
+def _project(graph: Graph, x: ITensor, name: str, bias: bool) -> ITensor:
+    """Matrix product with the weight of that name, and its bias if it has one."""
+    product = graph.linear(x, graph.weight(f"{name}.weight"), name)
+    if not bias:
+        return product
+    return graph.add(product, graph.weight(f"{name}.bias", (1, -1)), f"{name}.biased")
+
+
+def _rotate(graph: Graph, x: ITensor, cos: ITensor, sin: ITensor, name: str) -> ITensor:
+    """Rotate the pairs (i, i + D/2) of x [tokens, heads, D] by the angles of cos and sin [tokens, 1, D/2]."""
+    half = x.shape[2] // 2
+    first, second = (graph.part(x, 2, half * i, half, f"{name}.half_{i}") for i in range(2))
+
+    def turned(a: ITensor, b: ITensor, label: str) -> tuple[ITensor, ITensor]:
+        return graph.multiply(a, cos, f"{name}.{label}_cos"), graph.multiply(b, sin, f"{name}.{label}_sin")
+
+    left = graph.subtract(*turned(first, second, "left"), f"{name}.left")
+    right = graph.add(*turned(second, first, "right"), f"{name}.right")
+    return graph.join((left, right), 2, name)

@@ -1,0 +1,52 @@
+"""What TensorRT says while it builds. Its API reports a failure as None, and why only to a logger."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from typing import Any
+
+from .tensorrt_api import TensorRt
+
+KEPT = 5
+
+
+class Messages:
+    """TensorRT's last warnings and errors."""
+
+    def __init__(self) -> None:
+        self._last: deque[str] = deque(maxlen=KEPT)
+
+    def add(self, message: str) -> None:
+        """Keep a message."""
+        self._last.append(message)
+
+    def take(self) -> str:
+        """The kept messages, which are forgotten then."""
+        text = "; ".join(self._last)
+        self._last.clear()
+        return text or "it gave no reason"
+
+
+def logger(api: TensorRt) -> Any:
+    """The logger for a Builder or a Runtime of `api`, one a process: TensorRT keeps to the first that it is given."""
+    return _logger(api)[0]
+
+
+def why(api: TensorRt) -> str:
+    """TensorRT's name and version, and what it said last."""
+    return f"{api.__name__} {api.__version__}: {_logger(api)[1].take()}"
+
+
+@functools.cache
+def _logger(api: TensorRt) -> tuple[Any, Messages]:
+    messages, levels = Messages(), api.ILogger.Severity
+
+    def initialise(self: Any) -> None:
+        api.ILogger.__init__(self)
+
+    def log(self: Any, severity: Any, message: str) -> None:
+        if severity in (levels.INTERNAL_ERROR, levels.ERROR, levels.WARNING):
+            messages.add(message)
+
+    return type("Logger", (api.ILogger,), {"__init__": initialise, "log": log})(), messages

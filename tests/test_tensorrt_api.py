@@ -1,0 +1,68 @@
+"""Loading of TensorRT's modules, and the sizes that plans are made for: what needs no TensorRT."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvseek.builder.tensorrt_api import PACKAGES, load_tensorrt
+from kvseek.builder.tensorrt_plans import Range, limits_of, write_plans
+from kvseek.engine.config import EngineConfig, ModelConfig
+from kvseek.engine.errors import ConfigError, KernelError
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_absent_module_names_its_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(KernelError, match=f"cannot import {name}: .*pip install {PACKAGES[name]}"):
+        load_tensorrt(name)
+
+
+def test_other_module_is_refused() -> None:
+    with pytest.raises(ConfigError, match="TensorRT module = 'json': must be one of tensorrt_rtx, tensorrt"):
+        load_tensorrt("json")
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 2), (2, 1, 3), (1, 4, 3)])
+def test_sizes_out_of_order_are_refused(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="minimum <= optimum <= maximum"):
+        Range(*sizes)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "input_len", "most"), [(64, 100, 64), (200, 100, 100), (4, 100, 8)], ids=["chunk", "prompt", "batch"]
+)
+def test_sizes_of_an_engine(chunk: int, input_len: int, most: int) -> None:
+    """A call holds a chunk of a prompt, or a token of each request, whichever is more."""
+    model = ModelConfig("llama", 100, 64, 128, 2, 4, 2, 16, 1e-5, 1e4, 128)
+    limits = {"max_batch_size": 8, "prefill_chunk_tokens": chunk, "max_input_len": input_len, "max_seq_len": 128}
+    found = limits_of(EngineConfig(model, "full", **limits))
+    assert (found.tokens, found.rows) == (Range(1, 8, most), Range(1, 8, 8))
+
+
+def test_sizes_may_be_equal() -> None:
+    assert Range(4, 4, 4).maximum == 4
+
+
+def test_tensorrt_without_a_gpu(tmp_path: Path) -> None:
+    """The bindings of a TensorRT that finds no GPU answer with a null pointer, and tell the logger why."""
+
+    class ILogger:
+        Severity = SimpleNamespace(INTERNAL_ERROR=0, ERROR=1, WARNING=2, INFO=3)
+
+    def builder(logger: Any) -> None:
+        logger.log(3, "chatter")
+        logger.log(1, "no CUDA device")
+        raise TypeError("factory function returned nullptr")
+
+    api: Any = ModuleType("tensorrt")
+    api.__version__, api.ILogger, api.Builder = "11.0", ILogger, builder
+    config = EngineConfig(ModelConfig("llama", 100, 64, 128, 2, 4, 2, 16, 1e-5, 1e4, 8192), "full")
+    with pytest.raises(KernelError, match=r"with tensorrt 11\.0: no CUDA device \(.*nullptr\); tensorrt needs a GPU"):
+        write_plans(api, config, torch.zeros, tmp_path / "plans")
+    assert not (tmp_path / "plans").exists()
