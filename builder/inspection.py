@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from kvseek.builder.flags import LIMITS
 from kvseek.builder.options import InspectOptions
 from kvseek.builder.printing import print_json, table
 from kvseek.builder.sizes import readable
@@ -16,8 +17,6 @@ from kvseek.engine.cuda import cubin_architectures
 from kvseek.engine.kernels import LIBRARY_FILE
 from kvseek.engine.manifest import read_manifest
 from kvseek.plugins.registry import get_method
-
-LIMITS = ("max_batch_size", "max_input_len", "max_seq_len", "prefill_chunk_tokens")
 
 
 def print_engine(options: InspectOptions, console: Console) -> None:

@@ -19,7 +19,7 @@ from .checkpoint import Checkpoint, generation_ends, load_tokenizer_directory, m
 from .model_config import model_config
 from .tensorrt_llm_config import Mapping, hugging_face_values, read_mapping
 from .tensorrt_llm_layout import Layout, Part
-from .tensorrt_llm_ranks import RankFile, join
+from .tensorrt_llm_ranks import COPY_AGAIN, RankFile, join
 
 LAYER = re.compile(r"transformer\.layers\.(\d+)\.")
 CACHE_SCALES = ("kv_cache_scaling_factor", "kv_cache_rcp_scaling_factor")  # of a KV cache that kvseek does not quantise
@@ -105,10 +105,8 @@ class TensorRtLlmCheckpoint(Checkpoint):
             numbers = [int(found[1]) for name in rank.names if (found := LAYER.match(name))]
             layers.append(max(numbers, default=-1) + 1)
         limit = f"{self.config.num_layers} together: num_hidden_layers of config.json"
-        remedy = "copy the checkpoint again, or convert the model again"
-        require(
-            sum(layers) == self.config.num_layers, f"{self.path}: layers in the ranks' files", layers, limit, remedy
-        )
+        field = f"{self.path}: layers in the ranks' files"
+        require(sum(layers) == self.config.num_layers, field, layers, limit, COPY_AGAIN)
         return layers
 
     def _locate(self, name: str) -> tuple[int, Part]:

@@ -12,8 +12,9 @@ from torch import Tensor
 from kvseek.engine.errors import ConfigError
 
 from .tensorrt_llm_layout import Part
+from .weights import DTYPE_NAMES
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by safetensors' own names
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 COPY_AGAIN = "copy the checkpoint again, or convert the model again"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import kvseek.engine
 from kvseek.builder import build
 from kvseek.engine.engine import Engine
 from kvseek.engine.request import Request
+from kvseek.server.ports import Ports
 
 READY_SECONDS = 120.0
 STOP_SECONDS = 25.0  # a server that is told to end takes 20 at most
@@ -51,10 +51,10 @@ def main(folder: Path, healthcheck: Path, command: list[str]) -> None:
 
 def serve(command: list[str], healthcheck: Path) -> None:
     """Start the server on free ports, wait for the health check, ask once, end it as `docker stop` does."""
-    http, grpc, metrics = free_ports(3)
-    ports = ["--http_port", str(http), "--grpc_port", str(grpc), "--metrics_port", str(metrics)]
+    free = Ports(0, 0, 0).resolve("127.0.0.1")
+    ports = ["--http_port", str(free.http), "--grpc_port", str(free.grpc), "--metrics_port", str(free.metrics)]
     asking = [sys.executable, str(healthcheck)]
-    environment = {**os.environ, "KVSEEK_HTTP_PORT": str(http)}
+    environment = {**os.environ, "KVSEEK_HTTP_PORT": str(free.http)}
     refused = subprocess.run(asking, env=environment, check=False, stderr=subprocess.DEVNULL)
     assert refused.returncode == 1, "healthy before it was started"
     started = time.monotonic()
@@ -65,7 +65,7 @@ def serve(command: list[str], healthcheck: Path) -> None:
                 assert time.monotonic() - started < READY_SECONDS, "the server is not ready"
                 time.sleep(0.2)
             print(f"healthy after {time.monotonic() - started:.1f} s")
-            show_answer(http, metrics)
+            show_answer(free.http, free.metrics)
         finally:
             server.send_signal(signal.SIGTERM)
         assert server.wait(STOP_SECONDS) == 0, f"the server ended with status {server.returncode}"
@@ -83,15 +83,6 @@ def show_answer(http: int, metrics: int) -> None:
         text = response.read().decode()
     assert 'kvseek_generated_tokens_total{model="tensorrt_llm"} 1' in text, text
     print(f"answered over HTTP: {answer['text_output']!r}")
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 on which nothing listens."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(listening.getsockname()[1]) for listening in sockets]
-    for listening in sockets:
-        listening.close()
-    return ports
 
 
 if __name__ == "__main__":

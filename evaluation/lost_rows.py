@@ -32,7 +32,7 @@ from kvseek.benchmarks.variants import Variant, parse_variants
 from kvseek.engine.errors import ConfigError, KvseekError
 from kvseek.evaluation.capture import load_model
 from kvseek.evaluation.losses import Losses, measure_layer, total
-from kvseek.evaluation.needle import Dialogue, load_tasks, make_dialogues
+from kvseek.evaluation.needle import Dialogue, chosen_questions, load_tasks, make_dialogues
 from kvseek.evaluation.questions import capture_questions
 from kvseek.evaluation.recall import chosen_layers, selecting_methods
 
@@ -175,8 +175,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError(f"--threads = {options.threads}: must be >= 1; leave it out for torch's choice")
         torch.set_num_threads(options.threads)
     tasks = load_tasks(options.needle)
-    chosen = list(tasks.TASKS) if options.tasks == "all" else options.tasks.split(",")
-    lengths = check_options(options, chosen, tasks.TASKS)
+    chosen, lengths = chosen_questions(options, tasks.TASKS, default_n=4, a_length=32768)
+    if not 0 < options.least <= 1:
+        raise ConfigError(
+            f"--least = {options.least}: must be in (0, 1], a share of the attention; 0.05 is the default"
+        )
     model, _ = load_model(options.needle / "model")
     layers = chosen_layers(options.layers, model.config.num_hidden_layers) or range(model.config.num_hidden_layers)
     asked = {(task, length): make_dialogues(tasks, task, length, options.n) for length in lengths for task in chosen}
@@ -195,23 +198,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if options.output:
             write_result(options.output, report)
     return report
-
-
-def check_options(options: argparse.Namespace, chosen: Sequence[str], known: Sequence[str]) -> list[int]:
-    """The lengths; raises ConfigError on a setting out of range."""
-    unknown = [task for task in chosen if task not in known]
-    if unknown:
-        raise ConfigError(f"--tasks: {unknown[0]!r} is unknown; choose from {', '.join(known)}, or all")
-    if options.n < 1:
-        raise ConfigError(f"--n = {options.n}: must be >= 1; 4 is the default")
-    if not 0 < options.least <= 1:
-        raise ConfigError(
-            f"--least = {options.least}: must be in (0, 1], a share of the attention; 0.05 is the default"
-        )
-    lengths = options.lengths.split(",")
-    if not all(length.isdecimal() and int(length) >= 256 for length in lengths):
-        raise ConfigError(f"--lengths = {options.lengths!r}: must be a comma list of lengths >= 256; try 32768")
-    return [int(length) for length in lengths]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -14,7 +14,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -242,23 +242,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Ask every engine every question; progress goes to stderr, as a cell may take minutes."""
     tasks = load_tasks(arguments.needle)
-    chosen = list(tasks.TASKS) if arguments.tasks == "all" else arguments.tasks.split(",")
-    unknown = sorted(set(chosen) - set(tasks.TASKS))
-    if unknown:
-        raise ConfigError(f"--tasks: {unknown[0]!r} is unknown; choose from {', '.join(tasks.TASKS)}, or all")
-    if arguments.n < 1:
-        raise ConfigError(f"--n = {arguments.n}: must be >= 1; 25 is the default")
+    chosen, lengths = chosen_questions(arguments, tasks.TASKS, default_n=25, a_length=4096)
     if arguments.rounds < 1:
         raise ConfigError(f"--rounds = {arguments.rounds}: must be >= 1; {ROUNDS} is the default")
-    lengths = arguments.lengths.split(",")
-    if not all(length.isdecimal() and int(length) >= 256 for length in lengths):
-        raise ConfigError(f"--lengths = {arguments.lengths!r}: must be a comma list of lengths >= 256; try 4096")
     engines = [Engine.load(directory, arguments.threads) for directory in arguments.engine_dir]
     names = engine_names(arguments.engine_dir, engines)
     configs = {name: dataclasses.asdict(engine.config) for name, engine in zip(names, engines, strict=True)}
     head = {"evaluation": "needle", "machine": describe(), "rounds": arguments.rounds, "engines": configs}
     cells: list[Cell] = []
-    for length in map(int, lengths):
+    for length in lengths:
         for task in chosen:
             for name, engine in zip(names, engines, strict=True):
                 cell = evaluate(engine, name, tasks, task, length, arguments.n, arguments.rounds)
@@ -267,6 +259,30 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             if arguments.output:
                 write_result(arguments.output, jsonable({**head, "cells": cells}))
     return {**head, "cells": cells}
+
+
+def chosen_questions(
+    arguments: argparse.Namespace, known: Collection[str], *, default_n: int, a_length: int
+) -> tuple[list[str], list[int]]:
+    """Tasks and lengths that --tasks and --lengths name; raises ConfigError if one of them or --n is out of range.
+
+    Parameters
+    ----------
+    known : collection of str
+        All tasks.
+    default_n, a_length : int
+        What the errors advise.
+    """
+    chosen = list(known) if arguments.tasks == "all" else arguments.tasks.split(",")
+    unknown = sorted(set(chosen) - set(known))
+    if unknown:
+        raise ConfigError(f"--tasks: {unknown[0]!r} is unknown; choose from {', '.join(known)}, or all")
+    if arguments.n < 1:
+        raise ConfigError(f"--n = {arguments.n}: must be >= 1; {default_n} is the default")
+    lengths = arguments.lengths.split(",")
+    if not all(length.isdecimal() and int(length) >= 256 for length in lengths):
+        raise ConfigError(f"--lengths = {arguments.lengths!r}: must be a comma list of lengths >= 256; try {a_length}")
+    return chosen, [int(length) for length in lengths]
 
 
 def jsonable(document: dict[str, Any]) -> dict[str, Any]:

@@ -92,14 +92,10 @@ class CudaIndex(DeviceIndex):
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See ReferenceIndex.build. Runs on the current stream."""
         n = keys.shape[1]
-        if n and queries.shape[1] == 0:
-            raise KernelError(f"queries: 0 for {n} retrieval keys: must be at least 1; pass the prompt's last queries")
-        count = min(self.ring, self.config.prompt_centroids(n, queries.shape[1]))
-        last = queries[:, queries.shape[1] - count :]
-        self.reference.take_prompt(slot, last)
+        last = self.reference.take_prompt(slot, n, queries)
         self._builder.build(last, keys, self.reference.lists[slot])
-        self.written[slot].fill_(count)
-        self.prompted[slot].fill_(count)
+        self.written[slot].fill_(last.shape[1])
+        self.prompted[slot].fill_(last.shape[1])
         self.listed[slot].fill_(n)
 
     def stage(self, slot: int, start: int, keys: Tensor) -> None:

@@ -77,18 +77,33 @@ class ReferenceIndex(Index):
         """See Index.build: the last queries become centroids, oldest first."""
         self.forget(slot)
         n = keys.shape[1]
-        if n and queries.shape[1] == 0:
-            raise KernelError(f"queries: 0 for {n} retrieval keys: must be at least 1; pass the prompt's last queries")
-        count = min(self.ring, self.config.prompt_centroids(n, queries.shape[1]))
-        last = queries[:, queries.shape[1] - count :]
-        self.take_prompt(slot, last)
+        last = self.take_prompt(slot, n, queries)
+        count = last.shape[1]
         self.lists[slot, :, :count] = build_lists(last, keys, self.width, self.context.scaling)
         self.written[slot], self.prompted[slot], self.listed[slot] = count, count, n
 
-    def take_prompt(self, slot: int, queries: Tensor) -> None:
-        """Make a prompt's queries [H, count, D], oldest first, a slot's first centroids; lists are not written."""
-        self.means[slot] = prompt_means(queries, self.config.centred)
-        self._write_centroids(slot, 0, queries)
+    def take_prompt(self, slot: int, tokens: int, queries: Tensor) -> Tensor:
+        """Make the last of a prompt's queries [H, w, D], oldest first, a slot's first centroids; lists are not written.
+
+        Returns
+        -------
+        Tensor [H, count, D]
+            Those queries: as many as `tokens` retrieval tokens get, and as the ring has room for.
+
+        Raises
+        ------
+        KernelError
+            There are tokens, and no query is known.
+        """
+        known = queries.shape[1]
+        if tokens and known == 0:
+            raise KernelError(
+                f"queries: 0 for {tokens} retrieval keys: must be at least 1; pass the prompt's last queries"
+            )
+        last = queries[:, known - min(self.ring, self.config.prompt_centroids(tokens, known)) :]
+        self.means[slot] = prompt_means(last, self.config.centred)
+        self._write_centroids(slot, 0, last)
+        return last
 
     def extend(self, slot: int, keys: Tensor) -> None:
         """See Index.extend: new places are recalled as unlisted ones, by their number alone."""
