@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -21,7 +20,7 @@ from kvseek.builder.compile import cached_cpu_library
 from kvseek.builder.compile_cuda import cached_cubins, specialise
 from kvseek.builder.manifest import fingerprint, up_to_date, write_manifest
 from kvseek.builder.options import BuildOptions, InspectOptions, Options, PlanOptions, parse
-from kvseek.builder.weights import total_size, write_weights
+from kvseek.builder.weights import WeightFormat, total_size, write_weights
 from kvseek.engine.config import EngineConfig, require
 from kvseek.engine.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.engine.errors import ConfigError, KvseekError
@@ -109,9 +108,9 @@ def _write_engine(
         if config.kernels == "native":
             with _step(progress, "compile kernels", len(options.cuda_archs) or 1) as advance:
                 _write_kernels(directory, config, options.cuda_archs, advance)
-        dtype = getattr(torch, config.dtype)
-        with _step(progress, "fuse, write weights", total_size(config.model, dtype)) as advance:
-            write_weights(checkpoint, directory, dtype, progress=advance)
+        weight_format = WeightFormat.of(config)
+        with _step(progress, "fuse, write weights", total_size(config.model, weight_format)) as advance:
+            write_weights(checkpoint, directory, weight_format, progress=advance)
         with _step(progress, "hash files"):
             write_manifest(directory, options.model.resolve().name, build_fingerprint)
 

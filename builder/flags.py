@@ -26,6 +26,7 @@ CHOICE_SUMMARIES = {
     "dtype": "of weights and cache; float16 on cuda only (default: float32)",
     "device": "what the engine runs on (default: cpu; --plan plans for cuda)",
     "kernels": "compiled, or PyTorch (on the CPU) (default: native)",
+    "weight_only_precision": "of the layers' matrices: 8 bits and a scale a row, or --dtype (default: none)",
 }
 USAGE = """
   kvseek build --model MODEL --method METHOD --output_dir DIR [OPTION ...]

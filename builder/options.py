@@ -10,7 +10,7 @@ from typing import Any
 
 from kvseek.builder.compile_cuda import ARCHITECTURES
 from kvseek.builder.flags import LIMITS, FlagParser
-from kvseek.engine.config import CacheConfig, EngineConfig, ModelConfig, from_dict
+from kvseek.engine.config import CHOICES, CacheConfig, EngineConfig, ModelConfig, from_dict
 from kvseek.plugins.registry import METHODS, get_method
 
 DEFAULT_MAX_SEQ_LEN = 131_072  # tokens; a longer default would reserve host memory that few requests use
@@ -27,6 +27,7 @@ class EngineOptions:
     dtype: str
     kernels: str
     device: str
+    weight_only_precision: str
     limits: dict[str, int]
     cache: dict[str, Any]
     method_config: dict[str, Any]
@@ -48,6 +49,7 @@ class EngineOptions:
             dtype=self.dtype,
             device=self.device,
             kernels=self.kernels,
+            weight_only_precision=self.weight_only_precision,
             **limits,
         )
 
@@ -64,7 +66,7 @@ class BuildOptions(EngineOptions):
     @property
     def settings(self) -> dict[str, Any]:
         """What decides the engine's contents, beside the model: JSON values."""
-        names = ("method", "dtype", "device", "cuda_archs", "kernels", "limits", "cache", "method_config")
+        names = ("method", *CHOICES, "cuda_archs", "limits", "cache", "method_config")
         tokenizer = None if self.tokenizer is None else self.tokenizer.resolve().name
         return {"tokenizer": tokenizer, **{name: getattr(self, name) for name in names}}
 
@@ -160,7 +162,7 @@ def _plan_options(parser: FlagParser, values: dict[str, Any]) -> PlanOptions:
 
 def _engine_values(values: dict[str, Any]) -> dict[str, Any]:
     """Arguments of EngineOptions."""
-    defaults = {name: getattr(EngineConfig, name) for name in ("dtype", "kernels", "device")}
+    defaults = {name: getattr(EngineConfig, name) for name in CHOICES}
     return {
         "model": values["model"],
         "method": values["method"],

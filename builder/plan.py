@@ -15,7 +15,7 @@ import torch
 
 from kvseek.builder.compile_cuda import specialise
 from kvseek.builder.options import PlanOptions
-from kvseek.builder.weights import total_size
+from kvseek.builder.weights import WeightFormat, total_size
 from kvseek.engine.config import EXTENT_TOKENS, EngineConfig, ModelConfig
 from kvseek.engine.dry_run import DryRun
 from kvseek.engine.errors import CapacityError, KernelError
@@ -92,7 +92,7 @@ class Planner:
         self.asked = options.engine_config(self.model)
         specialise(self.asked)
         self.dtype: torch.dtype = getattr(torch, self.asked.dtype)
-        self.weight_bytes = total_size(model, self.dtype)
+        self.weight_bytes = total_size(model, WeightFormat.of(self.asked))
         method = get_method(options.method)
         books = method.codebooks(method.configure(self.asked.method_config), model.head_dim)
         self._dry_run = DryRun(books)

@@ -12,8 +12,9 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from kvseek.engine.config import ModelConfig
+from kvseek.engine.config import EngineConfig, ModelConfig
 from kvseek.engine.errors import ConfigError
+from kvseek.engine.weight_only import NONE, PRECISIONS, QUANTISED, quantise
 from kvseek.engine.weights import INDEX_FILE
 
 from .checkpoint import Checkpoint
@@ -21,15 +22,64 @@ from .checkpoint import Checkpoint
 SHARD_BYTES = 4 << 30  # a shard grows no larger unless a single tensor is
 HEADER_ALIGNMENT = 64  # a cache line: tensors are read in place from the mapped file
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' own names
+STORED_NAMES = {**DTYPE_NAMES, torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of an engine: `sources` are Hugging Face names, concatenated along the first axis."""
+    """One weight of an engine: `sources` are Hugging Face names, concatenated along the first axis."""
 
     name: str
     sources: tuple[str, ...]
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a shard: a weight in the engine's dtype or quantised, or the scales of one that is."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How weights are stored: in `dtype`, and those of weight_only.QUANTISED in `precision` unless it is "none"."""
+
+    dtype: torch.dtype
+    precision: str = NONE
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> WeightFormat:
+        """That of an engine."""
+        return cls(getattr(torch, config.dtype), config.weight_only_precision)
+
+    def stored(self, weight: Weight) -> tuple[Stored, ...]:
+        """Tensors that a weight is stored as."""
+        if not self.quantises(weight.name):
+            return (Stored(weight.name, weight.shape, self.dtype),)
+        dtype, _ = PRECISIONS[self.precision]
+        scale = Stored(f"{weight.name}_scale", weight.shape[:1], torch.float32)
+        return Stored(weight.name, weight.shape, dtype), scale
+
+    def convert(self, tensor: Tensor, name: str) -> tuple[Tensor, ...]:
+        """The tensors of `stored`; raises ConfigError on a value that they cannot hold."""
+        if not self.quantises(name):
+            return (_convert(tensor, name, self.dtype),)
+        try:
+            return quantise(tensor, self.precision)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+
+    def quantises(self, name: str) -> bool:
+        """Whether a weight is stored with 8 bits."""
+        return self.precision != NONE and name.endswith(tuple(f".{part}.weight" for part in QUANTISED))
 
 
 def plan_weights(model: ModelConfig) -> list[Weight]:
@@ -37,6 +87,7 @@ def plan_weights(model: ModelConfig) -> list[Weight]:
 
     embed.weight, then per layer i layers.{i}.attention_norm, qkv, q_norm, k_norm, o, mlp_norm, gate_up, down (norms that the
     model lacks are left out; qkv and o may have a .bias), then norm.weight and, unless tied to the embedding, lm_head.weight.
+    A weight that is quantised is followed by its .weight_scale.
     """
     vocabulary = (model.vocab_size, model.hidden_size)
     weights = [Weight("embed.weight", ("model.embed_tokens.weight",), vocabulary)]
@@ -76,7 +127,7 @@ def _plan_layer(model: ModelConfig, layer: int) -> list[Weight]:
 def write_weights(
     checkpoint: Checkpoint,
     directory: Path,
-    dtype: torch.dtype,
+    weight_format: WeightFormat,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int], None] | None = None,
 ) -> None:
@@ -85,7 +136,7 @@ def write_weights(
     Parameters
     ----------
     shard_bytes : int
-        Most bytes of tensors in a shard, if no single tensor is larger.
+        Most bytes of tensors in a shard, if no single weight is larger.
     progress : callable, optional
         Called with the bytes just written after every tensor.
 
@@ -93,22 +144,24 @@ def write_weights(
     ------
     ConfigError
         If a tensor is missing, has another shape than the configuration says, or has no place in the decoder, or if a
-        value is too large for `dtype`.
+        value is too large for its dtype.
     """
     weights = plan_weights(checkpoint.config)
     _refuse_unused(checkpoint, weights)
-    shards = _split(weights, dtype.itemsize, shard_bytes)
+    shards = _split(weights, weight_format, shard_bytes)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"weights-{number:05}-of-{len(shards):05}.safetensors"
         with (directory / file).open("wb") as output:
-            _write_header(output, shard, dtype)
+            tensors = [stored for weight in shard for stored in weight_format.stored(weight)]
+            _write_header(output, tensors)
+            weight_map |= dict.fromkeys((stored.name for stored in tensors), file)
             for weight in shard:
-                _write_tensor(output, _convert(fuse(checkpoint, weight), weight.name, dtype))
-                weight_map[weight.name] = file
+                for tensor in weight_format.convert(fuse(checkpoint, weight), weight.name):
+                    _write_tensor(output, tensor)
                 if progress is not None:
-                    progress(_size(weight, dtype.itemsize))
-    index = {"metadata": {"total_size": total_size(checkpoint.config, dtype)}, "weight_map": weight_map}
+                    progress(_size(weight, weight_format))
+    index = {"metadata": {"total_size": total_size(checkpoint.config, weight_format)}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
@@ -125,9 +178,9 @@ def weight_reader(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[str],
     return lambda name: _convert(fuse(checkpoint, weights[name]), name, dtype)
 
 
-def total_size(model: ModelConfig, dtype: torch.dtype) -> int:
+def total_size(model: ModelConfig, weight_format: WeightFormat) -> int:
     """Bytes of all weights of an engine."""
-    return sum(_size(weight, dtype.itemsize) for weight in plan_weights(model))
+    return sum(_size(weight, weight_format) for weight in plan_weights(model))
 
 
 def fuse(checkpoint: Checkpoint, weight: Weight) -> Tensor:
@@ -164,31 +217,36 @@ def _refuse_unused(checkpoint: Checkpoint, weights: list[Weight]) -> None:
         )
 
 
-def _split(weights: list[Weight], itemsize: int, limit: int) -> list[list[Weight]]:
+def _split(weights: list[Weight], weight_format: WeightFormat, limit: int) -> list[list[Weight]]:
     shards: list[list[Weight]] = [[]]
     filled = 0
     for weight in weights:
-        if shards[-1] and filled + _size(weight, itemsize) > limit:
+        size = _size(weight, weight_format)
+        if shards[-1] and filled + size > limit:
             shards.append([])
             filled = 0
         shards[-1].append(weight)
-        filled += _size(weight, itemsize)
+        filled += size
     return shards
 
 
-def _size(weight: Weight, itemsize: int) -> int:
-    return math.prod(weight.shape) * itemsize
+def _size(weight: Weight, weight_format: WeightFormat) -> int:
+    return sum(stored.nbytes for stored in weight_format.stored(weight))
 
 
-def _write_header(output: BinaryIO, weights: list[Weight], dtype: torch.dtype) -> None:
+def _write_header(output: BinaryIO, tensors: list[Stored]) -> None:
     """Write a safetensors header: its length as 8 bytes, then JSON padded with spaces.
 
     The library's own writer wants all tensors of a file in memory; the format needs only their shapes beforehand.
     """
     header, offset = {}, 0
-    for weight in weights:
-        end = offset + _size(weight, dtype.itemsize)
-        header[weight.name] = {"dtype": DTYPE_NAMES[dtype], "shape": weight.shape, "data_offsets": [offset, end]}
+    for tensor in tensors:
+        end = offset + tensor.nbytes
+        header[tensor.name] = {
+            "dtype": STORED_NAMES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)

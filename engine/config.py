@@ -23,6 +23,7 @@ CHOICES = {  # values of EngineConfig's fields of a few words
     "dtype": ("float32", "bfloat16", "float16"),
     "device": ("cpu", "cuda"),
     "kernels": ("native", "reference"),
+    "weight_only_precision": ("none", "int8", "fp8"),
 }
 
 T = TypeVar("T")
@@ -165,7 +166,8 @@ class EngineConfig:
 
     `method` names a folder of plugins/; `method_config` holds that method's own fields, checked by its config class.
     `device` is "cpu" or "cuda"; `kernels` is "native" (compiled, in the engine directory) or "reference" (PyTorch, on
-    the CPU alone); `dtype`, of weights and cache, is float32, bfloat16 or, on cuda, float16.
+    the CPU alone); `dtype`, of weights and cache, is float32, bfloat16 or, on cuda, float16. `weight_only_precision` is "none",
+    or "int8" or "fp8" for layers whose matrices have 8 bits a weight (weight_only.py).
     """
 
     model: ModelConfig
@@ -175,6 +177,7 @@ class EngineConfig:
     dtype: str = "float32"
     device: str = "cpu"
     kernels: str = "native"
+    weight_only_precision: str = "none"
     max_batch_size: int = 4
     max_input_len: int = 8192
     max_seq_len: int = 8192
@@ -202,6 +205,11 @@ class EngineConfig:
         if self.device == "cuda":
             remedy = "build with --kernels native; the reference runs with --device cpu"
             require(self.kernels == "native", "kernels", self.kernels, "'native' with device = 'cuda'", remedy)
+            name, value = "weight_only_precision", self.weight_only_precision
+            fits = value == "none" or self.dtype != "float32"
+            require(
+                fits, name, value, "'none' with dtype = 'float32' on cuda", "build with --dtype bfloat16 or float16"
+            )
             return
         remedy = "choose bfloat16, or --device cuda"
         require(self.dtype != "float16", "dtype", self.dtype, "float32 or bfloat16 with device = 'cpu'", remedy)

@@ -24,6 +24,7 @@ from .graphs import DecodeStep, HostCopy, StepResult, bucket_of, buckets_for
 from .layer_kernels import LayerKernels, Rotation
 from .model import LAST_QUERIES, Decoder, Layer
 from .streams import wait_on_error
+from .weight_only_kernels import weight_only_kernels
 from .work_space import prefill_bytes
 
 Marker = Callable[[str], None]
@@ -66,8 +67,8 @@ class DeviceDecoder(Decoder):
         hot_rows: bool = True,
         graphs: bool = True,
     ) -> None:
-        super().__init__(config, weights, cache, indexes, None)
-        self.device, self.dtype = self.embed.device, self.embed.dtype
+        self.device, self.dtype = weights["embed.weight"].device, weights["embed.weight"].dtype
+        super().__init__(config, weights, cache, indexes, None, weight_only_kernels(config, kernels))
         self.buckets = buckets_for(config.max_batch_size)
         self.ops = LayerKernels(kernels, self.model, self.dtype, self.device, self.buckets[-1])
         table = cache.extents.device_table
@@ -111,13 +112,13 @@ class DeviceDecoder(Decoder):
         self, number: int, hidden: Tensor, start: int, stop: int, keys: Tensor, values: Tensor
     ) -> Tensor:
         layer, x = self.layers[number], hidden[start:stop]
-        qkv = F.linear(self.ops.add_rms_norm(x, None, layer.attention_norm), layer.qkv, layer.qkv_bias)
+        qkv = layer.qkv(self.ops.add_rms_norm(x, None, layer.attention_norm))
         rotation = self.ops.rotation(start, stop)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, layer.q_norm, layer.k_norm).transpose(0, 1)
         out = causal_attention_device(q, keys[:, :stop], values[:, :stop], self.scaling)
-        attended = F.linear(out.flatten(1), layer.o, layer.o_bias)
+        attended = layer.o(out.flatten(1))
         normed = self.ops.add_rms_norm(x, attended, layer.mlp_norm)
-        x += F.linear(self.ops.silu_mul(F.linear(normed, layer.gate_up)), layer.down)
+        x += layer.down(self.ops.silu_mul(layer.gate_up(normed)))
         wanted = max(0, hidden.shape[0] - LAST_QUERIES - start)
         return q[:, wanted:]
 
@@ -222,7 +223,7 @@ class DeviceDecoder(Decoder):
         """One layer of a decode step. Adds `delta` and the attention's output to x [batch, hidden]; returns the MLP's."""
         normed = self.ops.add_rms_norm(x, delta, layer.attention_norm)
         mark("norm")
-        qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+        qkv = layer.qkv(normed)
         mark("qkv")
         window = self.cache.window[number]
         queries = self.ops.rope_append(qkv, batch, rotation, window, layer.q_norm, layer.k_norm)
@@ -232,15 +233,15 @@ class DeviceDecoder(Decoder):
         mark("select")
         out = index.launch_attend(queries, batch, window, selection, self.attentions[number])
         mark("attend")
-        attended = F.linear(out.flatten(1), layer.o, layer.o_bias)
+        attended = layer.o(out.flatten(1))
         mark("o")
         normed = self.ops.add_rms_norm(x, attended, layer.mlp_norm)
         mark("mlp_norm")
-        gate_up = F.linear(normed, layer.gate_up)
+        gate_up = layer.gate_up(normed)
         mark("gate_up")
         activated = self.ops.silu_mul(gate_up)
         mark("silu")
-        down = F.linear(activated, layer.down)
+        down = layer.down(activated)
         mark("down")
         return down
 

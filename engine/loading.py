@@ -59,7 +59,7 @@ def _load_cpu(directory: Path, config: EngineConfig, codebooks: dict[str, Tensor
     library = CpuLibrary(directory / LIBRARY_FILE) if needs_cpu_library(config) else None
     cache = Cache(config, dtype, device)
     indexes = create_indexes(config, cache, codebooks, library)
-    weights = load_weights(directory, dtype, device)
+    weights = load_weights(directory, device)
     return Decoder(config, weights, cache, indexes, library)
 
 
@@ -72,7 +72,7 @@ def _load_cuda(directory: Path, config: EngineConfig, codebooks: dict[str, Tenso
     device, dtype = kernels.device, getattr(torch, config.dtype)
     try:
         library = CpuLibrary(directory / LIBRARY_FILE) if needs_cpu_library(config) else None
-        weights = load_weights(directory, dtype, device)
+        weights = load_weights(directory, device)
         plan = plan_device_memory(config, weights, codebooks, kernels, library)
         cache = DeviceCache(config, dtype, device, plan.device_row_bytes)
         indexes = device_indexes(create_indexes(config, cache, codebooks, library, kernels))

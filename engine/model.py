@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +16,13 @@ from .attention import attend, causal_attention
 from .cache import Cache
 from .config import EngineConfig
 from .kernels import CpuLibrary
+from .linear import make_linear
 from .rope import RotaryEmbedding, rotate
 from .sampling import greedy_token
+from .weight_only import QUANTISED
+
+if TYPE_CHECKING:
+    from .weight_only_kernels import WeightOnlyKernels
 
 LAST_QUERIES = 2048  # prompt queries that an index sees at build (plugins/base.py)
 
@@ -33,16 +39,13 @@ class Group:
 
 
 class Layer:
-    """Weights of one decoder layer; absent biases and norms are None."""
+    """Products and norms of one decoder layer; absent norms are None."""
 
-    def __init__(self, weights: dict[str, Tensor], number: int) -> None:
+    def __init__(self, weights: dict[str, Tensor], number: int, kernels: WeightOnlyKernels | None = None) -> None:
         prefix = f"layers.{number}."
-        self.attention_norm = weights[prefix + "attention_norm.weight"]
-        self.qkv, self.qkv_bias = weights[prefix + "qkv.weight"], weights.get(prefix + "qkv.bias")
-        self.q_norm, self.k_norm = weights.get(prefix + "q_norm.weight"), weights.get(prefix + "k_norm.weight")
-        self.o, self.o_bias = weights[prefix + "o.weight"], weights.get(prefix + "o.bias")
-        self.mlp_norm = weights[prefix + "mlp_norm.weight"]
-        self.gate_up, self.down = weights[prefix + "gate_up.weight"], weights[prefix + "down.weight"]
+        self.attention_norm, self.mlp_norm = (weights[f"{prefix}{name}_norm.weight"] for name in ("attention", "mlp"))
+        self.q_norm, self.k_norm = (weights.get(f"{prefix}{name}_norm.weight") for name in ("q", "k"))
+        self.qkv, self.o, self.gate_up, self.down = (make_linear(weights, prefix + name, kernels) for name in QUANTISED)
 
 
 class Decoder:
@@ -55,12 +58,13 @@ class Decoder:
         cache: Cache,
         indexes: Sequence[Index],
         library: CpuLibrary | None,
+        products: WeightOnlyKernels | None = None,
     ) -> None:
-        self.config, self.model = config, config.model
+        self.config, self.model, self.weights = config, config.model, weights
         self.cache, self.indexes, self.library = cache, indexes, library
         self.embed, self.norm = weights["embed.weight"], weights["norm.weight"]
         self.lm_head = self.embed if config.model.tie_word_embeddings else weights["lm_head.weight"]
-        self.layers = [Layer(weights, number) for number in range(config.model.num_layers)]
+        self.layers = [Layer(weights, number, products) for number in range(config.model.num_layers)]
         self.rope = RotaryEmbedding(config.model, self.embed.device)
         self.scaling = config.model.head_dim**-0.5
 
@@ -209,7 +213,7 @@ class Decoder:
         """Normalise, project and rotate x [tokens, hidden]: queries [tokens, H, D], keys and values [tokens, G, D]."""
         model = self.model
         normed = F.rms_norm(x, (model.hidden_size,), layer.attention_norm, model.rms_norm_eps)
-        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, model.head_dim)
+        qkv = layer.qkv(normed).view(x.shape[0], -1, model.head_dim)
         heads, kv_heads = model.num_heads, model.num_kv_heads
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
@@ -223,10 +227,10 @@ class Decoder:
 
     def _finish(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
         """Output projection and MLP, both residual: x [tokens, hidden], attended [tokens, H*D]."""
-        x = x + F.linear(attended, layer.o, layer.o_bias)
+        x = x + layer.o(attended)
         normed = F.rms_norm(x, (self.model.hidden_size,), layer.mlp_norm, self.model.rms_norm_eps)
-        gate, up = F.linear(normed, layer.gate_up).chunk(2, dim=-1)
-        return x + F.linear(F.silu(gate) * up, layer.down)
+        gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+        return x + layer.down(F.silu(gate) * up)
 
     def _logits(self, x: Tensor) -> Tensor:
         normed = F.rms_norm(x, (self.model.hidden_size,), self.norm, self.model.rms_norm_eps)

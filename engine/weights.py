@@ -13,16 +13,10 @@ from .errors import EngineDirectoryError
 INDEX_FILE = "weights.index.json"  # {"metadata": {"total_size": bytes}, "weight_map": {tensor name: shard file}}
 
 
-def load_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Load all weights of an engine directory onto `device`.
+def load_weights(directory: Path, device: torch.device) -> dict[str, Tensor]:
+    """Load all weights of an engine directory onto `device`, as they are stored.
 
-    On the CPU, tensors stored in `dtype` are views of the memory-mapped shards: pages are read when first used and
-    shared between processes. Others are converted, which takes memory of their own.
-
-    Parameters
-    ----------
-    dtype : torch.dtype
-        The engine's dtype; the builder stores weights in it.
+    On the CPU they are views of the memory-mapped shards: pages are read when first used and shared between processes.
 
     Returns
     -------
@@ -40,7 +34,7 @@ def load_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> d
     for file, names in _read_index(directory).items():
         try:
             with safe_open(directory / file, framework="pt", device=str(device)) as shard:
-                weights.update({name: shard.get_tensor(name).to(dtype) for name in names})
+                weights.update({name: shard.get_tensor(name) for name in names})
         except (SafetensorError, FileNotFoundError) as error:
             raise EngineDirectoryError(f"cannot read {directory / file}: {error}; build the engine again") from None
     return weights

@@ -7,6 +7,7 @@ import torch
 from .config import EngineConfig
 from .graphs import buckets_for
 from .model import LAST_QUERIES
+from .weight_only import NONE
 
 # What cannot be counted: cuBLAS work spaces (32 MiB a stream on Hopper), graphs, and blocks that the allocator splits.
 RESERVE_BYTES = 1 << 30
@@ -23,6 +24,11 @@ def prefill_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
     numbers = tokens * whole + chunk * max(attention, mlp) + 2 * min(LAST_QUERIES, tokens) * queries
     if dtype is torch.float32:
         numbers += 2 * tokens * queries  # keys and values of every query head (attention.py)
+    if config.weight_only_precision != NONE:
+        queries_and_rows = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        numbers += model.hidden_size * max(
+            2 * model.intermediate_size, queries_and_rows
+        )  # the largest matrix, dequantised
     return numbers * dtype.itemsize
 
 

@@ -190,5 +190,5 @@ def make_decoder(directory: Path, offload: str = "always") -> DeviceDecoder:
     indexes = [INDEXES[config.method](context) for context in contexts]
     for layer, index in enumerate(indexes):
         index.bind(cache.rows_of(layer))
-    weights = load_weights(directory, torch.float32, CPU)
+    weights = load_weights(directory, CPU)
     return DeviceDecoder(config, weights, cache, indexes, None, graphs=False)  # type: ignore[arg-type]

@@ -68,15 +68,15 @@ def test_shapes_are_of_their_size() -> None:
 def test_random_weights_are_what_a_decoder_reads() -> None:
     weights = RandomWeights(TINY, torch.float32, CPU)
     layer = Layer(weights.tensors, 1)
-    parts = (layer.attention_norm, layer.qkv_bias, layer.q_norm, layer.o_bias, layer.mlp_norm, layer.down)
+    parts = (layer.attention_norm, layer.qkv.bias, layer.q_norm, layer.o.bias, layer.mlp_norm, layer.down.weight)
     assert all(part is not None for part in parts)
-    assert layer.qkv.shape == ((4 + 2 * 2) * 8, 32)
-    assert layer.qkv.var().item() == pytest.approx(1 / 32, rel=0.2)
-    assert layer.down.var().item() == pytest.approx(1 / 48 / 4, rel=0.2)
+    assert layer.qkv.weight.shape == ((4 + 2 * 2) * 8, 32)
+    assert layer.qkv.weight.var().item() == pytest.approx(1 / 32, rel=0.2)
+    assert layer.down.weight.var().item() == pytest.approx(1 / 48 / 4, rel=0.2)
     assert weights.flat.numel() >= sum(tensor.numel() for tensor in weights.tensors.values())
     again = RandomWeights(TINY, torch.float32, CPU)
     assert torch.equal(weights.flat, again.flat)
-    assert layer.qkv.untyped_storage().data_ptr() == weights.flat.untyped_storage().data_ptr()
+    assert layer.qkv.weight.untyped_storage().data_ptr() == weights.flat.untyped_storage().data_ptr()
 
 
 class TestSynthetic:

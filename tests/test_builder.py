@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from kvseek.builder import build
 from kvseek.builder.checkpoint import open_checkpoint
-from kvseek.builder.weights import plan_weights, write_weights
+from kvseek.builder.weights import WeightFormat, plan_weights, write_weights
 from kvseek.engine.config import EngineConfig
 from kvseek.engine.errors import ConfigError, EngineDirectoryError
 from kvseek.engine.manifest import CODEBOOKS_FILE, read_manifest, verify
@@ -54,8 +54,8 @@ def fused(original: dict[str, torch.Tensor], layer: int, names: tuple[str, ...],
 def test_weights_are_the_checkpoints(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = save_random_model(tmp_path / "model", architecture, attention_bias=architecture == "llama")
     original = {name: tensor.to(dtype) for name, tensor in load_file(model / "model.safetensors").items()}
-    write_weights(open_checkpoint(model), tmp_path, dtype)
-    weights = load_weights(tmp_path, dtype, CPU)
+    write_weights(open_checkpoint(model), tmp_path, WeightFormat(dtype))
+    weights = load_weights(tmp_path, CPU)
     assert torch.equal(weights["embed.weight"], original["model.embed_tokens.weight"])
     assert torch.equal(weights["norm.weight"], original["model.norm.weight"])
     assert ("lm_head.weight" in weights) == (architecture != "qwen2"), "Qwen2's is tied to the embedding here"
@@ -87,12 +87,12 @@ def test_float16_refuses_what_it_cannot_hold(tmp_path: Path, value: float, fits:
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     checkpoint = open_checkpoint(model)
     if fits:
-        write_weights(checkpoint, tmp_path, torch.float16)
+        write_weights(checkpoint, tmp_path, WeightFormat(torch.float16))
         return
     message = f"layers.1.gate_up.weight holds {abs(value):g}: float16 holds at most 65504; build with --dtype bfloat16"
     with pytest.raises(ConfigError, match=re.escape(message)):
-        write_weights(checkpoint, tmp_path, torch.float16)
-    write_weights(checkpoint, tmp_path, torch.bfloat16)
+        write_weights(checkpoint, tmp_path, WeightFormat(torch.float16))
+    write_weights(checkpoint, tmp_path, WeightFormat(torch.bfloat16))
 
 
 def test_shards_in_and_out(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_shards_in_and_out(tmp_path: Path) -> None:
     sizes: list[int] = []
     for folder, shard_bytes in zip(folders, (1 << 30, limit), strict=True):
         folder.mkdir()
-        write_weights(checkpoint, folder, torch.float32, shard_bytes, sizes.append)
+        write_weights(checkpoint, folder, WeightFormat(torch.float32), shard_bytes, sizes.append)
     index = json.loads((folders[1] / "weights.index.json").read_text())
     assert sum(sizes) == 2 * index["metadata"]["total_size"]
     assert list(index["weight_map"]) == [weight.name for weight in plan_weights(checkpoint.config)]
@@ -113,7 +113,7 @@ def test_shards_in_and_out(tmp_path: Path) -> None:
     assert len(shards) > 3
     for path in shards:
         assert sum(tensor.nbytes for tensor in load_file(path).values()) <= limit
-    one, many = (load_weights(folder, torch.float32, CPU) for folder in folders)
+    one, many = (load_weights(folder, CPU) for folder in folders)
     assert one.keys() == many.keys()
     assert all(torch.equal(one[name], many[name]) for name in one)
 
@@ -129,10 +129,9 @@ def mapped_file(address: int) -> str:
 
 
 def test_weights_are_mapped_and_aligned(engine: Path) -> None:
-    weights = load_weights(engine, torch.float32, CPU)
+    weights = load_weights(engine, CPU)
     assert all(tensor.data_ptr() % 16 == 0 for tensor in weights.values())
     assert mapped_file(weights["embed.weight"].data_ptr()) == str(engine / SHARD), "a view of the file, not a copy"
-    assert load_weights(engine, torch.bfloat16, CPU)["embed.weight"].dtype == torch.bfloat16
 
 
 def test_contents_of_an_engine_directory(model: Path, build_engine: BuildEngine) -> None:
@@ -321,7 +320,7 @@ def test_config_and_weights_must_agree(tmp_path: Path) -> None:
     ):
         path.write_text(json.dumps(json.loads(original) | change))
         with pytest.raises(ConfigError, match=message):
-            write_weights(open_checkpoint(model), tmp_path, torch.float32)
+            write_weights(open_checkpoint(model), tmp_path, WeightFormat(torch.float32))
 
 
 @pytest.mark.model

@@ -15,7 +15,7 @@ from random_models import ARCHITECTURES, save_random_model
 from safetensors.torch import load_file
 
 from kvseek.builder.checkpoint import open_checkpoint
-from kvseek.builder.weights import write_weights
+from kvseek.builder.weights import WeightFormat, write_weights
 from kvseek.engine.weights import load_weights
 
 HEAD_DIM = 32
@@ -27,8 +27,8 @@ SUPER_BLOCKS = {"Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208
 
 def engine_weights(path: Path, folder: Path) -> dict[str, torch.Tensor]:
     folder.mkdir()
-    write_weights(open_checkpoint(path), folder, torch.float32)
-    return load_weights(folder, torch.float32, torch.device("cpu"))
+    write_weights(open_checkpoint(path), folder, WeightFormat(torch.float32))
+    return load_weights(folder, torch.device("cpu"))
 
 
 def fused_names(layer: int) -> dict[str, tuple[str, ...]]:

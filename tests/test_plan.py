@@ -18,7 +18,7 @@ from kvseek.builder.options import PlanOptions, parse
 from kvseek.builder.plan import BUDGET, DEVICE, HOST, KERNELS, REACH, REQUESTS, Attempt, Planner
 from kvseek.builder.plan_report import plan_document
 from kvseek.builder.sizes import memory_size, readable
-from kvseek.builder.weights import write_weights
+from kvseek.builder.weights import WeightFormat, write_weights
 from kvseek.engine.device_cache import DeviceCache
 from kvseek.engine.errors import CapacityError
 from kvseek.engine.metrics import RequestStatistics
@@ -140,8 +140,8 @@ def test_what_limits(small: Path) -> None:
 def test_weights_are_what_a_build_writes(tmp_path: Path) -> None:
     for architecture in ("llama", "qwen2", "qwen3"):
         model = save_random_model(tmp_path / architecture, architecture)
-        write_weights(open_checkpoint(model), model, torch.bfloat16)
-        weights = load_weights(model, torch.bfloat16, CPU)
+        write_weights(open_checkpoint(model), model, WeightFormat(torch.bfloat16))
+        weights = load_weights(model, CPU)
         own = planner(model, method="full")
         assert own.weight_bytes == sum(tensor.nbytes for tensor in weights.values())
 

@@ -18,7 +18,7 @@ from test_logits import compare
 
 from kvseek.builder.checkpoint import open_checkpoint
 from kvseek.builder.tensorrt_llm_checkpoint import TensorRtLlmCheckpoint
-from kvseek.builder.weights import plan_weights, write_weights
+from kvseek.builder.weights import WeightFormat, plan_weights, write_weights
 from kvseek.engine.config import ModelConfig, RopeScaling
 from kvseek.engine.errors import ConfigError
 
@@ -114,11 +114,11 @@ def test_tied_embeddings_need_no_head(models: dict[str, Path], tmp_path: Path) -
     directory = save_tensorrt_llm(tmp_path / "trt", models["qwen2"], **flags)
     edit(directory / "rank0.safetensors", lambda tensors: tensors.pop("lm_head.weight"))
     checkpoint = open_checkpoint(directory)
-    write_weights(checkpoint, tmp_path, torch.float32)
+    write_weights(checkpoint, tmp_path, WeightFormat(torch.float32))
     assert checkpoint.config.tie_word_embeddings
     configure(directory, share_embedding_table=False)
     with pytest.raises(ConfigError, match=r"rank0\.safetensors: tensor lm_head\.weight is missing"):
-        write_weights(open_checkpoint(directory), tmp_path, torch.float32)
+        write_weights(open_checkpoint(directory), tmp_path, WeightFormat(torch.float32))
 
 
 def test_scales_of_the_kv_cache_are_no_weights(four_ranks: Path) -> None:
@@ -130,7 +130,7 @@ def test_scales_of_the_kv_cache_are_no_weights(four_ranks: Path) -> None:
     adapter = {"transformer.layers.0.attention.lora_a": torch.ones(1)}
     edit(four_ranks / "rank3.safetensors", lambda tensors: tensors.update(adapter))
     with pytest.raises(ConfigError, match=r"lora_a of rank3\.safetensors \(1 in all\) has no place in a llama decoder"):
-        write_weights(open_checkpoint(four_ranks), four_ranks, torch.float32)
+        write_weights(open_checkpoint(four_ranks), four_ranks, WeightFormat(torch.float32))
 
 
 CONFIGURATIONS = [
@@ -250,7 +250,7 @@ def test_damaged_tensors(
 ) -> None:
     edit(four_ranks / f"{rank}.safetensors", damage)
     with pytest.raises(ConfigError, match=message):
-        write_weights(open_checkpoint(four_ranks), tmp_path, torch.float32)
+        write_weights(open_checkpoint(four_ranks), tmp_path, WeightFormat(torch.float32))
 
 
 def test_kv_heads_that_should_be_copies(models: dict[str, Path], tmp_path: Path) -> None:

@@ -73,14 +73,7 @@ def eager(engine: Engine, **options: bool) -> DeviceDecoder:
     """A second decoder over an engine's weights, cache and indexes."""
     old = engine._decoder
     assert isinstance(old, DeviceDecoder)
-    weights = {"embed.weight": old.embed, "norm.weight": old.norm, "lm_head.weight": old.lm_head}
-    for number, layer in enumerate(old.layers):
-        named = {"attention_norm.weight": layer.attention_norm, "mlp_norm.weight": layer.mlp_norm}
-        named |= {"qkv.weight": layer.qkv, "qkv.bias": layer.qkv_bias, "o.weight": layer.o, "o.bias": layer.o_bias}
-        named |= {"gate_up.weight": layer.gate_up, "down.weight": layer.down}
-        named |= {"q_norm.weight": layer.q_norm, "k_norm.weight": layer.k_norm}
-        weights |= {f"layers.{number}.{name}": value for name, value in named.items() if value is not None}
-    return DeviceDecoder(old.config, weights, old.cache, old.indexes, old.ops._kernels, graphs=False, **options)
+    return DeviceDecoder(old.config, old.weights, old.cache, old.indexes, old.ops._kernels, graphs=False, **options)
 
 
 @pytest.mark.parametrize("offload", ["always", "never", "auto"])

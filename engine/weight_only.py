@@ -1,0 +1,63 @@
+"""Weight-only quantisation: 8 bits a weight, a scale for each row of a matrix, activations as they are.
+
+`dequantise` defines what the weights are; kernels may multiply first and scale the sum, which rounds less.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from .config import ModelConfig
+
+NONE = "none"
+PRECISIONS = {  # values of EngineConfig.weight_only_precision: how weights are stored, and the largest that can be
+    "int8": (torch.int8, 127.0),
+    "fp8": (torch.float8_e4m3fn, 448.0),
+}
+QUANTISED = ("qkv", "o", "gate_up", "down")  # products of a layer; embedding and head stay, as in TensorRT-LLM
+INPUTS_MULTIPLE = 16  # weights of a row: kernels load so many at once
+
+
+def quantise(weight: Tensor, precision: str) -> tuple[Tensor, Tensor]:
+    """Round a weight [outputs, inputs] to 8 bits.
+
+    A row's largest magnitude becomes the largest number of the format, 127 of int8 and 448 of float8_e4m3fn; there is no
+    zero point. Others are rounded to the nearest, ties to even.
+
+    Returns
+    -------
+    quantised : Tensor, int8 or float8_e4m3fn [outputs, inputs]
+    scale : Tensor, float32 [outputs]
+        What a row is multiplied with to have its weights back; 1 for a row of zeros.
+
+    Raises
+    ------
+    ConfigError
+        If a weight is not finite.
+    """
+    dtype, largest = PRECISIONS[precision]
+    wide = weight.float()
+    magnitude = wide.abs().amax(dim=1)
+    if not magnitude.isfinite().all():
+        row = int((~magnitude.isfinite()).nonzero()[0])
+        raise ConfigError(f"row {row} holds infinity or NaN: must be finite; download the checkpoint again")
+    scale = torch.where(magnitude > 0, magnitude / largest, 1.0)
+    scaled = wide / scale[:, None]
+    rounded = scaled.round() if dtype is torch.int8 else scaled
+    return rounded.clamp(-largest, largest).to(dtype), scale
+
+
+def dequantise(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights [outputs, inputs] in `dtype`, from what `quantise` returned; the product is in float32, rounded once."""
+    return (weight.float() * scale[:, None]).to(dtype)
+
+
+def quantised_names(model: ModelConfig) -> set[str]:
+    """Names of the weights that weight-only quantisation applies to."""
+    return {f"layers.{layer}.{name}.weight" for layer in range(model.num_layers) for name in QUANTISED}

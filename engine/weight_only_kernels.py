@@ -1,0 +1,136 @@
+"""Launches the kernels of engine/weight_only.cu: products with weights of 8 bits.
+
+Functions launch on the current stream, can be captured in a CUDA graph and read nothing back. Tensors are contiguous and on
+the kernels' GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int32, c_void_p
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .errors import KernelError
+from .weight_only import INPUTS_MULTIPLE, NONE, PRECISIONS
+
+if TYPE_CHECKING:
+    from .config import EngineConfig
+    from .cuda import CudaKernels
+
+# As in weight_only.cu. By rows of x: kvseek_weight_only_linear_<rows> and the output channels of its thread block.
+CHANNELS = {8: 16, 16: 32, 32: 64, 64: 128}
+LINEAR_THREADS = 256
+DEQUANTISE_THREADS = 256
+MAX_ROWS = max(CHANNELS)
+
+
+class WeightOnlyLinearArguments(ctypes.Structure):
+    """Arguments of kvseek_weight_only_linear_8 and its kind."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "weight", "scale", "bias", "out")),
+        *((name, c_int32) for name in ("rows", "outputs", "inputs")),
+    )
+
+
+class DequantiseArguments(ctypes.Structure):
+    """Arguments of kvseek_dequantise."""
+
+    _fields_ = (*((name, c_void_p) for name in ("weight", "scale", "out")), ("inputs", c_int32))
+
+
+class WeightOnlyKernels:
+    """Products with weights of one precision.
+
+    Parameters
+    ----------
+    kernels : CudaKernels
+        Compiled for `precision` and `dtype`.
+    precision : str
+        "int8" or "fp8".
+    dtype : torch.dtype
+        Of what is multiplied with the weights, and of the products: bfloat16 or float16.
+
+    Attributes
+    ----------
+    max_rows : int
+        Most rows that `linear` multiplies.
+    """
+
+    max_rows = MAX_ROWS
+
+    def __init__(self, kernels: CudaKernels, precision: str, dtype: torch.dtype) -> None:
+        self._kernels, self.dtype, self.weight_dtype = kernels, dtype, PRECISIONS[precision][0]
+
+    def linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply x [rows, inputs] with a weight [outputs, inputs]: (x weightᵀ) scale + bias, [rows, outputs].
+
+        Sums are in float32 and rounded once.
+
+        Parameters
+        ----------
+        scale : Tensor, float32 [outputs]
+        bias : Tensor [outputs] or None
+
+        Raises
+        ------
+        KernelError
+            If there are more than `max_rows` rows, or a tensor is not what the kernels read.
+        """
+        (rows, inputs), outputs = x.shape, weight.shape[0]
+        bucket = next((size for size in CHANNELS if rows <= size), None)
+        if bucket is None:
+            raise KernelError(f"rows = {rows}: must be <= {MAX_ROWS}; dequantise the weight to multiply more")
+        out = x.new_empty(rows, outputs)
+        arguments = WeightOnlyLinearArguments(
+            x=self._address("x", x, self.dtype),
+            weight=self._weight(weight, inputs),
+            scale=self._address("scale", scale, torch.float32),
+            bias=0 if bias is None else self._address("bias", bias, self.dtype),
+            out=out.data_ptr(),
+            rows=rows,
+            outputs=outputs,
+            inputs=inputs,
+        )
+        blocks = -(-outputs // CHANNELS[bucket])
+        name = f"kvseek_weight_only_linear_{bucket}"
+        self._kernels.launch(name, (blocks, 1, 1), LINEAR_THREADS, arguments, overlap=True)
+        return out
+
+    def dequantise(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """weight [outputs, inputs] times scale float32 [outputs], in the products' dtype."""
+        outputs, inputs = weight.shape
+        out = torch.empty(outputs, inputs, dtype=self.dtype, device=weight.device)
+        arguments = DequantiseArguments(
+            weight=self._weight(weight, inputs),
+            scale=self._address("scale", scale, torch.float32),
+            out=out.data_ptr(),
+            inputs=inputs,
+        )
+        self._kernels.launch("kvseek_dequantise", (outputs, 1, 1), DEQUANTISE_THREADS, arguments, overlap=True)
+        return out
+
+    def _weight(self, weight: Tensor, inputs: int) -> int:
+        if weight.shape[1] != inputs or inputs % INPUTS_MULTIPLE:
+            raise KernelError(
+                f"weight {tuple(weight.shape)} for x of {inputs} channels: must have as many, a multiple of "
+                f"{INPUTS_MULTIPLE}; build with weight_only_precision none"
+            )
+        return self._address("weight", weight, self.weight_dtype)
+
+    def _address(self, name: str, tensor: Tensor, dtype: torch.dtype) -> int:
+        if tensor.dtype is not dtype or tensor.device != self._kernels.device or not tensor.is_contiguous():
+            raise KernelError(
+                f"{name}: {tensor.dtype} on {tensor.device}, strides {tensor.stride()}: must be contiguous {dtype} on "
+                f"{self._kernels.device}; convert it before the launch"
+            )
+        return tensor.data_ptr()
+
+
+def weight_only_kernels(config: EngineConfig, kernels: CudaKernels) -> WeightOnlyKernels | None:
+    """The kernels that an engine multiplies with; None if its weights are in its dtype."""
+    precision = config.weight_only_precision
+    return None if precision == NONE else WeightOnlyKernels(kernels, precision, getattr(torch, config.dtype))
