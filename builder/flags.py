@@ -27,6 +27,7 @@ CHOICE_SUMMARIES = {
     "device": "what the engine runs on (default: cpu; --plan plans for cuda)",
     "kernels": "compiled, or PyTorch (on the CPU) (default: native)",
     "weight_only_precision": "of the layers' matrices: 8 bits and a scale a row, or --dtype (default: none)",
+    "runtime": "what computes all but attention (default: torch)",
 }
 USAGE = """
   kvseek build --model MODEL --method METHOD --output_dir DIR [OPTION ...]

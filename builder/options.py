@@ -28,6 +28,7 @@ class EngineOptions:
     kernels: str
     device: str
     weight_only_precision: str
+    runtime: str
     limits: dict[str, int]
     cache: dict[str, Any]
     method_config: dict[str, Any]
@@ -50,6 +51,7 @@ class EngineOptions:
             device=self.device,
             kernels=self.kernels,
             weight_only_precision=self.weight_only_precision,
+            runtime=self.runtime,
             **limits,
         )
 

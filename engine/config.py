@@ -24,6 +24,7 @@ CHOICES = {  # values of EngineConfig's fields of a few words
     "device": ("cpu", "cuda"),
     "kernels": ("native", "reference"),
     "weight_only_precision": ("none", "int8", "fp8"),
+    "runtime": ("torch", "tensorrt"),
 }
 
 T = TypeVar("T")
@@ -161,13 +162,39 @@ class CacheConfig:
 
 
 @dataclass(frozen=True)
+class TensorRtConfig:
+    """How the decoder runs with runtime = "tensorrt" (docs/tensorrt.md).
+
+    Attributes
+    ----------
+    module : str
+        Python module that builds and runs the plans: "tensorrt", or "tensorrt_rtx", TensorRT for RTX.
+    form : str
+        "engine": one plan, in which attention is a plugin's layers; "segments": plans that end at attention, which runs between
+        them. TensorRT for RTX has no plugin layers.
+    """
+
+    module: str = "tensorrt"
+    form: str = "engine"
+
+    def __post_init__(self) -> None:
+        modules, forms = ("tensorrt", "tensorrt_rtx"), ("engine", "segments")
+        require(self.module in modules, "tensorrt.module", self.module, f"one of {modules}", "tensorrt is the default")
+        require(self.form in forms, "tensorrt.form", self.form, f"one of {forms}", "engine is the default")
+        fits = (self.module, self.form) != ("tensorrt_rtx", "engine")
+        remedy = "TensorRT for RTX has no plugin layers: build with --tensorrt.form segments"
+        require(fits, "tensorrt.form", self.form, "'segments' with module = 'tensorrt_rtx'", remedy)
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything that an engine directory fixes.
 
     `method` names a folder of plugins/; `method_config` holds that method's own fields, checked by its config class.
     `device` is "cpu" or "cuda"; `kernels` is "native" (compiled, in the engine directory) or "reference" (PyTorch, on
     the CPU alone); `dtype`, of weights and cache, is float32, bfloat16 or, on cuda, float16. `weight_only_precision` is "none",
-    or "int8" or "fp8" for layers whose matrices have 8 bits a weight (weight_only.py).
+    or "int8" or "fp8" for layers whose matrices have 8 bits a weight (weight_only.py). `runtime` is what computes all but
+    attention: "torch", or "tensorrt" on a GPU, as `tensorrt` says.
     """
 
     model: ModelConfig
@@ -178,6 +205,8 @@ class EngineConfig:
     device: str = "cpu"
     kernels: str = "native"
     weight_only_precision: str = "none"
+    runtime: str = "torch"
+    tensorrt: TensorRtConfig = field(default_factory=TensorRtConfig)
     max_batch_size: int = 4
     max_input_len: int = 8192
     max_seq_len: int = 8192
@@ -202,6 +231,19 @@ class EngineConfig:
 
     def _check_device(self) -> None:
         """Refuse what the device does not have, and fields that it would ignore."""
+        own = self.runtime == "tensorrt" or self.tensorrt == TensorRtConfig()
+        remedy = "leave it out, or build with --runtime tensorrt"
+        require(own, "tensorrt", dataclasses.asdict(self.tensorrt), "left out with runtime = 'torch'", remedy)
+        if self.runtime == "tensorrt":
+            name, value = "weight_only_precision", self.weight_only_precision
+            require(
+                self.device == "cuda",
+                "runtime",
+                self.runtime,
+                "'torch' with device = 'cpu'",
+                "build with --device cuda",
+            )
+            require(value == "none", name, value, "'none' with runtime = 'tensorrt'", "build with --runtime torch")
         if self.device == "cuda":
             remedy = "build with --kernels native; the reference runs with --device cpu"
             require(self.kernels == "native", "kernels", self.kernels, "'native' with device = 'cuda'", remedy)

@@ -20,8 +20,8 @@ __device__ __forceinline__ unsigned pack(float low, float high, __half) {
 
 #if KVSEEK_WEIGHT == 1
 
-// Byte i of four signed bytes whose sign bits are flipped, which makes them 0 to 255: as the last bits of 2^23 they are a
-// float without a conversion.
+// Byte i of four signed bytes whose sign bits are flipped, which makes them 0 to 255: as the last bits of 2^23 they are
+// a float without a conversion.
 __device__ __forceinline__ float byte_to_float(unsigned flipped, int i) {
     return __uint_as_float(__byte_perm(flipped, 0x4b000000u, 0x7440 | i)) - 8388736.0f;  // 2^23 + 128
 }
@@ -36,11 +36,12 @@ __device__ __forceinline__ void convert(unsigned bytes, unsigned (&numbers)[2]) 
 
 #else
 
-// Sign, exponent and fraction of two e4m3 numbers, each in the upper byte of a half register, moved to their places in the
-// wider type: its exponent has another bias, which the factor makes up for. Subnormal numbers come out right, too.
+// Sign, exponent and fraction of two e4m3 numbers, each in the upper byte of a half register, moved to their places in
+// the wider type: its exponent has another bias, which the factor makes up for. Subnormal numbers come out right, too.
 __device__ __forceinline__ unsigned widen(unsigned upper_bytes, __nv_bfloat16) {
     const unsigned moved = (upper_bytes & 0x80008000u) | (upper_bytes & 0x7f007f00u) >> 4;
-    const __nv_bfloat162 factor = __halves2bfloat162(__ushort_as_bfloat16(0x7b80), __ushort_as_bfloat16(0x7b80));  // 2^120
+    const __nv_bfloat162 factor =
+        __halves2bfloat162(__ushort_as_bfloat16(0x7b80), __ushort_as_bfloat16(0x7b80));  // 2^120
     const __nv_bfloat162 both = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&moved), factor);
     return *reinterpret_cast<const unsigned*>(&both);
 }
@@ -57,23 +58,9 @@ __device__ __forceinline__ void convert(unsigned bytes, unsigned (&numbers)[2]) 
 
 #endif
 
-// Sixteen neighbouring weights of a row.
-struct Piece {
-    uint4 bits;
-
-    // Weights are read once a step: the first-level cache is for x.
-    __device__ __forceinline__ void load(const Weight* from) {
-        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-                     : "l"(from));
-    }
-    __device__ __forceinline__ void clear() { bits = make_uint4(0, 0, 0, 0); }
-
-    // Weights 4 * step to 4 * step + 3.
-    __device__ __forceinline__ void numbers(int step, unsigned (&pairs)[2]) const {
-        convert(step == 0 ? bits.x : step == 1 ? bits.y : step == 2 ? bits.z : bits.w, pairs);
-    }
-};
+__device__ __forceinline__ unsigned word(const uint4& bits, int i) {
+    return i == 0 ? bits.x : i == 1 ? bits.y : i == 2 ? bits.z : bits.w;
+}
 
 }  // namespace weight_only
 }  // namespace kvseek

@@ -1,9 +1,10 @@
-// Products with weights of 8 bits (weight-only quantisation): out = (x wᵀ) scale + bias, x and out in the engine's type.
+// Products with weights of 8 bits (weight-only quantisation): out = (x wᵀ) scale + bias, x and out in the engine's
+// type.
 //
 // A decode step multiplies a few rows with matrices of many megabytes: its time is that of reading the weights once. So
-// weights go from memory to registers, 16 bytes a load and many loads in flight, and become 16-bit numbers there, exactly;
-// the tensor cores' 16 rows are output channels, their 8 columns are rows of x. The order of a sum's terms does not matter to
-// the tensor cores, so a lane's 16 neighbouring weights serve as they lie, and the same 16 channels of x with them.
+// each lane keeps many loads of 16 bytes on their way, and weights become 16-bit numbers in registers, exactly. The
+// tensor cores' 16 rows are output channels, their 8 columns are rows of x. The order of a sum's terms is free, so a
+// lane's 16 neighbouring weights serve as they lie, and the same 16 channels of x with them.
 // engine/weight_only_kernels.py launches these kernels; builder/compile_cuda.py sets KVSEEK_WEIGHT.
 #include "plugins/common/numbers.cuh"
 #include "plugins/common/overlap.cuh"
@@ -37,38 +38,98 @@ struct DequantiseArguments {
 
 namespace weight_only {
 
-constexpr int LINEAR_WARPS = 8;
-constexpr int LINEAR_THREADS = LINEAR_WARPS * 32;
 constexpr int DEQUANTISE_THREADS = 256;
-constexpr int PIECE = 16;   // weights that a lane loads at once
-constexpr int HALVES = 2;   // pieces of a row that a lane holds of one block of channels: a row's part is 128 weights
+constexpr int PIECE = 16;  // weights that a lane loads at once
+constexpr int HALVES = 2;  // pieces of a row that a lane loads of one block: a row's part of it is 128 weights
 constexpr int BLOCK = HALVES * 4 * PIECE;
-constexpr int DEPTH = 2;  // blocks that are on their way while one is multiplied
 
-// A lane's weights of a block: rows g and g + 8 of each row tile, two pieces of each.
-template <int ROW_TILES>
-struct BlockWeights {
-    Piece pieces[ROW_TILES][2][HALVES];
+// What a kernel's thread block computes: ROW_TILES * 16 output channels of up to COLUMN_TILES * 8 rows of x. Its warps
+// take turns at the blocks of a row's channels.
+template <int WARPS_, int ROW_TILES_, int COLUMN_TILES_, int DEPTH_>
+struct Shape {
+    static constexpr int WARPS = WARPS_, ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_;
+    static constexpr int DEPTH = DEPTH_;  // blocks of a warp that are on their way or being multiplied
+    static constexpr int THREADS = WARPS * 32;
+    static constexpr int CHANNELS = ROW_TILES * 16;
+    static constexpr int PIECES = ROW_TILES * 2 * HALVES;  // of a lane and a block
+    static constexpr int SUMS = ROW_TILES * COLUMN_TILES * 4;
+    // With few rows of x, registers have room for its next block, and for a sum of each half: products do not wait for
+    // x, and half as long for each other.
+    static constexpr bool FEW = COLUMN_TILES <= 2;
+    static constexpr int CHAINS = FEW ? HALVES : 1;
+};
 
-    __device__ __forceinline__ void load(const Weight* weight, int first_row, int outputs, int inputs, int block) {
-        const int lane = threadIdx.x % 32;
+// Shared memory. A lane reads the pieces alone that it has loaded, so the ring needs no barrier.
+template <class S>
+struct Shared {
+    uint4 ring[S::WARPS][S::DEPTH][S::PIECES][32];
+    float parts[2][S::WARPS - 1][S::SUMS][32];  // two: one is read while the next tile's is written
+};
+
+// The blocks of a warp, tile after tile, on their way from memory.
+template <class S>
+class Blocks {
+  public:
+    __device__ __forceinline__ Blocks(const WeightOnlyLinearArguments& a, Shared<S>& shared)
+        : weight_(static_cast<const Weight*>(a.weight)),
+          outputs_(a.outputs),
+          inputs_(a.inputs),
+          ring_(shared.ring[threadIdx.x / 32]),
+          channel_(blockIdx.x * S::CHANNELS),
+          block_(threadIdx.x / 32) {}
+
+    // Start the next block on its way. Beyond the last tile or the end of a row there is nothing to load, but a group
+    // to wait for.
+    __device__ __forceinline__ void start_next() {
+        const int lane = threadIdx.x % 32, input = block_ * BLOCK + lane % 4 * PIECE;
 #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; ++tile) {
+        for (int tile = 0; tile < S::ROW_TILES; ++tile) {
 #pragma unroll
             for (int upper = 0; upper < 2; ++upper) {
-                const int row = first_row + tile * 16 + upper * 8 + lane / 4;
+                const int row = channel_ + tile * 16 + upper * 8 + lane / 4;
+                const Weight* from = weight_ + static_cast<long long>(row) * inputs_ + input;
 #pragma unroll
                 for (int half = 0; half < HALVES; ++half) {
-                    const int channel = block * BLOCK + half * 4 * PIECE + lane % 4 * PIECE;
-                    if (row < outputs && channel < inputs) {
-                        pieces[tile][upper][half].load(weight + static_cast<long long>(row) * inputs + channel);
-                    } else {
-                        pieces[tile][upper][half].clear();
-                    }
+                    const bool valid = row < outputs_ && input + half * 4 * PIECE < inputs_;
+                    copy_piece(&ring_[next_stage_][(tile * 2 + upper) * HALVES + half][lane],
+                               valid ? from + half * 4 * PIECE : weight_, valid);
                 }
             }
         }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        next_stage_ = next_stage_ + 1 == S::DEPTH ? 0 : next_stage_ + 1;
+        block_ += S::WARPS;
+        if (block_ >= rounds() * S::WARPS) {
+            block_ = threadIdx.x / 32;
+            channel_ += gridDim.x * S::CHANNELS;
+        }
     }
+
+    // Wait for the oldest block that has not been taken; its pieces.
+    __device__ __forceinline__ const uint4 (*take())[32] {
+        asm volatile("cp.async.wait_group %0;" ::"n"(S::DEPTH - 2) : "memory");
+        const uint4(*pieces)[32] = ring_[stage_];
+        stage_ = stage_ + 1 == S::DEPTH ? 0 : stage_ + 1;
+        return pieces;
+    }
+
+    // Blocks of each warp in a tile; of the last round some warps have none.
+    __device__ __forceinline__ int rounds() const { return (inputs_ + BLOCK * S::WARPS - 1) / (BLOCK * S::WARPS); }
+
+  private:
+    static __device__ __forceinline__ void copy_piece(uint4* to, const Weight* from, bool valid) {
+        const int bytes = valid ? PIECE : 0;  // the rest is filled with zeros
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                         static_cast<unsigned>(__cvta_generic_to_shared(to))),
+                     "l"(from), "r"(bytes)
+                     : "memory");
+    }
+
+    const Weight* weight_;
+    int outputs_, inputs_;
+    uint4 (*ring_)[S::PIECES][32];
+    int channel_, block_;  // what start_next loads
+    int next_stage_ = 0, stage_ = 0;
 };
 
 // Sixteen channels of a row of x: eight registers of two numbers each.
@@ -81,126 +142,169 @@ struct Channels {
         low = reinterpret_cast<const uint4*>(from)[0];
         high = reinterpret_cast<const uint4*>(from)[1];
     }
-    __device__ __forceinline__ unsigned operator[](int i) const {
-        const uint4& part = i < 4 ? low : high;
-        return i % 4 == 0 ? part.x : i % 4 == 1 ? part.y : i % 4 == 2 ? part.z : part.w;
+    __device__ __forceinline__ unsigned operator[](int i) const { return word(i < 4 ? low : high, i % 4); }
+};
+
+// A lane's channels of one half of a block, in all rows of x.
+template <class S>
+struct Half {
+    Channels channels[S::COLUMN_TILES];
+
+    __device__ __forceinline__ void load(const WeightOnlyLinearArguments& a, int block, int half) {
+        const int lane = threadIdx.x % 32, input = block * BLOCK + half * 4 * PIECE + lane % 4 * PIECE;
+#pragma unroll
+        for (int tile = 0; tile < S::COLUMN_TILES; ++tile) {
+            const int row = tile * 8 + lane / 4;
+            const Number* from = static_cast<const Number*>(a.x) + static_cast<long long>(row) * a.inputs + input;
+            channels[tile].load(from, row < a.rows && input < a.inputs);
+        }
     }
 };
 
-template <int ROW_TILES, int COLUMN_TILES>
-__device__ __forceinline__ void multiply_block(float (&sums)[ROW_TILES][COLUMN_TILES][4],
-                                               const BlockWeights<ROW_TILES>& weights, const Number* x, int rows,
-                                               int inputs, int block) {
+template <class S>
+using Sums = float[S::ROW_TILES][S::COLUMN_TILES][4];
+
+template <class S>
+__device__ __forceinline__ void multiply_half(Sums<S>& sums, const uint4 (*pieces)[32], int half, const Half<S>& x) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int half = 0; half < HALVES; ++half) {
-        const int channel = block * BLOCK + half * 4 * PIECE + lane % 4 * PIECE;
-        Channels channels[COLUMN_TILES];
-#pragma unroll
-        for (int tile = 0; tile < COLUMN_TILES; ++tile) {
-            const int row = tile * 8 + lane / 4;
-            channels[tile].load(x + static_cast<long long>(row) * inputs + channel, row < rows && channel < inputs);
-        }
+    for (int tile = 0; tile < S::ROW_TILES; ++tile) {
+        const uint4 lower = pieces[tile * 2 * HALVES + half][lane];  // rows g and g + 8 of the tile
+        const uint4 upper = pieces[(tile * 2 + 1) * HALVES + half][lane];
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
+            unsigned low_numbers[2], high_numbers[2];
+            convert(word(lower, step), low_numbers);
+            convert(word(upper, step), high_numbers);
 #pragma unroll
-            for (int tile = 0; tile < ROW_TILES; ++tile) {
-                unsigned lower[2], upper[2];  // four weights each of rows g and g + 8
-                weights.pieces[tile][0][half].numbers(step, lower);
-                weights.pieces[tile][1][half].numbers(step, upper);
-#pragma unroll
-                for (int column = 0; column < COLUMN_TILES; ++column) {
-                    multiply_16x8x16(sums[tile][column], lower[0], upper[0], lower[1], upper[1],
-                                     channels[column][2 * step], channels[column][2 * step + 1], Number());
-                }
+            for (int column = 0; column < S::COLUMN_TILES; ++column) {
+                const Channels& channels = x.channels[column];
+                multiply_16x8x16(sums[tile][column], low_numbers[0], high_numbers[0], low_numbers[1], high_numbers[1],
+                                 channels[2 * step], channels[2 * step + 1], Number());
             }
         }
     }
 }
 
-// A thread block computes ROW_WARPS * ROW_TILES * 16 output channels of all rows of x. Warps of the same channels split the
-// sum; the first of them adds the others' parts, always in the same order.
-template <int ROW_TILES, int COLUMN_TILES, int ROW_WARPS>
-__device__ __forceinline__ void linear(const WeightOnlyLinearArguments& a) {
-    constexpr int SPLITS = LINEAR_WARPS / ROW_WARPS, SUMS = ROW_TILES * COLUMN_TILES * 4;
-    __shared__ float parts[SPLITS - 1][ROW_WARPS][SUMS][32];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, split = warp / ROW_WARPS;
-    const int first_row = (blockIdx.x * ROW_WARPS + warp % ROW_WARPS) * ROW_TILES * 16;
-    const int blocks = (a.inputs + BLOCK - 1) / BLOCK;
-    const Weight* weight = static_cast<const Weight*>(a.weight);
-    const Number* x = static_cast<const Number*>(a.x);
-    BlockWeights<ROW_TILES> ahead[DEPTH];
+template <class S>
+__device__ __forceinline__ void add_chains(Sums<S> (&sums)[S::CHAINS]) {
+    float* total = &sums[0][0][0][0];
 #pragma unroll
-    for (int d = 0; d < DEPTH; ++d) ahead[d].load(weight, first_row, a.outputs, a.inputs, split + d * SPLITS);
+    for (int chain = 1; chain < S::CHAINS; ++chain) {
+#pragma unroll
+        for (int i = 0; i < S::SUMS; ++i) total[i] += (&sums[chain][0][0][0])[i];
+    }
+}
+
+// The first warp adds the others' sums to its own, always in the same order. Returns whether this is the first warp.
+template <class S>
+__device__ __forceinline__ bool add_parts(Sums<S>& sums, float (&parts)[S::WARPS - 1][S::SUMS][32]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float* flat = &sums[0][0][0];
+    if (warp > 0) {
+#pragma unroll
+        for (int i = 0; i < S::SUMS; ++i) parts[warp - 1][i][lane] = flat[i];
+    }
+    __syncthreads();
+    if (warp > 0) return false;
+#pragma unroll
+    for (int other = 0; other < S::WARPS - 1; ++other) {
+#pragma unroll
+        for (int i = 0; i < S::SUMS; ++i) flat[i] += parts[other][i][lane];
+    }
+    return true;
+}
+
+template <class S>
+__device__ __forceinline__ void store(const WeightOnlyLinearArguments& a, int first_channel, const Sums<S>& sums) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int part = 0; part < S::ROW_TILES * 2; ++part) {
+        const int output = first_channel + part * 8 + lane / 4;
+        if (output >= a.outputs) continue;
+        const float scale = static_cast<const float*>(a.scale)[output];
+        const float bias = a.bias == nullptr ? 0.0f : to_float(static_cast<const Number*>(a.bias)[output]);
+#pragma unroll
+        for (int i = 0; i < S::COLUMN_TILES * 2; ++i) {
+            const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
+            if (row >= a.rows) continue;
+            const float value = sums[part / 2][i / 2][part % 2 * 2 + i % 2] * scale + bias;
+            static_cast<Number*>(a.out)[static_cast<long long>(row) * a.outputs + output] = from_float<Number>(value);
+        }
+    }
+}
+
+// Thread blocks stay and go on to their next output channels: the weights of those are on their way before these are
+// done.
+template <class S>
+__device__ __forceinline__ void linear(const WeightOnlyLinearArguments& a) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory);
+    Blocks<S> blocks(a, shared);
+#pragma unroll
+    for (int d = 0; d < S::DEPTH - 1; ++d) blocks.start_next();
     await_earlier_kernels();  // weights are constants, x is not
     allow_later_kernels();
-    float sums[ROW_TILES][COLUMN_TILES][4] = {};
-    for (int block = split; block < blocks; block += DEPTH * SPLITS) {
+    const int rounds = blocks.rounds(), first = threadIdx.x / 32;
+    Half<S> x[HALVES];
 #pragma unroll
-        for (int d = 0; d < DEPTH; ++d) {
-            const int current = block + d * SPLITS;
-            if (current >= blocks) break;
-            const BlockWeights<ROW_TILES> weights = ahead[d];
-            ahead[d].load(weight, first_row, a.outputs, a.inputs, current + DEPTH * SPLITS);
-            multiply_block(sums, weights, x, a.rows, a.inputs, current);
-        }
-    }
-    float* flat = &sums[0][0][0];
-    if constexpr (SPLITS > 1) {
-        if (split > 0) {
+    for (int half = 0; half < HALVES; ++half) x[half].load(a, first, half);
+    int buffer = 0;
+    for (int channel = blockIdx.x * S::CHANNELS; channel < a.outputs; channel += gridDim.x * S::CHANNELS) {
+        Sums<S> sums[S::CHAINS] = {};
+        for (int round = 0; round < rounds; ++round) {
+            const int block = round * S::WARPS + first, next = round + 1 == rounds ? first : block + S::WARPS;
+            const uint4(*pieces)[32] = blocks.take();
+            blocks.start_next();  // into the stage that was multiplied before
 #pragma unroll
-            for (int i = 0; i < SUMS; ++i) parts[split - 1][warp % ROW_WARPS][i][lane] = flat[i];
-        }
-        __syncthreads();
-        if (split > 0) return;
-        for (int other = 0; other < SPLITS - 1; ++other) {
-#pragma unroll
-            for (int i = 0; i < SUMS; ++i) flat[i] += parts[other][warp][i][lane];
-        }
-    }
-#pragma unroll
-    for (int tile = 0; tile < ROW_TILES; ++tile) {
-#pragma unroll
-        for (int upper = 0; upper < 2; ++upper) {
-            const int output = first_row + tile * 16 + upper * 8 + lane / 4;
-            if (output >= a.outputs) continue;
-            const float scale = static_cast<const float*>(a.scale)[output];
-            const float bias = a.bias == nullptr ? 0.0f : to_float(static_cast<const Number*>(a.bias)[output]);
-#pragma unroll
-            for (int column = 0; column < COLUMN_TILES; ++column) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int row = column * 8 + lane % 4 * 2 + i;
-                    if (row >= a.rows) continue;
-                    const float value = sums[tile][column][upper * 2 + i] * scale + bias;
-                    static_cast<Number*>(a.out)[static_cast<long long>(row) * a.outputs + output] =
-                        from_float<Number>(value);
+            for (int half = 0; half < HALVES; ++half) {
+                if constexpr (S::FEW) {
+                    const Half<S> current = x[half];
+                    x[half].load(a, next, half);
+                    multiply_half<S>(sums[half], pieces, half, current);
+                } else {
+                    x[0].load(a, block, half);
+                    multiply_half<S>(sums[0], pieces, half, x[0]);
                 }
             }
         }
+        add_chains<S>(sums);
+        if (add_parts<S>(sums[0], shared.parts[buffer])) store<S>(a, channel, sums[0]);
+        buffer ^= 1;
     }
 }
 
-// One kernel for each number of rows of x that shares its weights well: beyond 8 rows, reading x costs too, and a thread block
-// that computes more channels reads it for more of them. engine/weight_only_kernels.py knows the channels of a thread block.
-extern "C" __global__ void __launch_bounds__(LINEAR_THREADS)
+// One kernel for each number of rows of x: the more rows, the more it costs to read x, which every thread block does,
+// and the more channels a thread block computes. engine/weight_only_kernels.py knows their shapes.
+using Shape2 = Shape<8, 1, 1, 4>;
+using Shape8 = Shape<8, 2, 1, 3>;
+using Shape16 = Shape<8, 2, 2, 2>;
+using Shape32 = Shape<4, 2, 4, 4>;
+using Shape64 = Shape<4, 2, 8, 3>;
+
+extern "C" __global__ void __launch_bounds__(Shape2::THREADS)
+    kvseek_weight_only_linear_2(const __grid_constant__ kvseek::WeightOnlyLinearArguments a) {
+    linear<Shape2>(a);
+}
+
+extern "C" __global__ void __launch_bounds__(Shape8::THREADS)
     kvseek_weight_only_linear_8(const __grid_constant__ kvseek::WeightOnlyLinearArguments a) {
-    linear<1, 1, 1>(a);
+    linear<Shape8>(a);
 }
 
-extern "C" __global__ void __launch_bounds__(LINEAR_THREADS)
+extern "C" __global__ void __launch_bounds__(Shape16::THREADS)
     kvseek_weight_only_linear_16(const __grid_constant__ kvseek::WeightOnlyLinearArguments a) {
-    linear<1, 2, 2>(a);
+    linear<Shape16>(a);
 }
 
-extern "C" __global__ void __launch_bounds__(LINEAR_THREADS)
+extern "C" __global__ void __launch_bounds__(Shape32::THREADS)
     kvseek_weight_only_linear_32(const __grid_constant__ kvseek::WeightOnlyLinearArguments a) {
-    linear<2, 4, 2>(a);
+    linear<Shape32>(a);
 }
 
-extern "C" __global__ void __launch_bounds__(LINEAR_THREADS)
+extern "C" __global__ void __launch_bounds__(Shape64::THREADS)
     kvseek_weight_only_linear_64(const __grid_constant__ kvseek::WeightOnlyLinearArguments a) {
-    linear<2, 8, 4>(a);
+    linear<Shape64>(a);
 }
 
 // Writes a matrix out in the engine's type, sixteen weights a thread; a row is blockIdx.x.
@@ -212,13 +316,12 @@ extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)
     Number* out = static_cast<Number*>(a.out) + row;
     await_earlier_kernels();  // what read `out` before, if it is memory used again
     for (int at = threadIdx.x * PIECE; at < a.inputs; at += DEQUANTISE_THREADS * PIECE) {
-        Piece piece;
-        piece.load(weight + at);
+        const uint4 piece = *reinterpret_cast<const uint4*>(weight + at);
         alignas(16) Number numbers[PIECE];
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             unsigned pairs[2];
-            piece.numbers(step, pairs);
+            convert(word(piece, step), pairs);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const Number value = reinterpret_cast<const Number*>(pairs)[i];

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_int32, c_void_p
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,11 +21,46 @@ if TYPE_CHECKING:
     from .config import EngineConfig
     from .cuda import CudaKernels
 
-# As in weight_only.cu. By rows of x: kvseek_weight_only_linear_<rows> and the output channels of its thread block.
-CHANNELS = {8: 16, 16: 32, 32: 64, 64: 128}
-LINEAR_THREADS = 256
+# As in weight_only.cu.
 DEQUANTISE_THREADS = 256
-MAX_ROWS = max(CHANNELS)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a thread block of kvseek_weight_only_linear_<rows> computes and takes.
+
+    Attributes
+    ----------
+    threads : int
+    channels : int
+        Output channels.
+    shared_bytes : int
+        Shared memory: pieces of weights on their way, and sums of the warps.
+    resident : int
+        Thread blocks that a multiprocessor of an H100 has room for.
+    """
+
+    threads: int
+    channels: int
+    shared_bytes: int
+    resident: int
+
+    @classmethod
+    def of(cls, warps: int, row_tiles: int, column_tiles: int, depth: int, resident: int) -> Shape:
+        """From the kernel's template arguments."""
+        ring = warps * depth * row_tiles * 4 * 32 * 16
+        parts = 2 * (warps - 1) * row_tiles * column_tiles * 4 * 32 * 4
+        return cls(warps * 32, row_tiles * 16, ring + parts, resident)
+
+
+SHAPES = {  # by rows
+    2: Shape.of(8, 1, 1, 4, 2),
+    8: Shape.of(8, 2, 1, 3, 1),
+    16: Shape.of(8, 2, 2, 2, 1),
+    32: Shape.of(4, 2, 4, 4, 2),
+    64: Shape.of(4, 2, 8, 3, 1),
+}
+MAX_ROWS = max(SHAPES)
 
 
 class WeightOnlyLinearArguments(ctypes.Structure):
@@ -81,7 +117,7 @@ class WeightOnlyKernels:
             If there are more than `max_rows` rows, or a tensor is not what the kernels read.
         """
         (rows, inputs), outputs = x.shape, weight.shape[0]
-        bucket = next((size for size in CHANNELS if rows <= size), None)
+        bucket = next((size for size in SHAPES if rows <= size), None)
         if bucket is None:
             raise KernelError(f"rows = {rows}: must be <= {MAX_ROWS}; dequantise the weight to multiply more")
         out = x.new_empty(rows, outputs)
@@ -95,9 +131,9 @@ class WeightOnlyKernels:
             outputs=outputs,
             inputs=inputs,
         )
-        blocks = -(-outputs // CHANNELS[bucket])
-        name = f"kvseek_weight_only_linear_{bucket}"
-        self._kernels.launch(name, (blocks, 1, 1), LINEAR_THREADS, arguments, overlap=True)
+        shape, name = SHAPES[bucket], f"kvseek_weight_only_linear_{bucket}"
+        blocks = min(-(-outputs // shape.channels), shape.resident * self._kernels.multiprocessors)
+        self._kernels.launch(name, (blocks, 1, 1), shape.threads, arguments, shape.shared_bytes, overlap=True)
         return out
 
     def dequantise(self, weight: Tensor, scale: Tensor) -> Tensor:
