@@ -100,9 +100,9 @@ def open_checkpoint(path: Path, tokenizer_directory: Path | None = None) -> Chec
         found = "has no config.json" if path.is_dir() else "does not exist"
         raise ConfigError(f"model = {str(path)!r}: {found}; pass {kinds}")
     values = read_object(path / "config.json")
-    if "pretrained_config" in values:
-        remedy = "pass the checkpoint that it was built from"
-        raise ConfigError(f"model = {str(path)!r}: is a compiled TensorRT-LLM engine; {remedy}")
+    if "format_version" in values or "pretrained_config" in values:
+        kind = "an engine directory of kvseek" if "format_version" in values else "a compiled TensorRT-LLM engine"
+        raise ConfigError(f"model = {str(path)!r}: is {kind}; pass the checkpoint that it was built from")
     if isinstance(values.get("architecture"), str) and "architectures" not in values:
         return TensorRtLlmCheckpoint(path, tokenizer_directory)
     return HuggingFaceCheckpoint(path, tokenizer_directory)

@@ -69,7 +69,11 @@ class FlagParser(argparse.ArgumentParser):
         add(
             "--tokenizer", type=Path, metavar="DIR", help="directory of the tokenizer (default: it lies with the model)"
         )
-        add("--output_dir", type=Path, help="engine directory to write; not needed with --plan")
+        add(
+            "--output_dir",
+            type=Path,
+            help="engine directory to write, laid out like trtllm-build's; not needed with --plan",
+        )
         add("--method", choices=list(METHODS), help="what runs inside the attention operator")
         for name, summary in CHOICE_SUMMARIES.items():
             add(f"--{name}", choices=CHOICES[name], help=summary)

@@ -14,6 +14,7 @@ from typing import Any
 import kvseek.builder
 import kvseek.engine
 import kvseek.engine.config
+import kvseek.engine.config_file
 import kvseek.plugins
 from kvseek.engine.errors import EngineDirectoryError
 from kvseek.engine.manifest import HASH_THREADS, MANIFEST_FILE, FileRecord, Manifest, read_manifest, sha256, verify
@@ -68,6 +69,7 @@ def _digest_of_sources() -> str:
     # The engine's Python code runs when an engine is served; only its kernels and the configuration are built in.
     kernels = [path for root in kvseek.engine.__path__ for path in sorted(Path(root).glob("*.cu*"))]
     digest = hashlib.sha256()
-    for path in [*paths, *kernels, Path(kvseek.engine.config.__file__)]:
+    configuration = [Path(kvseek.engine.config.__file__), Path(kvseek.engine.config_file.__file__)]
+    for path in [*paths, *kernels, *configuration]:
         digest.update(f"{path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()

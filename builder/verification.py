@@ -12,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from kvseek.builder.sizes import readable
 from kvseek.engine.manifest import HASH_THREADS, MANIFEST_FILE, FileRecord, Manifest, read_manifest, sha256
+from kvseek.engine.migration import check_format
 
 Advance = Callable[[int], None]
 
@@ -31,8 +32,9 @@ def print_faults(directory: Path, console: Console) -> int:
     Raises
     ------
     EngineDirectoryError
-        The manifest itself is missing or malformed.
+        The engine is of another format version, or the manifest itself is missing or malformed.
     """
+    check_format(directory)
     manifest = read_manifest(directory)
     total = sum(record.size for record in manifest.files.values())
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())

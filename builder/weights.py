@@ -131,7 +131,7 @@ def write_weights(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Write weights-*.safetensors and their index into `directory`, holding one fused tensor at a time.
+    """Write rank0-*.safetensors and their index into `directory`, holding one fused tensor at a time.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ def write_weights(
     shards = _split(weights, weight_format, shard_bytes)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        file = f"weights-{number:05}-of-{len(shards):05}.safetensors"
+        file = f"rank0-{number:05}-of-{len(shards):05}.safetensors"
         with (directory / file).open("wb") as output:
             tensors = [stored for weight in shard for stored in weight_format.stored(weight)]
             _write_header(output, tensors)

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import types
 import typing
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .errors import ConfigError, EngineDirectoryError
+from .errors import ConfigError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # of engine directories (engine/migration.py)
 CONFIG_FILE = "config.json"
 EXTENT_TOKENS = 1024  # tokens in one extent of the row pool and of every index array
 CHOICES = {  # values of EngineConfig's fields of a few words
@@ -262,51 +262,16 @@ class EngineConfig:
 
     def save(self, directory: Path) -> None:
         """Write config.json into `directory`."""
-        document = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
-        (directory / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        from .config_file import write_config  # imports this module
+
+        write_config(self, directory)
 
     @classmethod
     def load(cls, directory: Path) -> EngineConfig:
         """Read config.json of an engine directory; raises EngineDirectoryError or ConfigError."""
-        path = directory / CONFIG_FILE
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise EngineDirectoryError(
-                f"{path} is missing: {directory} is no engine directory; run kvseek build"
-            ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise EngineDirectoryError(f"{path} is not JSON ({error}); build the engine again") from None
-        require(
-            isinstance(document, dict), str(path), type(document).__name__, "a JSON object", "build the engine again"
-        )
-        _refuse_other_format(document, directory)
-        del document["format_version"]
-        return from_dict(cls, document, "config.json")
+        from .config_file import read_config  # imports this module
 
-
-def check_format(directory: Path) -> None:
-    """Raise EngineDirectoryError if the engine is of another format version, naming both and the command that rebuilds it.
-
-    A config.json that is missing or no JSON object states no version: checksums tell what happened to it.
-    """
-    try:
-        document = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    if isinstance(document, dict):
-        _refuse_other_format(document, directory)
-
-
-def _refuse_other_format(document: dict[str, Any], directory: Path) -> None:
-    found = document.get("format_version")
-    if found == FORMAT_VERSION and not isinstance(found, bool):
-        return
-    command = f"kvseek build --model MODEL --method {document.get('method', 'METHOD')} --output_dir {directory}"
-    raise EngineDirectoryError(
-        f"{directory / CONFIG_FILE}: format_version = {found!r}, this kvseek reads {FORMAT_VERSION}; build the engine "
-        f"again: {command}, with the flags that it was built with, or install the kvseek that built it"
-    )
+        return read_config(directory)
 
 
 def from_dict(cls: type[T], values: dict[str, Any], where: str) -> T:
@@ -317,16 +282,33 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str) -> T:
     ConfigError
         On an unknown key, a missing one, or a value of the wrong type; `where` leads the message.
     """
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown = sorted(set(values) - set(fields))
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    refuse_unknown(values, names, where)
+    return cls(**read_fields(cls, names, values, where))
+
+
+def refuse_unknown(values: dict[str, Any], known: Collection[str], where: str) -> None:
+    """Raise ConfigError that names the first key of `values` that is not among the `known` ones, and lists those."""
+    unknown = sorted(set(values) - set(known))
     if unknown:
-        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(fields))}")
+        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(known))}")
+
+
+def read_fields(cls: type[Any], names: Collection[str], values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Convert the JSON values of those fields of the dataclass `cls` that `names` lists; other keys are left alone.
+
+    Raises
+    ------
+    ConfigError
+        On a value of the wrong type, or a missing key whose field has no default; `where` leads the message.
+    """
     hints = _type_hints(cls)  # type: ignore[arg-type]  # classes are hashable
-    arguments = {name: _convert(hints[name], value, f"{where}: {name}") for name, value in values.items()}
-    for name, f in fields.items():
-        if name not in arguments and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{where}: key {name!r} is missing; add it, or build the engine again")
-    return cls(**arguments)
+    arguments = {name: _convert(hints[name], values[name], f"{where}: {name}") for name in values if name in names}
+    for f in dataclasses.fields(cls):
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if f.name in names and f.name not in arguments and required:
+            raise ConfigError(f"{where}: key {f.name!r} is missing; add it, or build the engine again")
+    return arguments
 
 
 @functools.cache

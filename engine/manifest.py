@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import check_format, from_dict
+from .config import from_dict
 from .errors import ConfigError, EngineDirectoryError
+from .migration import check_format
 
 MANIFEST_FILE = "manifest.json"
 CODEBOOKS_FILE = "codebooks.safetensors"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .errors import EngineDirectoryError
 
-INDEX_FILE = "weights.index.json"  # {"metadata": {"total_size": bytes}, "weight_map": {tensor name: shard file}}
+INDEX_FILE = "rank0.index.json"  # {"metadata": {"total_size": bytes}, "weight_map": {tensor name: shard file}}
 
 
 def load_weights(directory: Path, device: torch.device) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from kvseek.engine.tokenizer import Tokenizer
 from kvseek.engine.weights import load_weights
 
 CPU = torch.device("cpu")
-SHARD = "weights-00001-of-00001.safetensors"
+SHARD = "rank0-00001-of-00001.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +104,12 @@ def test_shards_in_and_out(tmp_path: Path) -> None:
     for folder, shard_bytes in zip(folders, (1 << 30, limit), strict=True):
         folder.mkdir()
         write_weights(checkpoint, folder, WeightFormat(torch.float32), shard_bytes, sizes.append)
-    index = json.loads((folders[1] / "weights.index.json").read_text())
+    index = json.loads((folders[1] / "rank0.index.json").read_text())
     assert sum(sizes) == 2 * index["metadata"]["total_size"]
     assert list(index["weight_map"]) == [weight.name for weight in plan_weights(checkpoint.config)]
     shards = sorted(folders[1].glob("*.safetensors"))
     assert {path.name for path in shards} == set(index["weight_map"].values())
-    assert shards[0].name == f"weights-00001-of-{len(shards):05}.safetensors"
+    assert shards[0].name == f"rank0-00001-of-{len(shards):05}.safetensors"
     assert len(shards) > 3
     for path in shards:
         assert sum(tensor.nbytes for tensor in load_file(path).values()) <= limit
@@ -146,7 +146,7 @@ def test_contents_of_an_engine_directory(model: Path, build_engine: BuildEngine)
     assert config.method_config["rotation_seed"] == 0, "defaults are stored too"
     assert config.model.eos_token_ids == (1,)
     files = set(read_manifest(directory).files)
-    assert files >= {"config.json", SHARD, "weights.index.json", "kernels/cpu.so", CODEBOOKS_FILE}
+    assert files >= {"config.json", SHARD, "rank0.index.json", "kernels/cpu.so", CODEBOOKS_FILE}
     assert read_manifest(directory).source_model == "llama"
     tokenizer = Tokenizer(directory)
     assert tokenizer.decode(tokenizer.encode("a ship, 1931 – ø")) == "a ship, 1931 – ø"

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvseek.engine.config import CONFIG_FILE, CacheConfig, EngineConfig, ModelConfig, RopeScaling, from_dict
+from kvseek.engine.config_file import PRETRAINED
 from kvseek.engine.errors import ConfigError, EngineDirectoryError
 from kvseek.plugins.registry import get_method
 
 MODEL = ModelConfig(
     "qwen3", 100, 64, 96, 2, 4, 2, 16, 1e-6, 1e6, 8192, RopeScaling("yarn", 4.0, 2048), eos_token_ids=(2, 6)
 )
+OBJECTS = ("pretrained_config", "build_config")
+
+
+def change(directory: Path, *places: str, **values: object) -> None:
+    """Set keys of config.json, of the object that the names of `places` lead to."""
+    path = directory / CONFIG_FILE
+    document: dict[str, Any] = json.loads(path.read_text())
+    inner = document
+    for place in places:
+        inner = inner[place]
+    inner.update(values)
+    path.write_text(json.dumps(document))
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -30,11 +46,34 @@ def test_round_trip_of_a_gpu_engine(tmp_path: Path, dtype: str) -> None:
     assert EngineConfig.load(tmp_path) == config
 
 
+def names_of(config_class: type[Any]) -> set[str]:
+    return {field.name for field in dataclasses.fields(config_class)}
+
+
+def test_each_field_lies_in_its_object(tmp_path: Path) -> None:
+    cache = CacheConfig(sink=3)
+    EngineConfig(MODEL, "pariskv", {"top_k": 7}, cache, dtype="bfloat16", max_batch_size=9).save(tmp_path)
+    document = json.loads((tmp_path / CONFIG_FILE).read_text())
+    assert list(document) == ["format_version", "version", *OBJECTS]
+    assert (document["format_version"], document["version"]) == (2, version("kvseek"))
+    pretrained, built = (document[name] for name in OBJECTS)
+    assert pretrained == json.loads(json.dumps(dataclasses.asdict(MODEL))) | {"dtype": "bfloat16"}
+    assert set(built) == names_of(EngineConfig) - {"model", "dtype"}
+    assert (built["method"], built["method_config"], built["max_batch_size"]) == ("pariskv", {"top_k": 7}, 9)
+    assert built["cache"] == dataclasses.asdict(cache)
+
+
+def test_no_two_fields_of_an_object_share_a_name() -> None:
+    assert set(PRETRAINED) <= names_of(EngineConfig)
+    assert not set(PRETRAINED) & names_of(ModelConfig)
+
+
 def test_an_engine_directory_without_the_new_fields_is_for_the_cpu(tmp_path: Path) -> None:
     EngineConfig(MODEL, "full").save(tmp_path)
     path = tmp_path / CONFIG_FILE
     document = json.loads(path.read_text())
-    del document["device"], document["cache"]["offload"], document["cache"]["kv_cache_device_memory_bytes"]
+    built = document["build_config"]
+    del built["device"], built["cache"]["offload"], built["cache"]["kv_cache_device_memory_bytes"]
     path.write_text(json.dumps(document))
     assert EngineConfig.load(tmp_path) == EngineConfig(MODEL, "full")
 
@@ -44,20 +83,20 @@ def test_gpu_macros_come_from_the_method() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("values", "message"),
     [
-        ({"colour": "red"}, "unknown key 'colour'; known keys: cache, device, dtype"),
+        ({"colour": "red"}, "config.json: build_config: unknown key 'colour'; known keys: cache, device, kernels"),
+        ({"model": {}}, "config.json: build_config: unknown key 'model'; known keys: cache, device, kernels"),
         ({"max_batch_size": 0}, "max_batch_size = 0: must be >= 1"),
-        ({"max_batch_size": True}, "max_batch_size = True: must be int"),
+        ({"max_batch_size": True}, "config.json: build_config: max_batch_size = True: must be int"),
         ({"max_batch_size": "4"}, "max_batch_size = '4': must be int"),
-        ({"dtype": "int8"}, "dtype = 'int8': must be one of"),
+        ({"dtype": "float32"}, "config.json: build_config: unknown key 'dtype'; known keys: cache, device, kernels"),
         ({"max_seq_len": 9000}, "max_seq_len = 9000: must be <= max_position_embeddings = 8192"),
         ({"max_input_len": 4000, "max_seq_len": 300}, "max_input_len = 4000: must be <= max_seq_len = 300"),
         ({"cache": {"sink": -1}}, "cache.sink = -1: must be >= 0"),
-        ({"cache": {"lokal": 1}}, "config.json: cache: unknown key 'lokal'"),
-        ({"model": 3}, "model = 3: must be an object"),
+        ({"cache": {"lokal": 1}}, "config.json: build_config: cache: unknown key 'lokal'"),
+        ({"cache": 3}, "config.json: build_config: cache = 3: must be an object"),
         ({"device": "tpu"}, "device = 'tpu': must be one of ('cpu', 'cuda')"),
-        ({"dtype": "float16"}, "dtype = 'float16': must be float32 or bfloat16 with device = 'cpu'; choose bfloat16"),
         ({"device": "cuda", "kernels": "reference"}, "kernels = 'reference': must be 'native' with device = 'cuda'"),
         ({"device": "cuda", "cache": {"offload": "often"}}, "cache.offload = 'often': must be one of ('auto',"),
         ({"cache": {"offload": "always"}}, "cache.offload = 'always': must be 'auto' with device = 'cpu'"),
@@ -75,25 +114,79 @@ def test_gpu_macros_come_from_the_method() -> None:
         ),
     ],
 )
-def test_bad_values_are_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
+def test_bad_values_are_named(tmp_path: Path, values: dict[str, object], message: str) -> None:
     EngineConfig(MODEL, "full").save(tmp_path)
-    path = tmp_path / CONFIG_FILE
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    change(tmp_path, "build_config", **values)
     with pytest.raises(ConfigError) as caught:
         EngineConfig.load(tmp_path)
     assert message in str(caught.value)
 
 
-def test_missing_key(tmp_path: Path) -> None:
-    (tmp_path / CONFIG_FILE).write_text('{"format_version": 1, "method": "full"}')
-    with pytest.raises(ConfigError, match="key 'model' is missing"):
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dtype": "int8"}, "dtype = 'int8': must be one of"),
+        ({"dtype": "float16"}, "dtype = 'float16': must be float32 or bfloat16 with device = 'cpu'; choose bfloat16"),
+        ({"dtype": 16}, "config.json: pretrained_config: dtype = 16: must be str"),
+        ({"method": "full"}, "config.json: pretrained_config: unknown key 'method'; known keys: architecture, "),
+        ({"colour": "red"}, "unknown key 'colour'; known keys: architecture, bos_token_id, dtype, eos_token_ids"),
+        ({"head_dim": "16"}, "config.json: pretrained_config: head_dim = '16': must be int"),
+        ({"head_dim": 15}, "head_dim = 15: must be even and > 0"),
+        ({"rope_scaling": {"size": 1}}, "config.json: pretrained_config: rope_scaling: unknown key 'size'"),
+    ],
+)
+def test_bad_values_of_the_model_are_named(tmp_path: Path, values: dict[str, object], message: str) -> None:
+    EngineConfig(MODEL, "full").save(tmp_path)
+    change(tmp_path, "pretrained_config", **values)
+    with pytest.raises(ConfigError) as caught:
         EngineConfig.load(tmp_path)
+    assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ('{"format_version": 99}', "format_version = 99")])
-def test_broken_file(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / CONFIG_FILE).write_text(text)
-    with pytest.raises(EngineDirectoryError, match=message):
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"plugin_config": {}}, "config.json: unknown key 'plugin_config'; known keys: build_config, format_version, "),
+        ({"build_config": []}, "config.json: build_config = []: must be dict"),
+        ({"pretrained_config": "llama"}, "config.json: pretrained_config = 'llama': must be dict"),
+        ({"version": 1}, "config.json: version = 1: must be str"),
+    ],
+)
+def test_bad_objects_are_named(tmp_path: Path, values: dict[str, object], message: str) -> None:
+    EngineConfig(MODEL, "full").save(tmp_path)
+    change(tmp_path, **values)
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.load(tmp_path)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        (("version",), "config.json: key 'version' is missing"),
+        (("pretrained_config",), "config.json: key 'pretrained_config' is missing"),
+        (("build_config",), "config.json: key 'build_config' is missing"),
+        (("pretrained_config", "head_dim"), "config.json: pretrained_config: key 'head_dim' is missing"),
+        (("build_config", "method"), "config.json: build_config: key 'method' is missing"),
+    ],
+)
+def test_missing_keys_are_named(tmp_path: Path, places: tuple[str, ...], message: str) -> None:
+    EngineConfig(MODEL, "full").save(tmp_path)
+    path = tmp_path / CONFIG_FILE
+    document = json.loads(path.read_text())
+    del (document if len(places) == 1 else document[places[0]])[places[-1]]
+    path.write_text(json.dumps(document))
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.load(tmp_path)
+    assert message in str(caught.value)
+
+
+def test_broken_file(tmp_path: Path) -> None:
+    (tmp_path / CONFIG_FILE).write_text("{")
+    with pytest.raises(EngineDirectoryError, match="is not JSON"):
+        EngineConfig.load(tmp_path)
+    (tmp_path / CONFIG_FILE).write_text("[]")
+    with pytest.raises(ConfigError, match="= 'list': must be a JSON object; build the engine again"):
         EngineConfig.load(tmp_path)
 
 

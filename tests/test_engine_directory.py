@@ -1,4 +1,4 @@
-"""`kvseek build --inspect` and `--verify`, and engines of another format version."""
+"""`kvseek build --inspect` and `--verify`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from kvseek.builder import build, verification
 from kvseek.builder.inspection import engine_document
 from kvseek.builder.options import InspectOptions
 from kvseek.builder.verification import Fault, find_faults
-from kvseek.engine.config import CONFIG_FILE, FORMAT_VERSION, EngineConfig
-from kvseek.engine.engine import Engine
-from kvseek.engine.errors import EngineDirectoryError
-from kvseek.engine.manifest import CODEBOOKS_FILE, read_manifest, verify
+from kvseek.engine.config import CONFIG_FILE, FORMAT_VERSION
+from kvseek.engine.manifest import CODEBOOKS_FILE, read_manifest
 
-SHARD, INDEX = "weights-00001-of-00001.safetensors", "weights.index.json"
+SHARD, INDEX = "rank0-00001-of-00001.safetensors", "rank0.index.json"
 FLAGS = ("--pariskv.top_k", "20", "--cache.sink", "8", "--max_seq_len", "512", "--kernels", "reference")
 
 
@@ -45,7 +43,7 @@ def test_inspection_does_not_read_weights(engine: Path, capsys: pytest.CaptureFi
     status, text = printed(capsys, "--inspect", engine)
     assert status == 0
     lines = [line.split() for line in text.splitlines()]
-    assert "pariskv engine of [llama], built by kvseek 0.1.0, format 1" in text
+    assert "pariskv engine of [llama], built by kvseek 0.1.0, format 2" in text
     assert ["top_k", "20", "not", "the", "default"] in lines
     assert ["sink", "8", "not", "the", "default"] in lines
     assert ["rotation_seed", "0"] in lines
@@ -148,28 +146,6 @@ def test_misplaced_flags(capsys: pytest.CaptureFixture[str], flags: tuple[str, .
     with pytest.raises(SystemExit, match="2"):
         build.main(flags)
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 0, None, True, "1"])
-def test_another_format_is_refused_with_the_remedy(
-    model: Path, engine: Path, capsys: pytest.CaptureFixture[str], version: object
-) -> None:
-    path = engine / CONFIG_FILE
-    document = json.loads(path.read_text()) | {"format_version": version}
-    path.write_text(json.dumps(document))
-    message = (
-        f"format_version = {version!r}, this kvseek reads {FORMAT_VERSION}; build the engine again: kvseek build --model "
-        f"MODEL --method pariskv --output_dir {engine}, with the flags"
-    )
-    for load in (EngineConfig.load, Engine.load, verify):
-        with pytest.raises(EngineDirectoryError) as caught:
-            load(engine)
-        assert message in str(caught.value), "not a checksum that differs"
-    assert build.main(["--inspect", str(engine)]) == 1
-    assert message in capsys.readouterr().err
-    flags = ["--model", str(model), "--method", "pariskv", "--output_dir", str(engine), "--quiet", *FLAGS]
-    assert build.main(flags) == 0, "the remedy"
-    verify(engine)
 
 
 def test_consoles_print_names_as_they_are(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:

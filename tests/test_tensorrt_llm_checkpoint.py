@@ -278,3 +278,12 @@ def test_compiled_engines_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"pretrained_config": {}, "build_config": {}}))
     with pytest.raises(ConfigError, match="is a compiled TensorRT-LLM engine; pass the checkpoint"):
         open_checkpoint(tmp_path)
+
+
+def test_engines_of_our_own_are_refused(tmp_path: Path) -> None:
+    for document in ({"format_version": 2, "pretrained_config": {}}, {"format_version": 1, "model": {}}):
+        (tmp_path / "config.json").write_text(json.dumps(document))
+        with pytest.raises(
+            ConfigError, match="is an engine directory of kvseek; pass the checkpoint that it was built"
+        ):
+            open_checkpoint(tmp_path)

@@ -40,9 +40,9 @@ class TritonPythonModel:
         logging.basicConfig(level=logging.INFO)
         parameters = json.loads(args["model_config"])["parameters"]
         engine_dir = Path(parameters["engine_dir"]["string_value"])
+        slots = EngineConfig.load(engine_dir).max_batch_size  # first: it says so if the engine is of another format
         self.tokenizer = Tokenizer(engine_dir)
         self.tokenizer.encode("")  # reads the files now rather than in the first request
-        slots = EngineConfig.load(engine_dir).max_batch_size
         self.pool = ThreadPoolExecutor(slots * WAITING_PER_SLOT, thread_name_prefix="stream")
 
     def execute(self, requests):

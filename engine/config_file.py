@@ -1,0 +1,95 @@
+"""config.json of an engine directory, in the objects that trtllm-build writes: the model, and what the build decided."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from .config import (
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    EngineConfig,
+    ModelConfig,
+    from_dict,
+    read_fields,
+    refuse_unknown,
+    require,
+)
+from .errors import EngineDirectoryError
+from .migration import refuse_other_format
+
+# Fields of EngineConfig that lie beside those of its `model` in pretrained_config. All others lie in build_config.
+PRETRAINED = ("dtype",)
+
+
+@dataclass(frozen=True)
+class ConfigDocument:
+    """What config.json holds.
+
+    Attributes
+    ----------
+    format_version : int
+        FORMAT_VERSION of the kvseek that wrote it.
+    version : str
+        That kvseek's version.
+    pretrained_config : dict
+        Fields of ModelConfig, and those of EngineConfig that PRETRAINED lists.
+    build_config : dict
+        All other fields of EngineConfig.
+    """
+
+    format_version: int
+    version: str
+    pretrained_config: dict[str, Any]
+    build_config: dict[str, Any]
+
+
+def write_config(config: EngineConfig, directory: Path) -> None:
+    """Write config.json into `directory`."""
+    values = dataclasses.asdict(config)
+    pretrained = values.pop("model") | {name: values.pop(name) for name in PRETRAINED}
+    document = ConfigDocument(FORMAT_VERSION, version("kvseek"), pretrained, values)
+    text = json.dumps(dataclasses.asdict(document), indent=2) + "\n"
+    (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+def read_config(directory: Path) -> EngineConfig:
+    """Read config.json of an engine directory.
+
+    Raises
+    ------
+    EngineDirectoryError
+        It is missing, no JSON, or of another format version.
+    ConfigError
+        A key is unknown or missing, naming the object that it belongs to, or a value is wrong.
+    """
+    values = _read_object(directory)
+    refuse_other_format(values, directory)
+    document = from_dict(ConfigDocument, values, CONFIG_FILE)
+    pretrained, pretrained_place = document.pretrained_config, f"{CONFIG_FILE}: pretrained_config"
+    built, built_place = document.build_config, f"{CONFIG_FILE}: build_config"
+    of_model, of_engine = ([f.name for f in dataclasses.fields(cls)] for cls in (ModelConfig, EngineConfig))
+    of_build = [name for name in of_engine if name not in ("model", *PRETRAINED)]
+    refuse_unknown(pretrained, [*of_model, *PRETRAINED], pretrained_place)
+    refuse_unknown(built, of_build, built_place)
+    return EngineConfig(
+        model=ModelConfig(**read_fields(ModelConfig, of_model, pretrained, pretrained_place)),
+        **read_fields(EngineConfig, PRETRAINED, pretrained, pretrained_place),
+        **read_fields(EngineConfig, of_build, built, built_place),
+    )
+
+
+def _read_object(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG_FILE
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EngineDirectoryError(f"{path} is missing: {directory} is no engine directory; run kvseek build") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise EngineDirectoryError(f"{path} is not JSON ({error}); build the engine again") from None
+    require(isinstance(document, dict), str(path), type(document).__name__, "a JSON object", "build the engine again")
+    return dict(document)
