@@ -42,14 +42,13 @@ constexpr int DEQUANTISE_THREADS = 256;
 constexpr int PIECE = 16;  // weights that a lane loads at once
 constexpr int HALVES = 2;  // pieces of a row that a lane loads of one block: a row's part of it is 128 weights
 constexpr int BLOCK = HALVES * 4 * PIECE;
+constexpr int DEPTH = 2;  // blocks of a warp that are on their way or being multiplied: more take room from other warps
 
 // What a kernel's thread block computes: ROW_TILES * 16 output channels of up to COLUMN_TILES * 8 rows of x. Its warps
 // take turns at the blocks of a row's channels.
-template <int WARPS_, int ROW_TILES_, int COLUMN_TILES_, int DEPTH_>
+template <int WARPS_, int ROW_TILES_, int COLUMN_TILES_>
 struct Shape {
     static constexpr int WARPS = WARPS_, ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_;
-    static constexpr int DEPTH = DEPTH_;  // blocks of a warp that are on their way or being multiplied
-    static constexpr int THREADS = WARPS * 32;
     static constexpr int CHANNELS = ROW_TILES * 16;
     static constexpr int PIECES = ROW_TILES * 2 * HALVES;  // of a lane and a block
     static constexpr int SUMS = ROW_TILES * COLUMN_TILES * 4;
@@ -62,11 +61,11 @@ struct Shape {
 // Shared memory. A lane reads the pieces alone that it has loaded, so the ring needs no barrier.
 template <class S>
 struct Shared {
-    uint4 ring[S::WARPS][S::DEPTH][S::PIECES][32];
-    float parts[2][S::WARPS - 1][S::SUMS][32];  // two: one is read while the next tile's is written
+    uint4 ring[S::WARPS][DEPTH][S::PIECES][32];
+    float parts[S::WARPS - 1][S::SUMS][32];
 };
 
-// The blocks of a warp, tile after tile, on their way from memory.
+// The blocks of a warp on their way from memory.
 template <class S>
 class Blocks {
   public:
@@ -75,46 +74,34 @@ class Blocks {
           outputs_(a.outputs),
           inputs_(a.inputs),
           ring_(shared.ring[threadIdx.x / 32]),
-          channel_(blockIdx.x * S::CHANNELS),
           block_(threadIdx.x / 32) {}
 
-    // Start the next block on its way. Beyond the last tile or the end of a row there is nothing to load, but a group
-    // to wait for.
+    // Start the warp's next block on its way. Beyond the end of a row there are zeros, and a group to wait for.
     __device__ __forceinline__ void start_next() {
         const int lane = threadIdx.x % 32, input = block_ * BLOCK + lane % 4 * PIECE;
 #pragma unroll
-        for (int tile = 0; tile < S::ROW_TILES; ++tile) {
+        for (int part = 0; part < S::ROW_TILES * 2; ++part) {
+            const int row = blockIdx.x * S::CHANNELS + part * 8 + lane / 4;
+            const Weight* from = weight_ + static_cast<long long>(row) * inputs_ + input;
 #pragma unroll
-            for (int upper = 0; upper < 2; ++upper) {
-                const int row = channel_ + tile * 16 + upper * 8 + lane / 4;
-                const Weight* from = weight_ + static_cast<long long>(row) * inputs_ + input;
-#pragma unroll
-                for (int half = 0; half < HALVES; ++half) {
-                    const bool valid = row < outputs_ && input + half * 4 * PIECE < inputs_;
-                    copy_piece(&ring_[next_stage_][(tile * 2 + upper) * HALVES + half][lane],
-                               valid ? from + half * 4 * PIECE : weight_, valid);
-                }
+            for (int half = 0; half < HALVES; ++half) {
+                const bool valid = row < outputs_ && input + half * 4 * PIECE < inputs_;
+                copy_piece(&ring_[next_stage_][part * HALVES + half][lane], valid ? from + half * 4 * PIECE : weight_,
+                           valid);
             }
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
-        next_stage_ = next_stage_ + 1 == S::DEPTH ? 0 : next_stage_ + 1;
+        next_stage_ = next_stage_ + 1 == DEPTH ? 0 : next_stage_ + 1;
         block_ += S::WARPS;
-        if (block_ >= rounds() * S::WARPS) {
-            block_ = threadIdx.x / 32;
-            channel_ += gridDim.x * S::CHANNELS;
-        }
     }
 
     // Wait for the oldest block that has not been taken; its pieces.
     __device__ __forceinline__ const uint4 (*take())[32] {
-        asm volatile("cp.async.wait_group %0;" ::"n"(S::DEPTH - 2) : "memory");
+        asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 2) : "memory");
         const uint4(*pieces)[32] = ring_[stage_];
-        stage_ = stage_ + 1 == S::DEPTH ? 0 : stage_ + 1;
+        stage_ = stage_ + 1 == DEPTH ? 0 : stage_ + 1;
         return pieces;
     }
-
-    // Blocks of each warp in a tile; of the last round some warps have none.
-    __device__ __forceinline__ int rounds() const { return (inputs_ + BLOCK * S::WARPS - 1) / (BLOCK * S::WARPS); }
 
   private:
     static __device__ __forceinline__ void copy_piece(uint4* to, const Weight* from, bool valid) {
@@ -128,7 +115,7 @@ class Blocks {
     const Weight* weight_;
     int outputs_, inputs_;
     uint4 (*ring_)[S::PIECES][32];
-    int channel_, block_;  // what start_next loads
+    int block_;  // what start_next loads
     int next_stage_ = 0, stage_ = 0;
 };
 
@@ -216,11 +203,11 @@ __device__ __forceinline__ bool add_parts(Sums<S>& sums, float (&parts)[S::WARPS
 }
 
 template <class S>
-__device__ __forceinline__ void store(const WeightOnlyLinearArguments& a, int first_channel, const Sums<S>& sums) {
+__device__ __forceinline__ void store(const WeightOnlyLinearArguments& a, const Sums<S>& sums) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int part = 0; part < S::ROW_TILES * 2; ++part) {
-        const int output = first_channel + part * 8 + lane / 4;
+        const int output = blockIdx.x * S::CHANNELS + part * 8 + lane / 4;
         if (output >= a.outputs) continue;
         const float scale = static_cast<const float*>(a.scale)[output];
         const float bias = a.bias == nullptr ? 0.0f : to_float(static_cast<const Number*>(a.bias)[output]);
@@ -234,78 +221,56 @@ __device__ __forceinline__ void store(const WeightOnlyLinearArguments& a, int fi
     }
 }
 
-// Thread blocks stay and go on to their next output channels: the weights of those are on their way before these are
-// done.
 template <class S>
 __device__ __forceinline__ void linear(const WeightOnlyLinearArguments& a) {
     extern __shared__ __align__(16) unsigned char memory[];
     Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory);
     Blocks<S> blocks(a, shared);
 #pragma unroll
-    for (int d = 0; d < S::DEPTH - 1; ++d) blocks.start_next();
+    for (int d = 0; d < DEPTH - 1; ++d) blocks.start_next();
     await_earlier_kernels();  // weights are constants, x is not
     allow_later_kernels();
-    const int rounds = blocks.rounds(), first = threadIdx.x / 32;
+    const int first = threadIdx.x / 32, count = (a.inputs + BLOCK - 1) / BLOCK;
     Half<S> x[HALVES];
 #pragma unroll
-    for (int half = 0; half < HALVES; ++half) x[half].load(a, first, half);
-    int buffer = 0;
-    for (int channel = blockIdx.x * S::CHANNELS; channel < a.outputs; channel += gridDim.x * S::CHANNELS) {
-        Sums<S> sums[S::CHAINS] = {};
-        for (int round = 0; round < rounds; ++round) {
-            const int block = round * S::WARPS + first, next = round + 1 == rounds ? first : block + S::WARPS;
-            const uint4(*pieces)[32] = blocks.take();
-            blocks.start_next();  // into the stage that was multiplied before
+    for (int half = 0; S::FEW && half < HALVES; ++half) x[half].load(a, first, half);
+    Sums<S> sums[S::CHAINS] = {};
+    for (int block = first; block < count; block += S::WARPS) {
+        const uint4(*pieces)[32] = blocks.take();
+        blocks.start_next();  // into the stage that was multiplied before
 #pragma unroll
-            for (int half = 0; half < HALVES; ++half) {
-                if constexpr (S::FEW) {
-                    const Half<S> current = x[half];
-                    x[half].load(a, next, half);
-                    multiply_half<S>(sums[half], pieces, half, current);
-                } else {
-                    x[0].load(a, block, half);
-                    multiply_half<S>(sums[0], pieces, half, x[0]);
-                }
+        for (int half = 0; half < HALVES; ++half) {
+            if constexpr (S::FEW) {
+                const Half<S> current = x[half];
+                x[half].load(a, block + S::WARPS, half);
+                multiply_half<S>(sums[half], pieces, half, current);
+            } else {
+                x[0].load(a, block, half);
+                multiply_half<S>(sums[0], pieces, half, x[0]);
             }
         }
-        add_chains<S>(sums);
-        if (add_parts<S>(sums[0], shared.parts[buffer])) store<S>(a, channel, sums[0]);
-        buffer ^= 1;
     }
+    add_chains<S>(sums);
+    if (add_parts<S>(sums[0], shared.parts)) store<S>(a, sums[0]);
 }
 
-// One kernel for each number of rows of x: the more rows, the more it costs to read x, which every thread block does,
-// and the more channels a thread block computes. engine/weight_only_kernels.py knows their shapes.
-using Shape2 = Shape<8, 1, 1, 4>;
-using Shape8 = Shape<8, 2, 1, 3>;
-using Shape16 = Shape<8, 2, 2, 2>;
-using Shape32 = Shape<4, 2, 4, 4>;
-using Shape64 = Shape<4, 2, 8, 3>;
+// Kernels by the rows of x that they have room for, and by warps: a matrix of few channels, so of few thread blocks,
+// needs more warps in each to keep enough weights on their way. engine/weight_only_kernels.py knows the shapes and
+// chooses.
+#define KVSEEK_WEIGHT_ONLY_LINEAR(ROWS, WARPS, ROW_TILES)                                                         \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32)                                                      \
+        kvseek_weight_only_linear_##ROWS##_##WARPS(const __grid_constant__ kvseek::WeightOnlyLinearArguments a) { \
+        linear<Shape<WARPS, ROW_TILES, ROWS / 8>>(a);                                                             \
+    }
 
-extern "C" __global__ void __launch_bounds__(Shape2::THREADS)
-    kvseek_weight_only_linear_2(const __grid_constant__ kvseek::WeightOnlyLinearArguments a) {
-    linear<Shape2>(a);
-}
-
-extern "C" __global__ void __launch_bounds__(Shape8::THREADS)
-    kvseek_weight_only_linear_8(const __grid_constant__ kvseek::WeightOnlyLinearArguments a) {
-    linear<Shape8>(a);
-}
-
-extern "C" __global__ void __launch_bounds__(Shape16::THREADS)
-    kvseek_weight_only_linear_16(const __grid_constant__ kvseek::WeightOnlyLinearArguments a) {
-    linear<Shape16>(a);
-}
-
-extern "C" __global__ void __launch_bounds__(Shape32::THREADS)
-    kvseek_weight_only_linear_32(const __grid_constant__ kvseek::WeightOnlyLinearArguments a) {
-    linear<Shape32>(a);
-}
-
-extern "C" __global__ void __launch_bounds__(Shape64::THREADS)
-    kvseek_weight_only_linear_64(const __grid_constant__ kvseek::WeightOnlyLinearArguments a) {
-    linear<Shape64>(a);
-}
+KVSEEK_WEIGHT_ONLY_LINEAR(8, 4, 1)
+KVSEEK_WEIGHT_ONLY_LINEAR(8, 8, 1)
+KVSEEK_WEIGHT_ONLY_LINEAR(8, 16, 1)
+KVSEEK_WEIGHT_ONLY_LINEAR(16, 4, 2)
+KVSEEK_WEIGHT_ONLY_LINEAR(16, 8, 1)
+KVSEEK_WEIGHT_ONLY_LINEAR(32, 4, 2)
+KVSEEK_WEIGHT_ONLY_LINEAR(32, 8, 2)
+KVSEEK_WEIGHT_ONLY_LINEAR(64, 4, 2)
 
 // Writes a matrix out in the engine's type, sixteen weights a thread; a row is blockIdx.x.
 extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)

@@ -23,48 +23,56 @@ if TYPE_CHECKING:
 
 # As in weight_only.cu.
 DEQUANTISE_THREADS = 256
+WARP = 32
+DEPTH = 2
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a thread block of kvseek_weight_only_linear_<rows> computes and takes.
+    """What a thread block of kvseek_weight_only_linear_<rows>_<warps> computes: 16 output channels times `row_tiles`."""
 
-    Attributes
-    ----------
-    threads : int
-    channels : int
-        Output channels.
-    shared_bytes : int
-        Shared memory: pieces of weights on their way, and sums of the warps.
-    resident : int
-        Thread blocks that a multiprocessor of an H100 has room for.
-    """
+    rows: int
+    warps: int
+    row_tiles: int
 
-    threads: int
-    channels: int
-    shared_bytes: int
-    resident: int
+    @property
+    def name(self) -> str:
+        """The kernel."""
+        return f"kvseek_weight_only_linear_{self.rows}_{self.warps}"
 
-    @classmethod
-    def of(cls, warps: int, row_tiles: int, column_tiles: int, depth: int, resident: int) -> Shape:
-        """From the kernel's template arguments."""
-        ring = warps * depth * row_tiles * 4 * 32 * 16
-        parts = 2 * (warps - 1) * row_tiles * column_tiles * 4 * 32 * 4
-        return cls(warps * 32, row_tiles * 16, ring + parts, resident)
+    @property
+    def channels(self) -> int:
+        """Output channels of a thread block."""
+        return 16 * self.row_tiles
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory: blocks of weights on their way, and sums of all warps but one."""
+        ring = self.warps * DEPTH * self.row_tiles * 4 * WARP * 16
+        return ring + (self.warps - 1) * self.row_tiles * self.rows // 8 * 4 * WARP * 4
 
 
-SHAPES = {  # by rows
-    2: Shape.of(8, 1, 1, 4, 2),
-    8: Shape.of(8, 2, 1, 3, 1),
-    16: Shape.of(8, 2, 2, 2, 1),
-    32: Shape.of(4, 2, 4, 4, 2),
-    64: Shape.of(4, 2, 8, 3, 1),
+# Measured on an H200 with the matrices of Llama-3.1-8B: by the most rows, shapes from many output channels to few, each with
+# the fewest channels for each multiprocessor that it is for.
+SHAPES = {
+    8: ((128, Shape(8, 4, 1)), (40, Shape(8, 8, 1)), (0, Shape(8, 16, 1))),
+    16: ((40, Shape(16, 4, 2)), (0, Shape(16, 8, 1))),
+    32: ((40, Shape(32, 4, 2)), (0, Shape(32, 8, 2))),
+    64: ((0, Shape(64, 4, 2)),),
 }
 MAX_ROWS = max(SHAPES)
 
 
+def choose_shape(rows: int, channels: float) -> Shape:
+    """The kernel for so many rows of x and `channels` output channels for each multiprocessor; raises KernelError above MAX_ROWS."""
+    for most, shapes in SHAPES.items():
+        if rows <= most:
+            return next(shape for fewest, shape in shapes if channels >= fewest)
+    raise KernelError(f"rows = {rows}: must be <= {MAX_ROWS}; dequantise the weight to multiply more")
+
+
 class WeightOnlyLinearArguments(ctypes.Structure):
-    """Arguments of kvseek_weight_only_linear_8 and its kind."""
+    """Arguments of kvseek_weight_only_linear_8_4 and its kind."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "weight", "scale", "bias", "out")),
@@ -117,9 +125,7 @@ class WeightOnlyKernels:
             If there are more than `max_rows` rows, or a tensor is not what the kernels read.
         """
         (rows, inputs), outputs = x.shape, weight.shape[0]
-        bucket = next((size for size in SHAPES if rows <= size), None)
-        if bucket is None:
-            raise KernelError(f"rows = {rows}: must be <= {MAX_ROWS}; dequantise the weight to multiply more")
+        shape = choose_shape(rows, outputs / self._kernels.multiprocessors)
         out = x.new_empty(rows, outputs)
         arguments = WeightOnlyLinearArguments(
             x=self._address("x", x, self.dtype),
@@ -131,9 +137,8 @@ class WeightOnlyKernels:
             outputs=outputs,
             inputs=inputs,
         )
-        shape, name = SHAPES[bucket], f"kvseek_weight_only_linear_{bucket}"
-        blocks = min(-(-outputs // shape.channels), shape.resident * self._kernels.multiprocessors)
-        self._kernels.launch(name, (blocks, 1, 1), shape.threads, arguments, shape.shared_bytes, overlap=True)
+        grid = -(-outputs // shape.channels), 1, 1
+        self._kernels.launch(shape.name, grid, shape.warps * WARP, arguments, shape.shared_bytes, overlap=True)
         return out
 
     def dequantise(self, weight: Tensor, scale: Tensor) -> Tensor:
