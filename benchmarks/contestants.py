@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kvseek.benchmarks.shapes import matrix_bytes
 from kvseek.engine.config import EngineConfig
 from kvseek.engine.engine import Engine
 from kvseek.engine.errors import KvseekError
@@ -50,7 +51,7 @@ class EngineContestant(Contestant):
         self.config = EngineConfig.load(directory)
         super().__init__(name or self.config.method)
         self.engine = Engine.load(directory, threads)
-        self._weight_bytes = weight_bytes(self.config)
+        self._weight_bytes = float(matrix_bytes(self.config))
         self._request_id = 0
 
     def prefill(self, prompt_ids: list[int], steps: int) -> None:
@@ -126,7 +127,7 @@ class TransformersContestant(Contestant):
 
     def step_bytes(self) -> dict[str, float]:
         return {
-            "weights": weight_bytes(self._config),
+            "weights": float(matrix_bytes(self._config)),
             "rows": self.cached_tokens * row_bytes(self._config),
             "index": 0.0,
         }
@@ -148,15 +149,6 @@ def load_transformers(model: Path, config: EngineConfig) -> list[Contestant]:
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, config.dtype)).eval()
     sdpa = TransformersContestant(loaded, "sdpa", config)
     return [sdpa, TransformersContestant(loaded, "eager", config, like=sdpa)]
-
-
-def weight_bytes(config: EngineConfig) -> float:
-    """Bytes of the matrices that a decode step multiplies with: every layer's and the output head."""
-    model = config.model
-    attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
-    layer = attention + 3 * model.intermediate_size * model.hidden_size
-    numbers = model.num_layers * layer + model.vocab_size * model.hidden_size
-    return float(numbers * getattr(torch, config.dtype).itemsize)
 
 
 def row_bytes(config: EngineConfig) -> float:

@@ -14,7 +14,7 @@ from kvseek.engine.config import EXTENT_TOKENS, CacheConfig, EngineConfig, Model
 from kvseek.engine.errors import ConfigError
 from kvseek.engine.memory import extents_for
 
-from .shapes import matrix_parameters, row_numbers
+from .shapes import matrix_bytes, row_numbers
 
 GIB = 1 << 30
 SLOT_STRIDE = 4099  # tokens between the beginnings of two slots' texts: no two requests hold the same keys
@@ -56,19 +56,23 @@ class Needs:
     def of(cls, config: EngineConfig, itemsize: int, index: IndexNeeds) -> Needs:
         """What the model, cache and method of a configuration need; the embedding counts beside the output head."""
         model = config.model
-        numbers = matrix_parameters(model) + model.vocab_size * model.hidden_size * (not model.tie_word_embeddings)
+        embedding = model.vocab_size * model.hidden_size * (not model.tie_word_embeddings) * itemsize
         rows = row_numbers(model) * itemsize
-        return cls(numbers * itemsize, rows * config.cache.window, rows * EXTENT_TOKENS, index)
+        return cls(matrix_bytes(config) + embedding, rows * config.cache.window, rows * EXTENT_TOKENS, index)
 
     @classmethod
     def most(cls, needs: Sequence[Needs]) -> Needs:
-        """Enough for any of several methods of one model, one at a time: the largest of each part."""
+        """Enough for any of several methods of one model, one at a time: the largest of each part.
+
+        Weights of several precisions lie on the device together; of embedding and head, which they share, each counts its own.
+        """
         index = IndexNeeds(
             max(one.index.extent for one in needs),
             max(one.index.slot for one in needs),
             max(one.index.fixed for one in needs),
         )
-        return cls(needs[0].weights, max(one.window_slot for one in needs), needs[0].row_extent, index)
+        weights = sum({one.weights for one in needs})
+        return cls(weights, max(one.window_slot for one in needs), needs[0].row_extent, index)
 
 
 @dataclass(frozen=True)

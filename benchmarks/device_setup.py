@@ -14,7 +14,7 @@ from kvseek.engine.config import EngineConfig, ModelConfig
 
 from .device_filling import Filler
 from .device_memory import GIB, Cell, IndexNeeds, Limits, Needs, Phase, cell_extents, fill_bytes, plan_phases
-from .random_weights import RandomWeights
+from .random_weights import RandomWeights, quantised
 from .shapes import get_shape
 from .variants import Variant
 
@@ -38,6 +38,7 @@ def engine_config(dtype: str, model: ModelConfig, variant: Variant, cells: Seque
         cache=variant.cache,
         dtype=dtype,
         device="cuda",
+        weight_only_precision=variant.weight_only_precision,
         max_batch_size=max(cell.batch for cell in cells),
         max_input_len=longest,
         max_seq_len=longest,
@@ -125,6 +126,8 @@ class Bench:
     def load(self) -> None:
         """Make the weights: after the plan has been checked, as it takes a while."""
         self.weights = RandomWeights(self.model, self.dtype, self.device, self.arguments.seed)
+        precisions = {variant.weight_only_precision for variant in self.variants}
+        self._tensors = {precision: quantised(self.weights.tensors, precision) for precision in precisions}
 
     def filler(self) -> Filler:
         """Synthetic keys for all cells; makes them."""
@@ -188,7 +191,8 @@ class Bench:
         from kvseek.engine.device_decoder import DeviceDecoder
 
         config, kernels = self.config(variant, cells), self.kernels(variant)
-        return DeviceDecoder(config, self.weights.tensors, cache, indexes, kernels, hot_rows=hot_rows)
+        tensors = self._tensors[variant.weight_only_precision]
+        return DeviceDecoder(config, tensors, cache, indexes, kernels, hot_rows=hot_rows)
 
     def allocated(self, variant: Variant, extents: int, batch: int) -> int:
         """Device bytes of a variant's indexes and attentions over a pool of `extents` extents in host memory."""

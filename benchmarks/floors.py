@@ -20,7 +20,7 @@ from kvseek.engine.errors import ConfigError
 from kvseek.plugins.costs import SelectionCosts
 from kvseek.plugins.registry import get_method
 
-from .shapes import matrix_parameters
+from .shapes import matrix_bytes
 
 # A layer: two norms, four matrix products, of which o and down add up parts (split-K), rotation, activation, attention.
 COMMON_NODES = 11
@@ -125,7 +125,7 @@ def work(config: EngineConfig, step: Step, itemsize: int) -> Work:
     keys_at_home = heads * costs.reranked_keys * (selecting - on_host) * row / 2
     nodes = model.num_layers * COMMON_NODES + selecting * costs.kernels + STEP_NODES
     return Work(
-        weights=float(matrix_parameters(model) * itemsize),
+        weights=float(matrix_bytes(config)),
         scan=heads * selecting * costs.index_bytes,
         rerank=heads * selecting * costs.rerank_bytes + keys_at_home,
         device_rows=at_home * row,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvseek.engine.config import ModelConfig
+from kvseek.engine.weight_only import NONE, is_quantised, quantise
 
 ALIGNMENT = 128  # numbers: every matrix begins on a boundary that any kernel is content with
 
@@ -79,3 +80,16 @@ def _fill(tensor: Tensor, name: str, layers: int, generator: torch.Generator) ->
         residual = name.endswith((".o.weight", ".down.weight"))
         deviation = tensor.shape[1] ** -0.5 * ((2 * layers) ** -0.5 if residual else 1.0)
         tensor.normal_(std=deviation, generator=generator)
+
+
+def quantised(tensors: dict[str, Tensor], precision: str) -> dict[str, Tensor]:
+    """Weights as an engine of this weight_only_precision stores them; those that stay in their dtype are shared."""
+    if precision == NONE:
+        return tensors
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if is_quantised(name):
+            stored[name], stored[f"{name}_scale"] = quantise(tensor, precision)
+        else:
+            stored[name] = tensor
+    return stored

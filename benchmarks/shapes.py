@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvseek.engine.config import ModelConfig, RopeScaling
+import torch
+
+from kvseek.engine.config import EngineConfig, ModelConfig, RopeScaling
 from kvseek.engine.errors import ConfigError
+from kvseek.engine.weight_only import NONE
 
 # Source: config.json of meta-llama/Llama-3.1-8B.
 LLAMA_3_1_8B = ModelConfig(
@@ -57,9 +60,21 @@ def get_shape(name: str, positions: int) -> ModelConfig:
 
 def matrix_parameters(model: ModelConfig) -> int:
     """Numbers of the matrices that a decode step multiplies with: every layer's and the output head."""
+    return model.num_layers * _layer_parameters(model) + model.vocab_size * model.hidden_size
+
+
+def matrix_bytes(config: EngineConfig) -> int:
+    """Bytes of those matrices as a step reads them; scales of rows, a thousandth, do not count."""
+    model = config.model
+    itemsize: int = getattr(torch, config.dtype).itemsize
+    quantised = config.weight_only_precision != NONE and config.device == "cuda"  # the CPU dequantises when it loads
+    layers = model.num_layers * _layer_parameters(model)
+    return layers * (1 if quantised else itemsize) + model.vocab_size * model.hidden_size * itemsize
+
+
+def _layer_parameters(model: ModelConfig) -> int:
     attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
-    layer = attention + 3 * model.intermediate_size * model.hidden_size
-    return model.num_layers * layer + model.vocab_size * model.hidden_size
+    return attention + 3 * model.intermediate_size * model.hidden_size
 
 
 def row_numbers(model: ModelConfig) -> int:

@@ -5,16 +5,18 @@ For example BASELINE,NAME,NAME:field=value,field=value,OTHER:cache.local=256 nam
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvseek.engine.config import CacheConfig, from_dict
+from kvseek.engine.config import CHOICES, CacheConfig, from_dict, require
 from kvseek.engine.errors import ConfigError
 from kvseek.plugins.registry import Method, get_method
 
 CACHE_PREFIX = "cache."
-FORM = "NAME or NAME:field=value,field=value; fields of the cache are cache.NAME"
+PRECISION = "weight_only_precision"  # the engine's field that a variant may set
+FORM = f"NAME or NAME:field=value,field=value; fields of the cache are cache.NAME, of the engine {PRECISION}"
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,15 @@ class Variant:
         How it was written: unique in a run.
     fields, cache_fields : dict
         What differs from the defaults of the method, and of its cache.
+    weight_only_precision : str
+        Of the layers' weights, as EngineConfig's.
     """
 
     label: str
     method: str
     fields: dict[str, Any] = field(default_factory=dict, hash=False)
     cache_fields: dict[str, Any] = field(default_factory=dict, hash=False)
+    weight_only_precision: str = "none"
 
     @property
     def entry(self) -> Method:
@@ -54,6 +59,8 @@ class Variant:
         named = {f"{self.method}.{name}": value for name, value in self.fields.items()}
         named |= {CACHE_PREFIX + name: value for name, value in self.cache_fields.items()}
         words = ["--method", self.method]
+        if self.weight_only_precision != "none":
+            words += [f"--{PRECISION}", self.weight_only_precision]
         for name, value in named.items():
             words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
         return words
@@ -62,11 +69,11 @@ class Variant:
         """The same on a cache with the windows of another."""
         names = ("sink", "local", "update", "full_threshold")
         windows = {name: getattr(cache, name) for name in names}
-        return Variant(self.label, self.method, self.fields, {**self.cache_fields, **windows})
+        return dataclasses.replace(self, cache_fields={**self.cache_fields, **windows})
 
     def with_fields(self, **values: Any) -> Variant:
         """The same with further fields set, those that were asked for by name left as they are."""
-        return Variant(self.label, self.method, {**values, **self.fields}, self.cache_fields)
+        return dataclasses.replace(self, fields={**values, **self.fields})
 
 
 def parse_variants(text: str, flag: str = "--methods") -> list[Variant]:
@@ -100,7 +107,9 @@ def _parse(label: str, flag: str) -> Variant:
             cache[name.removeprefix(CACHE_PREFIX)] = _value(value)
         else:
             own[name] = _value(value)
-    return Variant(label, method, own, cache)
+    precision, choices = own.pop(PRECISION, "none"), CHOICES[PRECISION]
+    require(precision in choices, f"{flag}: {PRECISION}", precision, f"one of {choices}", "leave it out for none")
+    return Variant(label, method, own, cache, precision)
 
 
 def _value(text: str) -> Any:

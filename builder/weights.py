@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvseek.engine.config import EngineConfig, ModelConfig
 from kvseek.engine.errors import ConfigError
-from kvseek.engine.weight_only import NONE, PRECISIONS, QUANTISED, quantise
+from kvseek.engine.weight_only import NONE, PRECISIONS, is_quantised, quantise
 from kvseek.engine.weights import INDEX_FILE
 
 from .checkpoint import Checkpoint
@@ -50,7 +50,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How weights are stored: in `dtype`, and those of weight_only.QUANTISED in `precision` unless it is "none"."""
+    """How weights are stored: in `dtype`, and those that weight_only.is_quantised names in `precision` unless it is "none"."""
 
     dtype: torch.dtype
     precision: str = NONE
@@ -79,7 +79,7 @@ class WeightFormat:
 
     def quantises(self, name: str) -> bool:
         """Whether a weight is stored with 8 bits."""
-        return self.precision != NONE and name.endswith(tuple(f".{part}.weight" for part in QUANTISED))
+        return self.precision != NONE and is_quantised(name)
 
 
 def plan_weights(model: ModelConfig) -> list[Weight]:

@@ -5,15 +5,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from .errors import ConfigError
-
-if TYPE_CHECKING:
-    from .config import ModelConfig
 
 NONE = "none"
 PRECISIONS = {  # values of EngineConfig.weight_only_precision: how weights are stored, and the largest that can be
@@ -58,6 +53,6 @@ def dequantise(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (weight.float() * scale[:, None]).to(dtype)
 
 
-def quantised_names(model: ModelConfig) -> set[str]:
-    """Names of the weights that weight-only quantisation applies to."""
-    return {f"layers.{layer}.{name}.weight" for layer in range(model.num_layers) for name in QUANTISED}
+def is_quantised(name: str) -> bool:
+    """Whether weight-only quantisation applies to the weight of this name."""
+    return name.endswith(tuple(f".{part}.weight" for part in QUANTISED))

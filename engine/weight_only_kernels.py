@@ -64,7 +64,7 @@ MAX_ROWS = max(SHAPES)
 
 
 def choose_shape(rows: int, channels: float) -> Shape:
-    """The kernel for so many rows of x and `channels` output channels for each multiprocessor; raises KernelError above MAX_ROWS."""
+    """The kernel for `rows` of x and `channels` outputs for each multiprocessor; raises KernelError above MAX_ROWS."""
     for most, shapes in SHAPES.items():
         if rows <= most:
             return next(shape for fewest, shape in shapes if channels >= fewest)

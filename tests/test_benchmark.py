@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,10 @@ from conftest import BuildEngine
 from random_models import save_random_model
 
 from kvseek.benchmarks import decode
-from kvseek.benchmarks.contestants import row_bytes, weight_bytes
+from kvseek.benchmarks.contestants import row_bytes
 from kvseek.benchmarks.machine import describe, installed_version, peak_memory_bytes, resident_bytes
 from kvseek.benchmarks.report import add_ratios, print_report
+from kvseek.benchmarks.shapes import matrix_bytes
 from kvseek.benchmarks.timing import Samples, interleave, measure
 from kvseek.engine.config import EngineConfig, ModelConfig
 
@@ -77,7 +79,10 @@ def test_bytes_by_model() -> None:
     model = ModelConfig("llama", 1000, 64, 128, 2, 4, 2, 16, 1e-5, 1e4, 512)
     config = EngineConfig(model, "full", dtype="bfloat16", max_seq_len=512, max_input_len=512)
     layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128  # qkv, o, gate, up and down
-    assert weight_bytes(config) == 2 * (2 * layer + 1000 * 64)
+    assert matrix_bytes(config) == 2 * (2 * layer + 1000 * 64)
+    quantised = dataclasses.replace(config, weight_only_precision="int8")
+    assert matrix_bytes(quantised) == matrix_bytes(config), "the CPU multiplies with dequantised weights"
+    assert matrix_bytes(dataclasses.replace(quantised, device="cuda")) == 2 * layer + 2 * 1000 * 64
     assert row_bytes(config) == 2 * 2 * 2 * 2 * 16  # bytes, layers, heads, key and value, channels
 
 
