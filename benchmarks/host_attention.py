@@ -25,7 +25,7 @@ from torch import Tensor
 from kvseek.builder.compile import cached_cpu_library
 from kvseek.engine.config import EXTENT_TOKENS
 from kvseek.engine.errors import KernelError, KvseekError
-from kvseek.engine.host_pool import available_bytes
+from kvseek.engine.host_memory import available_bytes
 from kvseek.engine.kernels import CpuLibrary
 from kvseek.plugins.ctkvr.native import (
     AUTOMATIC,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import sys
@@ -20,13 +19,15 @@ from kvseek.builder.compile import cached_cpu_library
 from kvseek.builder.compile_cuda import cached_cubins, specialise
 from kvseek.builder.manifest import fingerprint, up_to_date, write_manifest
 from kvseek.builder.options import BuildOptions, InspectOptions, Options, PlanOptions, parse
+from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
+from kvseek.builder.staging import refuse_foreign, remove_leftovers, staging
 from kvseek.builder.weights import WeightFormat, total_size, write_weights
 from kvseek.engine.config import EngineConfig, require
 from kvseek.engine.cuda import KERNELS_FOLDER, cubin_path
-from kvseek.engine.errors import ConfigError, KvseekError
+from kvseek.engine.errors import KvseekError
 from kvseek.engine.kernels import LIBRARY_FILE
 from kvseek.engine.loading import needs_cpu_library
-from kvseek.engine.manifest import CODEBOOKS_FILE, MANIFEST_FILE
+from kvseek.engine.manifest import CODEBOOKS_FILE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER
 from kvseek.plugins.registry import get_method
 
@@ -74,33 +75,42 @@ def build_engine(options: BuildOptions) -> bool:
     Raises
     ------
     ConfigError
-        The model is unsupported, an option is out of range, or the directory holds something that is no engine.
+        The model is unsupported or damaged, an option is out of range, the directory holds something that is no engine,
+        or disk or memory do not suffice. Then nothing has been written.
     KernelError
         The kernels cannot be compiled.
     """
     console = Console(stderr=True, quiet=options.quiet)
     checkpoint = open_checkpoint(options.model, options.tokenizer)
     output_dir = options.output_dir.resolve()
-    _refuse_foreign(output_dir)
+    refuse_foreign(output_dir)
+    remove_leftovers(output_dir)
     build_fingerprint = fingerprint(options.settings, checkpoint.sources)
     if not options.force and up_to_date(output_dir, build_fingerprint):
         console.print(f"{options.output_dir} is up to date; --force builds it again")
         return False
-    with _staging(output_dir) as directory:
-        _write_engine(directory, checkpoint, options, console, build_fingerprint)
+    with console.status("check the model"):
+        config = options.engine_config(checkpoint.config)
+        needed = needed_room(checkpoint, config, len(options.cuda_archs))
+        refuse_too_little(needed, available_room(output_dir), options.output_dir, options.model)
+    with staging(output_dir) as directory:
+        _write_engine(directory, checkpoint, config, options, console, build_fingerprint)
     size = sum(path.stat().st_size for path in output_dir.rglob("*") if path.is_file())
     console.print(f"{options.output_dir}: {options.method} engine of {options.model.name}, {size / 1e6:,.0f} MB")
     return True
 
 
 def _write_engine(
-    directory: Path, checkpoint: Checkpoint, options: BuildOptions, console: Console, build_fingerprint: str
+    directory: Path,
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    options: BuildOptions,
+    console: Console,
+    build_fingerprint: str,
 ) -> None:
     columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=options.quiet) as progress:
-        with _step(progress, "read the model"):
-            config = options.engine_config(checkpoint.config)
-            config.save(directory)
+        config.save(directory)
         with _step(progress, "save the tokenizer"):
             _write_tokenizer(directory, checkpoint)
         with _step(progress, "compute codebooks"):
@@ -154,45 +164,6 @@ def _step(progress: Progress, description: str, total: int = 1) -> Iterator[Call
     task = progress.add_task(description, total=total)
     yield lambda amount: progress.advance(task, amount)
     progress.update(task, completed=total)
-
-
-def _refuse_foreign(output_dir: Path) -> None:
-    """Raise ConfigError if `output_dir` holds something that the builder did not write."""
-    if output_dir.exists() and not output_dir.is_dir():
-        raise ConfigError(f"output_dir = {str(output_dir)!r}: is a file; name a directory")
-    if output_dir.is_dir() and any(output_dir.iterdir()) and not (output_dir / MANIFEST_FILE).is_file():
-        remedy = "name another directory, or empty it"
-        raise ConfigError(f"output_dir = {str(output_dir)!r}: holds files but no engine; {remedy}")
-
-
-@contextlib.contextmanager
-def _staging(output_dir: Path) -> Iterator[Path]:
-    """A sibling of `output_dir` to build in; takes its place at the end, or is removed if the body raises."""
-    output_dir.parent.mkdir(parents=True, exist_ok=True)
-    staged = output_dir.with_name(f".{output_dir.name}.{os.getpid()}.partial")
-    replaced = output_dir.with_name(f".{output_dir.name}.{os.getpid()}.replaced")
-    for path in (staged, replaced):  # of a killed build that had the same process id
-        shutil.rmtree(path, ignore_errors=True)
-    staged.mkdir()
-    try:
-        yield staged
-        _exchange(staged, output_dir, replaced)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _exchange(staged: Path, output_dir: Path, replaced: Path) -> None:
-    """Rename `staged` to `output_dir`, which moves to `replaced` if it exists, and back if the rename fails."""
-    existed = output_dir.exists()
-    if existed:
-        output_dir.rename(replaced)
-    try:
-        staged.rename(output_dir)
-    except BaseException:
-        if existed:
-            replaced.rename(output_dir)
-        raise
 
 
 @contextlib.contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,13 @@ from kvseek.engine.config import ModelConfig
 from kvseek.engine.errors import ConfigError
 
 from .model_config import model_config, token_ids
+from .tensor_headers import Header
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+TensorTypes = dict[str, tuple[tuple[int, ...], str]]  # name → shape and safetensors' name of the type
 NAME_TOKENIZER = "name a directory with the model's tokenizer.json"
-FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # under safetensors' names
+DOWNLOAD_AGAIN = "the checkpoint is incomplete or damaged: download it again"
 
 
 class Checkpoint(ABC):
@@ -30,7 +35,14 @@ class Checkpoint(ABC):
         The model's directory or file.
     tokenizer_directory : Path, optional
         Where the tokenizer is read from instead of the checkpoint.
+
+    Attributes
+    ----------
+    reading_copies : int
+        Copies of a tensor that reading it takes at most, beside the tensor itself.
     """
+
+    reading_copies = 0
 
     def __init__(self, path: Path, tokenizer_directory: Path | None = None) -> None:
         self.path = path
@@ -51,8 +63,12 @@ class Checkpoint(ABC):
         """Tensors of the checkpoint, under its own names, that are not among the Hugging Face `names`."""
 
     @abstractmethod
+    def header(self, name: str) -> Header:
+        """Describe one tensor, unread; raises ConfigError if it is absent, or of a type that is not supported."""
+
+    @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor, floating point, on the CPU."""
+        """Read one tensor, on the CPU, as `header` describes it; raises as that."""
 
     @property
     def sources(self) -> list[Path]:
@@ -114,7 +130,9 @@ class HuggingFaceCheckpoint(Checkpoint):
     @cached_property
     def config(self) -> ModelConfig:
         """Shape of the model, from config.json and generation_config.json."""
-        return model_config(read_object(self.path / "config.json"), generation_ends(self.path))
+        path, ends = self.path / "config.json", generation_ends(self.path)
+        with naming(path):
+            return model_config(read_object(path), ends)
 
     @property
     def files(self) -> list[Path]:
@@ -122,18 +140,23 @@ class HuggingFaceCheckpoint(Checkpoint):
         return sorted({*metadata_files(self.path), *(self.path / file for file in self._files.values())})
 
     def unused(self, names: set[str]) -> set[str]:
-        """Tensors that `names` leave out; RoPE frequencies, which old Llama checkpoints carry, follow from the config."""
-        return {name for name in set(self._files) - names if not name.endswith("rotary_emb.inv_freq")}
+        """Tensors that `names` leave out, as "NAME of FILE"; old Llama checkpoints' RoPE frequencies are no weights."""
+        left = set(self._files) - names
+        return {f"{name} of {self._files[name]}" for name in left if not name.endswith("rotary_emb.inv_freq")}
+
+    def header(self, name: str) -> Header:
+        """Describe one tensor; raises ConfigError if no file has it, or it is no floating-point tensor."""
+        if name not in self._files:
+            raise ConfigError(f"{self.path}: tensor {name} is missing in {self._listing}; {DOWNLOAD_AGAIN}")
+        path = self.path / self._files[name]
+        shape, dtype = self._headers[self._files[name]][name]
+        return Header(f"{path}: {name}", shape, float_type(path, name, dtype, "use the unquantised checkpoint"))
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor; raises ConfigError if it is absent, unreadable or of a quantised dtype."""
-        if name not in self._files:
-            raise ConfigError(f"{self.path}: tensor {name} is missing; the checkpoint is incomplete: download it again")
-        tensor: Tensor = self._open(self._files[name]).get_tensor(name)
-        if tensor.dtype not in FLOAT_TYPES:
-            limit = ", ".join(str(dtype) for dtype in FLOAT_TYPES)
-            remedy = "use the unquantised checkpoint"
-            raise ConfigError(f"dtype of {name} = {tensor.dtype}: must be one of {limit}; {remedy}")
+        """Read one tensor; raises as `header`."""
+        self.header(name)
+        # Opened for every tensor: pages of a mapping that stays open count as the process's memory until it is closed.
+        tensor: Tensor = open_safetensors(self.path / self._files[name], DOWNLOAD_AGAIN).get_tensor(name)
         return tensor
 
     def _own_tokenizer(self) -> Any:
@@ -142,25 +165,77 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     @cached_property
     def _files(self) -> dict[str, str]:
-        """Tensor name → file."""
-        if (self.path / INDEX_FILE).exists():
-            weight_map = read_object(self.path / INDEX_FILE).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise ConfigError(f"{self.path / INDEX_FILE}: weight_map is missing; download the checkpoint again")
-            return weight_map
-        if (self.path / SINGLE_FILE).exists():
-            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
-        raise ConfigError(
-            f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE}; save the model with save_pretrained, which writes them"
-        )
+        """Tensor name → file, by the files' own headers, with which the index must agree."""
+        files = {name: file for file, header in self._headers.items() for name in header}
+        for name, file in self._weight_map.items():
+            if name not in self._headers[file]:
+                raise ConfigError(
+                    f"{self.path / file}: tensor {name} is missing, {INDEX_FILE} names it; {DOWNLOAD_AGAIN}"
+                )
+        return files | self._weight_map
 
-    def _open(self, file: str) -> Any:
-        from safetensors import SafetensorError, safe_open
+    @cached_property
+    def _headers(self) -> dict[str, TensorTypes]:
+        """File → tensor name → shape and type."""
+        files = sorted(set(self._weight_map.values())) or [SINGLE_FILE]
+        for file in files:
+            if not (self.path / file).is_file():
+                raise ConfigError(f"{self.path / file} is missing, {INDEX_FILE} names it; {DOWNLOAD_AGAIN}")
+        return {file: tensor_types(open_safetensors(self.path / file, DOWNLOAD_AGAIN)) for file in files}
 
-        try:
-            return safe_open(self.path / file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"cannot read {self.path / file}: {error}; download the checkpoint again") from None
+    @cached_property
+    def _weight_map(self) -> dict[str, str]:
+        """Tensor name → file as the index of several files has it; empty with a single file."""
+        path = self.path / INDEX_FILE
+        if not path.exists():
+            if (self.path / SINGLE_FILE).exists():
+                return {}
+            remedy = "save the model with save_pretrained, which writes them"
+            raise ConfigError(f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE}; {remedy}")
+        weight_map = read_object(path).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ConfigError(f"{path}: weight_map must be an object of tensor names and files; {DOWNLOAD_AGAIN}")
+        if not weight_map:
+            raise ConfigError(f"{path}: weight_map is empty: must name every tensor; {DOWNLOAD_AGAIN}")
+        return weight_map
+
+    @property
+    def _listing(self) -> str:
+        return INDEX_FILE if self._weight_map else SINGLE_FILE
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put the file that is being read before the message of a ConfigError, unless it names the file itself."""
+    try:
+        yield
+    except ConfigError as error:
+        if str(path) in str(error):
+            raise
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def open_safetensors(path: Path, remedy: str) -> Any:
+    """Map a safetensors file; raises ConfigError, ending in `remedy`, if it is missing, cut short or of another kind."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; {remedy}") from None
+
+
+def tensor_types(file: Any) -> TensorTypes:
+    """Shape and type of every tensor of an open safetensors file, under safetensors' names."""
+    slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118  no mapping
+    return {name: (tuple(entry.get_shape()), entry.get_dtype()) for name, entry in slices}
+
+
+def float_type(path: Path, name: str, dtype: str, remedy: str) -> torch.dtype:
+    """Look up a type by safetensors' name of it; raises ConfigError, ending in `remedy`, if it is not in FLOAT_TYPES."""
+    if dtype not in FLOAT_TYPES:
+        raise ConfigError(f"{path}: dtype of {name} = {dtype}: must be one of {', '.join(FLOAT_TYPES)}; {remedy}")
+    return FLOAT_TYPES[dtype]
 
 
 def load_tokenizer_directory(directory: Path, remedy: str) -> Any:
@@ -169,7 +244,7 @@ def load_tokenizer_directory(directory: Path, remedy: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
         raise ConfigError(f"{directory}: cannot load the tokenizer ({error}); {remedy}") from None
 
 
@@ -182,7 +257,10 @@ def metadata_files(directory: Path) -> list[Path]:
 def generation_ends(directory: Path) -> list[int]:
     """End ids that the generation_config.json of a directory states; empty without one."""
     path = directory / "generation_config.json"
-    return token_ids(read_object(path).get("eos_token_id")) if path.exists() else []
+    if not path.exists():
+        return []
+    with naming(path):
+        return token_ids(read_object(path).get("eos_token_id"))
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class FlagParser(argparse.ArgumentParser):
         add(
             "--output_dir",
             type=Path,
-            help="engine directory to write, laid out like trtllm-build's; not needed with --plan",
+            help="engine directory to write, laid out like trtllm-build's; an old engine stays to the end; not with --plan",
         )
         add("--method", choices=list(METHODS), help="what runs inside the attention operator")
         for name, summary in CHOICE_SUMMARIES.items():

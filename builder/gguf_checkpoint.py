@@ -10,19 +10,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvseek.engine.config import ModelConfig, require
 from kvseek.engine.errors import ConfigError
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, naming
 from .gguf_tokenizer import load_tokenizer
 from .model_config import model_config
+from .tensor_headers import Header
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the RoPE frequencies, which Llama 3.1 files carry
 REMEDY = "use the model's Hugging Face directory"
+BLOCK_WEIGHTS = 4 << 20  # dequantised at a time
 
 # Hugging Face field → GGUF key below the architecture's name
 FIELDS = {
@@ -37,6 +40,7 @@ FIELDS = {
     "rope_theta": "rope.freq_base",
     "num_experts": "expert_count",
 }
+OPTIONAL = ("num_key_value_heads", "head_dim", "rope_theta", "num_experts")  # of FIELDS; model_config says which when
 # RopeScaling field → GGUF key below "<architecture>.rope.scaling"
 SCALING_FIELDS = {
     "rope_type": "type",
@@ -55,11 +59,17 @@ class GgufCheckpoint(Checkpoint):
     @cached_property
     def config(self) -> ModelConfig:
         """Shape of the model, from the file's metadata and from which tensors it holds."""
+        with naming(self.path):
+            return self._config()
+
+    def _config(self) -> ModelConfig:
         values = {name: self._value(key) for name, key in FIELDS.items()}
-        embedding = self._tensors.get("token_embd.weight")
+        for name, key in FIELDS.items():
+            if values[name] is None and name not in OPTIONAL:
+                raise ConfigError(f"{self.architecture}.{key} is missing; {REMEDY}")
         values |= {
             "architectures": [ARCHITECTURES[self.architecture]],
-            "vocab_size": None if embedding is None else int(embedding.shape[1]),
+            "vocab_size": _shape(self._tensor("token_embd.weight"))[0],
             "attention_bias": self.architecture != "qwen2" and "blk.0.attn_q.bias" in self._tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in self._tensors,
             "tie_word_embeddings": "output.weight" not in self._tensors,
@@ -81,22 +91,33 @@ class GgufCheckpoint(Checkpoint):
         """GGUF names of tensors that `names` leave out; the RoPE factors are part of the configuration."""
         return set(self._tensors) - {self._gguf_name(name) for name in names} - {ROPE_FACTORS}
 
-    def tensor(self, name: str) -> Tensor:
-        """Dequantise one tensor to float32; raises ConfigError if it is absent or of an unsupported quantisation."""
+    def header(self, name: str) -> Header:
+        """Describe one tensor; raises ConfigError if it is absent or of a type that the gguf package cannot dequantise."""
         from gguf import dequantize
 
-        found = self._tensors.get(self._gguf_name(name))
-        if found is None:
-            raise ConfigError(f"{self.path}: tensor {self._gguf_name(name)} is missing; download the file again")
+        found = self._tensor(self._gguf_name(name))
         try:
-            values = dequantize(found.data, found.tensor_type)
+            dequantize(np.zeros((1, found.data.shape[-1]), found.data.dtype), found.tensor_type)
         except NotImplementedError:
-            kind = found.tensor_type.name
-            raise ConfigError(f"{self.path}: gguf cannot read {found.name}, quantised as {kind}; {REMEDY}") from None
-        tensor = torch.tensor(values, dtype=torch.float32)
+            raise ConfigError(
+                f"{self.path}: type of {found.name} = {found.tensor_type.name}: must be a floating-point or quantised "
+                f"type that the gguf package dequantises; {REMEDY}"
+            ) from None
+        return Header(f"{self.path}: {found.name}", _shape(found), torch.float32)
+
+    def tensor(self, name: str) -> Tensor:
+        """Dequantise one tensor to float32; raises as `header`."""
+        self.header(name)
+        tensor = _dequantise(self.path, self._tensor(self._gguf_name(name)))
         if self.architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             return split_halves(tensor, self.config.head_dim)
         return tensor
+
+    def _tensor(self, name: str) -> Any:
+        """A tensor of gguf's reader by its name in the file."""
+        if name not in self._tensors:
+            raise ConfigError(f"{self.path}: tensor {name} is missing; download the file again")
+        return self._tensors[name]
 
     def _own_tokenizer(self) -> Any:
         return load_tokenizer(self.path, self._metadata)
@@ -106,7 +127,8 @@ class GgufCheckpoint(Checkpoint):
         """The value of general.architecture; raises ConfigError if the decoder cannot run it."""
         found, limit = self._metadata.get("general.architecture"), f"one of {', '.join(ARCHITECTURES)}"
         remedy = "convert the model or choose another"
-        require(found in ARCHITECTURES, "general.architecture", found, limit, remedy)
+        with naming(self.path):
+            require(found in ARCHITECTURES, "general.architecture", found, limit, remedy)
         return str(found)
 
     @property
@@ -178,25 +200,67 @@ def split_halves(tensor: Tensor, head_dim: int) -> Tensor:
     GGUF rotates neighbouring channels (2i, 2i + 1) of a head, Hugging Face and kvseek channels (i, i + D/2).
     Takes and returns a weight [heads*D, hidden] or a bias [heads*D].
     """
-    rows, limit = tensor.shape[0], f"a multiple of head_dim = {head_dim}"
-    require(rows % head_dim == 0, "rows of a projection", rows, limit, REMEDY)
     pairs = tensor.view(-1, head_dim // 2, 2, math.prod(tensor.shape[1:]))
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
+def _shape(found: Any) -> tuple[int, ...]:
+    """Shape of a tensor of gguf's reader, rows first."""
+    return tuple(int(size) for size in reversed(found.shape))
+
+
+def _dequantise(path: Path, found: Any) -> Tensor:
+    """Read a tensor of gguf's reader as float32, some rows at a time.
+
+    Not through the reader's mapping: its pages would count as the process's memory until the reader is closed, in the end
+    the whole file's.
+    """
+    from gguf import dequantize
+
+    values = torch.empty(_shape(found), dtype=torch.float32)
+    blocks = found.data.reshape(-1, found.data.shape[-1])  # what a row of weights takes in the file, not read here
+    rows = values.view(blocks.shape[0], -1)
+    step = max(1, BLOCK_WEIGHTS // rows.shape[1])
+    with path.open("rb") as file:
+        file.seek(found.data_offset)
+        for start in range(0, rows.shape[0], step):
+            part = rows[start : start + step]
+            block = np.fromfile(file, blocks.dtype, part.shape[0] * blocks.shape[1]).reshape(part.shape[0], -1)
+            part.copy_(torch.from_numpy(dequantize(block, found.tensor_type)))
+    return values
+
+
+def _strict_reader(path: Path) -> Any:
+    """A GGUFReader that raises ValueError where the file ends before its header says.
+
+    gguf's own takes what there is: over a damaged length of an array it would loop almost for ever.
+    """
+    from gguf import GGUFReader
+
+    class StrictReader(GGUFReader):  # type: ignore[misc]  # gguf has no types
+        def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **named: Any) -> Any:
+            end = int(offset) + int(count) * np.dtype(dtype).itemsize
+            if end > len(self.data):
+                raise ValueError(f"byte {end:,} is named in its header, the file has {len(self.data):,}")
+            return super()._get(offset, dtype, count, *rest, **named)
+
+    return StrictReader(path)
+
+
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Metadata values and tensors by name. The long arrays of the vocabulary are left to the tokenizer's own reader."""
-    from gguf import GGUFReader, GGUFValueType
+    from gguf import GGUFValueType
 
     with path.open("rb") as file:
         magic = file.read(4)
     remedy = "pass a .gguf file or a Hugging Face directory"
     require(magic == b"GGUF", f"first bytes of {path}", magic, "b'GGUF'", remedy)
     try:
-        reader = GGUFReader(path)
+        reader = _strict_reader(path)
         metadata = {
             key: field.contents() for key, field in reader.fields.items() if GGUFValueType.ARRAY not in field.types
         }
-        return metadata, {tensor.name: tensor for tensor in reader.tensors}
     except (ValueError, IndexError, KeyError, OSError) as error:
         raise ConfigError(f"cannot read {path}: {error}; the file is damaged or cut short: download it again") from None
+    require(reader.byte_order == "I", f"byte order of {path}", "foreign", "this machine's", REMEDY)
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}

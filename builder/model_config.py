@@ -16,6 +16,9 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 DEFAULT_MISTRAL_WINDOW = 4096  # tokens; what transformers takes where a Mistral config.json does not say
+MOST_LAYERS = (
+    1024  # many times those of any published model; with a damaged number the weights would be listed for ever
+)
 DEFAULT_ROPE_THETA = 10_000.0  # what checkpoints older than the field mean (RoFormer, section 3.2.2)
 USE_ANOTHER = "use another checkpoint: kvseek's decoder has no such part"
 
@@ -38,6 +41,8 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
     architecture = _architecture(values)
     _refuse_unsupported(values)
     heads, hidden = _integer(values, "num_attention_heads"), _integer(values, "hidden_size")
+    layers = _integer(values, "num_hidden_layers")
+    require(layers <= MOST_LAYERS, "num_hidden_layers", layers, f"<= {MOST_LAYERS}", "check the model's config.json")
     attention_bias = bool(values.get("attention_bias", False))
     return from_dict(
         ModelConfig,
@@ -46,7 +51,7 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
             "vocab_size": _integer(values, "vocab_size"),
             "hidden_size": hidden,
             "intermediate_size": _integer(values, "intermediate_size"),
-            "num_layers": _integer(values, "num_hidden_layers"),
+            "num_layers": layers,
             "num_heads": heads,
             "num_kv_heads": _kv_heads(values, architecture, heads),
             "head_dim": _head_dim(values, architecture, hidden, heads),
@@ -62,22 +67,26 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
             "pad_token_id": values.get("pad_token_id"),
             "sliding_window": _sliding_window(values),
         },
-        "config.json of the model",
+        "model",
     )
 
 
 def token_ids(value: Any) -> list[int]:
-    """Turn an id, a list of ids or None, as configs hold them, into a list."""
+    """Turn an id, a list of ids or None, as configs hold them, into a list; raises ConfigError on anything else."""
     if value is None:
         return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+    ids = list(value) if isinstance(value, (list, tuple)) else [value]
+    valid = all(isinstance(one, int) and not isinstance(one, bool) for one in ids)
+    require(valid, "eos_token_id", value, "an integer, a list of integers or null", "check the model's JSON files")
+    return ids
 
 
 def _architecture(values: dict[str, Any]) -> str:
-    found = values.get("architectures") or ["none"]
-    limit = f"one of {', '.join(ARCHITECTURES)}"
-    require(found[0] in ARCHITECTURES, "architectures", found[0], limit, "convert the model or choose another")
-    return ARCHITECTURES[found[0]]
+    stated = values.get("architectures") or ["none"]
+    found, limit = stated[0] if isinstance(stated, list) else stated, f"one of {', '.join(ARCHITECTURES)}"
+    known = isinstance(found, str) and found in ARCHITECTURES
+    require(known, "architectures", found, limit, "convert the model or choose another")
+    return ARCHITECTURES[found]
 
 
 def _refuse_unsupported(values: dict[str, Any]) -> None:
@@ -89,7 +98,9 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
     require(activation == "silu", "hidden_act", activation, "'silu'", USE_ANOTHER)
     sliding = values.get("use_sliding_window")
     require(not sliding, "use_sliding_window", sliding, "false", USE_ANOTHER)
-    kinds = sorted(set(values.get("layer_types") or []) - {"full_attention"})
+    kinds = values.get("layer_types") or []
+    require(isinstance(kinds, list), "layer_types", kinds, "a list", "check the model's config.json")
+    kinds = [kind for kind in dict.fromkeys(map(str, kinds)) if kind != "full_attention"]
     require(not kinds, "layer_types", kinds, "'full_attention' in every layer", USE_ANOTHER)
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         require(not values.get(name), name, values.get(name), "absent: no mixture of experts", USE_ANOTHER)
@@ -163,7 +174,7 @@ def rope_scaling(parameters: dict[str, Any], max_position_embeddings: int, where
 
 def _required(values: dict[str, Any], name: str) -> Any:
     if values.get(name) is None:
-        raise ConfigError(f"config.json of the model: {name} is missing; add it from the model's publisher")
+        raise ConfigError(f"{name} is missing; add it from the model's publisher")
     return values[name]
 
 

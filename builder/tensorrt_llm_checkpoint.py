@@ -15,8 +15,9 @@ from torch import Tensor
 from kvseek.engine.config import ModelConfig, require
 from kvseek.engine.errors import ConfigError
 
-from .checkpoint import Checkpoint, generation_ends, load_tokenizer_directory, metadata_files, read_object
+from .checkpoint import Checkpoint, generation_ends, load_tokenizer_directory, metadata_files, naming, read_object
 from .model_config import model_config
+from .tensor_headers import Header
 from .tensorrt_llm_config import Mapping, hugging_face_values, read_mapping
 from .tensorrt_llm_layout import Layout, Part
 from .tensorrt_llm_ranks import COPY_AGAIN, RankFile, join
@@ -28,12 +29,18 @@ CACHE_SCALES = ("kv_cache_scaling_factor", "kv_cache_rcp_scaling_factor")  # of 
 class TensorRtLlmCheckpoint(Checkpoint):
     """A directory with TensorRT-LLM's config.json and rank0.safetensors, rank1.safetensors, ..., not quantised."""
 
+    reading_copies = 1  # a rank's rows beside the joined tensor
+
     @cached_property
     def config(self) -> ModelConfig:
         """Shape of the model; special tokens, of which a TensorRT-LLM configuration says nothing, are the tokenizer's."""
-        values, tokenizer = hugging_face_values(self._values), self.tokenizer()
+        path, ends = self.path / "config.json", generation_ends(self.tokenizer_directory or self.path)
+        with naming(path):
+            values = hugging_face_values(self._values)
+        tokenizer = self.tokenizer()
         values |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        return model_config(values, generation_ends(self.tokenizer_directory or self.path))
+        with naming(path):
+            return model_config(values, ends)
 
     @property
     def files(self) -> list[Path]:
@@ -53,11 +60,17 @@ class TensorRtLlmCheckpoint(Checkpoint):
             if not name.endswith(CACHE_SCALES)
         }
 
+    def header(self, name: str) -> Header:
+        """Describe one tensor; raises ConfigError if a rank lacks it or holds another shape or dtype."""
+        ranks, part = self._parts(name)
+        dtype = ranks[0].dtype(part.name)
+        for rank in ranks:
+            rank.check(part, dtype)
+        return Header(f"{ranks[0].path}: {part.name}", part.joined_shape, dtype)
+
     def tensor(self, name: str) -> Tensor:
-        """Join one tensor over its ranks; raises ConfigError if a rank lacks it or holds another shape or dtype."""
-        stage, part = self._locate(name)
-        first = stage * self._mapping.tp_size
-        return join(self._ranks[first : first + self._mapping.tp_size], part)
+        """Join one tensor over its ranks; raises as `header`, and if ranks differ that should hold copies."""
+        return join(*self._parts(name))
 
     def _own_tokenizer(self) -> Any:
         return load_tokenizer_directory(self.path, "pass --tokenizer DIR, the model's Hugging Face directory")
@@ -68,7 +81,8 @@ class TensorRtLlmCheckpoint(Checkpoint):
 
     @cached_property
     def _mapping(self) -> Mapping:
-        return read_mapping(self._values)
+        with naming(self.path / "config.json"):
+            return read_mapping(self._values)
 
     @property
     def _rank_paths(self) -> list[Path]:
@@ -95,7 +109,9 @@ class TensorRtLlmCheckpoint(Checkpoint):
 
     @cached_property
     def _layout(self) -> Layout:
-        return Layout(self.config, self._mapping, self._layers_per_stage)
+        model, mapping, layers_per_stage = self.config, self._mapping, self._layers_per_stage
+        with naming(self.path / "config.json"):
+            return Layout(model, mapping, layers_per_stage)
 
     @cached_property
     def _layers_per_stage(self) -> list[int]:
@@ -108,6 +124,12 @@ class TensorRtLlmCheckpoint(Checkpoint):
         field = f"{self.path}: layers in the ranks' files"
         require(sum(layers) == self.config.num_layers, field, layers, limit, COPY_AGAIN)
         return layers
+
+    def _parts(self, name: str) -> tuple[list[RankFile], Part]:
+        """The ranks that share a tensor, and where it lies in their files."""
+        stage, part = self._locate(name)
+        first = stage * self._mapping.tp_size
+        return self._ranks[first : first + self._mapping.tp_size], part
 
     def _locate(self, name: str) -> tuple[int, Part]:
         return self._layout.locate(name)

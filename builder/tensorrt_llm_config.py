@@ -91,7 +91,7 @@ def hugging_face_values(values: dict[str, Any]) -> dict[str, Any]:
     architecture = _architecture(values)
     for name in (*SAME_NAMES, *OTHER_NAMES.values(), *(["head_size"] if architecture == QWEN_TYPES["qwen3"] else [])):
         if values.get(name) is None:
-            raise ConfigError(f"config.json of the TensorRT-LLM checkpoint: {name} is missing; convert the model again")
+            raise ConfigError(f"{name} is missing; convert the model again")
     _refuse_unsupported(values)
     heads = values["num_attention_heads"]
     return {

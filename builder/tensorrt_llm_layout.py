@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvseek.engine.config import ModelConfig, require
 
+from .tensor_headers import source_shape
 from .tensorrt_llm_config import Mapping
 
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -50,6 +51,11 @@ class Part:
     axis: int
     size: int
     copies: int
+
+    @property
+    def joined_shape(self) -> tuple[int, ...]:
+        """Shape of the wanted tensor."""
+        return (*self.shape[: self.axis], self.size, *self.shape[self.axis + 1 :])
 
 
 class Layout:
@@ -103,23 +109,10 @@ class Layout:
         if module in PROJECTIONS:
             return stage, self._projection(f"{prefix}attention.qkv.{kind}", PROJECTIONS.index(module), kind)
         theirs, axis = MODULES[module]
-        shape = self._shape(module)
         if kind == "bias":  # of a product that is summed over the ranks: each holds all of it
-            shape, axis = shape[:1], None
+            axis = None
+        shape = source_shape(self._model, f"{module}.{kind}")
         return stage, self._shared(f"{prefix}{theirs}.{kind}", shape, axis)
-
-    def _shape(self, module: str) -> tuple[int, ...]:
-        """Shape of a module's weight in the whole model."""
-        model = self._model
-        shapes: dict[str, tuple[int, ...]] = {
-            "self_attn.q_norm": (model.head_dim,),
-            "self_attn.k_norm": (model.head_dim,),
-            "self_attn.o_proj": (model.hidden_size, model.num_heads * model.head_dim),
-            "mlp.gate_proj": (model.intermediate_size, model.hidden_size),
-            "mlp.up_proj": (model.intermediate_size, model.hidden_size),
-            "mlp.down_proj": (model.hidden_size, model.intermediate_size),
-        }
-        return shapes.get(module, (model.hidden_size,))
 
     def _shared(self, name: str, shape: tuple[int, ...], axis: int | None) -> Part:
         """A tensor that the ranks share evenly along an axis, the last one's padded, or that each holds whole."""

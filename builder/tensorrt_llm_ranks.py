@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvseek.engine.errors import ConfigError
 
+from .checkpoint import float_type, open_safetensors, tensor_types
 from .tensorrt_llm_layout import Part
-from .weights import DTYPE_NAMES
 
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 COPY_AGAIN = "copy the checkpoint again, or convert the model again"
 
 
 class RankFile:
-    """One rank's safetensors file, mapped.
+    """One rank's safetensors file, opened for every tensor.
+
+    Pages of a mapping that stays open count as the process's memory until it is closed: in the end the whole file's.
 
     Raises
     ------
@@ -28,25 +28,20 @@ class RankFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._file = path, _open(path)
-        self.names = frozenset(self._file.keys())
+        self.path, self._types = path, tensor_types(open_safetensors(path, COPY_AGAIN))
+        self.names = frozenset(self._types)
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a tensor; raises ConfigError if it is absent, or of a type that unquantised weights do not have."""
-        found = self._slice(name).get_dtype()
-        if found not in DTYPES:
-            limit = ", ".join(DTYPES)
-            raise ConfigError(
-                f"{self.path}: dtype of {name} = {found}: must be one of {limit}; convert the model without quantisation"
-            )
-        return DTYPES[found]
+        _, found = self._type(name)
+        return float_type(self.path, name, found, "convert the model without quantisation")
 
-    def read(self, part: Part, dtype: torch.dtype) -> Tensor:
-        """Copy the rows of a part out of the file; raises ConfigError unless the tensor has that part's shape and `dtype`."""
-        tensor = self._slice(part.name)
-        if tuple(tensor.get_shape()) != part.shape:
+    def check(self, part: Part, dtype: torch.dtype) -> None:
+        """Raise ConfigError unless the file has the tensor of a part, in that part's shape and in `dtype`."""
+        shape, _ = self._type(part.name)
+        if shape != part.shape:
             raise ConfigError(
-                f"{self.path}: shape of {part.name} = {tuple(tensor.get_shape())}: must be {part.shape} by config.json; "
+                f"{self.path}: shape of {part.name} = {shape}: must be {part.shape} by config.json; "
                 "config and weights are of different conversions"
             )
         if self.dtype(part.name) != dtype:
@@ -54,22 +49,17 @@ class RankFile:
                 f"{self.path}: dtype of {part.name} = {self.dtype(part.name)}: must be {dtype} as in the first rank's "
                 "file; the files are of different conversions"
             )
-        rows: Tensor = tensor[part.rows]
+
+    def read(self, part: Part, dtype: torch.dtype) -> Tensor:
+        """Copy the rows of a part out of the file; raises as `check`."""
+        self.check(part, dtype)
+        rows: Tensor = open_safetensors(self.path, COPY_AGAIN).get_slice(part.name)[part.rows]
         return rows
 
-    def _slice(self, name: str) -> Any:
+    def _type(self, name: str) -> tuple[tuple[int, ...], str]:
         if name not in self.names:
             raise ConfigError(f"{self.path}: tensor {name} is missing; {COPY_AGAIN}")
-        return self._file.get_slice(name)
-
-
-def _open(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; {COPY_AGAIN}") from None
+        return self._types[name]
 
 
 def join(ranks: Sequence[RankFile], part: Part) -> Tensor:

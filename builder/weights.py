@@ -17,11 +17,12 @@ from kvseek.engine.errors import ConfigError
 from kvseek.engine.weight_only import NONE, PRECISIONS, is_quantised, quantise
 from kvseek.engine.weights import INDEX_FILE
 
-from .checkpoint import Checkpoint
+from .checkpoint import FLOAT_TYPES, Checkpoint
+from .tensor_headers import check_headers
 
 SHARD_BYTES = 4 << 30  # a shard grows no larger unless a single tensor is
 HEADER_ALIGNMENT = 64  # a cache line: tensors are read in place from the mapped file
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' own names
+DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_TYPES.items()}  # safetensors' own names
 STORED_NAMES = {**DTYPE_NAMES, torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}
 
 
@@ -147,7 +148,7 @@ def write_weights(
         value is too large for its dtype.
     """
     weights = plan_weights(checkpoint.config)
-    _refuse_unused(checkpoint, weights)
+    check_tensors(checkpoint, weights)
     shards = _split(weights, weight_format, shard_bytes)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
@@ -174,7 +175,7 @@ def weight_reader(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[str],
         If a tensor has no place in the decoder; the function raises as `write_weights` does.
     """
     weights = {weight.name: weight for weight in plan_weights(checkpoint.config)}
-    _refuse_unused(checkpoint, list(weights.values()))
+    check_tensors(checkpoint, list(weights.values()))
     return lambda name: _convert(fuse(checkpoint, weights[name]), name, dtype)
 
 
@@ -184,37 +185,37 @@ def total_size(model: ModelConfig, weight_format: WeightFormat) -> int:
 
 
 def fuse(checkpoint: Checkpoint, weight: Weight) -> Tensor:
-    """Read and concatenate the sources of a weight; raises ConfigError if the shape is not the configuration's."""
+    """Read and concatenate the sources of a weight, in the widest of their types if these differ."""
     parts = [checkpoint.tensor(name) for name in weight.sources]
-    tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if tuple(tensor.shape) != weight.shape:
-        raise ConfigError(
-            f"shape of {' + '.join(weight.sources)} = {tuple(tensor.shape)}: must be {weight.shape} by the model's "
-            "configuration; config and weights are of different models"
-        )
-    return tensor
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _convert(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     """Round to `dtype`; raises ConfigError on a value beyond its range, as may happen with float16."""
-    converted = tensor.to(dtype)
     limit = torch.finfo(dtype).max
-    if limit < torch.finfo(tensor.dtype).max and (largest := tensor.abs().max().item()) > limit:
-        raise ConfigError(
-            f"{name} holds {largest:.6g}: {str(dtype).removeprefix('torch.')} holds at most {limit:.6g}; build with "
-            "--dtype bfloat16"
-        )
-    return converted
+    if limit < torch.finfo(tensor.dtype).max:
+        least, most = tensor.aminmax()  # their magnitudes alone, for those of all numbers would be a tensor more
+        if (largest := max(-least.item(), most.item())) > limit:
+            raise ConfigError(
+                f"{name} holds {largest:.6g}: {str(dtype).removeprefix('torch.')} holds at most {limit:.6g}; build with "
+                "--dtype bfloat16"
+            )
+    return tensor.to(dtype)
 
 
-def _refuse_unused(checkpoint: Checkpoint, weights: list[Weight]) -> None:
-    names = {source for weight in weights for source in weight.sources}
-    unused = sorted(checkpoint.unused(names | {"lm_head.weight"}))  # a tied checkpoint may repeat the embedding
+def check_tensors(checkpoint: Checkpoint, weights: list[Weight]) -> None:
+    """Raise ConfigError unless the checkpoint holds the sources of the weights, as configured, and nothing else.
+
+    Headers alone are read, so that a fault in the last tensor shows before the first is written.
+    """
+    names = [source for weight in weights for source in weight.sources]
+    unused = sorted(checkpoint.unused({*names, "lm_head.weight"}))  # a tied checkpoint may repeat the embedding
     if unused:
         raise ConfigError(
             f"{checkpoint.path}: tensor {unused[0]} ({len(unused)} in all) has no place in a "
             f"{checkpoint.config.architecture} decoder of this configuration; use a plain checkpoint, with adapters merged"
         )
+    check_headers(checkpoint, names)
 
 
 def _split(weights: list[Weight], weight_format: WeightFormat, limit: int) -> list[list[Weight]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +12,10 @@ from torch import Tensor
 
 from .config import EXTENT_TOKENS
 from .errors import CapacityError, KernelError
+from .host_memory import available_bytes
 
 PINNED_RESERVE_BYTES = 1 << 30  # left to the system: pinned pages cannot be swapped or reclaimed
 MAX_PITCH_BYTES = 2**31 - 1  # of strided copies: what drivers report as CU_DEVICE_ATTRIBUTE_MAX_PITCH
-CGROUP_LIMITS = (  # limit, usage and statistics of the control group's memory: version 2, version 1
-    ("/sys/fs/cgroup", "memory.max", "memory.current"),
-    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
 
 
 class HostPool:
@@ -102,27 +98,6 @@ class HostPool:
 def can_pin(size: int, available: int) -> bool:
     """Whether a pool of `size` bytes may be pinned where `available` bytes of host memory are."""
     return size + PINNED_RESERVE_BYTES <= available
-
-
-def available_bytes() -> int:
-    """Host memory that can be allocated now, in bytes: what the system and the process's control group leave."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    for folder, limit_file, usage_file in CGROUP_LIMITS:
-        group = Path(folder)
-        if not (group / limit_file).is_file():
-            continue
-        limit = (group / limit_file).read_text(encoding="ascii").strip()
-        if limit != "max":
-            used = int((group / usage_file).read_text(encoding="ascii")) - _file_cache(group / "memory.stat")
-            available = min(available, max(0, int(limit) - used))
-    return available
-
-
-def _file_cache(statistics: Path) -> int:
-    """Bytes of cached files that a control group is charged with; the system drops them when memory is asked for."""
-    counts = dict(line.split() for line in statistics.read_text(encoding="ascii").splitlines())
-    return sum(int(counts[name]) for name in ("active_file", "inactive_file"))
 
 
 def _refusal(size: int, reason: str) -> CapacityError:

@@ -16,6 +16,7 @@ PRECISIONS = {  # values of EngineConfig.weight_only_precision: how weights are 
     "fp8": (torch.float8_e4m3fn, 448.0),
 }
 QUANTISED = ("qkv", "o", "gate_up", "down")  # products of a layer; embedding and head stay, as in TensorRT-LLM
+ROWS = 512  # that are quantised at a time: their numbers in float32 take memory beside the whole
 INPUTS_MULTIPLE = 16  # weights of a row: kernels load so many at once
 
 
@@ -36,11 +37,20 @@ def quantise(weight: Tensor, precision: str) -> tuple[Tensor, Tensor]:
     ConfigError
         If a weight is not finite.
     """
+    quantised = torch.empty(weight.shape, dtype=PRECISIONS[precision][0], device=weight.device)
+    scale = torch.empty(weight.shape[0], device=weight.device)
+    for start in range(0, weight.shape[0], ROWS):
+        rows = slice(start, start + ROWS)
+        quantised[rows], scale[rows] = _quantise_rows(weight[rows], start, precision)
+    return quantised, scale
+
+
+def _quantise_rows(weight: Tensor, first: int, precision: str) -> tuple[Tensor, Tensor]:
     dtype, largest = PRECISIONS[precision]
     wide = weight.float()
     magnitude = wide.abs().amax(dim=1)
     if not magnitude.isfinite().all():
-        row = int((~magnitude.isfinite()).nonzero()[0])
+        row = first + int((~magnitude.isfinite()).nonzero()[0])
         raise ConfigError(f"row {row} holds infinity or NaN: must be finite; download the checkpoint again")
     scale = torch.where(magnitude > 0, magnitude / largest, 1.0)
     scaled = wide / scale[:, None]

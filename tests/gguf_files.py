@@ -72,3 +72,27 @@ def interleave(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Row i of a head's first half becomes row 2i, row i of its second half 2i + 1: GGUF's order for llama."""
     order = torch.stack((torch.arange(head_dim // 2), torch.arange(head_dim // 2, head_dim)), dim=1).flatten()
     return tensor.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1).contiguous()
+
+
+def edit_gguf(path: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], None]) -> None:
+    """Let `change` alter a file's metadata and its tensors, both by name, and write the file again.
+
+    Metadata are numbers and texts; tensors are of types that NumPy has too.
+    """
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    types = {key: field.types[0] for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    metadata = {key: reader.fields[key].contents() for key in types}
+    tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
+    change(metadata, tensors)
+    writer = gguf.GGUFWriter(path.with_suffix(".new"), metadata.pop("general.architecture"))
+    for key, value in metadata.items():
+        writer.add_key_value(key, value, types[key])
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    path.with_suffix(".new").replace(path)

@@ -13,6 +13,7 @@ from gguf_files import write_gguf
 from random_models import save_random_model
 from safetensors.torch import load_file, save_file
 
+from kvseek.builder import gguf_checkpoint
 from kvseek.builder.checkpoint import open_checkpoint
 from kvseek.builder.model_config import model_config
 from kvseek.builder.weights import weight_reader
@@ -80,6 +81,12 @@ def test_fields_of_each_architecture() -> None:
 REFUSED = [
     ({"architectures": ["GPT2LMHeadModel"]}, r"architectures = 'GPT2LMHeadModel': must be one of LlamaForCausalLM"),
     ({"architectures": None}, "architectures = 'none'"),
+    ({"architectures": 5}, "architectures = 5: must be one of"),
+    ({"architectures": [["LlamaForCausalLM"]]}, r"architectures = \['LlamaForCausalLM'\]: must be one of"),
+    ({"eos_token_id": {"id": 2}}, "eos_token_id = {'id': 2}: must be an integer, a list of integers or null"),
+    ({"eos_token_id": [2, "end"]}, r"eos_token_id = \[2, 'end'\]: must be an integer"),
+    ({"layer_types": 2}, "layer_types = 2: must be a list"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: must be <= 1024"),
     ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type = 'longrope'"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "bend": 1}}, "rope_scaling: unknown key 'bend'"),
     ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "original_max_position_embeddings = 0: must be > 0"),
@@ -117,7 +124,7 @@ def test_refused_paths(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot load the tokenizer"):
         checkpoint.tokenizer()
     save_file({"lm_head.weight": torch.zeros(4, dtype=torch.int8)}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"dtype of lm_head\.weight = torch\.int8"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors: dtype of lm_head\.weight = I8: must be one of F32"):
         open_checkpoint(tmp_path).tensor("lm_head.weight")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
@@ -125,7 +132,10 @@ def test_refused_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_gguf_equals_the_hugging_face_checkpoint(architecture: str, tmp_path: Path) -> None:
+def test_gguf_equals_the_hugging_face_checkpoint(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_checkpoint, "BLOCK_WEIGHTS", 1000)  # tensors are read in several blocks
     model = save_random_model(tmp_path / "model", architecture)
     expected, found = open_checkpoint(model), open_checkpoint(write_gguf(tmp_path / "m.gguf", model, architecture))
     changes = {"rms_norm_eps": pytest.approx(1e-6), "bos_token_id": None, "pad_token_id": None}
@@ -166,6 +176,13 @@ def test_refused_gguf_files(tmp_path: Path) -> None:
     (tmp_path / "cut.gguf").write_bytes(whole[:40])
     with pytest.raises(ConfigError, match="damaged or cut short"):
         _ = open_checkpoint(tmp_path / "cut.gguf").config
+    writer = gguf.GGUFWriter(tmp_path / "big.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=r"byte order of .*big\.gguf = 'foreign': must be this machine's"):
+        _ = open_checkpoint(tmp_path / "big.gguf").config
 
 
 def test_gguf_tokenizers_of_unknown_kind_are_refused(tmp_path: Path) -> None:

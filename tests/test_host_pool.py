@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 from enum import IntEnum
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from kvseek.engine import host_pool
 from kvseek.engine.config import EXTENT_TOKENS
 from kvseek.engine.errors import CapacityError, KernelError
-from kvseek.engine.host_pool import HostPool, available_bytes
+from kvseek.engine.host_pool import HostPool
 
 GPU = torch.device("cuda", 0)
 MAX_PITCH = (1 << 31) - 1  # as drivers report it
@@ -185,17 +184,3 @@ def test_a_pool_of_no_layers_takes_no_memory(driver: Driver, device: torch.devic
 def test_too_much_pageable_memory_is_refused() -> None:
     with pytest.raises(CapacityError, match="needs 288,230,376,151,711,744 bytes of host memory"):
         HostPool(1 << 30, 1 << 6, 8, 128, torch.bfloat16, torch.device("cpu"))
-
-
-def test_available_memory_respects_the_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_pool, "CGROUP_LIMITS", ((str(tmp_path), "memory.max", "memory.current"),))
-    system = available_bytes()
-    assert system > 1 << 20
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_bytes() > 1 << 20
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("700000\n")
-    (tmp_path / "memory.stat").write_text("anon 5\nactive_file 40000\ninactive_file 10000\n")
-    assert available_bytes() == 1_000_000 - 700_000 + 50_000
-    (tmp_path / "memory.current").write_text("1200000\n")
-    assert available_bytes() == 0

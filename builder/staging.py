@@ -1,0 +1,97 @@
+"""The directory that an engine is built in: beside the target, whose place it takes at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvseek.engine.errors import ConfigError
+from kvseek.engine.manifest import MANIFEST_FILE
+
+PARTIAL, REPLACED = "partial", "replaced"
+
+
+def refuse_foreign(output_dir: Path) -> None:
+    """Raise ConfigError if `output_dir` holds something that the builder did not write."""
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ConfigError(f"output_dir = {str(output_dir)!r}: is a file; name a directory")
+    if output_dir.is_dir() and any(output_dir.iterdir()) and not (output_dir / MANIFEST_FILE).is_file():
+        remedy = "name another directory, or empty it"
+        raise ConfigError(f"output_dir = {str(output_dir)!r}: holds files but no engine; {remedy}")
+
+
+def remove_leftovers(output_dir: Path) -> None:
+    """Remove what builds of `output_dir` left that were killed, and put back an engine that one had moved away.
+
+    Directories of processes that are alive are not touched.
+    """
+    if not output_dir.parent.is_dir():
+        return
+    named = re.compile(rf"\.{re.escape(output_dir.name)}\.(\d+)\.({PARTIAL}|{REPLACED})")
+    for path in sorted(output_dir.parent.iterdir()):
+        match = named.fullmatch(path.name)
+        if match is None or _is_alive(int(match[1])):
+            continue
+        if match[2] == REPLACED and not output_dir.exists():
+            path.rename(output_dir)  # killed between two renames: this is the only engine that was there
+        else:
+            shutil.rmtree(path)
+
+
+def _is_alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)  # signal 0 only asks
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # another user's; a number that no process has, so not our directory
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def staging(output_dir: Path) -> Iterator[Path]:
+    """A sibling of `output_dir` to build in; takes its place at the end, or is removed if the body raises."""
+    staged, replaced = (
+        output_dir.with_name(f".{output_dir.name}.{os.getpid()}.{kind}") for kind in (PARTIAL, REPLACED)
+    )
+    with _parents(output_dir):
+        for path in (staged, replaced):  # of a killed build that had the same process id
+            shutil.rmtree(path, ignore_errors=True)
+        staged.mkdir()
+        try:
+            yield staged
+            _exchange(staged, output_dir, replaced)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+            shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _parents(output_dir: Path) -> Iterator[None]:
+    """Create the folders above `output_dir`; those that were not there are removed again if the body raises."""
+    created = [path for path in output_dir.parents if not path.exists()]  # the deepest first
+    try:
+        output_dir.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # one that another process has put something into stays
+            for path in created:
+                path.rmdir()
+        raise
+
+
+def _exchange(staged: Path, output_dir: Path, replaced: Path) -> None:
+    """Rename `staged` to `output_dir`, which moves to `replaced` if it exists, and back if the rename fails."""
+    existed = output_dir.exists()
+    if existed:
+        output_dir.rename(replaced)
+    try:
+        staged.rename(output_dir)
+    except BaseException:
+        if existed:
+            replaced.rename(output_dir)
+        raise

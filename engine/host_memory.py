@@ -1,0 +1,71 @@
+"""Host memory that can be allocated now: what the system and the control groups of this process leave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """Where a version of control groups is mounted, and which files state a group's limit and usage."""
+
+    mount: str
+    limit_file: str
+    usage_file: str
+
+
+VERSION_1 = Hierarchy("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+VERSION_2 = Hierarchy("sys/fs/cgroup", "memory.max", "memory.current")
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Host memory that can be allocated now, in bytes.
+
+    The least of MemAvailable and of what each control group of the process, its ancestors included, leaves below its limit.
+
+    Parameters
+    ----------
+    root : Path
+        Folder that holds proc and sys.
+    """
+    lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    system = int(fields["MemAvailable"].split()[0]) * 1024
+    return min([system, *_left_by_groups(root)])
+
+
+def _left_by_groups(root: Path) -> Iterator[int]:
+    """Bytes that each limited group leaves, cached files not counted."""
+    for group, hierarchy in _groups(root):
+        if not (group / hierarchy.limit_file).is_file():
+            continue  # the root of a hierarchy has none, and a container does not see the groups above its own
+        limit = (group / hierarchy.limit_file).read_text(encoding="ascii").strip()
+        if limit != "max":
+            usage = int((group / hierarchy.usage_file).read_text(encoding="ascii"))
+            yield max(0, int(limit) - usage + _file_cache(group / "memory.stat"))
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, Hierarchy]]:
+    """The folders of the process's memory groups and of their ancestors."""
+    listing = root / "proc/self/cgroup"
+    if not listing.is_file():
+        return  # a kernel without control groups
+    for line in listing.read_text(encoding="utf-8").splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        hierarchy = VERSION_1 if controllers else VERSION_2
+        path = PurePosixPath(name.lstrip("/"))
+        for group in (path, *path.parents):
+            yield root / hierarchy.mount / group, hierarchy
+
+
+def _file_cache(statistics: Path) -> int:
+    """Bytes of cached files that a group is charged with; the system drops them when memory is asked for.
+
+    Version 1 counts a group without its descendants, and with them under the same names after total_.
+    """
+    counts = dict(line.split() for line in statistics.read_text(encoding="ascii").splitlines())
+    return sum(int(counts.get(f"total_{name}", counts[name])) for name in ("active_file", "inactive_file"))
