@@ -37,3 +37,10 @@ class ServerMetrics:
             self._attended.increment(output.attended_tokens)
         if output.finish_reason is not None:
             self._requests.increment(1)
+
+    def close(self) -> None:
+        """Let go of the counters, which cannot be used any more.
+
+        To be called while the model is finalised: Triton's Python backend crashes on counters that outlive the model.
+        """
+        del self._requests, self._tokens, self._cached, self._attended, self._families

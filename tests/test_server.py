@@ -117,6 +117,7 @@ def token_request(server: RunningServer, **values: Any) -> list[dict[str, np.nda
     for response in responses:
         if isinstance(response, Exception):
             raise response
+    assert responses[-1].get_response().outputs, "the last response is the end: no empty one follows it"
     return [
         {o.name: r.as_numpy(o.name) for o in r.get_response().outputs} for r in responses if r.get_response().outputs
     ]

@@ -16,6 +16,7 @@ import triton_python_backend_utils as pb_utils
 from kvseek.engine.errors import KvseekError
 from kvseek.engine.request import FinishReason
 from kvseek.engine.service import EngineService
+from kvseek.server.doorbell import PARAMETER, Ringer
 from kvseek.server.metrics import ServerMetrics
 from kvseek.server.tensors import read_tensors
 from kvseek.server.translation import engine_request, one_row, refuse_parameters, scalar
@@ -39,15 +40,17 @@ class Stream:
         excluded = self.streaming or scalar(tensors, "exclude_input_in_output", False)
         self.ids = [] if excluded else list(prompt_ids)  # a complete answer begins with its prompt unless excluded
         self.handle = None
+        self.doorbell = None  # where to ring after every response but the only one of a refusal
         self.ended = False
 
     def send(self, output):
+        """Send what an output gives; False if that is nothing."""
         if output.token_id is not None:
             self.ids.append(output.token_id)
         last = output.finish_reason is not None
         progress = output.token_id is None and not last
         if not (last or (self.streaming and not progress) or (self.wants_progress and progress)):
-            return
+            return False
         ids = [] if progress else self.ids
         tensors = [
             pb_utils.Tensor("output_ids", one_row(ids)),
@@ -57,16 +60,11 @@ class Stream:
             pb_utils.Tensor("attended_tokens", np.array([[output.attended_tokens]], dtype=np.float32)),
             pb_utils.Tensor("prefill_progress", np.array([[output.prefill_progress]], dtype=np.float32)),
         ]
-        self.sender.send(pb_utils.InferenceResponse(tensors))
+        # The last one is the end too, so that a BLS caller need not wait for another one.
+        self.sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if last else 0)
         if self.streaming and not progress:
             self.ids = []
-
-    def end(self, error=""):
-        self.ended = True
-        if error:
-            send_error(self.sender, error)
-        else:
-            self.sender.send(flags=FINAL)
+        return True
 
 
 class TritonPythonModel:
@@ -76,6 +74,7 @@ class TritonPythonModel:
         threads = int(parameters["threads"]["string_value"])
         self.service = EngineService.load(Path(parameters["engine_dir"]["string_value"]), threads or None)
         self.metrics = ServerMetrics(pb_utils)
+        self.ringer = Ringer()
         self.streams = {}  # request id given by the client → stream, for `stop`
         self.outputs = queue.SimpleQueue()
         self.responder = threading.Thread(target=self.respond, name="responder", daemon=True)
@@ -92,7 +91,9 @@ class TritonPythonModel:
                 send_error(sender, str(error))
 
     def start(self, request, sender):
-        refuse_parameters(request.parameters(), "tensorrt_llm")
+        parameters = json.loads(request.parameters() or "{}")
+        doorbell = parameters.pop(PARAMETER) if isinstance(parameters.get(PARAMETER), str) else None
+        refuse_parameters(json.dumps(parameters), "tensorrt_llm")
         tensors = read_tensors(request)
         if scalar(tensors, "stop", False):
             self.stop(request.request_id())
@@ -100,6 +101,7 @@ class TritonPythonModel:
             return
         engine = engine_request(tensors, self.service.config.model.eos_token_ids)
         stream = Stream(sender, request.request_id(), tensors, engine.prompt_ids)
+        stream.doorbell = doorbell
         self.streams[stream.request_id] = stream  # before the first output, which may be the last
         try:
             stream.handle = self.service.submit(engine, lambda output: self.outputs.put((stream, output)))
@@ -133,13 +135,19 @@ class TritonPythonModel:
         if output.finish_reason is None and stream.sender.is_cancelled():
             self.service.cancel(stream.handle)
             return
-        if output.finish_reason is not FinishReason.ERROR:
-            stream.send(output)
         if output.finish_reason is not None:
             self.forget(stream)
-            stream.end(output.error)
+            stream.ended = True
+        if output.finish_reason is FinishReason.ERROR:
+            send_error(stream.sender, output.error)
+            sent = True
+        else:
+            sent = stream.send(output)
+        if sent and stream.doorbell:
+            self.ringer.ring(stream.doorbell, stream.request_id)
 
     def finalize(self):
         self.service.close()
         self.outputs.put(None)
         self.responder.join()
+        self.metrics.close()
