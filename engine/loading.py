@@ -187,7 +187,7 @@ def plan_device_memory(
     one and of two extents, and thrown away.
     """
     device = kernels.device
-    one, two = (_index_bytes(config, codebooks, kernels, library, capacity) for capacity in (1, 2))
+    one, two = (measured_index_bytes(config, codebooks, kernels, library, capacity) for capacity in (1, 2))
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
@@ -254,7 +254,7 @@ def make_unbound(
     return indexes, make_attentions(config, kernels, indexes, extents.device_table, dtype)
 
 
-def _index_bytes(
+def measured_index_bytes(
     config: EngineConfig,
     codebooks: dict[str, Tensor],
     kernels: CudaKernels,

@@ -1,0 +1,53 @@
+"""What `kvseek build --plan` counts on the meta device is what loading measures on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvseek.engine.config import CacheConfig, EngineConfig, ModelConfig
+from kvseek.engine.dry_run import DryRun, GpuTraits
+from kvseek.engine.loading import measured_index_bytes, needs_cpu_library
+from kvseek.plugins.registry import METHODS, get_method
+
+pytestmark = pytest.mark.gpu
+
+MODEL = ModelConfig("llama", 384, 512, 640, 4, 8, 2, 128, 1e-5, 1e4, 1 << 18)
+TOKENS = 1 << 17
+# A block of PyTorch's allocator may be larger than what was asked for, by what it does not split off.
+SPARE_BYTES = 2 << 20
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "flat"])
+def test_counted_bytes_are_measured_bytes(name: str) -> None:
+    from kvseek.builder.compile import cached_cpu_library
+    from kvseek.builder.compile_cuda import cached_cubin, specialise
+    from kvseek.engine.cuda import CudaKernels
+    from kvseek.engine.kernels import CpuLibrary
+
+    method = get_method(name)
+    settings = method.configure({})
+    config = EngineConfig(
+        MODEL,
+        name,
+        dataclasses.asdict(settings),
+        CacheConfig(**method.cache_defaults),
+        dtype="bfloat16",
+        device="cuda",
+        max_batch_size=3,
+        max_input_len=TOKENS,
+        max_seq_len=TOKENS,
+    )
+    major, minor = torch.cuda.get_device_capability()
+    kernels = CudaKernels(cached_cubin(specialise(config), 10 * major + minor))
+    library = CpuLibrary(cached_cpu_library()) if needs_cpu_library(config) else None
+    books = method.codebooks(settings, MODEL.head_dim)
+    traits = GpuTraits("this", kernels.capability, kernels.multiprocessors, kernels.shared_memory_per_block)
+    dry = DryRun(books, traits)
+    for capacity in (1, 64):
+        on_gpu = {key: tensor.to(kernels.device) for key, tensor in books.items()}
+        measured = measured_index_bytes(config, on_gpu, kernels, library, capacity)
+        counted = dry.index_bytes(config, capacity, config.max_batch_size + 1)
+        assert counted <= measured <= counted * 1.02 + SPARE_BYTES
