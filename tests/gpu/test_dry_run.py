@@ -18,6 +18,7 @@ MODEL = ModelConfig("llama", 384, 512, 640, 4, 8, 2, 128, 1e-5, 1e4, 1 << 18)
 TOKENS = 1 << 17
 # A block of PyTorch's allocator may be larger than what was asked for, by what it does not split off.
 SPARE_BYTES = 2 << 20
+KEPT_BYTES = 64 << 10  # of constants that methods keep on a device once made
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "flat"])
@@ -50,4 +51,4 @@ def test_counted_bytes_are_measured_bytes(name: str) -> None:
         on_gpu = {key: tensor.to(kernels.device) for key, tensor in books.items()}
         measured = measured_index_bytes(config, on_gpu, kernels, library, capacity)
         counted = dry.index_bytes(config, capacity, config.max_batch_size + 1)
-        assert counted <= measured <= counted * 1.02 + SPARE_BYTES
+        assert counted - KEPT_BYTES <= measured <= counted * 1.02 + SPARE_BYTES
