@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -21,7 +22,9 @@ from kvseek.builder.manifest import fingerprint, up_to_date, write_manifest
 from kvseek.builder.options import BuildOptions, InspectOptions, Options, PlanOptions, parse
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
 from kvseek.builder.staging import refuse_foreign, remove_leftovers, staging
-from kvseek.builder.weights import WeightFormat, total_size, write_weights
+from kvseek.builder.tensorrt_api import load_tensorrt
+from kvseek.builder.tensorrt_plans import plan_count, write_plans
+from kvseek.builder.weights import WeightFormat, total_size, weight_reader, write_weights
 from kvseek.engine.config import EngineConfig, require
 from kvseek.engine.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.engine.errors import KvseekError
@@ -78,19 +81,19 @@ def build_engine(options: BuildOptions) -> bool:
         The model is unsupported or damaged, an option is out of range, the directory holds something that is no engine,
         or disk or memory do not suffice. Then nothing has been written.
     KernelError
-        The kernels cannot be compiled.
+        The kernels cannot be compiled, or TensorRT cannot be imported or cannot build a plan.
     """
     console = Console(stderr=True, quiet=options.quiet)
     checkpoint = open_checkpoint(options.model, options.tokenizer)
     output_dir = options.output_dir.resolve()
     refuse_foreign(output_dir)
     remove_leftovers(output_dir)
-    build_fingerprint = fingerprint(options.settings, checkpoint.sources)
+    config = options.engine_config(checkpoint.config)
+    build_fingerprint = fingerprint(options.settings | _tensorrt_version(config), checkpoint.sources)
     if not options.force and up_to_date(output_dir, build_fingerprint):
         console.print(f"{options.output_dir} is up to date; --force builds it again")
         return False
     with console.status("check the model"):
-        config = options.engine_config(checkpoint.config)
         needed = needed_room(checkpoint, config, len(options.cuda_archs))
         refuse_too_little(needed, available_room(output_dir), options.output_dir, options.model)
     with staging(output_dir) as directory:
@@ -98,6 +101,13 @@ def build_engine(options: BuildOptions) -> bool:
     size = sum(path.stat().st_size for path in output_dir.rglob("*") if path.is_file())
     console.print(f"{options.output_dir}: {options.method} engine of {options.model.name}, {size / 1e6:,.0f} MB")
     return True
+
+
+def _tensorrt_version(config: EngineConfig) -> dict[str, Any]:
+    """What plans depend on beside the options; raises KernelError, before anything is written, without the module."""
+    if config.runtime != "tensorrt":
+        return {}
+    return {"tensorrt_version": load_tensorrt(config.tensorrt.module).__version__}
 
 
 def _write_engine(
@@ -118,9 +128,14 @@ def _write_engine(
         if config.kernels == "native":
             with _step(progress, "compile kernels", len(options.cuda_archs) or 1) as advance:
                 _write_kernels(directory, config, options.cuda_archs, advance)
-        weight_format = WeightFormat.of(config)
-        with _step(progress, "fuse, write weights", total_size(config.model, weight_format)) as advance:
-            write_weights(checkpoint, directory, weight_format, progress=advance)
+        if config.runtime == "tensorrt":
+            with _step(progress, "build TensorRT plans", plan_count(config)) as advance:
+                reader = weight_reader(checkpoint, WeightFormat.of(config).dtype)
+                write_plans(load_tensorrt(config.tensorrt.module), config, reader, directory, advance)
+        else:
+            weight_format = WeightFormat.of(config)
+            with _step(progress, "fuse, write weights", total_size(config.model, weight_format)) as advance:
+                write_weights(checkpoint, directory, weight_format, progress=advance)
         with _step(progress, "hash files"):
             write_manifest(directory, options.model.resolve().name, build_fingerprint)
 

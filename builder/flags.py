@@ -1,4 +1,4 @@
-"""The builder's flags. Those of the cache and of the methods are made from their config classes."""
+"""The builder's flags. Those of the cache, the methods and TensorRT are made from their config classes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from kvseek.builder.compile_cuda import ARCHITECTURES
 from kvseek.builder.field_texts import field_texts
 from kvseek.builder.sizes import memory_size
-from kvseek.engine.config import CHOICES, CacheConfig, EngineConfig
+from kvseek.engine.config import CHOICES, CacheConfig, EngineConfig, TensorRtConfig
 from kvseek.plugins.registry import METHODS, get_method
 
 LIMITS = {
     "max_batch_size": "most requests that are decoded together",
     "max_input_len": "most tokens of a prompt (default: max_seq_len)",
     "max_seq_len": "most tokens of a prompt and its answer (default: what the model allows, at most 131072)",
-    "prefill_chunk_tokens": "prompt tokens that one unit of prefill processes",
+    "prefill_chunk_tokens": "prompt tokens that one unit of prefill processes; not with --tensorrt.form engine",
 }
 CHOICE_SUMMARIES = {
     "dtype": "of weights and cache; float16 on cuda only (default: float32)",
@@ -54,6 +54,8 @@ class FlagParser(argparse.ArgumentParser):
         self._add_fields("cache", CacheConfig, "cache", f"four-region cache, sizes in tokens{note}")
         for method in METHODS:
             self._add_fields(method, get_method(method).config_class, f"--method {method}", "")
+        about = "plans of TensorRT instead of weights; needs --device cuda, and the module to build with"
+        self._add_fields("tensorrt", TensorRtConfig, "--runtime tensorrt", about)
         self._add_plan()
         self._add_directories()
 

@@ -1,4 +1,4 @@
-"""`kvseek build --inspect`: what an engine directory holds, from its config.json and manifest.json alone."""
+"""`kvseek build --inspect`: what an engine directory holds, from its JSON files: config, manifest, and plans if it has them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvseek.builder.flags import LIMITS
 from kvseek.builder.options import InspectOptions
 from kvseek.builder.printing import print_json, table
 from kvseek.builder.sizes import readable
+from kvseek.builder.tensorrt_inspection import plan_tables, read_plans
 from kvseek.engine.config import FORMAT_VERSION, CacheConfig, EngineConfig
 from kvseek.engine.cuda import cubin_architectures
 from kvseek.engine.kernels import LIBRARY_FILE
@@ -20,7 +21,7 @@ from kvseek.plugins.registry import get_method
 
 
 def print_engine(options: InspectOptions, console: Console) -> None:
-    """Print an engine directory; raises EngineDirectoryError or ConfigError if it is none."""
+    """Print an engine directory; raises EngineDirectoryError or ConfigError if it is none, or incomplete."""
     document = engine_document(options)
     if options.as_json:
         print_json(document)
@@ -30,10 +31,13 @@ def print_engine(options: InspectOptions, console: Console) -> None:
         f"kvseek {document['kvseek_version']}, format {document['format_version']}",
         soft_wrap=True,
     )
-    described = [(name, _text(document[name])) for name in ("dtype", "device", "kernels", *LIMITS)]
+    described = [(name, _text(document[name])) for name in ("dtype", "device", "kernels", "runtime", *LIMITS)]
     model = [(name, _text(value)) for name, value in document["model"].items() if value not in (None, False)]
     console.print(table("Engine", ("", "left"), ("value", "left"), rows=described))
     console.print(table("Model", ("", "left"), ("value", "left"), rows=model))
+    if document["plans"] is not None:
+        for part in plan_tables(document["plans"]):
+            console.print(part)
     for title, name in ((f"Method {document['method']}", "method_config"), ("Cache", "cache")):
         console.print(_fields_table(title, document[name], document["changed"][name]))
     files = [(name, readable(size)) for name, size in document["files"].items()]
@@ -62,6 +66,7 @@ def engine_document(options: InspectOptions) -> dict[str, Any]:
         **document,
         "kernels": _kernels(options, config, set(manifest.files)),
         "changed": changed,
+        "plans": read_plans(options.directory) if config.runtime == "tensorrt" else None,
         "files": {name: record.size for name, record in sorted(manifest.files.items())},
     }
 

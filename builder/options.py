@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvseek.builder.compile_cuda import ARCHITECTURES
 from kvseek.builder.flags import LIMITS, FlagParser
-from kvseek.engine.config import CHOICES, CacheConfig, EngineConfig, ModelConfig, from_dict
+from kvseek.engine.config import CHOICES, CacheConfig, EngineConfig, ModelConfig, TensorRtConfig, from_dict
 from kvseek.plugins.registry import METHODS, get_method
 
 DEFAULT_MAX_SEQ_LEN = 131_072  # tokens; a longer default would reserve host memory that few requests use
@@ -32,6 +32,7 @@ class EngineOptions:
     limits: dict[str, int]
     cache: dict[str, Any]
     method_config: dict[str, Any]
+    tensorrt: dict[str, Any] = field(default_factory=dict)
     tokenizer: Path | None = None  # directory of the tokenizer; None: it lies with the model
 
     def engine_config(self, model: ModelConfig) -> EngineConfig:
@@ -42,6 +43,9 @@ class EngineOptions:
         method = get_method(self.method)
         limits = {"max_seq_len": min(model.max_position_embeddings, DEFAULT_MAX_SEQ_LEN), **self.limits}
         limits.setdefault("max_input_len", limits["max_seq_len"])
+        tensorrt = from_dict(TensorRtConfig, self.tensorrt, "tensorrt")
+        if self.runtime == "tensorrt" and tensorrt.form == "engine":
+            limits["prefill_chunk_tokens"] = limits["max_input_len"]  # one plan reads prompts whole
         return EngineConfig(
             model=model,
             method=self.method,
@@ -52,6 +56,7 @@ class EngineOptions:
             kernels=self.kernels,
             weight_only_precision=self.weight_only_precision,
             runtime=self.runtime,
+            tensorrt=tensorrt,
             **limits,
         )
 
@@ -68,7 +73,7 @@ class BuildOptions(EngineOptions):
     @property
     def settings(self) -> dict[str, Any]:
         """What decides the engine's contents, beside the model: JSON values."""
-        names = ("method", *CHOICES, "cuda_archs", "limits", "cache", "method_config")
+        names = ("method", *CHOICES, "cuda_archs", "limits", "cache", "method_config", "tensorrt")
         tokenizer = None if self.tokenizer is None else self.tokenizer.resolve().name
         return {"tokenizer": tokenizer, **{name: getattr(self, name) for name in names}}
 
@@ -117,6 +122,7 @@ def parse(argv: Sequence[str] | None) -> Options:
     if missing := [f"--{name}" for name in wanted if name not in values]:
         parser.error(f"the following arguments are required{' with --plan' * (mode == 'plan')}: {', '.join(missing)}")
     _refuse_other_methods(parser, values)
+    _refuse_other_runtimes(parser, values)
     return _plan_options(parser, values) if mode == "plan" else _build_options(parser, values)
 
 
@@ -146,6 +152,20 @@ def _refuse_other_methods(parser: FlagParser, values: dict[str, Any]) -> None:
             )
 
 
+def _refuse_other_runtimes(parser: FlagParser, values: dict[str, Any]) -> None:
+    """End with a message if a flag was given that the runtime would ignore."""
+    given, runtime = _below(values, "tensorrt"), values.get("runtime", EngineConfig.runtime)
+    if given and runtime != "tensorrt":
+        name = next(iter(given))
+        parser.error(f"--tensorrt.{name} belongs to --runtime tensorrt; --runtime is {runtime}: leave the flag out")
+    whole = runtime == "tensorrt" and given.get("form", TensorRtConfig.form) == "engine"
+    if whole and "prefill_chunk_tokens" in values:
+        parser.error(
+            "--prefill_chunk_tokens does not go with --tensorrt.form engine, which reads a prompt in one call; leave it "
+            "out, or build with --tensorrt.form segments"
+        )
+
+
 def _build_options(parser: FlagParser, values: dict[str, Any]) -> BuildOptions:
     engine = _engine_values(values)
     if "cuda_archs" in values and engine["device"] != "cuda":
@@ -173,6 +193,7 @@ def _engine_values(values: dict[str, Any]) -> dict[str, Any]:
         "limits": {name: values[name] for name in LIMITS if name in values},
         "cache": _below(values, "cache"),
         "method_config": _below(values, values["method"]),
+        "tensorrt": _below(values, "tensorrt"),
     }
 
 

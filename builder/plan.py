@@ -15,6 +15,7 @@ import torch
 
 from kvseek.builder.compile_cuda import specialise
 from kvseek.builder.options import PlanOptions
+from kvseek.builder.tensorrt_plans import weight_bytes as plan_bytes
 from kvseek.builder.weights import WeightFormat, total_size
 from kvseek.engine.config import EXTENT_TOKENS, EngineConfig, ModelConfig
 from kvseek.engine.dry_run import DryRun
@@ -92,16 +93,24 @@ class Planner:
         self.asked = options.engine_config(self.model)
         specialise(self.asked)
         self.dtype: torch.dtype = getattr(torch, self.asked.dtype)
-        self.weight_bytes = total_size(model, WeightFormat.of(self.asked))
+        plans = self.asked.runtime == "tensorrt"
+        self.weight_bytes = plan_bytes(self.asked) if plans else total_size(model, WeightFormat.of(self.asked))
         method = get_method(options.method)
         books = method.codebooks(method.configure(self.asked.method_config), model.head_dim)
         self._dry_run = DryRun(books)
         self._attempts: dict[tuple[int, int], Attempt] = {}
 
+    @property
+    def reads_whole_prompts(self) -> bool:
+        """Whether a prompt is one call of one TensorRT plan, rather than chunks."""
+        return self.asked.runtime == "tensorrt" and self.asked.tensorrt.form == "engine"
+
     def config(self, context: int, batch: int) -> EngineConfig:
         """The engine for `batch` requests of `context` tokens, otherwise as asked for."""
         longest_input = min(context, self.options.limits.get("max_input_len", context))
         sizes = {"max_seq_len": context, "max_batch_size": batch, "max_input_len": longest_input}
+        if self.reads_whole_prompts:
+            sizes["prefill_chunk_tokens"] = longest_input
         return dataclasses.replace(self.asked, **sizes)  # type: ignore[arg-type]  # all of them are numbers
 
     def attempt(self, context: int, batch: int) -> Attempt:

@@ -31,7 +31,7 @@ def print_plan(options: PlanOptions, console: Console) -> None:
     console.print(
         f"{options.model.name}: {model['architecture']}, {model['num_layers']} layers, {model['num_heads']} query and "
         f"{model['num_kv_heads']} KV heads of {model['head_dim']} channels; {document['method']}, {document['dtype']}, "
-        f"cache.offload {document['cache']['offload']}"
+        f"runtime {document['runtime']}, cache.offload {document['cache']['offload']}"
     )
     console.print(_parts_table(document["bytes"]))
     console.print(_engine_table(engine, model["num_layers"], document))
@@ -52,6 +52,8 @@ def plan_document(options: PlanOptions) -> Document:
         "model": dataclasses.asdict(planner.model),
         "reach": planner.reach,
         "method": asked.method,
+        "runtime": asked.runtime,
+        "tensorrt": dataclasses.asdict(asked.tensorrt) if asked.runtime == "tensorrt" else None,
         "method_config": asked.method_config,
         "cache": dataclasses.asdict(asked.cache),
         "dtype": asked.dtype,
@@ -87,6 +89,12 @@ def _notes(planner: Planner) -> list[str]:
     ]
     if planner.model.max_position_embeddings > planner.reach:
         notes.append(f"The model reaches {planner.reach:,} tokens: a build refuses a larger --max_seq_len.")
+    if planner.asked.runtime == "tensorrt":
+        copied = planner.model.tie_word_embeddings and not planner.reads_whole_prompts
+        notes.append(f"Weights are those of the TensorRT plans{', the tied embedding twice' * copied}.")
+        notes.append(
+            "Not counted: the plans' tables of cosines and sines and their code, and memory of TensorRT's execution contexts."
+        )
     if planner.asked.dtype == "float32":
         notes.append("float32 is the default of kvseek build; --dtype bfloat16 halves weights and rows.")
     return notes

@@ -16,6 +16,7 @@ from kvseek.engine.host_memory import available_bytes
 
 from .checkpoint import Checkpoint
 from .sizes import readable
+from .tensorrt_plans import largest_plan, weight_bytes
 from .weights import Weight, WeightFormat, check_tensors, plan_weights, total_size
 
 # Upper bounds of what is small beside the weights and known only once it is made. Measured with SmolLM2 (49,152 tokens):
@@ -27,6 +28,9 @@ KERNEL_BYTES = 8 << 20  # of an architecture's kernels
 TENSOR_BYTES = 512  # of headers and index, a tensor
 OTHER_FILE_BYTES = 8 << 20  # configuration, manifest, codebooks, chat template
 TOKEN_MEMORY = 3 << 10  # of the tokenizer, a token
+PLAN_COPIES = (
+    3  # of a plan's constants: the network's, TensorRT's and the plan's (Llama-3.1-8B in segments: 4.7 GB for 1.4)
+)
 OTHER_MEMORY = 256 << 20  # libraries that are imported later, and buffers
 
 

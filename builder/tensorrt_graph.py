@@ -28,7 +28,7 @@ TYPE_NAMES = {  # members of TensorRT's DataType
 
 
 class Graph:
-    """Writes layers into a network, and keeps alive the weights whose memory the network refers to.
+    """Writes layers into a network, and keeps alive the weights and plugins whose memory the network refers to.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class Graph:
     def __init__(self, api: TensorRt, network: Network, dtype: torch.dtype, weights: WeightSource) -> None:
         self.api, self.network, self.dtype = api, network, dtype
         self._source = weights
-        self._kept: list[Tensor] = []
+        self._kept: list[object] = []
         self._weights: dict[str, ITensor] = {}
 
     def input(self, name: str, dtype: torch.dtype, shape: Sequence[int], dimension: str) -> ITensor:
@@ -154,6 +154,17 @@ class Graph:
         if x.dtype == self._type(dtype):
             return x
         return self._named(self.network.add_cast(x, self._type(dtype)), name)
+
+    def plugin(self, inputs: Sequence[ITensor], plugin: object, name: str) -> ITensor:
+        """The one output of a plugin's layer, an IPluginV3; raises KernelError if TensorRT has no plugin layers."""
+        add = getattr(self.network, "add_plugin_v3", None)
+        if add is None:
+            raise KernelError(
+                f"layer {name} of network {self.network.name!r}: {self.api.__name__} {self.api.__version__} has no plugin "
+                "layers; build with --tensorrt.module tensorrt, or with --tensorrt.form segments"
+            )
+        self._kept.append(plugin)
+        return self._named(add(list(inputs), [], plugin), name)
 
     def _tokens(self, x: ITensor, name: str) -> ITensor:
         """Size of the first dimension, int64 [1]."""

@@ -1,9 +1,12 @@
-"""Compile a decoder's segments with TensorRT into serialised plans, one file a segment, and describe them."""
+"""Compile a decoder with TensorRT into serialised plans, one file a segment or one for all, and describe them."""
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,18 @@ import torch
 
 from kvseek.engine.config import EngineConfig, require
 from kvseek.engine.errors import ConfigError, KernelError
+from kvseek.plugins.tensorrt import add_attention_layer
 
 from .network_forms import Decoder
 from .tensorrt_api import ITensor, Network, TensorRt
 from .tensorrt_graph import Graph, WeightSource
 from .tensorrt_messages import logger, why
+from .weights import WeightFormat, plan_weights, total_size
 
-INDEX_FILE = "plans.json"
+# Names within an engine directory; rank0, as TensorRT-LLM names what one GPU runs.
+INDEX_FILE = "rank0.plans.json"
+WHOLE_FILE = "rank0.engine"
+SEGMENTS_FOLDER = "rank0"
 
 
 @dataclass(frozen=True)
@@ -44,13 +52,52 @@ class Limits:
 
 
 def limits_of(config: EngineConfig) -> Limits:
-    """Calls of an engine: decode steps of up to max_batch_size tokens, which come first in speed, and chunks of prompts."""
-    batch, chunk = config.max_batch_size, min(config.prefill_chunk_tokens, config.max_input_len)
-    return Limits(tokens=Range(1, batch, max(batch, chunk)), rows=Range(1, batch, batch))
+    """Calls of an engine: decode steps of up to max_batch_size tokens, which come first in speed, and prompts.
+
+    Segments read a prompt in chunks, layer by layer. One plan goes through all layers in a call, so it reads prompts whole:
+    the attention of a layer wants all of the prompt's keys before the next layer may begin.
+    """
+    batch, prompt = config.max_batch_size, config.max_input_len
+    most = prompt if config.tensorrt.form == "engine" else min(config.prefill_chunk_tokens, prompt)
+    return Limits(tokens=Range(1, batch, max(batch, most)), rows=Range(1, batch, batch))
 
 
-def write_plans(api: TensorRt, config: EngineConfig, weights: WeightSource, directory: Path) -> None:
-    """Write segment-*.plan and plans.json into a new directory, with one segment's weights in memory at a time.
+def plan_count(config: EngineConfig) -> int:
+    """Number of plans of an engine."""
+    return 1 if config.tensorrt.form == "engine" else config.model.num_layers + 1
+
+
+def weight_bytes(config: EngineConfig) -> int:
+    """Bytes of the weights of all plans: a tied head's are in the first segment and in the last."""
+    own = total_size(config.model, WeightFormat.of(config))
+    if not config.model.tie_word_embeddings or plan_count(config) == 1:
+        return own
+    (embedding,) = (weight for weight in plan_weights(config.model) if weight.name == "embed.weight")
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return own + math.prod(embedding.shape) * dtype.itemsize
+
+
+def largest_plan(config: EngineConfig) -> int:
+    """Most bytes of constants in one plan: of segments, the embedding or the head, a layer, and the table of angles."""
+    if plan_count(config) == 1:
+        return weight_bytes(config)
+    model, itemsize = config.model, WeightFormat.of(config).dtype.itemsize
+    ends = model.vocab_size * model.hidden_size * itemsize
+    whole = total_size(model, WeightFormat.of(config))
+    layer = (whole - ends * (1 if model.tie_word_embeddings else 2)) // model.num_layers
+    return ends + layer + config.max_seq_len * model.head_dim * itemsize
+
+
+def write_plans(
+    api: TensorRt,
+    config: EngineConfig,
+    weights: WeightSource,
+    directory: Path,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Write the plans of an engine, and rank0.plans.json about them, into its directory.
+
+    Of segments, one's weights are in memory at a time; of form "engine", all.
 
     Parameters
     ----------
@@ -58,41 +105,74 @@ def write_plans(api: TensorRt, config: EngineConfig, weights: WeightSource, dire
         The module `tensorrt` or `tensorrt_rtx`.
     weights : callable
         Source of the weights, such as `weight_reader` of builder/weights.py.
+    progress : callable, optional
+        Called with 1 after every plan.
 
     Raises
     ------
     ConfigError
-        If `directory` exists.
+        If the directory holds plans.
     KernelError
-        If TensorRT finds no GPU where it needs one, refuses a layer or cannot build a segment, with its last messages. The
-        directory is removed.
+        If TensorRT finds no GPU where it needs one, refuses a layer or cannot build a plan, with its last messages. What was
+        written is removed.
     """
-    if directory.exists():
-        raise ConfigError(f"directory of the plans = {str(directory)!r}: exists; name a new one")
-    segments: list[dict[str, Any]] = []
+    _refuse_plans(directory)
+    plans: list[dict[str, Any]] = []
     builder, limits = _begin(api), limits_of(config)
     decoder = Decoder(api, builder, config.model, config.max_seq_len, getattr(torch, config.dtype), weights)
 
     def write(graph: Graph) -> None:
-        file = f"segment-{len(segments):05}-of-{config.model.num_layers + 1:05}.plan"
-        (directory / file).write_bytes(build_plan(api, builder, graph.network, limits))
-        segments.append({"file": file, **describe(graph.network)})
+        file = _file(len(plans), config)
+        path = directory / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(build_plan(api, builder, graph.network, limits))
+        plans.append({"file": file, **describe(graph.network)})
+        if progress is not None:
+            progress(1)
 
-    directory.mkdir(parents=True)
     try:
-        decoder.write_segments(write)
-        index = {
-            "module": api.__name__,
-            "version": api.__version__,  # a plan runs with the version that built it, and with no other
-            "dtype": config.dtype,
-            "max_seq_len": config.max_seq_len,
-            "limits": asdict(limits),
-            "segments": segments,
-        }
-        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        if config.tensorrt.form == "engine":
+            write(decoder.write_whole(functools.partial(add_attention_layer, model=config.model)))
+        else:
+            decoder.write_segments(write)
+        _write_index(directory, api, config, limits, plans)
     except BaseException:
-        shutil.rmtree(directory)
+        _remove_plans(directory)
         raise
+
+
+def _file(number: int, config: EngineConfig) -> str:
+    """Path of a plan within the engine directory."""
+    if config.tensorrt.form == "engine":
+        return WHOLE_FILE
+    return f"{SEGMENTS_FOLDER}/segment-{number:05}-of-{plan_count(config):05}.plan"
+
+
+def _write_index(
+    directory: Path, api: TensorRt, config: EngineConfig, limits: Limits, plans: list[dict[str, Any]]
+) -> None:
+    index = {
+        "module": api.__name__,
+        "version": api.__version__,  # a plan runs with the version that built it, and with no other
+        "form": config.tensorrt.form,
+        "dtype": config.dtype,
+        "max_seq_len": config.max_seq_len,
+        "limits": asdict(limits),
+        "segments": plans,
+    }
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _refuse_plans(directory: Path) -> None:
+    for name in (INDEX_FILE, WHOLE_FILE, SEGMENTS_FOLDER):
+        if (directory / name).exists():
+            raise ConfigError(f"directory of the plans = {str(directory)!r}: holds {name} already; name an empty one")
+
+
+def _remove_plans(directory: Path) -> None:
+    shutil.rmtree(directory / SEGMENTS_FOLDER, ignore_errors=True)
+    for name in (INDEX_FILE, WHOLE_FILE):
+        (directory / name).unlink(missing_ok=True)
 
 
 def _begin(api: TensorRt) -> Any:

@@ -2,22 +2,38 @@
 
 Only the layers that the builder writes are known. Strong typing is enforced here too: operands of different types, and a
 result whose type or shape is not what TensorRT inferred, are errors.
+
+NumPy has no bfloat16. Its values are float32 here, of a type of its own that keeps them apart, and every layer's result is
+rounded to what bfloat16 holds; a matrix product sums in float32 before that, as tensor cores do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-TYPES = {"FLOAT": np.float32, "HALF": np.float16, "INT32": np.int32, "INT64": np.int64}
+
+
+class BFloat16(np.ndarray):  # type: ignore[type-arg]
+    """float32 values that bfloat16 holds."""
+
+
+TYPES = {"FLOAT": np.float32, "BF16": np.float32, "HALF": np.float16, "INT32": np.int32, "INT64": np.int64}
 PAIRWISE = {"SUM": np.add, "SUB": np.subtract, "PROD": np.multiply, "DIV": np.divide}
 
 
-def evaluate(api: Any, network: Any, inputs: dict[str, Array]) -> dict[str, Array]:
+def rounded(values: Array) -> BFloat16:
+    """Round float32 values to bfloat16, to nearest and ties to even; PyTorch does the rounding."""
+    exact = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+    return exact.bfloat16().float().numpy().view(BFloat16)
+
+
+def evaluate(api: Any, network: Any, inputs: dict[str, Array], kept: Sequence[Any] = ()) -> dict[str, Array]:
     """Outputs of a network by name.
 
     Parameters
@@ -26,12 +42,14 @@ def evaluate(api: Any, network: Any, inputs: dict[str, Array]) -> dict[str, Arra
         The one that the network comes from.
     inputs : dict
         An array for each of the network's inputs, and no other.
+    kept : sequence of Tensor
+        What the network's constants were made of, in order: TensorRT shows nobody those in bfloat16. Not needed without.
     """
     declared = [network.get_input(number) for number in range(network.num_inputs)]
     assert {tensor.name for tensor in declared} == set(inputs)
     for tensor in declared:
         check(tensor, inputs[tensor.name])
-    values = dict(inputs)
+    values, memory = dict(inputs), iter(kept)
     for number in range(network.num_layers):
         layer = network.get_layer(number)
         kind = layer.type.name  # before the class is set: IActivationLayer has another `type`
@@ -39,23 +57,35 @@ def evaluate(api: Any, network: Any, inputs: dict[str, Array]) -> dict[str, Arra
         layer.__class__ = getattr(api, layer_class)  # get_layer gives the base class, which has no parameters
         operands = [layer.get_input(index) for index in range(layer.num_inputs)]
         arrays = [values[operand.name] if operand is not None else None for operand in operands]
+        if kind == "CONSTANT" and kept:
+            arrays = [next(memory)]
         with np.errstate(over="ignore"):
             result = np.asarray(operation(layer, *arrays))
+        if layer.get_output(0).dtype.name == "BF16":
+            result = rounded(result)
         check(layer.get_output(0), result)
         values[layer.get_output(0).name] = result
+    assert next(memory, None) is None, "the network has other constants"
     return {network.get_output(n).name: values[network.get_output(n).name] for n in range(network.num_outputs)}
 
 
 def check(tensor: Any, value: Array) -> None:
     """Fail unless the value has the tensor's type and shape."""
     assert value.dtype == TYPES[tensor.dtype.name], tensor.name
+    assert isinstance(value, BFloat16) == (tensor.dtype.name == "BF16"), tensor.name
     shape = tuple(tensor.shape)
     assert len(shape) == value.ndim, tensor.name
     assert all(size in (-1, found) for size, found in zip(shape, value.shape, strict=True)), (tensor.name, value.shape)
 
 
-def constant(layer: Any) -> Array:
-    return np.array(layer.weights).reshape(tuple(layer.shape))
+def constant(layer: Any, memory: torch.Tensor | None = None) -> Array:
+    found, sizes = layer.weights, tuple(layer.shape)
+    if isinstance(found, np.ndarray):
+        assert memory is None or np.array_equal(found, memory.flatten().numpy())
+        return np.array(found).reshape(sizes)
+    assert memory is not None, "bfloat16 needs `kept`"
+    assert (found.dtype.name, found.size, memory.dtype) == ("BF16", memory.numel(), torch.bfloat16)
+    return memory.float().numpy().reshape(sizes)
 
 
 def gather(layer: Any, table: Array, indices: Array) -> Array:

@@ -11,7 +11,7 @@ import pytest
 from kvseek.builder import build
 from kvseek.builder.field_texts import field_texts
 from kvseek.builder.flags import FlagParser
-from kvseek.engine.config import CacheConfig
+from kvseek.engine.config import CacheConfig, TensorRtConfig
 from kvseek.plugins.registry import METHODS, get_method
 
 
@@ -54,9 +54,10 @@ def test_texts_come_from_the_attributes_section() -> None:
     assert field_texts(Bare) == field_texts(Silent) == {}
 
 
-@pytest.mark.parametrize("name", ["cache", *METHODS])
+@pytest.mark.parametrize("name", ["cache", "tensorrt", *METHODS])
 def test_every_field_has_a_text(name: str) -> None:
-    config_class = CacheConfig if name == "cache" else get_method(name).config_class
+    own = {"cache": CacheConfig, "tensorrt": TensorRtConfig}
+    config_class = own.get(name) or get_method(name).config_class
     fields, texts = [f.name for f in dataclasses.fields(config_class)], field_texts(config_class)
     assert list(texts) == fields, "in the order of the fields"
     assert all(len(text.split()) > 1 for text in texts.values())
@@ -66,7 +67,7 @@ def test_sections_and_defaults() -> None:
     parser = FlagParser()
     titles = [group.title for group in parser._action_groups][2:]
     methods = [f"--method {name}" for name in METHODS]
-    assert titles == ["what to build", "limits", "cache", *methods, "plan", "inspect and verify"]
+    assert titles == ["what to build", "limits", "cache", *methods, "--runtime tensorrt", "plan", "inspect and verify"]
     groups: dict[str | None, list[argparse.Action]] = {g.title: g._group_actions for g in parser._action_groups}
     for name in METHODS:
         fields = dataclasses.fields(get_method(name).config_class)
@@ -88,5 +89,6 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--ctkvr.centroid_divisor N A prompt of n retrieval tokens" in text
     assert "Section 4.1: 16. (default: 16)" in text
     assert "kvseek build --plan --model MODEL --method METHOD --gpu_memory SIZE --host_memory SIZE" in text
+    assert '--tensorrt.form TEXT "engine": one plan, in which attention is a plugin\'s layers' in text
     assert "--method full: no options of its own" in text
     assert "First tokens of a request, which every step attends to. (default: 64)" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,8 +12,8 @@ import pytest
 import torch
 
 from kvseek.builder.tensorrt_api import PACKAGES, load_tensorrt
-from kvseek.builder.tensorrt_plans import Range, limits_of, write_plans
-from kvseek.engine.config import EngineConfig, ModelConfig
+from kvseek.builder.tensorrt_plans import Range, limits_of, plan_count, weight_bytes, write_plans
+from kvseek.engine.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.engine.errors import ConfigError, KernelError
 
 
@@ -41,8 +42,35 @@ def test_sizes_of_an_engine(chunk: int, input_len: int, most: int) -> None:
     """A call holds a chunk of a prompt, or a token of each request, whichever is more."""
     model = ModelConfig("llama", 100, 64, 128, 2, 4, 2, 16, 1e-5, 1e4, 128)
     limits = {"max_batch_size": 8, "prefill_chunk_tokens": chunk, "max_input_len": input_len, "max_seq_len": 128}
-    found = limits_of(EngineConfig(model, "full", **limits))
+    segments = {"device": "cuda", "runtime": "tensorrt", "tensorrt": TensorRtConfig(form="segments")}
+    found = limits_of(EngineConfig(model, "full", **segments, **limits))
     assert (found.tokens, found.rows) == (Range(1, 8, most), Range(1, 8, 8))
+
+
+@pytest.mark.parametrize(("input_len", "most"), [(100, 100), (5, 8)])
+def test_sizes_of_one_plan(input_len: int, most: int) -> None:
+    """A call holds a whole prompt, whatever its chunks would be."""
+    model = ModelConfig("llama", 100, 64, 128, 2, 4, 2, 16, 1e-5, 1e4, 128)
+    limits = {"max_batch_size": 8, "prefill_chunk_tokens": 4, "max_input_len": input_len, "max_seq_len": 128}
+    found = limits_of(EngineConfig(model, "full", device="cuda", runtime="tensorrt", **limits))
+    assert (found.tokens, found.rows) == (Range(1, 8, most), Range(1, 8, 8))
+
+
+def test_bytes_of_the_weights() -> None:
+    """A tied head's matrix, 100 × 64, is in two segments; one plan holds it once."""
+    model = ModelConfig("llama", 100, 64, 128, 2, 4, 2, 16, 1e-5, 1e4, 8192)
+    sizes = {}
+    for tied in (False, True):
+        for form in ("engine", "segments"):
+            own = dataclasses.replace(model, tie_word_embeddings=tied)
+            options = {"device": "cuda", "runtime": "tensorrt", "tensorrt": TensorRtConfig(form=form)}
+            config = EngineConfig(own, "full", dtype="bfloat16", **options)
+            sizes[tied, form] = weight_bytes(config)
+            assert plan_count(config) == {"engine": 1, "segments": 3}[form]
+    matrix = 100 * 64 * 2
+    layers = 2 * 2 * (2 * 64 + 64 * 128 + 64 * 64 + 3 * 64 * 128)
+    assert sizes[False, "engine"] == sizes[False, "segments"] == sizes[True, "segments"] == 2 * matrix + layers + 64 * 2
+    assert sizes[True, "engine"] == matrix + layers + 64 * 2
 
 
 def test_sizes_may_be_equal() -> None:
@@ -64,5 +92,5 @@ def test_tensorrt_without_a_gpu(tmp_path: Path) -> None:
     api.__version__, api.ILogger, api.Builder = "11.0", ILogger, builder
     config = EngineConfig(ModelConfig("llama", 100, 64, 128, 2, 4, 2, 16, 1e-5, 1e4, 8192), "full")
     with pytest.raises(KernelError, match=r"with tensorrt 11\.0: no CUDA device \(.*nullptr\); tensorrt needs a GPU"):
-        write_plans(api, config, torch.zeros, tmp_path / "plans")
-    assert not (tmp_path / "plans").exists()
+        write_plans(api, config, torch.zeros, tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from network_interpreter import Array, evaluate
+from network_interpreter import Array, evaluate, rounded
 from random_models import ARCHITECTURES, save_random_model
 from test_logits import ROPE, load_transformers
 
@@ -45,14 +45,17 @@ class Segments:
     def run(self, ids: Array, start: int, rows: Array) -> Array:
         """Logits [rows, vocabulary] of a call with the tokens at positions start, start + 1, ..."""
         positions = np.arange(start, start + len(ids), dtype=np.int32)
-        found = evaluate(api, self.graphs[0].network, {"ids": ids, "positions": positions})
+        found = self.evaluate(self.graphs[0], {"ids": ids, "positions": positions})
         rotation = {name: found.pop(name) for name in ("cos", "sin")}
         for layer, graph in enumerate(self.graphs[1:]):
             inputs = {"attended": self.attend(layer, found), "hidden": found["next_hidden"]}
             inputs |= {"rows": rows} if layer == self.model.num_layers - 1 else rotation
-            found = evaluate(api, graph.network, inputs)
+            found = self.evaluate(graph, inputs)
         assert set(found) == {"logits"}
         return found["logits"]
+
+    def evaluate(self, graph: Graph, inputs: dict[str, Array]) -> dict[str, Array]:
+        return evaluate(api, graph.network, inputs, graph._kept)
 
     def attend(self, layer: int, found: dict[str, Array]) -> Array:
         queries, keys, values = (
@@ -62,19 +65,32 @@ class Segments:
             keys, values = (torch.cat(pair, dim=1) for pair in zip(self.rows[layer], (keys, values), strict=True))
         self.rows[layer] = keys, values
         out = causal_attention(queries.contiguous(), keys, values, self.model.head_dim**-0.5)
+        if self.dtype is torch.bfloat16:
+            return rounded(out.numpy())
         return out.to(self.dtype).contiguous().numpy()
 
 
-def compare(model: Path, dtype: torch.dtype = torch.float32, limit: float = MAX_DIFFERENCE) -> None:
-    ids = np.arange(TOKENS, dtype=np.int32) * 7 % 100
+IDS = np.arange(TOKENS, dtype=np.int32) * 7 % 100
+
+
+def reference(model: Path, dtype: torch.dtype = torch.float32) -> Array:
+    """Logits of transformers, [tokens, vocabulary], float32."""
     with torch.inference_mode():
-        expected = load_transformers(model)(torch.from_numpy(ids)[None].long()).logits[0].numpy()
+        logits = load_transformers(model).to(dtype)(torch.from_numpy(IDS)[None].long()).logits[0]
+    return logits.float().numpy()
+
+
+def differences(model: Path, dtype: torch.dtype, expected: Array) -> Array:
+    """From the logits of all tokens, of a prompt in two calls: the first one's, and three rows of the second's."""
     segments = Segments(model, dtype)
-    first = segments.run(ids[:CHUNK], 0, np.arange(CHUNK, dtype=np.int32))
+    first = segments.run(IDS[:CHUNK], 0, np.arange(CHUNK, dtype=np.int32))
     wanted = np.array([14, 0, 3], dtype=np.int32)
-    second = segments.run(ids[CHUNK:], CHUNK, wanted)
-    assert abs(first - expected[:CHUNK]).max() <= limit
-    assert abs(second - expected[CHUNK:][wanted]).max() <= limit
+    second = segments.run(IDS[CHUNK:], CHUNK, wanted)
+    return np.concatenate([first - expected[:CHUNK], second - expected[CHUNK:][wanted]])
+
+
+def compare(model: Path, dtype: torch.dtype = torch.float32, limit: float = MAX_DIFFERENCE) -> None:
+    assert abs(differences(model, dtype, reference(model))).max() <= limit
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -94,6 +110,25 @@ def test_what_the_tiny_models_do_not_show(tmp_path: Path) -> None:
 
 def test_float16(tmp_path: Path) -> None:
     compare(save_random_model(tmp_path / "model", "qwen3"), torch.float16, 3e-2)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_bfloat16(architecture: str, tmp_path: Path) -> None:
+    """As near to float32 as transformers' own bfloat16 is: both round weights and every operation's result.
+
+    Roundings are random, so their mean square over thousands of logits is compared, and the largest one less strictly. The
+    network computes norms in float32, as transformers does, and attention here too; so neither has roundings of its own.
+    """
+    model = save_random_model(tmp_path / "model", architecture)
+    exact = reference(model)
+    usual, found = reference(model, torch.bfloat16) - exact, differences(model, torch.bfloat16, exact)
+    assert root(found) <= 1.1 * root(usual)
+    assert abs(found).max() <= 2 * abs(usual).max()
+
+
+def root(values: Array) -> float:
+    """Root of the mean square."""
+    return float(np.sqrt(np.square(values, dtype=np.float64).mean()))
 
 
 def test_whole_network_is_the_segments(tmp_path: Path) -> None:
