@@ -15,6 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from kvseek.builder.calibrate import Calibrator, Text
+from kvseek.builder.calibration import Calibration
 from kvseek.builder.checkpoint import Checkpoint, open_checkpoint
 from kvseek.builder.compile import cached_cpu_library
 from kvseek.builder.compile_cuda import cached_cubins, specialise
@@ -31,7 +33,7 @@ from kvseek.engine.errors import KvseekError
 from kvseek.engine.kernels import LIBRARY_FILE
 from kvseek.engine.loading import needs_cpu_library
 from kvseek.engine.manifest import CODEBOOKS_FILE
-from kvseek.engine.tokenizer import TOKENIZER_FOLDER
+from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.plugins.registry import get_method
 
 
@@ -78,26 +80,32 @@ def build_engine(options: BuildOptions) -> bool:
     Raises
     ------
     ConfigError
-        The model is unsupported or damaged, an option is out of range, the directory holds something that is no engine,
-        or disk or memory do not suffice. Then nothing has been written.
+        The model is unsupported or damaged, an option is out of range, the text to calibrate with cannot be read, the
+        directory holds something that is no engine, or disk or memory do not suffice. Then nothing has been written.
     KernelError
         The kernels cannot be compiled, or TensorRT cannot be imported or cannot build a plan.
     """
-    console = Console(stderr=True, quiet=options.quiet)
+    console = Console(stderr=True, quiet=options.quiet, markup=False)  # names may hold brackets
     checkpoint = open_checkpoint(options.model, options.tokenizer)
     output_dir = options.output_dir.resolve()
     refuse_foreign(output_dir)
     remove_leftovers(output_dir)
+    text = None if options.calibrate is None else Text.read(options.calibrate)
     config = options.engine_config(checkpoint.config)
-    build_fingerprint = fingerprint(options.settings | _tensorrt_version(config), checkpoint.sources)
+    sources = [*checkpoint.sources, *filter(None, [options.calibrate])]
+    build_fingerprint = fingerprint(options.settings | _tensorrt_version(config), sources)
     if not options.force and up_to_date(output_dir, build_fingerprint):
         console.print(f"{options.output_dir} is up to date; --force builds it again")
         return False
     with console.status("check the model"):
+        if config.device == "cuda":
+            specialise(config)  # which raises if the kernels do not support the model
         needed = needed_room(checkpoint, config, len(options.cuda_archs))
         refuse_too_little(needed, available_room(output_dir), options.output_dir, options.model)
     with staging(output_dir) as directory:
-        _write_engine(directory, checkpoint, config, options, console, build_fingerprint)
+        calibration = _write_engine(directory, checkpoint, config, options, text, console, build_fingerprint)
+    if calibration is not None:
+        calibration.print(console)
     size = sum(path.stat().st_size for path in output_dir.rglob("*") if path.is_file())
     console.print(f"{options.output_dir}: {options.method} engine of {options.model.name}, {size / 1e6:,.0f} MB")
     return True
@@ -115,14 +123,19 @@ def _write_engine(
     checkpoint: Checkpoint,
     config: EngineConfig,
     options: BuildOptions,
+    text: Text | None,
     console: Console,
     build_fingerprint: str,
-) -> None:
+) -> Calibration | None:
     columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=options.quiet) as progress:
         config.save(directory)
         with _step(progress, "save the tokenizer"):
             _write_tokenizer(directory, checkpoint)
+        calibrator = None
+        if text is not None:
+            with _step(progress, "read the text"):
+                calibrator = _calibrator(text, config, directory, options, progress)
         with _step(progress, "compute codebooks"):
             _write_codebooks(directory, config)
         if config.kernels == "native":
@@ -136,8 +149,25 @@ def _write_engine(
             weight_format = WeightFormat.of(config)
             with _step(progress, "fuse, write weights", total_size(config.model, weight_format)) as advance:
                 write_weights(checkpoint, directory, weight_format, progress=advance)
+        calibration = None
+        if calibrator is not None:
+            with _step(progress, f"calibrate on {calibrator.device.type}", calibrator.units) as advance:
+                calibration = calibrator.run(checkpoint, directory, advance)
+            calibration.save(directory)
         with _step(progress, "hash files"):
             write_manifest(directory, options.model.resolve().name, build_fingerprint)
+    return calibration
+
+
+def _calibrator(
+    text: Text, config: EngineConfig, directory: Path, options: BuildOptions, progress: Progress
+) -> Calibrator:
+    """Check the text before weights are written; says so if it has fewer tokens than were asked for."""
+    calibrator = Calibrator(text, config, Tokenizer(directory), options.calibrate_tokens, options.calibrate_window)
+    if calibrator.tokens < options.calibrate_tokens:
+        short = f"fewer than calibrate_tokens = {options.calibrate_tokens:,}: all are used"
+        progress.console.print(f"{text.name} has {calibrator.tokens:,} tokens, {short}")
+    return calibrator
 
 
 def _write_kernels(

@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_GROUP_SIZE = 32, 256, 16  # plugins/common/atte
 # kernels whose order of roundings matters say so with intrinsics.
 STANDARD = "c++17"
 LOG_LINES = 20
+IMPORT = threading.Lock()  # a thread that imports cuda.core while another does sees half of it
 REMEDY = "pip install 'kvseek[cuda]'"
 # Header that shows that a folder is the right one, and the package that brings it.
 HEADERS = {"cudart": ("cuda_bf16.h", "nvidia-cuda-runtime"), "cccl": ("nv/target", "nvidia-cuda-cccl")}
@@ -267,10 +269,11 @@ def _nvrtc(function: str) -> list[Any]:
 def _compiler() -> Any:
     """The module that offers Program and ProgramOptions; raises KernelError if it is not installed."""
     try:
-        import cuda.core as core
+        with IMPORT:
+            import cuda.core as core
 
-        if not hasattr(core, "Program"):  # cuda-core before 0.5
-            import cuda.core.experimental as core
+            if not hasattr(core, "Program"):  # cuda-core before 0.5
+                import cuda.core.experimental as core
     except ImportError as error:
         raise KernelError(f"cuda-core is missing ({error}): {REMEDY}") from None
     return core

@@ -29,6 +29,7 @@ CHOICE_SUMMARIES = {
     "weight_only_precision": "of the layers' matrices: 8 bits and a scale a row, or --dtype (default: none)",
     "runtime": "what computes all but attention (default: torch)",
 }
+CALIBRATE_TOKENS = 2048  # of a text; also the window, unless max_seq_len is less
 USAGE = """
   kvseek build --model MODEL --method METHOD --output_dir DIR [OPTION ...]
   kvseek build --plan --model MODEL --method METHOD --gpu_memory SIZE --host_memory SIZE [OPTION ...]
@@ -56,6 +57,7 @@ class FlagParser(argparse.ArgumentParser):
             self._add_fields(method, get_method(method).config_class, f"--method {method}", "")
         about = "plans of TensorRT instead of weights; needs --device cuda, and the module to build with"
         self._add_fields("tensorrt", TensorRtConfig, "--runtime tensorrt", about)
+        self._add_calibrate()
         self._add_plan()
         self._add_directories()
 
@@ -90,6 +92,18 @@ class FlagParser(argparse.ArgumentParser):
         for name, summary in LIMITS.items():
             stated = summary if "default" in summary else f"{summary} (default: {defaults[name]})"
             add(f"--{name}", type=int, metavar="N", help=stated)
+
+    def _add_calibrate(self) -> None:
+        about = (
+            "perplexity of a text with the weights in --dtype and, with --weight_only_precision, as they are stored; computed "
+            "on a GPU if PyTorch sees one, else on the CPU, printed, and kept for --inspect"
+        )
+        add = self.add_argument_group("calibrate", about).add_argument
+        add("--calibrate", type=Path, metavar="TEXT", help="UTF-8 text file, best of the kind that will be served")
+        most = f"tokens to read from its start; all, if it has fewer (default: {CALIBRATE_TOKENS})"
+        add("--calibrate_tokens", type=int, metavar="N", help=most)
+        window = f"tokens that see each other (default: {CALIBRATE_TOKENS}, or max_seq_len if that is less)"
+        add("--calibrate_window", type=int, metavar="N", help=window)
 
     def _add_plan(self) -> None:
         about = "print what an engine on a GPU would take and hold; needs neither GPU nor weights, and writes nothing"

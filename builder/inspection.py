@@ -1,4 +1,4 @@
-"""`kvseek build --inspect`: what an engine directory holds, from its JSON files: config, manifest, and plans if it has them."""
+"""`kvseek build --inspect`: what an engine directory holds, from its JSON files alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from kvseek.builder.calibration import CALIBRATION_FILE, Calibration
 from kvseek.builder.flags import LIMITS
 from kvseek.builder.options import InspectOptions
 from kvseek.builder.printing import print_json, table
@@ -31,7 +32,8 @@ def print_engine(options: InspectOptions, console: Console) -> None:
         f"kvseek {document['kvseek_version']}, format {document['format_version']}",
         soft_wrap=True,
     )
-    described = [(name, _text(document[name])) for name in ("dtype", "device", "kernels", "runtime", *LIMITS)]
+    names = ("dtype", "weight_only_precision", "device", "kernels", "runtime", *LIMITS)
+    described = [(name, _text(document[name])) for name in names]
     model = [(name, _text(value)) for name, value in document["model"].items() if value not in (None, False)]
     console.print(table("Engine", ("", "left"), ("value", "left"), rows=described))
     console.print(table("Model", ("", "left"), ("value", "left"), rows=model))
@@ -40,6 +42,8 @@ def print_engine(options: InspectOptions, console: Console) -> None:
             console.print(part)
     for title, name in ((f"Method {document['method']}", "method_config"), ("Cache", "cache")):
         console.print(_fields_table(title, document[name], document["changed"][name]))
+    if document["calibration"] is not None:
+        Calibration.load(options.directory).print(console)
     files = [(name, readable(size)) for name, size in document["files"].items()]
     total = readable(sum(document["files"].values()))
     console.print(table(f"Files, {total}", ("file", "left"), ("size", "right"), rows=files))
@@ -67,6 +71,7 @@ def engine_document(options: InspectOptions) -> dict[str, Any]:
         "kernels": _kernels(options, config, set(manifest.files)),
         "changed": changed,
         "plans": read_plans(options.directory) if config.runtime == "tensorrt" else None,
+        "calibration": _calibration(options, set(manifest.files)),
         "files": {name: record.size for name, record in sorted(manifest.files.items())},
     }
 
@@ -76,6 +81,11 @@ def _kernels(options: InspectOptions, config: EngineConfig, files: set[str]) -> 
     found = [f"sm_{arch}" for arch in cubin_architectures(options.directory)]
     found += ["cpu"] * (str(LIBRARY_FILE) in files)
     return found if config.kernels == "native" else [config.kernels]
+
+
+def _calibration(options: InspectOptions, files: set[str]) -> dict[str, Any] | None:
+    """What `--calibrate` found; None if the engine was built without."""
+    return dataclasses.asdict(Calibration.load(options.directory)) if CALIBRATION_FILE in files else None
 
 
 def _fields_table(title: str, fields: dict[str, Any], changed: list[str]) -> Any:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from kvseek.builder.compile_cuda import ARCHITECTURES
-from kvseek.builder.flags import LIMITS, FlagParser
+from kvseek.builder.flags import CALIBRATE_TOKENS, LIMITS, FlagParser
 from kvseek.engine.config import CHOICES, CacheConfig, EngineConfig, ModelConfig, TensorRtConfig, from_dict
 from kvseek.plugins.registry import METHODS, get_method
 
 DEFAULT_MAX_SEQ_LEN = 131_072  # tokens; a longer default would reserve host memory that few requests use
 BUILD_ONLY, PLAN_ONLY = ("force", "quiet"), ("gpu_memory", "host_memory")
+CALIBRATE = ("calibrate", "calibrate_tokens", "calibrate_window")
 MODES = ("plan", "inspect", "verify")
 
 
@@ -41,7 +42,7 @@ class EngineOptions:
         Method fields are stored with their defaults, so that an engine keeps them when a later version changes one.
         """
         method = get_method(self.method)
-        limits = {"max_seq_len": min(model.max_position_embeddings, DEFAULT_MAX_SEQ_LEN), **self.limits}
+        limits: dict[str, Any] = {"max_seq_len": min(model.max_position_embeddings, DEFAULT_MAX_SEQ_LEN), **self.limits}
         limits.setdefault("max_input_len", limits["max_seq_len"])
         tensorrt = from_dict(TensorRtConfig, self.tensorrt, "tensorrt")
         if self.runtime == "tensorrt" and tensorrt.form == "engine":
@@ -69,11 +70,14 @@ class BuildOptions(EngineOptions):
     cuda_archs: tuple[int, ...] = ()  # what kernels are compiled for; empty with device = "cpu"
     force: bool = False
     quiet: bool = False
+    calibrate: Path | None = None  # a text; None: no calibration
+    calibrate_tokens: int = CALIBRATE_TOKENS
+    calibrate_window: int | None = None  # None: as builder/calibrate.py chooses
 
     @property
     def settings(self) -> dict[str, Any]:
         """What decides the engine's contents, beside the model: JSON values."""
-        names = ("method", *CHOICES, "cuda_archs", "limits", "cache", "method_config", "tensorrt")
+        names = ("method", *CHOICES, "cuda_archs", "limits", "cache", "method_config", "tensorrt", *CALIBRATE[1:])
         tokenizer = None if self.tokenizer is None else self.tokenizer.resolve().name
         return {"tokenizer": tokenizer, **{name: getattr(self, name) for name in names}}
 
@@ -130,7 +134,7 @@ def _refuse_misplaced(parser: FlagParser, mode: str, values: dict[str, Any]) -> 
     """End with a message if a flag was given that the mode would ignore."""
     misplaced = {
         "build": {*PLAN_ONLY, "json"},
-        "plan": {*BUILD_ONLY, "inspect", "verify"},
+        "plan": {*BUILD_ONLY, *CALIBRATE, "inspect", "verify"},
         "inspect": set(values) - {"inspect", "json"},
         "verify": set(values) - {"verify"},
     }[mode]
@@ -158,6 +162,8 @@ def _refuse_other_runtimes(parser: FlagParser, values: dict[str, Any]) -> None:
     if given and runtime != "tensorrt":
         name = next(iter(given))
         parser.error(f"--tensorrt.{name} belongs to --runtime tensorrt; --runtime is {runtime}: leave the flag out")
+    if runtime == "tensorrt" and "calibrate" in values:
+        parser.error("--calibrate belongs to --runtime torch: plans hold the weights as they are; leave it out")
     whole = runtime == "tensorrt" and given.get("form", TensorRtConfig.form) == "engine"
     if whole and "prefill_chunk_tokens" in values:
         parser.error(
@@ -171,8 +177,11 @@ def _build_options(parser: FlagParser, values: dict[str, Any]) -> BuildOptions:
     if "cuda_archs" in values and engine["device"] != "cuda":
         parser.error(f"--cuda_archs belongs to --device cuda; --device is {engine['device']}")
     archs = values.get("cuda_archs", ARCHITECTURES if engine["device"] == "cuda" else ())
-    force, quiet = (name in values for name in BUILD_ONLY)
-    return BuildOptions(**engine, output_dir=values["output_dir"], cuda_archs=archs, force=force, quiet=quiet)
+    if "calibrate" not in values and (alone := [name for name in CALIBRATE if name in values]):
+        parser.error(f"--{alone[0]} goes only with --calibrate TEXT; leave it out, or name a text")
+    engine |= {name: name in values for name in BUILD_ONLY}
+    engine |= {name: values[name] for name in CALIBRATE if name in values}
+    return BuildOptions(**engine, output_dir=values["output_dir"], cuda_archs=archs)
 
 
 def _plan_options(parser: FlagParser, values: dict[str, Any]) -> PlanOptions:

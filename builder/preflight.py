@@ -60,9 +60,10 @@ def needed_room(checkpoint: Checkpoint, config: EngineConfig, architectures: int
     kernels = KERNEL_BYTES * (1 + architectures) if config.kernels == "native" else 0
     small = TOKEN_BYTES * model.vocab_size + TENSOR_BYTES * len(weights) + OTHER_FILE_BYTES
     most = max(weight_memory(checkpoint, weight, weight_format) for weight in weights)
-    return Room(
-        total_size(model, weight_format) + kernels + small, most + TOKEN_MEMORY * model.vocab_size + OTHER_MEMORY
-    )
+    written = total_size(model, weight_format)
+    if config.runtime == "tensorrt":
+        most, written = most + PLAN_COPIES * largest_plan(config), weight_bytes(config)
+    return Room(written + kernels + small, most + TOKEN_MEMORY * model.vocab_size + OTHER_MEMORY)
 
 
 def weight_memory(checkpoint: Checkpoint, weight: Weight, weight_format: WeightFormat) -> int:

@@ -21,8 +21,9 @@ from .cuda import CudaKernels
 from .device_cache import DeviceCache
 from .errors import CapacityError
 from .graphs import DecodeStep, HostCopy, StepResult, bucket_of, buckets_for
+from .layer import Layer
 from .layer_kernels import LayerKernels, Rotation
-from .model import LAST_QUERIES, Decoder, Layer
+from .model import LAST_QUERIES, Decoder
 from .streams import wait_on_error
 from .weight_only_kernels import weight_only_kernels
 from .work_space import prefill_bytes

@@ -1,4 +1,4 @@
-"""The decoder: Llama, Qwen2 and Qwen3, read top to bottom. Differences between them are biases and QK-norm."""
+"""The decoder: Llama, Qwen2 and Qwen3, read top to bottom. layer.py has what a layer computes around attention."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from .attention import attend, causal_attention
 from .cache import Cache
 from .config import EngineConfig
 from .kernels import CpuLibrary
-from .linear import make_linear
-from .rope import RotaryEmbedding, rotate
+from .layer import Head, Layer
+from .rope import RotaryEmbedding
 from .sampling import greedy_token
-from .weight_only import QUANTISED
 
 if TYPE_CHECKING:
     from .weight_only_kernels import WeightOnlyKernels
@@ -38,16 +37,6 @@ class Group:
     lengths: Tensor
 
 
-class Layer:
-    """Products and norms of one decoder layer; absent norms are None."""
-
-    def __init__(self, weights: dict[str, Tensor], number: int, kernels: WeightOnlyKernels | None = None) -> None:
-        prefix = f"layers.{number}."
-        self.attention_norm, self.mlp_norm = (weights[f"{prefix}{name}_norm.weight"] for name in ("attention", "mlp"))
-        self.q_norm, self.k_norm = (weights.get(f"{prefix}{name}_norm.weight") for name in ("q", "k"))
-        self.qkv, self.o, self.gate_up, self.down = (make_linear(weights, prefix + name, kernels) for name in QUANTISED)
-
-
 class Decoder:
     """Runs prompts and decode steps over a cache and one index per layer."""
 
@@ -64,7 +53,8 @@ class Decoder:
         self.cache, self.indexes, self.library = cache, indexes, library
         self.embed, self.norm = weights["embed.weight"], weights["norm.weight"]
         self.lm_head = self.embed if config.model.tie_word_embeddings else weights["lm_head.weight"]
-        self.layers = [Layer(weights, number, products) for number in range(config.model.num_layers)]
+        self.layers = [Layer(self.model, weights, number, products) for number in range(config.model.num_layers)]
+        self.head = Head(self.model, self.norm, self.lm_head)
         self.rope = RotaryEmbedding(config.model, self.embed.device)
         self.scaling = config.model.head_dim**-0.5
 
@@ -96,7 +86,7 @@ class Decoder:
             del keys, values, last  # before the next layer allocates its own
         for index in self.indexes:
             index.finish_build(slot)
-        return self._logits(hidden[-1:])[0]
+        return self.head(hidden[-1:])[0]
 
     def _embed(self, ids: Sequence[int]) -> Tensor:
         """Embeddings of token ids, [tokens, hidden]."""
@@ -107,11 +97,11 @@ class Decoder:
     ) -> Tensor:
         """One layer over tokens start .. stop - 1, in place; returns those of the queries that the index may want."""
         x = hidden[start:stop]
-        q, k, v = self._project(self.layers[number], x, *self.rope(start, stop))
+        q, k, v = self.layers[number].project(x, *self.rope(start, stop))
         keys[:, start:stop], values[:, start:stop] = k.transpose(0, 1), v.transpose(0, 1)
         q = q.transpose(0, 1)
         out = causal_attention(q, keys[:, :stop], values[:, :stop], self.scaling)
-        hidden[start:stop] = self._finish(self.layers[number], x, out.flatten(1))
+        hidden[start:stop] = self.layers[number].finish(x, out.flatten(1))
         wanted = max(0, hidden.shape[0] - LAST_QUERIES - start)
         return q[:, wanted:]
 
@@ -158,10 +148,10 @@ class Decoder:
         cos, sin = self.rope.at([self.cache.tokens[slot] - 1 for slot in slots])
         x = self._embed(tokens)
         for number, layer in enumerate(self.layers):
-            q, k, v = self._project(layer, x, cos, sin)
+            q, k, v = layer.project(x, cos, sin)
             self.cache.append(number, slots, k, v)
-            x = self._finish(layer, x, self._attend(number, q, groups, attended).flatten(1))
-        return self._logits(x), attended
+            x = layer.finish(x, self._attend(number, q, groups, attended).flatten(1))
+        return self.head(x), attended
 
     def refresh(self, slots: Sequence[int]) -> None:
         """Let the indexes do upkeep that is due for these slots."""
@@ -208,30 +198,3 @@ class Decoder:
                 selection = Selection.everything(held, kv_heads, self.embed.device) if wanted else None
                 groups.append(Group(requests, part, selection, window_tokens[requests], lengths[requests]))
         return groups
-
-    def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalise, project and rotate x [tokens, hidden]: queries [tokens, H, D], keys and values [tokens, G, D]."""
-        model = self.model
-        normed = F.rms_norm(x, (model.hidden_size,), layer.attention_norm, model.rms_norm_eps)
-        qkv = layer.qkv(normed).view(x.shape[0], -1, model.head_dim)
-        heads, kv_heads = model.num_heads, model.num_kv_heads
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
-            q = F.rms_norm(q, (model.head_dim,), layer.q_norm, model.rms_norm_eps)
-            k = F.rms_norm(k, (model.head_dim,), layer.k_norm, model.rms_norm_eps)
-            qk = torch.cat((q, k), dim=1)
-        else:
-            qk = qkv[:, : heads + kv_heads]
-        qk = rotate(qk, cos, sin)
-        return qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
-
-    def _finish(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
-        """Output projection and MLP, both residual: x [tokens, hidden], attended [tokens, H*D]."""
-        x = x + layer.o(attended)
-        normed = F.rms_norm(x, (self.model.hidden_size,), layer.mlp_norm, self.model.rms_norm_eps)
-        gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-        return x + layer.down(F.silu(gate) * up)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(x, (self.model.hidden_size,), self.norm, self.model.rms_norm_eps)
-        return F.linear(normed, self.lm_head).float()

@@ -30,7 +30,8 @@ def quantise(weight: Tensor, precision: str) -> tuple[Tensor, Tensor]:
     -------
     quantised : Tensor, int8 or float8_e4m3fn [outputs, inputs]
     scale : Tensor, float32 [outputs]
-        What a row is multiplied with to have its weights back; 1 for a row of zeros.
+        What a row is multiplied with to have its weights back; 1 for a row of zeros, and for one whose weights are all so
+        small (below 2e-36 with int8) that float32 has no exact scale for them: they become zeros.
 
     Raises
     ------
@@ -52,7 +53,8 @@ def _quantise_rows(weight: Tensor, first: int, precision: str) -> tuple[Tensor, 
     if not magnitude.isfinite().all():
         row = first + int((~magnitude.isfinite()).nonzero()[0])
         raise ConfigError(f"row {row} holds infinity or NaN: must be finite; download the checkpoint again")
-    scale = torch.where(magnitude > 0, magnitude / largest, 1.0)
+    scale = magnitude / largest
+    scale = torch.where(scale >= torch.finfo(torch.float32).tiny, scale, 1.0)
     scaled = wide / scale[:, None]
     rounded = scaled.round() if dtype is torch.int8 else scaled
     return rounded.clamp(-largest, largest).to(dtype), scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,10 +14,17 @@ from .errors import EngineDirectoryError
 INDEX_FILE = "rank0.index.json"  # {"metadata": {"total_size": bytes}, "weight_map": {tensor name: shard file}}
 
 
-def load_weights(directory: Path, device: torch.device) -> dict[str, Tensor]:
-    """Load all weights of an engine directory onto `device`, as they are stored.
+def load_weights(
+    directory: Path, device: torch.device, wanted: Callable[[str], bool] | None = None
+) -> dict[str, Tensor]:
+    """Load weights of an engine directory onto `device`, as they are stored.
 
     On the CPU they are views of the memory-mapped shards: pages are read when first used and shared between processes.
+
+    Parameters
+    ----------
+    wanted : callable, optional
+        Whether to load the tensor of a name; None: all.
 
     Returns
     -------
@@ -31,7 +39,10 @@ def load_weights(directory: Path, device: torch.device) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open
 
     weights: dict[str, Tensor] = {}
-    for file, names in _read_index(directory).items():
+    for file, listed in _read_index(directory).items():
+        names = listed if wanted is None else [name for name in listed if wanted(name)]
+        if not names:
+            continue
         try:
             with safe_open(directory / file, framework="pt", device=str(device)) as shard:
                 weights.update({name: shard.get_tensor(name) for name in names})

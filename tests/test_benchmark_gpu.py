@@ -34,8 +34,8 @@ from kvseek.benchmarks.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_p
 from kvseek.benchmarks.synthetic import Spectrum, SyntheticKeys
 from kvseek.engine.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.engine.errors import ConfigError
+from kvseek.engine.layer import Layer
 from kvseek.engine.memory_plan import plan_rows
-from kvseek.engine.model import Layer
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -67,7 +67,7 @@ def test_shapes_are_of_their_size() -> None:
 
 def test_random_weights_are_what_a_decoder_reads() -> None:
     weights = RandomWeights(TINY, torch.float32, CPU)
-    layer = Layer(weights.tensors, 1)
+    layer = Layer(TINY, weights.tensors, 1)
     parts = (layer.attention_norm, layer.qkv.bias, layer.q_norm, layer.o.bias, layer.mlp_norm, layer.down.weight)
     assert all(part is not None for part in parts)
     assert layer.qkv.weight.shape == ((4 + 2 * 2) * 8, 32)

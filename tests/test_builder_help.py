@@ -67,13 +67,25 @@ def test_sections_and_defaults() -> None:
     parser = FlagParser()
     titles = [group.title for group in parser._action_groups][2:]
     methods = [f"--method {name}" for name in METHODS]
-    assert titles == ["what to build", "limits", "cache", *methods, "--runtime tensorrt", "plan", "inspect and verify"]
+    assert titles == [
+        "what to build",
+        "limits",
+        "cache",
+        *methods,
+        "--runtime tensorrt",
+        "calibrate",
+        "plan",
+        "inspect and verify",
+    ]
     groups: dict[str | None, list[argparse.Action]] = {g.title: g._group_actions for g in parser._action_groups}
     for name in METHODS:
         fields = dataclasses.fields(get_method(name).config_class)
         flags = [action.option_strings[0] for action in groups[f"--method {name}"]]
         assert flags == [f"--{name}.{field.name}" for field in fields]
         assert all("(default: " in str(action.help) for action in groups[f"--method {name}"])
+    calibrate = [(action.option_strings[0], str(action.help)) for action in groups["calibrate"]]
+    assert [flag for flag, _ in calibrate] == ["--calibrate", "--calibrate_tokens", "--calibrate_window"]
+    assert all("(default: 2048" in text for _, text in calibrate[1:])
     assert {flag for action in groups["plan"] for flag in action.option_strings} == {
         "--plan",
         "--gpu_memory",

@@ -63,16 +63,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache/kvseek"
 
 
-def config(method: str, dtype: str, head_dim: int, group_size: int) -> EngineConfig:
+def config(method: str, dtype: str, head_dim: int, group_size: int, precision: str = "none") -> EngineConfig:
     model = ModelConfig("llama", 100, 64, 96, 2, 2 * group_size, 2, head_dim, 1e-6, 1e4, 8192)
-    return EngineConfig(model, method, dtype=dtype, device="cuda")
+    return EngineConfig(model, method, dtype=dtype, device="cuda", weight_only_precision=precision)
 
 
-def written_kernels(method: str) -> dict[str, str]:
-    """Name of each kernel of a method's translation unit in the sources, and of the struct that it takes."""
+def written_kernels(method: str, precision: str = "none") -> dict[str, str]:
+    """Name of each kernel of a method's translation unit in the sources, and of the struct that it takes.
+
+    Those of weights of 8 bits are there with such weights alone.
+    """
     (root,) = compile_cuda.package_roots()
     pattern = r"(kvseek_\w+)\(const __grid_constant__ kvseek::(?:\w+::)*(\w+) a\)"
-    texts = [(root / name).read_text() for name in compile_cuda.unit_sources(method, [root])]
+    names = compile_cuda.unit_sources(method, [root])
+    texts = [(root / name).read_text() for name in names if precision != "none" or name != "engine/weight_only.cu"]
     return {kernel: arguments for text in texts for kernel, arguments in re.findall(pattern, text)}
 
 
@@ -178,21 +182,21 @@ def test_cubins_are_compiled_once(roots: list[Path], cache: Path, monkeypatch: p
     assert all(re.fullmatch(r"sm_\d+-\w{16}\.cubin", path.name) for path in cache.iterdir()), "no half-written file"
 
 
-# Every dtype, head size, group size and architecture occurs; the rest of the product would take minutes.
+# Every dtype, head size, group size, precision of weights and architecture occurs; the rest of the product would take minutes.
 CASES = (
-    ("float32", 64, 1, 80),
-    ("bfloat16", 128, 4, 89),
-    ("float16", 96, 3, 90),
-    ("float32", 128, 8, 100),
-    ("bfloat16", 256, 16, 120),
-    ("float16", 64, 16, 90),
+    ("float32", 64, 1, "none", 80),
+    ("bfloat16", 128, 4, "int8", 89),
+    ("float16", 96, 3, "fp8", 90),
+    ("float32", 128, 8, "none", 100),
+    ("bfloat16", 256, 16, "fp8", 120),
+    ("float16", 64, 16, "int8", 80),
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", list(METHODS))
 def test_kernels_compile_for_every_shape_and_architecture(method: str) -> None:
-    def make(case: tuple[str, int, int, int]) -> bytes:
+    def make(case: tuple[str, int, int, str, int]) -> bytes:
         *shape, arch = case
         return compile_cubin(specialise(config(method, *shape)), arch)
 
@@ -202,7 +206,7 @@ def test_kernels_compile_for_every_shape_and_architecture(method: str) -> None:
     with ThreadPoolExecutor(2) as pool:
         images = list(pool.map(make, cases))
     for case, image in zip(cases, images, strict=True):
-        assert set(parameter_bytes(image)) == set(written_kernels(method)), case
+        assert set(parameter_bytes(image)) == set(written_kernels(method, case[3])), case
 
 
 def struct_fields(struct_name: str, method: str) -> list[tuple[str, type]]:
@@ -215,9 +219,9 @@ def struct_fields(struct_name: str, method: str) -> list[tuple[str, type]]:
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_python_mirrors_every_argument_struct(method: str) -> None:
-    sizes = parameter_bytes(compile_cubin(specialise(config(method, "bfloat16", 128, 4)), 90))
+    sizes = parameter_bytes(compile_cubin(specialise(config(method, "bfloat16", 128, 4, "int8")), 90))
     structures = mirrors()
-    for kernel, struct_name in written_kernels(method).items():
+    for kernel, struct_name in written_kernels(method, "int8").items():
         written = struct_fields(struct_name, method)
         named = [list(mirror._fields_) for mirror in structures if mirror.__name__ == struct_name]
         assert written in named, f"{kernel}: {struct_name}"
@@ -230,6 +234,17 @@ def test_shapes_that_kernels_do_not_support_are_refused() -> None:
         specialise(config("full", "bfloat16", 80, 4))
     with pytest.raises(ConfigError, match="num_heads / num_kv_heads = 32: must be at most 16"):
         specialise(config("full", "bfloat16", 64, 32))
+
+
+def test_threads_may_compile_first() -> None:
+    """All architectures of an engine start to compile at once, in a process that has not imported cuda.core."""
+    code = """
+from concurrent.futures import ThreadPoolExecutor
+from kvseek.builder.compile_cuda import _compiler
+with ThreadPoolExecutor(4) as pool:
+    assert all(hasattr(core, "Program") for core in pool.map(lambda _: _compiler(), range(4)))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_importing_needs_no_cuda() -> None:

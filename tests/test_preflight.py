@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from pathlib import Path
@@ -18,7 +19,7 @@ from kvseek.builder import build, preflight
 from kvseek.builder.checkpoint import open_checkpoint
 from kvseek.builder.preflight import Room, available_room, needed_room, refuse_too_little, weight_memory
 from kvseek.builder.weights import WeightFormat, plan_weights, total_size
-from kvseek.engine.config import EngineConfig
+from kvseek.engine.config import EngineConfig, TensorRtConfig
 from kvseek.engine.errors import ConfigError
 from kvseek.engine.manifest import verify
 
@@ -120,6 +121,24 @@ def test_kernels_of_each_architecture_count(model: Path) -> None:
     assert sizes[1] - sizes[0] == preflight.KERNEL_BYTES
     assert sizes[2] - sizes[0] == 5 * preflight.KERNEL_BYTES
     assert sizes[0] - needed(model).disk == preflight.KERNEL_BYTES
+
+
+def test_plans_of_tensorrt(model: Path) -> None:
+    """Segments take memory for the largest of them, one plan for all; on disk a table of angles aside they are the weights."""
+    checkpoint = open_checkpoint(model)
+    torch_runtime = EngineConfig(checkpoint.config, "full", device="cuda", max_seq_len=512, max_input_len=512)
+    forms = [TensorRtConfig("tensorrt", form) for form in ("segments", "engine")]
+    plain, segments, whole = (
+        needed_room(checkpoint, config, 1)
+        for config in (
+            torch_runtime,
+            *(dataclasses.replace(torch_runtime, runtime="tensorrt", tensorrt=form) for form in forms),
+        )
+    )
+    weights = total_size(checkpoint.config, WeightFormat(torch.float32))
+    assert segments.disk == whole.disk == plain.disk
+    assert whole.memory - plain.memory == preflight.PLAN_COPIES * weights
+    assert 0 < segments.memory - plain.memory < preflight.PLAN_COPIES * weights
 
 
 # Bytes for each number of a weight: the sources as they are read, and beside them the largest of what reading, fusing and

@@ -1,0 +1,178 @@
+"""`kvseek build --calibrate`: a text's perplexity with the weights in the engine's dtype and with those that are stored."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvseek.builder.calibration import Calibration, QuantisationCost
+from kvseek.builder.checkpoint import Checkpoint
+from kvseek.builder.flags import CALIBRATE_TOKENS
+from kvseek.builder.perplexity import Advance, LayerSource, Losses, WindowedText
+from kvseek.builder.weights import plan_weights, weight_reader
+from kvseek.engine import bfloat16
+from kvseek.engine.config import EngineConfig, require
+from kvseek.engine.errors import CapacityError, ConfigError
+from kvseek.engine.layer import Head
+from kvseek.engine.tokenizer import Tokenizer
+from kvseek.engine.weight_only import NONE
+from kvseek.engine.weights import load_weights
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text to calibrate with: the name of its file, the SHA-256 of its bytes, what it says."""
+
+    name: str
+    sha256: str
+    content: str
+
+    @classmethod
+    def read(cls, path: Path) -> Text:
+        """Read a file; raises ConfigError if it is absent, a directory, or not UTF-8."""
+        try:
+            content = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            raise ConfigError(f"calibrate = {str(path)!r}: does not exist; name a text file") from None
+        except IsADirectoryError:
+            raise ConfigError(f"calibrate = {str(path)!r}: is a directory; name a text file") from None
+        try:
+            return cls(path.name, hashlib.sha256(content).hexdigest(), content.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"calibrate = {str(path)!r}: byte {error.start} is not UTF-8 ({error.reason}); convert the text to UTF-8"
+            ) from None
+
+
+class Calibrator:
+    """A calibration that can be made once the weights are written.
+
+    Parameters
+    ----------
+    tokens : int
+        How many tokens to read, from the start of the text; with fewer in it, all.
+    window : int, optional
+        Tokens that see each other; None: CALIBRATE_TOKENS, or max_seq_len if that is less.
+
+    Raises
+    ------
+    ConfigError
+        `tokens` or `window` is out of range, the text has fewer than two tokens or ids that the model does not know, or
+        the processor cannot multiply numbers of the engine's dtype.
+    """
+
+    def __init__(
+        self, text: Text, config: EngineConfig, tokenizer: Tokenizer, tokens: int, window: int | None = None
+    ) -> None:
+        window = min(config.max_seq_len, CALIBRATE_TOKENS) if window is None else window
+        require(tokens >= 2, "calibrate_tokens", tokens, ">= 2", "the first token of a text is predicted by nothing")
+        limit, remedy = f"between 2 and max_seq_len = {config.max_seq_len}", "set --calibrate_window, or leave it out"
+        require(2 <= window <= config.max_seq_len, "calibrate_window", window, limit, remedy)
+        self.text, self.config = text, config
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device == CPU and config.dtype == "bfloat16" and not bfloat16.usable():
+            remedy = "build where PyTorch sees a GPU, with --dtype float32, or without --calibrate"
+            raise ConfigError(f"calibrate: this processor cannot multiply dtype = 'bfloat16'; {remedy}")
+        ids = self._encode(tokenizer)
+        self.text_tokens = len(ids)
+        self._windows = WindowedText(config.model, ids[:tokens], window, self.device)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are read."""
+        return len(self._windows.ids)
+
+    @property
+    def units(self) -> int:
+        """Steps of progress that `run` makes."""
+        return self._windows.units(1 if self.config.weight_only_precision == NONE else 2)
+
+    def run(self, checkpoint: Checkpoint, directory: Path, advance: Advance) -> Calibration:
+        """Compute with the weights that `directory` holds and, if they are quantised, with those of the checkpoint.
+
+        Raises
+        ------
+        ConfigError
+            A perplexity is not a finite number.
+        CapacityError
+            The GPU has not enough memory.
+        """
+        sources = [stored_layers(directory)]
+        if self.config.weight_only_precision != NONE:
+            sources.insert(0, checkpoint_layers(checkpoint, getattr(torch, self.config.dtype)))
+        try:
+            return self._report(self._losses(directory, sources, advance))
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"calibrate: the GPU's memory does not hold one layer and {self.tokens:,} tokens "
+                f"({str(error).splitlines()[0]}); lower --calibrate_tokens or --calibrate_window, or hide the GPU with "
+                "CUDA_VISIBLE_DEVICES= to compute on the CPU"
+            ) from None
+
+    def _losses(self, directory: Path, sources: list[LayerSource], advance: Advance) -> Losses:
+        model = self.config.model
+        embedding = load_weights(directory, CPU, lambda name: name == "embed.weight")["embed.weight"]
+        hidden = [self._windows.hidden_states(embedding, layers, advance) for layers in sources]
+        head = "embed.weight" if model.tie_word_embeddings else "lm_head.weight"
+        ends = load_weights(directory, self.device, lambda name: name in ("norm.weight", head))
+        return self._windows.losses(Head(model, ends["norm.weight"], ends[head]), hidden, advance)
+
+    def _report(self, losses: Losses) -> Calibration:
+        config, perplexities = self.config, losses.perplexities
+        for name, value in zip((config.dtype, config.weight_only_precision), perplexities, strict=False):
+            limit = f"a finite number with the weights in {name}"
+            remedy = "choose a dtype of more range, such as --dtype bfloat16, or check the checkpoint"
+            require(math.isfinite(value), "perplexity", value, limit, remedy)
+        quantised = None
+        if config.weight_only_precision != NONE:
+            ratio = perplexities[1] / perplexities[0]
+            quantised = QuantisationCost(perplexities[1], ratio, losses.kl_divergence, losses.same_token)
+        return Calibration(
+            text=self.text.name,
+            text_sha256=self.text.sha256,
+            text_tokens=self.text_tokens,
+            tokens=self.tokens,
+            window=self._windows.window,
+            predictions=self._windows.predictions,
+            device=self.device.type,
+            dtype=config.dtype,
+            weight_only_precision=config.weight_only_precision,
+            perplexity=perplexities[0],
+            quantised=quantised,
+        )
+
+    def _encode(self, tokenizer: Tokenizer) -> list[int]:
+        """The text's tokens as a request would have them; raises ConfigError on too few, or on ids beyond the model's."""
+        ids = tokenizer.encode(self.text.content)
+        require(len(ids) >= 2, f"tokens of {self.text.name}", len(ids), ">= 2", "name a longer text with --calibrate")
+        limit = f"< vocab_size = {self.config.model.vocab_size} of the model"
+        remedy = "name the directory of this model's tokenizer with --tokenizer"
+        require(max(ids) < self.config.model.vocab_size, f"largest id of {self.text.name}", max(ids), limit, remedy)
+        return ids
+
+
+def stored_layers(directory: Path) -> LayerSource:
+    """Layers of an engine directory, as they are stored: views of the mapped files."""
+
+    def read(number: int) -> dict[str, torch.Tensor]:
+        # The dtype of norm.weight tells engine/linear.py what to dequantise to.
+        return load_weights(directory, CPU, lambda name: name == "norm.weight" or _of_layer(name, number))
+
+    return read
+
+
+def checkpoint_layers(checkpoint: Checkpoint, dtype: torch.dtype) -> LayerSource:
+    """Layers of a checkpoint, fused and in `dtype`: what an engine without quantisation would hold."""
+    read = weight_reader(checkpoint, dtype)
+    names = [weight.name for weight in plan_weights(checkpoint.config)]
+    return lambda number: {name: read(name) for name in names if _of_layer(name, number)}
+
+
+def _of_layer(name: str, number: int) -> bool:
+    return name.startswith(f"layers.{number}.")

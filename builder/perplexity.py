@@ -1,0 +1,139 @@
+"""Perplexity of weights that are read one layer at a time, by the engine's own arithmetic for prompts.
+
+The text is cut into windows that do not see each other. All windows pass a layer before the next layer is read, so memory
+holds their hidden states and the weights of one layer, never a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvseek.engine.attention import causal_attention, causal_attention_device
+from kvseek.engine.config import ModelConfig
+from kvseek.engine.layer import Head, Layer
+from kvseek.engine.rope import RotaryEmbedding
+
+LOGIT_BYTES = 64 << 20  # of the logits of one slice of tokens; a handful of tensors of this size exist at a time
+
+# Weights of the layer of a number, and norm.weight, on the CPU or on the device of the computation.
+LayerSource = Callable[[int], dict[str, Tensor]]
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What was found over all predictions.
+
+    Attributes
+    ----------
+    perplexities : tuple of float
+        Of every set of weights: the exponential of the mean negative log-likelihood of the next token.
+    kl_divergence : float
+        Of the second set's distribution of the next token from the first's, mean over the predictions, in nats; 0 for one.
+    same_token : float
+        Share of predictions whose most probable token is the same; 1 for one set.
+    """
+
+    perplexities: tuple[float, ...]
+    kl_divergence: float
+    same_token: float
+
+
+class WindowedText:
+    """Token ids in windows of `window` tokens; the last has what is left.
+
+    A window of n tokens has n - 1 predictions: its first token is predicted by nothing.
+
+    Parameters
+    ----------
+    ids : sequence of int
+        At least two.
+    window : int
+        At least two.
+    """
+
+    def __init__(self, model: ModelConfig, ids: Sequence[int], window: int, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.ids = torch.tensor(ids)  # on the CPU, as is the embedding that they are looked up in
+        self.window = min(window, len(ids))
+        self.spans = [(start, min(start + window, len(ids))) for start in range(0, len(ids), window)]
+        self._slice = max(1, LOGIT_BYTES // (4 * model.vocab_size))
+
+    @property
+    def predictions(self) -> int:
+        """Tokens that are predicted."""
+        return len(self.ids) - len(self.spans)
+
+    def units(self, sets: int) -> int:
+        """Steps of progress over so many sets of weights: windows of all layers, then slices of the predictions."""
+        return sets * self.model.num_layers * len(self.spans) + len(list(self._slices()))
+
+    @torch.inference_mode()
+    def hidden_states(self, embedding: Tensor, layers: LayerSource, advance: Advance) -> Tensor:
+        """Hidden states [tokens, hidden] after the last layer.
+
+        Parameters
+        ----------
+        embedding : Tensor [vocabulary, hidden]
+            On the CPU: only the rows of the text are copied.
+        layers : callable
+            Called once for each layer, in order; what it returned is dropped before the next call.
+        """
+        hidden = F.embedding(self.ids, embedding).to(self.device)
+        cos, sin = RotaryEmbedding(self.model, self.device)(0, self.window)
+        for number in range(self.model.num_layers):
+            self._run_layer(self._layer(layers, number), hidden, cos, sin, advance)
+        return hidden
+
+    @torch.inference_mode()
+    def losses(self, head: Head, hidden: Sequence[Tensor], advance: Advance) -> Losses:
+        """Compare one or two sets of hidden states [tokens, hidden] with the text, and the second with the first."""
+        likelihood = torch.zeros(len(hidden), dtype=torch.float64)
+        divergence, same = 0.0, 0
+        for start, stop in self._slices():
+            targets = self.ids[start + 1 : stop + 1].to(self.device)[:, None]
+            predicted = [head(states[start:stop]).log_softmax(dim=-1) for states in hidden]
+            for number, one in enumerate(predicted):
+                likelihood[number] += one.gather(1, targets).double().sum().cpu()
+            first, last = predicted[0], predicted[-1]
+            same += int((first.argmax(dim=-1) == last.argmax(dim=-1)).sum())
+            if len(hidden) > 1:
+                each = F.kl_div(last, first, reduction="none", log_target=True).sum(dim=-1)
+                divergence += float(each.double().sum())
+            advance(1)
+        means = (-likelihood / self.predictions).tolist()
+        return Losses(tuple(map(_exponential, means)), divergence / self.predictions, same / self.predictions)
+
+    def _layer(self, layers: LayerSource, number: int) -> Layer:
+        """Weights go to the device as they are stored, and are dequantised there."""
+        weights = {name: tensor.to(self.device) for name, tensor in layers(number).items()}
+        return Layer(self.model, weights, number)
+
+    def _run_layer(self, layer: Layer, hidden: Tensor, cos: Tensor, sin: Tensor, advance: Advance) -> None:
+        """One layer over every window, in place."""
+        attention = causal_attention_device if self.device.type == "cuda" else causal_attention
+        for start, stop in self.spans:
+            x, tokens = hidden[start:stop], stop - start
+            q, k, v = (part.transpose(0, 1) for part in layer.project(x, cos[:tokens], sin[:tokens]))
+            attended = attention(q, k, v, self.model.head_dim**-0.5)
+            hidden[start:stop] = layer.finish(x, attended.flatten(1))
+            advance(1)
+
+    def _slices(self) -> Iterator[tuple[int, int]]:
+        """Positions that predict the token after them, a slice at a time: the last of a window predicts nothing."""
+        for start, stop in self.spans:
+            for first in range(start, stop - 1, self._slice):
+                yield first, min(first + self._slice, stop - 1)
+
+
+def _exponential(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
