@@ -1,17 +1,11 @@
-"""What the builder uses of TensorRT's Python API, which `tensorrt` and `tensorrt_rtx` have in common, and their loading.
-
-Neither package is imported before an engine is built with it: both are large, and most engines need none.
-"""
+"""What the builder uses of TensorRT's Python API, which `tensorrt` and `tensorrt_rtx` have in common."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
-from kvseek.engine.errors import ConfigError, KernelError
-
-PACKAGES = {"tensorrt_rtx": "tensorrt-rtx-cu13", "tensorrt": "tensorrt-cu13"}  # modules, and what brings them from PyPI
+from kvseek.engine.tensorrt_api import import_tensorrt
 
 
 class ITensor(Protocol):
@@ -104,18 +98,5 @@ class TensorRt(Protocol):
 
 
 def load_tensorrt(name: str) -> TensorRt:
-    """Import `tensorrt` or `tensorrt_rtx`.
-
-    Raises
-    ------
-    ConfigError
-        If `name` is neither.
-    KernelError
-        If the module cannot be imported, naming the package that brings it.
-    """
-    if name not in PACKAGES:
-        raise ConfigError(f"TensorRT module = {name!r}: must be one of {', '.join(PACKAGES)}; choose one of them")
-    try:
-        return cast(TensorRt, importlib.import_module(name))
-    except (ImportError, OSError) as error:  # OSError: its libraries do not load
-        raise KernelError(f"cannot import {name}: {error}; pip install {PACKAGES[name]}") from None
+    """The module `tensorrt` or `tensorrt_rtx`, for building; raises as `import_tensorrt` of engine/tensorrt_api.py."""
+    return cast(TensorRt, import_tensorrt(name))

@@ -11,20 +11,13 @@ import torch
 from torch import Tensor
 
 from kvseek.engine.errors import KernelError
+from kvseek.engine.tensorrt_api import TYPE_NAMES
+from kvseek.engine.tensorrt_messages import why
 
 from .tensorrt_api import ILayer, ITensor, Network, TensorRt
-from .tensorrt_messages import why
 
 WeightSource = Callable[[str], Tensor]
 """Gives a weight of builder/weights.py by its name, in the engine's dtype, on the CPU."""
-
-TYPE_NAMES = {  # members of TensorRT's DataType
-    torch.float32: "FLOAT",
-    torch.bfloat16: "BF16",
-    torch.float16: "HALF",
-    torch.int32: "INT32",
-    torch.int64: "INT64",
-}
 
 
 class Graph:

@@ -15,12 +15,13 @@ import torch
 
 from kvseek.engine.config import EngineConfig, require
 from kvseek.engine.errors import ConfigError, KernelError
+from kvseek.engine.graphs import buckets_for
+from kvseek.engine.tensorrt_messages import logger, why
 from kvseek.plugins.tensorrt import add_attention_layer
 
 from .network_forms import Decoder
 from .tensorrt_api import ITensor, Network, TensorRt
 from .tensorrt_graph import Graph, WeightSource
-from .tensorrt_messages import logger, why
 from .weights import WeightFormat, plan_weights, total_size
 
 # Names within an engine directory; rank0, as TensorRT-LLM names what one GPU runs.
@@ -52,12 +53,12 @@ class Limits:
 
 
 def limits_of(config: EngineConfig) -> Limits:
-    """Calls of an engine: decode steps of up to max_batch_size tokens, which come first in speed, and prompts.
+    """Calls of an engine: decode steps of up to the largest bucket (engine/graphs.py), which come first in speed, and prompts.
 
     Segments read a prompt in chunks, layer by layer. One plan goes through all layers in a call, so it reads prompts whole:
     the attention of a layer wants all of the prompt's keys before the next layer may begin.
     """
-    batch, prompt = config.max_batch_size, config.max_input_len
+    batch, prompt = buckets_for(config.max_batch_size)[-1], config.max_input_len
     most = prompt if config.tensorrt.form == "engine" else min(config.prefill_chunk_tokens, prompt)
     return Limits(tokens=Range(1, batch, max(batch, most)), rows=Range(1, batch, batch))
 
@@ -191,6 +192,7 @@ def build_plan(api: TensorRt, builder: Any, network: Network, limits: Limits) ->
     """
     config = builder.create_builder_config()
     config.clear_flag(api.BuilderFlag.TF32)  # float32 shall not be products of 10 bits
+    config.max_aux_streams = 0  # attention, in a plugin or after a segment, is on the stream that a plan is given
     config.profiling_verbosity = api.ProfilingVerbosity.DETAILED
     profile = builder.create_optimization_profile()
     for number in range(network.num_inputs):

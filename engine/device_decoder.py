@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvseek.plugins.base import DeviceIndex
-from kvseek.plugins.batch import DeviceBatch, RequestState, pack
-from kvseek.plugins.common.attend_plan import AttentionScratch
-from kvseek.plugins.common.device_attend import DeviceAttention
+from kvseek.plugins.batch import DeviceBatch
 
 from .attention import causal_attention_device
 from .config import EngineConfig
 from .cuda import CudaKernels
 from .device_cache import DeviceCache
-from .errors import CapacityError
-from .graphs import DecodeStep, HostCopy, StepResult, bucket_of, buckets_for
+from .device_steps import DeviceSteps
+from .graphs import StepResult
 from .layer import Layer
-from .layer_kernels import LayerKernels, Rotation
-from .model import LAST_QUERIES, Decoder
-from .streams import wait_on_error
+from .layer_kernels import Rotation
+from .model import Decoder
 from .weight_only_kernels import weight_only_kernels
-from .work_space import prefill_bytes
 
 Marker = Callable[[str], None]
 # What `run_layers` tells its marker, in order; those between the first and the last once a layer.
 STAGES = ("begin", "norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "silu", "down", "head")
 
 
-class DeviceDecoder(Decoder):
-    """Runs prompts and decode steps on a GPU, over a device cache and one device index per layer.
+class DeviceDecoder(DeviceSteps, Decoder):
+    """Runs prompts and decode steps on a GPU with PyTorch and kvseek's kernels.
 
     Parameters
     ----------
@@ -54,9 +48,6 @@ class DeviceDecoder(Decoder):
         If the kernels do not support a shape of the model.
     """
 
-    cache: DeviceCache
-    indexes: Sequence[DeviceIndex]
-
     def __init__(
         self,
         config: EngineConfig,
@@ -68,51 +59,16 @@ class DeviceDecoder(Decoder):
         hot_rows: bool = True,
         graphs: bool = True,
     ) -> None:
-        self.device, self.dtype = weights["embed.weight"].device, weights["embed.weight"].dtype
-        super().__init__(config, weights, cache, indexes, None, weight_only_kernels(config, kernels))
-        self.buckets = buckets_for(config.max_batch_size)
-        self.ops = LayerKernels(kernels, self.model, self.dtype, self.device, self.buckets[-1])
-        table = cache.extents.device_table
-        # Rows that lie on the device need no copy of the last step's.
-        hot_from = cache.plan.device_layers if hot_rows else len(self.layers)
-        self.attentions = make_attentions(config, kernels, indexes, table, self.dtype, hot_from)
-        self._effort = lru_cache(maxsize=1024)(self._effort_of)  # lengths change at evictions alone
-        self._graphs = graphs
-        self._steps: dict[int, DecodeStep] = {}
-        self._capture_stream: torch.cuda.Stream | None = None
-        self._pool: Any = None
-
-    # Prefill: units of one layer and one chunk, all on the current stream.
-
-    @torch.inference_mode()
-    def prefill(self, slot: int, prompt_ids: Sequence[int]) -> Generator[float, None, Tensor]:
-        """See Decoder.prefill; returns the logits on the CPU. Only the last unit waits for the device.
-
-        Raises
-        ------
-        CapacityError
-            From a unit for which device memory does not suffice; other requests are not affected.
-        """
-        for attention in self.attentions:
-            attention.forget(slot)
-        try:
-            logits = yield from super().prefill(slot, prompt_ids)
-        except torch.OutOfMemoryError:
-            raise self._prefill_does_not_fit(len(prompt_ids)) from None
-        on_host = logits.cpu()  # the first token need not wait for the rows to reach the host
-        self.cache.finish_prompt(slot)
-        return on_host
+        Decoder.__init__(self, config, weights, cache, indexes, None, weight_only_kernels(config, kernels))
+        self._start_steps(kernels, hot_rows, graphs)
 
     def _embed(self, ids: Sequence[int]) -> Tensor:
-        on_host = torch.tensor(ids)
-        if self.device.type == "cuda":
-            on_host = on_host.pin_memory()  # a copy from pageable memory would wait for the stream
-        return F.embedding(on_host.to(self.device, non_blocking=True), self.embed)
+        return F.embedding(self._to_device(ids, torch.int64), self.embed)
 
     def _prefill_chunk(
-        self, number: int, hidden: Tensor, start: int, stop: int, keys: Tensor, values: Tensor
+        self, number: int, prompt: Tensor, start: int, stop: int, keys: Tensor, values: Tensor
     ) -> Tensor:
-        layer, x = self.layers[number], hidden[start:stop]
+        layer, x = self.layers[number], prompt[start:stop]
         qkv = layer.qkv(self.ops.add_rms_norm(x, None, layer.attention_norm))
         rotation = self.ops.rotation(start, stop)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, layer.q_norm, layer.k_norm).transpose(0, 1)
@@ -120,57 +76,7 @@ class DeviceDecoder(Decoder):
         attended = layer.o(out.flatten(1))
         normed = self.ops.add_rms_norm(x, attended, layer.mlp_norm)
         x += layer.down(self.ops.silu_mul(layer.gate_up(normed)))
-        wanted = max(0, hidden.shape[0] - LAST_QUERIES - start)
-        return q[:, wanted:]
-
-    def _prefill_does_not_fit(self, tokens: int) -> CapacityError:
-        free, _ = torch.cuda.mem_get_info(self.device)
-        idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return CapacityError(
-            f"input_lengths = {tokens}: its prefill needs about {prefill_bytes(self.config, self.dtype, tokens):,} bytes of "
-            f"device memory, {free + idle:,} are free; shorten the prompt, or build with a smaller prefill_chunk_tokens or "
-            "cache.kv_cache_device_memory_bytes"
-        )
-
-    # Decode: begin_step, upload, launch, end_step; the host waits for the tokens alone.
-
-    @torch.inference_mode()
-    def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
-        """See Decoder.decode; the logits are on the CPU."""
-        with wait_on_error(self.device):
-            result, attended = self._launch(tokens, slots)
-            self.cache.end_step(slots, self.indexes)
-            return result.logits[: len(slots)].float().cpu(), attended
-
-    @torch.inference_mode()
-    def decode_tokens(
-        self, tokens: Sequence[int], slots: Sequence[int], greedy: Sequence[bool]
-    ) -> tuple[list[Tensor | int], list[float]]:
-        """See Decoder.decode_tokens: for greedy requests only token ids leave the device."""
-        sampled = [request for request, own in enumerate(greedy) if not own]
-        with wait_on_error(self.device):
-            result, attended = self._launch(tokens, slots)
-            copies = HostCopy([result.tokens, *(result.logits[request] for request in sampled)])
-            self.cache.end_step(slots, self.indexes)  # what it starts runs beside the step
-            chosen, *rows = copies.wait()
-        drawn: list[Tensor | int] = list(chosen.tolist()[: len(slots)])
-        for request, row in zip(sampled, rows, strict=True):
-            drawn[request] = row.float()
-        return drawn, attended
-
-    def step(self, size: int) -> DecodeStep:
-        """The decode step for a bucket, captured when it is first asked for."""
-        if size not in self._steps:
-            step = DecodeStep(size, self.cache.padding_state(), self.cache.extents.device_table, self.run_layers)
-            if self._graphs:
-                self._capture(step)
-            self._steps[size] = step
-        return self._steps[size]
-
-    def prepare(self) -> None:
-        """Capture the steps of all buckets now, so that no request waits for it."""
-        for size in self.buckets:
-            self.step(size)
+        return q
 
     @torch.inference_mode()
     def run_layers(self, batch: DeviceBatch, marker: Marker | None = None) -> StepResult:
@@ -191,25 +97,6 @@ class DeviceDecoder(Decoder):
         result = StepResult(logits, self.ops.argmax(logits))
         mark("head")
         return result
-
-    def states(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[list[RequestState], list[float]]:
-        """What the kernels read about a batch whose tokens `begin_step` has counted, and the tokens it attends to."""
-        states, attended = [], []
-        for token, slot in zip(tokens, slots, strict=True):
-            length = self.cache.lengths[slot]
-            plan, rows = self._effort(length)
-            dense = self.cache.tokens[slot] < self.cache.config.full_threshold or rows >= length
-            state = self.cache.state(slot, token, plan, dense)
-            states.append(state)
-            attended.append(state.sink_rows + state.ring_rows + (length if dense else rows))
-        return states, attended
-
-    def _launch(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[StepResult, list[float]]:
-        step = self.step(bucket_of(len(slots)))
-        self.cache.begin_step(slots, self.indexes)
-        states, attended = self.states(tokens, slots)
-        step.load(states)
-        return step.launch(), attended
 
     def _run_layer(
         self,
@@ -245,64 +132,6 @@ class DeviceDecoder(Decoder):
         down = layer.down(activated)
         mark("down")
         return down
-
-    def _effort_of(self, length: int) -> tuple[tuple[int, ...], float]:
-        """The method's plan for a region of `length` tokens, and the rows it attends to, averaged over the layers."""
-        if length == 0:
-            return (), 0.0
-        rows = sum(index.attended(length) for index in self.indexes)
-        return self.indexes[0].plan(length), rows / len(self.indexes)
-
-    def _capture(self, step: DecodeStep) -> None:
-        if self._capture_stream is None:
-            self._capture_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            self._pool = torch.cuda.graph_pool_handle()
-        step.capture(self._capture_stream, self._pool)
-
-
-def make_attentions(
-    config: EngineConfig,
-    kernels: CudaKernels,
-    indexes: Sequence[DeviceIndex],
-    table: Tensor,
-    dtype: torch.dtype,
-    hot_from: int = 0,
-) -> list[DeviceAttention]:
-    """Attention of every layer; those from `hot_from` on keep hot rows.
-
-    `table` int32 [slots, max_extents] is the cache's, the padding slot its last. How much an index selects shows when it
-    is launched once, on a padding request.
-    """
-    model, slots = config.model, table.shape[0]
-    padding = RequestState(0, slots - 1, 0, 0, 1, 0, 0, 0, dense=True)
-    batch = DeviceBatch(pack([padding]).to(table.device), table)
-    queries = torch.zeros(1, model.num_heads, model.head_dim, dtype=dtype, device=table.device)
-    attentions: list[DeviceAttention] = []
-    scratch: dict[int, AttentionScratch] = {}  # layers that select alike take turns in one
-    for layer, index in enumerate(indexes):
-        selection = index.launch_select(queries, batch)
-        entries = 0 if selection is None else selection.rows.shape[2]
-        stored = selection is not None and selection.store is not None  # the method keeps rows itself
-        attentions.append(
-            DeviceAttention(
-                kernels,
-                num_heads=model.num_heads,
-                kv_heads=model.num_kv_heads,
-                head_dim=model.head_dim,
-                dtype=dtype,
-                window_rows=config.cache.window,
-                sink=config.cache.sink,
-                slots=slots,
-                entries=entries,
-                max_batch=buckets_for(config.max_batch_size)[-1],
-                scaling=model.head_dim**-0.5,
-                device=table.device,
-                hot_rows=layer >= hot_from and not stored,
-                scratch=scratch.get(entries),
-            )
-        )
-        scratch.setdefault(entries, attentions[-1].scratch)
-    return attentions
 
 
 def _no_marker(stage: str) -> None:

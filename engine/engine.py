@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from .config import EngineConfig
+from .decoder import BaseDecoder
 from .errors import CapacityError
 from .loading import load_decoder
 from .manifest import verify
 from .metrics import RequestStatistics
-from .model import Decoder
 from .request import FinishReason, Request, StepOutput
 from .sampling import Sampler, accept
 from .scheduler import Scheduler, Sequence
@@ -25,7 +25,7 @@ from .tokenizer import Tokenizer
 class Engine:
     """Continuous batching over one decoder: each `step` runs one prefill unit and one decode step."""
 
-    def __init__(self, config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: EngineConfig, decoder: BaseDecoder, tokenizer: Tokenizer) -> None:
         self.config, self.tokenizer = config, tokenizer
         self._decoder, self._cache = decoder, decoder.cache
         self._scheduler = Scheduler(decoder.cache, config.max_batch_size)

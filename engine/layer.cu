@@ -3,6 +3,7 @@
 //
 // These kernels move little: at batch 1 a launch is latency, not bandwidth. So one launch does all that can be done
 // without leaving a row, and what a reduction needs later is loaded before it. engine/layer_kernels.py launches them.
+#include "engine/window_row.cuh"
 #include "plugins/common/batch.cuh"
 #include "plugins/common/numbers.cuh"
 #include "plugins/common/overlap.cuh"
@@ -255,8 +256,7 @@ extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32)
     const Request& request = static_cast<const Request*>(a.requests)[row];
     const bool is_value = head >= a.heads + a.kv_heads;
     const int kv_head = head - a.heads - (is_value ? a.kv_heads : 0);
-    const long long at =
-        (static_cast<long long>(request.slot) * a.kv_heads + kv_head) * a.window_rows + request.write_row;
+    const long long at = window_row(request, a.kv_heads, kv_head, a.window_rows);
     Number* to = static_cast<Number*>(a.window) + (at * 2 + is_value) * DIM;
     if (is_value) {
         copy_head(from, to);

@@ -1,4 +1,4 @@
-"""Launches the kernels of engine/layer.cu: what a decoder layer computes besides matrix products, selection and attention.
+"""Launches the kernels of engine/layer.cu and append.cu: what a layer computes besides products, selection and attention.
 
 Every function launches on the current stream, can be captured in a CUDA graph, allocates what it returns and reads
 nothing back. Tensors are contiguous, on the GPU and of the engine's dtype unless said otherwise. Arithmetic is in
@@ -23,16 +23,18 @@ if TYPE_CHECKING:
 
     from .cuda import CudaKernels
 
-# As in layer.cu.
+# As in layer.cu and append.cu.
 NORM_THREADS = 512
 NORM_PIECES = 4
 BEGIN_THREADS = 256
 ROPE_WARPS = 4
+APPEND_THREADS = 128
 SILU_THREADS = 256
 ARGMAX_THREADS = 256
 
 PIECE = 8  # numbers that a thread loads at once
 WARP = 32
+ALIGNMENT = 16  # bytes, of what a kernel reads in pieces
 MAX_HIDDEN = NORM_THREADS * NORM_PIECES * PIECE
 MAX_ARGMAX_BLOCKS = 64  # per request: one piece a thread for a vocabulary of 128K
 
@@ -67,6 +69,15 @@ class RopeAppendArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("queries", "window")),
         *((name, c_int32) for name in ("heads", "kv_heads", "window_rows")),
         ("epsilon", c_float),
+    )
+
+
+class AppendArguments(ctypes.Structure):
+    """Arguments of kvseek_append."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "values", "requests", "window")),
+        *((name, c_int32) for name in ("kv_heads", "window_rows")),
     )
 
 
@@ -193,6 +204,26 @@ class LayerKernels:
         self._launch("kvseek_rope_append", self._rope_grid(qkv.shape[0]), ROPE_WARPS * WARP, arguments)
         return queries
 
+    def append(self, keys: Tensor, values: Tensor, batch: DeviceBatch, window: Tensor) -> None:
+        """Put keys, rotated already, and values [batch, G, D] into a layer's window, as `rope_append` does."""
+        shape = (batch.size, self.model.num_kv_heads, self.model.head_dim)
+        for name, tensor in (("keys", keys), ("values", values)):
+            found = (tuple(tensor.shape), tensor.data_ptr() % ALIGNMENT)
+            if found != (shape, 0):
+                raise KernelError(
+                    f"append: shape of {name}, bytes beyond a multiple of {ALIGNMENT} = {found}: must be {(shape, 0)}; "
+                    "give one row of whole tensors per request"
+                )
+        arguments = AppendArguments(
+            keys=self._address("keys", keys),
+            values=self._address("values", values),
+            requests=self._address("requests", batch.requests, torch.int32),
+            window=self._address("window", window),
+            kv_heads=self.model.num_kv_heads,
+            window_rows=window.shape[2],
+        )
+        self._launch("kvseek_append", (batch.size, 1, 1), APPEND_THREADS, arguments)
+
     def rope_prompt(
         self,
         qkv: Tensor,
@@ -256,7 +287,7 @@ class LayerKernels:
         return tokens
 
     def _launch(self, name: str, grid: tuple[int, int, int], threads: int, arguments: ctypes.Structure) -> None:
-        self._kernels.launch(name, grid, threads, arguments, overlap=True)  # all of layer.cu follows overlap.cuh
+        self._kernels.launch(name, grid, threads, arguments, overlap=True)  # all of them follow overlap.cuh
 
     def _rope_grid(self, rows: int) -> tuple[int, int, int]:
         heads = self.model.num_heads + 2 * self.model.num_kv_heads

@@ -19,6 +19,7 @@ from kvseek.plugins.registry import METHODS, get_method
 from . import bfloat16
 from .cache import Cache
 from .config import EXTENT_TOKENS, EngineConfig
+from .decoder import BaseDecoder
 from .errors import CapacityError, ConfigError, KvseekError
 from .kernels import LIBRARY_FILE, CpuLibrary
 from .manifest import CODEBOOKS_FILE
@@ -31,11 +32,12 @@ if TYPE_CHECKING:
     from kvseek.plugins.common.device_attend import DeviceAttention
 
     from .cuda import CudaKernels
+    from .products import Footprint
 
 GIB = 1 << 30
 
 
-def load_decoder(directory: Path, config: EngineConfig) -> Decoder:
+def load_decoder(directory: Path, config: EngineConfig) -> BaseDecoder:
     """Load the decoder of an engine directory onto the device of its configuration; raises as `Engine.load`."""
     path = directory / CODEBOOKS_FILE
     codebooks = load_file(path) if path.exists() else {}
@@ -63,20 +65,20 @@ def _load_cpu(directory: Path, config: EngineConfig, codebooks: dict[str, Tensor
     return Decoder(config, weights, cache, indexes, library)
 
 
-def _load_cuda(directory: Path, config: EngineConfig, codebooks: dict[str, Tensor]) -> Decoder:
+def _load_cuda(directory: Path, config: EngineConfig, codebooks: dict[str, Tensor]) -> BaseDecoder:
     from .cuda import CudaKernels
     from .device_cache import DeviceCache
-    from .device_decoder import DeviceDecoder
+    from .products import load_products
 
     kernels = CudaKernels.load(directory)
     device, dtype = kernels.device, getattr(torch, config.dtype)
     try:
         library = CpuLibrary(directory / LIBRARY_FILE) if needs_cpu_library(config) else None
-        weights = load_weights(directory, device)
-        plan = plan_device_memory(config, weights, codebooks, kernels, library)
+        products = load_products(directory, config, device)
+        plan = plan_device_memory(config, products.footprint, codebooks, kernels, library)
         cache = DeviceCache(config, dtype, device, plan.device_row_bytes)
         indexes = device_indexes(create_indexes(config, cache, codebooks, library, kernels))
-        decoder = DeviceDecoder(config, weights, cache, indexes, kernels)
+        decoder = products.decoder(cache, indexes, kernels)
         decoder.prepare()
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
@@ -176,12 +178,12 @@ def methods_for_device(context: IndexContext) -> list[str]:
 
 def plan_device_memory(
     config: EngineConfig,
-    weights: dict[str, Tensor],
+    footprint: Footprint,
     codebooks: dict[str, Tensor],
     kernels: CudaKernels,
     library: CpuLibrary | None = None,
 ) -> MemoryPlan:
-    """Divide what the GPU has free, the loaded weights included; raises CapacityError with the bytes of each part.
+    """Divide what the GPU has free, the loaded weights or plans included; raises CapacityError with the bytes of each part.
 
     What a method allocates is measured rather than asked for: its indexes and the attentions are made twice, for pools of
     one and of two extents, and thrown away.
@@ -190,9 +192,8 @@ def plan_device_memory(
     one, two = (measured_index_bytes(config, codebooks, kernels, library, capacity) for capacity in (1, 2))
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    weight_bytes = sum(tensor.nbytes for tensor in weights.values())
-    needs = IndexNeeds.of(one, two)
-    return plan_measured(config, needs, free + torch.cuda.memory_allocated(device), weight_bytes)
+    device_bytes = free + torch.cuda.memory_allocated(device) + footprint.outside
+    return plan_measured(config, IndexNeeds.of(one, two), device_bytes, footprint.weights, footprint.plan_work)
 
 
 @dataclass(frozen=True)
@@ -216,8 +217,14 @@ class IndexNeeds:
         return cls(two - one, max(0, 2 * one - two))
 
 
-def plan_measured(config: EngineConfig, needs: IndexNeeds, device_bytes: int, weight_bytes: int) -> MemoryPlan:
-    """Divide `device_bytes`, weights included; what indexes and attentions need whatever is cached counts as work space."""
+def plan_measured(
+    config: EngineConfig, needs: IndexNeeds, device_bytes: int, weight_bytes: int, plan_work_bytes: int = 0
+) -> MemoryPlan:
+    """Divide `device_bytes`, weights included.
+
+    What indexes and attentions need whatever is cached counts as work space; so does `plan_work_bytes`, that of TensorRT's
+    plans.
+    """
     from .work_space import work_bytes
 
     dtype = getattr(torch, config.dtype)
@@ -226,7 +233,7 @@ def plan_measured(config: EngineConfig, needs: IndexNeeds, device_bytes: int, we
         dtype,
         device_bytes=device_bytes,
         weight_bytes=weight_bytes,
-        work_bytes=work_bytes(config, dtype) + needs.fixed,
+        work_bytes=work_bytes(config, dtype) + needs.fixed + plan_work_bytes,
         index_bytes_per_token=needs.extent / config.model.num_layers / EXTENT_TOKENS,
     )
 
@@ -245,7 +252,7 @@ def make_unbound(
     for rows in host memory (a store, hot rows): the most that a layer takes. A few KB a request that `bind` may add are part
     of the work space's reserve.
     """
-    from .device_decoder import make_attentions
+    from .device_steps import make_attentions
 
     device, dtype, method = kernels.device, getattr(torch, config.dtype), get_method(config.method)
     extents = ExtentTable(slots, extents_for(config.max_seq_len), capacity, device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from kvseek.plugins.base import Index, Selection
 from .attention import attend, causal_attention
 from .cache import Cache
 from .config import EngineConfig
+from .decoder import LayerwiseDecoder
 from .kernels import CpuLibrary
 from .layer import Head, Layer
 from .rope import RotaryEmbedding
@@ -22,8 +23,6 @@ from .sampling import greedy_token
 
 if TYPE_CHECKING:
     from .weight_only_kernels import WeightOnlyKernels
-
-LAST_QUERIES = 2048  # prompt queries that an index sees at build (plugins/base.py)
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class Group:
     lengths: Tensor
 
 
-class Decoder:
-    """Runs prompts and decode steps over a cache and one index per layer."""
+class Decoder(LayerwiseDecoder[Tensor]):
+    """Runs prompts and decode steps with PyTorch; of a prompt it keeps the residual stream, [n, hidden]."""
 
     def __init__(
         self,
@@ -49,98 +48,47 @@ class Decoder:
         library: CpuLibrary | None,
         products: WeightOnlyKernels | None = None,
     ) -> None:
-        self.config, self.model, self.weights = config, config.model, weights
-        self.cache, self.indexes, self.library = cache, indexes, library
+        super().__init__(config, cache, indexes)
+        self.weights, self.library = weights, library
         self.embed, self.norm = weights["embed.weight"], weights["norm.weight"]
         self.lm_head = self.embed if config.model.tie_word_embeddings else weights["lm_head.weight"]
         self.layers = [Layer(self.model, weights, number, products) for number in range(config.model.num_layers)]
         self.head = Head(self.model, self.norm, self.lm_head)
         self.rope = RotaryEmbedding(config.model, self.embed.device)
-        self.scaling = config.model.head_dim**-0.5
 
-    @torch.inference_mode()
-    def prefill(self, slot: int, prompt_ids: Sequence[int]) -> Generator[float, None, Tensor]:
-        """Process a prompt layer by layer, in units of one layer and one chunk of tokens.
+    def _begin_prompt(self, prompt_ids: Sequence[int]) -> Tensor:
+        return self._embed(prompt_ids)
 
-        Yields the share of the work done after each unit; returns the last token's logits, float32 [vocabulary].
-        """
-        n, chunk = len(prompt_ids), self.config.prefill_chunk_tokens
-        for index in self.indexes:
-            index.forget(slot)
-        self.cache.begin_prefill(slot, n)
-        hidden = self._embed(prompt_ids)
-        units, done = len(self.layers) * -(-n // chunk), 0
-        for number in range(len(self.layers)):
-            keys = hidden.new_empty(self.model.num_kv_heads, n, self.model.head_dim)
-            values, last = torch.empty_like(keys), []
-            for start in range(0, n, chunk):
-                stop = min(start + chunk, n)
-                part = self._prefill_chunk(number, hidden, start, stop, keys, values)
-                if part.shape[1] > 0:  # an empty part would keep the queries of its chunk
-                    last.append(part)
-                del part
-                done += 1
-                if stop == n:
-                    self._store_layer(number, slot, keys, values, torch.cat(last, dim=1)[:, -LAST_QUERIES:])
-                yield done / units
-            del keys, values, last  # before the next layer allocates its own
-        for index in self.indexes:
-            index.finish_build(slot)
-        return self.head(hidden[-1:])[0]
+    def _prompt_logits(self, prompt: Tensor) -> Tensor:
+        return self.head(prompt[-1:])[0]
 
     def _embed(self, ids: Sequence[int]) -> Tensor:
         """Embeddings of token ids, [tokens, hidden]."""
         return F.embedding(torch.tensor(ids, device=self.embed.device), self.embed)
 
     def _prefill_chunk(
-        self, number: int, hidden: Tensor, start: int, stop: int, keys: Tensor, values: Tensor
+        self, number: int, prompt: Tensor, start: int, stop: int, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """One layer over tokens start .. stop - 1, in place; returns those of the queries that the index may want."""
-        x = hidden[start:stop]
+        """See LayerwiseDecoder; the residual stream changes in place."""
+        x = prompt[start:stop]
         q, k, v = self.layers[number].project(x, *self.rope(start, stop))
         keys[:, start:stop], values[:, start:stop] = k.transpose(0, 1), v.transpose(0, 1)
         q = q.transpose(0, 1)
         out = causal_attention(q, keys[:, :stop], values[:, :stop], self.scaling)
-        hidden[start:stop] = self.layers[number].finish(x, out.flatten(1))
-        wanted = max(0, hidden.shape[0] - LAST_QUERIES - start)
-        return q[:, wanted:]
-
-    def _store_layer(self, number: int, slot: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        index, sink, length = self.indexes[number], self.cache.config.sink, self.cache.lengths[slot]
-        retrieval = keys[:, sink : sink + length]
-        order = index.arrange(slot, retrieval, queries)
-        self.cache.write_prompt(number, slot, keys, values, order)
-        if order is not None:
-            retrieval = retrieval.gather(1, order[..., None].expand_as(retrieval))
-        index.build(slot, retrieval, queries)
+        prompt[start:stop] = self.layers[number].finish(x, out.flatten(1))
+        return q
 
     @torch.inference_mode()
     def decode_tokens(
         self, tokens: Sequence[int], slots: Sequence[int], greedy: Sequence[bool]
     ) -> tuple[list[Tensor | int], list[float]]:
-        """One decode step for an engine: as `decode`, but greedy requests get their next token.
-
-        Returns
-        -------
-        drawn : list
-            Per request: the token with the largest logit (NO_TOKEN if that is not finite) where `greedy` is set, else
-            logits, float32 [vocabulary] on the CPU.
-        attended : list of float
-            As `decode`.
-        """
+        """See BaseDecoder.decode_tokens."""
         logits, attended = self.decode(tokens, slots)
         return [greedy_token(row) if own else row for row, own in zip(logits, greedy, strict=True)], attended
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
-        """Append one token per request and compute what follows it.
-
-        Returns
-        -------
-        logits : Tensor, float32 [batch, vocabulary]
-        attended : list of float
-            Cached tokens that one KV head attended to, per request, averaged over the layers.
-        """
+        """See BaseDecoder.decode."""
         self._advance(slots)
         window_tokens, lengths = self.cache.describe(slots)
         attended: list[float] = (window_tokens[:, 0] + window_tokens[:, 2]).tolist()
@@ -152,11 +100,6 @@ class Decoder:
             self.cache.append(number, slots, k, v)
             x = layer.finish(x, self._attend(number, q, groups, attended).flatten(1))
         return self.head(x), attended
-
-    def refresh(self, slots: Sequence[int]) -> None:
-        """Let the indexes do upkeep that is due for these slots."""
-        for index in self.indexes:
-            index.refresh(slots)
 
     def _advance(self, slots: Sequence[int]) -> None:
         for eviction in self.cache.advance(slots):

@@ -70,3 +70,13 @@ def wait_on_error(device: torch.device) -> Generator[None]:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         raise
+
+
+def on_default_stream(device: torch.device) -> bool:
+    """Whether the device's default stream is the current one; the CPU has none."""
+    return device.type == "cuda" and torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+
+
+def stream_handle(device: torch.device) -> int:
+    """CUDA's handle of the current stream; 0 on the CPU, which has none."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0

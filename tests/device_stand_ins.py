@@ -70,6 +70,10 @@ class TorchLayer(LayerKernels):
             window[slot, :, row] = torch.stack((k[request], v[request]), dim=1)
         return q
 
+    def append(self, keys: Tensor, values: Tensor, batch: DeviceBatch, window: Tensor) -> None:
+        for request, (slot, row) in enumerate(batch.requests[:, [1, 3]].tolist()):
+            window[slot, :, row] = torch.stack((keys[request], values[request]), dim=1)
+
     def rope_prompt(
         self,
         qkv: Tensor,
@@ -180,15 +184,23 @@ class DeviceFlat(DeviceIndex):
 INDEXES: dict[str, type[DeviceIndex]] = {"full": DeviceFullIndex, "flat": DeviceFlat}
 
 
-def make_decoder(directory: Path, offload: str = "always") -> DeviceDecoder:
-    """A DeviceDecoder over the weights of a CPU engine."""
+def make_parts(
+    directory: Path, offload: str = "always", **changes: Any
+) -> tuple[EngineConfig, DeviceCache, list[DeviceIndex]]:
+    """Configuration of a CPU engine as one of a GPU with `changes`, and a cache and indexes for it."""
     config = EngineConfig.load(directory)
     cache_config = dataclasses.replace(config.cache, offload=offload)
-    config = dataclasses.replace(config, device="cuda", kernels="native", cache=cache_config)
+    config = dataclasses.replace(config, device="cuda", kernels="native", cache=cache_config, **changes)
     cache = DeviceCache(config, torch.float32, CPU, None)
     contexts = [index.context for index in create_indexes(config, cache, {}, None)]
     indexes = [INDEXES[config.method](context) for context in contexts]
     for layer, index in enumerate(indexes):
         index.bind(cache.rows_of(layer))
+    return config, cache, indexes
+
+
+def make_decoder(directory: Path, offload: str = "always") -> DeviceDecoder:
+    """A DeviceDecoder over the weights of a CPU engine."""
+    config, cache, indexes = make_parts(directory, offload)
     weights = load_weights(directory, CPU)
     return DeviceDecoder(config, weights, cache, indexes, None, graphs=False)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from prefill import run_prefill
 from random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
 
-from kvseek.engine import device_decoder
+from kvseek.engine import device_steps
 from kvseek.engine.attention import causal_attention, causal_attention_device
 from kvseek.engine.config import EngineConfig, ModelConfig
 from kvseek.engine.device_cache import DeviceCache
@@ -39,8 +39,8 @@ MAX_DIFFERENCE = 2e-4
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_decoder, "LayerKernels", TorchLayer)
-    monkeypatch.setattr(device_decoder, "DeviceAttention", TorchAttention)
+    monkeypatch.setattr(device_steps, "LayerKernels", TorchLayer)
+    monkeypatch.setattr(device_steps, "DeviceAttention", TorchAttention)
 
 
 @pytest.fixture(scope="module")
@@ -307,3 +307,18 @@ def test_a_gpu_engine_without_a_gpu_says_so(directories: dict[tuple[str, str], P
     config = dataclasses.replace(EngineConfig.load(directory), device="cuda", kernels="native")
     with pytest.raises(KernelError, match="no CUDA device"):
         load_decoder(directory, config)
+
+
+def test_append_refuses_what_its_kernel_would_misread() -> None:
+    model = ModelConfig("llama", 16, 64, 64, 2, 2, 1, 32, 1e-5, 1e4, 1024)
+    ops = LayerKernels(None, model, torch.float32, CPU, 4)  # type: ignore[arg-type]
+    batch = DeviceBatch(pack([RequestState(0, 0, 0, 0, 1, 0, 0, 0, True)] * 2), torch.zeros(1, 1, dtype=torch.int32))
+    rows, window, memory = torch.zeros(2, 1, 32), torch.zeros(1, 1, 4, 2, 32), torch.zeros(2 * 32 + 1)
+    with pytest.raises(
+        KernelError, match=r"append: shape of values, .* = \(\(2, 2, 16\), 0\): must be \(\(2, 1, 32\), 0"
+    ):
+        ops.append(rows, torch.zeros(2, 2, 16), batch, window)
+    with pytest.raises(KernelError, match=r"append: shape of keys, bytes beyond .* = \(\(2, 1, 32\), 4\): must be"):
+        ops.append(memory[1:].view(2, 1, 32), rows, batch, window)
+    with pytest.raises(KernelError, match=r"values: torch.float64 on cpu"):
+        ops.append(rows, rows.double(), batch, window)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,9 @@ import pytest
 import torch
 from conftest import BuildEngine
 from random_models import save_random_model
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from kvseek.engine import model as model_module
+from kvseek.engine import decoder as decoder_module
 from kvseek.engine.engine import Engine
 from kvseek.engine.errors import CapacityError, EngineDirectoryError, KvseekError, RequestError
 from kvseek.engine.request import FinishReason, Request, SamplingParams, StepOutput
@@ -205,28 +205,36 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
 def test_a_prefill_keeps_no_more_than_it_needs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries that the index does not want, and a layer's keys and values, are gone before the next are made."""
     decoder: Any = engine._decoder
-    parts: list[tuple[int, weakref.ref[torch.Tensor]]] = []
-    values: list[weakref.ref[torch.Tensor]] = []
-    prefill_chunk, empty_like = decoder._prefill_chunk, torch.empty_like
+    unwanted: list[StorageWeakRef] = []
+    rows: list[StorageWeakRef] = []
+    stored: list[int] = []
+    prefill_chunk, new_rows, store_layer = decoder._prefill_chunk, decoder._new_rows, decoder._store_layer
 
-    def chunk(*arguments: Any) -> torch.Tensor:
-        assert all(part() is None for tokens, part in parts if tokens == 0)
-        part: torch.Tensor = prefill_chunk(*arguments)
-        parts.append((part.shape[1], weakref.ref(part)))
-        return part
+    def chunk(number: int, prompt: torch.Tensor, start: int, stop: int, *arguments: Any) -> torch.Tensor:
+        assert all(queries.expired() for queries in unwanted)
+        queries: torch.Tensor = prefill_chunk(number, prompt, start, stop, *arguments)
+        if stop <= 240 - 70:
+            unwanted.append(StorageWeakRef(queries.untyped_storage()))
+        return queries
 
-    def allocate(like: torch.Tensor) -> torch.Tensor:
-        assert all(old() is None for old in values)
-        values.append(weakref.ref(new := empty_like(like)))
+    def allocate(tokens: int) -> torch.Tensor:
+        assert all(old.expired() for old in rows[: len(rows) // 2 * 2]), "of the layers before"
+        new: torch.Tensor = new_rows(tokens)
+        rows.append(StorageWeakRef(new.untyped_storage()))
         return new
 
-    monkeypatch.setattr(model_module, "LAST_QUERIES", 70)
-    monkeypatch.setattr(decoder, "_prefill_chunk", chunk)
-    monkeypatch.setattr(torch, "empty_like", allocate)
+    def store(number: int, slot: int, keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor) -> None:
+        stored.append(queries.shape[1])
+        store_layer(number, slot, keys, values, queries)
+
+    monkeypatch.setattr(decoder_module, "LAST_QUERIES", 70)
+    for name, own in (("_prefill_chunk", chunk), ("_new_rows", allocate), ("_store_layer", store)):
+        monkeypatch.setattr(decoder, name, own)
     engine.generate([Request(PROMPT * 2, 1)])
     layers = engine.config.model.num_layers
-    assert [tokens for tokens, _ in parts] == [0, 0, 22, 48] * layers, "chunks of 64; the last 70 of 240 are wanted"
-    assert len(values) == layers
+    assert len(unwanted) == 2 * layers, "of 240 tokens in chunks of 64, two chunks end before the last 70"
+    assert len(rows) == 2 * layers
+    assert stored == [70] * layers
 
 
 def test_a_failing_admission_ends_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

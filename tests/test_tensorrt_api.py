@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvseek.builder.tensorrt_api import PACKAGES, load_tensorrt
+from kvseek.builder.tensorrt_api import load_tensorrt
 from kvseek.builder.tensorrt_plans import Range, limits_of, plan_count, weight_bytes, write_plans
 from kvseek.engine.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.engine.errors import ConfigError, KernelError
+from kvseek.engine.tensorrt_api import PACKAGES
 
 
 @pytest.mark.parametrize("name", PACKAGES)

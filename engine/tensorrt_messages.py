@@ -1,4 +1,4 @@
-"""What TensorRT says while it builds. Its API reports a failure as None, and why only to a logger."""
+"""What TensorRT says while it builds and runs. Its API reports a failure as None, and why only to a logger."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from collections import deque
 from typing import Any
 
-from .tensorrt_api import TensorRt
+from .tensorrt_api import Logging
 
 KEPT = 5
 
@@ -28,18 +28,18 @@ class Messages:
         return text or "it gave no reason"
 
 
-def logger(api: TensorRt) -> Any:
+def logger(api: Logging) -> Any:
     """The logger for a Builder or a Runtime of `api`, one a process: TensorRT keeps to the first that it is given."""
     return _logger(api)[0]
 
 
-def why(api: TensorRt) -> str:
+def why(api: Logging) -> str:
     """TensorRT's name and version, and what it said last."""
     return f"{api.__name__} {api.__version__}: {_logger(api)[1].take()}"
 
 
 @functools.cache
-def _logger(api: TensorRt) -> tuple[Any, Messages]:
+def _logger(api: Logging) -> tuple[Any, Messages]:
     messages, levels = Messages(), api.ILogger.Severity
 
     def initialise(self: Any) -> None:
