@@ -32,7 +32,8 @@ INPUTS = (48, 576, 4096, 14336)
 OUTPUTS = (33, 100)
 MANY_OUTPUTS = 10_007  # more than thread blocks of any shape take at once: they go on to others
 SUM_ERROR = 2.0**-20  # of float32 sums, relative to the sum of magnitudes
-ENGINE_ERROR = {"bfloat16": 2e-2, "float16": 3e-3}  # of logits, in norm: a few roundings more or fewer a layer
+# Of logits, in norm: weights that are dequantised first are rounded to 16 bits. Measured on an H200: at most 0.023 and 0.0037.
+ENGINE_ERROR = {"bfloat16": 4e-2, "float16": 6e-3}
 
 
 @pytest.fixture(scope="module")
