@@ -148,7 +148,7 @@ def test_evicted_keys_become_visible_when_they_are_committed() -> None:
     torch.manual_seed(5)
     old, update, times = 1500, 40, 6
     keys = random_keys(old + update * times, 64, "bfloat16")
-    config = Config(top_k=100)
+    config = Config(top_k=100, tokens_per_cluster=80)
     context = make_context(config, "bfloat16", 64, 2, [old], "cuda", room=update * times)
     index = CudaIndex(context)
     poison(index)
@@ -169,7 +169,7 @@ def test_evicted_keys_become_visible_when_they_are_committed() -> None:
         check_request(expected, index, queries[0], 0, index.select(queries.cuda(), [0]).rows[0].cpu())
         sizes = expected.read_clusters(expected.sizes, 0)
         assert (sizes.sum(dim=1) == start + update).all()
-    assert expected.counts == [1500 // 80 + 3]
+    assert expected.counts == [1500 // config.tokens_per_cluster + 3]
     listed = expected.context.extents.read(expected.places, 0, old + update * times)
     assert torch.equal(listed.sort(dim=1).values, torch.arange(old + update * times).int().expand(KV_HEADS, -1))
     last, places = expected.read_clusters(expected.centroids, 0)[:, -1], listed[:, -2 * update :].long()
