@@ -13,7 +13,7 @@ from test_logits import compare
 
 from kvseek.builder import build
 from kvseek.builder.model_config import model_config
-from kvseek.builder.weights import total_size
+from kvseek.builder.weights import WeightFormat, total_size
 from kvseek.engine.config import RopeScaling
 from kvseek.engine.errors import ConfigError
 
@@ -116,7 +116,7 @@ def test_published_configurations(name: str) -> None:
     config = model_config(values)
     found = vars(config)
     assert {field: found[field] for field in expected} == expected
-    assert total_size(config, torch.bfloat16) == 2 * parameters
+    assert total_size(config, WeightFormat(torch.bfloat16)) == 2 * parameters
     assert config.max_position_embeddings == values["max_position_embeddings"]
 
 
