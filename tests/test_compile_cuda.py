@@ -217,7 +217,7 @@ def test_kernels_compile_for_every_shape_and_architecture(method: str) -> None:
 
     (root,) = compile_cuda.package_roots()
     own = any((root / "plugins" / method).glob("*.cu"))
-    # The shared kernels are those of every method: once is enough for products with 8-bit weights, and for a method without its own.
+    # The shared kernels are every method's: once is enough for 8-bit weights, and for a method without kernels of its own.
     cases: list[tuple[str, int, int, str, int]] = list(CASES)
     if method != "full":
         cases = [(*case[:3], "none", case[4]) for case in CASES] if own else cases[:1]
