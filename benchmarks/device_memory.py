@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from kvseek.engine.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.engine.errors import ConfigError
 from kvseek.engine.memory import extents_for
+from kvseek.engine.weight_only import NONE
 
 from .shapes import matrix_bytes, row_numbers
 
@@ -45,12 +46,16 @@ class IndexNeeds:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes: of the weights in all, of a slot's window, of an extent's rows in all layers, and of the indexes."""
+    """Bytes: of the weights in all, of a slot's window, of an extent's rows in all layers, and of the indexes.
+
+    `precision` is the weights' weight_only_precision.
+    """
 
     weights: int
     window_slot: int
     row_extent: int
     index: IndexNeeds
+    precision: str = NONE
 
     @classmethod
     def of(cls, config: EngineConfig, itemsize: int, index: IndexNeeds) -> Needs:
@@ -58,7 +63,8 @@ class Needs:
         model = config.model
         embedding = model.vocab_size * model.hidden_size * (not model.tie_word_embeddings) * itemsize
         rows = row_numbers(model) * itemsize
-        return cls(matrix_bytes(config) + embedding, rows * config.cache.window, rows * EXTENT_TOKENS, index)
+        weights, window, precision = matrix_bytes(config) + embedding, config.cache.window, config.weight_only_precision
+        return cls(weights, rows * window, rows * EXTENT_TOKENS, index, precision)
 
     @classmethod
     def most(cls, needs: Sequence[Needs]) -> Needs:
@@ -71,7 +77,7 @@ class Needs:
             max(one.index.slot for one in needs),
             max(one.index.fixed for one in needs),
         )
-        weights = sum({one.weights for one in needs})
+        weights = sum({one.precision: one.weights for one in needs}.values())
         return cls(weights, max(one.window_slot for one in needs), needs[0].row_extent, index)
 
 

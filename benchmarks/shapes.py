@@ -58,23 +58,17 @@ def get_shape(name: str, positions: int) -> ModelConfig:
     return dataclasses.replace(shape, max_position_embeddings=max(positions, shape.max_position_embeddings))
 
 
-def matrix_parameters(model: ModelConfig) -> int:
-    """Numbers of the matrices that a decode step multiplies with: every layer's and the output head."""
-    return model.num_layers * _layer_parameters(model) + model.vocab_size * model.hidden_size
-
-
 def matrix_bytes(config: EngineConfig) -> int:
-    """Bytes of those matrices as a step reads them; scales of rows, a thousandth, do not count."""
+    """Bytes of the matrices that a decode step multiplies with, as it reads them: every layer's and the output head.
+
+    Scales of rows, a thousandth, do not count.
+    """
     model = config.model
     itemsize: int = getattr(torch, config.dtype).itemsize
     quantised = config.weight_only_precision != NONE and config.device == "cuda"  # the CPU dequantises when it loads
-    layers = model.num_layers * _layer_parameters(model)
-    return layers * (1 if quantised else itemsize) + model.vocab_size * model.hidden_size * itemsize
-
-
-def _layer_parameters(model: ModelConfig) -> int:
     attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
-    return attention + 3 * model.intermediate_size * model.hidden_size
+    layers = model.num_layers * (attention + 3 * model.intermediate_size * model.hidden_size)
+    return layers * (1 if quantised else itemsize) + model.vocab_size * model.hidden_size * itemsize
 
 
 def row_numbers(model: ModelConfig) -> int:

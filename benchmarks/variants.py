@@ -12,6 +12,7 @@ from typing import Any
 
 from kvseek.engine.config import CHOICES, CacheConfig, from_dict, require
 from kvseek.engine.errors import ConfigError
+from kvseek.engine.weight_only import NONE
 from kvseek.plugins.registry import Method, get_method
 
 CACHE_PREFIX = "cache."
@@ -37,7 +38,7 @@ class Variant:
     method: str
     fields: dict[str, Any] = field(default_factory=dict, hash=False)
     cache_fields: dict[str, Any] = field(default_factory=dict, hash=False)
-    weight_only_precision: str = "none"
+    weight_only_precision: str = NONE
 
     @property
     def entry(self) -> Method:
@@ -59,7 +60,7 @@ class Variant:
         named = {f"{self.method}.{name}": value for name, value in self.fields.items()}
         named |= {CACHE_PREFIX + name: value for name, value in self.cache_fields.items()}
         words = ["--method", self.method]
-        if self.weight_only_precision != "none":
+        if self.weight_only_precision != NONE:
             words += [f"--{PRECISION}", self.weight_only_precision]
         for name, value in named.items():
             words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
@@ -107,7 +108,7 @@ def _parse(label: str, flag: str) -> Variant:
             cache[name.removeprefix(CACHE_PREFIX)] = _value(value)
         else:
             own[name] = _value(value)
-    precision, choices = own.pop(PRECISION, "none"), CHOICES[PRECISION]
+    precision, choices = own.pop(PRECISION, NONE), CHOICES[PRECISION]
     require(precision in choices, f"{flag}: {PRECISION}", precision, f"one of {choices}", "leave it out for none")
     return Variant(label, method, own, cache, precision)
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from kvseek.benchmarks.device_options import numbers
 from kvseek.benchmarks.machine import describe, describe_gpu, installed_version
 from kvseek.benchmarks.output import show, write_result
 from kvseek.benchmarks.shapes import SHAPES, get_shape
@@ -168,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
     arguments = parser.parse_args(argv)
     try:
-        rows = [int(number) for number in arguments.rows.split(",")]
+        rows = numbers("rows", arguments.rows, 1)
         gpu = describe_gpu(cuda_device())
         results = measure(get_shape(arguments.shape, 1), rows, arguments.repeats)
         document = {

@@ -22,12 +22,12 @@ import kvseek.engine
 import kvseek.plugins
 from kvseek.engine.config import EngineConfig, require
 from kvseek.engine.errors import KernelError
-from kvseek.engine.weight_only import INPUTS_MULTIPLE
+from kvseek.engine.weight_only import INPUTS_MULTIPLE, NONE
 from kvseek.plugins.registry import get_method
 
 ARCHITECTURES = (80, 89, 90, 100, 120)  # A100; L4, L40, RTX 40; H100, H200; B200; RTX 50
 DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2}  # plugins/common/numbers.cuh
-WEIGHT_NUMBERS = {"none": 0, "int8": 1, "fp8": 2}  # engine/weight_formats.cuh
+WEIGHT_NUMBERS = {NONE: 0, "int8": 1, "fp8": 2}  # engine/weight_formats.cuh
 HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_GROUP_SIZE = 32, 256, 16  # plugins/common/attend_arguments.cuh
 # No fast math: softmax relies on infinities, and poisoned rows must show. Contraction into fused multiply-add stays on:
 # kernels whose order of roundings matters say so with intrinsics.
@@ -62,7 +62,7 @@ class Specialisation:
     group_size: int
     method: str
     defines: tuple[tuple[str, int], ...] = ()
-    weight_only_precision: str = "none"
+    weight_only_precision: str = NONE
 
     @property
     def macros(self) -> tuple[tuple[str, int], ...]:
@@ -91,7 +91,7 @@ def specialise(config: EngineConfig) -> Specialisation:
     limit = f"at most {MAX_GROUP_SIZE} with device = 'cuda'"
     fits = model.group_size <= MAX_GROUP_SIZE
     require(fits, "num_heads / num_kv_heads", model.group_size, limit, "build with --device cpu")
-    if config.weight_only_precision != "none":
+    if config.weight_only_precision != NONE:
         limit = f"a multiple of {INPUTS_MULTIPLE} with weight_only_precision = {config.weight_only_precision!r}"
         for name in ("hidden_size", "intermediate_size"):  # heads are multiples of 32
             value = getattr(model, name)

@@ -16,7 +16,7 @@ from kvseek.engine.host_memory import available_bytes
 
 from .checkpoint import Checkpoint
 from .sizes import readable
-from .tensorrt_plans import largest_plan, weight_bytes
+from .tensorrt_plans import angle_bytes, largest_plan, plan_count, weight_bytes
 from .weights import Weight, WeightFormat, check_tensors, plan_weights, total_size
 
 # Upper bounds of what is small beside the weights and known only once it is made. Measured with SmolLM2 (49,152 tokens):
@@ -28,9 +28,9 @@ KERNEL_BYTES = 8 << 20  # of an architecture's kernels
 TENSOR_BYTES = 512  # of headers and index, a tensor
 OTHER_FILE_BYTES = 8 << 20  # configuration, manifest, codebooks, chat template
 TOKEN_MEMORY = 3 << 10  # of the tokenizer, a token
-PLAN_COPIES = (
-    3  # of a plan's constants: the network's, TensorRT's and the plan's (Llama-3.1-8B in segments: 4.7 GB for 1.4)
-)
+# Of a plan's constants: the network's, TensorRT's and the plan's (Llama-3.1-8B in segments: 4.7 GB for 1.4).
+PLAN_COPIES = 3
+PLAN_BYTES = 1 << 20  # of a plan, beside its constants (TensorRT for RTX: 0.4 to 0.7 MB)
 OTHER_MEMORY = 256 << 20  # libraries that are imported later, and buffers
 
 
@@ -62,7 +62,8 @@ def needed_room(checkpoint: Checkpoint, config: EngineConfig, architectures: int
     most = max(weight_memory(checkpoint, weight, weight_format) for weight in weights)
     written = total_size(model, weight_format)
     if config.runtime == "tensorrt":
-        most, written = most + PLAN_COPIES * largest_plan(config), weight_bytes(config)
+        most += PLAN_COPIES * largest_plan(config)
+        written = weight_bytes(config) + angle_bytes(config) + PLAN_BYTES * plan_count(config)
     return Room(written + kernels + small, most + TOKEN_MEMORY * model.vocab_size + OTHER_MEMORY)
 
 

@@ -27,7 +27,8 @@ def refuse_foreign(output_dir: Path) -> None:
 def remove_leftovers(output_dir: Path) -> None:
     """Remove what builds of `output_dir` left that were killed, and put back an engine that one had moved away.
 
-    Directories of processes that are alive are not touched.
+    Directories of other processes that are alive are not touched. In containers builds often have the same process id: what
+    bears our own was left by an earlier one.
     """
     if not output_dir.parent.is_dir():
         return
@@ -43,6 +44,8 @@ def remove_leftovers(output_dir: Path) -> None:
 
 
 def _is_alive(process_id: int) -> bool:
+    if process_id == os.getpid():
+        return False
     try:
         os.kill(process_id, 0)  # signal 0 only asks
     except ProcessLookupError:
@@ -54,18 +57,23 @@ def _is_alive(process_id: int) -> bool:
 
 @contextlib.contextmanager
 def staging(output_dir: Path) -> Iterator[Path]:
-    """A sibling of `output_dir` to build in; takes its place at the end, or is removed if the body raises."""
+    """A sibling of `output_dir` to build in; takes its place at the end, or is removed if the body raises.
+
+    Leftovers of killed builds are to be removed first.
+    """
     staged, replaced = (
         output_dir.with_name(f".{output_dir.name}.{os.getpid()}.{kind}") for kind in (PARTIAL, REPLACED)
     )
     with _parents(output_dir):
-        for path in (staged, replaced):  # of a killed build that had the same process id
-            shutil.rmtree(path, ignore_errors=True)
         staged.mkdir()
         try:
             yield staged
-            _exchange(staged, output_dir, replaced)
+            if output_dir.exists():
+                output_dir.rename(replaced)
+            staged.rename(output_dir)
         finally:
+            if replaced.exists() and not output_dir.exists():  # the second rename failed, or a signal came before it
+                replaced.rename(output_dir)
             shutil.rmtree(staged, ignore_errors=True)
             shutil.rmtree(replaced, ignore_errors=True)
 
@@ -81,17 +89,4 @@ def _parents(output_dir: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):  # one that another process has put something into stays
             for path in created:
                 path.rmdir()
-        raise
-
-
-def _exchange(staged: Path, output_dir: Path, replaced: Path) -> None:
-    """Rename `staged` to `output_dir`, which moves to `replaced` if it exists, and back if the rename fails."""
-    existed = output_dir.exists()
-    if existed:
-        output_dir.rename(replaced)
-    try:
-        staged.rename(output_dir)
-    except BaseException:
-        if existed:
-            replaced.rename(output_dir)
         raise

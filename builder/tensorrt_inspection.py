@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from kvseek.engine.errors import EngineDirectoryError
+from kvseek.engine.tensorrt_index import parse_plan_index
 
 from .printing import Column, table
-from .tensorrt_plans import INDEX_FILE
 
 
 def read_plans(directory: Path) -> dict[str, Any]:
-    """Contents of rank0.plans.json; raises EngineDirectoryError if it is missing or no JSON object with its keys."""
-    path, remedy = directory / INDEX_FILE, "build the engine again"
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise EngineDirectoryError(f"{path} is missing; {remedy}, or copy all of its files") from None
-    except ValueError as error:
-        raise EngineDirectoryError(f"{path} is not JSON ({error}); {remedy}") from None
-    keys = ("module", "version", "form", "dtype", "max_seq_len", "limits", "segments")
-    missing = [key for key in keys if not isinstance(document, dict) or key not in document]
-    if missing:
-        raise EngineDirectoryError(f"{path}: {missing[0]} is missing; {remedy}")
-    found: dict[str, Any] = document
-    return found
+    """Contents of rank0.plans.json; raises EngineDirectoryError if it is missing or malformed."""
+    return dataclasses.asdict(parse_plan_index(directory))
 
 
 def plan_tables(plans: dict[str, Any]) -> tuple[Table, Table]:

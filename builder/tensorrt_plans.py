@@ -7,15 +7,16 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvseek.engine.config import EngineConfig, require
+from kvseek.engine.config import EngineConfig
 from kvseek.engine.errors import ConfigError, KernelError
 from kvseek.engine.graphs import buckets_for
+from kvseek.engine.tensorrt_index import PLANS_FILE, PlanEntry, PlanIndex, PlanLimits, Sizes
 from kvseek.engine.tensorrt_messages import logger, why
 from kvseek.plugins.tensorrt import add_attention_layer
 
@@ -25,34 +26,11 @@ from .tensorrt_graph import Graph, WeightSource
 from .weights import WeightFormat, plan_weights, total_size
 
 # Names within an engine directory; rank0, as TensorRT-LLM names what one GPU runs.
-INDEX_FILE = "rank0.plans.json"
 WHOLE_FILE = "rank0.engine"
 SEGMENTS_FOLDER = "rank0"
 
 
-@dataclass(frozen=True)
-class Range:
-    """Sizes of a dynamic dimension: TensorRT admits minimum to maximum and is at its best at `optimum`."""
-
-    minimum: int
-    optimum: int
-    maximum: int
-
-    def __post_init__(self) -> None:
-        ordered = 1 <= self.minimum <= self.optimum <= self.maximum
-        limit = "1 <= minimum <= optimum <= maximum"
-        require(ordered, "range", (self.minimum, self.optimum, self.maximum), limit, "check the engine's limits")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Dynamic dimensions of a decoder: tokens of a call, and the rows of them whose logits are wanted."""
-
-    tokens: Range
-    rows: Range
-
-
-def limits_of(config: EngineConfig) -> Limits:
+def limits_of(config: EngineConfig) -> PlanLimits:
     """Calls of an engine: decode steps of up to the largest bucket (engine/graphs.py), which come first in speed, and prompts.
 
     Segments read a prompt in chunks, layer by layer. One plan goes through all layers in a call, so it reads prompts whole:
@@ -60,7 +38,7 @@ def limits_of(config: EngineConfig) -> Limits:
     """
     batch, prompt = buckets_for(config.max_batch_size)[-1], config.max_input_len
     most = prompt if config.tensorrt.form == "engine" else min(config.prefill_chunk_tokens, prompt)
-    return Limits(tokens=Range(1, batch, max(batch, most)), rows=Range(1, batch, batch))
+    return PlanLimits(tokens=Sizes(1, batch, max(batch, most)), rows=Sizes(1, batch, batch))
 
 
 def plan_count(config: EngineConfig) -> int:
@@ -78,15 +56,20 @@ def weight_bytes(config: EngineConfig) -> int:
     return own + math.prod(embedding.shape) * dtype.itemsize
 
 
+def angle_bytes(config: EngineConfig) -> int:
+    """Bytes of the table of cosines and sines, which one plan holds (builder/network.py)."""
+    return config.max_seq_len * config.model.head_dim * WeightFormat.of(config).dtype.itemsize
+
+
 def largest_plan(config: EngineConfig) -> int:
     """Most bytes of constants in one plan: of segments, the embedding or the head, a layer, and the table of angles."""
     if plan_count(config) == 1:
-        return weight_bytes(config)
+        return weight_bytes(config) + angle_bytes(config)
     model, itemsize = config.model, WeightFormat.of(config).dtype.itemsize
     ends = model.vocab_size * model.hidden_size * itemsize
     whole = total_size(model, WeightFormat.of(config))
     layer = (whole - ends * (1 if model.tie_word_embeddings else 2)) // model.num_layers
-    return ends + layer + config.max_seq_len * model.head_dim * itemsize
+    return ends + layer + angle_bytes(config)
 
 
 def write_plans(
@@ -118,7 +101,7 @@ def write_plans(
         written is removed.
     """
     _refuse_plans(directory)
-    plans: list[dict[str, Any]] = []
+    plans: list[PlanEntry] = []
     builder, limits = _begin(api), limits_of(config)
     decoder = Decoder(api, builder, config.model, config.max_seq_len, getattr(torch, config.dtype), weights)
 
@@ -127,7 +110,7 @@ def write_plans(
         path = directory / file
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(build_plan(api, builder, graph.network, limits))
-        plans.append({"file": file, **describe(graph.network)})
+        plans.append(PlanEntry(file, **describe(graph.network)))
         if progress is not None:
             progress(1)
 
@@ -150,29 +133,29 @@ def _file(number: int, config: EngineConfig) -> str:
 
 
 def _write_index(
-    directory: Path, api: TensorRt, config: EngineConfig, limits: Limits, plans: list[dict[str, Any]]
+    directory: Path, api: TensorRt, config: EngineConfig, limits: PlanLimits, plans: list[PlanEntry]
 ) -> None:
-    index = {
-        "module": api.__name__,
-        "version": api.__version__,  # a plan runs with the version that built it, and with no other
-        "form": config.tensorrt.form,
-        "dtype": config.dtype,
-        "max_seq_len": config.max_seq_len,
-        "limits": asdict(limits),
-        "segments": plans,
-    }
-    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    index = PlanIndex(
+        module=api.__name__,
+        version=api.__version__,
+        form=config.tensorrt.form,
+        dtype=config.dtype,
+        max_seq_len=config.max_seq_len,
+        limits=limits,
+        segments=tuple(plans),
+    )
+    (directory / PLANS_FILE).write_text(json.dumps(asdict(index), indent=2) + "\n", encoding="utf-8")
 
 
 def _refuse_plans(directory: Path) -> None:
-    for name in (INDEX_FILE, WHOLE_FILE, SEGMENTS_FOLDER):
+    for name in (PLANS_FILE, WHOLE_FILE, SEGMENTS_FOLDER):
         if (directory / name).exists():
             raise ConfigError(f"directory of the plans = {str(directory)!r}: holds {name} already; name an empty one")
 
 
 def _remove_plans(directory: Path) -> None:
     shutil.rmtree(directory / SEGMENTS_FOLDER, ignore_errors=True)
-    for name in (INDEX_FILE, WHOLE_FILE):
+    for name in (PLANS_FILE, WHOLE_FILE):
         (directory / name).unlink(missing_ok=True)
 
 
@@ -185,7 +168,7 @@ def _begin(api: TensorRt) -> Any:
         raise KernelError(f"cannot begin to build with {why(api)} ({error}); {remedy}") from None
 
 
-def build_plan(api: TensorRt, builder: Any, network: Network, limits: Limits) -> memoryview:
+def build_plan(api: TensorRt, builder: Any, network: Network, limits: PlanLimits) -> memoryview:
     """Compile one network; raises KernelError with TensorRT's last messages if it cannot.
 
     The plan stays in TensorRT's memory: it holds the weights, so a copy may be gigabytes.
@@ -207,9 +190,9 @@ def build_plan(api: TensorRt, builder: Any, network: Network, limits: Limits) ->
     return memoryview(plan)
 
 
-def _shapes(tensor: ITensor, limits: Limits) -> list[tuple[int, ...]]:
+def _shapes(tensor: ITensor, limits: PlanLimits) -> list[tuple[int, ...]]:
     """Smallest, best and largest shape of an input, by the name of its first dimension."""
-    sizes: Range = getattr(limits, tensor.get_dimension_name(0))
+    sizes: Sizes = getattr(limits, tensor.get_dimension_name(0))
     return [(size, *tensor.shape[1:]) for size in (sizes.minimum, sizes.optimum, sizes.maximum)]
 
 

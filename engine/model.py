@@ -46,13 +46,13 @@ class Decoder(LayerwiseDecoder[Tensor]):
         cache: Cache,
         indexes: Sequence[Index],
         library: CpuLibrary | None,
-        products: WeightOnlyKernels | None = None,
+        weight_only: WeightOnlyKernels | None = None,
     ) -> None:
         super().__init__(config, cache, indexes)
         self.weights, self.library = weights, library
         self.embed, self.norm = weights["embed.weight"], weights["norm.weight"]
         self.lm_head = self.embed if config.model.tie_word_embeddings else weights["lm_head.weight"]
-        self.layers = [Layer(self.model, weights, number, products) for number in range(config.model.num_layers)]
+        self.layers = [Layer(self.model, weights, number, weight_only) for number in range(config.model.num_layers)]
         self.head = Head(self.model, self.norm, self.lm_head)
         self.rope = RotaryEmbedding(config.model, self.embed.device)
 

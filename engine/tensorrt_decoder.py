@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvseek.plugins.base import DeviceIndex
-from kvseek.plugins.batch import DeviceBatch
+from kvseek.plugins.batch import DeviceBatch, RequestState
+from kvseek.plugins.tensorrt_serving import Attend
 
 from .attention import causal_attention_device
 from .config import EngineConfig
@@ -28,7 +29,7 @@ from .graphs import StepResult
 from .tensorrt_runtime import OUTSIDE_OF_GRAPHS
 
 Tensors = dict[str, Tensor]
-Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]  # as `serving` of plugins/tensorrt.py calls it
+TOKEN, POSITION = ([field.name for field in fields(RequestState)].index(name) for name in ("token", "position"))
 FIRST_PLAN = ("queries", "keys", "values", "next_hidden", "cos", "sin")  # outputs of segment 0
 NEXT_PLANS = FIRST_PLAN[:4]  # and of those after it, but the last
 
@@ -67,7 +68,7 @@ class TensorRtSteps(DeviceSteps):
 
     def _tokens_of(self, batch: DeviceBatch) -> Tensors:
         """Token ids and positions of a batch, int32 [batch]. Copies: plans take no columns, and no odd addresses."""
-        return {"ids": batch.requests[:, 0].clone(), "positions": batch.requests[:, 2].clone()}
+        return {"ids": batch.requests[:, TOKEN].clone(), "positions": batch.requests[:, POSITION].clone()}
 
     def _tokens_from(self, ids: Sequence[int], start: int) -> Tensors:
         """The same of a prompt's tokens from position `start` on."""

@@ -1,4 +1,4 @@
-"""Which TensorRT plans an engine directory holds: rank0.plans.json, which builder/tensorrt_plans.py writes."""
+"""Which TensorRT plans an engine directory holds: rank0.plans.json, which builder/tensorrt_plans.py writes from PlanIndex."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import EngineConfig, from_dict
+from .config import EngineConfig, from_dict, require
 from .errors import ConfigError, EngineDirectoryError
 from .graphs import buckets_for
 from .tensorrt_api import PACKAGES, Logging
@@ -18,11 +18,16 @@ REBUILD = "build the engine again"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a dynamic dimension that plans admit, and the one that they are best at."""
+    """Sizes of a dynamic dimension: plans admit minimum to maximum and are at their best at `optimum`."""
 
     minimum: int
     optimum: int
     maximum: int
+
+    def __post_init__(self) -> None:
+        ordered = 1 <= self.minimum <= self.optimum <= self.maximum
+        limit = "1 <= minimum <= optimum <= maximum"
+        require(ordered, "sizes", (self.minimum, self.optimum, self.maximum), limit, "check the engine's limits")
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,19 @@ class PlanIndex:
     segments: tuple[PlanEntry, ...]
 
 
+def parse_plan_index(directory: Path) -> PlanIndex:
+    """Read the index of a directory's plans alone; raises EngineDirectoryError if it is missing or malformed."""
+    path = directory / PLANS_FILE
+    try:
+        return from_dict(PlanIndex, json.loads(path.read_text(encoding="utf-8")), PLANS_FILE)
+    except FileNotFoundError:
+        raise EngineDirectoryError(f"{path} is missing; {REBUILD}, or copy all of its files") from None
+    except (ValueError, TypeError, AttributeError, ConfigError) as error:  # no JSON, no UTF-8, no object, other fields
+        raise EngineDirectoryError(f"{path} is corrupt ({error}); {REBUILD}") from None
+
+
 def read_plan_index(directory: Path, config: EngineConfig) -> PlanIndex:
-    """Read the index of an engine's plans.
+    """Read the index of an engine's plans, and check that it is that engine's.
 
     Raises
     ------
@@ -72,13 +88,7 @@ def read_plan_index(directory: Path, config: EngineConfig) -> PlanIndex:
         If it is missing, malformed or of another engine than `config`, if its plans are too small for that engine, or a plan is
         missing.
     """
-    path = directory / PLANS_FILE
-    try:
-        index = from_dict(PlanIndex, json.loads(path.read_text(encoding="utf-8")), PLANS_FILE)
-    except FileNotFoundError:
-        raise EngineDirectoryError(f"{path} is missing; {REBUILD}, or copy all of its files") from None
-    except (ValueError, TypeError, AttributeError, ConfigError) as error:  # no JSON, no UTF-8, no object, other fields
-        raise EngineDirectoryError(f"{path} is corrupt ({error}); {REBUILD}") from None
+    path, index = directory / PLANS_FILE, parse_plan_index(directory)
     _check_origin(path, index, config)
     _check_limits(path, index, config)
     for entry in index.segments:

@@ -86,32 +86,24 @@ class Blocks {
 #pragma unroll
             for (int half = 0; half < HALVES; ++half) {
                 const bool valid = row < outputs_ && input + half * 4 * PIECE < inputs_;
-                copy_piece(&ring_[next_stage_][part * HALVES + half][lane], valid ? from + half * 4 * PIECE : weight_,
-                           valid);
+                copy_async_16_or_zeros(&ring_[next_stage_][part * HALVES + half][lane],
+                                       valid ? from + half * 4 * PIECE : weight_, valid);
             }
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        close_copy_group();
         next_stage_ = next_stage_ + 1 == DEPTH ? 0 : next_stage_ + 1;
         block_ += S::WARPS;
     }
 
     // Wait for the oldest block that has not been taken; its pieces.
     __device__ __forceinline__ const uint4 (*take())[32] {
-        asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 2) : "memory");
+        await_copy_groups<DEPTH - 2>();
         const uint4(*pieces)[32] = ring_[stage_];
         stage_ = stage_ + 1 == DEPTH ? 0 : stage_ + 1;
         return pieces;
     }
 
   private:
-    static __device__ __forceinline__ void copy_piece(uint4* to, const Weight* from, bool valid) {
-        const int bytes = valid ? PIECE : 0;  // the rest is filled with zeros
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                         static_cast<unsigned>(__cvta_generic_to_shared(to))),
-                     "l"(from), "r"(bytes)
-                     : "memory");
-    }
-
     const Weight* weight_;
     int outputs_, inputs_;
     uint4 (*ring_)[S::PIECES][32];

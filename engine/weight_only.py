@@ -16,7 +16,7 @@ PRECISIONS = {  # values of EngineConfig.weight_only_precision: how weights are 
     "fp8": (torch.float8_e4m3fn, 448.0),
 }
 QUANTISED = ("qkv", "o", "gate_up", "down")  # products of a layer; embedding and head stay, as in TensorRT-LLM
-ROWS = 512  # that are quantised at a time: their numbers in float32 take memory beside the whole
+NUMBERS = 1 << 22  # that are quantised at a time, in whole rows: a few copies in float32 take memory beside the whole
 INPUTS_MULTIPLE = 16  # weights of a row: kernels load so many at once
 
 
@@ -40,8 +40,9 @@ def quantise(weight: Tensor, precision: str) -> tuple[Tensor, Tensor]:
     """
     quantised = torch.empty(weight.shape, dtype=PRECISIONS[precision][0], device=weight.device)
     scale = torch.empty(weight.shape[0], device=weight.device)
-    for start in range(0, weight.shape[0], ROWS):
-        rows = slice(start, start + ROWS)
+    step = max(1, NUMBERS // weight.shape[1])
+    for start in range(0, weight.shape[0], step):
+        rows = slice(start, start + step)
         quantised[rows], scale[rows] = _quantise_rows(weight[rows], start, precision)
     return quantised, scale
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 DEQUANTISE_THREADS = 256
 WARP = 32
 DEPTH = 2
+ALIGNMENT = 16  # bytes, of x, weights and what comes out: lanes load and store so many at once
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class WeightOnlyKernels:
         shape = choose_shape(rows, outputs / self._kernels.multiprocessors)
         out = x.new_empty(rows, outputs)
         arguments = WeightOnlyLinearArguments(
-            x=self._address("x", x, self.dtype),
+            x=self._aligned("x", x, self.dtype),
             weight=self._weight(weight, inputs),
             scale=self._address("scale", scale, torch.float32),
             bias=0 if bias is None else self._address("bias", bias, self.dtype),
@@ -160,7 +161,15 @@ class WeightOnlyKernels:
                 f"weight {tuple(weight.shape)} for x of {inputs} channels: must have as many, a multiple of "
                 f"{INPUTS_MULTIPLE}; build with weight_only_precision none"
             )
-        return self._address("weight", weight, self.weight_dtype)
+        return self._aligned("weight", weight, self.weight_dtype)
+
+    def _aligned(self, name: str, tensor: Tensor, dtype: torch.dtype) -> int:
+        address = self._address(name, tensor, dtype)
+        if address % ALIGNMENT:  # a kernel's fault would end every request of the process
+            raise KernelError(
+                f"{name}: address {address:#x}: must be a multiple of {ALIGNMENT}; copy the tensor before the launch"
+            )
+        return address
 
     def _address(self, name: str, tensor: Tensor, dtype: torch.dtype) -> int:
         if tensor.dtype is not dtype or tensor.device != self._kernels.device or not tensor.is_contiguous():

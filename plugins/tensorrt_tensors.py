@@ -9,21 +9,26 @@ import torch
 from torch import Tensor
 
 from kvseek.engine.errors import KernelError
+from kvseek.engine.tensorrt_api import TYPE_NAMES
 
 
 @dataclass(frozen=True)
 class Element:
-    """A type of elements: its name in TensorRT's DataType, as the CUDA array interface writes it, and PyTorch's own."""
+    """A type of elements: as the CUDA array interface writes it, and PyTorch's own."""
 
-    tensorrt: str
     interface: str
     torch: torch.dtype
 
+    @property
+    def tensorrt(self) -> str:
+        """Its name in TensorRT's DataType."""
+        return TYPE_NAMES[self.torch]
+
 
 ELEMENTS = {  # by EngineConfig.dtype
-    "float32": Element("FLOAT", "<f4", torch.float32),
-    "bfloat16": Element("BF16", "<i2", torch.bfloat16),  # the interface has no bfloat16: read as integers of its width
-    "float16": Element("HALF", "<f2", torch.float16),
+    "float32": Element("<f4", torch.float32),
+    "bfloat16": Element("<i2", torch.bfloat16),  # the interface has no bfloat16: read as integers of its width
+    "float16": Element("<f2", torch.float16),
 }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import socket
 import threading
 import uuid
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 PARAMETER = "doorbell"  # of a request to tensorrt_llm: where to ring when a response to it has been sent
+NAME = re.compile("[0-9a-f]{32}")
 PREFIX = "\0kvseek-doorbell-"  # unix(7): a name that starts with a zero byte is no file, and ends with its socket
 ID_BYTES = 256
 RING_SECONDS = 1.0
@@ -49,6 +51,11 @@ class Doorbell:
             arrived = self._arrived.get(self._socket.recv(ID_BYTES))
             if arrived is not None:  # else its request has just ended
                 arrived.release()
+
+
+def is_name(value: object) -> bool:
+    """Whether a request's parameter may be the name of a doorbell: clients can send anything."""
+    return isinstance(value, str) and NAME.fullmatch(value) is not None
 
 
 def paced(responses: Iterable[Any], arrived: threading.Semaphore, is_last: Callable[[Any], bool]) -> Iterator[Any]:

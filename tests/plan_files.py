@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from kvseek.builder.checkpoint import Checkpoint
-from kvseek.builder.tensorrt_plans import INDEX_FILE
 from kvseek.builder.weights import plan_weights, weight_reader
 from kvseek.engine.config import EngineConfig, ModelConfig
+from kvseek.engine.tensorrt_index import PLANS_FILE
 
 
 def read_index(directory: Path) -> dict[str, Any]:
     """What rank0.plans.json says."""
-    index: dict[str, Any] = json.loads((directory / INDEX_FILE).read_text())
+    index: dict[str, Any] = json.loads((directory / PLANS_FILE).read_text())
     return index
 
 

@@ -30,7 +30,7 @@ from kvseek.benchmarks.device_results import stage_groups
 from kvseek.benchmarks.device_setup import ROOM, with_budget
 from kvseek.benchmarks.probe import KERNELS, ReadArguments, RowsArguments, random_row_offsets
 from kvseek.benchmarks.random_weights import RandomWeights, weight_shapes
-from kvseek.benchmarks.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_parameters, row_numbers
+from kvseek.benchmarks.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_bytes, row_numbers
 from kvseek.benchmarks.synthetic import Spectrum, SyntheticKeys
 from kvseek.engine.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.engine.errors import ConfigError
@@ -57,7 +57,10 @@ def test_shapes_are_of_their_size() -> None:
         numbers = sum(math.prod(shape) for shape in weight_shapes(model).values())
         assert numbers == pytest.approx(size, rel=2e-3)
         norms = sum(math.prod(shape) for shape in weight_shapes(model).values() if len(shape) == 1)
-        assert matrix_parameters(model) == numbers - norms - model.vocab_size * model.hidden_size
+        config, ends = config_for(model, "full", 1, 1), model.vocab_size * model.hidden_size
+        assert matrix_bytes(config) == 2 * (numbers - norms - ends)
+        narrow = dataclasses.replace(config, weight_only_precision="fp8")
+        assert matrix_bytes(narrow) == numbers - norms, "one a number of the layers, two of the head"
     assert [row_numbers(model) * 2 for model in sizes] == [128 * KIB, 144 * KIB]
     assert get_shape("llama-3.1-8b", 1 << 20).max_position_embeddings == 1 << 20
     assert get_shape("llama-3.1-8b", 10) == LLAMA_3_1_8B
@@ -154,6 +157,9 @@ class TestPlan:
         one, other = (dataclasses.replace(self.needs(), window_slot=n, index=IndexNeeds(n, 9 - n, 5)) for n in (2, 6))
         most = Needs.most([one, other])
         assert (most.window_slot, most.index) == (6, IndexNeeds(6, 7, 5))
+        assert most.weights == one.weights, "of one precision they are there once"
+        narrow = [dataclasses.replace(one, weights=one.weights // 2, precision=name) for name in ("int8", "fp8", "fp8")]
+        assert Needs.most([one, *narrow]).weights == 2 * one.weights, "int8 and fp8 lie side by side"
 
     def test_bytes_of_slots_are_planned_for(self) -> None:
         """Two slots of 84 MB a layer (one is for padding) push out what fitted exactly."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvseek.server import doorbell
-from kvseek.server.doorbell import Doorbell, Ringer, paced
+from kvseek.server.doorbell import Doorbell, Ringer, is_name, paced
 
 SECONDS = 10.0
 
@@ -26,6 +26,12 @@ def test_rings_are_counted_for_each_request() -> None:
     with bell.expecting("c") as third:
         ringer.ring(bell.name, "c")
         assert third.acquire(timeout=SECONDS), "a late ring for another request does no harm"
+
+
+def test_names() -> None:
+    """What no doorbell is called is a client's own parameter, and refused as others are."""
+    assert is_name(Doorbell().name)
+    assert not any(map(is_name, (None, True, 5, "", "bell", "0" * 31, "0" * 33, "0" * 32 + "\n", "G" * 32)))
 
 
 def test_a_doorbell_that_is_gone_is_not_missed() -> None:

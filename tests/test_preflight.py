@@ -124,7 +124,7 @@ def test_kernels_of_each_architecture_count(model: Path) -> None:
 
 
 def test_plans_of_tensorrt(model: Path) -> None:
-    """Segments take memory for the largest of them, one plan for all; on disk a table of angles aside they are the weights."""
+    """Segments take memory for the largest of them, one plan for all; on disk there are weights, a table of angles and code."""
     checkpoint = open_checkpoint(model)
     torch_runtime = EngineConfig(checkpoint.config, "full", device="cuda", max_seq_len=512, max_input_len=512)
     forms = [TensorRtConfig("tensorrt", form) for form in ("segments", "engine")]
@@ -136,8 +136,10 @@ def test_plans_of_tensorrt(model: Path) -> None:
         )
     )
     weights = total_size(checkpoint.config, WeightFormat(torch.float32))
-    assert segments.disk == whole.disk == plain.disk
-    assert whole.memory - plain.memory == preflight.PLAN_COPIES * weights
+    table = 512 * checkpoint.config.head_dim * 4
+    assert whole.disk - plain.disk == table + preflight.PLAN_BYTES
+    assert segments.disk - plain.disk == table + preflight.PLAN_BYTES * (checkpoint.config.num_layers + 1)
+    assert whole.memory - plain.memory == preflight.PLAN_COPIES * (weights + table)
     assert 0 < segments.memory - plain.memory < preflight.PLAN_COPIES * weights
 
 

@@ -47,7 +47,6 @@ def test_leftovers_of_dead_processes_go(output: Path, dead: int, kind: str) -> N
 def test_live_and_foreign_directories_stay(output: Path, dead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = output.with_name("engine")
     stay = [
-        leave(output, os.getpid(), "partial"),
         leave(output, os.getppid(), "replaced"),
         leave(output, 1, "partial"),
         leave(output, 10**30, "partial"),
@@ -76,6 +75,40 @@ def test_an_engine_that_was_moved_away_comes_back(output: Path, dead: int) -> No
     assert list(output.parent.iterdir()) == [output]
     assert (output / "old").exists()
     assert not partial.exists()
+
+
+def test_leftovers_of_our_own_process_id(output: Path) -> None:
+    """In containers every build may have the same one: what bears it is an earlier build's."""
+    leave(output, os.getpid(), "partial")
+    (leave(output, os.getpid(), "replaced") / "old").touch()
+    remove_leftovers(output)
+    assert list(output.parent.iterdir()) == [output]
+    assert (output / "old").exists()
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_an_engine_comes_back_if_its_place_is_not_taken(
+    output: Path, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rename fails, or a signal comes after the first one."""
+    output.mkdir()
+    (output / "old").touch()
+    rename = Path.rename
+
+    def stop(path: Path, target: Path) -> Path:
+        if path.name.endswith("partial"):
+            raise error
+        return rename(path, target)
+
+    def build_all() -> None:
+        with staging(output) as directory:
+            (directory / "new").touch()
+
+    monkeypatch.setattr(Path, "rename", stop)
+    with pytest.raises(error):
+        build_all()
+    assert list(output.parent.iterdir()) == [output]
+    assert [path.name for path in output.iterdir()] == ["old"]
 
 
 def test_no_folder_yet(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from kvseek.builder.tensorrt_api import load_tensorrt
-from kvseek.builder.tensorrt_plans import Range, limits_of, plan_count, weight_bytes, write_plans
+from kvseek.builder.tensorrt_plans import limits_of, plan_count, weight_bytes, write_plans
 from kvseek.engine.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.engine.errors import ConfigError, KernelError
 from kvseek.engine.tensorrt_api import PACKAGES
+from kvseek.engine.tensorrt_index import Sizes
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -33,7 +34,7 @@ def test_other_module_is_refused() -> None:
 @pytest.mark.parametrize("sizes", [(0, 1, 2), (2, 1, 3), (1, 4, 3)])
 def test_sizes_out_of_order_are_refused(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ConfigError, match="minimum <= optimum <= maximum"):
-        Range(*sizes)
+        Sizes(*sizes)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_sizes_of_an_engine(chunk: int, input_len: int, most: int) -> None:
     limits = {"max_batch_size": 8, "prefill_chunk_tokens": chunk, "max_input_len": input_len, "max_seq_len": 128}
     segments = {"device": "cuda", "runtime": "tensorrt", "tensorrt": TensorRtConfig(form="segments")}
     found = limits_of(EngineConfig(model, "full", **segments, **limits))
-    assert (found.tokens, found.rows) == (Range(1, 8, most), Range(1, 8, 8))
+    assert (found.tokens, found.rows) == (Sizes(1, 8, most), Sizes(1, 8, 8))
 
 
 @pytest.mark.parametrize(("input_len", "most"), [(100, 100), (5, 8)])
@@ -54,7 +55,7 @@ def test_sizes_of_one_plan(input_len: int, most: int) -> None:
     model = ModelConfig("llama", 100, 64, 128, 2, 4, 2, 16, 1e-5, 1e4, 128)
     limits = {"max_batch_size": 8, "prefill_chunk_tokens": 4, "max_input_len": input_len, "max_seq_len": 128}
     found = limits_of(EngineConfig(model, "full", device="cuda", runtime="tensorrt", **limits))
-    assert (found.tokens, found.rows) == (Range(1, 8, most), Range(1, 8, 8))
+    assert (found.tokens, found.rows) == (Sizes(1, 8, most), Sizes(1, 8, 8))
 
 
 def test_bytes_of_the_weights() -> None:
@@ -75,7 +76,7 @@ def test_bytes_of_the_weights() -> None:
 
 
 def test_sizes_may_be_equal() -> None:
-    assert Range(4, 4, 4).maximum == 4
+    assert Sizes(4, 4, 4).maximum == 4
 
 
 def test_tensorrt_without_a_gpu(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_inspect_and_verify(engine: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "damaged  rank0/segment-00002-of-00004.plan" in capsys.readouterr().out
 
 
-DAMAGES = [("", "is not JSON"), ("[]", "module is missing"), ('{"module": "tensorrt"}', "version is missing")]
+DAMAGES = [("", "is corrupt"), ("[]", "is corrupt"), ('{"module": "tensorrt"}', "key 'version' is missing")]
 
 
 @pytest.mark.parametrize(("content", "message"), DAMAGES)

@@ -87,6 +87,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "bucket": ({"limits": {"tokens": sizes(3, 50), "rows": sizes(3, 3)}}, r"limits.rows = \(1, 3\): must hold 1 to 4"),
     "one": ({"limits": {"tokens": sizes(4, 50, 2), "rows": sizes(4, 4)}}, r"limits.tokens = \(2, 50\): must hold 1 to"),
+    "order": (
+        {"limits": {"tokens": sizes(51, 50), "rows": sizes(4, 4)}},
+        r"is corrupt \(sizes = \(1, 51, 50\): must be 1 <= minimum <= optimum <= maximum",
+    ),
     "key": ({"rank": 0}, "is corrupt .*unknown key 'rank'"),
     "type": ({"version": 10}, r"is corrupt \(.*version = 10: must be str"),
 }

@@ -11,10 +11,11 @@ from plan_files import check_products, check_profile, check_weights, read_files,
 from random_models import ARCHITECTURES, save_random_model
 
 from kvseek.builder.checkpoint import Checkpoint, open_checkpoint
-from kvseek.builder.tensorrt_plans import INDEX_FILE, write_plans
+from kvseek.builder.tensorrt_plans import write_plans
 from kvseek.builder.weights import weight_reader
 from kvseek.engine.config import EngineConfig, TensorRtConfig
 from kvseek.engine.errors import ConfigError, KernelError
+from kvseek.engine.tensorrt_index import PLANS_FILE
 
 api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
 
@@ -48,7 +49,7 @@ def test_plans(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
     files = [segment["file"] for segment in index["segments"]]
     assert files == [f"rank0/segment-{number:05}-of-00004.plan" for number in range(4)]
     written = {path.relative_to(tmp_path / "plans").as_posix() for path in (tmp_path / "plans").rglob("*.*")}
-    assert written == {INDEX_FILE, *files}
+    assert written == {PLANS_FILE, *files}
     assert progress == [1] * 4
     check_weights(read_files(tmp_path / "plans"), checkpoint, dtype)
 
@@ -81,7 +82,7 @@ def test_weight_of_another_shape_is_an_error(qwen2: Checkpoint, tmp_path: Path) 
     assert list((tmp_path / "plans").iterdir()) == []
 
 
-@pytest.mark.parametrize("name", [INDEX_FILE, "rank0.engine", "rank0"])
+@pytest.mark.parametrize("name", [PLANS_FILE, "rank0.engine", "rank0"])
 def test_existing_plans_are_left_alone(name: str, qwen2: Checkpoint, tmp_path: Path) -> None:
     (tmp_path / "plans").mkdir()
     (tmp_path / "plans" / name).write_text("mine")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +23,15 @@ from torch import Tensor
 
 from kvseek.builder import build
 from kvseek.builder.checkpoint import open_checkpoint
+from kvseek.builder.compile_cuda import WEIGHT_NUMBERS
 from kvseek.builder.weights import WeightFormat, plan_weights, total_size, weight_reader, write_weights
+from kvseek.engine import weight_only_kernels
+from kvseek.engine.config import CHOICES
 from kvseek.engine.engine import Engine
-from kvseek.engine.errors import ConfigError
+from kvseek.engine.errors import ConfigError, KernelError
+from kvseek.engine.graphs import BUCKETS
 from kvseek.engine.weight_only import INPUTS_MULTIPLE, PRECISIONS, QUANTISED, dequantise, is_quantised, quantise
+from kvseek.engine.weight_only_kernels import ALIGNMENT, MAX_ROWS, SHAPES, Shape, WeightOnlyKernels, choose_shape
 from kvseek.engine.weights import load_weights
 
 CPU = torch.device("cpu")
@@ -31,6 +39,7 @@ STORED = {"int8": (torch.int8, "I8"), "fp8": (torch.float8_e4m3fn, "F8_E4M3")}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SMALLEST_FP8 = 2.0**-9  # smallest subnormal of float8_e4m3fn
 SMALLEST_NORMAL_FP8 = 2.0**-6
+SHARED_BYTES = 99 << 10  # of a block on sm_89 and sm_120, the least of all architectures (CUDA guide)
 
 
 @st.composite
@@ -257,3 +266,39 @@ def test_quantise_refuses_what_is_not_finite() -> None:
     weight[2, 1] = float("nan")
     with pytest.raises(ConfigError, match="row 2 holds infinity or NaN"):
         quantise(weight, "int8")
+
+
+def test_the_precisions_are_listed_alike() -> None:
+    assert tuple(WEIGHT_NUMBERS) == CHOICES["weight_only_precision"] == ("none", *PRECISIONS)
+
+
+def test_shapes_are_those_of_the_source() -> None:
+    source = Path(weight_only_kernels.__file__).with_name("weight_only.cu").read_text(encoding="utf-8")
+    compiled = re.findall(r"^KVSEEK_WEIGHT_ONLY_LINEAR\((\d+), (\d+), (\d+)\)", source, re.MULTILINE)
+    shapes = {shape for listed in SHAPES.values() for _, shape in listed}
+    assert {Shape(*map(int, numbers)) for numbers in compiled} == shapes
+    assert max(shape.shared_bytes for shape in shapes) <= SHARED_BYTES
+    assert all(shape.rows == rows for rows, listed in SHAPES.items() for _, shape in listed)
+    assert all(listed[-1][0] == 0 for listed in SHAPES.values()), "every number of channels has a shape"
+
+
+def test_decode_steps_never_dequantise() -> None:
+    """Their graphs would hold a matrix of the engine's dtype, which no memory plan counts."""
+    assert BUCKETS[-1] <= MAX_ROWS
+
+
+@pytest.mark.parametrize(("rows", "outputs", "blocks"), [(1, 33, 3), (8, 41 * 132, 339), (64, 100, 4), (17, 64, 2)])
+def test_a_launch_covers_all_channels(rows: int, outputs: int, blocks: int) -> None:
+    launches: list[Any] = []
+    cubin: Any = SimpleNamespace(device=CPU, multiprocessors=132, launch=lambda *given, **named: launches.append(given))
+    kernels = WeightOnlyKernels(cubin, "int8", torch.bfloat16)
+    x, weight = torch.zeros(rows, 48, dtype=torch.bfloat16), torch.zeros(outputs, 48, dtype=torch.int8)
+    assert kernels.linear(x, weight, torch.ones(outputs), None).shape == (rows, outputs)
+    name, grid, threads, arguments, shared_bytes = launches.pop()
+    shape = choose_shape(rows, outputs / 132)
+    assert (name, grid, threads, shared_bytes) == (shape.name, (blocks, 1, 1), 32 * shape.warps, shape.shared_bytes)
+    assert (arguments.rows, arguments.outputs, arguments.inputs) == (rows, outputs, 48)
+    odd = torch.zeros(rows * 48 + 4, dtype=torch.bfloat16)[4:].view(rows, 48)
+    with pytest.raises(KernelError, match=f"^x: address .*: must be a multiple of {ALIGNMENT}; copy the tensor"):
+        kernels.linear(odd, weight, torch.ones(outputs), None)
+    assert not launches

@@ -16,7 +16,7 @@ import triton_python_backend_utils as pb_utils
 from kvseek.engine.errors import KvseekError
 from kvseek.engine.request import FinishReason
 from kvseek.engine.service import EngineService
-from kvseek.server.doorbell import PARAMETER, Ringer
+from kvseek.server.doorbell import PARAMETER, Ringer, is_name
 from kvseek.server.metrics import ServerMetrics
 from kvseek.server.tensors import read_tensors
 from kvseek.server.translation import engine_request, one_row, refuse_parameters, scalar
@@ -92,7 +92,7 @@ class TritonPythonModel:
 
     def start(self, request, sender):
         parameters = json.loads(request.parameters() or "{}")
-        doorbell = parameters.pop(PARAMETER) if isinstance(parameters.get(PARAMETER), str) else None
+        doorbell = parameters.pop(PARAMETER) if is_name(parameters.get(PARAMETER)) else None
         refuse_parameters(json.dumps(parameters), "tensorrt_llm")
         tensors = read_tensors(request)
         if scalar(tensors, "stop", False):
