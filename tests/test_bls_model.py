@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import os
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 
 import kvseek.model_repository
 from kvseek.engine.errors import RequestError
+from kvseek.server.doorbell import Rings
 from kvseek.server.ended_iterators import EndedIterators
 
 
@@ -118,8 +119,14 @@ def model(backend: Backend) -> Any:
     spec.loader.exec_module(module)
     model = module.TritonPythonModel()
     model.iterators = EndedIterators()
-    model.doorbell = SimpleNamespace(name="bell", expecting=lambda _: contextlib.nullcontext(threading.Semaphore(100)))
+    model.doorbell = SimpleNamespace(name="bell", expecting=lambda _: contextlib.nullcontext(all_sent()))
     return model
+
+
+def all_sent() -> Rings:
+    rings = Rings()
+    rings.add(100, os.getpid())
+    return rings
 
 
 def test_an_answer_lets_go_of_its_iterator_at_its_end(model: Any, backend: Backend) -> None:

@@ -41,6 +41,7 @@ class Stream:
         self.ids = [] if excluded else list(prompt_ids)  # a complete answer begins with its prompt unless excluded
         self.handle = None
         self.doorbell = None  # where to ring after every response but the only one of a refusal
+        self.sent = 0  # responses
         self.ended = False
 
     def send(self, output):
@@ -143,8 +144,9 @@ class TritonPythonModel:
             sent = True
         else:
             sent = stream.send(output)
+        stream.sent += sent
         if sent and stream.doorbell:
-            self.ringer.ring(stream.doorbell, stream.request_id)
+            self.ringer.ring(stream.doorbell, stream.request_id, stream.sent)
 
     def finalize(self):
         self.service.close()

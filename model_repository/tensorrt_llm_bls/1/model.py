@@ -101,10 +101,10 @@ class TritonPythonModel:
 
     def token_responses(self, request_id, tensors):
         """Responses of tensorrt_llm to one request, which the caller uses up; EndedIterators says why they are kept."""
-        with self.doorbell.expecting(request_id) as arrived:
+        with self.doorbell.expecting(request_id) as rings:
             responses = self.ask(request_id, tensors, OUTPUTS, {PARAMETER: self.doorbell.name})
             try:
-                yield from paced(responses, arrived, is_last)
+                yield from paced(responses, rings, is_last)
             finally:
                 self.iterators.keep(responses)
 
