@@ -197,7 +197,7 @@ class Bench:
     def allocated(self, variant: Variant, extents: int, batch: int) -> int:
         """Device bytes of a variant's indexes and attentions over a pool of `extents` extents in host memory."""
         from kvseek.engine.device_cache import DeviceCache
-        from kvseek.engine.device_steps import make_attentions
+        from kvseek.engine.graphed_decoder import make_attentions
 
         cells = [Cell(max(cell.context for cell in self.cells), batch)]
         config = self.config(variant, cells)

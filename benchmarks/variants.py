@@ -10,8 +10,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvseek.engine.config import CHOICES, CacheConfig, from_dict, require
+from kvseek.engine.config import CHOICES, CacheConfig, require
 from kvseek.engine.errors import ConfigError
+from kvseek.engine.fields import from_dict
 from kvseek.engine.weight_only import NONE
 from kvseek.plugins.registry import Method, get_method
 

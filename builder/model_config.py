@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from kvseek.engine.config import ModelConfig, RopeScaling, from_dict, require
+from kvseek.engine.config import ModelConfig, RopeScaling, require
 from kvseek.engine.errors import ConfigError
+from kvseek.engine.fields import from_dict
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",

@@ -26,7 +26,7 @@ AttentionLayer = Callable[[Graph, int, ITensor, ITensor, ITensor], ITensor]
 """Adds an attention layer to a graph: from layer number, queries, keys and values to what was attended to."""
 
 
-class Decoder:
+class NetworkWriter:
     """Writes the networks of one model.
 
     Parameters
@@ -86,8 +86,8 @@ class Decoder:
 class _Cut:
     """Attention outside of the networks: ends the segment and begins the next."""
 
-    def __init__(self, decoder: Decoder, consume: Callable[[Graph], None]) -> None:
-        self._decoder, self._consume = decoder, consume
+    def __init__(self, writer: NetworkWriter, consume: Callable[[Graph], None]) -> None:
+        self._writer, self._consume = writer, consume
 
     def __call__(
         self, layer: int, stream: Stream, queries: ITensor, keys: ITensor, values: ITensor
@@ -101,11 +101,11 @@ class _Cut:
         return self._begin(layer + 1)
 
     def _begin(self, number: int) -> tuple[Stream, ITensor]:
-        decoder, model = self._decoder, self._decoder.model
-        graph = decoder.begin(f"segment_{number}")
+        writer, model = self._writer, self._writer.model
+        graph = writer.begin(f"segment_{number}")
 
         def tensor(name: str, *shape: int) -> ITensor:
-            return graph.input(name, decoder.dtype, (-1, *shape), "tokens")
+            return graph.input(name, writer.dtype, (-1, *shape), "tokens")
 
         def rotation() -> tuple[ITensor, ITensor]:
             cos, sin = (tensor(name, 1, model.head_dim // 2) for name in ROTATION)

@@ -20,7 +20,7 @@ from kvseek.engine.tensorrt_index import PLANS_FILE, PlanEntry, PlanIndex, PlanL
 from kvseek.engine.tensorrt_messages import logger, why
 from kvseek.plugins.tensorrt import add_attention_layer
 
-from .network_forms import Decoder
+from .network_forms import NetworkWriter
 from .tensorrt_api import ITensor, Network, TensorRt
 from .tensorrt_graph import Graph, WeightSource
 from .weights import WeightFormat, plan_weights, total_size
@@ -103,7 +103,7 @@ def write_plans(
     _refuse_plans(directory)
     plans: list[PlanEntry] = []
     builder, limits = _begin(api), limits_of(config)
-    decoder = Decoder(api, builder, config.model, config.max_seq_len, getattr(torch, config.dtype), weights)
+    writer = NetworkWriter(api, builder, config.model, config.max_seq_len, getattr(torch, config.dtype), weights)
 
     def write(graph: Graph) -> None:
         file = _file(len(plans), config)
@@ -116,9 +116,9 @@ def write_plans(
 
     try:
         if config.tensorrt.form == "engine":
-            write(decoder.write_whole(functools.partial(add_attention_layer, model=config.model)))
+            write(writer.write_whole(functools.partial(add_attention_layer, model=config.model)))
         else:
-            decoder.write_segments(write)
+            writer.write_segments(write)
         _write_index(directory, api, config, limits, plans)
     except BaseException:
         _remove_plans(directory)

@@ -9,17 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .config import (
-    CONFIG_FILE,
-    FORMAT_VERSION,
-    EngineConfig,
-    ModelConfig,
-    from_dict,
-    read_fields,
-    refuse_unknown,
-    require,
-)
+from .config import CONFIG_FILE, FORMAT_VERSION, EngineConfig, ModelConfig, require
 from .errors import EngineDirectoryError
+from .fields import from_dict, read_fields, refuse_unknown
 from .migration import refuse_other_format
 
 # Fields of EngineConfig that lie beside those of its `model` in pretrained_config. All others lie in build_config.

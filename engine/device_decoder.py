@@ -15,7 +15,7 @@ from .attention import causal_attention_device
 from .config import EngineConfig
 from .cuda import CudaKernels
 from .device_cache import DeviceCache
-from .device_steps import DeviceSteps
+from .graphed_decoder import GraphedDecoder
 from .graphs import StepResult
 from .layer import Layer
 from .layer_kernels import Rotation
@@ -27,7 +27,7 @@ Marker = Callable[[str], None]
 STAGES = ("begin", "norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "silu", "down", "head")
 
 
-class DeviceDecoder(DeviceSteps, Decoder):
+class DeviceDecoder(GraphedDecoder, Decoder):
     """Runs prompts and decode steps on a GPU with PyTorch and kvseek's kernels.
 
     Parameters

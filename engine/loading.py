@@ -31,8 +31,8 @@ from .weights import load_weights
 if TYPE_CHECKING:
     from kvseek.plugins.common.device_attend import DeviceAttention
 
+    from .backends import Footprint
     from .cuda import CudaKernels
-    from .products import Footprint
 
 GIB = 1 << 30
 
@@ -66,19 +66,19 @@ def _load_cpu(directory: Path, config: EngineConfig, codebooks: dict[str, Tensor
 
 
 def _load_cuda(directory: Path, config: EngineConfig, codebooks: dict[str, Tensor]) -> BaseDecoder:
+    from .backends import load_backend
     from .cuda import CudaKernels
     from .device_cache import DeviceCache
-    from .products import load_products
 
     kernels = CudaKernels.load(directory)
     device, dtype = kernels.device, getattr(torch, config.dtype)
     try:
         library = CpuLibrary(directory / LIBRARY_FILE) if needs_cpu_library(config) else None
-        products = load_products(directory, config, device)
-        plan = plan_device_memory(config, products.footprint, codebooks, kernels, library)
+        backend = load_backend(directory, config, device)
+        plan = plan_device_memory(config, backend.footprint, codebooks, kernels, library)
         cache = DeviceCache(config, dtype, device, plan.device_row_bytes)
         indexes = device_indexes(create_indexes(config, cache, codebooks, library, kernels))
-        decoder = products.decoder(cache, indexes, kernels)
+        decoder = backend.decoder(cache, indexes, kernels)
         decoder.prepare()
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
@@ -252,7 +252,7 @@ def make_unbound(
     for rows in host memory (a store, hot rows): the most that a layer takes. A few KB a request that `bind` may add are part
     of the work space's reserve.
     """
-    from .device_steps import make_attentions
+    from .graphed_decoder import make_attentions
 
     device, dtype, method = kernels.device, getattr(torch, config.dtype), get_method(config.method)
     extents = ExtentTable(slots, extents_for(config.max_seq_len), capacity, device)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import from_dict
 from .errors import ConfigError, EngineDirectoryError
+from .fields import from_dict
 from .migration import check_format
 
 MANIFEST_FILE = "manifest.json"

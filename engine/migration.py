@@ -16,8 +16,9 @@ from typing import Any
 
 from kvseek.plugins.registry import get_method
 
-from .config import CONFIG_FILE, FORMAT_VERSION, CacheConfig, EngineConfig, TensorRtConfig, from_dict
+from .config import CONFIG_FILE, FORMAT_VERSION, CacheConfig, EngineConfig, TensorRtConfig
 from .errors import ConfigError, EngineDirectoryError
+from .fields import from_dict
 
 CHANGES = (
     "config.json is divided into pretrained_config and build_config, and weights are rank0-*.safetensors with "

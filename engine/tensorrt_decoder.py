@@ -23,8 +23,8 @@ from .config import EngineConfig
 from .cuda import CudaKernels
 from .decoder import LAST_QUERIES, BaseDecoder, LayerwiseDecoder
 from .device_cache import DeviceCache
-from .device_steps import DeviceSteps
 from .errors import KernelError
+from .graphed_decoder import GraphedDecoder
 from .graphs import StepResult
 from .tensorrt_runtime import OUTSIDE_OF_GRAPHS
 
@@ -42,7 +42,7 @@ class Runner(Protocol):
     ) -> None: ...
 
 
-class TensorRtSteps(DeviceSteps):
+class TensorRtDecoder(GraphedDecoder):
     """What both forms have in common."""
 
     def _start(
@@ -100,7 +100,7 @@ class Chunk:
     state: Tensors
 
 
-class SegmentsDecoder(TensorRtSteps, LayerwiseDecoder[list[Chunk]]):
+class SegmentsDecoder(TensorRtDecoder, LayerwiseDecoder[list[Chunk]]):
     """Runs one plan from each layer's attention to the next; attention runs between the plans.
 
     Parameters
@@ -149,7 +149,7 @@ class SegmentsDecoder(TensorRtSteps, LayerwiseDecoder[list[Chunk]]):
 
     @torch.inference_mode()
     def run_layers(self, batch: DeviceBatch) -> StepResult:
-        """See DeviceSteps.run_layers. The size of the batch must be a bucket."""
+        """See GraphedDecoder.run_layers. The size of the batch must be a bucket."""
         tokens, state, size = self._tokens_of(batch), Tensors(), batch.size
         for layer in range(self.model.num_layers):
             made = self._to_attention(layer, tokens, state, size, size)
@@ -189,7 +189,7 @@ class SegmentsDecoder(TensorRtSteps, LayerwiseDecoder[list[Chunk]]):
         return {name: self.cache.window.new_empty(tokens, *shapes[name]) for name in names}
 
 
-class WholeDecoder(TensorRtSteps):
+class WholeDecoder(TensorRtDecoder):
     """Runs one plan, whose attention layers call back while TensorRT launches them.
 
     A prompt is one call of the plan, so one unit of work: TensorRT's work space holds the activations of all its tokens.
@@ -242,7 +242,7 @@ class WholeDecoder(TensorRtSteps):
 
     @torch.inference_mode()
     def run_layers(self, batch: DeviceBatch) -> StepResult:
-        """See DeviceSteps.run_layers. The size of the batch must be a bucket."""
+        """See GraphedDecoder.run_layers. The size of the batch must be a bucket."""
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
             out.copy_(self._attend_step(layer, queries, keys, values, batch))

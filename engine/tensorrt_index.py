@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import EngineConfig, from_dict, require
+from .config import EngineConfig, require
 from .errors import ConfigError, EngineDirectoryError
+from .fields import from_dict
 from .graphs import buckets_for
 from .tensorrt_api import PACKAGES, Logging
 

@@ -6,8 +6,9 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from kvseek.engine.config import ModelConfig, from_dict
+from kvseek.engine.config import ModelConfig
 from kvseek.engine.errors import ConfigError
+from kvseek.engine.fields import from_dict
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,12 +16,12 @@ from network_interpreter import Array, evaluate
 from torch import Tensor
 
 from kvseek.builder.checkpoint import open_checkpoint
-from kvseek.builder.network_forms import Decoder
+from kvseek.builder.network_forms import NetworkWriter
 from kvseek.builder.tensorrt_graph import Graph
 from kvseek.builder.weights import weight_reader
 from kvseek.engine.config import EngineConfig, TensorRtConfig
 from kvseek.engine.graphs import BUCKETS
-from kvseek.engine.tensorrt_decoder import SegmentsDecoder, TensorRtSteps, WholeDecoder
+from kvseek.engine.tensorrt_decoder import SegmentsDecoder, TensorRtDecoder, WholeDecoder
 from kvseek.engine.tensorrt_messages import logger
 
 FORMS = ("segments", "engine")
@@ -93,7 +93,7 @@ class ServedLayers:
 
 def make_tensorrt_decoder(
     api: Any, model: Path, directory: Path, form: str, monkeypatch: Any, offload: str = "always"
-) -> TensorRtSteps:
+) -> TensorRtDecoder:
     """A decoder over the networks of a checkpoint, and cache and indexes of its CPU engine.
 
     The stand-ins of device_stand_ins.py must be in place.
@@ -113,13 +113,13 @@ def make_tensorrt_decoder(
     return WholeDecoder(config, plan, layers.serving, cache, indexes, kernels, graphs=False)
 
 
-def make_writer(api: Any, model: Path, config: EngineConfig) -> Decoder:
+def make_writer(api: Any, model: Path, config: EngineConfig) -> NetworkWriter:
     checkpoint = open_checkpoint(model)
     weights = weight_reader(checkpoint, torch.float32)
-    return Decoder(api, api.Builder(logger(api)), checkpoint.config, config.max_seq_len, torch.float32, weights)
+    return NetworkWriter(api, api.Builder(logger(api)), checkpoint.config, config.max_seq_len, torch.float32, weights)
 
 
-def plans_of(decoder: TensorRtSteps) -> list[NumpyPlan]:
+def plans_of(decoder: TensorRtDecoder) -> list[NumpyPlan]:
     """The plans that a decoder runs."""
     found: Any = decoder
     return found._plans if isinstance(decoder, SegmentsDecoder) else [found._plan]

@@ -76,7 +76,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "needs_cpu_library", lambda config: False)
     monkeypatch.setattr(device_setup, "measured_needs", fake_needs)
     monkeypatch.setattr(device_setup.Bench, "kernels", lambda self, variant: None)
-    monkeypatch.setattr("kvseek.engine.device_steps.make_attentions", attentions)
+    monkeypatch.setattr("kvseek.engine.graphed_decoder.make_attentions", attentions)
     gpu = {"name": "stand-in", "memory_bytes": 1, "multiprocessors": 1, "cuda": "0"}
     monkeypatch.setattr(device_cache_hits, "describe_gpu", lambda device: gpu)
     monkeypatch.setattr(device_contestants, "timing_event", lambda in_graph=False: Event())

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvseek.engine.config import CONFIG_FILE, CacheConfig, EngineConfig, ModelConfig, RopeScaling, from_dict
+from kvseek.engine.config import CONFIG_FILE, CacheConfig, EngineConfig, ModelConfig, RopeScaling
 from kvseek.engine.config_file import PRETRAINED
 from kvseek.engine.errors import ConfigError, EngineDirectoryError
+from kvseek.engine.fields import from_dict
 from kvseek.plugins.registry import get_method
 
 MODEL = ModelConfig(

@@ -14,7 +14,7 @@ from prefill import run_prefill
 from random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
 
-from kvseek.engine import device_steps
+from kvseek.engine import graphed_decoder
 from kvseek.engine.attention import causal_attention, causal_attention_device
 from kvseek.engine.config import EngineConfig, ModelConfig
 from kvseek.engine.device_cache import DeviceCache
@@ -39,8 +39,8 @@ MAX_DIFFERENCE = 2e-4
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_steps, "LayerKernels", TorchLayer)
-    monkeypatch.setattr(device_steps, "DeviceAttention", TorchAttention)
+    monkeypatch.setattr(graphed_decoder, "LayerKernels", TorchLayer)
+    monkeypatch.setattr(graphed_decoder, "DeviceAttention", TorchAttention)
 
 
 @pytest.fixture(scope="module")

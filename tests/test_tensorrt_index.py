@@ -15,10 +15,10 @@ from fake_tensorrt import Engine, FakeTensorRt
 from random_models import save_random_model
 
 from kvseek.builder.tensorrt_plans import limits_of
-from kvseek.engine import device_steps, loading
+from kvseek.engine import graphed_decoder, loading
+from kvseek.engine.backends import Footprint, load_backend, load_plans
 from kvseek.engine.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.engine.errors import EngineDirectoryError, KernelError
-from kvseek.engine.products import Footprint, load_plans, load_products
 from kvseek.engine.tensorrt_decoder import SegmentsDecoder, WholeDecoder
 from kvseek.engine.tensorrt_index import PLANS_FILE, check_version, read_plan_index
 
@@ -151,7 +151,7 @@ def test_a_module_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Monk
     config = write(tmp_path, make_config("engine"))
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     with pytest.raises(KernelError, match=r"cannot import tensorrt: .*pip install tensorrt-cu13"):
-        load_products(tmp_path, config, CPU)
+        load_backend(tmp_path, config, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -165,21 +165,21 @@ def cpu_engine(tmp_path_factory: pytest.TempPathFactory, build_engine: Any) -> P
 @pytest.mark.parametrize("form", FORMS)
 def test_loading(form: str, cpu_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A context for what no graph captures and one a bucket, for every plan; the plugin is known before plans load."""
-    monkeypatch.setattr(device_steps, "LayerKernels", TorchLayer)
-    monkeypatch.setattr(device_steps, "DeviceAttention", TorchAttention)
+    monkeypatch.setattr(graphed_decoder, "LayerKernels", TorchLayer)
+    monkeypatch.setattr(graphed_decoder, "DeviceAttention", TorchAttention)
     settings = TensorRtConfig(FORMS[form], form)
     config, cache, indexes = make_parts(cpu_engine, runtime="tensorrt", tensorrt=settings)
     api = fake(write(tmp_path, config), tmp_path)
     registered: list[int] = []
     monkeypatch.setattr("kvseek.plugins.tensorrt.register", lambda given: registered.append(len(given.loggers)))
-    products = load_plans(tmp_path, config, CPU, api)
+    backend = load_plans(tmp_path, config, CPU, api)
     assert registered == ([0] if form == "engine" else [])
-    assert [len(plan._contexts) for plan in products.session.plans] == [4] * len(products.session.plans)
-    assert set(products.session.plans[0]._contexts) == {0, 1, 2, 4}
+    assert [len(plan._contexts) for plan in backend.session.plans] == [4] * len(backend.session.plans)
+    assert set(backend.session.plans[0]._contexts) == {0, 1, 2, 4}
     size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.suffix in (".plan", ".engine"))
     work = {"engine": 1000, "segments": 4000}[form]
-    assert products.footprint == Footprint(size, outside=size, plan_work=work)
-    decoder = products.decoder(cache, indexes, None)  # type: ignore[arg-type]
+    assert backend.footprint == Footprint(size, outside=size, plan_work=work)
+    decoder = backend.decoder(cache, indexes, None)  # type: ignore[arg-type]
     assert type(decoder) is {"engine": WholeDecoder, "segments": SegmentsDecoder}[form]
 
 

@@ -14,7 +14,7 @@ from random_models import ARCHITECTURES, save_random_model
 from test_logits import ROPE, load_transformers
 
 from kvseek.builder.checkpoint import open_checkpoint
-from kvseek.builder.network_forms import Decoder
+from kvseek.builder.network_forms import NetworkWriter
 from kvseek.builder.tensorrt_graph import Graph
 from kvseek.builder.tensorrt_plans import describe
 from kvseek.builder.weights import weight_reader
@@ -37,7 +37,7 @@ class Segments:
         self.model: ModelConfig = checkpoint.config
         self.dtype = dtype
         builder, weights = api.Builder(logger(api)), weight_reader(checkpoint, dtype)
-        self.decoder = Decoder(api, builder, self.model, MAX_POSITIONS, dtype, weights)
+        self.decoder = NetworkWriter(api, builder, self.model, MAX_POSITIONS, dtype, weights)
         self.graphs: list[Graph] = []
         self.decoder.write_segments(self.graphs.append)
         self.rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

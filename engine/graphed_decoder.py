@@ -26,7 +26,7 @@ from .streams import wait_on_error
 from .work_space import prefill_bytes
 
 
-class DeviceSteps(BaseDecoder):
+class GraphedDecoder(BaseDecoder):
     """A decoder over a device cache and one device index per layer. A decode step is what `run_layers` launches.
 
     Attributes

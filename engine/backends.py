@@ -16,7 +16,7 @@ from .config import EngineConfig
 from .cuda import CudaKernels
 from .device_cache import DeviceCache
 from .device_decoder import DeviceDecoder
-from .device_steps import DeviceSteps
+from .graphed_decoder import GraphedDecoder
 from .graphs import buckets_for
 from .tensorrt_api import TensorRtRuntime, load_runtime
 from .tensorrt_decoder import SegmentsDecoder, WholeDecoder
@@ -43,19 +43,19 @@ class Footprint:
     plan_work: int = 0
 
 
-class Products(Protocol):
+class Backend(Protocol):
     """Weights or plans on a device."""
 
     @property
     def footprint(self) -> Footprint:
         """Device memory that they hold."""
 
-    def decoder(self, cache: DeviceCache, indexes: Sequence[DeviceIndex], kernels: CudaKernels) -> DeviceSteps:
+    def decoder(self, cache: DeviceCache, indexes: Sequence[DeviceIndex], kernels: CudaKernels) -> GraphedDecoder:
         """The decoder that runs them; raises ConfigError or KernelError as DeviceDecoder."""
 
 
 @dataclass(frozen=True)
-class TorchProducts:
+class TorchBackend:
     """Weights by name (engine/weights.py)."""
 
     config: EngineConfig
@@ -63,16 +63,16 @@ class TorchProducts:
 
     @property
     def footprint(self) -> Footprint:
-        """See Products."""
+        """See Backend."""
         return Footprint(sum(tensor.nbytes for tensor in self.weights.values()))
 
-    def decoder(self, cache: DeviceCache, indexes: Sequence[DeviceIndex], kernels: CudaKernels) -> DeviceSteps:
-        """See Products."""
+    def decoder(self, cache: DeviceCache, indexes: Sequence[DeviceIndex], kernels: CudaKernels) -> GraphedDecoder:
+        """See Backend."""
         return DeviceDecoder(self.config, self.weights, cache, indexes, kernels)
 
 
 @dataclass(frozen=True)
-class PlanProducts:
+class TensorRtBackend:
     """TensorRT plans and the bytes of their files, which are weights above all."""
 
     config: EngineConfig
@@ -81,11 +81,11 @@ class PlanProducts:
 
     @property
     def footprint(self) -> Footprint:
-        """See Products."""
+        """See Backend."""
         return Footprint(self.file_bytes, outside=self.file_bytes, plan_work=self.session.memory.nbytes)
 
-    def decoder(self, cache: DeviceCache, indexes: Sequence[DeviceIndex], kernels: CudaKernels) -> DeviceSteps:
-        """See Products."""
+    def decoder(self, cache: DeviceCache, indexes: Sequence[DeviceIndex], kernels: CudaKernels) -> GraphedDecoder:
+        """See Backend."""
         plans = self.session.plans
         if self.config.tensorrt.form == "segments":
             return SegmentsDecoder(self.config, plans, cache, indexes, kernels)
@@ -94,7 +94,7 @@ class PlanProducts:
         return WholeDecoder(self.config, plans[0], serving, cache, indexes, kernels)
 
 
-def load_products(directory: Path, config: EngineConfig, device: torch.device) -> Products:
+def load_backend(directory: Path, config: EngineConfig, device: torch.device) -> Backend:
     """Load what `config.runtime` computes with from an engine directory.
 
     Raises
@@ -106,11 +106,11 @@ def load_products(directory: Path, config: EngineConfig, device: torch.device) -
     """
     if config.runtime == "tensorrt":
         return load_plans(directory, config, device, load_runtime(config.tensorrt.module))
-    return TorchProducts(config, load_weights(directory, device))
+    return TorchBackend(config, load_weights(directory, device))
 
 
-def load_plans(directory: Path, config: EngineConfig, device: torch.device, api: TensorRtRuntime) -> PlanProducts:
-    """Load the plans of an engine directory; raises as `load_products`."""
+def load_plans(directory: Path, config: EngineConfig, device: torch.device, api: TensorRtRuntime) -> TensorRtBackend:
+    """Load the plans of an engine directory; raises as `load_backend`."""
     index = read_plan_index(directory, config)
     check_version(index, api)
     if index.form == "engine":
@@ -119,4 +119,4 @@ def load_plans(directory: Path, config: EngineConfig, device: torch.device, api:
         register(api)  # a plan with plugin layers loads only where they are known
     files = [directory / entry.file for entry in index.segments]
     contexts = (OUTSIDE_OF_GRAPHS, *buckets_for(config.max_batch_size))
-    return PlanProducts(config, Session(api, files, device, contexts), sum(file.stat().st_size for file in files))
+    return TensorRtBackend(config, Session(api, files, device, contexts), sum(file.stat().st_size for file in files))

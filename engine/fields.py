@@ -1,0 +1,79 @@
+"""Dataclasses from JSON values: unknown keys, missing ones and wrong types are errors that say where."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+from .errors import ConfigError
+
+T = TypeVar("T")
+
+
+def from_dict(cls: type[T], values: dict[str, Any], where: str) -> T:
+    """Build the dataclass `cls` from JSON values, nested dataclasses included.
+
+    Raises
+    ------
+    ConfigError
+        On an unknown key, a missing one, or a value of the wrong type; `where` leads the message.
+    """
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    refuse_unknown(values, names, where)
+    return cls(**read_fields(cls, names, values, where))
+
+
+def refuse_unknown(values: dict[str, Any], known: Collection[str], where: str) -> None:
+    """Raise ConfigError that names the first key of `values` that is not among the `known` ones, and lists those."""
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(known))}")
+
+
+def read_fields(cls: type[Any], names: Collection[str], values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Convert the JSON values of those fields of the dataclass `cls` that `names` lists; other keys are left alone.
+
+    Raises
+    ------
+    ConfigError
+        On a value of the wrong type, or a missing key whose field has no default; `where` leads the message.
+    """
+    hints = _type_hints(cls)  # type: ignore[arg-type]  # classes are hashable
+    arguments = {name: _convert(hints[name], values[name], f"{where}: {name}") for name in values if name in names}
+    for f in dataclasses.fields(cls):
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if f.name in names and f.name not in arguments and required:
+            raise ConfigError(f"{where}: key {f.name!r} is missing; add it, or build the engine again")
+    return arguments
+
+
+@functools.cache
+def _type_hints(cls: type) -> dict[str, Any]:
+    """Types of the fields of a dataclass; kept, for planning makes hundreds of configurations."""
+    return typing.get_type_hints(cls)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        (hint,) = (a for a in arguments if a is not type(None))
+        return _convert(hint, value, where)
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where} = {value!r}: must be an object")
+        return from_dict(typing.cast(type, hint), value, where)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        return tuple(_convert(arguments[0], item, where) for item in value)
+    if origin is dict and isinstance(value, dict):
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(hint, type) or not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"{where} = {value!r}: must be {getattr(hint, '__name__', hint)}")
+    return value
