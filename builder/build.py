@@ -34,6 +34,7 @@ from kvseek.engine.kernels import LIBRARY_FILE
 from kvseek.engine.loading import needs_cpu_library
 from kvseek.engine.manifest import CODEBOOKS_FILE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
+from kvseek.engine.weight_only import FASTER_ROWS, NONE
 from kvseek.plugins.registry import get_method
 
 
@@ -106,6 +107,11 @@ def build_engine(options: BuildOptions) -> bool:
         calibration = _write_engine(directory, checkpoint, config, options, text, console, build_fingerprint)
     if calibration is not None:
         calibration.print(console)
+    if config.weight_only_precision != NONE and config.device == "cuda" and config.max_batch_size > FASTER_ROWS:
+        console.print(
+            f"max_batch_size = {config.max_batch_size}: steps of more than {FASTER_ROWS} requests multiply with 8-bit weights "
+            "slower than without (docs/builder.md); they save memory"
+        )
     size = sum(path.stat().st_size for path in output_dir.rglob("*") if path.is_file())
     console.print(f"{options.output_dir}: {options.method} engine of {options.model.name}, {size / 1e6:,.0f} MB")
     return True

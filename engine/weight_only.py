@@ -17,6 +17,7 @@ PRECISIONS = {  # values of EngineConfig.weight_only_precision: how weights are 
 }
 QUANTISED = ("qkv", "o", "gate_up", "down")  # products of a layer; embedding and head stay, as in TensorRT-LLM
 NUMBERS = 1 << 22  # that are quantised at a time, in whole rows: a few copies in float32 take memory beside the whole
+FASTER_ROWS = 32  # up to so many a GPU multiplies faster than with 16-bit weights (benchmarks/README.md)
 INPUTS_MULTIPLE = 16  # weights of a row: kernels load so many at once
 
 
