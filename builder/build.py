@@ -107,14 +107,19 @@ def build_engine(options: BuildOptions) -> bool:
         calibration = _write_engine(directory, checkpoint, config, options, text, console, build_fingerprint)
     if calibration is not None:
         calibration.print(console)
+    _print_advice(config, console)
+    size = sum(path.stat().st_size for path in output_dir.rglob("*") if path.is_file())
+    console.print(f"{options.output_dir}: {options.method} engine of {options.model.name}, {size / 1e6:,.0f} MB")
+    return True
+
+
+def _print_advice(config: EngineConfig, console: Console) -> None:
+    """Say what was asked for and costs more than it seems to."""
     if config.weight_only_precision != NONE and config.device == "cuda" and config.max_batch_size > FASTER_ROWS:
         console.print(
             f"max_batch_size = {config.max_batch_size}: steps of more than {FASTER_ROWS} requests multiply with 8-bit weights "
             "slower than without (docs/builder.md); they save memory"
         )
-    size = sum(path.stat().st_size for path in output_dir.rglob("*") if path.is_file())
-    console.print(f"{options.output_dir}: {options.method} engine of {options.model.name}, {size / 1e6:,.0f} MB")
-    return True
 
 
 def _tensorrt_version(config: EngineConfig) -> dict[str, Any]:
