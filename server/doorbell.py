@@ -29,6 +29,7 @@ PREFIX = "\0kvseek-doorbell-"  # unix(7): a name that starts with a zero byte is
 RING_BYTES = 256
 RING_SECONDS = 0.1  # that a ring may take while others wait for theirs
 CHECK_SECONDS = 5.0
+FIRST_SECONDS = 30.0  # until the first ring, which tells who rings: longer than a process is ever held up
 
 
 class Rings:
@@ -46,10 +47,12 @@ class Rings:
             self._changed.notify_all()
 
     def wait_for(self, sent: int) -> bool:
-        """Wait until `sent` responses have been sent; False if the process that sends them has died."""
+        """Wait until `sent` responses have been sent; False if the process that sends them has died, or none ever rang."""
+        silent = 0.0
         with self._changed:
             while not self._changed.wait_for(lambda: self._sent >= sent, CHECK_SECONDS):
-                if self._process is None or not is_running(self._process):
+                silent += CHECK_SECONDS
+                if silent >= FIRST_SECONDS if self._process is None else not is_running(self._process):
                     return False
         return True
 

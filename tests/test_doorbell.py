@@ -97,4 +97,5 @@ def test_a_slow_process_is_waited_for_and_a_dead_one_is_not(monkeypatch: pytest.
 
 def test_a_process_that_never_rang_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doorbell, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(doorbell, "FIRST_SECONDS", 0.05)
     assert list(paced(iter([1, 2]), Rings(), lambda _: False)) == [1, 2]
