@@ -31,7 +31,8 @@ def print_plan(options: PlanOptions, console: Console) -> None:
     console.print(
         f"{options.model.name}: {model['architecture']}, {model['num_layers']} layers, {model['num_heads']} query and "
         f"{model['num_kv_heads']} KV heads of {model['head_dim']} channels; {document['method']}, {document['dtype']}, "
-        f"runtime {document['runtime']}, cache.offload {document['cache']['offload']}"
+        f"weight_only_precision {document['weight_only_precision']}, runtime {document['runtime']}, "
+        f"cache.offload {document['cache']['offload']}"
     )
     console.print(_parts_table(document["bytes"]))
     console.print(_engine_table(engine, model["num_layers"], document))
@@ -57,6 +58,7 @@ def plan_document(options: PlanOptions) -> Document:
         "method_config": asked.method_config,
         "cache": dataclasses.asdict(asked.cache),
         "dtype": asked.dtype,
+        "weight_only_precision": asked.weight_only_precision,
         "gpu": dataclasses.asdict(HOPPER),
         "gpu_memory_bytes": options.gpu_memory,
         "host_memory_bytes": options.host_memory,
