@@ -15,11 +15,15 @@ import kvseek.builder
 import kvseek.engine
 import kvseek.engine.config
 import kvseek.engine.config_file
+import kvseek.engine.rope
+import kvseek.engine.weight_only
 import kvseek.plugins
 from kvseek.engine.errors import EngineDirectoryError
 from kvseek.engine.manifest import HASH_THREADS, MANIFEST_FILE, FileRecord, Manifest, read_manifest, sha256, verify
 
 SOURCE_SUFFIXES = (".py", ".cpp", ".h", ".cu", ".cuh")
+# Modules of the engine whose results lie in an engine directory: configuration, 8-bit weights, plans' tables of angles.
+BUILT_IN = (kvseek.engine.config, kvseek.engine.config_file, kvseek.engine.weight_only, kvseek.engine.rope)
 
 
 def fingerprint(settings: dict[str, Any], model_files: Iterable[Path]) -> str:
@@ -66,10 +70,9 @@ def _digest_of_sources() -> str:
     """Digest of kvseek's code that decides what an engine directory holds, kernels included."""
     roots = [Path(root) for package in (kvseek.builder, kvseek.plugins) for root in package.__path__]
     paths = [path for root in roots for path in sorted(root.rglob("*")) if path.suffix in SOURCE_SUFFIXES]
-    # The engine's Python code runs when an engine is served; only its kernels and the configuration are built in.
+    # Most of the engine's Python code runs when an engine is served; its kernels and what BUILT_IN lists are built in.
     kernels = [path for root in kvseek.engine.__path__ for path in sorted(Path(root).glob("*.cu*"))]
     digest = hashlib.sha256()
-    configuration = [Path(kvseek.engine.config.__file__), Path(kvseek.engine.config_file.__file__)]
-    for path in [*paths, *kernels, *configuration]:
+    for path in [*paths, *kernels, *(Path(str(module.__file__)) for module in BUILT_IN)]:
         digest.update(f"{path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()

@@ -152,9 +152,10 @@ def test_the_command_builds_over_version_1(model: Path, engine: Path, tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == [engine.name]
 
 
-def test_another_layout_is_another_build(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("file", ["config_file.py", "weight_only.py", "rope.py"])
+def test_another_layout_is_another_build(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, original = fingerprint({}, []), Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: original(path) + b"#" * (path.name == "config_file.py"))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: original(path) + b"#" * (path.name == file))
     assert fingerprint({}, []) != before
 
 
