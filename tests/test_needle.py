@@ -16,9 +16,10 @@ from kvseek.evaluation import needle
 
 LENGTH = 4096
 QUESTIONS = 2
-# Points of exact, mean over the tasks, that a method may lose: 1 is one wrong answer of the 16 of multi_turn.
-MARGINS = {"pariskv": 1.0}
-FULL_AT_LEAST = 97.0  # the needle README reports 100, and 97.9 on niah_multivalue
+SOME_TASKS = "niah_single,niah_multivalue,variable_tracking"
+# Points of exact, mean over the tasks, that a method may lose. The needle README reports 100 for full, and 97.9 on
+# niah_multivalue. Of all seven tasks, 1 is one wrong answer of the 16 of multi_turn; of three, 17 is one wrong answer of six.
+MARGINS = {"full": 3.0, "pariskv": 1.0, "ctkvr": 17.0, "clusterkv": 17.0, "prkv": 17.0}
 
 
 class Tasks(ModuleType):
@@ -191,25 +192,32 @@ def test_engines_of_one_method_are_told_apart(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("methods", "tasks"), [(("full", "pariskv"), "all"), (("ctkvr", "clusterkv", "prkv"), SOME_TASKS)]
+)
 def test_methods_find_the_needles(
-    needle_folder: Path, build_engine: BuildEngine, capsys: pytest.CaptureFixture[str]
+    methods: tuple[str, ...],
+    tasks: str,
+    needle_folder: Path,
+    build_engine: BuildEngine,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """All seven tasks; ParisKV is held to a margin, of the others only what full answers is asked."""
+    """All seven tasks for ParisKV beside full, some for the others, each within its margin."""
     limits = ("--max_seq_len", str(LENGTH + 128), "--max_batch_size", "4")
-    methods = ("full", "pariskv", "ctkvr", "clusterkv", "prkv")
     directories = [build_engine(needle_folder / "model", method, *limits) for method in methods]
     flags = [word for directory in directories for word in ("--engine_dir", str(directory))]
-    arguments = ["--needle", str(needle_folder), *flags, "--lengths", str(LENGTH), "--n", str(QUESTIONS), "--json"]
-    assert needle.main(arguments) == 0
+    flags += ["--lengths", str(LENGTH), "--n", str(QUESTIONS), "--tasks", tasks, "--json"]
+    assert needle.main(["--needle", str(needle_folder), *flags]) == 0
     cells = json.loads(capsys.readouterr().out)["cells"]
-    found = {method: [cell for cell in cells if cell["engine"] == method] for method in methods}
-    assert all(len(each) == 7 for each in found.values())
-    assert all(cell["attended_share"] == pytest.approx(1) for cell in found["full"])
-    assert all(cell["attended_share"] < 0.2 for cell in found["pariskv"]), "pariskv must attend sparsely at 4K"
-    assert mean_exact(found["full"]) >= FULL_AT_LEAST
-    for method, margin in MARGINS.items():
-        assert all(cell["attended_share"] < 0.6 for cell in found[method]), f"{method} must attend sparsely at 4K"
-        assert mean_exact(found[method]) >= mean_exact(found["full"]) - margin, method
+    for method in methods:
+        found = [cell for cell in cells if cell["engine"] == method]
+        assert len(found) == (7 if tasks == "all" else 3)
+        assert mean_exact(found) >= 100 - MARGINS[method], method
+        if method == "full":
+            assert all(cell["attended_share"] == pytest.approx(1) for cell in found)
+        else:
+            most = 0.2 if method == "pariskv" else 0.6
+            assert all(cell["attended_share"] < most for cell in found), f"{method} must attend sparsely at 4K"
 
 
 def mean_exact(cells: list[dict[str, float]]) -> float:
