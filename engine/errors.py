@@ -1,5 +1,19 @@
 """Errors that a user can act on. Each message names the field, its value, the limit and the remedy."""
 
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ErrorCode(StrEnum):
+    """What kind of error ended a request; each protocol has a status for each (server/status.py)."""
+
+    INVALID = "invalid"  # the request cannot be served as it stands
+    QUEUE_FULL = "queue_full"  # as many requests wait as may wait; a later attempt may succeed
+    UNAVAILABLE = "unavailable"  # the engine does not run, or is shutting down
+    TIMEOUT = "timeout"  # the request's own time limit passed while it waited
+    INTERNAL = "internal"  # a fault of the engine; its log says more
+
 
 class KvseekError(Exception):
     """Base of every error that kvseek raises on purpose."""
@@ -23,3 +37,29 @@ class CapacityError(KvseekError, MemoryError):
 
 class KernelError(KvseekError, RuntimeError):
     """Compiled kernels are missing, or do not support a shape."""
+
+
+class QueueFullError(KvseekError):
+    """As many requests wait as may wait. A later attempt may succeed."""
+
+
+class UnavailableError(KvseekError):
+    """There is no engine to serve the request: it starts, has failed, or is shutting down."""
+
+
+class TimeoutExpiredError(KvseekError):
+    """The request's own time limit passed before it could start."""
+
+
+_CODES: dict[type[Exception], ErrorCode] = {
+    RequestError: ErrorCode.INVALID,
+    CapacityError: ErrorCode.INVALID,
+    QueueFullError: ErrorCode.QUEUE_FULL,
+    UnavailableError: ErrorCode.UNAVAILABLE,
+    TimeoutExpiredError: ErrorCode.TIMEOUT,
+}
+
+
+def code_of(error: Exception) -> ErrorCode:
+    """The code of an error that ends a request; INTERNAL for all that a client cannot have caused."""
+    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), ErrorCode.INTERNAL)

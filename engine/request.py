@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from .config import EngineConfig
-from .errors import RequestError
+from .errors import ErrorCode, RequestError
 from .metrics import RequestStatistics
 
 MAX_SEED = 2**64 - 1
+DEFAULT_PRIORITY = 128
+MAX_PRIORITY = 255
 
 
 def _require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:
@@ -47,6 +49,9 @@ class Request:
 
     `end_id` ends the request when drawn and is not part of the output; None: only max_tokens and stop words end it.
     `stop_words` are token sequences; output that ends with one stops there (it stays in the output of token ids).
+    `priority`, 0 to 255, says who starts first when requests wait: the larger, as in TensorRT-LLM (engine/queue.py).
+    `timeout_seconds` counts from submission: a request that still waits then ends with an error, one that runs ends with
+    what it has and FinishReason.TIMEOUT; None: no limit of its own.
     """
 
     prompt_ids: tuple[int, ...]
@@ -54,6 +59,8 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     end_ids: tuple[int, ...] = ()
     stop_words: tuple[tuple[int, ...], ...] = ()
+    priority: int = DEFAULT_PRIORITY
+    timeout_seconds: float | None = None
 
     def validate(self, config: EngineConfig) -> None:
         """Raise RequestError unless an engine of this configuration can serve the request."""
@@ -76,6 +83,11 @@ class Request:
             bad = next((i for i in ids if not 0 <= i < vocabulary), None)
             _require(bad is None, name, bad, limit, "the vocabulary of the model has no such id")
         _require(all(self.stop_words), "stop_words_list", (), "non-empty sequences", "leave empty stop words out")
+        limit = f"in [0, {MAX_PRIORITY}]"
+        _require(0 <= self.priority <= MAX_PRIORITY, "priority", self.priority, limit, "larger numbers start first")
+        seconds = self.timeout_seconds
+        within = seconds is None or (math.isfinite(seconds) and seconds > 0)
+        _require(within, "timeout", seconds, "a finite number of seconds > 0", "leave it out for no limit")
 
 
 class FinishReason(StrEnum):
@@ -85,6 +97,8 @@ class FinishReason(StrEnum):
     STOP_WORD = "stop_word"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    TIMEOUT = "timeout"  # the request's own time limit
+    SHUTDOWN = "shutdown"  # the server was told to stop and waited as long as it may
     ERROR = "error"
 
 
@@ -104,4 +118,5 @@ class StepOutput:
     cached_tokens: int = 0
     attended_tokens: float = 0.0
     statistics: RequestStatistics | None = None  # with finish_reason
-    error: str = ""
+    error: str = ""  # with FinishReason.ERROR
+    code: ErrorCode = ErrorCode.INTERNAL  # with FinishReason.ERROR
