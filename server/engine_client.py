@@ -1,0 +1,200 @@
+"""A door's connection to the engine process: submit, cancel, outputs by callback. One connection serves any number of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvseek.engine.errors import ErrorCode, UnavailableError
+from kvseek.engine.request import FinishReason, Request, StepOutput
+
+from .messages import (
+    Cancel,
+    FromDoor,
+    FromEngine,
+    Metrics,
+    Outputs,
+    Ping,
+    Pong,
+    ReadMetrics,
+    Refused,
+    Submit,
+    frame,
+    read_frame,
+)
+
+RETRY_SECONDS = 0.1  # between attempts to connect: the engine process may be loading, or being restarted
+ANSWER_SECONDS = 10.0  # that a ping may take: longer than a step of the engine, loaded machines included
+NOT_RUNNING = "the engine is not running: it is being started or restarted; send the request again in some seconds"
+DIED = "the engine process ended while the request was with it, and is being restarted; send the request again"
+Callback = Callable[[StepOutput], None]
+Answer = TypeVar("Answer", Pong, Metrics)
+logger = logging.getLogger(__name__)
+
+
+class EngineClient:
+    """Connects to the engine process, and connects again whenever it has been restarted.
+
+    `submit`, `cancel` and `refused` may be called from any thread. Callbacks run on the client's event loop, must return soon,
+    and get every output of their request; the last has a finish reason. If the engine process ends, that is an error with
+    code UNAVAILABLE.
+
+    Parameters
+    ----------
+    socket : Path
+        The engine process's Unix socket.
+    loop : asyncio loop, optional
+        A running loop to use. Without one the client runs a loop of its own in a thread.
+    """
+
+    def __init__(self, socket: Path, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._socket = socket
+        self._numbers = itertools.count(1)
+        self._callbacks: dict[int, Callback] = {}  # used on the loop alone
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._thread: threading.Thread | None = None
+        if loop is None:
+            loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=loop.run_forever, name="engine-client", daemon=True)
+            self._thread.start()
+        self._loop = loop
+        self._running = asyncio.run_coroutine_threadsafe(self._run(), loop)
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is an engine process to submit to."""
+        return self._writer is not None
+
+    def submit(self, request: Request, on_output: Callback, trace: str = "") -> int:
+        """Send a request; returns its number for `cancel`. A refusal arrives as the request's only output.
+
+        Raises
+        ------
+        UnavailableError
+            If the engine process does not run.
+        """
+        if not self.connected:
+            raise UnavailableError(NOT_RUNNING)
+        number = next(self._numbers)
+        data = frame(Submit(number, request, trace))  # here: long prompts must not hold up the loop
+        self._loop.call_soon_threadsafe(self._start, number, on_output, data)
+        return number
+
+    def cancel(self, number: int) -> None:
+        """End a request as cancelled, soon; does nothing if it has ended."""
+        self._loop.call_soon_threadsafe(self._send, Cancel(number))
+
+    def refused(self, code: ErrorCode) -> None:
+        """Have a request counted that was refused before it was submitted."""
+        self._loop.call_soon_threadsafe(self._send, Refused(code))
+
+    async def ping(self) -> Pong:
+        """The engine's state, from its loop; raises UnavailableError if it does not answer within ANSWER_SECONDS."""
+        number = next(self._numbers)
+        return await self._ask(Ping(number), number, Pong)
+
+    async def read_metrics(self) -> str:
+        """The engine's metrics in Prometheus' text format; raises UnavailableError as `ping`."""
+        number = next(self._numbers)
+        return (await self._ask(ReadMetrics(number), number, Metrics)).text
+
+    def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine, `ping()` for instance, on the client's own loop and wait for it; not from that loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def close(self) -> None:
+        """Disconnect; requests that have not ended are cancelled by the engine. No callback comes any more."""
+        self._running.cancel()
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def _start(self, number: int, on_output: Callback, data: bytes) -> None:
+        if self._writer is None:  # it has ended since `submit` looked
+            _call(on_output, _failure(number, NOT_RUNNING))
+            return
+        self._callbacks[number] = on_output
+        self._writer.write(data)
+
+    def _send(self, message: FromDoor) -> None:
+        if self._writer is not None:
+            self._writer.write(frame(message))
+
+    async def _ask(self, message: Ping | ReadMetrics, number: int, kind: type[Answer]) -> Answer:
+        if self._writer is None:
+            raise UnavailableError(NOT_RUNNING)
+        answer: asyncio.Future[Answer] = self._loop.create_future()
+        self._answers[number] = answer
+        try:
+            self._send(message)
+            return await asyncio.wait_for(answer, ANSWER_SECONDS)
+        except TimeoutError:
+            raise UnavailableError(f"the engine has not answered for {ANSWER_SECONDS:g} s; try again later") from None
+        finally:
+            del self._answers[number]
+
+    async def _run(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):  # it does not listen yet
+                reader, self._writer = await asyncio.open_unix_connection(str(self._socket))
+                await self._receive(reader)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _receive(self, reader: asyncio.StreamReader) -> None:
+        """Hand out what the engine sends until the connection ends."""
+        writer = self._writer
+        try:
+            while True:
+                self._take(await read_frame(reader, self._decoder))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            logger.warning("the engine process has ended; %d requests end with it", len(self._callbacks))
+        finally:
+            self._writer = None
+            if writer is not None:
+                writer.close()
+            self._end_all()
+
+    def _take(self, message: FromEngine) -> None:
+        if not isinstance(message, Outputs):
+            answer = self._answers.get(message.number)
+            if answer is not None and not answer.done():  # else nobody waits for it any more
+                answer.set_result(message)
+            return
+        for number, output in message.outputs:
+            ended = output.finish_reason is not None
+            callback = self._callbacks.pop(number, None) if ended else self._callbacks.get(number)
+            if callback is not None and not _call(callback, output) and not ended:
+                del self._callbacks[number]
+                self._send(Cancel(number))
+
+    def _end_all(self) -> None:
+        callbacks, self._callbacks = self._callbacks, {}
+        for number, callback in callbacks.items():
+            _call(callback, _failure(number, DIED))
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(UnavailableError(NOT_RUNNING))
+
+
+def _failure(number: int, message: str) -> StepOutput:
+    return StepOutput(number, finish_reason=FinishReason.ERROR, error=message, code=ErrorCode.UNAVAILABLE)
+
+
+def _call(callback: Callback, output: StepOutput) -> bool:
+    """Hand an output over; returns whether the callback took it."""
+    try:
+        callback(output)
+    except Exception:
+        logger.exception("an output could not be passed on; its request is cancelled")
+        return False
+    return True

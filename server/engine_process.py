@@ -1,0 +1,222 @@
+"""The engine process: one engine, offered to the doors of this machine on a Unix socket. `kvseek serve` starts it.
+
+Only this process loads weights and owns the cache. Doors (Triton's two models, the HTTP door) are thin: when one of them
+dies, its requests are cancelled and all others go on; when this process dies, the doors tell their clients at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from kvseek.engine.engine import Engine
+from kvseek.engine.errors import KvseekError, code_of
+from kvseek.engine.request import FinishReason, Request, StepOutput
+from kvseek.engine.service import EngineService
+
+from .messages import Cancel, FromDoor, FromEngine, Metrics, Outputs, Ping, Pong, ReadMetrics, Refused, Submit
+from .messages import frame, read_frame
+from .metrics import EngineMetrics
+from .processes import die_with_parent
+from .settings import ServeSettings
+
+UNREAD_BYTES = 64 << 20  # that a door may leave unread before it counts as dead
+STATUS_FAILED = 3  # exit status when the engine has failed: every further call would fail too
+logger = logging.getLogger(__name__)
+
+
+class Outbox:
+    """Outputs on their way from the engine's thread to the event loop, which is woken once for many of them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._items: deque[tuple[Door, int, StepOutput]] = deque()
+        self._woken = False
+
+    def put(self, door: Door, number: int, output: StepOutput) -> None:
+        """Add an output for a door; from any thread."""
+        with self._lock:
+            self._items.append((door, number, output))
+            wake, self._woken = not self._woken, True
+        if wake:
+            self._loop.call_soon_threadsafe(self.flush)
+
+    def flush(self) -> None:
+        """Send everything, in order, one message a door."""
+        with self._lock:
+            items, self._items, self._woken = self._items, deque(), False
+        outputs: dict[Door, list[tuple[int, StepOutput]]] = {}
+        for door, number, output in items:
+            outputs.setdefault(door, []).append((number, output))
+        for door, own in outputs.items():
+            door.send_outputs(own)
+
+
+class Door:
+    """One connection: the requests that came by it."""
+
+    def __init__(self, server: EngineServer, writer: asyncio.StreamWriter) -> None:
+        self._server, self._writer = server, writer
+        self._handles: dict[int, int] = {}  # the door's number of a request → the service's handle
+
+    def send(self, message: FromEngine) -> None:
+        """Send a message; a door that has stopped reading is disconnected."""
+        if self._writer.transport.get_write_buffer_size() > UNREAD_BYTES:
+            logger.error("a door has left %d bytes unread: it is disconnected", UNREAD_BYTES)
+            self._writer.transport.abort()
+            return
+        self._writer.write(frame(message))
+
+    def send_outputs(self, outputs: list[tuple[int, StepOutput]]) -> None:
+        """Send outputs of the engine."""
+        for number, output in outputs:
+            if output.finish_reason is not None:
+                self._handles.pop(number, None)
+        self.send(Outputs(outputs))
+
+    def take(self, message: FromDoor) -> None:
+        """Do what the door asks for."""
+        service, metrics = self._server.service, self._server.metrics
+        if isinstance(message, Submit):
+            self._submit(message)
+        elif isinstance(message, Cancel):
+            if message.number in self._handles:
+                service.cancel(self._handles[message.number])
+        elif isinstance(message, Refused):
+            metrics.refused(message.code)
+        elif isinstance(message, Ping):
+            self._server.answer(self, message)
+        else:
+            self.send(Metrics(message.number, metrics.text()))
+
+    def _submit(self, message: Submit) -> None:
+        server, number = self._server, message.number
+        request = server.with_defaults(message.request)
+
+        def on_output(output: StepOutput) -> None:
+            server.metrics.record(output)
+            server.outbox.put(self, number, output)
+
+        try:
+            self._handles[number] = server.service.submit(request, on_output)
+        except Exception as error:
+            if not isinstance(error, KvseekError):
+                logger.exception("a request could not be submitted")
+            code = code_of(error)
+            server.metrics.refused(code)
+            end = StepOutput(number, finish_reason=FinishReason.ERROR, error=str(error), code=code)
+            self.send_outputs([(number, end)])
+
+    def leave(self) -> None:
+        """The door is gone: nobody waits for its requests."""
+        for handle in self._handles.values():
+            self._server.service.cancel(handle)
+        self._writer.close()
+
+
+class EngineServer:
+    """Serves the doors of one engine until it is told to stop or the engine fails."""
+
+    def __init__(self, service: EngineService, settings: ServeSettings, metrics: EngineMetrics) -> None:
+        self.service, self.settings, self.metrics = service, settings, metrics
+        self.outbox = Outbox(asyncio.get_running_loop())
+        self._loop = asyncio.get_running_loop()
+        self._decoder = msgspec.msgpack.Decoder(FromDoor)
+        self._draining = False
+
+    def with_defaults(self, request: Request) -> Request:
+        """A request as it is served: with the server's time limit if it has none of its own."""
+        if request.timeout_seconds is None and self.settings.default_timeout is not None:
+            return replace(request, timeout_seconds=self.settings.default_timeout)
+        return request
+
+    def answer(self, door: Door, ping: Ping) -> None:
+        """Answer a ping from the engine's own loop; an engine that hangs or has failed does not answer."""
+
+        def on_loop() -> None:
+            pong = Pong(ping.number, self.service.waiting, self.service.running, self._draining)
+            self._loop.call_soon_threadsafe(door.send, pong)
+
+        self.service.call(on_loop)
+
+    async def serve(self, socket: Path) -> int:
+        """Listen until SIGTERM or until the engine fails; returns the process's exit status."""
+        stop = asyncio.Event()
+        self._loop.add_signal_handler(signal.SIGTERM, stop.set)
+        server = await asyncio.start_unix_server(self._connected, str(socket))
+        logger.info("the engine is ready")
+        try:
+            while not stop.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), 0.1)
+                if self.service.failure:
+                    self.outbox.flush()
+                    await asyncio.sleep(0.2)  # the doors still get the errors of their requests
+                    return STATUS_FAILED
+            await self._drain()
+            return 0
+        finally:
+            server.close()
+
+    async def _drain(self) -> None:
+        self._draining = True
+        await asyncio.to_thread(self.service.drain, self.settings.drain_seconds)
+        self.outbox.flush()
+        await asyncio.sleep(0.2)  # what has been written leaves this process
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        door = Door(self, writer)
+        try:
+            while True:
+                door.take(await read_frame(reader, self._decoder))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the door's process has ended
+        except msgspec.ValidationError as error:
+            logger.error("a door sent what is no message: %s", error)
+        finally:
+            door.leave()
+
+
+async def run(arguments: argparse.Namespace) -> int:
+    """Load the engine and serve it."""
+    settings = ServeSettings.from_json(arguments.settings)
+    engine = await asyncio.to_thread(
+        Engine.load, arguments.engine_dir, settings.threads, settings.max_queue_size, settings.max_num_tokens
+    )
+    service = EngineService(engine)
+    metrics = EngineMetrics(service)
+    try:
+        return await EngineServer(service, settings, metrics).serve(arguments.socket)
+    finally:
+        await asyncio.to_thread(service.close)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run an engine process; its arguments come from `kvseek serve`."""
+    parser = argparse.ArgumentParser(prog="python -m kvseek.server.engine_process", description=__doc__)
+    parser.add_argument("--engine_dir", type=Path, required=True)
+    parser.add_argument("--socket", type=Path, required=True, help="in a folder that only this user can enter")
+    parser.add_argument("--settings", required=True, help="ServeSettings as JSON")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    die_with_parent()
+    try:
+        return asyncio.run(run(parser.parse_args(argv)))
+    except KvseekError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""What doors and the engine process say to each other over its Unix socket: one MessagePack document a frame.
+
+A door numbers its requests itself; numbers of different doors (connections) have nothing to do with each other. Every
+submitted request gets outputs, of which exactly the last has a finish reason, unless the connection ends first: then the
+door knows that the engine process has ended, and the engine that nobody waits for the door's requests.
+
+Why a plain socket: the kernel closes it when either process dies, however it dies, so both sides know at once and
+without heartbeats; a broker or a message queue between them would hide just that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import Any
+
+import msgspec
+
+from kvseek.engine.request import Request, StepOutput
+
+MAX_FRAME_BYTES = 256 << 20
+_LENGTH = struct.Struct("<I")
+
+
+class Submit(msgspec.Struct, tag="submit"):
+    """Door to engine: generate."""
+
+    number: int
+    request: Request
+    trace: str = ""  # W3C traceparent of the client, or empty
+
+
+class Cancel(msgspec.Struct, tag="cancel"):
+    """Door to engine: the client of a request has left. Nothing happens if it has ended."""
+
+    number: int
+
+
+class Refused(msgspec.Struct, tag="refused"):
+    """Door to engine: a request was refused before it was submitted; for the metrics."""
+
+    code: str
+
+
+class Ping(msgspec.Struct, tag="ping"):
+    """Door to engine: does the engine's loop answer?"""
+
+    number: int
+
+
+class ReadMetrics(msgspec.Struct, tag="read_metrics"):
+    """Door to engine: the metrics, please."""
+
+    number: int
+
+
+class Outputs(msgspec.Struct, tag="outputs"):
+    """Engine to door: what happened to requests, in order: pairs of a request's number and an output."""
+
+    outputs: list[tuple[int, StepOutput]]
+
+
+class Pong(msgspec.Struct, tag="pong"):
+    """Engine to door: the answer to Ping, sent by the engine's loop between two steps."""
+
+    number: int
+    waiting: int  # requests in the queue
+    running: int  # requests with a slot
+    draining: bool  # no new requests are taken
+
+
+class Metrics(msgspec.Struct, tag="metrics"):
+    """Engine to door: the answer to ReadMetrics, in Prometheus' text format."""
+
+    number: int
+    text: str
+
+
+FromDoor = Submit | Cancel | Refused | Ping | ReadMetrics
+FromEngine = Outputs | Pong | Metrics
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: FromDoor | FromEngine) -> bytes:
+    """A message with its length before it."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+async def read_frame(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
+    """The next message; raises IncompleteReadError at the end of the stream, ValidationError on what is no message."""
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > MAX_FRAME_BYTES:
+        raise msgspec.ValidationError(f"a frame of {length} bytes: must be <= {MAX_FRAME_BYTES}")
+    return decoder.decode(await reader.readexactly(length))

@@ -1,0 +1,66 @@
+"""How a server runs: what `kvseek serve` is told, in one place, for the processes that it starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+
+from .errors import ServerError
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """Settings of one server. Each field is a flag of `kvseek serve` of the same name.
+
+    Attributes
+    ----------
+    threads : int or None
+        CPU threads of the engine; None leaves torch's choice.
+    max_queue_size : int
+        Requests that may wait for a slot; further ones are refused at once.
+    max_num_tokens : int
+        Prompt tokens that one step of the engine reads at most.
+    default_timeout : float or None
+        Seconds that a request may take if it does not say itself; None: no limit.
+    drain_seconds : float
+        Seconds that requests may go on after SIGTERM.
+    restarts : int
+        How often in a row a process that has died is started again; after that the server ends.
+    otlp_endpoint : str or None
+        OpenTelemetry collector (OTLP over HTTP) to which a span of every request is sent; None: none are made.
+    """
+
+    threads: int | None = None
+    max_queue_size: int = 256
+    max_num_tokens: int = 8192
+    default_timeout: float | None = None
+    drain_seconds: float = 20.0
+    restarts: int = 5
+    otlp_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.threads is None or self.threads >= 1, "threads", self.threads, ">= 1", "or leave it out")
+        _require(self.max_queue_size >= 1, "max_queue_size", self.max_queue_size, ">= 1", "256 is the default")
+        _require(self.max_num_tokens >= 1, "max_num_tokens", self.max_num_tokens, ">= 1", "8192 is the default")
+        seconds = self.default_timeout
+        within = seconds is None or (math.isfinite(seconds) and seconds > 0)
+        _require(within, "default_timeout", seconds, "finite and > 0", "leave it out for no limit")
+        within = math.isfinite(self.drain_seconds) and self.drain_seconds >= 0
+        _require(within, "drain_seconds", self.drain_seconds, "finite and >= 0", "20 is the default")
+        _require(self.restarts >= 0, "restarts", self.restarts, ">= 0", "0 ends the server when a process dies")
+
+    def to_json(self) -> str:
+        """For the command line of another process."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ServeSettings:
+        """What `to_json` gave."""
+        return cls(**json.loads(text))
+
+
+def _require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:
+    if not condition:
+        raise ServerError(f"--{name} = {value!r}: must be {limit}; {remedy}")

@@ -1,0 +1,21 @@
+"""What an error is in each protocol. One table, so that every door says the same."""
+
+from __future__ import annotations
+
+from kvseek.engine.errors import ErrorCode
+
+HTTP_STATUS = {
+    ErrorCode.INVALID: 400,
+    ErrorCode.QUEUE_FULL: 429,
+    ErrorCode.UNAVAILABLE: 503,
+    ErrorCode.TIMEOUT: 504,
+    ErrorCode.INTERNAL: 500,
+}
+# Names of the codes of triton_python_backend_utils.TritonError.
+TRITON_CODE = {
+    ErrorCode.INVALID: "INVALID_ARG",
+    ErrorCode.QUEUE_FULL: "UNAVAILABLE",
+    ErrorCode.UNAVAILABLE: "UNAVAILABLE",
+    ErrorCode.TIMEOUT: "CANCELLED",
+    ErrorCode.INTERNAL: "INTERNAL",
+}
