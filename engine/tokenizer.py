@@ -25,6 +25,7 @@ class Tokenizer:
         self._lock = threading.Lock()
         self._loaded: Any = None
         self._special_ids: frozenset[int] = frozenset()
+        self._longest = 0  # 0: not counted yet
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` adds those with which the model expects a text to begin.
@@ -69,6 +70,16 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether `decode` leaves the token out."""
         return bool(self._tokenizer) and token_id in self._special_ids
+
+    @property
+    def longest_token_bytes(self) -> int:
+        """Bytes of UTF-8 that one token stands for at most.
+
+        An upper bound: byte-level vocabularies spell some bytes as characters of two.
+        """
+        if self._longest == 0:
+            self._longest = max(len(token.encode("utf-8", "replace")) for token in self._tokenizer.get_vocab())
+        return self._longest
 
     @property
     def _tokenizer(self) -> Any:

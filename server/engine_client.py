@@ -1,4 +1,4 @@
-"""A door's connection to the engine process: submit, cancel, outputs by callback. One connection serves any number of requests."""
+"""A door's connection to the engine process: submit, cancel, outputs by callback. It serves any number of requests."""
 
 from __future__ import annotations
 

@@ -25,10 +25,8 @@ from kvseek.engine.errors import KvseekError, code_of
 from kvseek.engine.request import FinishReason, Request, StepOutput
 from kvseek.engine.service import EngineService
 
-from .messages import Cancel, FromDoor, FromEngine, Metrics, Outputs, Ping, Pong, ReadMetrics, Refused, Submit
-from .messages import frame, read_frame
+from .messages import Cancel, FromDoor, FromEngine, Metrics, Outputs, Ping, Pong, Refused, Submit, frame, read_frame
 from .metrics import EngineMetrics
-from .processes import die_with_parent
 from .settings import ServeSettings
 
 UNREAD_BYTES = 64 << 20  # that a door may leave unread before it counts as dead
@@ -210,7 +208,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--socket", type=Path, required=True, help="in a folder that only this user can enter")
     parser.add_argument("--settings", required=True, help="ServeSettings as JSON")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    die_with_parent()
     try:
         return asyncio.run(run(parser.parse_args(argv)))
     except KvseekError as error:

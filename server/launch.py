@@ -1,22 +1,22 @@
-"""Runs a tritonserver over an engine directory: `kvseek serve`, the demo and the tests."""
+"""Runs a server over an engine directory: the engine process, the HTTP door and Triton. `kvseek serve`, the demo, the tests."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
-import os
+import dataclasses
+import logging
+import secrets
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
+
+import requests
 
 from kvseek.engine.config import EngineConfig
 from kvseek.engine.errors import KvseekError
@@ -24,58 +24,65 @@ from kvseek.engine.manifest import verify
 
 from .errors import ServerError
 from .ports import Ports
+from .processes import Program
+from .settings import ServeSettings
+from .supervisor import Supervisor
 from .triton import TritonServer, find_server
 
 READY_SECONDS = 180.0
-SHUTDOWN_SECONDS = 20.0
-LOG_LINES = 30
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+STOP_SECONDS = 5.0  # that a process may take to end once nothing runs in it any more
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LOOPBACK = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
+TRITON_MEMORY_PREFIX = "triton_python_backend_shm_region_"
+CLOSED_PROTOCOLS = "shared-memory,model-repository,trace,logging"
+KEY_HEADER = "kvseek-closed"
 MODELS = ("tensorrt_llm", "tensorrt_llm_bls")
+ENGINE, HTTP_DOOR, TRITON = "engine", "http", "triton"
+STATE_FILE = "restarts.json"
 STANDARD_OUTPUT = Path("-")  # as a log: where a container's log belongs
 
 
-@dataclass(frozen=True)
 class RunningServer:
     """A server that is ready, and where."""
 
-    host: str
-    ports: Ports
-    process: subprocess.Popen[bytes]
-
-    @property
-    def grpc_url(self) -> str:
+    def __init__(self, host: str, ports: Ports, supervisor: Supervisor) -> None:
+        self.host, self.ports, self._supervisor = _reachable(host), ports, supervisor
+        self.grpc_url = f"{self.host}:{ports.grpc}"
         """host:port for tritonclient.grpc."""
-        return f"{self.host}:{self.ports.grpc}"
-
-    @property
-    def http_url(self) -> str:
+        self.http_url = f"{self.host}:{ports.http}"
         """host:port for HTTP."""
-        return f"{self.host}:{self.ports.http}"
+        self.metrics_url = f"{self.host}:{ports.metrics}"
+        """host:port of the Prometheus metrics."""
+
+    def check(self) -> None:
+        """Raise ServerError if the server has ended by itself."""
+        self._supervisor.check()
+
+    def process_ids(self) -> dict[str, int]:
+        """Process ids: "engine", "http", "triton", and "/models/NAME/" of Triton's two models."""
+        return self._supervisor.process_ids()
 
     @property
-    def metrics_url(self) -> str:
-        """host:port of the Prometheus metrics."""
-        return f"{self.host}:{self.ports.metrics}"
+    def statuses(self) -> dict[str, int]:
+        """Exit status of each process, once the server has ended."""
+        return self._supervisor.statuses
 
 
 @contextmanager
 def running_server(
     engine_dir: Path,
-    host: str = "127.0.0.1",
+    host: str = LOOPBACK,
     ports: Ports = Ports(0, 0, 0),  # noqa: B008  frozen
-    threads: int | None = None,
+    settings: ServeSettings = ServeSettings(),  # noqa: B008  frozen
     log: Path | None = None,
     verbose: bool = False,
     ready_seconds: float = READY_SECONDS,
 ) -> Iterator[RunningServer]:
-    """Start a server, wait until it is ready, and end it with the context.
+    """Start a server, wait until it is ready, keep it running, and end it with the context.
 
     Parameters
     ----------
-    threads : int, optional
-        CPU threads of the engine; None leaves torch's choice.
     log : Path, optional
         File for the server's output, "-" for standard output; None keeps it for the error message of a failed start only.
     ready_seconds : float
@@ -95,27 +102,30 @@ def running_server(
     ports = ports.resolve(host)
     with tempfile.TemporaryDirectory(prefix="kvseek-") as folder:
         scratch = Path(folder)
-        server = find_server(scratch)
-        repository = _write_repository(scratch / "models", engine_dir, config, threads)
+        programs = _programs(scratch, engine_dir, config, host, ports, settings, verbose)
         output = None if log == STANDARD_OUTPUT else log or scratch / "server.log"
-        process = _start(server, repository, host, ports, output, verbose)
+        supervisor = Supervisor(programs, settings.restarts, output, scratch / STATE_FILE)
+        running = RunningServer(host, ports, supervisor)
         try:
-            running = RunningServer(host, ports, process)
-            _wait_until_ready(running, output, ready_seconds)
+            supervisor.start()
+            supervisor.wait_until(lambda: _is_ready(running.http_url), ready_seconds)
             yield running
         finally:
-            _stop(process)
-            _free_shared_memory(repository)
+            supervisor.stop()
+            _free_shared_memory(scratch / "models")
 
 
-def _write_repository(target: Path, engine_dir: Path, config: EngineConfig, threads: int | None) -> Path:
-    """Copy the model repository and point it at the engine."""
+def _write_repository(
+    target: Path, engine_dir: Path, config: EngineConfig, socket: Path, settings: ServeSettings
+) -> Path:
+    """Copy the model repository and point it at the engine process."""
     with as_file(files("kvseek.model_repository")) as source:
         for model in MODELS:
             shutil.copytree(source / model, target / model, ignore=shutil.ignore_patterns("__pycache__"))
     replacements = {
         "${engine_dir}": str(engine_dir.resolve()),
-        "${threads}": str(threads or 0),
+        "${socket}": str(socket),
+        "${max_queue_size}": str(settings.max_queue_size),
         "${max_batch_size}": str(config.max_batch_size),
     }
     for model in MODELS:
@@ -127,107 +137,82 @@ def _write_repository(target: Path, engine_dir: Path, config: EngineConfig, thre
     return target
 
 
-def _start(
-    server: TritonServer, repository: Path, host: str, ports: Ports, output: Path | None, verbose: bool
-) -> subprocess.Popen[bytes]:
-    command = [
+def _programs(
+    scratch: Path,
+    engine_dir: Path,
+    config: EngineConfig,
+    host: str,
+    ports: Ports,
+    settings: ServeSettings,
+    verbose: bool,
+) -> list[Program]:
+    """The engine process, the HTTP door and Triton, in the order in which they start and end."""
+    server, socket = find_server(scratch), scratch / "engine.sock"
+    repository = _write_repository(scratch / "models", engine_dir, config, socket, settings)
+    triton_metrics = Ports(0, 0, 0).resolve(LOOPBACK).metrics
+    own = ("--engine_dir", str(engine_dir.resolve()), "--socket", str(socket), "--settings", settings.to_json())
+    http = (
+        *("--host", host, "--http_port", str(ports.http), "--metrics_port", str(ports.metrics)),
+        *("--triton_grpc", f"{_reachable(host)}:{ports.grpc}", "--triton_metrics", f"{LOOPBACK}:{triton_metrics}"),
+        *("--state", str(scratch / STATE_FILE)),
+    )
+    python = (sys.executable, "-m")
+    return [
+        Program(ENGINE, (*python, "kvseek.server.engine_process", *own), settings.drain_seconds + STOP_SECONDS),
+        Program(HTTP_DOOR, (*python, "kvseek.server.http_door", *own, *http), STOP_SECONDS),
+        Program(
+            TRITON,
+            _triton_command(server, repository, host, ports.grpc, triton_metrics, verbose),
+            2 * STOP_SECONDS,
+            server.environment,
+            tuple(f"/models/{model}/" for model in MODELS),
+        ),
+    ]
+
+
+def _triton_command(
+    server: TritonServer, repository: Path, host: str, grpc_port: int, metrics_port: int, verbose: bool
+) -> tuple[str, ...]:
+    """Triton's command line: its HTTP endpoint off, its metrics for this machine alone (docs/security.md)."""
+    return (
         str(server.binary),
         f"--model-repository={repository}",
         f"--backend-directory={server.backends}",
-        f"--http-address={host}",
+        "--allow-http=false",
         f"--grpc-address={host}",
-        f"--metrics-address={host}",
-        f"--http-port={ports.http}",
-        f"--grpc-port={ports.grpc}",
-        f"--metrics-port={ports.metrics}",
-        "--exit-timeout-secs=10",
+        f"--grpc-port={grpc_port}",
+        # Nobody knows the key, so nobody can use these.
+        f"--grpc-restricted-protocol={CLOSED_PROTOCOLS}:{KEY_HEADER}={secrets.token_hex(32)}",
+        f"--metrics-address={LOOPBACK}",
+        f"--metrics-port={metrics_port}",
+        f"--exit-timeout-secs={STOP_SECONDS:.0f}",
         f"--log-verbose={int(verbose)}",
         f"--backend-config=python,shm-region-prefix-name={_memory_prefix(repository)}",
-    ]
-    with contextlib.nullcontext() if output is None else output.open("wb") as file:  # None: this process's own
-        return subprocess.Popen(
-            command,
-            env=server.environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            preexec_fn=_die_with_parent,
-            start_new_session=True,  # Ctrl-C in a terminal ends the launcher, which ends the server in order
-        )
+    )
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def _reachable(host: str) -> str:
+    """An address of this machine for clients that run on it."""
+    return LOOPBACK if host in ("0.0.0.0", "") else host
 
 
-def _wait_until_ready(server: RunningServer, log: Path | None, seconds: float) -> None:
-    import tritonclient.grpc as grpc
-
-    deadline = time.monotonic() + seconds
-    with grpc.InferenceServerClient(server.grpc_url) as client:
-        while server.process.poll() is None:
-            try:
-                if client.is_server_ready() and all(client.is_model_ready(model) for model in MODELS):
-                    return
-            except grpc.InferenceServerException:
-                pass  # not listening yet
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"tritonserver is not ready after {seconds:g} s, see --ready_seconds; its log {_ending(log)}"
-                )
-            time.sleep(0.1)
-    raise ServerError(f"tritonserver ended with status {server.process.returncode}; its log {_ending(log)}")
-
-
-def _model_processes(server: subprocess.Popen[bytes]) -> dict[str, Path]:
-    """/proc folder of the process that runs each model: when one crashes, Triton goes on to call the model ready."""
-    found: dict[str, Path] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has just ended
-            if _status(folder)[1] == str(server.pid):
-                command = (folder / "cmdline").read_text(errors="replace")
-                found |= {model: folder for model in MODELS if f"/models/{model}/" in command}
-    return found
-
-
-def _ended(process: Path) -> bool:
+def _is_ready(url: str) -> bool:
+    """Whether the HTTP door calls the server ready."""
     try:
-        return _status(process)[0] in "ZX"  # proc_pid_stat(5): a zombie, or dead
-    except OSError:
-        return True
-
-
-def _status(process: Path) -> list[str]:
-    """State, parent and what follows them in /proc/PID/stat."""
-    return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        return requests.get(f"http://{url}/v2/health/ready", timeout=5).status_code == 200
+    except requests.RequestException:
+        return False  # not listening yet
 
 
 def _memory_prefix(repository: Path) -> str:
-    """Name of this server's shared memory; its scratch folder's name is unique."""
-    return f"{repository.parent.name}-"
+    """Name of this server's shared memory: Triton's own, by which it keeps clients away, and the scratch folder's."""
+    return f"{TRITON_MEMORY_PREFIX}{repository.parent.name}-"
 
 
 def _free_shared_memory(repository: Path) -> None:
     """Remove what a server that had to be killed left behind: it would take up memory until the machine restarts."""
     for region in SHARED_MEMORY.glob(f"{_memory_prefix(repository)}*"):
         region.unlink(missing_ok=True)
-
-
-def _ending(log: Path | None) -> str:
-    if log is None:
-        return "is above"
-    return "ends:\n" + "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(SHUTDOWN_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    with contextlib.suppress(ProcessLookupError):  # a model's process that the server gave up waiting for
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -249,12 +234,24 @@ def _signals() -> Iterator[list[int]]:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of `kvseek serve`."""
     parser = argparse.ArgumentParser(prog="kvseek serve", description="Serve an engine directory with Triton.")
+    default = ServeSettings()
     parser.add_argument("--engine_dir", type=Path, required=True, help="what kvseek build wrote")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--host", default=LOOPBACK, help="address to listen on (default: %(default)s)")
     parser.add_argument("--http_port", type=int, default=8000, help="default: %(default)s; 0 picks a free port")
     parser.add_argument("--grpc_port", type=int, default=8001, help="default: %(default)s; 0 picks a free port")
     parser.add_argument("--metrics_port", type=int, default=8002, help="default: %(default)s; 0 picks a free port")
     parser.add_argument("--threads", type=int, help="CPU threads of the engine (default: torch's choice)")
+    for name, kind, text in (
+        ("max_queue_size", int, "requests that may wait; further ones are refused"),
+        ("max_num_tokens", int, "prompt tokens that one step of the engine reads at most"),
+        ("default_timeout", float, "seconds that a request may take if it does not say itself"),
+        ("drain_seconds", float, "seconds that requests may go on after SIGTERM"),
+        ("restarts", int, "how often in a row a process that has died is started again"),
+        ("otlp_endpoint", str, "OpenTelemetry collector (OTLP over HTTP) for a span of every request"),
+    ):
+        value = getattr(default, name)
+        shown = "none" if value is None else f"{value:g}" if kind is float else value
+        parser.add_argument(f"--{name}", type=kind, default=value, help=f"{text} (default: {shown})")
     parser.add_argument(
         "--log", type=Path, help="file for the server's log, - for standard output (default: none is kept)"
     )
@@ -268,30 +265,31 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """`kvseek serve`: run until SIGINT or SIGTERM, or until the server ends."""
     arguments = parse_arguments(argv)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     ports = Ports(arguments.http_port, arguments.grpc_port, arguments.metrics_port)
-    options = {
-        "threads": arguments.threads,
-        "log": arguments.log,
-        "verbose": arguments.log_verbose,
-        "ready_seconds": arguments.ready_seconds,
-    }
-    reason = "its log says why" if arguments.log else "run with --log FILE to see why"
     try:
-        with running_server(arguments.engine_dir, arguments.host, ports, **options) as server, _signals() as received:
-            models = _model_processes(server.process)
-            print(
-                f"ready: gRPC {server.grpc_url}, HTTP {server.http_url}, metrics {server.metrics_url}/metrics",
-                flush=True,
-            )
-            while (status := server.process.poll()) is None:
-                if received:
-                    return 0
-                for model, process in models.items():
-                    if _ended(process):
-                        raise ServerError(f"the process of model {model} ended; {reason}")
+        settings = ServeSettings(
+            **{field.name: getattr(arguments, field.name) for field in dataclasses.fields(ServeSettings)}
+        )
+        with (
+            running_server(
+                arguments.engine_dir,
+                arguments.host,
+                ports,
+                settings,
+                log=arguments.log,
+                verbose=arguments.log_verbose,
+                ready_seconds=arguments.ready_seconds,
+            ) as server,
+            _signals() as received,
+        ):
+            where = f"gRPC {arguments.host}:{server.ports.grpc}, HTTP {arguments.host}:{server.ports.http}"
+            print(f"ready: {where}, metrics {arguments.host}:{server.ports.metrics}/metrics", flush=True)
+            while not received:
+                server.check()
                 time.sleep(0.1)
-            raise ServerError(f"tritonserver ended with status {status}; {reason}")
+            return 0
     except KeyboardInterrupt:
         return 0
     except (KvseekError, OSError) as error:

@@ -1,13 +1,125 @@
-"""What the processes of a server share: they end with the process that started them. Linux only, as Triton is."""
+"""The processes of a server: how one is started, found in /proc, and ended. Linux only, as Triton is."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import signal
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LOG_BYTES = 64 << 10  # of a log's end that are read for an error message
+LOG_LINES = 30
+PROC = Path("/proc")
 
 
-def die_with_parent() -> None:
-    """Have this process get SIGKILL when its parent ends, however that ends: no server outlives its launcher."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+@dataclass(frozen=True)
+class Program:
+    """What to run as one process of a server.
+
+    Attributes
+    ----------
+    stop_seconds : float
+        From SIGTERM to the process's end, at most; then it is killed.
+    workers : tuple of str
+        For each child process that must live as long as the process itself, a text that only its command line has.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    stop_seconds: float
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    workers: tuple[str, ...] = ()
+
+
+class Child:
+    """A program that has been started, in a session of its own: Ctrl-C in a terminal reaches the launcher alone.
+
+    The kernel ends it when the thread that started it ends, so that no server outlives its launcher.
+    """
+
+    def __init__(self, program: Program, output: Path | None) -> None:
+        """Start it; its output is added to a file, or (None) goes to this process's own."""
+        self.program = program
+        with contextlib.nullcontext() if output is None else output.open("ab") as file:
+            self.process = subprocess.Popen(
+                program.command,
+                env=program.environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                preexec_fn=_die_with_parent,
+                start_new_session=True,
+            )
+        self._workers: dict[str, Path] = {}
+
+    def find_workers(self) -> bool:
+        """Look for the worker processes that are not known yet; returns whether all are."""
+        missing = [worker for worker in self.program.workers if worker not in self._workers]
+        if missing:
+            for folder in PROC.glob("[0-9]*"):
+                with contextlib.suppress(OSError):  # it has just ended
+                    if _status(folder)[1] == str(self.process.pid):
+                        command = (folder / "cmdline").read_text(errors="replace")
+                        self._workers |= {worker: folder for worker in missing if worker in command}
+        return len(self._workers) == len(self.program.workers)
+
+    @property
+    def workers(self) -> dict[str, int]:
+        """Process ids of the workers that `find_workers` has found."""
+        return {worker: int(folder.name) for worker, folder in self._workers.items()}
+
+    def ended(self) -> str:
+        """How the process, or one of its workers, has ended; empty while all run."""
+        status = self.process.poll()
+        if status is not None:
+            return f"{self.program.name} ended with status {status}"
+        gone = [worker for worker, folder in self._workers.items() if _has_ended(folder)]
+        return f"{self.program.name}: its process {gone[0]} ended" if gone else ""
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.process.terminate()
+
+    def wait(self) -> int:
+        """Wait as long as it may take to end, then kill it and its children; returns its exit status."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(self.program.stop_seconds)
+        return self.kill()
+
+    def kill(self) -> int:
+        """End it and its children now; returns its exit status."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
+
+
+def ending(log: Path | None) -> str:
+    """Where a log ends, for an error message."""
+    if log is None:
+        return "is above"
+    if not log.is_file():
+        return f"is {log}"
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LOG_BYTES))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    return "ends:\n" + "\n".join(lines[-LOG_LINES:])
+
+
+def _has_ended(folder: Path) -> bool:
+    try:
+        return _status(folder)[0] in "ZX"  # proc_pid_stat(5): a zombie, or dead
+    except OSError:
+        return True
+
+
+def _status(folder: Path) -> list[str]:
+    """State, parent and what follows them in /proc/PID/stat."""
+    return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -7,14 +7,13 @@ An input that kvseek does not support is accepted at its neutral value and refus
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from kvseek.engine.errors import RequestError
-from kvseek.engine.request import Request, SamplingParams
+from kvseek.engine.request import DEFAULT_PRIORITY, Request, SamplingParams
 
 Tensors = Mapping[str, NDArray[Any]]
 
@@ -116,14 +115,44 @@ def engine_request(tensors: Tensors, default_end_ids: tuple[int, ...]) -> Reques
     length = scalar(tensors, "input_lengths", prompt.size)
     if not 0 <= length <= prompt.size:
         raise RequestError(f"input_lengths = {length}: must be in [0, {prompt.size}], the tokens in input_ids")
+    return make_request(
+        tensors,
+        prompt[:length].tolist(),
+        "request_output_len",
+        sampling_params(tensors),
+        end_ids(tensors, default_end_ids),
+        word_list(tensors, "stop_words_list"),
+    )
+
+
+def end_ids(tensors: Tensors, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Tokens that end a request: `end_id`, none if that is -1, and `default` if it is absent."""
     end_id = scalar(tensors, "end_id")
-    own_end_ids = () if end_id == -1 else (end_id,)
+    if end_id is None:
+        return default
+    return () if end_id == -1 else (end_id,)
+
+
+def make_request(
+    tensors: Tensors,
+    prompt_ids: Sequence[int],
+    max_tokens: str,
+    sampling: SamplingParams,
+    ends: tuple[int, ...],
+    stop_words: tuple[tuple[int, ...], ...] = (),
+) -> Request:
+    """A request of the engine; `max_tokens` names the input that has the number. Raises RequestError."""
+    if max_tokens not in tensors:
+        raise RequestError(f"{max_tokens} is missing; say how many tokens to generate at most")
+    seconds = scalar(tensors, "timeout")
     return Request(
-        prompt_ids=tuple(prompt[:length].tolist()),
-        max_tokens=scalar(tensors, "request_output_len"),
-        sampling=sampling_params(tensors),
-        end_ids=default_end_ids if end_id is None else own_end_ids,
-        stop_words=word_list(tensors, "stop_words_list"),
+        prompt_ids=tuple(prompt_ids),
+        max_tokens=scalar(tensors, max_tokens),
+        sampling=sampling,
+        end_ids=ends,
+        stop_words=stop_words,
+        priority=scalar(tensors, "priority", DEFAULT_PRIORITY),
+        timeout_seconds=None if seconds is None else float(seconds),
     )
 
 
@@ -143,8 +172,3 @@ def texts(tensors: Tensors, name: str) -> tuple[str, ...]:
     """Non-empty strings of a tensor."""
     values = tensors[name].reshape(-1).tolist() if name in tensors else []
     return tuple(decoded for value in values if (decoded := text(value, name)))
-
-
-def one_row(values: list[int]) -> NDArray[np.int32]:
-    """int32 [1, 1, n]: batch, beam, tokens."""
-    return np.asarray(values, dtype=np.int32).reshape(1, 1, -1)

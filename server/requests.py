@@ -1,0 +1,58 @@
+"""What a request of a client is to a door: tensors in, a request for the engine, its outputs to what the client gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvseek.engine.config import EngineConfig
+from kvseek.engine.request import Request, StepOutput
+from kvseek.engine.tokenizer import Tokenizer
+
+from .text_request import TextRequest
+from .token_request import TokenRequest
+from .translation import Tensors
+
+TEXT_MODEL = "tensorrt_llm_bls"
+TOKEN_MODEL = "tensorrt_llm"
+MODELS = (TOKEN_MODEL, TEXT_MODEL)
+Chunk = dict[str, Any]  # name of an output → its value: a str, a number, or a list of token ids
+
+
+class ServedRequest(Protocol):
+    """One request at a door.
+
+    Attributes
+    ----------
+    request : Request
+        For the engine.
+    streaming : bool
+        Whether the client wants a response for every token.
+    ended : bool
+        Whether the client has its last chunk although the engine goes on (a stop word came): cancel the rest.
+    """
+
+    request: Request
+    streaming: bool
+    ended: bool
+
+    def push(self, output: StepOutput) -> Iterator[Chunk]:
+        """Take one output of the engine, not an error; yields what the client gets for it."""
+
+
+@dataclass(frozen=True)
+class RequestFactory:
+    """Makes the requests of one engine's clients."""
+
+    config: EngineConfig
+    tokenizer: Tokenizer
+
+    def make(self, model: str, tensors: Tensors) -> ServedRequest:
+        """The request that tensors, [1, n] each, ask `model` for.
+
+        Tokenises text, which may take long. Raises RequestError on any input that cannot be served.
+        """
+        if model == TOKEN_MODEL:
+            return TokenRequest(tensors, self.config.model.eos_token_ids)
+        return TextRequest(tensors, self.tokenizer, self.config)

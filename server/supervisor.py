@@ -1,0 +1,148 @@
+"""Keeps the processes of a server running: starts them, starts again what dies, ends all in order."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .errors import ServerError
+from .processes import Child, Program, ending
+
+POLL_SECONDS = 0.05
+FIND_SECONDS = 0.5  # between two looks for a process's workers
+FIRST_DELAY_SECONDS = 0.25  # before the first restart; doubled with each further one in a row
+LONGEST_DELAY_SECONDS = 30.0
+STEADY_SECONDS = 120.0  # a process that has run so long starts a new row of restarts
+logger = logging.getLogger(__name__)
+
+
+class Watched:
+    """One program: its process, and how often it was started again."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.child: Child | None = None
+        self.restarts = 0  # since the server was started
+        self.in_a_row = 0
+        self.started_at = 0.0
+        self.start_at = 0.0  # when to start it, if there is no child
+        self.look_at = 0.0  # when to look for its workers
+
+
+class Supervisor:
+    """Runs programs from a thread of its own until `stop`.
+
+    Before `settle` a program that ends is a failed start; after it, it is started again, up to `restarts` times in a row.
+
+    Parameters
+    ----------
+    programs : sequence of Program
+        In the order in which they are started, and asked to end.
+    output : Path or None
+        File for the output of all; None: this process's own.
+    state : Path
+        A file that tells how often each program was started again, as JSON, for the metrics.
+    """
+
+    def __init__(self, programs: Sequence[Program], restarts: int, output: Path | None, state: Path) -> None:
+        self._watched = [Watched(program) for program in programs]
+        self._restarts, self._output, self._state = restarts, output, state
+        self._stopping, self._settled = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+        self.failure = ""  # why the server has ended
+        self.statuses: dict[str, int] = {}  # exit statuses, once stopped
+
+    def start(self) -> None:
+        """Start all programs."""
+        self._write_state()
+        self._thread.start()
+
+    def wait_until(self, is_ready: Callable[[], bool], seconds: float) -> None:
+        """Wait until the server is ready; from then on what dies is started again. Raises ServerError."""
+        deadline = time.monotonic() + seconds
+        while not is_ready():
+            self.check()
+            if time.monotonic() > deadline:
+                log = ending(self._output)
+                raise ServerError(f"the server is not ready after {seconds:g} s, see --ready_seconds; its log {log}")
+            time.sleep(POLL_SECONDS)
+        self._settled.set()
+
+    def check(self) -> None:
+        """Raise ServerError if the server has ended."""
+        if self.failure:
+            raise ServerError(f"{self.failure}; its log {ending(self._output)}")
+
+    def stop(self) -> None:
+        """End all programs in order; returns when they have ended. May be called twice."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def process_ids(self) -> dict[str, int]:
+        """Process ids by name of the program, and of their workers."""
+        found: dict[str, int] = {}
+        for watched in self._watched:
+            child = watched.child
+            if child is not None:
+                found |= {watched.program.name: child.process.pid, **child.workers}
+        return found
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.wait(POLL_SECONDS) and not self.failure:
+                for watched in self._watched:
+                    self._look_after(watched)
+        except Exception as error:  # of starting a program: there is no file or no memory for it
+            logger.exception("the supervisor failed")
+            self.failure = f"a process could not be started ({error})"
+        finally:
+            self._end_all()
+
+    def _look_after(self, watched: Watched) -> None:
+        now = time.monotonic()
+        child = watched.child
+        if child is None:
+            if now >= watched.start_at:
+                watched.child, watched.started_at = Child(watched.program, self._output), now
+            return
+        if now >= watched.look_at:
+            watched.look_at = float("inf") if child.find_workers() else now + FIND_SECONDS
+        reason = child.ended()
+        if reason:
+            child.kill()  # what is left of it
+            watched.child, watched.look_at = None, 0.0
+            self._plan_restart(watched, reason, now)
+
+    def _plan_restart(self, watched: Watched, reason: str, now: float) -> None:
+        if now - watched.started_at >= STEADY_SECONDS:
+            watched.in_a_row = 0
+        watched.in_a_row += 1
+        if not self._settled.is_set():
+            self.failure = reason
+            return
+        if watched.in_a_row > self._restarts:
+            self.failure = f"{reason}, after {self._restarts} restarts in a row (--restarts)"
+            return
+        delay = min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2 ** (watched.in_a_row - 1))
+        watched.start_at = now + delay
+        watched.restarts += 1
+        self._write_state()
+        logger.error("%s; it is started again in %g s, %d of %d times", reason, delay, watched.in_a_row, self._restarts)
+
+    def _end_all(self) -> None:
+        """End the programs one after the other: the engine first, so that the doors can pass on how requests ended."""
+        for watched in self._watched:
+            if watched.child is not None:
+                watched.child.terminate()
+                self.statuses[watched.program.name] = watched.child.wait()
+
+    def _write_state(self) -> None:
+        counts = {watched.program.name: watched.restarts for watched in self._watched}
+        part = self._state.with_suffix(".part")
+        part.write_text(json.dumps(counts), encoding="utf-8")
+        part.replace(self._state)  # readers see the old file or the new one

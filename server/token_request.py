@@ -1,0 +1,48 @@
+"""One request of the token model: its tensors to a request of the engine, outputs to token ids. No Triton here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvseek.engine.request import StepOutput
+
+from .translation import Tensors, engine_request, scalar
+
+
+class TokenRequest:
+    """See ServedRequest. A complete answer begins with its prompt unless `exclude_input_in_output`, as in TensorRT-LLM.
+
+    Raises
+    ------
+    RequestError
+        From the constructor, on any input that cannot be served.
+    """
+
+    def __init__(self, tensors: Tensors, default_end_ids: tuple[int, ...]) -> None:
+        self.request = engine_request(tensors, default_end_ids)
+        self.streaming = bool(scalar(tensors, "streaming", False))
+        self.ended = False
+        self._wants_progress = bool(scalar(tensors, "return_prefill_progress", False))
+        excluded = self.streaming or scalar(tensors, "exclude_input_in_output", False)
+        self._ids = [] if excluded else list(self.request.prompt_ids)
+
+    def push(self, output: StepOutput) -> Iterator[dict[str, Any]]:
+        """See ServedRequest."""
+        if output.token_id is not None:
+            self._ids.append(output.token_id)
+        last = output.finish_reason is not None
+        progress = output.token_id is None and not last
+        if not (last or (self._wants_progress if progress else self.streaming)):
+            return
+        ids = [] if progress else self._ids
+        yield {
+            "output_ids": ids,
+            "sequence_length": len(ids),
+            "finish_reason": output.finish_reason or "",
+            "cached_tokens": output.cached_tokens,
+            "attended_tokens": output.attended_tokens,
+            "prefill_progress": output.prefill_progress,
+        }
+        if self.streaming and not progress:
+            self._ids = []

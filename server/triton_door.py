@@ -1,0 +1,260 @@
+"""A Triton model as a door: its requests to the engine process, what the engine makes of them to Triton.
+
+No thread waits for a request. Worker threads translate requests (tokenising takes long), the engine client's thread sends
+responses, and one thread asks Triton which clients have left, as nobody else would learn of it while a request waits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvseek.engine.config import EngineConfig
+from kvseek.engine.errors import ErrorCode, KvseekError, QueueFullError, RequestError, code_of
+from kvseek.engine.request import FinishReason, StepOutput
+from kvseek.engine.tokenizer import Tokenizer
+
+from .engine_client import EngineClient
+from .requests import Chunk, RequestFactory, ServedRequest
+from .status import TRITON_CODE
+from .translation import Tensors, refuse_parameters, scalar
+
+OUTPUT_DTYPES = {
+    "text_output": object,
+    "finish_reason": object,
+    "output_ids": np.int32,
+    "sequence_length": np.int32,
+    "num_input_tokens": np.int32,
+    "num_output_tokens": np.int32,
+    "cached_tokens": np.int32,
+    "attended_tokens": np.float32,
+    "prefill_progress": np.float32,
+}
+TRANSLATORS = 2  # threads that translate requests: more would take the engine's cores
+WATCH_SECONDS = 0.25  # between two rounds of questions whether clients have left; a question takes Triton some 0.1 ms
+WATCH_SHARE = 0.05  # of the watching thread's time, at most, that these questions take
+MAX_ID_CHARACTERS = 256
+logger = logging.getLogger(__name__)
+
+
+class Stream:
+    """One request's way back to its client. Its methods are called by one thread at a time but `is_cancelled`."""
+
+    def __init__(self, triton: Any, sender: Any, request_id: str) -> None:
+        self._triton, self._sender = triton, sender
+        self.request_id = request_id
+        self.served: ServedRequest | None = None
+        self.number: int | None = None  # of the request at the engine, once it has been submitted
+        self.left = False  # its client
+        self.closed = False  # the last response has been sent
+
+    def send(self, chunk: Chunk) -> None:
+        """Send a response that is not the last."""
+        self._sender.send(self._response(chunk))
+
+    def close(self, chunk: Chunk | None = None) -> None:
+        """Send the last response, with `chunk` if there is one."""
+        self.closed = True
+        final = self._triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        if chunk is None:
+            self._sender.send(flags=final)
+        else:
+            self._sender.send(self._response(chunk), flags=final)
+
+    def fail(self, message: str, code: ErrorCode) -> None:
+        """End with an error."""
+        self.closed = True
+        error = self._triton.TritonError(message, getattr(self._triton.TritonError, TRITON_CODE[code]))
+        self._sender.send(
+            self._triton.InferenceResponse(error=error), flags=self._triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        )
+
+    def is_cancelled(self) -> bool:
+        """Whether the client has left; a message to the server and back."""
+        return bool(self._sender.is_cancelled())
+
+    def _response(self, chunk: Chunk) -> Any:
+        return self._triton.InferenceResponse(
+            [self._triton.Tensor(name, as_tensor(name, value)) for name, value in chunk.items()]
+        )
+
+
+def as_tensor(name: str, value: Any) -> np.ndarray[Any, Any]:
+    """The value of an output as Triton wants it: [1, 1, n] for token ids (batch, beam, tokens), else [1, 1]."""
+    dtype: Any = OUTPUT_DTYPES[name]
+    if name == "output_ids":
+        return np.asarray(value, dtype=dtype).reshape(1, 1, -1)
+    return np.array([[str(value).encode("utf-8") if dtype is object else value]], dtype=dtype)
+
+
+class TritonDoor:
+    """Serves one Triton model with the engine process.
+
+    Parameters
+    ----------
+    triton : module
+        triton_python_backend_utils, which exists only inside the server.
+    arguments : mapping
+        Of the model's `initialize`. The model's parameters are `engine_dir`, `socket` and `max_queue_size`.
+    """
+
+    def __init__(self, triton: Any, arguments: Mapping[str, str]) -> None:
+        config = json.loads(arguments["model_config"])
+        parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
+        self._triton, self._model = triton, config["name"]
+        directory = Path(parameters["engine_dir"])
+        tokenizer = Tokenizer(directory)
+        self._factory = RequestFactory(EngineConfig.load(directory), tokenizer)
+        if self._model != "tensorrt_llm":
+            tokenizer.encode("")  # reads the files now rather than in the first request
+        self._client = EngineClient(Path(parameters["socket"]))
+        self._lock = threading.Lock()
+        self._streams: set[Stream] = set()  # those that have not been closed
+        self._translating, self._max_translating = 0, int(parameters["max_queue_size"])
+        self._pool = ThreadPoolExecutor(TRANSLATORS, thread_name_prefix="translate")
+        self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="watch-clients", daemon=True)
+        self._watcher.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests from Triton; returns soon."""
+        for request in requests:
+            stream = Stream(self._triton, request.get_response_sender(), request.request_id())
+            try:
+                self._accept(stream, request)
+            except Exception as error:
+                self._fail(stream, error)
+
+    def _accept(self, stream: Stream, request: Any) -> None:
+        if len(stream.request_id) > MAX_ID_CHARACTERS:
+            size = len(stream.request_id)
+            raise RequestError(f"id has {size} characters: must be <= {MAX_ID_CHARACTERS}; choose a shorter one")
+        # Copies: the memory of a tensor is Triton's again when this call has returned.
+        tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
+        parameters = request.parameters()
+        if scalar(tensors, "stop", False):
+            self._stop(stream.request_id)
+            stream.close()
+            return
+        with self._lock:
+            if self._translating >= self._max_translating:
+                raise QueueFullError(
+                    f"{self._translating} requests wait to be tokenised: must be <= --max_queue_size = "
+                    f"{self._max_translating}; try again later"
+                )
+            self._translating += 1
+            self._streams.add(stream)
+        self._pool.submit(self._start, stream, tensors, parameters)
+
+    def _start(self, stream: Stream, tensors: Tensors, parameters: str) -> None:
+        """Translate a request and submit it."""
+        try:
+            if stream.left:
+                self._end(stream)
+                return
+            refuse_parameters(parameters, self._model)
+            served = stream.served = self._factory.make(self._model, tensors)
+            stream.number = self._client.submit(served.request, lambda output: self._pass_on(stream, output))
+            if stream.left or stream.closed:  # while the number was not known yet
+                self._client.cancel(stream.number)
+        except Exception as error:
+            self._fail(stream, error)
+        finally:
+            with self._lock:
+                self._translating -= 1
+
+    def _pass_on(self, stream: Stream, output: StepOutput) -> None:
+        """Send what an output of the engine gives; on the engine client's thread."""
+        if stream.closed:
+            return
+        try:
+            self._send(stream, output)
+        except Exception:
+            logger.exception("an output could not be passed on; its request ends")
+            if not stream.closed:
+                self._forget(stream)
+                stream.fail("the answer could not be passed on; the server's log says why", ErrorCode.INTERNAL)
+            raise  # has the engine client cancel the request
+
+    def _send(self, stream: Stream, output: StepOutput) -> None:
+        served, last = stream.served, output.finish_reason is not None
+        assert served is not None  # set before the request is submitted
+        if output.finish_reason is FinishReason.ERROR:
+            self._forget(stream)
+            stream.fail(output.error, output.code)
+            return
+        chunks = list(served.push(output))
+        if served.ended and not last and stream.number is not None:
+            self._client.cancel(stream.number)
+        if last or served.ended:
+            for chunk in chunks[:-1]:
+                stream.send(chunk)
+            self._end(stream, chunks[-1] if chunks else None)
+            return
+        for chunk in chunks:
+            stream.send(chunk)
+
+    def _end(self, stream: Stream, chunk: Chunk | None = None) -> None:
+        self._forget(stream)
+        stream.close(chunk)
+
+    def _fail(self, stream: Stream, error: Exception) -> None:
+        """End a request that the engine has not taken."""
+        if not isinstance(error, KvseekError):
+            logger.exception("a request could not be translated")
+        code = code_of(error)
+        self._client.refused(code)
+        self._forget(stream)
+        stream.fail(str(error), code)
+
+    def _forget(self, stream: Stream) -> None:
+        with self._lock:
+            self._streams.discard(stream)
+
+    def _open_streams(self) -> list[Stream]:
+        with self._lock:
+            return list(self._streams)
+
+    def _stop(self, request_id: str) -> None:
+        """A request with `stop` ends those that have the same request id, as in TensorRT-LLM."""
+        for stream in self._open_streams():
+            if request_id and stream.request_id == request_id and stream.number is not None:
+                self._client.cancel(stream.number)
+
+    def _watch(self) -> None:
+        """Cancel the requests of clients that have left."""
+        pause = WATCH_SECONDS
+        while not self._stopping.wait(pause):
+            began = time.monotonic()
+            for stream in self._open_streams():
+                if not stream.left and self._has_left(stream):
+                    stream.left = True
+                    if stream.number is not None:
+                        self._client.cancel(stream.number)
+            pause = max(WATCH_SECONDS, (time.monotonic() - began) / WATCH_SHARE)
+
+    @staticmethod
+    def _has_left(stream: Stream) -> bool:
+        try:
+            return not stream.closed and stream.is_cancelled()
+        except Exception:
+            if not stream.closed:  # else it was closed in between, which is no fault
+                logger.exception("Triton cannot tell whether a client has left")
+            return False
+
+    def finalize(self) -> None:
+        """End everything; Triton unloads the model."""
+        self._stopping.set()
+        self._watcher.join()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._client.close()
+        for stream in self._open_streams():
+            stream.fail("the server is shutting down; send the request to another one", ErrorCode.UNAVAILABLE)
