@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from conftest import ROOT
 from deployment import DOCKER, TARGETS, project, read, serve_arguments, size, target
 
 from kvseek.server import launch
-from kvseek.server.metrics import ServerMetrics
 from kvseek.server.ports import Ports
 
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
@@ -75,30 +73,6 @@ def test_prometheus_scrapes_the_metrics_port() -> None:
     assert targets["targets"] == [f"{alias}:{Ports().metrics}"]
     inside = {volume["target"] for volume in services["prometheus"]["volumes"]}
     assert set(read("prometheus.yaml")["rule_files"]) <= inside
-
-
-def counters() -> set[str]:
-    """Names of the metrics that the server registers."""
-    names: set[str] = set()
-
-    class Family:
-        COUNTER = "counter"
-
-        def __init__(self, name: str, description: str, kind: str) -> None:
-            names.add(name)
-
-        def Metric(self, labels: dict[str, str]) -> None:
-            pass
-
-    ServerMetrics(SimpleNamespace(MetricFamily=Family))
-    return names
-
-
-@pytest.mark.parametrize("file", ["docker/rules.yaml", "docs/deploy.md", "docs/serving.md"])
-def test_metrics_that_are_named_exist(file: str) -> None:
-    named = set(re.findall(r"\bkvseek_\w+", (ROOT / file).read_text(encoding="utf-8")))
-    assert named <= counters()
-    assert named == counters() or file == "docs/deploy.md"
 
 
 # Kubernetes

@@ -1,0 +1,42 @@
+"""Counts that one thread adds to and another reads, in a few hundred nanoseconds each.
+
+Those of prometheus_client take a lock a time: some six microseconds a token, which the engine's thread has better uses for.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+
+class Histogram:
+    """How many values fell into each bucket. One thread observes; any thread may read, and then misses at most the latest.
+
+    Parameters
+    ----------
+    bounds : sequence of float
+        Upper bounds of the buckets, ascending, themselves included; what is larger falls into one more bucket.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    @property
+    def sum(self) -> float:
+        """Sum of all values."""
+        return self._sum
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bound and number of values up to it, of each bucket, as Prometheus wants them."""
+        found, buckets = 0, []
+        for bound, count in zip((*self._bounds, None), list(self._counts), strict=True):
+            found += count
+            buckets.append(("+Inf" if bound is None else str(float(bound)), float(found)))
+        return buckets
