@@ -6,7 +6,9 @@ Those of prometheus_client take a lock a time: some six microseconds a token, wh
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 
 class Histogram:
@@ -40,3 +42,42 @@ class Histogram:
             found += count
             buckets.append(("+Inf" if bound is None else str(float(bound)), float(found)))
         return buckets
+
+
+class Families:
+    """Makes metric families whose names begin with `kvseek:` and which all have the same labels."""
+
+    def __init__(self, **labels: str) -> None:
+        self._names, self._values = tuple(labels), tuple(labels.values())
+
+    def gauge(self, name: str, description: str, value: float) -> Metric:
+        """A value that goes up and down."""
+        family = GaugeMetricFamily(f"kvseek:{name}", description, labels=self._names)
+        family.add_metric(self._values, value)
+        return family
+
+    def counter(self, name: str, description: str, value: float) -> Metric:
+        """A value that only grows; `_total` is added to its name."""
+        family = CounterMetricFamily(f"kvseek:{name}", description, labels=self._names)
+        family.add_metric(self._values, value)
+        return family
+
+    def gauges(self, name: str, description: str, label: str, values: Mapping[str, float]) -> Metric:
+        """A gauge for each value of one more label."""
+        family = GaugeMetricFamily(f"kvseek:{name}", description, labels=(*self._names, label))
+        for key, value in values.items():
+            family.add_metric((*self._values, key), value)
+        return family
+
+    def counters(self, name: str, description: str, label: str, values: Mapping[str, float]) -> Metric:
+        """A counter for each value of one more label."""
+        family = CounterMetricFamily(f"kvseek:{name}", description, labels=(*self._names, label))
+        for key, value in values.items():
+            family.add_metric((*self._values, key), value)
+        return family
+
+    def histogram(self, name: str, description: str, histogram: Histogram) -> Metric:
+        """What a histogram has counted."""
+        family = HistogramMetricFamily(f"kvseek:{name}", description, labels=self._names)
+        family.add_metric(self._values, histogram.buckets(), histogram.sum)
+        return family
