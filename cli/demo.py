@@ -17,6 +17,7 @@ from kvseek.engine.config import EngineConfig
 from kvseek.engine.errors import KvseekError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.launch import running_server
+from kvseek.server.settings import ServeSettings
 
 
 def shorten(document: str, tokenizer: Tokenizer, tokens: int) -> str:
@@ -40,8 +41,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         soft_wrap=True,
     )
     started = time.perf_counter()
-    with running_server(arguments.engine_dir, threads=arguments.threads) as server:
-        console.print(f"tritonserver is ready after {time.perf_counter() - started:.1f} s (gRPC {server.grpc_url})")
+    with running_server(arguments.engine_dir, settings=ServeSettings(threads=arguments.threads)) as server:
+        console.print(f"the server is ready after {time.perf_counter() - started:.1f} s (gRPC {server.grpc_url})")
         console.print(f"question: {arguments.question}")
         options = GenerateOptions(
             max_tokens=arguments.max_tokens, apply_chat_template=True, return_prefill_progress=True
@@ -49,8 +50,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         chunks = GrpcClient(server.grpc_url).generate_stream(build_prompt(document, arguments.question), options)
         _, figures = show(chunks, console)
         console.print(figures.summary(), highlight=False, soft_wrap=True)
-        process = server.process
-    console.print(f"the server has shut down (exit status {process.returncode})")
+    console.print(f"the server has shut down (exit status {max(map(abs, server.statuses.values()))})")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

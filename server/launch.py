@@ -112,7 +112,6 @@ def running_server(
             yield running
         finally:
             supervisor.stop()
-            _free_shared_memory(scratch / "models")
 
 
 def _write_repository(
@@ -166,6 +165,7 @@ def _programs(
             2 * STOP_SECONDS,
             server.environment,
             tuple(f"/models/{model}/" for model in MODELS),
+            lambda: _free_shared_memory(repository),
         ),
     ]
 
@@ -179,6 +179,7 @@ def _triton_command(
         f"--model-repository={repository}",
         f"--backend-directory={server.backends}",
         "--allow-http=false",
+        "--disable-auto-complete-config",  # else a process of each model is started and ended before its real one
         f"--grpc-address={host}",
         f"--grpc-port={grpc_port}",
         # Nobody knows the key, so nobody can use these.
@@ -210,7 +211,7 @@ def _memory_prefix(repository: Path) -> str:
 
 
 def _free_shared_memory(repository: Path) -> None:
-    """Remove what a server that had to be killed left behind: it would take up memory until the machine restarts."""
+    """Remove what a Triton that had to be killed left behind: it would take up memory until the machine restarts."""
     for region in SHARED_MEMORY.glob(f"{_memory_prefix(repository)}*"):
         region.unlink(missing_ok=True)
 

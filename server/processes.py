@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,8 @@ class Program:
         From SIGTERM to the process's end, at most; then it is killed.
     workers : tuple of str
         For each child process that must live as long as the process itself, a text that only its command line has.
+    clean_up : callable
+        Called when the process and its children have ended: frees what a process that was killed leaves behind.
     """
 
     name: str
@@ -33,6 +36,7 @@ class Program:
     stop_seconds: float
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     workers: tuple[str, ...] = ()
+    clean_up: Callable[[], None] = lambda: None
 
 
 class Child:
@@ -94,7 +98,9 @@ class Child:
         """End it and its children now; returns its exit status."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.wait()
+        status = self.process.wait()
+        self.program.clean_up()
+        return status
 
 
 def ending(log: Path | None) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import shutil
 import socket
-import subprocess
 import sys
 import sysconfig
-import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from kvseek.cli import main as cli
 from kvseek.server import launch, triton
 from kvseek.server.errors import ServerError
 from kvseek.server.ports import Ports
+from kvseek.server.settings import ServeSettings
 
 
 def forget_system_server(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -116,25 +115,21 @@ def test_the_model_repository_is_filled_in(tmp_path: Path, monkeypatch: pytest.M
     class Config:
         max_batch_size = 7
 
-    repository = launch._write_repository(tmp_path / "models", tmp_path / "engine", Config(), 3)  # type: ignore[arg-type]
+    repository = launch._write_repository(
+        tmp_path / "models",
+        tmp_path / "engine",
+        Config(),  # type: ignore[arg-type]
+        tmp_path / "engine.sock",
+        ServeSettings(max_queue_size=77),
+    )
     for model in launch.MODELS:
         text = (repository / model / "config.pbtxt").read_text(encoding="utf-8")
         assert "${" not in text.replace("`", "").split("\nname:")[1]
         assert "max_batch_size: 7" in text
         assert str(tmp_path / "engine") in text
+        assert str(tmp_path / "engine.sock") in text
+        assert "77" in text
         assert (repository / model / "1" / "model.py").exists()
-
-
-def test_stopping_leaves_no_process_of_the_servers_group() -> None:
-    command = ["sh", "-c", "sleep 100 & echo $!; wait"]  # TERM ends the shell, not its child
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert process.stdout is not None
-        child = int(process.stdout.readline())
-        launch._stop(process)  # type: ignore[arg-type]
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{child}").exists() and "\nState:\tZ" not in Path(f"/proc/{child}/status").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
@@ -144,6 +139,30 @@ def test_a_start_needs_time(tmp_path: Path, seconds: float) -> None:
         launch.running_server(tmp_path, ready_seconds=seconds),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("max_queue_size", "0", "--max_queue_size = 0: must be >= 1; 256 is the default"),
+        ("max_num_tokens", "0", "--max_num_tokens = 0: must be >= 1"),
+        ("default_timeout", "0", "--default_timeout = 0.0: must be finite and > 0; leave it out for no limit"),
+        ("default_timeout", "inf", "--default_timeout = inf: must be finite and > 0"),
+        ("drain_seconds", "-1", "--drain_seconds = -1.0: must be finite and >= 0"),
+        ("restarts", "-1", "--restarts = -1: must be >= 0; 0 ends the server when a process dies"),
+        ("threads", "0", "--threads = 0: must be >= 1; or leave it out"),
+    ],
+)
+def test_settings_out_of_range(
+    tmp_path: Path, flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", "--engine_dir", str(tmp_path), f"--{flag}", value]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_settings_pass_to_other_processes() -> None:
+    settings = ServeSettings(threads=3, default_timeout=2.5, otlp_endpoint="http://127.0.0.1:4318/v1/traces")
+    assert ServeSettings.from_json(settings.to_json()) == settings
 
 
 def test_an_engine_that_may_not_be_read(

@@ -1,4 +1,4 @@
-"""The process of tensorrt_llm_bls under cancelled and finished streams: nothing of Python is freed without its lock."""
+"""Triton's process of the text model under cancelled and finished streams: nothing of Python is freed without its lock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from random_models import save_random_model
 from kvseek.builder.compile import find_compiler
 from kvseek.client.grpc_client import GrpcClient
 from kvseek.client.options import GenerateOptions
-from kvseek.server.launch import _model_processes, running_server
+from kvseek.server.launch import running_server
+from kvseek.server.settings import ServeSettings
 
 pytestmark = pytest.mark.server
 
@@ -52,8 +53,8 @@ def test_objects_are_freed_under_the_interpreter_lock(
     report = tmp_path / "report"
     monkeypatch.setenv("LD_PRELOAD", str(probe))
     monkeypatch.setenv("KVSEEK_GIL_PROBE", str(report))
-    with running_server(directory, threads=1) as server:
-        process = int(_model_processes(server.process)["tensorrt_llm_bls"].name)
+    with running_server(directory, settings=ServeSettings(threads=1)) as server:
+        process = server.process_ids()["/models/tensorrt_llm_bls/"]
         with ThreadPoolExecutor(6) as pool:
             assert tuple(pool.map(lambda chunks: read_and_leave(server.grpc_url, chunks), CHUNKS)) == CHUNKS
         lines = report.read_text().splitlines()
