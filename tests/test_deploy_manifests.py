@@ -13,7 +13,10 @@ from deployment import DOCKER, TARGETS, project, read, serve_arguments, size, ta
 
 from kvseek.server import launch
 from kvseek.server.ports import Ports
+from kvseek.server.settings import ServeSettings
 
+# The launcher ends its processes one after the other: the engine, when requests have had their time, the HTTP door, Triton.
+SHUTDOWN_SECONDS = ServeSettings().drain_seconds + 4 * launch.STOP_SECONDS
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
@@ -49,7 +52,7 @@ def test_compose_services(name: str) -> None:
     assert engine["read_only"]
     assert size(service["shm_size"]) >= 1 << 30
     assert re.fullmatch(r"\$\{MEMORY_LIMIT:-\d+g\}", service["mem_limit"])
-    assert int(service["stop_grace_period"].rstrip("s")) > launch.SHUTDOWN_SECONDS
+    assert int(service["stop_grace_period"].rstrip("s")) > SHUTDOWN_SECONDS
 
 
 def test_only_the_gpu_service_asks_for_a_gpu_and_pinned_memory() -> None:
@@ -73,6 +76,26 @@ def test_prometheus_scrapes_the_metrics_port() -> None:
     assert targets["targets"] == [f"{alias}:{Ports().metrics}"]
     inside = {volume["target"] for volume in services["prometheus"]["volumes"]}
     assert set(read("prometheus.yaml")["rule_files"]) <= inside
+
+
+def test_grafana_shows_the_dashboard_over_prometheus() -> None:
+    services = read("compose.yaml")["services"]
+    grafana = services["grafana"]
+    assert re.fullmatch(r"grafana/grafana:\d+\.\d+\.\d+", grafana["image"])
+    assert grafana["profiles"] == services["prometheus"]["profiles"] == list(reversed(TARGETS))
+    assert grafana["ports"] == ["127.0.0.1:3000:3000"]
+    mounts = {volume["source"]: volume["target"] for volume in grafana["volumes"]}
+    assert all((DOCKER / source).exists() for source in mounts)
+    assert all(volume["read_only"] for volume in grafana["volumes"])
+    assert mounts["./grafana/provisioning"] == "/etc/grafana/provisioning"
+    (provider,) = read("grafana/provisioning/dashboards/kvseek.yaml")["providers"]
+    shown = mounts["./grafana/dashboard.json"]
+    assert shown.startswith(provider["options"]["path"] + "/")
+    assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == shown
+    (source,) = read("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
+    assert source["type"] == "prometheus"
+    port = services["prometheus"]["ports"][0].rpartition(":")[2]
+    assert source["url"] == f"http://prometheus:{port}"
 
 
 # Kubernetes
@@ -101,7 +124,7 @@ def test_the_server_gives_up_loading_before_kubernetes_does(container: Any, depl
 def test_the_server_can_end_before_it_is_killed(pod: Any, container: Any) -> None:
     command, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
     assert command == "sleep"
-    assert pod["terminationGracePeriodSeconds"] > int(seconds) + launch.SHUTDOWN_SECONDS
+    assert pod["terminationGracePeriodSeconds"] > int(seconds) + SHUTDOWN_SECONDS
 
 
 def test_memory_and_gpu_are_limited(pod: Any, container: Any) -> None:
@@ -152,4 +175,4 @@ def test_commands_in_the_documentation_name_what_exists() -> None:
     for path in re.findall(r"-f (docker/\S+)", text):
         assert (ROOT / path).exists(), path
     stopping = {int(seconds) for seconds in re.findall(r"--stop-timeout (\d+)", text)}
-    assert min(stopping) > launch.SHUTDOWN_SECONDS
+    assert min(stopping) > SHUTDOWN_SECONDS
