@@ -1,0 +1,82 @@
+"""Reads the bodies of requests: no larger, no slower, and no more of them at once than the door can hold."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from .http_errors import HttpError
+
+BODY_SECONDS = 30.0  # that a body may take, and longer by what a slow line takes for its bytes:
+BODY_BYTES_PER_SECOND = 64 << 10
+BODIES_AT_ONCE = 4  # of the largest size, in memory together
+SMALL_BODIES_BYTES = 256 << 20  # in memory together in any case
+
+
+class BodyReader:
+    """Reads bodies of one server.
+
+    Parameters
+    ----------
+    seconds : float
+        That a body may take to arrive, without what its size adds.
+    """
+
+    def __init__(self, seconds: float = BODY_SECONDS) -> None:
+        self._seconds = seconds
+        self._room, self._held = SMALL_BODIES_BYTES, 0
+
+    def make_room_for(self, limit: int) -> None:
+        """Let some bodies of so many bytes be in memory together, those whose requests are being tokenised included."""
+        self._room = max(self._room, BODIES_AT_ONCE * limit)
+
+    @asynccontextmanager
+    async def read(self, request: web.Request, limit: int) -> AsyncIterator[bytes]:
+        """The body of a request, which counts as held until the context ends.
+
+        Raises
+        ------
+        HttpError
+            408 if it comes too slowly, 413 if it has more bytes than `limit`, 415 if it is compressed, 503 if there is no
+            room for it now.
+        """
+        encoding = request.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            raise HttpError(415, "Content-Encoding: must be absent; send the body uncompressed")
+        if (request.content_length or 0) > limit:
+            raise _too_large(f"{request.content_length}", limit)
+        body = bytearray()
+        try:
+            await self._receive(request, limit, body)
+            yield bytes(body)
+        finally:
+            self._held -= len(body)
+
+    async def _receive(self, request: web.Request, limit: int, body: bytearray) -> None:
+        began = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(self._seconds) as deadline:
+                while data := await request.content.readany():
+                    body += data
+                    self._held += len(data)
+                    if len(body) > limit:
+                        raise _too_large(f"more than {limit}", limit)
+                    if self._held > self._room:
+                        raise HttpError(
+                            503, f"bodies of requests have {self._held} bytes: no room now; try again later"
+                        )
+                    deadline.reschedule(began + self._seconds + len(body) / BODY_BYTES_PER_SECOND)
+        except TimeoutError:
+            raise HttpError(
+                408,
+                f"the body has not arrived in {self._seconds:g} s and {BODY_BYTES_PER_SECOND} bytes a second; send it faster",
+            ) from None
+
+
+def _too_large(size: str, limit: int) -> HttpError:
+    return HttpError(
+        413, f"the body has {size} bytes: must be <= {limit}, enough for max_input_len tokens; shorten the prompt"
+    )

@@ -1,0 +1,176 @@
+"""The HTTP door: a process that serves Triton's generate endpoints, health and metrics. `kvseek serve` starts it.
+
+It stands in for Triton's own HTTP endpoint, which deeply nested JSON and floods of chunks crash, and which lets requests run
+on that are not streamed and whose client has left. Each module has one concern: bodies (http_body), their JSON (http_json,
+http_fields), requests at the engine (generations), endpoints (http_generate, http_state, triton_relay, http_metrics,
+http_closed), connections (http_server).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvseek.engine.config import EngineConfig
+from kvseek.engine.errors import KvseekError
+from kvseek.engine.tokenizer import Tokenizer
+
+from . import http_closed
+from .engine_client import EngineClient
+from .generations import Generations
+from .http_body import BODY_SECONDS, BodyReader
+from .http_generate import GenerateRoutes
+from .http_json import body_limit, schemas
+from .http_metrics import MetricsRoutes
+from .http_server import HEADER_SECONDS, HttpServer
+from .http_state import ServerState
+from .requests import MODELS, RequestFactory
+from .settings import ServeSettings
+from .triton_relay import TritonRelay
+
+OTHER_CONNECTIONS = 256  # open ones beside those whose requests run or wait: idle, or asking for health
+MAX_METRICS_CONNECTIONS = 64
+GONE_SECONDS = 2.0  # without an engine process, after which what is still under way is ended
+logger = logging.getLogger(__name__)
+
+
+class HttpDoor:
+    """All parts of the process, put together.
+
+    Parameters
+    ----------
+    triton_grpc, triton_metrics : str
+        host:port each.
+    state : Path or None
+        The supervisor's file of restarts.
+    body_seconds, header_seconds : float
+        That a client may take to send a body, and headers.
+    """
+
+    def __init__(
+        self,
+        engine_dir: Path,
+        socket: Path,
+        settings: ServeSettings,
+        triton_grpc: str,
+        triton_metrics: str,
+        state: Path | None = None,
+        body_seconds: float = BODY_SECONDS,
+        header_seconds: float = HEADER_SECONDS,
+    ) -> None:
+        self._settings, self._limits = settings, dict[str, int]()
+        self._config, self._tokenizer = EngineConfig.load(engine_dir), Tokenizer(engine_dir)
+        self._client = EngineClient(socket, asyncio.get_running_loop())
+        self._triton = TritonRelay(triton_grpc)
+        self._state = ServerState(self._client, self._triton)
+        self._metrics = MetricsRoutes(self._client, triton_metrics, state)
+        self._generations = Generations(self._client, settings.max_queue_size)
+        self._bodies = BodyReader(body_seconds)
+        factory = RequestFactory(self._config, self._tokenizer)
+        generate = GenerateRoutes(self._generations, factory, schemas(self._config), self._bodies, self._limits)
+        routes = [*self._state.routes(), *generate.routes(), *self._triton.routes(), *http_closed.routes()]
+        connections = settings.max_queue_size + self._config.max_batch_size + OTHER_CONNECTIONS
+        self._http = HttpServer(routes, connections, header_seconds)
+        self._metrics_http = HttpServer(self._metrics.routes(), MAX_METRICS_CONNECTIONS, header_seconds)
+
+    async def start(self, host: str, http_port: int, metrics_port: int) -> tuple[int, int]:
+        """Listen, then load the tokenizer; returns the ports. Raises ServerError."""
+        ports = (
+            await self._http.start(host, http_port, "--http_port"),
+            await self._metrics_http.start(host, metrics_port, "--metrics_port"),
+        )
+        for model in MODELS:
+            limit = await asyncio.to_thread(body_limit, model, self._config, self._tokenizer)
+            self._bodies.make_room_for(limit)
+            self._limits[model] = limit
+        self._state.starting = False
+        return ports
+
+    async def finish(self) -> None:
+        """Take no requests any more, and return when those under way have ended or cannot end."""
+        self._state.stop_accepting()
+        self._http.stop_accepting()
+        deadline = time.monotonic() + self._settings.drain_seconds
+        gone_since = None
+        while self._generations.open and time.monotonic() < deadline:
+            gone_since = None if self._client.connected else gone_since or time.monotonic()
+            if gone_since is not None and time.monotonic() - gone_since > GONE_SECONDS:
+                break
+            await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        """End everything."""
+        await asyncio.gather(self._http.close(), self._metrics_http.close())
+        await self._state.close()
+        await self._metrics.close()
+        await self._triton.close()
+        self._generations.close()
+        self._client.close()
+
+
+async def run(arguments: argparse.Namespace) -> None:
+    """Serve until SIGTERM."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    door = HttpDoor(
+        arguments.engine_dir,
+        arguments.socket,
+        ServeSettings.from_json(arguments.settings),
+        arguments.triton_grpc,
+        arguments.triton_metrics,
+        arguments.state,
+    )
+    try:
+        starting = asyncio.create_task(door.start(arguments.host, arguments.http_port, arguments.metrics_port))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            http_port, metrics_port = starting.result()
+            host = arguments.host
+            print(f"ready: HTTP {host}:{http_port}, metrics {host}:{metrics_port}/metrics", flush=True)
+        await stopping
+        starting.cancel()
+        await door.finish()
+    finally:
+        await door.close()
+
+
+def raise_file_limit() -> None:
+    """Allow as many open files, connections among them, as this user may have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # some kernels refuse "infinity": then the soft limit stays
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run an HTTP door; its arguments come from `kvseek serve`."""
+    parser = argparse.ArgumentParser(prog="python -m kvseek.server.http_door", description=__doc__)
+    parser.add_argument("--engine_dir", type=Path, required=True)
+    parser.add_argument("--socket", type=Path, required=True, help="of the engine process")
+    parser.add_argument("--settings", required=True, help="ServeSettings as JSON")
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--http_port", type=int, required=True, help="0 picks a free one")
+    parser.add_argument("--metrics_port", type=int, required=True, help="0 picks a free one")
+    parser.add_argument("--triton_grpc", required=True, help="host:port of Triton's gRPC endpoint")
+    parser.add_argument("--triton_metrics", required=True, help="host:port of Triton's own metrics")
+    parser.add_argument("--state", type=Path, help="the supervisor's file of restarts, for the metrics")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    raise_file_limit()
+    try:
+        asyncio.run(run(parser.parse_args(argv)))
+    except KvseekError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

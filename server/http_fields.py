@@ -1,0 +1,151 @@
+"""One field of a JSON request to the tensor of a model's input: kinds, ranges and numbers of values are checked strictly.
+
+A client can send anything here, so no list is built from JSON before it is known to be short enough, and nothing that nests.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvseek.engine.errors import RequestError
+
+MAX_FIELD_BYTES = 1 << 20  # of JSON, for a field that is not the prompt
+SHOWN_CHARACTERS = 40  # of a value in an error message
+KINDS = {'"': "a string", "{": "an object", "[": "a list", "t": "true", "f": "false", "n": "null"}
+WANTED = {
+    "INT32": "an integer",
+    "UINT64": "an integer",
+    "FP32": "a number",
+    "BOOL": "true or false",
+    "STRING": "a string",
+}
+LARGEST_FP32 = float(np.finfo(np.float32).max)
+RANGES = {"INT32": (-(2**31), 2**31 - 1), "UINT64": (0, 2**64 - 1), "FP32": (-LARGEST_FP32, LARGEST_FP32)}
+DTYPES: dict[str, Any] = {
+    "INT32": np.int32,
+    "UINT64": np.uint64,
+    "FP32": np.float32,
+    "BOOL": np.bool_,
+    "STRING": object,
+}
+_number = int | float  # integers too: a decoder of integers alone would take 2.0
+_TYPES: dict[str, Any] = {"INT32": _number, "UINT64": _number, "FP32": _number, "BOOL": bool, "STRING": str}
+_ONE = {name: msgspec.json.Decoder(kind) for name, kind in _TYPES.items()}
+_MANY = {name: msgspec.json.Decoder(list[kind]) for name, kind in _TYPES.items()}  # type: ignore[valid-type]
+_ONE_IN_A_LIST: msgspec.json.Decoder[tuple[str]] = msgspec.json.Decoder(tuple[str])
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a model, as its config.pbtxt states it.
+
+    Attributes
+    ----------
+    datatype : str
+        One of WANTED's keys.
+    dims : tuple of int
+        Of a request's tensor without its first dimension; -1 for any number.
+    max_values : int
+        How many values it may have.
+    prompt : bool
+        Whether it is the prompt, whose size the body's limit is made for.
+    """
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...]
+    optional: bool
+    max_values: int
+    prompt: bool = False
+
+    def tensor(self, raw: msgspec.Raw) -> NDArray[Any]:
+        """The tensor, [1, *dims], of a field's JSON: one value or a flat list. Raises RequestError."""
+        size = memoryview(raw).nbytes
+        if size > MAX_FIELD_BYTES and not self.prompt:
+            raise RequestError(f"{self.name} has {size} bytes of JSON: must be <= {MAX_FIELD_BYTES}; send less")
+        values = self._values(raw)
+        for value in values:
+            self._check_number(value)
+        fixed = int(np.prod([size for size in self.dims if size > 0]))
+        if len(values) % fixed or (-1 not in self.dims and len(values) != fixed):
+            limit = f"a multiple of {fixed}" if -1 in self.dims else f"{fixed}"
+            remedy = f"its dimensions are {list(self.dims)}"
+            raise RequestError(f"{self.name} has {len(values)} values: must be {limit}; {remedy}")
+        array = np.empty(len(values), dtype=DTYPES[self.datatype])
+        array[:] = values
+        return array.reshape(1, *self.dims)
+
+    def _values(self, raw: msgspec.Raw) -> list[Any]:
+        """Values of the right kind; the range of numbers is not checked yet."""
+        try:
+            if first_character(raw) != "[":
+                return [_ONE[self.datatype].decode(raw)]
+            if self.prompt and self.datatype == "STRING":
+                return list(_ONE_IN_A_LIST.decode(raw))
+            if self.datatype != "STRING" and bytes(raw).count(b",") >= self.max_values:
+                raise RequestError(f"{self.name} has more than {self.max_values} values: that is the limit; send fewer")
+            values: list[Any] = _MANY[self.datatype].decode(raw)
+            return values
+        except UnicodeDecodeError as error:
+            remedy = "send the text encoded as UTF-8"
+            raise RequestError(f"{self.name}: not UTF-8 ({error.reason}); {remedy}") from None
+        except msgspec.ValidationError as error:
+            raise self._wrong_kind(raw, str(error)) from None
+        except msgspec.DecodeError as error:
+            raise RequestError(f"{self.name} = {shown(raw)}: not JSON ({error}); send valid JSON") from None
+
+    def _check_number(self, value: Any) -> None:
+        if self.datatype in ("STRING", "BOOL"):
+            return
+        if self.datatype != "FP32" and not isinstance(value, int):
+            raise RequestError(f"{self.name} = {value!r}: must be an integer; {self._remedy}")
+        low, high = RANGES[self.datatype]
+        if not low <= value <= high:
+            raise self._out_of_range(shortened(value))
+
+    def _wrong_kind(self, raw: msgspec.Raw, reason: str) -> RequestError:
+        """The error for what msgspec has refused; its reason names the place in a list and the kind found there."""
+        if "out of range" in reason:
+            return self._out_of_range(shown(raw))
+        if "of length 1" in reason:
+            return RequestError(f"{self.name} is a list of several texts: must be one; send one request per prompt")
+        place = re.search(r"got `(\w+)` - at `\$(\[\d+\])`", reason)
+        if place is None:
+            return RequestError(f"{self.name} = {shown(raw)}: must be {WANTED[self.datatype]}; {self._remedy}")
+        kind, index = place.groups()
+        remedy = "send one flat list" if kind == "array" else self._remedy
+        return RequestError(f"{self.name}{index} is of kind {kind}: must be {WANTED[self.datatype]}; {remedy}")
+
+    def _out_of_range(self, value: str) -> RequestError:
+        low, high = RANGES[self.datatype]
+        limit = f"in [{low:.8g}, {high:.8g}]" if self.datatype == "FP32" else f"in [{low}, {high}]"
+        return RequestError(f"{self.name} = {value}: must be {limit}, the range of {self.datatype}; {self._remedy}")
+
+    @property
+    def _remedy(self) -> str:
+        return "leave it out for its default" if self.optional else "every request needs it"
+
+
+def first_character(raw: msgspec.Raw) -> str:
+    """What says of which kind JSON is; see KINDS, all others begin numbers."""
+    return chr(memoryview(raw)[0])
+
+
+def shown(raw: msgspec.Raw) -> str:
+    """JSON of a client for an error message: numbers and words, but of lists and objects only what they are."""
+    kind = first_character(raw)
+    if kind in "{[":
+        return KINDS[kind]
+    return shortened(bytes(memoryview(raw)[: 4 * SHOWN_CHARACTERS]).decode("utf-8", "replace"))
+
+
+def shortened(value: object) -> str:
+    """A value for an error message: no more of it than a reader needs to find it."""
+    text = str(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"

@@ -1,0 +1,156 @@
+"""The endpoints of Triton's generate extension, for both models."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Mapping
+
+from aiohttp import web
+
+from kvseek.engine.errors import RequestError, UnavailableError
+
+from .generations import Generations
+from .http_body import BodyReader
+from .http_errors import HttpError, describe
+from .http_fields import shortened
+from .http_json import MODEL_VERSION, GenerateBody, ModelSchema, chunk_to_json, error_to_json
+from .requests import Chunk, RequestFactory, ServedRequest
+from .translation import scalar
+
+WRITE_SECONDS = 60.0  # that a client may leave a stream unread before it counts as gone
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+EVENT_STREAM = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would hold events back until it has some kilobytes
+}
+logger = logging.getLogger(__name__)
+
+
+class GenerateRoutes:
+    """Handlers of /generate and /generate_stream.
+
+    Parameters
+    ----------
+    limits : mapping
+        Bytes that a request's body may have, for each model; may be filled in later, requests are refused until then.
+    """
+
+    def __init__(
+        self,
+        generations: Generations,
+        factory: RequestFactory,
+        schemas: Mapping[str, ModelSchema],
+        bodies: BodyReader,
+        limits: Mapping[str, int],
+    ) -> None:
+        self._generations, self._factory, self._schemas = generations, factory, schemas
+        self._bodies, self._limits = bodies, limits
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where the handlers are found."""
+        model = "/v2/models/{model}"
+        return [
+            web.post(f"{start}/{name}", handler)
+            for start in (model, f"{model}/versions/{{version}}")
+            for name, handler in (("generate", self.generate), ("generate_stream", self.generate_stream))
+        ]
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """One response, when the request has ended."""
+        model = self._model(request)
+        body, served = await self._read(request, model, streams=False)
+        if served is None:
+            return _json(chunk_to_json(model, body.request_id, {}))
+        last: Chunk = {}
+        async with self._generations.generate(served, body.request_id, _trace(request)) as chunks:
+            async for chunk in chunks:
+                last = chunk
+        return _json(chunk_to_json(model, body.request_id, last))
+
+    async def generate_stream(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events, one a chunk. An error before the first has a status, a later one is the last event."""
+        model = self._model(request)
+        body, served = await self._read(request, model, streams=True)
+        response = web.StreamResponse(headers=EVENT_STREAM)
+        if served is None:
+            await response.prepare(request)
+            return response
+        async with self._generations.generate(served, body.request_id, _trace(request)) as chunks:
+            first = await anext(chunks, None)  # an error before it has a status of its own
+            await response.prepare(request)
+            if first is not None:
+                await _send(request, response, chunk_to_json(model, body.request_id, first))
+            await self._pass_on(request, response, chunks, model, body.request_id)
+        return response
+
+    async def _pass_on(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        chunks: AsyncIterator[Chunk],
+        model: str,
+        request_id: str,
+    ) -> None:
+        try:
+            async for chunk in chunks:
+                await _send(request, response, chunk_to_json(model, request_id, chunk))
+        except ConnectionError:
+            raise  # the client has left
+        except Exception as error:
+            await _send(request, response, error_to_json(describe(error)[1]))
+
+    def _model(self, request: web.Request) -> str:
+        model, version = request.match_info["model"], request.match_info.get("version", MODEL_VERSION)
+        if model not in self._schemas:
+            known = " and ".join(self._schemas)
+            raise HttpError(404, f"model {shortened(model)} is not found; there are {known}")
+        if version != MODEL_VERSION:
+            raise HttpError(404, f"{model} has no version {shortened(version)}: must be {MODEL_VERSION}; leave it out")
+        return model
+
+    async def _read(self, request: web.Request, model: str, streams: bool) -> tuple[GenerateBody, ServedRequest | None]:
+        """The request that a client sends; None if it asks to stop another one, which happens here."""
+        if model not in self._limits:
+            raise UnavailableError("the server is starting; send the request again in some seconds")
+        with self._generations.counting_refusals():
+            async with self._bodies.read(request, self._limits[model]) as data:
+                body, served = await self._generations.make(lambda: self._make(model, data, streams))
+        if served is None:
+            self._generations.stop(body.request_id)
+        return body, served
+
+    def _make(self, model: str, data: bytes, streams: bool) -> tuple[GenerateBody, ServedRequest | None]:
+        """In a worker thread."""
+        body = self._schemas[model].read(data)
+        if scalar(body.tensors, "stop", False):
+            return body, None
+        for name in () if streams else ("stream", "streaming", "return_prefill_progress"):
+            if scalar(body.tensors, name, False):
+                raise RequestError(
+                    f"{name} = true: must be false with generate; use generate_stream for several responses"
+                )
+        return body, self._factory.make(model, body.tensors)
+
+
+async def _send(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Send one event; raises ConnectionResetError if the client has left, or has long not read what was sent before."""
+    try:
+        async with asyncio.timeout(WRITE_SECONDS):
+            await response.write(b"data: " + data + b"\n\n")
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"a client has left its stream unread for {WRITE_SECONDS:g} s") from None
+
+
+def _json(data: bytes) -> web.Response:
+    return web.Response(body=data, content_type="application/json")
+
+
+def _trace(request: web.Request) -> str:
+    """The client's W3C traceparent; empty if there is none or it is malformed."""
+    value = request.headers.get("traceparent", "")
+    return value if TRACEPARENT.fullmatch(value) else ""

@@ -1,0 +1,156 @@
+"""JSON of Triton's generate extension: a request's body to tensors, a chunk of an answer to JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from kvseek.engine.config import EngineConfig
+from kvseek.engine.errors import RequestError
+from kvseek.engine.tokenizer import Tokenizer
+
+from .http_fields import MAX_FIELD_BYTES, Input, shortened, shown
+from .requests import MODELS, TEXT_MODEL, TOKEN_MODEL, Chunk
+from .text_request import max_text_bytes
+from .translation import Tensors
+
+MODEL_VERSION = "1"
+MAX_ID_CHARACTERS = 256
+MAX_LIST = 1024  # values of an input that is not the prompt
+JSON_BYTES_PER_BYTE = 6  # a byte of text takes at most \\u0000
+JSON_BYTES_PER_ID = 12  # ten digits, a comma and a space
+PROMPTS = {TEXT_MODEL: "text_input", TOKEN_MODEL: "input_ids"}
+Fields = dict[str, msgspec.Raw]
+_fields = msgspec.json.Decoder(Fields)  # JSON of each field: checked for its syntax, but nothing is built from it
+_string = msgspec.json.Decoder(str)
+
+
+@dataclass(frozen=True)
+class GenerateBody:
+    """The body of a request to generate: the client's id of the request (empty without one), and tensors of [1, ...]."""
+
+    request_id: str
+    tensors: Tensors
+
+
+class ModelSchema:
+    """What a model takes, from its config.pbtxt.
+
+    Parameters
+    ----------
+    model : str
+        One of MODELS.
+    config : EngineConfig
+        Its max_input_len limits the number of token ids.
+    """
+
+    def __init__(self, model: str, config: EngineConfig) -> None:
+        self.model = model
+        text = files("kvseek.model_repository").joinpath(model, "config.pbtxt").read_text(encoding="utf-8")
+        message = text_format.Parse(re.sub(r"\$\{\w+\}", "1", text), model_config_pb2.ModelConfig())
+        self.inputs = {each.name: self._input(each, config.max_input_len) for each in message.input}
+
+    def read(self, body: bytes) -> GenerateBody:
+        """Read the body of a request; raises RequestError that names the field at fault."""
+        fields = self._split(body)
+        request_id = _request_id(fields.pop("id", None))
+        _refuse_parameters(fields.pop("parameters", None), self.model)
+        unknown = next((name for name in fields if name not in self.inputs), None)
+        if unknown is not None:
+            name = shortened(unknown)
+            raise RequestError(f"{name}: {self.model} has no such input; check the spelling, or leave it out")
+        for name, field in self.inputs.items():
+            if not field.optional and name not in fields:
+                raise RequestError(f"{name} is missing: {self.model} needs it; add it to the request")
+        return GenerateBody(request_id, {name: self.inputs[name].tensor(raw) for name, raw in fields.items()})
+
+    def _input(self, message: Any, max_input_len: int) -> Input:
+        datatype = model_config_pb2.DataType.Name(message.data_type).removeprefix("TYPE_")
+        prompt = message.name == PROMPTS[self.model]
+        limit = max_input_len if prompt else MAX_LIST
+        return Input(message.name, datatype, tuple(message.dims), message.optional, limit, prompt)
+
+    def _split(self, body: bytes) -> Fields:
+        try:
+            return _fields.decode(body)
+        except RecursionError:
+            raise RequestError(
+                "the body nests too deeply: must be an object of values and flat lists; send such"
+            ) from None
+        except msgspec.ValidationError:
+            raise RequestError("the body is not a JSON object; send {...} with the model's inputs as fields") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RequestError(
+                f"the body is not JSON{self._place(body, str(error))}: {error}; send valid JSON"
+            ) from None
+
+    def _place(self, body: bytes, message: str) -> str:
+        """The last known field before a fault of the syntax, as NaN is one."""
+        found = re.search(r"\(byte (\d+)\)", message)
+        end = int(found[1]) if found else len(body)
+        places = {name: body.rfind(f'"{name}"'.encode(), 0, end) for name in (*self.inputs, "id", "parameters")}
+        last = max(places, key=lambda name: places[name])
+        return f" (in or after the field {last})" if places[last] >= 0 else ""
+
+
+def schemas(config: EngineConfig) -> Mapping[str, ModelSchema]:
+    """The schemas of both models by name."""
+    return {model: ModelSchema(model, config) for model in MODELS}
+
+
+def body_limit(model: str, config: EngineConfig, tokenizer: Tokenizer) -> int:
+    """Bytes that the body of a request to `model` may have: a prompt of max_input_len, escaped, and the other fields."""
+    if model == TEXT_MODEL:
+        return max_text_bytes(config, tokenizer) * JSON_BYTES_PER_BYTE + MAX_FIELD_BYTES
+    return config.max_input_len * JSON_BYTES_PER_ID + MAX_FIELD_BYTES
+
+
+def chunk_to_json(model: str, request_id: str, chunk: Chunk) -> bytes:
+    """An answer or a part of one. A list of one value is that value, as Triton has it."""
+    own: Chunk = {"model_name": model, "model_version": MODEL_VERSION}
+    if request_id:
+        own["id"] = request_id
+    return msgspec.json.encode(own | {name: _plain(value) for name, value in chunk.items()})
+
+
+def error_to_json(message: str) -> bytes:
+    """What a client gets for an error."""
+    return msgspec.json.encode({"error": message})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return str(value)  # an enum's value
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _request_id(raw: msgspec.Raw | None) -> str:
+    if raw is None:
+        return ""
+    try:
+        text = _string.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise RequestError(f"id = {shown(raw)}: must be a string; send one, or leave it out") from None
+    if len(text) > MAX_ID_CHARACTERS:
+        raise RequestError(f"id has {len(text)} characters: must be <= {MAX_ID_CHARACTERS}; choose a shorter one")
+    return text
+
+
+def _refuse_parameters(raw: msgspec.Raw | None, model: str) -> None:
+    """Triton's `parameters` are an object; the models have none, what they take are inputs."""
+    if raw is None:
+        return
+    try:
+        names = list(_fields.decode(raw))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise RequestError(f"parameters = {shown(raw)}: must be an object; leave it out") from None
+    if names:
+        remedy = "what it takes are fields of the request itself"
+        raise RequestError(f"{shortened(names[0])}: {model} has no such parameter; leave it out, {remedy}")

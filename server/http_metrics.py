@@ -1,0 +1,80 @@
+"""The metrics port: the engine's figures, then Triton's, then whether either could be asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from kvseek.engine.errors import KvseekError
+
+from .engine_client import EngineClient
+from .process_metrics import server_text
+
+TRITON_SECONDS = 2.0
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+UP = "# HELP kvseek:up Whether a process of the server answers.\n# TYPE kvseek:up gauge\n"
+logger = logging.getLogger(__name__)
+
+
+class MetricsRoutes:
+    """The handler of /metrics.
+
+    Parameters
+    ----------
+    triton : str
+        host:port of Triton's own metrics.
+    state : Path or None
+        The supervisor's file of restarts, see Supervisor.
+    """
+
+    def __init__(self, client: EngineClient, triton: str, state: Path | None) -> None:
+        self._client, self._url, self._state = client, f"http://{triton}/metrics", state
+        timeout = aiohttp.ClientTimeout(total=TRITON_SECONDS)
+        self._session = aiohttp.ClientSession(timeout=timeout)
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._session.close()
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where the handler is found."""
+        return [web.get("/metrics", self.metrics)]
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """Everything that can be had now."""
+        engine, triton = await asyncio.gather(self._engine_text(), self._triton_text())
+        up = {"engine": engine is not None, "triton": triton is not None}
+        text = (
+            server_text(engine, self._restarts())
+            + UP
+            + "".join(f'kvseek:up{{process="{process}"}} {int(answers)}\n' for process, answers in up.items())
+        )
+        return web.Response(body=(text + (triton or "")).encode("utf-8"), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _engine_text(self) -> str | None:
+        try:
+            return await self._client.read_metrics()
+        except KvseekError:
+            return None
+
+    async def _triton_text(self) -> str | None:
+        try:
+            async with self._session.get(self._url) as response:
+                return await response.text("utf-8", "replace") if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError):
+            return None
+
+    def _restarts(self) -> dict[str, int]:
+        if self._state is None:
+            return {}
+        try:
+            counts: dict[str, int] = json.loads(self._state.read_text(encoding="utf-8"))
+            return counts
+        except (OSError, ValueError) as error:
+            logger.error("the file of restarts cannot be read: %s", error)
+            return {}

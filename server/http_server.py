@@ -1,0 +1,111 @@
+"""One listening port: an aiohttp application with a limit on its connections, and an end that lets responses finish."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from .errors import ServerError
+from .http_errors import error_response, errors_as_json
+
+HEADER_SECONDS = 75.0  # from connecting, or from the last response, to the end of the next request's headers
+LINGER_SECONDS = 3.0  # that what a refused client still sends is read, so that it gets to read the refusal
+SPARE_CONNECTIONS = 64  # beyond the limit, that get an orderly 503; further ones are closed at once
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+FULL = "the server has as many open connections as it may have; try again later"
+
+
+class Full(asyncio.Protocol):
+    """Closes a connection of which there are too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Say so and close."""
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(
+            b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+        )
+        transport.close()
+
+
+class HttpServer:
+    """Serves routes on one port.
+
+    Parameters
+    ----------
+    max_connections : int
+        Open at once. Connections beyond it get status 503, but for health and metrics.
+    header_seconds : float
+        That a client may take to send the headers of its next request.
+    """
+
+    def __init__(
+        self, routes: list[web.RouteDef], max_connections: int, header_seconds: float = HEADER_SECONDS
+    ) -> None:
+        @web.middleware
+        async def limit(request: web.Request, handler: Handler) -> web.StreamResponse:
+            return await self._limit(request, handler)
+
+        app = web.Application(middlewares=[errors_as_json, limit])
+        app.add_routes(routes)
+        app.on_response_prepare.append(_hide_version)
+        self._max_connections = max_connections
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,  # a client that leaves ends its handler, and that its request
+            access_log=None,
+            keepalive_timeout=header_seconds,
+            lingering_time=LINGER_SECONDS,
+            auto_decompress=False,
+            shutdown_timeout=1.0,
+        )
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int, flag: str) -> int:
+        """Listen; returns the port. Raises ServerError that names the flag."""
+        await self._runner.setup()
+        try:
+            self._server = await asyncio.get_running_loop().create_server(
+                self._connect, host or None, port, backlog=1024
+            )
+        except (OSError, OverflowError) as error:
+            raise ServerError(f"{flag} = {port}: cannot listen on {host} ({error}); choose another port") from None
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def stop_accepting(self) -> None:
+        """Take no connection any more, and close those on which nothing is under way."""
+        if self._server is not None:
+            self._server.close()
+        if self._runner.server is not None:
+            self._runner.server.pre_shutdown()
+
+    async def close(self) -> None:
+        """End what is still under way."""
+        self.stop_accepting()
+        await self._runner.cleanup()
+
+    @property
+    def connections(self) -> int:
+        """Open connections."""
+        return 0 if self._runner.server is None else len(self._runner.server.connections)
+
+    def _connect(self) -> asyncio.Protocol:
+        assert self._runner.server is not None
+        if self.connections >= self._max_connections + SPARE_CONNECTIONS:
+            return Full()
+        return self._runner.server()
+
+    async def _limit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method == "POST" and self.connections > self._max_connections:
+            response = error_response(503, FULL)
+            response.force_close()
+            return response
+        return await handler(request)
+
+
+async def _hide_version(_: web.Request, response: web.StreamResponse) -> None:
+    """Which software in which version answers is of use to attackers alone."""
+    with contextlib.suppress(RuntimeError):  # headers are frozen when they have been sent
+        response.headers["Server"] = "kvseek"

@@ -1,0 +1,130 @@
+"""Whether the server is ready: the engine's loop answers, and Triton does. Asked in the background, once a second."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import grpc
+import grpc.aio
+from aiohttp import web
+from tritonclient.grpc import service_pb2
+
+from kvseek.engine.errors import KvseekError
+
+from .engine_client import EngineClient
+from .http_errors import HttpError, error_response
+from .http_fields import shortened
+from .http_json import MODEL_VERSION
+from .messages import Pong
+from .requests import MODELS
+from .triton_relay import TritonRelay
+
+ASK_SECONDS = 1.0  # between two questions
+ANSWER_SECONDS = 10.0  # an older answer counts for nothing
+logger = logging.getLogger(__name__)
+
+
+class Answers:
+    """The last good answer of one process to a question that is asked again and again."""
+
+    def __init__(self, name: str, ask: Callable[[], Awaitable[bool]]) -> None:
+        self._name, self._ask = name, ask
+        self._at = -ANSWER_SECONDS  # time.monotonic of the last good answer
+
+    @property
+    def fresh(self) -> bool:
+        """Whether there was one lately."""
+        return time.monotonic() - self._at < ANSWER_SECONDS
+
+    async def keep_asking(self) -> None:
+        """Ask for ever."""
+        while True:
+            try:
+                if await self._ask():
+                    self._at = time.monotonic()
+                else:
+                    self._at = -ANSWER_SECONDS
+            except Exception:  # one that would end this loop would keep the server from ever being ready again
+                logger.exception("%s could not be asked whether it is ready", self._name)
+            await asyncio.sleep(ASK_SECONDS)
+
+
+class ServerState:
+    """What the health endpoints say.
+
+    Attributes
+    ----------
+    starting : bool
+        Whether the door itself is not ready yet; set by the door.
+    """
+
+    def __init__(self, client: EngineClient, triton: TritonRelay) -> None:
+        self.starting, self._stopping = True, False
+        self._client, self._triton = client, triton
+        self._pong: Pong | None = None
+        self._engine = Answers("the engine", self._ask_engine)
+        self._triton_answers = Answers("Triton", self._ask_triton)
+        self._tasks = [asyncio.create_task(each.keep_asking()) for each in (self._engine, self._triton_answers)]
+
+    def stop_accepting(self) -> None:
+        """From now on the server is not ready."""
+        self._stopping = True
+
+    async def close(self) -> None:
+        """Stop asking."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def obstacles(self) -> list[str]:
+        """Why the server is not ready; empty if it is."""
+        found = []
+        if self._stopping or (self._pong is not None and self._pong.draining):
+            found.append("the server is shutting down")
+        if self.starting:
+            found.append("the HTTP process is loading the tokenizer")
+        if not self._client.connected:
+            found.append("the engine process does not run, or is loading the engine")
+        elif not self._engine.fresh:
+            found.append(f"the engine has not answered for {ANSWER_SECONDS:g} s")
+        if not self._triton_answers.fresh:
+            found.append("Triton does not answer on its gRPC port, or is not ready")
+        return found
+
+    def routes(self) -> list[web.RouteDef]:
+        """The health endpoints."""
+        model = "/v2/models/{model}"
+        return [
+            web.get("/v2/health/live", self.live),
+            web.get("/v2/health/ready", self.ready),
+            web.get(f"{model}/ready", self.ready),
+            web.get(f"{model}/versions/{{version}}/ready", self.ready),
+        ]
+
+    async def live(self, _: web.Request) -> web.Response:
+        """200 while this process runs."""
+        return web.Response()
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """200, or 503 with the reasons. The models are ready when the server is."""
+        model, version = request.match_info.get("model"), request.match_info.get("version", MODEL_VERSION)
+        if model is not None and (model not in MODELS or version != MODEL_VERSION):
+            raise HttpError(404, f"model {shortened(model)} version {shortened(version)} is not found")
+        obstacles = self.obstacles()
+        return error_response(503, "not ready: " + "; ".join(obstacles)) if obstacles else web.Response()
+
+    async def _ask_engine(self) -> bool:
+        with contextlib.suppress(KvseekError):
+            self._pong = await self._client.ping()
+            return True
+        self._pong = None
+        return False
+
+    async def _ask_triton(self) -> bool:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            return bool((await self._triton.ask("ServerReady", service_pb2.ServerReadyRequest())).ready)
+        return False

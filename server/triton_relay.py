@@ -1,0 +1,108 @@
+"""What Triton says of itself and its models, asked over gRPC and answered as Triton's HTTP endpoint would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import grpc.aio
+import msgspec
+from aiohttp import web
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from .http_errors import HttpError
+
+ANSWER_SECONDS = 2.0
+STATUS = {grpc.StatusCode.NOT_FOUND: 404, grpc.StatusCode.INVALID_ARGUMENT: 400, grpc.StatusCode.UNIMPLEMENTED: 404}
+
+
+class TritonRelay:
+    """Questions to Triton.
+
+    Parameters
+    ----------
+    target : str
+        host:port of its gRPC endpoint.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._channel = grpc.aio.insecure_channel(target)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    async def ask(self, method: str, message: Message) -> Any:
+        """Call a method of Triton's service; raises AioRpcError."""
+        return await getattr(self._stub, method)(message, timeout=ANSWER_SECONDS)
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._channel.close()
+
+    def routes(self) -> list[web.RouteDef]:
+        """The endpoints that say what there is."""
+        found = [web.get("/v2", self.server), web.get("/v2/models/stats", self.statistics)]
+        for start in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+            handlers = (("", self.model), ("/config", self.config), ("/stats", self.statistics))
+            found += [web.get(f"{start}{end}", handler) for end, handler in handlers]
+        return found
+
+    async def server(self, _: web.Request) -> web.Response:
+        """Name, version and extensions of the server."""
+        return _json(await self._answer("ServerMetadata", service_pb2.ServerMetadataRequest()))
+
+    async def model(self, request: web.Request) -> web.Response:
+        """Inputs and outputs of a model."""
+        return _json(await self._answer("ModelMetadata", service_pb2.ModelMetadataRequest(**_name(request))))
+
+    async def config(self, request: web.Request) -> web.Response:
+        """Configuration of a model."""
+        return _json((await self._answer("ModelConfig", service_pb2.ModelConfigRequest(**_name(request)))).config)
+
+    async def statistics(self, request: web.Request) -> web.Response:
+        """Statistics of one model, or of all."""
+        return _json(await self._answer("ModelStatistics", service_pb2.ModelStatisticsRequest(**_name(request))))
+
+    async def _answer(self, method: str, message: Message) -> Any:
+        try:
+            return await self.ask(method, message)
+        except grpc.aio.AioRpcError as error:
+            status = STATUS.get(error.code())
+            if status is not None:
+                raise HttpError(status, error.details() or "not found") from None
+            raise HttpError(503, "Triton does not answer; it is being started or restarted, try again later") from None
+
+
+def _name(request: web.Request) -> dict[str, str]:
+    names = {"name": request.match_info.get("model"), "version": request.match_info.get("version")}
+    return {field: value for field, value in names.items() if value is not None}
+
+
+def _json(message: Message) -> web.Response:
+    return web.Response(body=msgspec.json.encode(plain(message)), content_type="application/json")
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message as JSON values, absent fields with their defaults, 64-bit integers as numbers: Triton's own form.
+
+    google.protobuf.json_format would make strings of the integers, and [-1] dimensions ["-1"].
+    """
+    values: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            kind = field.message_type.fields_by_name["value"]
+            values[field.name] = {str(key): _plain(kind, value[key]) for key in value}
+        elif field.is_repeated:
+            values[field.name] = [_plain(field, each) for each in value]
+        elif not field.has_presence or message.HasField(field.name):
+            values[field.name] = _plain(field, value)
+    return values
+
+
+def _plain(field: FieldDescriptor, value: Any) -> Any:
+    if field.message_type is not None:
+        return plain(value)
+    if field.enum_type is not None:
+        return field.enum_type.values_by_number[value].name
+    return value
