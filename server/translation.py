@@ -50,14 +50,16 @@ def refuse_unsupported(tensors: Tensors) -> None:
             raise RequestError(f"{name} = {value!r}: must be {wanted}; kvseek does not support it, leave it out")
 
 
-def refuse_parameters(parameters: str, model: str) -> None:
-    """Raise RequestError if a request to `model` has parameters (a JSON object) besides its tensors.
+def read_parameters(parameters: str, model: str) -> str:
+    """The trace context in the parameters of a request to `model` (a JSON object), or an empty string.
 
-    Triton's generate endpoints turn every field of the JSON body that is no input into a parameter, misspelt ones too.
+    Raises RequestError on any other parameter: nothing that a client asks for is ignored.
     """
-    names = sorted(json.loads(parameters or "{}"))
-    if names:
-        raise RequestError(f"{names[0]}: {model} has no such input; check the spelling, or leave it out")
+    values = json.loads(parameters or "{}")
+    trace = values.pop("traceparent", "")
+    if values:
+        raise RequestError(f"{min(values)}: {model} has no such input; check the spelling, or leave it out")
+    return trace if isinstance(trace, str) else ""
 
 
 def sampling_params(tensors: Tensors, top_k: str = "runtime_top_k", top_p: str = "runtime_top_p") -> SamplingParams:

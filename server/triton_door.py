@@ -25,7 +25,7 @@ from kvseek.engine.tokenizer import Tokenizer
 from .engine_client import EngineClient
 from .requests import Chunk, RequestFactory, ServedRequest
 from .status import TRITON_CODE
-from .translation import Tensors, refuse_parameters, scalar
+from .translation import Tensors, read_parameters, scalar
 
 OUTPUT_DTYPES = {
     "text_output": object,
@@ -72,7 +72,10 @@ class Stream:
     def fail(self, message: str, code: ErrorCode) -> None:
         """End with an error."""
         self.closed = True
-        error = self._triton.TritonError(message, getattr(self._triton.TritonError, TRITON_CODE[code]))
+        name = TRITON_CODE[code]
+        if code is not ErrorCode.INVALID:  # clients of a stream see the message alone
+            message = f"{name}: {message}"
+        error = self._triton.TritonError(message, getattr(self._triton.TritonError, name))
         self._sender.send(
             self._triton.InferenceResponse(error=error), flags=self._triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         )
@@ -160,9 +163,9 @@ class TritonDoor:
             if stream.left:
                 self._end(stream)
                 return
-            refuse_parameters(parameters, self._model)
+            trace = read_parameters(parameters, self._model)
             served = stream.served = self._factory.make(self._model, tensors)
-            stream.number = self._client.submit(served.request, lambda output: self._pass_on(stream, output))
+            stream.number = self._client.submit(served.request, lambda output: self._pass_on(stream, output), trace)
             if stream.left or stream.closed:  # while the number was not known yet
                 self._client.cancel(stream.number)
         except Exception as error:

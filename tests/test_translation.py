@@ -14,7 +14,7 @@ from kvseek.engine.request import SamplingParams
 from kvseek.server.translation import (
     NEUTRAL,
     engine_request,
-    refuse_parameters,
+    read_parameters,
     sampling_params,
     scalar,
     text,
@@ -83,10 +83,10 @@ def test_unsupported_inputs_are_refused_unless_neutral(name: str) -> None:
 
 
 def test_parameters_are_refused_by_name() -> None:
-    refuse_parameters("{}", "tensorrt_llm")
-    refuse_parameters("", "tensorrt_llm")
+    assert read_parameters("{}", "tensorrt_llm") == read_parameters("", "tensorrt_llm") == ""
+    assert read_parameters('{"traceparent": "00-ab"}', "tensorrt_llm") == "00-ab"
     with pytest.raises(RequestError, match="top_q: tensorrt_llm has no such input"):
-        refuse_parameters('{"top_q": 1}', "tensorrt_llm")
+        read_parameters('{"top_q": 1}', "tensorrt_llm")
 
 
 def test_several_prompts_in_one_request_are_refused() -> None:

@@ -1,0 +1,226 @@
+"""The gRPC door: Triton's inference protocol in front of Triton, whose own port is for this machine alone.
+
+Requests are parsed, checked (grpc_checks.py) and passed on; responses go back as they are. Health is the whole server's, and
+what has no use for clients of a model (repository, shared memory, trace, logging) is not passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+from tritonclient.grpc import service_pb2
+
+from kvseek.engine.errors import RequestError
+
+from .grpc_checks import admit
+from .http_json import ModelSchema
+from .http_state import ServerState
+from .requests import MODELS
+
+SERVICE = "inference.GRPCInferenceService"
+PASSED_ON = ("ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics")
+CLOSED = (
+    *("RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings"),
+    *(f"{kind}SharedMemory{verb}" for kind in ("System", "Cuda") for verb in ("Status", "Register", "Unregister")),
+)
+MAX_CALLS = 4096  # open at a time
+MAX_OTHER_BYTES = 64 << 10  # of a message that is no inference request
+ANSWER_SECONDS = 10.0  # that Triton may take for what is no inference
+SHARED_MEMORY_NAME = b"triton_python_backend_shm_region_"
+NO_SHARED_MEMORY = (
+    "the server has no shared memory left to pass the request on; try again later, or give it more (docs/deploy.md)"
+)
+NOT_RUNNING = "Triton does not run: it is being started or restarted; send the request again in some seconds"
+ENDED = "Triton ended while the request was with it, and is being restarted; send the request again"
+logger = logging.getLogger(__name__)
+Handler = Callable[..., Any]
+
+
+class GrpcDoor:
+    """Serves gRPC clients.
+
+    Parameters
+    ----------
+    triton : str
+        host:port of Triton's own gRPC endpoint.
+    max_message_bytes : int
+        Of one inference request.
+    """
+
+    def __init__(
+        self, triton: str, state: ServerState, schemas: Mapping[str, ModelSchema], max_message_bytes: int
+    ) -> None:
+        self._state, self._schemas = state, schemas
+        unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        self._channel = grpc.aio.insecure_channel(triton, options=unlimited)  # logits may be large
+        self._infer = self._channel.unary_unary(f"/{SERVICE}/ModelInfer")
+        self._stream_infer = self._channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", 0),  # a busy port is an error
+            ],
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(SERVICE, self._handlers()),
+                grpc.method_handlers_generic_handler(
+                    "grpc.health.v1.Health", {"Check": grpc.unary_unary_rpc_method_handler(self._health)}
+                ),
+            )
+        )
+
+    async def start(self, address: str) -> None:
+        """Listen on host:port; raises RuntimeError if that is not possible."""
+        self._server.add_insecure_port(address)
+        await self._server.start()
+
+    async def stop(self, seconds: float) -> None:
+        """Take no new calls, and end those that are still open after `seconds`."""
+        await self._server.stop(seconds)
+        await self._channel.close()
+
+    def _handlers(self) -> dict[str, Any]:
+        """Handlers by method. Messages are bytes: what does not parse is the client's fault, not an internal error."""
+        handlers = {
+            "ServerLive": self._answer(service_pb2.ServerLiveRequest, self._live),
+            "ServerReady": self._answer(service_pb2.ServerReadyRequest, self._ready),
+            "ModelReady": self._answer(service_pb2.ModelReadyRequest, self._model_ready),
+            "ModelInfer": grpc.unary_unary_rpc_method_handler(self._model_infer),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._model_stream_infer),
+        }
+        handlers |= {method: grpc.unary_unary_rpc_method_handler(self._relay(method)) for method in PASSED_ON}
+        handlers |= {method: grpc.unary_unary_rpc_method_handler(_refuse) for method in CLOSED}
+        return handlers
+
+    def _answer(self, kind: type[Message], make: Callable[[Any], Message]) -> Any:
+        async def handler(data: bytes, context: Any) -> bytes:
+            return make(await _parse(kind, data, context)).SerializeToString()
+
+        return grpc.unary_unary_rpc_method_handler(handler)
+
+    def _live(self, _: Any) -> Message:
+        return service_pb2.ServerLiveResponse(live=True)
+
+    def _ready(self, _: Any) -> Message:
+        return service_pb2.ServerReadyResponse(ready=not self._state.obstacles())
+
+    def _model_ready(self, request: Any) -> Message:
+        known = request.name in MODELS and request.version in ("", "1")
+        return service_pb2.ModelReadyResponse(ready=known and not self._state.obstacles())
+
+    async def _health(self, _: bytes, __: Any) -> bytes:
+        """grpc.health.v1.Health/Check: HealthCheckResponse with status SERVING (1) or NOT_SERVING (2)."""
+        return b"\x08\x02" if self._state.obstacles() else b"\x08\x01"
+
+    def _relay(self, method: str) -> Handler:
+        call = self._channel.unary_unary(f"/{SERVICE}/{method}")
+
+        async def handler(data: bytes, context: Any) -> bytes:
+            if len(data) > MAX_OTHER_BYTES:
+                await context.abort(
+                    grpc.StatusCode.INVALID_ARGUMENT, f"{len(data)} bytes: must be <= {MAX_OTHER_BYTES}"
+                )
+            return await _passed_on(call(data, timeout=ANSWER_SECONDS), context)
+
+        return handler
+
+    async def _model_infer(self, data: bytes, context: Any) -> bytes:
+        request = await _parse(service_pb2.ModelInferRequest, data, context)
+        try:
+            admit(request, self._schemas)
+        except RequestError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return await _passed_on(self._infer(request.SerializeToString()), context)
+
+    async def _model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        """Requests of one client to Triton, and both Triton's responses and refusals of ours back to the client."""
+        upstream = self._stream_infer()
+        writing = asyncio.Lock()  # of responses: two tasks have some
+        forward = asyncio.create_task(self._forward(requests, upstream, context, writing))
+        try:
+            while (data := await upstream.read()) is not grpc.aio.EOF:
+                async with writing:
+                    await context.write(_without_names(data))
+            await forward
+            code = await upstream.code()
+            if code is not grpc.StatusCode.OK:
+                await _abort(context, code, await upstream.details())
+        except grpc.aio.AioRpcError as error:
+            await _abort(context, error.code(), error.details())
+        finally:
+            forward.cancel()
+            upstream.cancel()
+
+    async def _forward(
+        self, requests: AsyncIterator[bytes], upstream: Any, context: Any, writing: asyncio.Lock
+    ) -> None:
+        with contextlib.suppress(
+            grpc.aio.AioRpcError, asyncio.InvalidStateError
+        ):  # `read` tells how the call has ended
+            async for data in requests:
+                refusal = service_pb2.ModelStreamInferResponse()
+                try:
+                    request = service_pb2.ModelInferRequest.FromString(data)
+                    refusal.infer_response.id = request.id[:256]
+                    admit(request, self._schemas)
+                except (DecodeError, RequestError) as error:
+                    refusal.error_message = _message(error)
+                    async with writing:
+                        await context.write(refusal.SerializeToString())
+                else:
+                    await upstream.write(request.SerializeToString())
+            await upstream.done_writing()
+
+
+async def _parse(kind: type[Message], data: bytes, context: Any) -> Any:
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _message(error))
+
+
+async def _passed_on(call: Any, context: Any) -> bytes:
+    try:
+        return bytes(await call)
+    except grpc.aio.AioRpcError as error:
+        await _abort(context, error.code(), error.details())
+        raise  # not reached: abort raises
+
+
+async def _abort(context: Any, code: grpc.StatusCode, details: str | None) -> None:
+    """End a call as Triton ended it, or, if there is no Triton any more, by saying so."""
+    if code is grpc.StatusCode.UNAVAILABLE:
+        details = NOT_RUNNING if "connect" in (details or "") else ENDED
+    await context.abort(code, details or "")
+
+
+async def _refuse(_: bytes, context: Any) -> bytes:
+    message = "this part of Triton is closed to clients; docs/security.md says why"
+    await context.abort(grpc.StatusCode.PERMISSION_DENIED, message)
+    return b""  # not reached: abort raises
+
+
+def _message(error: Exception) -> str:
+    return str(error) if isinstance(error, RequestError) else f"the message is no request ({error}); send a valid one"
+
+
+def _without_names(data: bytes) -> bytes:
+    """A response as clients may see it: an error of Triton's Python backend names the server's shared memory."""
+    if SHARED_MEMORY_NAME not in data:
+        return data
+    response = service_pb2.ModelStreamInferResponse.FromString(data)
+    if SHARED_MEMORY_NAME.decode() not in response.error_message:  # but in a text
+        return data
+    logger.error("Triton: %s", response.error_message)
+    response.error_message = NO_SHARED_MEMORY
+    return bytes(response.SerializeToString())
