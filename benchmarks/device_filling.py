@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvseek.engine.decoder import LAST_QUERIES
+from kvseek.engine.prefill import LAST_QUERIES
 
 from .device_memory import CHUNK_TOKENS, SLOT_STRIDE, Cell, key_tokens
 from .synthetic import SyntheticKeys

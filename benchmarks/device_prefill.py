@@ -76,8 +76,10 @@ def _take_turns(
 def prefill(decoder: DeviceDecoder, ids: list[int]) -> None:
     """Process a prompt in slot 0, wait for its logits and rows, and forget it."""
     decoder.cache.open(0, len(ids) + 1)
-    for _ in decoder.prefill(0, ids):
-        pass
+    prompt = decoder.prefill([(0, ids)])
+    while prompt.progress < 1:
+        prompt.advance(decoder.config.prefill_chunk_tokens)
+    prompt.finish()
     torch.cuda.synchronize()
     for index in decoder.indexes:
         index.forget(0)

@@ -3,43 +3,58 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from kvseek.plugins.base import Index
 
 from .cache import Cache
 from .config import EngineConfig
+from .prefill import LayerwisePrefill, Prefill, Prompts
 
-LAST_QUERIES = 2048  # prompt queries that an index sees at build (plugins/base.py)
 Prompt = TypeVar("Prompt")
 
 
 class BaseDecoder(ABC):
-    """A decoder over a cache and one index per layer; weights, if it has any, are its subclasses' own."""
+    """A decoder over a cache and one index per layer; weights, if it has any, are its subclasses' own.
+
+    Attributes
+    ----------
+    reads_packs : bool
+        Whether a prefill may have several prompts, and units of any size. If not, it has one prompt, in units that are the
+        decoder's own, whatever `Prefill.advance` asks for.
+    """
+
+    reads_packs: ClassVar[bool] = True
 
     def __init__(self, config: EngineConfig, cache: Cache, indexes: Sequence[Index]) -> None:
         self.config, self.model = config, config.model
         self.cache, self.indexes = cache, indexes
         self.scaling = config.model.head_dim**-0.5
 
-    @torch.inference_mode()
-    def prefill(self, slot: int, prompt_ids: Sequence[int]) -> Generator[float, None, Tensor]:
-        """Process a prompt in units of work.
+    @abstractmethod
+    def prefill(self, prompts: Prompts) -> Prefill:
+        """Begin to read prompts, slot and token ids of each; nothing is computed or changed before `Prefill.advance`.
 
-        Yields the share of the work done after each unit; returns the last token's logits, float32 [vocabulary].
+        Several together must not be longer than a chunk (prefill_chunk_tokens), and the decoder must read packs.
         """
+
+    def expect(self, slot: int, tokens: int) -> None:
+        """Prepare cache and indexes for a prompt of `tokens` tokens."""
         for index in self.indexes:
             index.forget(slot)
-        self.cache.begin_prefill(slot, len(prompt_ids))
-        return (yield from self._read_prompt(slot, prompt_ids))
+        self.cache.begin_prefill(slot, tokens)
 
-    @abstractmethod
-    def _read_prompt(self, slot: int, prompt_ids: Sequence[int]) -> Generator[float, None, Tensor]:
-        """`prefill`, once cache and indexes expect the prompt."""
+    def reading(self, tokens: int) -> AbstractContextManager[None]:
+        """Surrounds each unit of a prefill of `tokens` tokens; may turn errors into such as say more."""
+        return nullcontext()
+
+    def hand_over(self, slots: Sequence[int], logits: Tensor) -> Tensor:
+        """Logits of a prefill on the CPU, once the first decode step of `slots` may be launched."""
+        return logits
 
     @abstractmethod
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
@@ -72,11 +87,11 @@ class BaseDecoder(ABC):
         for index in self.indexes:
             index.refresh(slots)
 
-    def _new_rows(self, tokens: int) -> Tensor:
+    def new_rows(self, tokens: int) -> Tensor:
         """Room for the keys or the values of a layer, [G, tokens, D]."""
         return self.cache.window.new_empty(self.model.num_kv_heads, tokens, self.model.head_dim)
 
-    def _store_layer(self, number: int, slot: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+    def store_layer(self, number: int, slot: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """Write a prompt's rows of a layer, keys and values [G, n, D], and index them; queries are its last [H, w, D]."""
         index, sink, length = self.indexes[number], self.cache.config.sink, self.cache.lengths[slot]
         retrieval = keys[:, sink : sink + length]
@@ -86,50 +101,30 @@ class BaseDecoder(ABC):
             retrieval = retrieval.gather(1, order[..., None].expand_as(retrieval))
         index.build(slot, retrieval, queries)
 
-    def _finish_indexes(self, slot: int) -> None:
+    def finish_indexes(self, slot: int) -> None:
         """Wait for what the indexes left running; the prompt's last layer has been stored."""
         for index in self.indexes:
             index.finish_build(slot)
 
 
 class LayerwiseDecoder(BaseDecoder, Generic[Prompt]):
-    """Reads prompts layer by layer, in units of one layer and one chunk of tokens. `Prompt` is what it keeps of one."""
+    """Reads prompts layer by layer (LayerwisePrefill). `Prompt` is what it keeps of them from one layer to the next."""
 
-    def _read_prompt(self, slot: int, prompt_ids: Sequence[int]) -> Generator[float, None, Tensor]:
-        n, chunk = len(prompt_ids), self.config.prefill_chunk_tokens
-        prompt, layers = self._begin_prompt(prompt_ids), self.model.num_layers
-        units, done = layers * -(-n // chunk), 0
-        for number in range(layers):
-            keys, values = self._new_rows(n), self._new_rows(n)
-            last: list[Tensor] = []
-            for start in range(0, n, chunk):
-                stop = min(start + chunk, n)
-                queries = self._prefill_chunk(number, prompt, start, stop, keys, values)
-                part = queries[:, max(0, n - LAST_QUERIES - start) :]
-                if part.shape[1] > 0:  # an empty part would keep the queries of its chunk
-                    last.append(part)
-                del queries, part
-                done += 1
-                if stop == n:
-                    self._store_layer(number, slot, keys, values, torch.cat(last, dim=1)[:, -LAST_QUERIES:])
-                yield done / units
-            del keys, values, last  # before the next layer allocates its own
-        self._finish_indexes(slot)
-        return self._prompt_logits(prompt)
+    def prefill(self, prompts: Prompts) -> Prefill:
+        """See BaseDecoder.prefill."""
+        return LayerwisePrefill(self, prompts)
 
     @abstractmethod
-    def _begin_prompt(self, prompt_ids: Sequence[int]) -> Prompt:
+    def begin_prompt(self, prefill: Prefill) -> Prompt:
         """What the first layer begins with."""
 
     @abstractmethod
-    def _prefill_chunk(
-        self, number: int, prompt: Prompt, start: int, stop: int, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """One layer over tokens start .. stop - 1, whose keys and values it adds to those of the prompt, [G, n, D].
+    def prefill_chunk(self, number: int, prompt: Prompt, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
+        """One layer over rows start .. stop - 1, whose keys and values it adds to those of all rows, [G, n, D].
 
         Returns the chunk's queries, [H, stop - start, D].
         """
 
     @abstractmethod
-    def _prompt_logits(self, prompt: Prompt) -> Tensor:
-        """Logits of the last token, float32 [vocabulary]; all layers are done."""
+    def prompt_logits(self, prompt: Prompt) -> Tensor:
+        """Logits of each prompt's last token, float32 [prompts, vocabulary]; all layers are done."""

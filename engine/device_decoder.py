@@ -19,7 +19,8 @@ from .graphed_decoder import GraphedDecoder
 from .graphs import StepResult
 from .layer import Layer
 from .layer_kernels import Rotation
-from .model import Decoder
+from .model import Decoder, Stream
+from .prefill import attend_pieces, pieces_of
 from .weight_only_kernels import weight_only_kernels
 
 Marker = Callable[[str], None]
@@ -65,14 +66,17 @@ class DeviceDecoder(GraphedDecoder, Decoder):
     def _embed(self, ids: Sequence[int]) -> Tensor:
         return F.embedding(self._to_device(ids, torch.int64), self.embed)
 
-    def _prefill_chunk(
-        self, number: int, prompt: Tensor, start: int, stop: int, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        layer, x = self.layers[number], prompt[start:stop]
+    def _rotation(self, start: int, stop: int) -> Rotation:
+        return self.ops.rotation(start, stop)
+
+    def prefill_chunk(self, number: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
+        """See LayerwiseDecoder."""
+        layer, x = self.layers[number], prompt.residual[start:stop]
         qkv = layer.qkv(self.ops.add_rms_norm(x, None, layer.attention_norm))
-        rotation = self.ops.rotation(start, stop)
+        rotation = self._rotation_of(prompt, start, stop)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, layer.q_norm, layer.k_norm).transpose(0, 1)
-        out = causal_attention_device(q, keys[:, :stop], values[:, :stop], self.scaling)
+        pieces = pieces_of(prompt.borders, start, stop)
+        out = attend_pieces(causal_attention_device, q, keys, values, self.scaling, pieces)
         attended = layer.o(out.flatten(1))
         normed = self.ops.add_rms_norm(x, attended, layer.mlp_norm)
         x += layer.down(self.ops.silu_mul(layer.gate_up(normed)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
@@ -12,33 +13,81 @@ from torch import Tensor
 
 from .config import EngineConfig
 from .decoder import BaseDecoder
-from .errors import CapacityError
+from .endings import ended, expired, failed
+from .errors import CapacityError, ConfigError, ErrorCode
 from .loading import load_decoder
 from .manifest import verify
-from .metrics import RequestStatistics
+from .metrics import RequestStatistics, StepReport
+from .queue import RequestQueue
+from .reading import PromptReader, Reading
 from .request import FinishReason, Request, StepOutput
 from .sampling import Sampler, accept
-from .scheduler import Scheduler, Sequence
+from .scheduler import Scheduler
+from .sequence import Sequence
 from .tokenizer import Tokenizer
+
+MAX_NUM_TOKENS = 8192
 
 
 class Engine:
-    """Continuous batching over one decoder: each `step` runs one prefill unit and one decode step."""
+    """Continuous batching over one decoder: each `step` reads parts of prompts and runs one decode step.
 
-    def __init__(self, config: EngineConfig, decoder: BaseDecoder, tokenizer: Tokenizer) -> None:
+    One thread calls `step` and `cancel`. What other threads may call says so.
+
+    Parameters
+    ----------
+    max_queue_size : int, optional
+        Most requests that may wait for a slot; None: no bound.
+    max_num_tokens : int
+        Most prompt tokens that a step reads.
+
+    Attributes
+    ----------
+    on_step : callable or None
+        Called with the StepReport of each step, by the thread that runs it.
+
+    Raises
+    ------
+    ConfigError
+        If a number is below 1.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        decoder: BaseDecoder,
+        tokenizer: Tokenizer,
+        max_queue_size: int | None = None,
+        max_num_tokens: int = MAX_NUM_TOKENS,
+    ) -> None:
+        if max_num_tokens < 1:
+            raise ConfigError(f"max_num_tokens = {max_num_tokens}: must be >= 1; {MAX_NUM_TOKENS} is the default")
         self.config, self.tokenizer = config, tokenizer
         self._decoder, self._cache = decoder, decoder.cache
-        self._scheduler = Scheduler(decoder.cache, config.max_batch_size)
+        self._queue = RequestQueue(max_queue_size)
+        self._scheduler = Scheduler(decoder.cache, config.max_batch_size, self._queue)
+        self._reader = PromptReader(decoder, max_num_tokens)
         self._ids = itertools.count(1)
+        self._token_layers = 0  # that all steps have read
+        self._report = StepReport()
+        self.on_step: Callable[[StepReport], None] | None = None
 
     @classmethod
-    def load(cls, directory: Path, threads: int | None = None) -> Engine:
+    def load(
+        cls,
+        directory: Path,
+        threads: int | None = None,
+        max_queue_size: int | None = None,
+        max_num_tokens: int = MAX_NUM_TOKENS,
+    ) -> Engine:
         """Load an engine directory that `kvseek build` wrote, after checking its checksums.
 
         Parameters
         ----------
         threads : int, optional
             CPU threads of the whole process (torch.set_num_threads); None leaves torch's choice.
+        max_queue_size, max_num_tokens
+            As of Engine.
 
         Raises
         ------
@@ -48,7 +97,8 @@ class Engine:
             torch.set_num_threads(threads)
         verify(directory)
         config = EngineConfig.load(directory)
-        return cls(config, load_decoder(directory, config), Tokenizer(directory))
+        decoder = load_decoder(directory, config)
+        return cls(config, decoder, Tokenizer(directory), max_queue_size, max_num_tokens)
 
     @property
     def index_bytes_per_token(self) -> float:
@@ -57,8 +107,23 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
-        return bool(self._scheduler.waiting or self._scheduler.running)
+        """Whether `step` has anything to do. Safe from any thread, like the next three."""
+        return bool(self.waiting or self.running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """Requests with a slot."""
+        return len(self._scheduler.running)
+
+    @property
+    def step_report(self) -> StepReport:
+        """What the last step did."""
+        return self._report
 
     def check(self, request: Request) -> None:
         """Raise RequestError or CapacityError if this engine can never serve the request. Safe from any thread."""
@@ -71,27 +136,55 @@ class Engine:
                 "shorten the request or build with a larger cache.kv_cache_host_memory_bytes"
             )
 
-    def submit(self, request: Request) -> int:
-        """Queue a request and return its id; raises as `check`."""
+    def prepare(self, request: Request) -> Sequence:
+        """What `enqueue` takes; raises as `check`. Safe from any thread."""
         self.check(request)
-        statistics = RequestStatistics(len(request.prompt_ids), time.perf_counter())
         sampler = Sampler(request.sampling, self.config.model.vocab_size, request.prompt_ids)
-        sequence = Sequence(next(self._ids), request, sampler, statistics)
-        self._scheduler.add(sequence)
+        return Sequence(
+            next(self._ids), request, sampler, RequestStatistics(len(request.prompt_ids), time.perf_counter())
+        )
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Let a prepared request wait for its turn; raises QueueFullError. Safe from any thread."""
+        self._queue.push(sequence)
+
+    def submit(self, request: Request) -> int:
+        """Queue a request and return its id; raises as `check`, and QueueFullError. Safe from any thread."""
+        sequence = self.prepare(request)
+        self.enqueue(sequence)
         return sequence.request_id
 
-    def cancel(self, request_id: int) -> StepOutput | None:
+    def cancel_waiting(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> StepOutput | None:
+        """End a request that waits and return its only output; None if it does not wait. Safe from any thread."""
+        sequence = self._queue.remove(request_id)
+        return None if sequence is None else ended(sequence, reason)
+
+    def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> StepOutput | None:
         """End a request now and return its last output; None if it has ended already."""
-        sequence = self._scheduler.find(request_id)
-        return None if sequence is None else self._end(sequence, FinishReason.CANCELLED)
+        waiting = self.cancel_waiting(request_id, reason)
+        running = next((s for s in self._scheduler.running if s.request_id == request_id), None)
+        return waiting if running is None else self._end(running, ended(running, reason))
+
+    def expire(self) -> list[StepOutput]:
+        """End the waiting requests whose time limit has passed, and return their only outputs. Safe from any thread."""
+        now = time.perf_counter()
+        return [expired(sequence, now) for sequence in self._queue.expired(now)]
+
+    def next_deadline(self) -> float | None:
+        """When the next waiting request expires, in seconds of time.perf_counter. Safe from any thread."""
+        return self._queue.next_deadline()
 
     def step(self) -> list[StepOutput]:
-        """Admit what fits, run one prefill unit and one decode step; returns what happened, in order."""
-        outputs = self._admit()
-        decoding = self._scheduler.decoding()
-        outputs += self._prefill_unit()
+        """Admit what fits, read parts of prompts and run one decode step; returns what happened, in order."""
+        started = time.perf_counter()
+        outputs = [*self.expire(), *self._time_out(), *self._admit()]
+        decoding, begun = self._scheduler.decoding(), time.perf_counter()
+        outputs += self._read(beside=bool(decoding))
+        work = self._reader.work
         if decoding:
             outputs += self._decode(decoding)
+            self._reader.pacing.record(time.perf_counter() - begun, work.units, work.token_layers, work.largest)
+        self._report_step(started, len(decoding), work.token_layers)
         return outputs
 
     def generate(self, requests: SequenceOf[Request]) -> list[list[int]]:
@@ -105,30 +198,35 @@ class Engine:
                     tokens[output.request_id].append(output.token_id)
         return list(tokens.values())
 
+    def _time_out(self) -> list[StepOutput]:
+        """End running requests whose time limit has passed, with what they have."""
+        now = time.perf_counter()
+        late = [s for s in self._scheduler.running if s.deadline is not None and s.deadline <= now]
+        return [self._end(sequence, ended(sequence, FinishReason.TIMEOUT)) for sequence in late]
+
     def _admit(self) -> list[StepOutput]:
         """Admit what fits; returns the ends of requests that could not be admitted."""
         ends: list[StepOutput] = []
-        while True:
+        while (sequence := self._scheduler.admit()) is not None:
             try:
-                sequence = self._scheduler.admit()
+                self._scheduler.open(sequence)
             except Exception as error:  # one request's admission must not take the others down
-                ends.append(self._fail(self._scheduler.waiting[0], error))
-                continue
-            if sequence is None:
-                return ends
-            sequence.prefill = self._decoder.prefill(sequence.slot, sequence.request.prompt_ids)
+                ends.append(self._fail(sequence, error))
+        return ends
 
-    def _prefill_unit(self) -> list[StepOutput]:
-        sequence = self._scheduler.prefilling()
-        if sequence is None or sequence.prefill is None:
-            return []
-        try:
-            return [StepOutput(sequence.request_id, prefill_progress=next(sequence.prefill))]
-        except StopIteration as end:
-            sequence.prefill = None
-            return [self._take_token(sequence, end.value, 0.0)]
-        except Exception as error:  # one request's prefill must not take the others down
-            return [self._fail(sequence, error)]
+    def _read(self, beside: bool) -> list[StepOutput]:
+        outputs: list[StepOutput] = []
+        for reading in self._reader.read(self._scheduler.unread(), beside):
+            outputs += self._outputs_of(reading)
+        return outputs
+
+    def _outputs_of(self, reading: Reading) -> list[StepOutput]:
+        if reading.error is not None:
+            return [self._fail(reading.sequence, reading.error)]
+        progress = StepOutput(reading.sequence.request_id, prefill_progress=reading.progress)
+        if reading.logits is None:
+            return [progress]
+        return [progress, self._take_token(reading.sequence, reading.logits, 0.0)]
 
     def _decode(self, sequences: list[Sequence]) -> list[StepOutput]:
         tokens, slots = [s.generated[-1] for s in sequences], [s.slot for s in sequences]
@@ -138,24 +236,28 @@ class Engine:
         except Exception as error:  # the step's caches are in doubt: its requests end, waiting ones go on
             return [self._fail(sequence, error) for sequence in sequences]
         outputs = [self._take_token(s, one, share) for s, one, share in zip(sequences, drawn, attended, strict=True)]
-        self._decoder.refresh([s.slot for s in sequences if s in self._scheduler.running])
+        kept = [sequence for sequence in sequences if sequence in self._scheduler.running]
+        try:
+            self._decoder.refresh([sequence.slot for sequence in kept])
+        except Exception as error:  # their indexes are in doubt; other requests have their own
+            outputs += [self._fail(sequence, error) for sequence in kept]
         return outputs
 
     def _take_token(self, sequence: Sequence, drawn: Tensor | int, attended: float) -> StepOutput:
         """Take the greedy token, or draw one from logits, and end the sequence if it is the last."""
         try:
             token = accept(drawn) if isinstance(drawn, int) else sequence.sampler.sample(drawn)
-        except Exception as error:
-            return self._fail(sequence, error)
+        except Exception as error:  # of the model's numbers, whatever its type: no client can have caused it
+            return self._fail(sequence, error, ErrorCode.INTERNAL)
         statistics, cached = sequence.statistics, self._cache.tokens[sequence.slot] if attended else 0
         statistics.record_token(cached, attended)
         if token in sequence.request.end_ids:
-            return self._end(sequence, FinishReason.END_ID, None, cached, attended)
+            return self._end(sequence, ended(sequence, FinishReason.END_ID, None, cached, attended))
         sequence.generated.append(token)
         reason = self._finish_reason(sequence)
         if reason is None:
             return StepOutput(sequence.request_id, token, cached_tokens=cached, attended_tokens=attended)
-        return self._end(sequence, reason, token, cached, attended)
+        return self._end(sequence, ended(sequence, reason, token, cached, attended))
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         generated, request = sequence.generated, sequence.request
@@ -163,27 +265,28 @@ class Engine:
             return FinishReason.STOP_WORD
         return FinishReason.LENGTH if len(generated) == request.max_tokens else None
 
-    def _fail(self, sequence: Sequence, error: Exception) -> StepOutput:
-        return self._end(sequence, FinishReason.ERROR, error=f"{type(error).__name__}: {error}")
-
-    def _end(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        token: int | None = None,
-        cached: int = 0,
-        attended: float = 0.0,
-        error: str = "",
-    ) -> StepOutput:
-        if sequence.prefill is not None:
-            sequence.prefill.close()
-        self._scheduler.remove(sequence)
-        return StepOutput(
-            sequence.request_id,
-            token,
-            reason,
-            cached_tokens=cached,
-            attended_tokens=attended,
-            statistics=sequence.statistics,
-            error=error,
+    def _report_step(self, started: float, decode_batch: int, token_layers: int) -> None:
+        layers, extents = self.config.model.num_layers, self._cache.extents
+        before = self._token_layers // layers
+        self._token_layers += token_layers
+        self._report = StepReport(
+            number=self._report.number + 1,
+            seconds=time.perf_counter() - started,
+            decode_batch=decode_batch,
+            prefill_tokens=self._token_layers // layers - before,
+            waiting=self.waiting,
+            running=self.running,
+            extents_used=extents.capacity - extents.free,
+            extents_free=extents.free,
         )
+        if self.on_step is not None:
+            self.on_step(self._report)
+
+    def _fail(self, sequence: Sequence, error: Exception, code: ErrorCode | None = None) -> StepOutput:
+        return self._end(sequence, failed(sequence, error, code))
+
+    def _end(self, sequence: Sequence, output: StepOutput) -> StepOutput:
+        """Free what a running sequence holds. If that raises, as after a CUDA error, the engine cannot go on."""
+        self._reader.drop(sequence)
+        self._scheduler.remove(sequence)
+        return output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -60,25 +61,27 @@ class GraphedDecoder(BaseDecoder):
     def run_layers(self, batch: DeviceBatch) -> StepResult:
         """Launch a decode step on the current stream, kernel by kernel; reads nothing back."""
 
-    # Prefill: units of work, all on the current stream.
+    # Prefill: units of work, all on the current stream. Only `Prefill.finish` waits for the device.
 
-    @torch.inference_mode()
-    def prefill(self, slot: int, prompt_ids: Sequence[int]) -> Generator[float, None, Tensor]:
-        """See BaseDecoder.prefill; returns the logits on the CPU. Only the last unit waits for the device.
-
-        Raises
-        ------
-        CapacityError
-            From a unit for which device memory does not suffice; other requests are not affected.
-        """
+    def expect(self, slot: int, tokens: int) -> None:
+        """See BaseDecoder.expect."""
         for attention in self.attentions:
             attention.forget(slot)
+        super().expect(slot, tokens)
+
+    @contextmanager
+    def reading(self, tokens: int) -> Generator[None]:
+        """See BaseDecoder.reading: raises CapacityError if device memory does not suffice; others are not affected."""
         try:
-            logits = yield from super().prefill(slot, prompt_ids)
+            yield
         except torch.OutOfMemoryError:
-            raise self._prefill_does_not_fit(len(prompt_ids)) from None
-        on_host = logits.cpu()  # the first token need not wait for the rows to reach the host
-        self.cache.finish_prompt(slot)
+            raise self._prefill_does_not_fit(tokens) from None
+
+    def hand_over(self, slots: Sequence[int], logits: Tensor) -> Tensor:
+        """See BaseDecoder.hand_over."""
+        on_host = logits.cpu()  # the first tokens need not wait for the rows to reach the host
+        for slot in slots:
+            self.cache.finish_prompt(slot)
         return on_host
 
     def _to_device(self, numbers: Sequence[int], dtype: torch.dtype) -> Tensor:

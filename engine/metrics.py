@@ -1,4 +1,4 @@
-"""Per-request statistics: counts and the three latencies that users compare (queueing, TTFT, TPOT)."""
+"""Statistics: of a request, counts and the three latencies that users compare (queueing, TTFT, TPOT); of a step, its work."""
 
 from __future__ import annotations
 
@@ -49,3 +49,20 @@ class RequestStatistics:
     def attended_share(self) -> float:
         """Share of the cached tokens that decode steps attended to; 1 before the first decode step."""
         return self.attended_token_steps / self.cached_token_steps if self.cached_token_steps else 1.0
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step of an engine did, and how full the engine was after it.
+
+    `prefill_tokens` counts a prompt's token when all layers have seen it; the counts of all steps add up to what was read.
+    """
+
+    number: int = 0  # of the step, from 1; 0: there was none
+    seconds: float = 0.0
+    decode_batch: int = 0  # requests that got a token by decoding
+    prefill_tokens: int = 0
+    waiting: int = 0
+    running: int = 0
+    extents_used: int = 0
+    extents_free: int = 0

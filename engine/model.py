@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from .config import EngineConfig
 from .decoder import LayerwiseDecoder
 from .kernels import CpuLibrary
 from .layer import Head, Layer
+from .prefill import Prefill, attend_pieces, pieces_of
 from .rope import RotaryEmbedding
 from .sampling import greedy_token
 
@@ -36,8 +38,28 @@ class Group:
     lengths: Tensor
 
 
-class Decoder(LayerwiseDecoder[Tensor]):
-    """Runs prompts and decode steps with PyTorch; of a prompt it keeps the residual stream, [n, hidden]."""
+@dataclass(frozen=True)
+class Stream:
+    """What is kept of a pack of prompts, or of one, from layer to layer.
+
+    Attributes
+    ----------
+    residual : Tensor [rows, hidden]
+        The residual stream, which every layer changes in place.
+    borders : tuple of int
+        As Prefill.borders.
+    rotation : pair of Tensor, or None
+        Cosines and sines of all rows of a pack, in which positions begin anew with every prompt; None: one prompt, whose
+        positions are its rows.
+    """
+
+    residual: Tensor
+    borders: tuple[int, ...]
+    rotation: tuple[Tensor, Tensor] | None
+
+
+class Decoder(LayerwiseDecoder[Stream]):
+    """Runs prompts and decode steps with PyTorch."""
 
     def __init__(
         self,
@@ -56,26 +78,45 @@ class Decoder(LayerwiseDecoder[Tensor]):
         self.head = Head(self.model, self.norm, self.lm_head)
         self.rope = RotaryEmbedding(config.model, self.embed.device)
 
-    def _begin_prompt(self, prompt_ids: Sequence[int]) -> Tensor:
-        return self._embed(prompt_ids)
+    def begin_prompt(self, prefill: Prefill) -> Stream:
+        """See LayerwiseDecoder."""
+        lengths = [stop - start for start, stop in pairwise(prefill.borders)]
+        if len(lengths) == 1:
+            return Stream(self._embed(prefill.ids), prefill.borders, None)
+        cos, sin = self._rotation(0, max(lengths))
+        rotation = torch.cat([cos[:n] for n in lengths]), torch.cat([sin[:n] for n in lengths])
+        return Stream(self._embed(prefill.ids), prefill.borders, rotation)
 
-    def _prompt_logits(self, prompt: Tensor) -> Tensor:
-        return self.head(prompt[-1:])[0]
+    def prompt_logits(self, prompt: Stream) -> Tensor:
+        """See LayerwiseDecoder."""
+        # Slices rather than an index: a list of rows would be copied to a GPU, and the host would wait for it.
+        last = [prompt.residual[stop - 1 : stop] for stop in prompt.borders[1:]]
+        return self.head(last[0] if len(last) == 1 else torch.cat(last))
+
+    def _rotation(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions start .. stop - 1."""
+        return self.rope(start, stop)
+
+    def _rotation_of(self, prompt: Stream, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of rows start .. stop - 1."""
+        if prompt.rotation is None:
+            return self._rotation(start, stop)
+        cos, sin = prompt.rotation
+        return cos[start:stop], sin[start:stop]
 
     def _embed(self, ids: Sequence[int]) -> Tensor:
         """Embeddings of token ids, [tokens, hidden]."""
         return F.embedding(torch.tensor(ids, device=self.embed.device), self.embed)
 
-    def _prefill_chunk(
-        self, number: int, prompt: Tensor, start: int, stop: int, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """See LayerwiseDecoder; the residual stream changes in place."""
-        x = prompt[start:stop]
-        q, k, v = self.layers[number].project(x, *self.rope(start, stop))
+    def prefill_chunk(self, number: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
+        """See LayerwiseDecoder."""
+        x = prompt.residual[start:stop]
+        q, k, v = self.layers[number].project(x, *self._rotation_of(prompt, start, stop))
         keys[:, start:stop], values[:, start:stop] = k.transpose(0, 1), v.transpose(0, 1)
         q = q.transpose(0, 1)
-        out = causal_attention(q, keys[:, :stop], values[:, :stop], self.scaling)
-        prompt[start:stop] = self.layers[number].finish(x, out.flatten(1))
+        pieces = pieces_of(prompt.borders, start, stop)
+        out = attend_pieces(causal_attention, q, keys, values, self.scaling, pieces)
+        prompt.residual[start:stop] = self.layers[number].finish(x, out.flatten(1))
         return q
 
     @torch.inference_mode()

@@ -6,42 +6,57 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from .config import EngineConfig
-from .engine import Engine
-from .errors import KvseekError
+from .engine import MAX_NUM_TOKENS, Engine
+from .errors import ErrorCode, UnavailableError
+from .metrics import StepReport
 from .request import FinishReason, Request, StepOutput
 from .tokenizer import Tokenizer
 
 Callback = Callable[[StepOutput], None]
+SHUTTING_DOWN = "the server is shutting down: no further requests; send them to another server, or start this one again"
 logger = logging.getLogger(__name__)
 
 
 class EngineService:
-    """Runs `Engine.step` while there is work and hands each output to its request's callback, from the engine thread.
+    """Runs `Engine.step` while there is work and hands each output to its request's callback.
 
-    A callback must return soon; an exception that it raises cancels its request and no other. What the engine raises
-    (after a CUDA error no call succeeds) ends all requests with that error, and the service is closed.
+    Outputs come from the engine's thread; those of a request that still waits also from the thread that cancels it and
+    from a timer's, so that cancellations and time limits are not kept up by a long step. A callback must return soon; an
+    exception that it raises cancels its request and no other. What the engine raises (after a CUDA error no call
+    succeeds) ends all requests with that error, and the service is closed.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._callbacks: dict[int, tuple[int, Callback]] = {}  # engine request id → handle, callback
-        self._requests: dict[int, int] = {}  # handle → engine request id
-        self._handles = 0
-        self._lock = threading.Lock()  # guards _handles, _closed and _failure, and orders submit before close
-        self._closed = False
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._callbacks: dict[int, Callback] = {}  # by request id; each is taken out by the request's last output
+        self._ending = 0  # callbacks that are being given a last output
+        self._lock = threading.Lock()  # guards these, _refusal and _failure; never held while a callback runs
+        self._empty = threading.Condition(self._lock)  # notified when no request is left, and its callback has returned
+        self._refusal = ""  # why no request is taken any more
         self._failure = ""  # why there is no engine any more
+        self._closed = False
+        self._deadlines = threading.Event()  # a request with a time limit has come, or the service is closed
         self._thread = threading.Thread(target=self._run, name="kvseek-engine", daemon=True)
+        self._timer = threading.Thread(target=self._watch_deadlines, name="kvseek-timer", daemon=True)
         self._thread.start()
+        self._timer.start()
 
     @classmethod
-    def load(cls, directory: Path, threads: int | None = None) -> EngineService:
-        """Load an engine directory and start its thread; raises as `Engine.load`."""
-        return cls(Engine.load(directory, threads))
+    def load(
+        cls,
+        directory: Path,
+        threads: int | None = None,
+        max_queue_size: int | None = None,
+        max_num_tokens: int = MAX_NUM_TOKENS,
+    ) -> EngineService:
+        """Load an engine directory and start its thread; arguments and errors as of `Engine.load`."""
+        return cls(Engine.load(directory, threads, max_queue_size, max_num_tokens))
 
     @property
     def config(self) -> EngineConfig:
@@ -53,51 +68,113 @@ class EngineService:
         """Tokenizer of the engine."""
         return self._engine.tokenizer
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return self._engine.waiting
+
+    @property
+    def running(self) -> int:
+        """Requests with a slot."""
+        return self._engine.running
+
+    @property
+    def step_report(self) -> StepReport:
+        """What the engine's last step did."""
+        return self._engine.step_report
+
+    @property
+    def failure(self) -> str:
+        """Why the engine has failed; empty if it has not."""
+        return self._failure
+
     def submit(self, request: Request, on_output: Callback) -> int:
         """Queue a request and return a handle for `cancel`.
 
-        `on_output` gets every output; one with a finish_reason is the last. Raises RequestError or CapacityError on a
-        request that can never be served, KvseekError after `close` or when the engine has failed.
+        `on_output` gets every output; one with a finish_reason is the last. It may be called before this returns.
+
+        Raises
+        ------
+        RequestError, CapacityError
+            If the request can never be served.
+        QueueFullError
+            If as many requests wait as may wait.
+        UnavailableError
+            After `drain` or `close`, or when the engine has failed.
         """
-        self._engine.check(request)
+        sequence = self._engine.prepare(request)
         with self._lock:
-            if self._failure:
-                raise KvseekError(self._failure)
-            if self._closed:
-                raise KvseekError("the engine is shutting down: no further requests; start the server again")
-            self._handles += 1
-            handle = self._handles
-            self._commands.put(lambda: self._start(handle, request, on_output))
-        return handle
+            if self._refusal:
+                raise UnavailableError(self._refusal)
+            self._engine.enqueue(sequence)
+            # `_deliver` looks for the callback under the lock, so no output can come before it is known.
+            self._callbacks[sequence.request_id] = on_output
+        if request.timeout_seconds is not None:
+            self._deadlines.set()
+        self._wake()
+        return sequence.request_id
 
     def cancel(self, handle: int) -> None:
-        """End a request as cancelled, soon; does nothing if it has ended."""
-        self._commands.put(lambda: self._cancel(handle))
+        """End a request as cancelled: at once if it waits, else soon; does nothing if it has ended."""
+        self._end(handle, FinishReason.CANCELLED)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Let the engine's thread call a function between two steps, to see that it still takes turns.
+
+        The function is never called if the engine hangs or has failed, or the service is closed. What it raises is logged.
+        """
+        self._commands.put(lambda: _try(function))
+
+    def drain(self, seconds: float) -> None:
+        """Take no further requests, let those that are there go on for `seconds`, and end the others as shut down.
+
+        Returns when no request is left; the thread goes on until `close`. Not to be called from a callback.
+        """
+        self._refuse(SHUTTING_DOWN)
+        with self._empty:
+            self._empty.wait_for(self._is_empty, seconds)
+            left = list(self._callbacks)
+        for handle in left:
+            self._end(handle, FinishReason.SHUTDOWN)
+        with self._empty:
+            self._empty.wait_for(self._is_empty)
 
     def close(self) -> None:
-        """End all requests as cancelled and stop the thread. May be called twice."""
+        """End all requests as cancelled and stop the threads. May be called twice."""
+        self._refuse(SHUTTING_DOWN)
+        self._closed = True
+        self._wake()
+        self._deadlines.set()
+        for thread in (self._thread, self._timer):
+            if threading.current_thread() is not thread:
+                thread.join()
+
+    def _refuse(self, reason: str) -> None:
         with self._lock:
-            self._closed = True
-            self._commands.put(lambda: None)  # wakes the thread
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._refusal = self._refusal or reason
 
-    def _start(self, handle: int, request: Request, on_output: Callback) -> None:
-        try:
-            if self._failure:
-                raise KvseekError(self._failure)
-            request_id = self._engine.submit(request)
-        except Exception as error:  # it ends without an id; those of the engine begin at 1
-            logger.error("a request could not be started: %s", error)
-            _call(on_output, StepOutput(0, finish_reason=FinishReason.ERROR, error=f"{type(error).__name__}: {error}"))
-            return
-        self._callbacks[request_id] = (handle, on_output)
-        self._requests[handle] = request_id
+    def _wake(self) -> None:
+        self._commands.put(lambda: None)
 
-    def _cancel(self, handle: int) -> None:
-        if handle in self._requests:
-            output = self._engine.cancel(self._requests[handle])
-            if output is not None:
+    def _end(self, handle: int, reason: FinishReason) -> None:
+        output = self._engine.cancel_waiting(handle, reason)
+        if output is not None:
+            self._deliver(output)
+        else:
+            self._commands.put(lambda: self._end_running(handle, reason))
+
+    def _end_running(self, handle: int, reason: FinishReason) -> None:
+        output = self._engine.cancel(handle, reason)
+        if output is not None:
+            self._deliver(output)
+
+    def _watch_deadlines(self) -> None:
+        """Expire waiting requests on time, whatever the engine's thread does meanwhile."""
+        while not self._closed:
+            deadline = self._engine.next_deadline()
+            self._deadlines.wait(None if deadline is None else max(0.0, deadline - time.perf_counter()))
+            self._deadlines.clear()
+            for output in self._engine.expire():
                 self._deliver(output)
 
     def _run(self) -> None:
@@ -114,18 +191,25 @@ class EngineService:
                 for output in self._engine.step():
                     self._deliver(output)
         self._run_commands(block=False)
-        for handle in list(self._requests):
-            self._cancel(handle)
+        for handle in self._handles():
+            self._end_running(handle, FinishReason.CANCELLED)
 
     def _fail(self, error: Exception) -> None:
         """Close the service and end all requests, without the engine."""
+        reason = f"{type(error).__name__}: {error}"
+        failure = f"the engine has failed ({reason}): no further requests; start the server again"
         with self._lock:
-            self._closed = True
-            reason = f"{type(error).__name__}: {error}"
-            self._failure = f"the engine has failed ({reason}): no further requests; start the server again"
-        for request_id in list(self._callbacks):
-            self._deliver(StepOutput(request_id, finish_reason=FinishReason.ERROR, error=self._failure))
-        self._run_commands(block=False)  # those that were submitted, but not started
+            self._failure = self._refusal = failure
+        self._closed = True
+        self._deadlines.set()
+        for handle in self._handles():
+            self._deliver(
+                StepOutput(handle, finish_reason=FinishReason.ERROR, error=failure, code=ErrorCode.UNAVAILABLE)
+            )
+
+    def _handles(self) -> list[int]:
+        with self._lock:
+            return list(self._callbacks)
 
     def _run_commands(self, block: bool) -> None:
         with contextlib.suppress(queue.Empty):
@@ -134,23 +218,42 @@ class EngineService:
                 block = False
 
     def _deliver(self, output: StepOutput) -> None:
-        if output.request_id not in self._callbacks:
-            return  # cancelled earlier in the same step
-        handle, callback = self._callbacks[output.request_id]
+        """Hand an output to its request's callback, unless the request has ended."""
         if output.finish_reason is not None:
-            del self._callbacks[output.request_id], self._requests[handle]
+            self._deliver_last(output)
+            return
+        with self._lock:
+            callback = self._callbacks.get(output.request_id)
+        if callback is not None and not _try(lambda: callback(output)):
+            with self._empty:
+                self._callbacks.pop(output.request_id, None)
+                if self._is_empty():
+                    self._empty.notify_all()
+            self._engine.cancel(output.request_id)  # this is the engine's thread: others deliver last outputs alone
+
+    def _deliver_last(self, output: StepOutput) -> None:
+        with self._lock:
+            callback = self._callbacks.pop(output.request_id, None)
+            if callback is None:
+                return
+            self._ending += 1
         if output.finish_reason is FinishReason.ERROR:
             logger.error("request %d failed: %s", output.request_id, output.error)
-        if not _call(callback, output) and output.finish_reason is None:
-            del self._callbacks[output.request_id], self._requests[handle]
-            self._engine.cancel(output.request_id)
+        _try(lambda: callback(output))
+        with self._empty:
+            self._ending -= 1
+            if self._is_empty():
+                self._empty.notify_all()
+
+    def _is_empty(self) -> bool:
+        return not self._callbacks and not self._ending
 
 
-def _call(callback: Callback, output: StepOutput) -> bool:
-    """Hand an output over; returns whether the callback took it."""
+def _try(function: Callable[[], None]) -> bool:
+    """Call a function that is not the service's own; returns whether it did not raise."""
     try:
-        callback(output)
+        function()
     except Exception:
-        logger.exception("the callback of request %d failed; the request is cancelled", output.request_id)
+        logger.exception("a callback failed; if it was a request's, the request is cancelled")
         return False
     return True

@@ -6,10 +6,10 @@ bucket: replays rely on what a context was given when it was captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -21,11 +21,12 @@ from kvseek.plugins.tensorrt_serving import Attend
 from .attention import causal_attention_device
 from .config import EngineConfig
 from .cuda import CudaKernels
-from .decoder import LAST_QUERIES, BaseDecoder, LayerwiseDecoder
+from .decoder import BaseDecoder, LayerwiseDecoder
 from .device_cache import DeviceCache
 from .errors import KernelError
 from .graphed_decoder import GraphedDecoder
 from .graphs import StepResult
+from .prefill import LAST_QUERIES, Prefill, Prompts
 from .tensorrt_runtime import OUTSIDE_OF_GRAPHS
 
 Tensors = dict[str, Tensor]
@@ -44,6 +45,8 @@ class Runner(Protocol):
 
 class TensorRtDecoder(GraphedDecoder):
     """What both forms have in common."""
+
+    reads_packs: ClassVar[bool] = False  # a plan takes neither several prompts nor a part of the rows of another
 
     def _start(
         self,
@@ -125,14 +128,16 @@ class SegmentsDecoder(TensorRtDecoder, LayerwiseDecoder[list[Chunk]]):
         self._start(config, cache, indexes, kernels, hot_rows, graphs)
         self._plans = plans
 
-    def _begin_prompt(self, prompt_ids: Sequence[int]) -> list[Chunk]:
-        size = self.config.prefill_chunk_tokens
-        starts = range(0, len(prompt_ids), size)
-        return [Chunk(self._tokens_from(prompt_ids[start : start + size], start), {}) for start in starts]
+    def begin_prompt(self, prefill: Prefill) -> list[Chunk]:
+        """See LayerwiseDecoder."""
+        ids, size = prefill.ids, self.config.prefill_chunk_tokens
+        starts = range(0, len(ids), size)
+        return [Chunk(self._tokens_from(ids[start : start + size], start), {}) for start in starts]
 
-    def _prefill_chunk(
+    def prefill_chunk(
         self, number: int, prompt: list[Chunk], start: int, stop: int, keys: Tensor, values: Tensor
     ) -> Tensor:
+        """See LayerwiseDecoder."""
         chunk = prompt[start // self.config.prefill_chunk_tokens]
         made = self._to_attention(number, chunk.tokens, chunk.state, stop - start, OUTSIDE_OF_GRAPHS)
         for whole, name in ((keys, "keys"), (values, "values")):
@@ -142,10 +147,11 @@ class SegmentsDecoder(TensorRtDecoder, LayerwiseDecoder[list[Chunk]]):
         chunk.state["attended"] = out.contiguous()
         return queries
 
-    def _prompt_logits(self, prompt: list[Chunk]) -> Tensor:
+    def prompt_logits(self, prompt: list[Chunk]) -> Tensor:
+        """See LayerwiseDecoder."""
         # Copies: a row inside of a chunk is at no address that a plan takes.
         last = {name: prompt[-1].state[name][-1:].clone() for name in ("attended", "hidden")}
-        return self._to_logits(last, 1, OUTSIDE_OF_GRAPHS)[0]
+        return self._to_logits(last, 1, OUTSIDE_OF_GRAPHS)
 
     @torch.inference_mode()
     def run_layers(self, batch: DeviceBatch) -> StepResult:
@@ -189,6 +195,28 @@ class SegmentsDecoder(TensorRtDecoder, LayerwiseDecoder[list[Chunk]]):
         return {name: self.cache.window.new_empty(tokens, *shapes[name]) for name in names}
 
 
+class WholePrefill(Prefill):
+    """Reads one prompt in one unit."""
+
+    def __init__(self, decoder: WholeDecoder, prompts: Prompts) -> None:
+        super().__init__(decoder, prompts)
+        self._owner = decoder
+        self._last: Tensor | None = None  # logits of the last token, [1, vocabulary]
+
+    @property
+    def progress(self) -> float:
+        """See Prefill.progress."""
+        return 0.0 if self._last is None else 1.0
+
+    def _advance(self, max_tokens: int) -> int:
+        self._last = self._owner.read_prompt(self.slots[0], self.ids)
+        return self.tokens * self._owner.model.num_layers
+
+    def _logits(self) -> Tensor:
+        assert self._last is not None, "the prompt has been read"
+        return self._last
+
+
 class WholeDecoder(TensorRtDecoder):
     """Runs one plan, whose attention layers call back while TensorRT launches them.
 
@@ -218,15 +246,18 @@ class WholeDecoder(TensorRtDecoder):
         self._start(config, cache, indexes, kernels, hot_rows, graphs)
         self._plan, self._serving = plan, serving
 
-    def _read_prompt(self, slot: int, prompt_ids: Sequence[int]) -> Generator[float, None, Tensor]:
+    def prefill(self, prompts: Prompts) -> Prefill:
+        """See BaseDecoder.prefill."""
+        return WholePrefill(self, prompts)
+
+    def read_prompt(self, slot: int, prompt_ids: Sequence[int]) -> Tensor:
+        """Read a prompt; returns the logits of its last token, float32 [1, vocabulary]."""
+
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
             self._read_layer(layer, slot, queries, keys, values, out)
 
         rows = self._to_device([len(prompt_ids) - 1], torch.int32)
-        logits = self._call(self._tokens_from(prompt_ids, 0), rows, attend, OUTSIDE_OF_GRAPHS)
-        yield 1.0
-        self._finish_indexes(slot)
-        return logits[0]
+        return self._call(self._tokens_from(prompt_ids, 0), rows, attend, OUTSIDE_OF_GRAPHS)
 
     def _read_layer(self, layer: int, slot: int, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """Attention of a layer over a whole prompt of n tokens, and its rows: queries, out [n, H, D], keys, values [n, G, D].
@@ -234,11 +265,11 @@ class WholeDecoder(TensorRtDecoder):
         The rows are copied first: they outlast the call, TensorRT's memory does not.
         """
         n = keys.shape[0]
-        own_keys = self._new_rows(n).copy_(keys.transpose(0, 1))
-        own_values = self._new_rows(n).copy_(values.transpose(0, 1))
+        own_keys = self.new_rows(n).copy_(keys.transpose(0, 1))
+        own_values = self.new_rows(n).copy_(values.transpose(0, 1))
         out.copy_(causal_attention_device(queries.transpose(0, 1), own_keys, own_values, self.scaling))
         last = queries[-LAST_QUERIES:].transpose(0, 1).clone(memory_format=torch.contiguous_format)
-        self._store_layer(layer, slot, own_keys, own_values, last)
+        self.store_layer(layer, slot, own_keys, own_values, last)
 
     @torch.inference_mode()
     def run_layers(self, batch: DeviceBatch) -> StepResult:

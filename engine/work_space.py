@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from .config import EngineConfig
-from .decoder import LAST_QUERIES
 from .graphs import buckets_for
+from .prefill import LAST_QUERIES
 from .weight_only import NONE
 
 # What cannot be counted: cuBLAS work spaces (32 MiB a stream on Hopper), graphs, and blocks that the allocator splits.
@@ -67,6 +67,19 @@ def decode_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     return (sum(sizes) * model.vocab_size + sizes[-1] * layer + eviction) * dtype.itemsize
 
 
+def pack_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
+    """What a pack of short prompts keeps while a unit of a long prompt runs: all but the activations of a unit."""
+    model, tokens = config.model, min(config.prefill_chunk_tokens, config.max_input_len)
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    if config.runtime == "tensorrt":
+        if config.tensorrt.form == "engine":
+            return 0  # a prompt is one unit, so nothing is kept between two
+        return _plans_prefill(config, tokens, 0) * dtype.itemsize + TOKEN_BYTES * tokens
+    numbers = tokens * (model.hidden_size + _row_numbers(keys) + queries)  # a layer's queries, for its index
+    return numbers * dtype.itemsize + tokens * model.head_dim * torch.float32.itemsize  # cosines and sines
+
+
 def work_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """All of it, for prompts of up to max_input_len tokens, one prefill at a time."""
-    return RESERVE_BYTES + prefill_bytes(config, dtype, config.max_input_len) + decode_bytes(config, dtype)
+    """All of it, for prompts of up to max_input_len tokens: a long one at a time, and a pack of short ones beside it."""
+    prefills = prefill_bytes(config, dtype, config.max_input_len) + pack_bytes(config, dtype)
+    return RESERVE_BYTES + prefills + decode_bytes(config, dtype)

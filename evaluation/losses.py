@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvseek.benchmarks.variants import Variant
-from kvseek.engine.decoder import LAST_QUERIES
+from kvseek.engine.prefill import LAST_QUERIES
 from kvseek.evaluation.capture import CapturedLayer
 from kvseek.evaluation.replay import Replay
 

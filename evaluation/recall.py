@@ -32,7 +32,7 @@ from torch import Tensor
 from kvseek.benchmarks.machine import describe
 from kvseek.benchmarks.output import show, write_result
 from kvseek.benchmarks.variants import Variant, parse_variants
-from kvseek.engine.decoder import LAST_QUERIES
+from kvseek.engine.prefill import LAST_QUERIES
 from kvseek.engine.errors import ConfigError, KvseekError
 from kvseek.engine.kernels import CpuLibrary
 from kvseek.evaluation.capture import CapturedLayer, cached_capture

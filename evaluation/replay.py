@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvseek.benchmarks.variants import Variant
 from kvseek.engine.config import EXTENT_TOKENS, CacheConfig
-from kvseek.engine.decoder import LAST_QUERIES
+from kvseek.engine.prefill import LAST_QUERIES
 from kvseek.engine.errors import ConfigError
 from kvseek.engine.kernels import CpuLibrary
 from kvseek.engine.memory import ExtentTable, extents_for

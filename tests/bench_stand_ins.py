@@ -201,10 +201,10 @@ class FakeDecoder:
         if attention.counters is not None and selection is not None:
             attention.counters += torch.tensor([1, 3] if attention.hot_rows else [0, 4])
 
-    def prefill(self, slot: int, ids: list[int]) -> Any:
-        self.cache.begin_prefill(slot, len(ids))
-        yield 1.0
-        return None
+    def prefill(self, prompts: Sequence[tuple[int, list[int]]]) -> Any:
+        for slot, ids in prompts:
+            self.cache.begin_prefill(slot, len(ids))
+        return SimpleNamespace(progress=1.0, finish=lambda: None)
 
 
 class FakeProbe:

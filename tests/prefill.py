@@ -10,9 +10,8 @@ from torch import Tensor
 def run_prefill(decoder: Any, slot: int, prompt: list[int], room: int) -> Tensor:
     """Logits of the prompt's last token; the slot has room for `room` tokens more."""
     decoder.cache.open(slot, len(prompt) + room)
-    prefill = decoder.prefill(slot, prompt)
-    while True:
-        try:
-            next(prefill)
-        except StopIteration as end:
-            return end.value
+    prefill = decoder.prefill([(slot, prompt)])
+    while prefill.progress < 1:
+        prefill.advance(decoder.config.prefill_chunk_tokens)
+    logits: Tensor = prefill.finish()
+    return logits[0]

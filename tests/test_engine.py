@@ -11,7 +11,7 @@ from conftest import BuildEngine
 from random_models import save_random_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from kvseek.engine import decoder as decoder_module
+from kvseek.engine import prefill as prefill_module
 from kvseek.engine.engine import Engine
 from kvseek.engine.errors import CapacityError, EngineDirectoryError, KvseekError, RequestError
 from kvseek.engine.request import FinishReason, Request, SamplingParams, StepOutput
@@ -181,14 +181,14 @@ def test_requests_wait_for_extents(tmp_path: Path, build_engine: BuildEngine) ->
 
 def test_a_failing_prefill_ends_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, good = engine._decoder, engine.generate([Request(PROMPT, 10)])
-    original = decoder._store_layer
+    original = decoder.store_layer
 
     def fail_for_one(number: int, slot: int, *rest: object) -> None:
         if decoder.cache.tokens[slot] == 33:
             raise MemoryError("no more room")
         original(number, slot, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(decoder, "_store_layer", fail_for_one)
+    monkeypatch.setattr(decoder, "store_layer", fail_for_one)
     first, second = engine.submit(Request(PROMPT, 10)), engine.submit(Request(PROMPT[:33], 10))
     outputs = run(engine)
     (failed,) = [output for output in outputs if output.request_id == second and output.finish_reason]
@@ -208,7 +208,7 @@ def test_a_prefill_keeps_no_more_than_it_needs(engine: Engine, monkeypatch: pyte
     unwanted: list[StorageWeakRef] = []
     rows: list[StorageWeakRef] = []
     stored: list[int] = []
-    prefill_chunk, new_rows, store_layer = decoder._prefill_chunk, decoder._new_rows, decoder._store_layer
+    prefill_chunk, new_rows, store_layer = decoder.prefill_chunk, decoder.new_rows, decoder.store_layer
 
     def chunk(number: int, prompt: torch.Tensor, start: int, stop: int, *arguments: Any) -> torch.Tensor:
         assert all(queries.expired() for queries in unwanted)
@@ -227,8 +227,8 @@ def test_a_prefill_keeps_no_more_than_it_needs(engine: Engine, monkeypatch: pyte
         stored.append(queries.shape[1])
         store_layer(number, slot, keys, values, queries)
 
-    monkeypatch.setattr(decoder_module, "LAST_QUERIES", 70)
-    for name, own in (("_prefill_chunk", chunk), ("_new_rows", allocate), ("_store_layer", store)):
+    monkeypatch.setattr(prefill_module, "LAST_QUERIES", 70)
+    for name, own in (("prefill_chunk", chunk), ("new_rows", allocate), ("store_layer", store)):
         monkeypatch.setattr(decoder, name, own)
     engine.generate([Request(PROMPT * 2, 1)])
     layers = engine.config.model.num_layers

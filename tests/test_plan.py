@@ -22,9 +22,11 @@ from kvseek.builder.weights import WeightFormat, write_weights
 from kvseek.engine.device_cache import DeviceCache
 from kvseek.engine.errors import CapacityError
 from kvseek.engine.metrics import RequestStatistics
+from kvseek.engine.queue import RequestQueue
 from kvseek.engine.request import Request
 from kvseek.engine.sampling import Sampler
-from kvseek.engine.scheduler import Scheduler, Sequence
+from kvseek.engine.scheduler import Scheduler
+from kvseek.engine.sequence import Sequence
 from kvseek.engine.weights import load_weights
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -77,12 +79,14 @@ def admitted(own: Planner, context: int, batch: int, attempt: Attempt) -> int:
     config = own.config(context, batch)
     cache = DeviceCache(config, own.dtype, CPU, attempt.plan.device_row_bytes)
     assert cache.plan == attempt.plan.rows
-    scheduler = Scheduler(cache, config.max_batch_size)
+    scheduler = Scheduler(cache, config.max_batch_size, RequestQueue())
     for number in range(batch):
         request = Request((0,) * (context - 8), max_tokens=8)
         statistics = RequestStatistics(prompt_tokens=context - 8, submitted_at=0.0)
-        scheduler.add(Sequence(number, request, Sampler(request.sampling, 384, ()), statistics))
-    return sum(scheduler.admit() is not None for _ in range(batch + 1))
+        scheduler.queue.push(Sequence(number, request, Sampler(request.sampling, 384, ()), statistics))
+    while (sequence := scheduler.admit()) is not None:
+        scheduler.open(sequence)
+    return len(scheduler.running)
 
 
 @pytest.mark.parametrize("offload", ["auto", "always", "never"])

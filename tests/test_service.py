@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import BuildEngine
 from random_models import save_random_model
 
-from kvseek.engine.errors import KvseekError, RequestError
+from kvseek.engine.errors import ErrorCode, RequestError, UnavailableError
 from kvseek.engine.request import FinishReason, Request, StepOutput
 from kvseek.engine.service import EngineService
 
@@ -85,7 +87,7 @@ def test_closing_ends_requests_and_refuses_new_ones(service: EngineService) -> N
     service.submit(Request(PROMPT, 400), outputs.put)
     service.close()
     assert collect(outputs)[-1].finish_reason is FinishReason.CANCELLED
-    with pytest.raises(KvseekError, match="shutting down"):
+    with pytest.raises(UnavailableError, match="shutting down"):
         service.submit(Request(PROMPT, 5), outputs.put)
 
 
@@ -95,23 +97,31 @@ class BrokenEngine:
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def __init__(self) -> None:
-        self.requests, self.stepping, self.go_on = 0, threading.Event(), threading.Event()
+        self.requests, self.ids, self.stepping, self.go_on = 0, itertools.count(1), threading.Event(), threading.Event()
 
     @property
     def has_work(self) -> bool:
         return self.requests > 0
 
-    def check(self, request: Request) -> None:
-        return
-
-    def submit(self, request: Request) -> int:
+    def prepare(self, request: Request) -> Any:
         if request.max_tokens == 13:
             raise MemoryError("no room for a sampler")
-        self.requests += 1
-        return self.requests
+        return SimpleNamespace(request_id=next(self.ids))
 
-    def cancel(self, request_id: int) -> StepOutput:
+    def enqueue(self, sequence: Any) -> None:
+        self.requests += 1
+
+    def cancel_waiting(self, request_id: int, reason: FinishReason) -> None:
+        return
+
+    def cancel(self, request_id: int, reason: FinishReason) -> StepOutput:
         raise self.error
+
+    def next_deadline(self) -> None:
+        return
+
+    def expire(self) -> list[StepOutput]:
+        return []
 
     def step(self) -> list[StepOutput]:
         self.stepping.set()
@@ -130,9 +140,9 @@ def test_an_engine_that_fails_ends_all_requests_and_refuses_new_ones() -> None:
     engine.go_on.set()
     for one in outputs:
         (end,) = collect(one)
-        assert end.finish_reason is FinishReason.ERROR
+        assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
         assert "the engine has failed (RuntimeError: CUDA error: an illegal memory access" in end.error
-    with pytest.raises(KvseekError, match=r"has failed \(RuntimeError: CUDA error.*start the server again"):
+    with pytest.raises(UnavailableError, match=r"has failed \(RuntimeError: CUDA error.*start the server again"):
         service.submit(Request(PROMPT, 5), outputs[0].put)
     service.close()
     assert all(one.empty() for one in outputs), "each request ends once"
@@ -152,8 +162,8 @@ def test_a_request_that_cannot_be_started_ends_alone() -> None:
     engine: Any = BrokenEngine()
     service = EngineService(engine)
     outputs: queue.Queue[StepOutput] = queue.Queue()
-    service.submit(Request(PROMPT, 13), outputs.put)
-    assert collect(outputs)[-1].error == "MemoryError: no room for a sampler"
+    with pytest.raises(MemoryError, match="no room for a sampler"):
+        service.submit(Request(PROMPT, 13), outputs.put)
     service.submit(Request(PROMPT, 5), outputs.put)
     assert engine.stepping.wait(TIMEOUT), "the service goes on"
     engine.go_on.set()

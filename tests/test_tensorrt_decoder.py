@@ -103,7 +103,7 @@ def test_indexes_are_built_from_the_same_prompt(
     form: str, made: dict[tuple[str, str], Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys, and the last queries of the prompt, in memory that outlasts the call; what indexes left running is waited for."""
-    for module in ("decoder", "tensorrt_decoder"):
+    for module in ("prefill", "tensorrt_decoder"):
         monkeypatch.setattr(f"kvseek.engine.{module}.LAST_QUERIES", 30)
     model, directory = made["qwen3", "flat"]
     built: list[list[Tensor]] = []
@@ -137,14 +137,21 @@ def test_attention_may_give_any_strides(made: dict[tuple[str, str], Made], monke
 
 def progress(decoder: Any, prompt: list[int]) -> list[float]:
     decoder.cache.open(0, len(prompt) + 8)
-    return list(decoder.prefill(0, prompt))
+    prefill, found = decoder.prefill([(0, prompt)]), []
+    while not found or found[-1] < 1:
+        prefill.advance(16)  # the units of a plan are its own
+        found.append(prefill.progress)
+    prefill.finish()
+    return found
 
 
 def test_units_of_a_prompt(made: dict[tuple[str, str], Made], monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments: a layer of a chunk, each plan for all chunks before the next. One plan: one unit."""
     model, directory = made["llama", "full"]
     segments, whole = (make_tensorrt_decoder(api, model, directory, form, monkeypatch) for form in FORMS)
-    assert progress(segments, PROMPT) == pytest.approx([unit / 9 for unit in range(1, 10)])
+    assert progress(segments, PROMPT) == pytest.approx(
+        [(layer * 120 + rows) / 360 for layer in range(3) for rows in (50, 100, 120)]
+    )
     assert [len(plan.contexts) for plan in plans_of(segments)] == [3, 3, 3, 1]
     assert progress(whole, PROMPT) == [1.0]
     assert [plan.contexts for plan in plans_of(whole)] == [[0]]

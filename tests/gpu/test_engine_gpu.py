@@ -202,13 +202,16 @@ def test_running_out_of_memory_ends_one_request(engine: Engine, monkeypatch: pyt
     silu_mul = decoder.ops.silu_mul
 
     def greedy_for_memory(gate_up: Tensor) -> Tensor:
-        if gate_up.shape[0] == 50 and decoder.cache.tokens[0] > 62:  # a chunk, while the short request decodes
+        if gate_up.shape[0] >= 16:  # a chunk of the long prompt, while the short request decodes
             torch.empty(1 << 50, dtype=torch.uint8, device=gate_up.device)
         return silu_mul(gate_up)
 
+    short, outputs = engine.submit(Request(tuple(PROMPT[:60]), 30)), list[StepOutput]()
+    while not any(output.token_id is not None for output in outputs):
+        outputs += engine.step()
     monkeypatch.setattr(decoder.ops, "silu_mul", greedy_for_memory)
-    short, long = engine.submit(Request(tuple(PROMPT[:60]), 30)), engine.submit(Request(tuple(PROMPT[:150]), 12))
-    outputs = run(engine)
+    long = engine.submit(Request(tuple(PROMPT[:150]), 12))
+    outputs += run(engine)
     (failed,) = [output for output in outputs if output.request_id == long and output.finish_reason]
     assert failed.finish_reason is FinishReason.ERROR
     assert failed.error.startswith("CapacityError: input_lengths = 150: its prefill needs about ")
@@ -227,13 +230,11 @@ def waiting_forbidden() -> Iterator[None]:
 def test_nothing_waits_for_the_device_but_tokens(engine: Engine) -> None:
     decoder = engine._decoder
     decoder.cache.open(0, len(PROMPT) + 60)
-    prefill = decoder.prefill(0, PROMPT)
+    prefill = decoder.prefill([(0, PROMPT)])
     with waiting_forbidden():
-        progress = 0.0
-        while progress < 1.0:
-            progress = next(prefill)
-    with pytest.raises(StopIteration):
-        next(prefill)
+        while prefill.progress < 1:
+            prefill.advance(50)
+    prefill.finish()
     with waiting_forbidden():  # evictions of 16 tokens come and go
         for step in range(50):
             decoder.decode_tokens([step], [0], [True])

@@ -1,0 +1,38 @@
+"""The last output of a request, whatever ended it."""
+
+from __future__ import annotations
+
+from .errors import ErrorCode, TimeoutExpiredError, code_of
+from .request import FinishReason, StepOutput
+from .sequence import Sequence
+
+
+def ended(
+    sequence: Sequence, reason: FinishReason, token: int | None = None, cached: int = 0, attended: float = 0.0
+) -> StepOutput:
+    """The end of a request without an error, with the token that ended it if there is one."""
+    statistics = sequence.statistics
+    return StepOutput(
+        sequence.request_id, token, reason, cached_tokens=cached, attended_tokens=attended, statistics=statistics
+    )
+
+
+def failed(sequence: Sequence, error: Exception, code: ErrorCode | None = None) -> StepOutput:
+    """The end of a request by an error, under the error's own code if none is given."""
+    return StepOutput(
+        sequence.request_id,
+        finish_reason=FinishReason.ERROR,
+        statistics=sequence.statistics,
+        error=f"{type(error).__name__}: {error}",
+        code=code or code_of(error),
+    )
+
+
+def expired(sequence: Sequence, now: float) -> StepOutput:
+    """The end of a request whose time limit passed while it waited; `now` in seconds of time.perf_counter."""
+    waited = now - sequence.statistics.submitted_at
+    error = TimeoutExpiredError(
+        f"timeout = {sequence.request.timeout_seconds:g} s: passed while the request waited for its turn, for {waited:.1f} s; "
+        "send it again later, or with a longer timeout"
+    )
+    return failed(sequence, error)

@@ -1,0 +1,111 @@
+"""Requests that wait for a slot: a bounded queue that any thread may use.
+
+Order. Each request has a fixed key: the second in which it arrived, less LEVEL_SECONDS for each level of its priority.
+The smallest key starts first. Requests of one priority are therefore served in the order of their arrival, and a request
+is overtaken only by requests that arrive within LEVEL_SECONDS for each level that their priority is above its own: at
+most 255 seconds after it. So nobody starves, whatever arrives later, and no key changes while a request waits.
+
+The head of the queue is never passed by: if it does not fit yet, those behind it wait too, so that a large request is
+not kept out for ever by small ones.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import threading
+from collections.abc import Callable
+
+from .errors import ConfigError, QueueFullError
+from .sequence import Sequence
+
+LEVEL_SECONDS = 1.0  # by which one level of priority puts a request ahead
+
+Key = tuple[float, int]
+
+
+class RequestQueue:
+    """Waiting sequences in the order in which they start. Every method may be called from any thread.
+
+    Parameters
+    ----------
+    max_size : int, optional
+        Most sequences that may wait; None: no bound.
+
+    Raises
+    ------
+    ConfigError
+        If `max_size` is below 1: an idle engine could take no request then, as every request waits until the next step.
+    """
+
+    def __init__(self, max_size: int | None = None) -> None:
+        if max_size is not None and max_size < 1:
+            raise ConfigError(f"max_queue_size = {max_size}: must be >= 1; every request waits until the next step")
+        self.max_size = max_size
+        self._lock = threading.Lock()
+        self._sequences: dict[int, Sequence] = {}
+        self._order: list[Key] = []  # ascending
+        self._deadlines: list[tuple[float, int]] = []  # a heap; may name sequences that have left
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def push(self, sequence: Sequence) -> None:
+        """Add a sequence; raises QueueFullError if as many wait as may wait."""
+        with self._lock:
+            if self.max_size is not None and len(self._sequences) >= self.max_size:
+                raise QueueFullError(
+                    f"{len(self._sequences)} requests wait: at most max_queue_size = {self.max_size} may; "
+                    "send the request again later, or serve with a larger --max_queue_size"
+                )
+            self._sequences[sequence.request_id] = sequence
+            bisect.insort(self._order, _key(sequence))
+            if sequence.deadline is not None:
+                heapq.heappush(self._deadlines, (sequence.deadline, sequence.request_id))
+
+    def remove(self, request_id: int) -> Sequence | None:
+        """Take a sequence out, wherever it is; None if it does not wait."""
+        with self._lock:
+            return self._remove(request_id)
+
+    def find(self, request_id: int) -> Sequence | None:
+        """A waiting sequence, which stays in the queue; None if it does not wait."""
+        with self._lock:
+            return self._sequences.get(request_id)
+
+    def pop(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
+        """Take the head out if it fits; None if it does not, or nobody waits. `fits` must not call the queue."""
+        with self._lock:
+            if not self._order:
+                return None
+            head = self._sequences[self._order[0][1]]
+            return self._remove(head.request_id) if fits(head) else None
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Take out the sequences whose deadline has passed; `now` in seconds of time.perf_counter."""
+        found = []
+        with self._lock:
+            while self._deadlines and self._deadlines[0][0] <= now:
+                _, request_id = heapq.heappop(self._deadlines)
+                sequence = self._remove(request_id)
+                if sequence is not None:
+                    found.append(sequence)
+        return found
+
+    def next_deadline(self) -> float | None:
+        """When the next waiting sequence expires, in seconds of time.perf_counter; None if none does."""
+        with self._lock:
+            while self._deadlines and self._deadlines[0][1] not in self._sequences:
+                heapq.heappop(self._deadlines)
+            return self._deadlines[0][0] if self._deadlines else None
+
+    def _remove(self, request_id: int) -> Sequence | None:
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            del self._order[bisect.bisect_left(self._order, _key(sequence))]
+        return sequence
+
+
+def _key(sequence: Sequence) -> Key:
+    ahead = sequence.request.priority * LEVEL_SECONDS
+    return sequence.statistics.submitted_at - ahead, sequence.request_id

@@ -1,0 +1,188 @@
+"""Which prompts a step reads, and how much of them.
+
+Prompts that stay inside the cache's window are *short*: nothing of them is indexed or leaves the device, so reading one
+between two units of a long prompt cannot mix up what a method has under way. Short prompts are read in packs, the others
+one at a time, each in the order of admission. A step reads either packs or long prompts, and if both are there the steps
+take turns, so that neither waits for the other to end.
+
+Alone, a step reads until `max_num_tokens` tokens have passed all layers, or for IDLE_SECONDS. Beside decoding requests
+Pacing says how much: units within its allowance, or one pack that is small enough to be read to its end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .decoder import BaseDecoder
+from .pacing import Pacing
+from .prefill import Prefill
+from .sequence import Sequence
+
+IDLE_SECONDS = (
+    0.25  # that a step reads if nobody decodes: the engine looks for new requests and cancellations in between
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a step's reading did for a request: `logits` of the prompt's last token, an `error`, or only progress."""
+
+    sequence: Sequence
+    progress: float = 1.0
+    logits: Tensor | None = None
+    error: Exception | None = None
+
+
+@dataclass
+class Work:
+    """What a step has read."""
+
+    units: int = 0
+    token_layers: int = 0
+    largest: int = 0  # tokens of the largest unit
+
+    def add(self, token_layers: int) -> None:
+        """Count a unit."""
+        self.units += 1
+        self.token_layers += token_layers
+        self.largest = max(self.largest, token_layers)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prefill and the requests that it is for; those that end before it are taken out."""
+
+    prefill: Prefill
+    sequences: list[Sequence]
+
+
+class PromptReader:
+    """Reads the prompts of admitted requests, `read` once a step.
+
+    Attributes
+    ----------
+    pacing : Pacing
+        To be told how long each step with decoding requests took.
+    work : Work
+        What the last `read` did.
+    """
+
+    def __init__(self, decoder: BaseDecoder, max_num_tokens: int) -> None:
+        self._decoder, self._layers = decoder, decoder.model.num_layers
+        self._chunk = min(decoder.config.prefill_chunk_tokens, max_num_tokens)
+        self._pack_tokens = min(self._chunk, decoder.config.max_input_len)
+        self._budget = max_num_tokens * self._layers
+        self.pacing, self.work = Pacing(self._layers, self._chunk), Work()
+        self._jobs: dict[bool, Job] = {}  # by whether its prompts are short
+        self._short_went_last = False
+        self._alone: set[int] = set()  # requests that were in a pack that failed
+
+    def read(self, unread: SequenceOf[Sequence], beside: bool) -> list[Reading]:
+        """Read a part of the prompts of `unread`; `beside` says whether the step decodes too.
+
+        Each request that ends or whose prompt is finished occurs once in what is returned, and need not be given again.
+        """
+        self.work = Work()
+        if not unread or (beside and self.pacing.rests):
+            return []
+        left, started, done = list(unread), time.perf_counter(), list[Reading]()
+        short = self._turn(left)
+        while self._has_room(short, beside, started) and (job := self._job(short, left, beside)) is not None:
+            found = self._advance(job, beside)
+            done += found
+            left = [sequence for sequence in left if all(one.sequence is not sequence for one in found)]
+            if found and beside:
+                break
+        self._short_went_last = short
+        if self.work.units and short in self._jobs:
+            job = self._jobs[short]
+            done += [Reading(sequence, job.prefill.progress) for sequence in job.sequences]
+        return done
+
+    def drop(self, sequence: Sequence) -> None:
+        """Read on without a request, whose slot is about to be closed."""
+        self._alone.discard(sequence.request_id)
+        for short, job in list(self._jobs.items()):
+            if sequence in job.sequences:
+                job.prefill.drop(sequence.slot)
+                job.sequences.remove(sequence)
+                if not job.sequences:
+                    del self._jobs[short]
+
+    def _is_short(self, sequence: Sequence) -> bool:
+        tokens = len(sequence.request.prompt_ids)
+        return tokens <= self._pack_tokens and self._decoder.cache.retrieval_tokens(tokens) == 0
+
+    def _turn(self, unread: SequenceOf[Sequence]) -> bool:
+        """Whether this step reads short prompts."""
+        kinds = {self._is_short(sequence) for sequence in unread}
+        return not self._short_went_last if len(kinds) == 2 else kinds.pop()
+
+    def _job(self, short: bool, unread: SequenceOf[Sequence], beside: bool) -> Job | None:
+        """What is being read of that kind, or is to be read next; None if there is nothing."""
+        if short not in self._jobs:
+            waiting = [sequence for sequence in unread if self._is_short(sequence) == short]
+            chosen = self._pack(waiting, beside) if short else waiting[:1]
+            if not chosen:
+                return None
+            prompts = [(sequence.slot, sequence.request.prompt_ids) for sequence in chosen]
+            self._jobs[short] = Job(self._decoder.prefill(prompts), chosen)
+        return self._jobs[short]
+
+    def _pack(self, waiting: SequenceOf[Sequence], beside: bool) -> list[Sequence]:
+        """The first of `waiting`, and those behind it that fit into a pack with it."""
+        limit = min(self._pack_tokens, self.pacing.pack) if beside else self._pack_tokens
+        chosen, tokens = list[Sequence](), 0
+        for sequence in waiting:
+            tokens += len(sequence.request.prompt_ids)
+            alone = sequence.request_id in self._alone or not self._decoder.reads_packs
+            if chosen and (alone or tokens > limit):
+                break
+            chosen.append(sequence)
+            if alone:
+                break
+        return chosen
+
+    def _has_room(self, short: bool, beside: bool, started: float) -> bool:
+        """Whether the step may run another unit; one it always may."""
+        if not self.work.units:
+            return True
+        if not beside:
+            return self.work.token_layers < self._budget and time.perf_counter() - started < IDLE_SECONDS
+        if short in self._jobs and self._whole(self._jobs[short]):
+            return True
+        units = self.work.units + 1
+        tokens = self.work.token_layers + self._unit_tokens(beside)
+        return self.pacing.cost(0) * (units - 1) + self.pacing.cost(tokens) <= self.pacing.allowance
+
+    def _whole(self, job: Job) -> bool:
+        """Whether a step beside decoding requests reads the job to its end."""
+        return self._is_short(job.sequences[0]) and job.prefill.tokens <= self.pacing.pack
+
+    def _unit_tokens(self, beside: bool) -> int:
+        return self.pacing.chunk if beside and self._decoder.reads_packs else self._chunk
+
+    def _advance(self, job: Job, beside: bool) -> list[Reading]:
+        """Run one unit; returns what ended with it."""
+        whole = not beside or self._whole(job)
+        try:
+            self.work.add(job.prefill.advance(self._chunk if whole else self._unit_tokens(beside)))
+            if job.prefill.progress < 1:
+                return []
+            logits = job.prefill.finish()
+        except Exception as error:  # one request's prefill must not take the others down
+            self._release(job)
+            if len(job.prefill.slots) == 1:
+                return [Reading(job.sequences[0], error=error)]
+            self._alone.update(sequence.request_id for sequence in job.sequences)  # which of them it was, shows then
+            return []
+        self._release(job)
+        rows = dict(zip(job.prefill.slots, logits, strict=True))
+        return [Reading(sequence, logits=rows[sequence.slot]) for sequence in job.sequences]
+
+    def _release(self, job: Job) -> None:
+        self._jobs = {short: one for short, one in self._jobs.items() if one is not job}

@@ -1,0 +1,32 @@
+"""A request on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .metrics import RequestStatistics
+from .request import Request
+from .sampling import Sampler
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request on its way through the engine. One whose prompt has been read has generated at least one token."""
+
+    request_id: int
+    request: Request
+    sampler: Sampler
+    statistics: RequestStatistics
+    slot: int = -1
+    generated: list[int] = field(default_factory=list)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens that the request can grow to, prompt included."""
+        return len(self.request.prompt_ids) + self.request.max_tokens
+
+    @property
+    def deadline(self) -> float | None:
+        """When its own time limit passes, in seconds of time.perf_counter; None: it has none."""
+        limit = self.request.timeout_seconds
+        return None if limit is None else self.statistics.submitted_at + limit
