@@ -20,7 +20,7 @@ from kvseek.plugins.base import LayerRows
 from .config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from .errors import CapacityError
 from .memory import ExtentTable, extents_for
-from .memory_plan import extents_wanted, layer_extent_bytes, retrieval_tokens
+from .memory_plan import RowPlan, extents_wanted, layer_extent_bytes, retrieval_tokens
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,15 @@ class Eviction:
 
 
 class Cache:
-    """Rows of all layers and slots. Lengths are in tokens; shapes as in LayerCache."""
+    """Rows of all layers and slots. Lengths are in tokens; shapes as in LayerCache.
+
+    Attributes
+    ----------
+    plan : RowPlan
+        Extents, and in how many layers their rows lie in host memory: here in all.
+    """
+
+    plan: RowPlan
 
     def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
         model, slots = config.model, config.max_batch_size
@@ -88,6 +96,7 @@ class Cache:
         capacity = extents_wanted(config)
         if config.cache.kv_cache_host_memory_bytes is not None:
             capacity = min(capacity, config.cache.kv_cache_host_memory_bytes // extent_bytes)
+        self.plan = RowPlan(capacity, 0, model.num_layers, extent_bytes // model.num_layers)
         self._start(config, slots, capacity, dtype, device)
         row_shape = (model.num_kv_heads, EXTENT_TOKENS, 2, model.head_dim)
         try:

@@ -25,6 +25,7 @@ from .sampling import Sampler, accept
 from .scheduler import Scheduler
 from .sequence import Sequence
 from .tokenizer import Tokenizer
+from .usage import CacheUsage, UsageMeter
 
 MAX_NUM_TOKENS = 8192
 
@@ -70,6 +71,8 @@ class Engine:
         self._ids = itertools.count(1)
         self._token_layers = 0  # that all steps have read
         self._report = StepReport()
+        self._meter = UsageMeter(decoder.cache, decoder.indexes)
+        self._refresh_seconds = 0.0  # of the last step with decoding requests
         self.on_step: Callable[[StepReport], None] | None = None
 
     @classmethod
@@ -124,6 +127,11 @@ class Engine:
     def step_report(self) -> StepReport:
         """What the last step did."""
         return self._report
+
+    @property
+    def cache_usage(self) -> CacheUsage:
+        """How the row pool is used now. Safe from any thread."""
+        return self._meter.usage()
 
     def check(self, request: Request) -> None:
         """Raise RequestError or CapacityError if this engine can never serve the request. Safe from any thread."""
@@ -235,12 +243,14 @@ class Engine:
             drawn, attended = self._decoder.decode_tokens(tokens, slots, greedy)
         except Exception as error:  # the step's caches are in doubt: its requests end, waiting ones go on
             return [self._fail(sequence, error) for sequence in sequences]
+        self._meter.count(slots, attended)  # before slots are closed
         outputs = [self._take_token(s, one, share) for s, one, share in zip(sequences, drawn, attended, strict=True)]
-        kept = [sequence for sequence in sequences if sequence in self._scheduler.running]
+        kept, begun = [s for s in sequences if s in self._scheduler.running], time.perf_counter()
         try:
             self._decoder.refresh([sequence.slot for sequence in kept])
         except Exception as error:  # their indexes are in doubt; other requests have their own
             outputs += [self._fail(sequence, error) for sequence in kept]
+        self._refresh_seconds = time.perf_counter() - begun
         return outputs
 
     def _take_token(self, sequence: Sequence, drawn: Tensor | int, attended: float) -> StepOutput:
@@ -278,6 +288,7 @@ class Engine:
             running=self.running,
             extents_used=extents.capacity - extents.free,
             extents_free=extents.free,
+            refresh_seconds=self._refresh_seconds if decode_batch else 0.0,
         )
         if self.on_step is not None:
             self.on_step(self._report)

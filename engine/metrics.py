@@ -66,3 +66,4 @@ class StepReport:
     running: int = 0
     extents_used: int = 0
     extents_free: int = 0
+    refresh_seconds: float = 0.0  # of the host, for the indexes' upkeep after decoding

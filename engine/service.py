@@ -16,6 +16,7 @@ from .errors import ErrorCode, UnavailableError
 from .metrics import StepReport
 from .request import FinishReason, Request, StepOutput
 from .tokenizer import Tokenizer
+from .usage import CacheUsage
 
 Callback = Callable[[StepOutput], None]
 SHUTTING_DOWN = "the server is shutting down: no further requests; send them to another server, or start this one again"
@@ -82,6 +83,11 @@ class EngineService:
     def step_report(self) -> StepReport:
         """What the engine's last step did."""
         return self._engine.step_report
+
+    @property
+    def cache_usage(self) -> CacheUsage:
+        """How the row pool is used now."""
+        return self._engine.cache_usage
 
     @property
     def failure(self) -> str:

@@ -22,12 +22,14 @@ import msgspec
 
 from kvseek.engine.engine import Engine
 from kvseek.engine.errors import KvseekError, code_of
+from kvseek.engine.manifest import read_manifest
 from kvseek.engine.request import FinishReason, Request, StepOutput
 from kvseek.engine.service import EngineService
 
 from .messages import Cancel, FromDoor, FromEngine, Metrics, Outputs, Ping, Pong, Refused, Submit, frame, read_frame
 from .metrics import EngineMetrics
 from .settings import ServeSettings
+from .tracing import RequestTracer
 
 UNREAD_BYTES = 64 << 20  # that a door may leave unread before it counts as dead
 STATUS_FAILED = 3  # exit status when the engine has failed: every further call would fail too
@@ -102,9 +104,12 @@ class Door:
     def _submit(self, message: Submit) -> None:
         server, number = self._server, message.number
         request = server.with_defaults(message.request)
+        span = None if server.tracer is None else server.tracer.start(request, message.trace)
 
         def on_output(output: StepOutput) -> None:
             server.metrics.record(output)
+            if span is not None and output.finish_reason is not None:
+                span.end(output)
             server.outbox.put(self, number, output)
 
         try:
@@ -115,6 +120,8 @@ class Door:
             code = code_of(error)
             server.metrics.refused(code)
             end = StepOutput(number, finish_reason=FinishReason.ERROR, error=str(error), code=code)
+            if span is not None:
+                span.end(end)
             self.send_outputs([(number, end)])
 
     def leave(self) -> None:
@@ -127,8 +134,14 @@ class Door:
 class EngineServer:
     """Serves the doors of one engine until it is told to stop or the engine fails."""
 
-    def __init__(self, service: EngineService, settings: ServeSettings, metrics: EngineMetrics) -> None:
-        self.service, self.settings, self.metrics = service, settings, metrics
+    def __init__(
+        self,
+        service: EngineService,
+        settings: ServeSettings,
+        metrics: EngineMetrics,
+        tracer: RequestTracer | None = None,
+    ) -> None:
+        self.service, self.settings, self.metrics, self.tracer = service, settings, metrics, tracer
         self.outbox = Outbox(asyncio.get_running_loop())
         self._loop = asyncio.get_running_loop()
         self._decoder = msgspec.msgpack.Decoder(FromDoor)
@@ -190,15 +203,20 @@ class EngineServer:
 async def run(arguments: argparse.Namespace) -> int:
     """Load the engine and serve it."""
     settings = ServeSettings.from_json(arguments.settings)
+    model_name = read_manifest(arguments.engine_dir).source_model
+    tracer = None if settings.otlp_endpoint is None else RequestTracer(settings.otlp_endpoint, model_name)
     engine = await asyncio.to_thread(
         Engine.load, arguments.engine_dir, settings.threads, settings.max_queue_size, settings.max_num_tokens
     )
     service = EngineService(engine)
-    metrics = EngineMetrics(service)
+    metrics = EngineMetrics(service, model_name, settings.max_queue_size)
+    engine.on_step = metrics.record_step
     try:
-        return await EngineServer(service, settings, metrics).serve(arguments.socket)
+        return await EngineServer(service, settings, metrics, tracer).serve(arguments.socket)
     finally:
         await asyncio.to_thread(service.close)
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,6 +6,8 @@ the other. The engine's thread only adds to plain numbers; what costs more is do
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -15,13 +17,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvseek.engine.errors import ErrorCode
-from kvseek.engine.metrics import RequestStatistics
+from kvseek.engine.metrics import RequestStatistics, StepReport
 from kvseek.engine.request import FinishReason, StepOutput
 
 from .tallies import Families, Histogram
 
 if TYPE_CHECKING:
     from kvseek.engine.service import EngineService
+    from kvseek.engine.usage import CacheUsage
 
 # Buckets. Seconds between tokens begin with what a small batch on a GPU takes; those of requests reach beyond the ten minutes
 # that a long prompt on a CPU takes.
@@ -30,6 +33,8 @@ TOKEN_SECONDS = tuple(milliseconds / 1000 for milliseconds in TOKEN_MILLISECONDS
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 240, 600, 1200, 3600)
 PROMPT_TOKENS = tuple(1 << power for power in range(4, 21))  # 16 to 1M
 OUTPUT_TOKENS = tuple(1 << power for power in range(16))  # 1 to 32K
+STEP_TOKENS = tuple(1 << power for power in range(15))  # 1 to 16K
+REFRESH_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2.5)
 REQUEST_HISTOGRAMS = {  # name: buckets, description
     "time_to_first_token_seconds": (REQUEST_SECONDS, "From submission to the first token"),
     "request_time_per_output_token_seconds": (TOKEN_SECONDS, "Mean time per output token after a request's first"),
@@ -40,6 +45,12 @@ REQUEST_HISTOGRAMS = {  # name: buckets, description
     "request_inference_time_seconds": (REQUEST_SECONDS, "From the start of prefill to the last token"),
     "request_prompt_tokens": (PROMPT_TOKENS, "Tokens of a prompt"),
     "request_generation_tokens": (OUTPUT_TOKENS, "Tokens generated for a request"),
+}
+STEP_HISTOGRAMS = {
+    "engine_step_time_seconds": (TOKEN_SECONDS, "Of a step: parts of prompts and one decode step"),
+    "iteration_tokens_total": (STEP_TOKENS, "Tokens that a step read and generated"),
+    "step_prefill_tokens": (STEP_TOKENS, "Prompt tokens of a step that read any"),
+    "refresh_time_seconds": (REFRESH_SECONDS, "Upkeep of all indexes after a decode step, on the host"),
 }
 FINISHED_REASONS = {  # vLLM's words
     FinishReason.END_ID: "stop",
@@ -57,8 +68,7 @@ OUTCOMES = tuple(dict.fromkeys((*_ENDS, *(code.value for code in ErrorCode))))
 class EngineMetrics(Collector):
     """Counts what an engine does.
 
-    `record` is called by the engine's thread for every output, `refused` and `text` by the event loop's. No two threads add
-    to one number, so none needs a lock.
+    Tokens and steps come from the engine's thread alone and are counted without a lock; requests may end in any thread.
 
     Parameters
     ----------
@@ -66,19 +76,22 @@ class EngineMetrics(Collector):
         Its queue, requests and cache are looked at whenever the text is asked for.
     model_name : str
         What the label `model_name` says, as in vLLM; the label `method` is the engine's retrieval method.
+    max_queue_size : int
+        Requests that may wait.
     """
 
-    def __init__(self, service: EngineService, model_name: str = "kvseek") -> None:
-        self._service, self._started = service, time.time()
+    def __init__(self, service: EngineService, model_name: str = "kvseek", max_queue_size: int = 256) -> None:
+        self._service, self._max_queue_size, self._started = service, max_queue_size, time.time()
+        self._lock = threading.Lock()  # guards what counts ends of requests
         self._families = Families(model_name=model_name, method=service.config.method)
         self._outcomes = dict.fromkeys(OUTCOMES, 0)
-        self._refusals = dict.fromkeys(OUTCOMES, 0)
         self._finished = dict.fromkeys(FINISHED_REASONS.values(), 0)
         self._prompt_tokens = self._generated = self._cached = 0
         self._attended = 0.0
         self._token_times: dict[int, float] = {}  # of running requests: when the last token came
         self._between_tokens = Histogram(TOKEN_SECONDS)
         self._of_requests = {name: Histogram(bounds) for name, (bounds, _) in REQUEST_HISTOGRAMS.items()}
+        self._of_steps = {name: Histogram(bounds) for name, (bounds, _) in STEP_HISTOGRAMS.items()}
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -95,11 +108,24 @@ class EngineMetrics(Collector):
             self._cached += output.cached_tokens
             self._attended += output.attended_tokens
         if output.finish_reason is not None:
-            self._end(output, output.finish_reason)
+            with self._lock:
+                self._end(output, output.finish_reason)
+
+    def record_step(self, report: StepReport) -> None:
+        """Count what a step of the engine did: for Engine.on_step."""
+        self._prompt_tokens += report.prefill_tokens
+        steps = self._of_steps
+        steps["engine_step_time_seconds"].observe(report.seconds)
+        steps["iteration_tokens_total"].observe(report.prefill_tokens + report.decode_batch)
+        if report.prefill_tokens:
+            steps["step_prefill_tokens"].observe(report.prefill_tokens)
+        if report.decode_batch:
+            steps["refresh_time_seconds"].observe(report.refresh_seconds)
 
     def refused(self, code: str) -> None:
         """Count a request that was refused, with an ErrorCode, before the engine had it."""
-        self._refusals[code if code in self._refusals else ErrorCode.INTERNAL.value] += 1
+        with self._lock:
+            self._outcomes[code if code in self._outcomes else ErrorCode.INTERNAL.value] += 1
 
     def text(self) -> str:
         """All metrics in Prometheus' text format; takes some 4 ms."""
@@ -118,21 +144,43 @@ class EngineMetrics(Collector):
         yield make.gauge("engine_start_time_seconds", description, self._started)
         yield make.gauge("num_requests_running", "Requests with a slot", service.running)
         yield make.gauge("num_requests_waiting", "Requests in the queue", service.waiting)
+        yield make.gauge("max_queue_size", "Requests that may wait; further ones are refused", self._max_queue_size)
+        yield make.gauge("max_batch_size", "Slots: requests that may run", service.config.max_batch_size)
+        yield from self._extents(service.cache_usage)
+
+    def _extents(self, usage: CacheUsage) -> Iterator[Metric]:
+        make, used, free = self._families, usage.extents_used, usage.extents_free
+        yield make.gauge("kv_cache_usage_perc", "Share of the extents that requests hold, 0 to 1", used / (used + free))
+        yield make.gauge("extents_used", "Extents (1,024 tokens in all layers) that requests hold", used)
+        yield make.gauge("extents_free", "Extents that no request holds", free)
+        for state, extents in (("used", used), ("free", free)):
+            by_location = {
+                "device": extents * usage.device_extent_bytes,
+                "host": extents * usage.host_extent_bytes,
+            }
+            description = f"Bytes of rows in {state} extents"
+            yield make.gauges(f"row_pool_{state}_bytes", description, "location", by_location)
+        description = "Retrieval rows in host memory that decode steps attended to"
+        yield make.counter("host_rows_requested", description, usage.host_rows)
+        share = math.nan if usage.store_hit_ratio is None else usage.store_hit_ratio
+        yield make.gauge("store_hit_ratio", "Share of the selected rows that the method's store held so far", share)
 
     def _tokens(self) -> Iterator[Metric]:
         make = self._families
-        yield make.counter("prompt_tokens", "Prompt tokens of requests that have got a token", self._prompt_tokens)
+        yield make.counter("prompt_tokens", "Prompt tokens read by all layers", self._prompt_tokens)
         yield make.counter("generation_tokens", "Tokens generated", self._generated)
         yield make.counter("cached_tokens", "Cached tokens, summed over decode steps and requests", self._cached)
         description = "Of those, attended to: mean over layers and KV heads"
         yield make.counter("attended_tokens", description, self._attended)
+        for name, (_, text) in STEP_HISTOGRAMS.items():
+            yield make.histogram(name, text, self._of_steps[name])
         description = "Between two tokens of a request"
         yield make.histogram("inter_token_latency_seconds", description, self._between_tokens)
 
     def _requests(self) -> Iterator[Metric]:
         make = self._families
-        outcomes = {outcome: count + self._refusals[outcome] for outcome, count in self._outcomes.items()}
-        yield make.counters("requests", "Requests by how they ended or why they were refused", "outcome", outcomes)
+        description = "Requests by how they ended or why they were refused"
+        yield make.counters("requests", description, "outcome", self._outcomes)
         yield make.counters("request_success", "Requests that have ended", "finished_reason", self._finished)
         for name, (_, description) in REQUEST_HISTOGRAMS.items():
             yield make.histogram(name, description, self._of_requests[name])
@@ -145,8 +193,6 @@ class EngineMetrics(Collector):
         self._finished[FINISHED_REASONS[reason]] += 1
         for name, value in _figures(output.statistics, time.perf_counter()).items():
             self._of_requests[name].observe(value)
-        if output.statistics.generated_tokens:
-            self._prompt_tokens += output.statistics.prompt_tokens
 
 
 def _figures(statistics: RequestStatistics, now: float) -> dict[str, float]:

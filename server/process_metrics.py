@@ -22,16 +22,14 @@ def server_text(engine: str | None, restarts: Mapping[str, int]) -> str:
         How often each process of the server was started again, by its name: the supervisor's state file.
     """
     registry = CollectorRegistry()
-    registry.register(_Processes(restarts, engine is not None))
+    registry.register(_Restarts(restarts))
     return generate_latest(registry).decode() + (engine or "")
 
 
-class _Processes(Collector):
-    def __init__(self, restarts: Mapping[str, int], engine_up: bool) -> None:
-        self._restarts, self._engine_up = restarts, engine_up
+class _Restarts(Collector):
+    def __init__(self, restarts: Mapping[str, int]) -> None:
+        self._restarts = restarts
 
     def collect(self) -> Iterator[Metric]:
-        families = Families()
-        yield families.gauge("engine_up", "Whether the engine process answers", float(self._engine_up))
         description = "Processes of the server that were started again"
-        yield families.counters("process_restarts", description, "process", self._restarts)
+        yield Families().counters("process_restarts", description, "process", self._restarts)
