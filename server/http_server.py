@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from .errors import ServerError
 from .http_errors import error_response, errors_as_json
@@ -15,7 +17,15 @@ HEADER_SECONDS = 75.0  # from connecting, or from the last response, to the end 
 LINGER_SECONDS = 3.0  # that what a refused client still sends is read, so that it gets to read the refusal
 SPARE_CONNECTIONS = 64  # beyond the limit, that get an orderly 503; further ones are closed at once
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+logger = logging.getLogger(__name__)
 FULL = "the server has as many open connections as it may have; try again later"
+
+
+def _not_a_client_fault(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+logger.addFilter(_not_a_client_fault)  # bytes that are no HTTP, which anybody can send, must not fill the log
 
 
 class Full(asyncio.Protocol):
@@ -56,6 +66,7 @@ class HttpServer:
             app,
             handler_cancellation=True,  # a client that leaves ends its handler, and that its request
             access_log=None,
+            logger=logger,
             keepalive_timeout=header_seconds,
             lingering_time=LINGER_SECONDS,
             auto_decompress=False,

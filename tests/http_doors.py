@@ -1,0 +1,125 @@
+"""Starts engine processes and HTTP doors for tests, and speaks to them byte by byte where a client library would not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from kvseek.server.settings import ServeSettings
+
+SECONDS = 60.0  # that anything may take on a busy machine
+CLOSED_PORT = "127.0.0.1:1"
+JSON = dict[str, Any]
+
+
+@dataclass
+class Door:
+    """A running HTTP door."""
+
+    process: subprocess.Popen[str]
+    port: int
+    metrics_port: int
+
+    @property
+    def url(self) -> str:
+        """Of the root of its API."""
+        return f"http://127.0.0.1:{self.port}/v2"
+
+    def post(self, path: str, body: Any, **options: Any) -> requests.Response:
+        """POST to /v2/models/PATH; a body that is not bytes is sent as JSON."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return requests.post(f"{self.url}/models/{path}", data=data, timeout=SECONDS, **options)
+
+    def metrics(self) -> str:
+        """Text of the metrics port."""
+        return requests.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=SECONDS).text
+
+    def connect(self, path: str, body: bytes = b"", *headers: str) -> socket.socket:
+        """Begin a POST: its headers and what there is of its body."""
+        connection = socket.create_connection(("127.0.0.1", self.port), SECONDS)
+        lines = (f"POST /v2/models/{path} HTTP/1.1", "Host: door", *headers, "", "")
+        connection.sendall("\r\n".join(lines).encode() + body)
+        return connection
+
+    def send(self, path: str, body: JSON) -> socket.socket:
+        """A whole POST, on a connection that the caller can close when it likes."""
+        data = json.dumps(body).encode()
+        return self.connect(path, data, f"Content-Length: {len(data)}")
+
+
+@contextmanager
+def engine_process(directory: Path, socket_path: Path, settings: ServeSettings) -> Iterator[subprocess.Popen[str]]:
+    """An engine process; killed at the end if it still runs."""
+    command = [sys.executable, "-m", "kvseek.server.engine_process", "--engine_dir", str(directory)]
+    command += ["--socket", str(socket_path), "--settings", settings.to_json()]
+    process = subprocess.Popen(command, text=True)
+    try:
+        wait_for(socket_path.exists)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        socket_path.unlink(missing_ok=True)
+
+
+@contextmanager
+def http_door(
+    directory: Path,
+    socket_path: Path,
+    settings: ServeSettings,
+    triton_grpc: str = CLOSED_PORT,
+    triton_metrics: str = CLOSED_PORT,
+    *more: str,
+) -> Iterator[Door]:
+    """An HTTP door on free ports."""
+    command = [sys.executable, "-m", "kvseek.server.http_door", "--engine_dir", str(directory)]
+    command += ["--socket", str(socket_path), "--settings", settings.to_json(), "--host", "127.0.0.1"]
+    command += ["--http_port", "0", "--metrics_port", "0", "--triton_grpc", triton_grpc]
+    command += ["--triton_metrics", triton_metrics, *more]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("ready: HTTP 127.0.0.1:"), line
+        http, metrics = (int(part.split(":")[-1]) for part in line.removesuffix("/metrics\n").split(","))
+        yield Door(process, http, metrics)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = SECONDS) -> Any:
+    """Wait until something is true, and return it."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+    return value
+
+
+def reply(connection: socket.socket) -> tuple[int, JSON]:
+    """Status and JSON of the response on a connection, which is closed."""
+    with connection, contextlib.closing(connection.makefile("rb")) as file:
+        status, length = int(file.readline().split()[1]), 0
+        while line := file.readline().strip():
+            name, _, value = line.partition(b": ")
+            length = int(value) if name == b"Content-Length" else length
+        return status, json.loads(file.read(length) or b"{}")
+
+
+def events(response: requests.Response) -> Iterator[JSON]:
+    """JSON of the events of a stream, as they come."""
+    for line in response.iter_lines(chunk_size=1):
+        if line.startswith(b"data: "):
+            yield json.loads(line[len(b"data: ") :])
