@@ -108,6 +108,14 @@ def test_a_request_is_a_span_of_its_clients_trace(collector: Collector, path: st
     assert attributes["kvseek.attended_share"] == 0.25
 
 
+def test_the_environment_names_the_service(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    tracer = RequestTracer(collector.endpoint)
+    tracer.start(Request(PROMPT, 5)).end(ended())
+    tracer.close()
+    assert collector.spans.get(timeout=10)[1]["service.name"] == "mine"
+
+
 def test_a_refused_request_is_a_span_with_an_error_and_a_trace_of_its_own(collector: Collector) -> None:
     tracer = RequestTracer(collector.endpoint)
     output = StepOutput(1, finish_reason=FinishReason.ERROR, error="256 requests wait", code=ErrorCode.QUEUE_FULL)
