@@ -104,8 +104,9 @@ def _chunk(result: Any) -> Chunk:
 
 
 def _message(url: str, error: Any) -> str:
-    if "UNAVAILABLE" in str(error.status()):
-        if "Stream removed" in error.message() or "closed" in error.message():
-            return f"{url} closed the connection ({error.message()}): the server has ended or is being restarted; send it again"
-        return f"no server answers at {url} ({error.message()}); start one with kvseek serve, or give its --url"
-    return str(error.message())
+    message = str(error.message())
+    if "failed to connect" in message:
+        return f"no server answers at {url} ({message}); start one with kvseek serve, or give its --url"
+    if "UNAVAILABLE" in str(error.status()) and ("removed" in message or "closed" in message):
+        return f"{url} closed the connection ({message}): the server has ended or is being restarted; send it again"
+    return message

@@ -11,13 +11,18 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+from kvseek.engine.config import EngineConfig
 from kvseek.engine.errors import RequestError
+from kvseek.engine.tokenizer import Tokenizer
 
 from .http_fields import Input, shortened
 from .http_json import ModelSchema
+from .text_request import max_text_bytes
 
 MAX_ID_CHARACTERS = 256
 MAX_PARAMETERS = 8
+BYTES_PER_ID = 10  # of a token id: four as they are, up to ten as a number of the protocol
+OTHER_BYTES = 1 << 20
 PARAMETERS = frozenset({"triton_enable_empty_final_response", "traceparent"})  # of requests
 ITEM_BYTES = {"INT32": 4, "UINT64": 8, "FP32": 4, "BOOL": 1}
 CONTENTS = {
@@ -30,6 +35,11 @@ CONTENTS = {
 WIRE_TYPES = {"STRING": "BYTES"}  # where the protocol has another name than config.pbtxt
 PRIORITY = "priority"  # parameter of Triton's, for queues of its own
 TIMEOUT = "timeout"  # parameter of Triton's, in microseconds; input of ours, in seconds
+
+
+def message_limit(config: EngineConfig, tokenizer: Tokenizer) -> int:
+    """Bytes that an inference request may have: a prompt of max_input_len tokens, as text or ids, and the other inputs."""
+    return max(max_text_bytes(config, tokenizer), config.max_input_len * BYTES_PER_ID) + OTHER_BYTES
 
 
 def admit(request: Any, schemas: Mapping[str, ModelSchema]) -> None:

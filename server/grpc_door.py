@@ -19,18 +19,21 @@ from tritonclient.grpc import service_pb2
 
 from kvseek.engine.errors import RequestError
 
+from .errors import ServerError
 from .grpc_checks import admit
 from .http_json import ModelSchema
 from .http_state import ServerState
 from .requests import MODELS
 
 SERVICE = "inference.GRPCInferenceService"
+HEALTH_SERVICE = "grpc.health.v1.Health"
 PASSED_ON = ("ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics")
 CLOSED = (
     *("RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings"),
     *(f"{kind}SharedMemory{verb}" for kind in ("System", "Cuda") for verb in ("Status", "Register", "Unregister")),
 )
 MAX_CALLS = 4096  # open at a time
+CLOSE_SECONDS = 1.0  # that responses which have been sent may take to leave this process
 MAX_OTHER_BYTES = 64 << 10  # of a message that is no inference request
 ANSWER_SECONDS = 10.0  # that Triton may take for what is no inference
 SHARED_MEMORY_NAME = b"triton_python_backend_shm_region_"
@@ -50,43 +53,53 @@ class GrpcDoor:
     ----------
     triton : str
         host:port of Triton's own gRPC endpoint.
-    max_message_bytes : int
-        Of one inference request.
+
+    Attributes
+    ----------
+    open : int
+        Inference calls that have not ended.
     """
 
-    def __init__(
-        self, triton: str, state: ServerState, schemas: Mapping[str, ModelSchema], max_message_bytes: int
-    ) -> None:
+    def __init__(self, triton: str, state: ServerState, schemas: Mapping[str, ModelSchema]) -> None:
         self._state, self._schemas = state, schemas
         unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-        self._channel = grpc.aio.insecure_channel(triton, options=unlimited)  # logits may be large
+        self._channel = grpc.aio.insecure_channel(triton, options=[*unlimited, ("grpc.max_reconnect_backoff_ms", 500)])
         self._infer = self._channel.unary_unary(f"/{SERVICE}/ModelInfer")
         self._stream_infer = self._channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
-        self._server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", max_message_bytes),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", 0),  # a busy port is an error
-            ],
-            maximum_concurrent_rpcs=MAX_CALLS,
-        )
-        self._server.add_generic_rpc_handlers(
+        self._server: grpc.aio.Server | None = None
+        self.open = 0
+
+    async def start(self, host: str, port: int, max_message_bytes: int) -> int:
+        """Listen on a port, or (0) on a free one, which is returned; raises ServerError if it is taken.
+
+        A message may have `max_message_bytes`: gRPC itself refuses a larger one with RESOURCE_EXHAUSTED.
+        """
+        options = [
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.so_reuseport", 0),  # else a second server could take the same port
+        ]
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
+        health = {"Check": grpc.unary_unary_rpc_method_handler(self._health)}
+        server.add_generic_rpc_handlers(
             (
                 grpc.method_handlers_generic_handler(SERVICE, self._handlers()),
-                grpc.method_handlers_generic_handler(
-                    "grpc.health.v1.Health", {"Check": grpc.unary_unary_rpc_method_handler(self._health)}
-                ),
+                grpc.method_handlers_generic_handler(HEALTH_SERVICE, health),
             )
         )
+        try:
+            chosen = server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError:
+            message = f"--grpc_port = {port}: cannot listen on {host}; choose another port, or 0 for a free one"
+            raise ServerError(message) from None
+        await server.start()
+        self._server = server
+        return int(chosen)
 
-    async def start(self, address: str) -> None:
-        """Listen on host:port; raises RuntimeError if that is not possible."""
-        self._server.add_insecure_port(address)
-        await self._server.start()
-
-    async def stop(self, seconds: float) -> None:
-        """Take no new calls, and end those that are still open after `seconds`."""
-        await self._server.stop(seconds)
+    async def close(self) -> None:
+        """End all calls and stop listening."""
+        if self._server is not None:
+            await self._server.stop(CLOSE_SECONDS)
         await self._channel.close()
 
     def _handlers(self) -> dict[str, Any]:
@@ -147,6 +160,7 @@ class GrpcDoor:
         upstream = self._stream_infer()
         writing = asyncio.Lock()  # of responses: two tasks have some
         forward = asyncio.create_task(self._forward(requests, upstream, context, writing))
+        self.open += 1
         try:
             while (data := await upstream.read()) is not grpc.aio.EOF:
                 async with writing:
@@ -158,6 +172,7 @@ class GrpcDoor:
         except grpc.aio.AioRpcError as error:
             await _abort(context, error.code(), error.details())
         finally:
+            self.open -= 1
             forward.cancel()
             upstream.cancel()
 

@@ -26,6 +26,8 @@ from kvseek.engine.tokenizer import Tokenizer
 from . import http_closed
 from .engine_client import EngineClient
 from .generations import Generations
+from .grpc_checks import message_limit
+from .grpc_door import GrpcDoor
 from .http_body import BODY_SECONDS, BodyReader
 from .http_generate import GenerateRoutes
 from .http_json import body_limit, schemas
@@ -74,16 +76,17 @@ class HttpDoor:
         self._metrics = MetricsRoutes(self._client, triton_metrics, state)
         self._generations = Generations(self._client, settings.max_queue_size)
         self._bodies = BodyReader(body_seconds)
-        factory = RequestFactory(self._config, self._tokenizer)
-        generate = GenerateRoutes(self._generations, factory, schemas(self._config), self._bodies, self._limits)
+        factory, models = RequestFactory(self._config, self._tokenizer), schemas(self._config)
+        generate = GenerateRoutes(self._generations, factory, models, self._bodies, self._limits)
+        self._grpc = GrpcDoor(triton_grpc, self._state, models)
         routes = [*self._state.routes(), *generate.routes(), *self._triton.routes(), *http_closed.routes()]
         connections = settings.max_queue_size + self._config.max_batch_size + OTHER_CONNECTIONS
         self._http = HttpServer(routes, connections, header_seconds)
         self._metrics_http = HttpServer(self._metrics.routes(), MAX_METRICS_CONNECTIONS, header_seconds)
 
-    async def start(self, host: str, http_port: int, metrics_port: int) -> tuple[int, int]:
-        """Listen, then load the tokenizer; returns the ports. Raises ServerError."""
-        ports = (
+    async def start(self, host: str, http_port: int, metrics_port: int, grpc_port: int) -> tuple[int, int, int]:
+        """Listen, and load the tokenizer; returns the ports. Raises ServerError."""
+        http = (
             await self._http.start(host, http_port, "--http_port"),
             await self._metrics_http.start(host, metrics_port, "--metrics_port"),
         )
@@ -91,8 +94,10 @@ class HttpDoor:
             limit = await asyncio.to_thread(body_limit, model, self._config, self._tokenizer)
             self._bodies.make_room_for(limit)
             self._limits[model] = limit
+        largest = message_limit(self._config, self._tokenizer)
+        port = await self._grpc.start(host, grpc_port, largest)
         self._state.starting = False
-        return ports
+        return *http, port
 
     async def finish(self) -> None:
         """Take no requests any more, and return when those under way have ended or cannot end."""
@@ -100,7 +105,7 @@ class HttpDoor:
         self._http.stop_accepting()
         deadline = time.monotonic() + self._settings.drain_seconds
         gone_since = None
-        while self._generations.open and time.monotonic() < deadline:
+        while (self._generations.open or self._grpc.open) and time.monotonic() < deadline:
             gone_since = None if self._client.connected else gone_since or time.monotonic()
             if gone_since is not None and time.monotonic() - gone_since > GONE_SECONDS:
                 break
@@ -108,7 +113,7 @@ class HttpDoor:
 
     async def close(self) -> None:
         """End everything."""
-        await asyncio.gather(self._http.close(), self._metrics_http.close())
+        await asyncio.gather(self._http.close(), self._metrics_http.close(), self._grpc.close())
         await self._state.close()
         await self._metrics.close()
         await self._triton.close()
@@ -129,13 +134,15 @@ async def run(arguments: argparse.Namespace) -> None:
         arguments.state,
     )
     try:
-        starting = asyncio.create_task(door.start(arguments.host, arguments.http_port, arguments.metrics_port))
+        starting = asyncio.create_task(
+            door.start(arguments.host, arguments.http_port, arguments.metrics_port, arguments.grpc_port)
+        )
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            http_port, metrics_port = starting.result()
-            host = arguments.host
-            print(f"ready: HTTP {host}:{http_port}, metrics {host}:{metrics_port}/metrics", flush=True)
+            http_port, metrics_port, grpc_port = starting.result()
+            where = f"gRPC {arguments.host}:{grpc_port}, HTTP {arguments.host}:{http_port}"
+            print(f"ready: {where}, metrics {arguments.host}:{metrics_port}/metrics", flush=True)
         await stopping
         starting.cancel()
         await door.finish()
@@ -159,6 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", required=True)
     parser.add_argument("--http_port", type=int, required=True, help="0 picks a free one")
     parser.add_argument("--metrics_port", type=int, required=True, help="0 picks a free one")
+    parser.add_argument("--grpc_port", type=int, default=0, help="0 picks a free one")
     parser.add_argument("--triton_grpc", required=True, help="host:port of Triton's gRPC endpoint")
     parser.add_argument("--triton_metrics", required=True, help="host:port of Triton's own metrics")
     parser.add_argument("--state", type=Path, help="the supervisor's file of restarts, for the metrics")

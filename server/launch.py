@@ -148,12 +148,12 @@ def _programs(
     """The engine process, the HTTP door and Triton, in the order in which they start and end."""
     server, socket = find_server(scratch), scratch / "engine.sock"
     repository = _write_repository(scratch / "models", engine_dir, config, socket, settings)
-    triton_metrics = Ports(0, 0, 0).resolve(LOOPBACK).metrics
+    inner = Ports(0, 0, 0).resolve(LOOPBACK)  # Triton's own
     own = ("--engine_dir", str(engine_dir.resolve()), "--socket", str(socket), "--settings", settings.to_json())
     http = (
-        *("--host", host, "--http_port", str(ports.http), "--metrics_port", str(ports.metrics)),
-        *("--triton_grpc", f"{_reachable(host)}:{ports.grpc}", "--triton_metrics", f"{LOOPBACK}:{triton_metrics}"),
-        *("--state", str(scratch / STATE_FILE)),
+        *("--host", host, "--http_port", str(ports.http), "--grpc_port", str(ports.grpc)),
+        *("--metrics_port", str(ports.metrics), "--state", str(scratch / STATE_FILE)),
+        *("--triton_grpc", f"{LOOPBACK}:{inner.grpc}", "--triton_metrics", f"{LOOPBACK}:{inner.metrics}"),
     )
     python = (sys.executable, "-m")
     return [
@@ -161,7 +161,7 @@ def _programs(
         Program(HTTP_DOOR, (*python, "kvseek.server.http_door", *own, *http), STOP_SECONDS),
         Program(
             TRITON,
-            _triton_command(server, repository, host, ports.grpc, triton_metrics, verbose),
+            _triton_command(server, repository, inner, verbose),
             2 * STOP_SECONDS,
             server.environment,
             tuple(f"/models/{model}/" for model in MODELS),
@@ -170,22 +170,20 @@ def _programs(
     ]
 
 
-def _triton_command(
-    server: TritonServer, repository: Path, host: str, grpc_port: int, metrics_port: int, verbose: bool
-) -> tuple[str, ...]:
-    """Triton's command line: its HTTP endpoint off, its metrics for this machine alone (docs/security.md)."""
+def _triton_command(server: TritonServer, repository: Path, ports: Ports, verbose: bool) -> tuple[str, ...]:
+    """Triton's command line: its ports are for this machine alone, its HTTP endpoint is off (docs/security.md)."""
     return (
         str(server.binary),
         f"--model-repository={repository}",
         f"--backend-directory={server.backends}",
         "--allow-http=false",
         "--disable-auto-complete-config",  # else a process of each model is started and ended before its real one
-        f"--grpc-address={host}",
-        f"--grpc-port={grpc_port}",
+        f"--grpc-address={LOOPBACK}",
+        f"--grpc-port={ports.grpc}",
         # Nobody knows the key, so nobody can use these.
         f"--grpc-restricted-protocol={CLOSED_PROTOCOLS}:{KEY_HEADER}={secrets.token_hex(32)}",
         f"--metrics-address={LOOPBACK}",
-        f"--metrics-port={metrics_port}",
+        f"--metrics-port={ports.metrics}",
         f"--exit-timeout-secs={STOP_SECONDS:.0f}",
         f"--log-verbose={int(verbose)}",
         f"--backend-config=python,shm-region-prefix-name={_memory_prefix(repository)}",
