@@ -55,9 +55,9 @@ class RequestTracer:
             ) from None
         base = endpoint.rstrip("/").removesuffix(TRACES_PATH)
         exporter = OTLPSpanExporter(base + TRACES_PATH, timeout=EXPORT_SECONDS)
-        self._provider = TracerProvider(
-            resource=Resource.create({"service.name": SERVICE_NAME}), shutdown_on_exit=False
-        )
+        # Resource.create would let the name here win over OTEL_SERVICE_NAME.
+        resource = Resource({"service.name": SERVICE_NAME}).merge(OTELResourceDetector().detect())
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("kvseek.server")
         self._propagator = TraceContextTextMapPropagator()
