@@ -32,9 +32,9 @@ from torch import Tensor
 from kvseek.benchmarks.machine import describe
 from kvseek.benchmarks.output import show, write_result
 from kvseek.benchmarks.variants import Variant, parse_variants
-from kvseek.engine.prefill import LAST_QUERIES
 from kvseek.engine.errors import ConfigError, KvseekError
 from kvseek.engine.kernels import CpuLibrary
+from kvseek.engine.prefill import LAST_QUERIES
 from kvseek.evaluation.capture import CapturedLayer, cached_capture
 from kvseek.evaluation.replay import Replay
 from kvseek.plugins.flat.method import exact_top_k

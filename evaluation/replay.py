@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kvseek.benchmarks.variants import Variant
 from kvseek.engine.config import EXTENT_TOKENS, CacheConfig
-from kvseek.engine.prefill import LAST_QUERIES
 from kvseek.engine.errors import ConfigError
 from kvseek.engine.kernels import CpuLibrary
 from kvseek.engine.memory import ExtentTable, extents_for
+from kvseek.engine.prefill import LAST_QUERIES
 from kvseek.evaluation.capture import CapturedLayer
 from kvseek.plugins.base import IndexContext, LayerRows, Selection
 
