@@ -11,7 +11,8 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from .errors import ServerError
-from .http_errors import error_response, errors_as_json
+from .http_errors import RETRY_AFTER_SECONDS, error_response, errors_as_json
+from .http_json import error_to_json
 
 HEADER_SECONDS = 75.0  # from connecting, or from the last response, to the end of the next request's headers
 LINGER_SECONDS = 3.0  # that what a refused client still sends is read, so that it gets to read the refusal
@@ -34,9 +35,9 @@ class Full(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say so and close."""
         assert isinstance(transport, asyncio.Transport)
-        transport.write(
-            b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-        )
+        body = error_to_json(FULL)
+        head = f"HTTP/1.1 503 Service Unavailable\r\nRetry-After: {RETRY_AFTER_SECONDS}\r\nConnection: close\r\n"
+        transport.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         transport.close()
 
 

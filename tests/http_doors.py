@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -91,9 +92,8 @@ def http_door(
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        assert line.startswith("ready: HTTP 127.0.0.1:"), line
-        http, metrics = (int(part.split(":")[-1]) for part in line.removesuffix("/metrics\n").split(","))
-        yield Door(process, http, metrics)
+        ports = {name: int(port) for name, port in re.findall(r"(\w+) 127\.0\.0\.1:(\d+)", line)}
+        yield Door(process, ports["HTTP"], ports["metrics"])
     finally:
         process.kill()
         process.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -24,8 +25,20 @@ from random_models import save_random_model
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from kvseek.engine.request import StepOutput
+from kvseek.server import http_generate
 from kvseek.server.http_door import HttpDoor
-from kvseek.server.messages import FromDoor, Metrics, Outputs, Ping, Pong, ReadMetrics, Submit, frame, read_frame
+from kvseek.server.messages import (
+    Cancel,
+    FromDoor,
+    Metrics,
+    Outputs,
+    Ping,
+    Pong,
+    ReadMetrics,
+    Submit,
+    frame,
+    read_frame,
+)
 from kvseek.server.settings import ServeSettings
 
 SETTINGS = ServeSettings(threads=1, max_queue_size=8, drain_seconds=3.0)
@@ -41,9 +54,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngin
 
 
 class FakeEngine:
-    """An engine process in a thread, which gives every request one token and then hangs or, when told to, goes away."""
+    """An engine process in a thread, which gives every request some tokens and then hangs or, when told to, goes away."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tokens: int = 1) -> None:
+        self._tokens, self.cancelled = tokens, list[int]()
         self._path, self._writers = path, list[asyncio.StreamWriter]()
         self.answering, self.draining = True, False
         self._loop = asyncio.new_event_loop()
@@ -68,7 +82,9 @@ class FakeEngine:
             except (asyncio.IncompleteReadError, ConnectionError):
                 return
             if isinstance(message, Submit):
-                writer.write(frame(Outputs([(message.number, StepOutput(1, token_id=7))])))
+                writer.write(frame(Outputs([(message.number, StepOutput(1, token_id=7))] * self._tokens)))
+            elif isinstance(message, Cancel):
+                self.cancelled.append(message.number)
             elif isinstance(message, Ping) and self.answering:
                 writer.write(frame(Pong(message.number, 0, 1, self.draining)))
             elif isinstance(message, ReadMetrics):
@@ -223,9 +239,9 @@ def in_process(directory: Path, tmp_path: Path, check: Any, **seconds: float) ->
     """Run `check(port)` in a thread against a door of this process with other time limits."""
 
     async def serve() -> None:
-        door = HttpDoor(directory, tmp_path / "none.sock", SETTINGS, CLOSED_PORT, CLOSED_PORT, **seconds)
+        door = HttpDoor(directory, tmp_path / "engine.sock", SETTINGS, CLOSED_PORT, CLOSED_PORT, **seconds)
         try:
-            port, metrics_port = await door.start("127.0.0.1", 0, 0)
+            port, metrics_port, _ = await door.start("127.0.0.1", 0, 0, 0)
             await asyncio.to_thread(check, Door(None, port, metrics_port))  # type: ignore[arg-type]
         finally:
             await door.close()
@@ -233,7 +249,7 @@ def in_process(directory: Path, tmp_path: Path, check: Any, **seconds: float) ->
     asyncio.run(serve())
 
 
-def test_slow_bodies_and_headers_are_given_up(directory: Path, tmp_path: Path) -> None:
+def test_bodies_that_come_too_slowly_are_given_up(directory: Path, tmp_path: Path) -> None:
     def check(door: Door) -> None:
         slow = door.connect(PATH, b'{"input_ids": ', "Content-Length: 1000")
         for _ in range(3):
@@ -241,17 +257,25 @@ def test_slow_bodies_and_headers_are_given_up(directory: Path, tmp_path: Path) -
             slow.sendall(b" ")
         status, answer = reply(slow)
         assert (status, "the body has not arrived" in answer["error"]) == (408, True)
-        with door.connect(PATH, b"", "X: " + "x" * 100) as whole:
-            assert whole.recv(100), "an empty body is answered"
-        connection = door.connect(PATH)
-        connection.close()
 
     in_process(directory, tmp_path, check, body_seconds=0.5)
 
 
-def test_headers_that_come_too_slowly_are_given_up(directory: Path, tmp_path: Path) -> None:
-    import socket
+def test_a_client_that_does_not_read_its_stream_is_given_up(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_generate, "WRITE_SECONDS", 0.5)
+    engine = FakeEngine(tmp_path / "engine.sock", tokens=100_000)
 
+    def check(door: Door) -> None:
+        wait_for(lambda: door.post(PATH, TOKENS | {"streaming": True}).status_code == 400)
+        with door.send(f"{PATH}_stream", STREAM | {"request_output_len": 19_000}):
+            wait_for(lambda: engine.cancelled, 20.0)
+
+    in_process(directory, tmp_path, check)
+
+
+def test_headers_that_come_too_slowly_are_given_up(directory: Path, tmp_path: Path) -> None:
     def check(door: Door) -> None:
         began = time.monotonic()
         with socket.create_connection(("127.0.0.1", door.port), SECONDS) as slow:

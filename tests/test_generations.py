@@ -1,0 +1,170 @@
+"""Requests of a door at the engine: how many may be tokenised at once, and that none goes on whose caller has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvseek.engine.errors import ErrorCode, QueueFullError, RequestError
+from kvseek.engine.request import FinishReason, StepOutput
+from kvseek.server.generations import WORKERS, CodedError, Generations
+
+
+class Client:
+    """Stands for EngineClient: records what it is told; submission waits until `gate` is open."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[int] = []
+        self.counted: list[ErrorCode] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.give: Callable[[StepOutput], None] = lambda _: None
+
+    def submit(self, request: Any, on_output: Callable[[StepOutput], None], trace: str) -> int:
+        self.gate.wait()
+        self.give = on_output
+        return 7
+
+    def cancel(self, number: int) -> None:
+        self.cancelled.append(number)
+
+    def refused(self, code: ErrorCode) -> None:
+        self.counted.append(code)
+
+
+class Served:
+    """A request whose output number `stops_at` has a stop word."""
+
+    request: Any = None
+    streaming = True
+    ended = False
+
+    def __init__(self, stops_at: int = -1) -> None:
+        self.stops_at, self.taken = stops_at, 0
+
+    def push(self, output: StepOutput) -> Any:
+        self.taken += 1
+        self.ended = self.taken == self.stops_at
+        yield {"token": output.token_id}
+
+
+def make(client: Client, max_waiting: int = 2) -> Generations:
+    return Generations(client, max_waiting)  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_too_many_that_wait_to_be_tokenised_are_refused() -> None:
+    async def run() -> None:
+        generations, gate = make(Client()), threading.Event()
+        under_way = [asyncio.create_task(generations.make(gate.wait)) for _ in range(WORKERS + 2)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="2 requests wait to be tokenised: must be <= --max_queue_size = 2"):
+            await generations.make(lambda: True)
+        under_way[-1].cancel()  # its client leaves, and makes room
+        await asyncio.wait(under_way[-1:])
+        await until(lambda: generations._making == WORKERS + 1)
+        last = asyncio.create_task(generations.make(lambda: True))
+        gate.set()
+        assert await last
+        generations.close()
+
+    asyncio.run(run())
+
+
+def test_chunks_end_with_the_request_or_with_a_stop_word() -> None:
+    async def run() -> None:
+        client = Client()
+        generations = make(client)
+        for served, expected in ((Served(), [1, 2, None]), (Served(stops_at=2), [1, 2])):
+            async with generations.generate(served) as chunks:
+                for output in (StepOutput(1, 1), StepOutput(1, 2), StepOutput(1, None, FinishReason.LENGTH)):
+                    client.give(output)
+                assert [chunk["token"] async for chunk in chunks] == expected
+        assert client.cancelled[-1] == 7, "after a stop word the engine would go on"
+        assert generations.open == 0
+        generations.close()
+
+    asyncio.run(run())
+
+
+def test_an_error_of_the_engine_keeps_its_code() -> None:
+    async def run() -> None:
+        client = Client()
+        generations = make(client)
+        async with generations.generate(Served()) as chunks:
+            client.give(StepOutput(1, finish_reason=FinishReason.ERROR, error="no", code=ErrorCode.TIMEOUT))
+            with pytest.raises(CodedError, match="no") as caught:
+                await anext(chunks)
+        assert caught.value.code is ErrorCode.TIMEOUT
+        generations.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("submitted", [False, True])
+def test_a_caller_that_is_cancelled_cancels_its_request(submitted: bool) -> None:
+    """Also while the request is being submitted, when its number is not known yet."""
+
+    async def run() -> None:
+        client = Client()
+        generations = make(client)
+        entered = asyncio.Event()
+
+        async def serve() -> None:
+            async with generations.generate(Served()) as chunks:
+                entered.set()
+                await anext(chunks)
+
+        if not submitted:
+            client.gate.clear()
+        task = asyncio.create_task(serve())
+        if submitted:
+            await entered.wait()
+        else:
+            await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.wait([task])
+        assert client.cancelled == ([7] if submitted else [])
+        client.gate.set()
+        await until(lambda: client.cancelled == [7])
+        assert generations.open == 0
+        generations.close()
+
+    asyncio.run(run())
+
+
+def test_stop_ends_the_requests_of_an_id() -> None:
+    async def run() -> None:
+        client = Client()
+        generations = make(client)
+        async with generations.generate(Served(), "mine"):
+            generations.stop("")
+            generations.stop("another")
+            assert client.cancelled == []
+            generations.stop("mine")
+            assert client.cancelled == [7]
+        generations.close()
+
+    asyncio.run(run())
+
+
+def test_refusals_are_counted_by_their_code() -> None:
+    async def run() -> None:
+        client = Client()
+        generations = make(client)
+        for error in (RequestError("x"), CodedError(ErrorCode.UNAVAILABLE, "x")):
+            with pytest.raises(type(error)), generations.counting_refusals():
+                raise error
+        assert client.counted == [ErrorCode.INVALID, ErrorCode.UNAVAILABLE]
+        generations.close()
+
+    asyncio.run(run())
