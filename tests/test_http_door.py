@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import signal
@@ -57,34 +58,36 @@ def door(directory: Path, engine_socket: Path) -> Iterator[Door]:
 
 
 @pytest.fixture(scope="module")
-def client(engine_socket: Path) -> Iterator[EngineClient]:
-    client = EngineClient(engine_socket)
-    wait_for(lambda: client.connected)
-    yield client
-    client.close()
-
-
-@pytest.fixture(scope="module")
 def engine(directory: Path) -> Engine:
     return Engine.load(directory)
 
 
-def load(client: EngineClient) -> tuple[int, int]:
-    """Requests that run and wait."""
-    pong: Pong = client.call(client.ping())
+def load(path: Path) -> tuple[int, int]:
+    """Requests of an engine process that run and that wait."""
+
+    async def ask() -> Pong:
+        client = EngineClient(path, asyncio.get_running_loop())
+        try:
+            while not client.connected:
+                await asyncio.sleep(0.002)
+            return await client.ping()
+        finally:
+            client.close()
+
+    pong = asyncio.run(ask())
     return pong.running, pong.waiting
 
 
 @contextlib.contextmanager
-def busy(door: Door, client: EngineClient, waiting: int = 0) -> Iterator[list[socket.socket]]:
+def busy(door: Door, engine_socket: Path, waiting: int = 0) -> Iterator[list[socket.socket]]:
     """All slots taken, and so many requests waiting, until the end."""
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(door.send(f"{TEXT_MODEL}/generate_stream", STREAM)) for _ in range(SLOTS)]
-        wait_for(lambda: load(client) == (SLOTS, 0))
+        wait_for(lambda: load(engine_socket) == (SLOTS, 0))
         clients += [stack.enter_context(door.send(f"{TEXT_MODEL}/generate", ENDLESS)) for _ in range(waiting)]
-        wait_for(lambda: load(client) == (SLOTS, waiting))
+        wait_for(lambda: load(engine_socket) == (SLOTS, waiting))
         yield clients
-    wait_for(lambda: load(client) == (0, 0))
+    wait_for(lambda: load(engine_socket) == (0, 0))
 
 
 def test_answers_are_the_engines(door: Door, engine: Engine) -> None:
@@ -168,26 +171,26 @@ def test_compressed_bodies_and_announced_sizes_are_refused_before_they_are_read(
 
 
 @pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
-def test_a_client_that_leaves_cancels_its_request(door: Door, client: EngineClient, endpoint: str) -> None:
+def test_a_client_that_leaves_cancels_its_request(door: Door, engine_socket: Path, endpoint: str) -> None:
     connection = door.send(f"{TEXT_MODEL}/{endpoint}", STREAM if endpoint == "generate_stream" else ENDLESS)
-    wait_for(lambda: load(client) == (1, 0))
+    wait_for(lambda: load(engine_socket) == (1, 0))
     if endpoint == "generate_stream":
         assert connection.recv(20).startswith(b"HTTP/1.1 200")
     connection.close()
-    wait_for(lambda: load(client) == (0, 0), 2.0)
+    wait_for(lambda: load(engine_socket) == (0, 0), 2.0)
 
 
 @pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
-def test_a_client_that_leaves_the_queue_cancels_its_request(door: Door, client: EngineClient, endpoint: str) -> None:
-    with busy(door, client):
+def test_a_client_that_leaves_the_queue_cancels_its_request(door: Door, engine_socket: Path, endpoint: str) -> None:
+    with busy(door, engine_socket):
         connection = door.send(f"{TEXT_MODEL}/{endpoint}", STREAM if endpoint == "generate_stream" else ENDLESS)
-        wait_for(lambda: load(client) == (SLOTS, 1))
+        wait_for(lambda: load(engine_socket) == (SLOTS, 1))
         connection.close()
-        wait_for(lambda: load(client) == (SLOTS, 0), 2.0)
+        wait_for(lambda: load(engine_socket) == (SLOTS, 0), 2.0)
 
 
-def test_a_full_queue_refuses_with_429(door: Door, client: EngineClient) -> None:
-    with busy(door, client, waiting=QUEUE), ThreadPoolExecutor(8) as pool:
+def test_a_full_queue_refuses_with_429(door: Door, engine_socket: Path) -> None:
+    with busy(door, engine_socket, waiting=QUEUE), ThreadPoolExecutor(8) as pool:
         path = f"{TEXT_MODEL}/generate_stream"
         for response in pool.map(lambda _: door.post(path, STREAM), range(16)):
             assert response.status_code == 429
@@ -203,17 +206,17 @@ def test_many_clients_at_once_get_their_own_answers(door: Door) -> None:
         assert list(pool.map(lambda body: door.post(f"{TOKEN_MODEL}/generate", body).json(), bodies)) == expected
 
 
-def test_stop_ends_the_request_of_the_same_id(door: Door, client: EngineClient) -> None:
+def test_stop_ends_the_request_of_the_same_id(door: Door, engine_socket: Path) -> None:
     endless = TOKENS | {"request_output_len": 19_000, "id": "long"}
     connection = door.send(f"{TOKEN_MODEL}/generate", endless)
-    wait_for(lambda: load(client) == (1, 0))
+    wait_for(lambda: load(engine_socket) == (1, 0))
     assert door.post(f"{TOKEN_MODEL}/generate", TOKENS | {"stop": True, "id": "long"}).status_code == 200
     status, answer = reply(connection)
     assert (status, answer["finish_reason"]) == (200, "cancelled")
 
 
-def test_a_time_limit_in_the_queue_is_a_504(door: Door, client: EngineClient) -> None:
-    with busy(door, client):
+def test_a_time_limit_in_the_queue_is_a_504(door: Door, engine_socket: Path) -> None:
+    with busy(door, engine_socket):
         assert door.post(f"{TEXT_MODEL}/generate", TEXT | {"timeout": 0.3}).status_code == 504
 
 
