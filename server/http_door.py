@@ -142,7 +142,7 @@ async def run(arguments: argparse.Namespace) -> None:
         if starting.done():
             http_port, metrics_port, grpc_port = starting.result()
             where = f"gRPC {arguments.host}:{grpc_port}, HTTP {arguments.host}:{http_port}"
-            print(f"ready: {where}, metrics {arguments.host}:{metrics_port}/metrics", flush=True)
+            print(f"listening: {where}, metrics {arguments.host}:{metrics_port}/metrics", flush=True)
         await stopping
         starting.cancel()
         await door.finish()

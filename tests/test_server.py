@@ -171,7 +171,8 @@ def test_prefill_progress_only_when_asked_for(server: RunningServer) -> None:
 
 BAD = [
     ("", SHORT, "text_input is empty"),
-    ("word " * 2000, SHORT, "input_lengths = .*must be <= max_input_len = 800 tokens"),
+    ("word " * 1400, SHORT, "input_lengths = .*must be <= max_input_len = 800 tokens"),
+    ("word " * 2000, SHORT, "text_input has 10,000 bytes: must be <= 7,200, max_input_len tokens of the .* longest"),
     (PROMPT, replace(SHORT, max_tokens=0), r"max_tokens \(request_output_len\) = 0: must be >= 1"),
     (PROMPT, replace(SHORT, max_tokens=-4), r"max_tokens \(request_output_len\) = -4: must be >= 1"),
     (PROMPT, replace(SHORT, max_tokens=5000), "must be <= max_seq_len = 1200"),
@@ -296,8 +297,9 @@ def test_serve_ends_cleanly_on_sigterm(directory: Path) -> None:
     with subprocess.Popen(serve(directory), stdout=subprocess.PIPE, text=True, cwd="/") as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline().startswith("ready: gRPC 127.0.0.1:")
-        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-        assert children
+        threads = Path(f"/proc/{launcher.pid}/task").iterdir()
+        children = [child for thread in threads for child in (thread / "children").read_text().split()]
+        assert len(children) == 3
         launcher.terminate()
         assert launcher.wait(TIMEOUT) == 0
     assert not any(os.path.exists(f"/proc/{child}") for child in children)
