@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -93,7 +94,7 @@ def plain(message: Message) -> dict[str, Any]:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             kind = field.message_type.fields_by_name["value"]
             values[field.name] = {str(key): _plain(kind, value[key]) for key in value}
-        elif field.is_repeated:
+        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
             values[field.name] = [_plain(field, each) for each in value]
         elif not field.has_presence or message.HasField(field.name):
             values[field.name] = _plain(field, value)
