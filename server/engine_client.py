@@ -113,11 +113,18 @@ class EngineClient:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def close(self) -> None:
-        """Disconnect; requests that have not ended are cancelled by the engine. No callback comes any more."""
+        """Disconnect; the engine cancels the requests that have not ended, and their callbacks get an error."""
         self._running.cancel()
         if self._thread is not None:
+            asyncio.run_coroutine_threadsafe(self._disconnect(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+            self._loop.close()
+
+    async def _disconnect(self) -> None:
+        """Let `_run` end, which was cancelled, before the loop does."""
+        while self.connected or any(task is not asyncio.current_task() for task in asyncio.all_tasks()):
+            await asyncio.sleep(0)
 
     def _start(self, number: int, on_output: Callback, data: bytes) -> None:
         if self._writer is None:  # it has ended since `submit` looked

@@ -7,7 +7,6 @@ what has no use for clients of a model (repository, shared memory, trace, loggin
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -20,12 +19,12 @@ from tritonclient.grpc import service_pb2
 from kvseek.engine.errors import RequestError
 
 from .errors import ServerError
+from .grpc_call import SERVICE, GrpcCall, describe
 from .grpc_checks import admit
 from .http_json import ModelSchema
 from .http_state import ServerState
 from .requests import MODELS
 
-SERVICE = "inference.GRPCInferenceService"
 HEALTH_SERVICE = "grpc.health.v1.Health"
 PASSED_ON = ("ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics")
 CLOSED = (
@@ -36,10 +35,6 @@ MAX_CALLS = 4096  # open at a time
 CLOSE_SECONDS = 1.0  # that responses which have been sent may take to leave this process
 MAX_OTHER_BYTES = 64 << 10  # of a message that is no inference request
 ANSWER_SECONDS = 10.0  # that Triton may take for what is no inference
-SHARED_MEMORY_NAME = b"triton_python_backend_shm_region_"
-NO_SHARED_MEMORY = (
-    "the server has no shared memory left to pass the request on; try again later, or give it more (docs/deploy.md)"
-)
 NOT_RUNNING = "Triton does not run: it is being started or restarted; send the request again in some seconds"
 ENDED = "Triton ended while the request was with it, and is being restarted; send the request again"
 logger = logging.getLogger(__name__)
@@ -66,6 +61,7 @@ class GrpcDoor:
         self._channel = grpc.aio.insecure_channel(triton, options=[*unlimited, ("grpc.max_reconnect_backoff_ms", 500)])
         self._infer = self._channel.unary_unary(f"/{SERVICE}/ModelInfer")
         self._stream_infer = self._channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
+        self._leaving: set[asyncio.Task[None]] = set()  # calls of clients that have left
         self._server: grpc.aio.Server | None = None
         self.open = 0
 
@@ -100,6 +96,8 @@ class GrpcDoor:
         """End all calls and stop listening."""
         if self._server is not None:
             await self._server.stop(CLOSE_SECONDS)
+        for task in self._leaving:
+            task.cancel()
         await self._channel.close()
 
     def _handlers(self) -> dict[str, Any]:
@@ -117,7 +115,7 @@ class GrpcDoor:
 
     def _answer(self, kind: type[Message], make: Callable[[Any], Message]) -> Any:
         async def handler(data: bytes, context: Any) -> bytes:
-            return make(await _parse(kind, data, context)).SerializeToString()
+            return bytes(make(await _parse(kind, data, context)).SerializeToString())
 
         return grpc.unary_unary_rpc_method_handler(handler)
 
@@ -157,51 +155,30 @@ class GrpcDoor:
 
     async def _model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """Requests of one client to Triton, and both Triton's responses and refusals of ours back to the client."""
-        upstream = self._stream_infer()
-        writing = asyncio.Lock()  # of responses: two tasks have some
-        forward = asyncio.create_task(self._forward(requests, upstream, context, writing))
+        upstream = GrpcCall(self._stream_infer, self._schemas)
+        forward = asyncio.create_task(upstream.forward(requests, context))
         self.open += 1
         try:
-            while (data := await upstream.read()) is not grpc.aio.EOF:
-                async with writing:
-                    await context.write(_without_names(data))
+            while (data := await upstream.read()) is not None:
+                async with upstream.writing:
+                    await context.write(data)
             await forward
-            code = await upstream.code()
-            if code is not grpc.StatusCode.OK:
-                await _abort(context, code, await upstream.details())
         except grpc.aio.AioRpcError as error:
             await _abort(context, error.code(), error.details())
         finally:
             self.open -= 1
             forward.cancel()
-            upstream.cancel()
-
-    async def _forward(
-        self, requests: AsyncIterator[bytes], upstream: Any, context: Any, writing: asyncio.Lock
-    ) -> None:
-        with contextlib.suppress(
-            grpc.aio.AioRpcError, asyncio.InvalidStateError
-        ):  # `read` tells how the call has ended
-            async for data in requests:
-                refusal = service_pb2.ModelStreamInferResponse()
-                try:
-                    request = service_pb2.ModelInferRequest.FromString(data)
-                    refusal.infer_response.id = request.id[:256]
-                    admit(request, self._schemas)
-                except (DecodeError, RequestError) as error:
-                    refusal.error_message = _message(error)
-                    async with writing:
-                        await context.write(refusal.SerializeToString())
-                else:
-                    await upstream.write(request.SerializeToString())
-            await upstream.done_writing()
+            if not upstream.ended:
+                leaving = asyncio.create_task(upstream.leave())
+                self._leaving.add(leaving)
+                leaving.add_done_callback(self._leaving.discard)
 
 
 async def _parse(kind: type[Message], data: bytes, context: Any) -> Any:
     try:
         return kind.FromString(data)
     except DecodeError as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _message(error))
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, describe(error))
 
 
 async def _passed_on(call: Any, context: Any) -> bytes:
@@ -223,19 +200,3 @@ async def _refuse(_: bytes, context: Any) -> bytes:
     message = "this part of Triton is closed to clients; docs/security.md says why"
     await context.abort(grpc.StatusCode.PERMISSION_DENIED, message)
     return b""  # not reached: abort raises
-
-
-def _message(error: Exception) -> str:
-    return str(error) if isinstance(error, RequestError) else f"the message is no request ({error}); send a valid one"
-
-
-def _without_names(data: bytes) -> bytes:
-    """A response as clients may see it: an error of Triton's Python backend names the server's shared memory."""
-    if SHARED_MEMORY_NAME not in data:
-        return data
-    response = service_pb2.ModelStreamInferResponse.FromString(data)
-    if SHARED_MEMORY_NAME.decode() not in response.error_message:  # but in a text
-        return data
-    logger.error("Triton: %s", response.error_message)
-    response.error_message = NO_SHARED_MEMORY
-    return bytes(response.SerializeToString())

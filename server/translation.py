@@ -6,8 +6,10 @@ An input that kvseek does not support is accepted at its neutral value and refus
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
@@ -50,16 +52,38 @@ def refuse_unsupported(tensors: Tensors) -> None:
             raise RequestError(f"{name} = {value!r}: must be {wanted}; kvseek does not support it, leave it out")
 
 
-def read_parameters(parameters: str, model: str) -> str:
-    """The trace context in the parameters of a request to `model` (a JSON object), or an empty string.
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters of a request to a model of Triton: what is about the request and not in its tensors.
 
-    Raises RequestError on any other parameter: nothing that a client asks for is ignored.
+    Attributes
+    ----------
+    traceparent : str
+        W3C trace context of the client, or empty.
+    kvseek_call : str
+        The gRPC door's name of the client's call, or empty. Clients cannot send it.
+    kvseek_leave : bool
+        The client of that call has left: its requests are to end. The tensors mean nothing.
+    """
+
+    traceparent: str = ""
+    kvseek_call: str = ""
+    kvseek_leave: bool = False
+
+
+def read_parameters(parameters: str, model: str) -> Parameters:
+    """Parameters of a request to `model` from their JSON object.
+
+    Raises RequestError on one that is unknown or of the wrong type: nothing that a client asks for is ignored.
     """
     values = json.loads(parameters or "{}")
-    trace = values.pop("traceparent", "")
-    if values:
-        raise RequestError(f"{min(values)}: {model} has no such input; check the spelling, or leave it out")
-    return trace if isinstance(trace, str) else ""
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(Parameters)}
+    for name in sorted(values):
+        if name not in kinds:
+            raise RequestError(f"{name}: {model} has no such input; check the spelling, or leave it out")
+        if not isinstance(values[name], kinds[name]):
+            raise RequestError(f"{name} = {values[name]!r}: must be a {kinds[name].__name__}; convert it")
+    return Parameters(**values)
 
 
 def sampling_params(tensors: Tensors, top_k: str = "runtime_top_k", top_p: str = "runtime_top_p") -> SamplingParams:

@@ -1,7 +1,8 @@
 """A Triton model as a door: its requests to the engine process, what the engine makes of them to Triton.
 
 No thread waits for a request. Worker threads translate requests (tokenising takes long), the engine client's thread sends
-responses, and one thread asks Triton which clients have left, as nobody else would learn of it while a request waits.
+responses. That a client has left is what the gRPC door says; for clients that reach Triton in other ways, and if the gRPC door
+has died, one thread asks Triton.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ TRANSLATORS = 2  # threads that translate requests: more would take the engine's
 WATCH_SECONDS = 0.25  # between two rounds of questions whether clients have left; a question takes Triton some 0.1 ms
 WATCH_SHARE = 0.05  # of the watching thread's time, at most, that these questions take
 MAX_ID_CHARACTERS = 256
+REMEMBERED_CALLS = 4096
 logger = logging.getLogger(__name__)
 
 
@@ -51,6 +53,7 @@ class Stream:
     def __init__(self, triton: Any, sender: Any, request_id: str) -> None:
         self._triton, self._sender = triton, sender
         self.request_id = request_id
+        self.call = ""  # the gRPC door's name of the client's call
         self.served: ServedRequest | None = None
         self.number: int | None = None  # of the request at the engine, once it has been submitted
         self.left = False  # its client
@@ -122,6 +125,7 @@ class TritonDoor:
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()  # those that have not been closed
         self._translating, self._max_translating = 0, int(parameters["max_queue_size"])
+        self._left: dict[str, None] = {}  # calls whose clients have left, oldest first: requests of them may still come
         self._pool = ThreadPoolExecutor(TRANSLATORS, thread_name_prefix="translate")
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="watch-clients", daemon=True)
@@ -142,9 +146,10 @@ class TritonDoor:
             raise RequestError(f"id has {size} characters: must be <= {MAX_ID_CHARACTERS}; choose a shorter one")
         # Copies: the memory of a tensor is Triton's again when this call has returned.
         tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
-        parameters = request.parameters()
-        if scalar(tensors, "stop", False):
-            self._stop(stream.request_id)
+        parameters = read_parameters(request.parameters(), self._model)
+        stream.call = parameters.kvseek_call
+        if parameters.kvseek_leave or stream.call in self._left or scalar(tensors, "stop", False):
+            self._stop(stream, parameters.kvseek_leave)
             stream.close()
             return
         with self._lock:
@@ -155,15 +160,14 @@ class TritonDoor:
                 )
             self._translating += 1
             self._streams.add(stream)
-        self._pool.submit(self._start, stream, tensors, parameters)
+        self._pool.submit(self._start, stream, tensors, parameters.traceparent)
 
-    def _start(self, stream: Stream, tensors: Tensors, parameters: str) -> None:
+    def _start(self, stream: Stream, tensors: Tensors, trace: str) -> None:
         """Translate a request and submit it."""
         try:
             if stream.left:
                 self._end(stream)
                 return
-            trace = read_parameters(parameters, self._model)
             served = stream.served = self._factory.make(self._model, tensors)
             stream.number = self._client.submit(served.request, lambda output: self._pass_on(stream, output), trace)
             if stream.left or stream.closed:  # while the number was not known yet
@@ -226,11 +230,24 @@ class TritonDoor:
         with self._lock:
             return list(self._streams)
 
-    def _stop(self, request_id: str) -> None:
-        """A request with `stop` ends those that have the same request id, as in TensorRT-LLM."""
+    def _stop(self, stopper: Stream, by_call: bool) -> None:
+        """End the requests of a client that has left, or those with the id of a request with `stop`, as in TensorRT-LLM."""
+        if by_call:
+            self._left[stopper.call] = None
+            while len(self._left) > REMEMBERED_CALLS:
+                del self._left[next(iter(self._left))]
         for stream in self._open_streams():
-            if request_id and stream.request_id == request_id and stream.number is not None:
+            same_id = stopper.request_id and stream.request_id == stopper.request_id
+            if by_call and stream.call == stopper.call:
+                self._leave(stream)
+            elif not by_call and same_id and stream.number is not None:
                 self._client.cancel(stream.number)
+
+    def _leave(self, stream: Stream) -> None:
+        """The client of a stream has left."""
+        stream.left = True
+        if stream.number is not None:
+            self._client.cancel(stream.number)
 
     def _watch(self) -> None:
         """Cancel the requests of clients that have left."""
@@ -239,9 +256,7 @@ class TritonDoor:
             began = time.monotonic()
             for stream in self._open_streams():
                 if not stream.left and self._has_left(stream):
-                    stream.left = True
-                    if stream.number is not None:
-                        self._client.cancel(stream.number)
+                    self._leave(stream)
             pause = max(WATCH_SECONDS, (time.monotonic() - began) / WATCH_SHARE)
 
     @staticmethod

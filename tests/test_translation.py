@@ -13,6 +13,7 @@ from kvseek.engine.errors import RequestError
 from kvseek.engine.request import SamplingParams
 from kvseek.server.translation import (
     NEUTRAL,
+    Parameters,
     engine_request,
     read_parameters,
     sampling_params,
@@ -83,8 +84,10 @@ def test_unsupported_inputs_are_refused_unless_neutral(name: str) -> None:
 
 
 def test_parameters_are_refused_by_name() -> None:
-    assert read_parameters("{}", "tensorrt_llm") == read_parameters("", "tensorrt_llm") == ""
-    assert read_parameters('{"traceparent": "00-ab"}', "tensorrt_llm") == "00-ab"
+    assert read_parameters("{}", "tensorrt_llm") == read_parameters("", "tensorrt_llm") == Parameters()
+    assert read_parameters('{"traceparent": "00-ab"}', "tensorrt_llm") == Parameters(traceparent="00-ab")
+    with pytest.raises(RequestError, match="traceparent = 5: must be a str"):
+        read_parameters('{"traceparent": 5}', "tensorrt_llm")
     with pytest.raises(RequestError, match="top_q: tensorrt_llm has no such input"):
         read_parameters('{"top_q": 1}', "tensorrt_llm")
 

@@ -1,0 +1,144 @@
+"""One streaming call of a client at the gRPC door: its requests to Triton, Triton's responses back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import service_pb2
+
+from kvseek.engine.errors import RequestError
+
+from .grpc_checks import ITEM_BYTES, MAX_ID_CHARACTERS, WIRE_TYPES, admit
+from .http_json import ModelSchema
+
+SERVICE = "inference.GRPCInferenceService"
+LEAVE_SECONDS = (
+    60.0  # that Triton may take to end the requests of a client that has left: a step of the engine, and more
+)
+SHARED_MEMORY_NAME = "triton_python_backend_shm_region_"
+NO_SHARED_MEMORY = (
+    "the server has no shared memory left to pass the request on; try again later, or give it more (docs/deploy.md)"
+)
+logger = logging.getLogger(__name__)
+
+
+class GrpcCall:
+    """A call to Triton for a call of a client.
+
+    It is not cancelled when the client leaves: Triton 2.51 crashes of cancelled calls, some once in a thousand, and leaks. The
+    models are told instead, by a call of its own, and the client's ends as they end its requests.
+
+    Parameters
+    ----------
+    open_call : callable
+        Opens a call of Triton's ModelStreamInfer that takes and gives bytes.
+
+    Attributes
+    ----------
+    writing : asyncio.Lock
+        Of what is written to the client: two tasks have some.
+    ended : bool
+        Whether Triton has ended the call.
+    """
+
+    def __init__(self, open_call: Callable[[], Any], schemas: Mapping[str, ModelSchema]) -> None:
+        self._open_call, self._schemas = open_call, schemas
+        self._call = open_call()
+        self._name = uuid.uuid4().hex
+        self._models: set[str] = set()  # that the client has asked
+        self.writing = asyncio.Lock()
+        self.ended = False
+
+    async def read(self) -> bytes | None:
+        """The next response, None at the end; raises AioRpcError if the call ends with an error."""
+        try:
+            data = await self._call.read()
+        except grpc.aio.AioRpcError:
+            self.ended = True
+            raise
+        if data is grpc.aio.EOF:
+            self.ended = True
+            return None
+        return without_names(bytes(data))
+
+    async def forward(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        """Pass on all requests of the client that may reach Triton, and refuse the others."""
+        with contextlib.suppress(
+            grpc.aio.AioRpcError, asyncio.InvalidStateError
+        ):  # `read` tells how the call has ended
+            async for data in requests:
+                refusal = service_pb2.ModelStreamInferResponse()
+                try:
+                    request = service_pb2.ModelInferRequest.FromString(data)
+                    refusal.infer_response.id = request.id[:MAX_ID_CHARACTERS]
+                    admit(request, self._schemas)
+                except (DecodeError, RequestError) as error:
+                    refusal.error_message = describe(error)
+                    async with self.writing:
+                        await context.write(refusal.SerializeToString())
+                else:
+                    request.parameters["kvseek_call"].string_param = self._name
+                    self._models.add(request.model_name)
+                    await self._call.write(request.SerializeToString())
+            await self._call.done_writing()
+
+    async def leave(self) -> None:
+        """Have Triton's models end the client's requests, and wait for the end of the call."""
+        try:
+            async with asyncio.timeout(LEAVE_SECONDS):
+                with contextlib.suppress(asyncio.InvalidStateError):  # the client had said that it sends no more
+                    await self._call.done_writing()
+                own = self._open_call()
+                for model in self._models:
+                    await own.write(self._goodbye(model))
+                await own.done_writing()
+                while await own.read() is not grpc.aio.EOF:
+                    pass
+                while await self.read() is not None:
+                    pass
+        except grpc.aio.AioRpcError:
+            pass  # Triton has ended, and the call with it
+        except TimeoutError:
+            logger.error("Triton has not ended a call %g s after its client left; it is cancelled", LEAVE_SECONDS)
+        finally:
+            if not self.ended:
+                self._call.cancel()
+
+    def _goodbye(self, model: str) -> bytes:
+        """A request that tells a model that the client has left; its tensors are the least that Triton lets through."""
+        request = service_pb2.ModelInferRequest(model_name=model)
+        request.parameters["kvseek_call"].string_param = self._name
+        request.parameters["kvseek_leave"].bool_param = True
+        for name, field in self._schemas[model].inputs.items():
+            if not field.optional:
+                datatype = WIRE_TYPES.get(field.datatype, field.datatype)
+                request.inputs.add(name=name, datatype=datatype, shape=[1] * (1 + len(field.dims)))
+                request.raw_input_contents.append(
+                    bytes(ITEM_BYTES.get(field.datatype, 4))
+                )  # a zero, or an empty string
+        return bytes(request.SerializeToString())
+
+
+def describe(error: Exception) -> str:
+    """An error of parsing or admitting a message, for the client."""
+    return str(error) if isinstance(error, RequestError) else f"the message is no request ({error}); send a valid one"
+
+
+def without_names(data: bytes) -> bytes:
+    """A response as clients may see it: an error of Triton's Python backend names the server's shared memory."""
+    if SHARED_MEMORY_NAME.encode() not in data:
+        return data
+    response = service_pb2.ModelStreamInferResponse.FromString(data)
+    if SHARED_MEMORY_NAME not in response.error_message:  # but in a text
+        return data
+    logger.error("Triton: %s", response.error_message)
+    response.error_message = NO_SHARED_MEMORY
+    return bytes(response.SerializeToString())
