@@ -9,10 +9,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import logging
+import os
 import signal
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,6 +36,10 @@ from .tracing import RequestTracer
 
 UNREAD_BYTES = 64 << 20  # that a door may leave unread before it counts as dead
 STATUS_FAILED = 3  # exit status when the engine has failed: every further call would fail too
+STATUS_HUNG = 4  # exit status when its loop has stopped
+HUNG_SECONDS = (
+    300.0  # without a round of the engine's loop, of which none takes as long: it looks around every unit of a prompt
+)
 logger = logging.getLogger(__name__)
 
 
@@ -131,6 +138,25 @@ class Door:
         self._writer.close()
 
 
+class Watchdog:
+    """Tells whether the engine's loop still turns."""
+
+    def __init__(self, service: EngineService) -> None:
+        self._service = service
+        self._asked_at: float | None = None  # time.monotonic of the question that is open
+
+    def hangs(self) -> bool:
+        """Whether the loop has left a question open for too long. Asks it, to be called again and again."""
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            self._service.call(self._answer)
+        asked_at = self._asked_at
+        return asked_at is not None and time.monotonic() - asked_at > HUNG_SECONDS
+
+    def _answer(self) -> None:
+        self._asked_at = None
+
+
 class EngineServer:
     """Serves the doors of one engine until it is told to stop or the engine fails."""
 
@@ -168,6 +194,7 @@ class EngineServer:
         self._loop.add_signal_handler(signal.SIGTERM, stop.set)
         server = await asyncio.start_unix_server(self._connected, str(socket))
         logger.info("the engine is ready")
+        watchdog = Watchdog(self.service)
         try:
             while not stop.is_set():
                 with contextlib.suppress(TimeoutError):
@@ -176,6 +203,10 @@ class EngineServer:
                     self.outbox.flush()
                     await asyncio.sleep(0.2)  # the doors still get the errors of their requests
                     return STATUS_FAILED
+                if watchdog.hangs():
+                    logger.critical("the engine's loop has not turned for %g s: its process ends", HUNG_SECONDS)
+                    faulthandler.dump_traceback()
+                    os._exit(STATUS_HUNG)  # nothing that waits for the engine's thread would end
             await self._drain()
             return 0
         finally:
@@ -194,7 +225,7 @@ class EngineServer:
                 door.take(await read_frame(reader, self._decoder))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the door's process has ended
-        except msgspec.ValidationError as error:
+        except msgspec.MsgspecError as error:
             logger.error("a door sent what is no message: %s", error)
         finally:
             door.leave()

@@ -88,7 +88,7 @@ def frame(message: FromDoor | FromEngine) -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
-    """The next message; raises IncompleteReadError at the end of the stream, ValidationError on what is no message."""
+    """The next message; raises IncompleteReadError at the end of the stream, MsgspecError on what is no message."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > MAX_FRAME_BYTES:
         raise msgspec.ValidationError(f"a frame of {length} bytes: must be <= {MAX_FRAME_BYTES}")

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import pytest
+import yaml
 from conftest import ROOT
 from deployment import DOCKER, TARGETS, project, read, serve_arguments, size, target
 
@@ -151,6 +152,29 @@ def test_the_service_reaches_the_pods(deployment: Any, container: Any) -> None:
     assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports
     assert template["annotations"]["prometheus.io/port"] == str(Ports().metrics)
     assert container["image"].endswith(f"/kvseek:{project()['project']['version']}-gpu")
+
+
+def test_the_autoscaler_follows_a_metric_that_exists(deployment: Any) -> None:
+    autoscaler = read("kubernetes/autoscaler.yaml")["spec"]
+    target_ref = autoscaler["scaleTargetRef"]
+    assert (target_ref["kind"], target_ref["name"]) == (deployment["kind"], deployment["metadata"]["name"])
+    (metric,) = autoscaler["metrics"]
+    name = metric["pods"]["metric"]["name"]
+    text = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
+    (rule,) = re.findall(r"```yaml\n(rules:.*?)```", text, re.DOTALL)
+    (custom,) = yaml.safe_load(rule)["rules"]["custom"]
+    assert custom["name"]["as"] == name
+    exported = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    assert custom["seriesQuery"].partition("{")[0] in exported
+    assert int(metric["pods"]["target"]["averageValue"]) < ServeSettings().max_queue_size
+
+
+def test_the_network_policy_is_about_the_servers_pods(deployment: Any, container: Any) -> None:
+    policy = read("kubernetes/network-policy.yaml")["spec"]
+    assert policy["podSelector"]["matchLabels"] == deployment["spec"]["selector"]["matchLabels"]
+    ports = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
+    assert ports == {port["name"] for port in container["ports"]}
+    assert policy["egress"] == []
 
 
 # docs/deploy.md
