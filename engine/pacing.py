@@ -5,23 +5,24 @@ A unit of reading is one layer over one chunk of tokens. Its time is predicted a
     decode step / layers + token_seconds * tokens
 
 for a unit reads a layer's weights once, as a decode step does, and computes in proportion to its tokens. The time of an
-undisturbed decode step is the median of the last steps that read nothing; while prompts are read, one step in
-REST_INTERVAL reads nothing to keep it up to date. `token_seconds` is learned from what the other steps took longer. It
-follows the attention over a growing prompt too, which makes later tokens dearer.
+undisturbed decode step is the shortest of the last few that read nothing: what disturbs a step from outside, such as
+another program on the same cores, only makes it longer. While prompts are read, one step in REST_INTERVAL reads nothing
+to keep it up to date. `token_seconds` is learned from what the other steps took longer. It follows the attention over a
+growing prompt too, which makes later tokens dearer.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
 
 SLOWDOWN = 1.8  # most that a step beside reading may take, in undisturbed decode steps
 PACK_STEPS = 2.0  # most that a pack of short prompts, read in one step, may add to it, in undisturbed decode steps
 SMALLEST_CHUNK = 16  # tokens; chunks are multiples of it
 REST_INTERVAL = 32  # steps
-SAMPLES = 5  # undisturbed steps whose median counts
+SAMPLES = 3  # undisturbed steps whose shortest counts
 FIRST_RESTS = 4  # steps between two that read nothing, until there are SAMPLES of them
 LEARNING_RATE = 0.5
+LARGEST_SAMPLE = 4.0  # times what was expected; a hiccup, or an index that is built, says little about the next unit
 
 
 class Pacing:
@@ -89,13 +90,13 @@ class Pacing:
         if not self._undisturbed:
             return
         extra = seconds - self._decode_seconds * (1 + units / self._layers)
-        sample = max(0.0, extra) / token_layers
+        sample = min(max(0.0, extra) / token_layers, LARGEST_SAMPLE * self._per_token)
         self._token_seconds = (1 - LEARNING_RATE) * self._per_token + LEARNING_RATE * sample
         self._largest = max(SMALLEST_CHUNK, 2 * self._rounded(largest))
 
     @property
     def _decode_seconds(self) -> float:
-        return median(self._undisturbed) if self._undisturbed else 0.0
+        return min(self._undisturbed, default=0.0)
 
     @property
     def _per_token(self) -> float:
