@@ -1,0 +1,155 @@
+"""Mutations of the fuzzers: strange values, JSON bent in its structure, bytes changed at random. All from a seeded Random."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+TEXT: dict[str, Any] = {
+    "text_input": "the harbour log",
+    "max_tokens": 4,
+    "end_id": -1,
+    "return_num_output_tokens": True,
+}
+TOKENS: dict[str, Any] = {"input_ids": [5, 6, 7, 8], "request_output_len": 4, "end_id": -1}
+OPTIONS: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_k": 5,
+    "top_p": 0.9,
+    "runtime_top_k": 5,
+    "runtime_top_p": 0.9,
+    "repetition_penalty": 1.1,
+    "seed": 7,
+    "random_seed": 8,
+    "stop_words": ["log", "the"],
+    "stop_words_list": [5, 6, 1, 2],
+    "bad_words": [""],
+    "pad_id": 2,
+    "stream": True,
+    "streaming": True,
+    "stop": True,
+    "exclude_input_in_output": True,
+    "return_prefill_progress": True,
+    "return_num_input_tokens": True,
+    "apply_chat_template": True,
+    "priority": 200,
+    "timeout": 5.0,
+    "beam_width": 1,
+    "input_lengths": 3,
+    "id": "a",
+    "parameters": {},
+}
+STRANGE: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2, 255, 256, 2**31 - 1, 2**31, -(2**31) - 1, 2**63, 2**64, 10**40, -(10**40)),
+    *(0.0, -0.0, 1e-45, 1e38, 1e39, 1e308, -1e308, 0.1, float("nan"), float("inf"), float("-inf")),
+    *(
+        "",
+        " ",
+        "a",
+        "\0",
+        "\n",
+        "é",
+        "漢字",
+        "🚢",
+        "\u202e",
+        "\ufffd",
+        "\ud800",
+        "<|end|>",
+        "%s%n",
+        "../../etc",
+        "a" * 300,
+    ),
+    *("the " * 400, [], [[]], [None], [1], [1, 2], [1.5], ["a"], [True], [[1], [2]], [{}], {}, {"a": 1}, {"": {}}),
+    *([0] * 3000, ["a"] * 2000, [[[[[[[[1]]]]]]]], {"a": {"b": {"c": {}}}}, list(range(400))),
+)
+SNIPPETS: tuple[bytes, ...] = (
+    *(
+        b"\0",
+        b"\xff",
+        b"\xff\xfe",
+        b"\xef\xbb\xbf",
+        b"\r\n",
+        b"\r\n\r\n",
+        b"\n",
+        b"{",
+        b"}",
+        b"[",
+        b"]",
+        b'"',
+        b"\\",
+        b",",
+    ),
+    *(b"NaN", b"Infinity", b"1e999", b"-", b"\\u0000", b"\\ud800", b"null", b"[" * 2000, b'{"a":' * 2000, b"9" * 400),
+    *(b"A" * 10000, b"%00", b"\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80", b"\x0a\xff\xff\xff\xff\x0f"),
+)
+
+
+def mutated_fields(random: Random, model: str) -> dict[str, Any]:
+    """Fields of a request to a model, most of them right."""
+    fields: dict[str, Any] = dict(TEXT if model == "tensorrt_llm_bls" else TOKENS)
+    for name in random.sample(sorted(OPTIONS), random.choice((0, 0, 1, 2, 4))):
+        fields[name] = OPTIONS[name]
+    for _ in range(random.choice((0, 1, 1, 2, 3))):
+        _bend(random, fields)
+    return fields
+
+
+def _bend(random: Random, fields: dict[str, Any]) -> None:
+    """Change one thing about an object."""
+    names = sorted(fields) or ["text_input"]
+    name = random.choice(names)
+    match random.randrange(8):
+        case 0:
+            fields.pop(name, None)
+        case 1 | 2 | 3:
+            fields[name] = random.choice(STRANGE)
+        case 4:
+            fields[random.choice((name + "x", name.upper(), "", "x" * 300, "é", random.choice(sorted(OPTIONS))))] = 1
+        case 5:
+            fields[name] = [fields.get(name)] * random.choice((1, 2, 40))
+        case 6:
+            fields[name] = {"a": fields.get(name)}
+        case _:
+            fields[name] = _strange_number(random)
+
+
+def _strange_number(random: Random) -> Any:
+    exponent = random.randint(-50, 50)
+    return random.choice(
+        (random.randint(-(2**33), 2**33), random.uniform(-2, 2) * 10.0**exponent, random.randint(0, 300))
+    )
+
+
+def mutated_json(random: Random, model: str) -> bytes:
+    """The body of a request to generate."""
+    fields = mutated_fields(random, model)
+    text = json.dumps(fields, ensure_ascii=random.random() < 0.5)
+    body = text.encode("utf-8", "surrogatepass")
+    if random.random() < 0.1 and body.endswith(b"}") and len(body) > 2:  # a key twice
+        body = body[:-1] + b"," + body[1:]
+    if random.random() < 0.05:
+        body = text.encode(random.choice(("utf-16", "utf-32", "cp037")), "replace")
+    return mutated_bytes(random, body) if random.random() < 0.3 else body
+
+
+def mutated_bytes(random: Random, data: bytes) -> bytes:
+    """Some bytes changed, inserted, repeated or cut off."""
+    changed = bytearray(data)
+    for _ in range(random.choice((1, 1, 2, 5))):
+        at = random.randint(0, len(changed))
+        match random.randrange(6):
+            case 0 if changed:
+                changed[at % len(changed)] ^= 1 << random.randrange(8)
+            case 1:
+                del changed[at : at + random.choice((1, 4, 100))]
+            case 2:
+                changed[at:at] = random.choice(SNIPPETS)
+            case 3:
+                changed[at:at] = random.randbytes(random.choice((1, 8, 64)))
+            case 4:
+                changed[at:at] = changed[at : at + random.choice((1, 16, 256))]
+            case _:
+                if random.random() < 0.3:
+                    del changed[at:]
+    return bytes(changed)

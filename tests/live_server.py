@@ -1,0 +1,213 @@
+"""A real `kvseek serve` in processes of its own, and what tests look at from outside: processes, memory, metrics."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import requests
+
+PROC = Path("/proc")
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "triton_python_backend_shm_region_"
+# A text that only the command line of this process has.
+MARKS = {
+    "engine": "kvseek.server.engine_process",
+    "http": "kvseek.server.http_door",
+    "triton": "--model-repository=",
+    "tensorrt_llm": "/models/tensorrt_llm/",
+    "tensorrt_llm_bls": "/models/tensorrt_llm_bls/",
+}
+START_SECONDS = 180.0
+STOP_SECONDS = 60.0
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one process holds: resident bytes, those of them that no file or other process shares, descriptors, threads."""
+
+    resident: int
+    private: int
+    descriptors: int
+    threads: int
+
+
+class LiveServer:
+    """A running `kvseek serve`; the addresses are host:port."""
+
+    def __init__(self, process: subprocess.Popen[str], ready: str, log: Path) -> None:
+        found = re.match(r"ready: gRPC (\S+:\d+), HTTP (\S+:\d+), metrics (\S+:\d+)/metrics", ready)
+        assert found is not None, f"no ready line: {ready!r}"
+        self.process, self.log = process, log
+        self.grpc_url, self.http_url, self.metrics_url = found.groups()
+        self.engine_socket = self._engine_socket()
+
+    def process_ids(self) -> dict[str, int]:
+        """Process ids by the names of MARKS, and "serve"; those that do not run are left out."""
+        found = {"serve": self.process.pid}
+        for pid in _descendants(self.process.pid):
+            command = command_line(pid)
+            for name, mark in MARKS.items():
+                if mark in command:
+                    found[name] = pid
+        return found
+
+    def footprints(self) -> dict[str, Footprint]:
+        """Of every process, by name."""
+        found = {}
+        for name, pid in self.process_ids().items():
+            try:
+                found[name] = footprint(pid)
+            except OSError:  # it has just ended
+                continue
+        return found
+
+    def _engine_socket(self) -> Path:
+        """The Unix socket of the engine process, in the server's scratch folder."""
+        arguments = command_line(self.process_ids()["engine"]).split("\0")
+        return Path(arguments[arguments.index("--socket") + 1])
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> int:
+        """Send a signal to a process by its name; returns the process id that it had."""
+        pid = self.process_ids()[name]
+        os.kill(pid, number)
+        return pid
+
+    def is_ready(self, timeout: float = 5.0) -> bool:
+        """What the HTTP door says of the whole server."""
+        try:
+            return requests.get(f"http://{self.http_url}/v2/health/ready", timeout=timeout).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def wait_ready(self, seconds: float = START_SECONDS) -> None:
+        """Wait until the server is ready; raises AssertionError if it ends or is not in time."""
+        deadline = time.monotonic() + seconds
+        while not self.is_ready():
+            assert self.process.poll() is None, "kvseek serve has ended"
+            assert time.monotonic() < deadline, f"not ready after {seconds:g} s"
+            time.sleep(POLL_SECONDS)
+
+    def wait_replaced(self, name: str, pid: int, seconds: float = START_SECONDS) -> int:
+        """Wait until another process does what process `pid` did; returns its id."""
+        deadline = time.monotonic() + seconds
+        while (new := self.process_ids().get(name, pid)) == pid:
+            assert time.monotonic() < deadline, f"{name} was not started again within {seconds:g} s"
+            time.sleep(POLL_SECONDS)
+        return new
+
+    def metrics(self) -> dict[str, float]:
+        """All metrics of the metrics port: name, with labels as they stand there, to value."""
+        text = requests.get(f"http://{self.metrics_url}/metrics", timeout=20).text
+        lines = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in lines}
+
+    def metric(self, name: str, *labels: str) -> float:
+        """Sum of the series of a metric whose labels contain all of `labels`; 0 if there is none."""
+        found = (
+            value
+            for series, value in self.metrics().items()
+            if series.partition("{")[0] == name and all(label in series for label in labels)
+        )
+        return sum(found)
+
+    def shared_memory(self) -> dict[str, int]:
+        """Bytes of this server's regions in /dev/shm that are in use, by name."""
+        own = f"{PREFIX}{self.engine_socket.parent.name}-*"
+        return {path.name: _in_use(path) for path in SHARED_MEMORY.glob(own)}
+
+    def log_text(self) -> str:
+        """The server's log so far."""
+        return self.log.read_text(errors="replace")
+
+    def tracebacks(self) -> Counter[str]:
+        """The exceptions whose tracebacks the log has: the last line of each, and how often it is there."""
+        found: Counter[str] = Counter()
+        for part in self.log_text().split("Traceback (most recent call last):")[1:]:
+            lines = part.splitlines()
+            found[next((line for line in lines[1:] if line and not line.startswith(" ")), "?")] += 1
+        return found
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit status."""
+        self.process.terminate()
+        return self.process.wait(STOP_SECONDS)
+
+
+def serve_command(directory: Path, *flags: str) -> list[str]:
+    """The command line of `kvseek serve` on free ports."""
+    ports = ("--http_port", "0", "--grpc_port", "0", "--metrics_port", "0")
+    return [sys.executable, "-m", "kvseek.cli.main", "serve", "--engine_dir", str(directory), *ports, *flags]
+
+
+@contextmanager
+def live_server(directory: Path, log: Path, *flags: str) -> Iterator[LiveServer]:
+    """Start `kvseek serve` with one thread and wait until it is ready; ends it with the context."""
+    command = serve_command(directory, "--threads", "1", *(() if "--log" in flags else ("--log", str(log))), *flags)
+    errors = log.with_suffix(".errors")
+    with errors.open("w") as file, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True) as process:
+        try:
+            assert process.stdout is not None
+            ready = process.stdout.readline()
+            assert ready, f"kvseek serve has ended: {errors.read_text()[-4000:]}"
+            yield LiveServer(process, ready, log)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+
+def command_line(pid: int) -> str:
+    """Arguments of a process with a zero byte between them; empty if it has ended."""
+    try:
+        return (PROC / str(pid) / "cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def footprint(pid: int) -> Footprint:
+    """What a process holds; raises OSError if it has ended."""
+    folder = PROC / str(pid)
+    status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines() if ":" in line)
+    kilobytes = {name: int(status[name].split()[0]) for name in ("VmRSS", "RssAnon") if name in status}
+    if not kilobytes:
+        raise ProcessLookupError(pid)
+    descriptors = len(list((folder / "fd").iterdir()))
+    return Footprint(1024 * kilobytes["VmRSS"], 1024 * kilobytes["RssAnon"], descriptors, int(status["Threads"]))
+
+
+def _in_use(path: Path) -> int:
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def _descendants(pid: int) -> list[int]:
+    parents: dict[int, list[int]] = {}
+    for folder in PROC.glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] not in "ZX":
+            parents.setdefault(int(fields[1]), []).append(int(folder.name))
+    found, left = [], [pid]
+    while left:
+        children = parents.get(left.pop(), [])
+        found += children
+        left += children
+    return found

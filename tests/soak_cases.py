@@ -1,0 +1,165 @@
+"""Well-formed requests of the soak test, and what each gets when it is alone with a bare engine in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from kvseek.engine.engine import Engine
+from kvseek.engine.request import Request, SamplingParams
+from kvseek.engine.tokenizer import Tokenizer
+
+LEAST_GAP = (
+    1e-4  # between the two largest logits (of standard deviation 1): what other sums in the same step cannot close
+)
+WORDS = "the harbour master wrote the log while one ship of three lay at the quay in nineteen hundred".split()  # noqa: SIM905
+LONGEST_ANSWER = 240
+NOISES = (3e-7, 1e-6, 3e-6)  # of the embedding table, relative: about what another order of sums changes
+TRIALS = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request to one of the two models, and its answer.
+
+    `tokens` are those that it gets alone; `texts[n]` is the text after n of them, all that a stream may have shown by then.
+    """
+
+    number: int
+    model: str
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams
+    tokens: tuple[int, ...] = ()
+    texts: tuple[str, ...] = field(default=(), repr=False)
+
+    def fields(self) -> dict[str, Any]:
+        """Inputs of the model by name; seeds and the like only where the request samples."""
+        params, is_text = self.sampling, self.model == "tensorrt_llm_bls"
+        own: dict[str, Any] = {"end_id": -1, "exclude_input_in_output": True}
+        if is_text:
+            own |= {"text_input": self.prompt, "max_tokens": self.max_tokens, "return_num_output_tokens": True}
+        else:
+            own |= {"input_ids": list(self.prompt_ids), "request_output_len": self.max_tokens}
+        if params.temperature:
+            prefix = "" if is_text else "runtime_"
+            own |= {"temperature": params.temperature, f"{prefix}top_k": params.top_k, "seed": params.seed}
+        return own
+
+
+class GapWatcher:
+    """In the place of a decoder's `decode_tokens`: remembers how close the two largest logits of a greedy step came."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decode = decoder.decode_tokens
+        self.least = float("inf")
+
+    def __call__(self, tokens: Any, slots: Any, greedy: Sequence[bool]) -> tuple[list[Any], list[float]]:
+        logits, attended = self._decode(tokens, slots, [False] * len(greedy))
+        drawn: list[Any] = []
+        for row, is_greedy in zip(logits, greedy, strict=True):
+            values, ids = torch.topk(row, 2)
+            self.least = min(self.least, float(values[0] - values[1])) if is_greedy else self.least
+            drawn.append(int(ids[0]) if is_greedy else row)
+        return drawn, attended
+
+
+def make_cases(engine_dir: Path, count: int, seed: int) -> list[Case]:
+    """Make cases of both models with prompts from one token to near the longest; greedy ones have no near tie.
+
+    Two answers of a greedy request may differ in rounding, as other requests in the batch change the order of sums; where
+    two logits nearly tie that would show as another token, so such requests are replaced by others.
+    """
+    engine, random = Engine.load(engine_dir, 1), Random(seed)
+    watcher = GapWatcher(engine._decoder)
+    engine._decoder.decode_tokens = watcher  # type: ignore[method-assign]
+    cases: list[Case] = []
+    while len(cases) < count:
+        case = _draw(len(cases), engine, random)
+        watcher.least = float("inf")
+        (tokens,) = engine.generate([Request(case.prompt_ids, case.max_tokens, case.sampling)])
+        if watcher.least >= LEAST_GAP:
+            cases.append(_answered(case, tokens, engine.tokenizer))
+    return cases
+
+
+def texts_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, ...]:
+    """The text of a stream after 0, 1, ... tokens; the last is the whole answer's."""
+    stream, texts = tokenizer.stream(), [""]
+    for token in tokens:
+        texts.append(texts[-1] + stream.push(token))
+    texts[-1] += stream.finish()
+    return tuple(texts)
+
+
+def _answered(case: Case, tokens: Sequence[int], tokenizer: Tokenizer) -> Case:
+    return replace(case, tokens=tuple(tokens), texts=texts_of(tokenizer, tokens) if case.prompt else ())
+
+
+def _draw(number: int, engine: Engine, random: Random) -> Case:
+    longest = engine.config.max_input_len - 4
+    length = random.choice((1, 2, random.randint(3, 60), random.randint(60, 800), random.randint(800, longest)))
+    length = min(length, longest)
+    room = engine.config.max_seq_len - length
+    max_tokens = min(
+        room, random.choice((1, random.randint(2, 12), random.randint(12, 60), random.randint(60, LONGEST_ANSWER)))
+    )
+    sampling = SamplingParams()
+    if random.random() < 0.3:
+        sampling = SamplingParams(temperature=0.8, top_k=random.choice((0, 5, 50)), seed=random.randrange(2**63))
+    if random.random() < 0.4:
+        ids = tuple(random.randrange(3, engine.config.model.vocab_size) for _ in range(length))
+        return Case(number, "tensorrt_llm", "", ids, max_tokens, sampling)
+    prompt = _text(length, engine.tokenizer, random)
+    return Case(number, "tensorrt_llm_bls", prompt, tuple(engine.tokenizer.encode(prompt)), max_tokens, sampling)
+
+
+def _text(tokens: int, tokenizer: Tokenizer, random: Random) -> str:
+    """A text of at most `tokens` tokens, at least one."""
+    if tokens == 1:
+        return random.choice("abcdefgh")
+    words = " ".join(random.choice(WORDS) for _ in range(tokens))
+    ids = tokenizer.encode(words)[:tokens]
+    text = tokenizer.decode(ids)
+    while len(tokenizer.encode(text)) > tokens:  # words cut in two may be spelt with other tokens
+        text = text[:-1]
+    return text or "a"
+
+
+def is_rounding(engine_dir: Path, case: Case, got: Sequence[object]) -> bool:
+    """Whether `got`, the token ids or the text of an answer, departs from the right one as noise alone makes it depart.
+
+    A method may select another row, or a sampler draw another token, where two are nearly as good. If a request that is
+    alone, but whose numbers are a little off, goes the very way at the first difference that it went in company, then its
+    company's only fault is the order of sums.
+    """
+    agreed = _agreement(got, _answer(case))
+    return any(_agreement(got, _answer(noisy)) > agreed for noisy in _noisy_answers(engine_dir, case))
+
+
+def _answer(case: Case) -> Sequence[object]:
+    return case.texts[-1] if case.prompt else case.tokens
+
+
+def _agreement(got: Sequence[object], other: Sequence[object]) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(got, other, strict=False))
+    return next((at for at, (one, two) in pairs if one != two), min(len(got), len(other)))
+
+
+def _noisy_answers(engine_dir: Path, case: Case) -> Iterator[Case]:
+    engine = Engine.load(engine_dir, 1)
+    table: torch.Tensor = engine._decoder.embed  # type: ignore[attr-defined]
+    exact = table.clone()
+    for trial in range(TRIALS):
+        noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(trial))
+        with torch.inference_mode():
+            table.copy_(exact * (1 + NOISES[trial % len(NOISES)] * noise))
+        (tokens,) = engine.generate([Request(case.prompt_ids, case.max_tokens, case.sampling)])
+        yield _answered(case, tokens, engine.tokenizer)
