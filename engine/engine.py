@@ -266,7 +266,10 @@ class Engine:
         sequence.generated.append(token)
         reason = self._finish_reason(sequence)
         if reason is None:
-            return StepOutput(sequence.request_id, token, cached_tokens=cached, attended_tokens=attended)
+            first = statistics if statistics.generated_tokens == 1 else None
+            return StepOutput(
+                sequence.request_id, token, cached_tokens=cached, attended_tokens=attended, statistics=first
+            )
         return self._end(sequence, ended(sequence, reason, token, cached, attended))
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:

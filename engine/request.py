@@ -117,6 +117,6 @@ class StepOutput:
     prefill_progress: float = 1.0
     cached_tokens: int = 0
     attended_tokens: float = 0.0
-    statistics: RequestStatistics | None = None  # with finish_reason
+    statistics: RequestStatistics | None = None  # with the first token, and with finish_reason
     error: str = ""  # with FinishReason.ERROR
     code: ErrorCode = ErrorCode.INTERNAL  # with FinishReason.ERROR

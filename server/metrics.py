@@ -35,8 +35,9 @@ PROMPT_TOKENS = tuple(1 << power for power in range(4, 21))  # 16 to 1M
 OUTPUT_TOKENS = tuple(1 << power for power in range(16))  # 1 to 32K
 STEP_TOKENS = tuple(1 << power for power in range(15))  # 1 to 16K
 REFRESH_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2.5)
+TTFT = "time_to_first_token_seconds"
 REQUEST_HISTOGRAMS = {  # name: buckets, description
-    "time_to_first_token_seconds": (REQUEST_SECONDS, "From submission to the first token"),
+    TTFT: (REQUEST_SECONDS, "From submission to the first token"),
     "request_time_per_output_token_seconds": (TOKEN_SECONDS, "Mean time per output token after a request's first"),
     "e2e_request_latency_seconds": (REQUEST_SECONDS, "From submission to the end"),
     "request_queue_time_seconds": (REQUEST_SECONDS, "From submission to the start of prefill"),
@@ -102,6 +103,8 @@ class EngineMetrics(Collector):
             before = self._token_times.get(output.request_id)
             if before is not None:
                 self._between_tokens.observe(now - before)
+            elif output.statistics is not None:  # the first token
+                self._of_requests[TTFT].observe(output.statistics.ttft_seconds)
             self._token_times[output.request_id] = now
             self._generated += 1
         if output.cached_tokens:
@@ -186,11 +189,13 @@ class EngineMetrics(Collector):
             yield make.histogram(name, description, self._of_requests[name])
 
     def _end(self, output: StepOutput, reason: FinishReason) -> None:
-        self._token_times.pop(output.request_id, None)
+        gave_tokens = self._token_times.pop(output.request_id, None) is not None
         self._outcomes[(output.code if reason is FinishReason.ERROR else reason).value] += 1
         if output.statistics is None:
             return  # the engine never had it
         self._finished[FINISHED_REASONS[reason]] += 1
+        if output.statistics.generated_tokens and not gave_tokens:  # its first token was its end
+            self._of_requests[TTFT].observe(output.statistics.ttft_seconds)
         for name, value in _figures(output.statistics, time.perf_counter()).items():
             self._of_requests[name].observe(value)
 
@@ -208,7 +213,6 @@ def _figures(statistics: RequestStatistics, now: float) -> dict[str, float]:
     if statistics.started_at:
         figures["request_queue_time_seconds"] = statistics.queue_seconds
     if statistics.generated_tokens:
-        figures["time_to_first_token_seconds"] = statistics.ttft_seconds
         figures["request_prefill_time_seconds"] = statistics.first_token_at - statistics.started_at
         figures["request_decode_time_seconds"] = statistics.last_token_at - statistics.first_token_at
         figures["request_inference_time_seconds"] = statistics.last_token_at - statistics.started_at

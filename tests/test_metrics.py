@@ -177,14 +177,28 @@ def test_every_end_has_an_outcome(reason: FinishReason) -> None:
 
 def test_a_running_request_shows_at_once() -> None:
     metrics = EngineMetrics(stand_in())
-    metrics.record(StepOutput(1, 7))
+    now = time.perf_counter()
+    metrics.record(StepOutput(1, 7, statistics=RequestStatistics(10, now - 3, now - 2, now - 1, now - 1, 1)))
     metrics.record(StepOutput(1, 8, cached_tokens=100, attended_tokens=25.0))
     metrics.record_step(StepReport(1, 0.02, 1, 512, refresh_seconds=0.001))
     found = samples(metrics.text())
     assert value(found, "generation_tokens_total") == 2
+    assert value(found, "time_to_first_token_seconds_count") == 1
+    assert value(found, "time_to_first_token_seconds_sum") == pytest.approx(2)
     assert value(found, "inter_token_latency_seconds_count") == 1
     assert value(found, "attended_tokens_total") == 25
     assert value(found, "prompt_tokens_total") == 512
+
+
+def test_a_first_token_is_timed_once_however_the_request_ends() -> None:
+    metrics = EngineMetrics(stand_in())
+    now = time.perf_counter()
+    statistics = RequestStatistics(10, now - 3, now - 2, now - 1, now - 1, 1)
+    metrics.record(StepOutput(1, 7, FinishReason.LENGTH, statistics=statistics))
+    metrics.record(StepOutput(2, None, FinishReason.END_ID, statistics=statistics))  # the first token was the end
+    metrics.record(StepOutput(3, 7, statistics=statistics))
+    metrics.record(StepOutput(3, None, FinishReason.CANCELLED, statistics=statistics))
+    assert value(samples(metrics.text()), "time_to_first_token_seconds_count") == 3
 
 
 def test_histogram() -> None:
