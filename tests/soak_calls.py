@@ -79,10 +79,13 @@ class HttpCall:
             response = self._connection.getresponse()
             if response.status != 200:
                 raise CallError(_error(response.read()), response.status)
-            lines = iter(response.readline, b"") if self._streams else [b"data: " + response.read()]
+            lines, piece = iter(response.readline, b"") if self._streams else [b"data: " + response.read()], Piece()
             for line in lines:
                 if line.startswith(b"data: "):
-                    yield self._piece(json.loads(line.removeprefix(b"data: ")))
+                    piece = self._piece(json.loads(line.removeprefix(b"data: ")))
+                    yield piece
+            if not piece.reason:  # http.client does not tell the end of a stream from a broken one
+                raise CallError("the connection broke: the last piece has no finish_reason")
         except TimeoutError:
             raise CallError(f"silent for {SILENCE_SECONDS:g} s") from None
         except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:

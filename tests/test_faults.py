@@ -1,209 +1,182 @@
-"""What an error inside a step ends: the requests that it concerns, and no other."""
+"""Faults of a real server: killed and stopped processes, damaged files, a full disk, no extents left, shutdown."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from conftest import BuildEngine
-from random_models import save_random_model
+import requests
+from live_server import LiveServer, live_server, serve_command
+from server_streams import TIMEOUT, Stream, tokens, wait_for
+from soak_engine import MAX_SEQ_LEN, build_soak_engine
+from soak_run import ENDED
 
-from kvseek.engine.engine import Engine
-from kvseek.engine.errors import CapacityError, ErrorCode
-from kvseek.engine.request import FinishReason, Request, SamplingParams, StepOutput
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
-LIMITS = ("--max_batch_size", "2", "--max_seq_len", "400", "--max_input_len", "300", "--prefill_chunk_tokens", "64")
-PROMPT = tuple(i * 13 % 101 for i in range(120))
+PROMPT, SHORT, LONG = tuple(range(5, 45)), 8, 2900  # LONG takes many seconds, so that it runs when something happens
+ROUTES = ("grpc", "http_stream")
+ERROR_SECONDS = 2.0  # from the death of a process to the errors of its clients
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
-    model = save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
-    return build_engine(model, "flat", *WINDOW, *LIMITS, "--flat.top_k", "12")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_soak_engine(tmp_path_factory.mktemp("soak"), "full", extents=12)
 
 
-@pytest.fixture
-def engine(directory: Path) -> Engine:
-    return Engine.load(directory)
+@pytest.fixture(scope="module")
+def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with live_server(directory, tmp_path_factory.mktemp("log") / "server.log", "--restarts", "20") as server:
+        yield server
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # tensors are small
+def running(server: LiveServer, route: str, count: int = LONG) -> Stream:
+    stream = tokens(server, route, PROMPT, count)
+    wait_for(lambda: stream.count or stream.ended_at, "the first token")
+    assert stream.count, stream.error
+    return stream
 
 
-def run(engine: Engine) -> list[StepOutput]:
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
-    return outputs
+def check_serves(server: LiveServer) -> None:
+    for route in ROUTES:
+        assert tokens(server, route, PROMPT, SHORT).join().count == SHORT
 
 
-def end_of(outputs: list[StepOutput], request: int) -> StepOutput:
-    (end,) = [output for output in outputs if output.request_id == request and output.finish_reason is not None]
-    assert [output for output in outputs if output.request_id == request][-1] is end
-    return end
-
-
-def tokens_of(outputs: list[StepOutput], request: int) -> list[int | None]:
-    return [output.token_id for output in outputs if output.request_id == request and output.token_id is not None]
-
-
-def assert_everything_came_back(engine: Engine) -> None:
-    assert engine._cache.extents.free == engine._cache.extents.capacity
-    assert sorted(engine._scheduler._free_slots) == list(range(engine.config.max_batch_size))
-    assert engine._cache.tokens == [0] * engine.config.max_batch_size
-
-
-def failing_once(function: Any, error: Exception, number: int = 1) -> Any:
-    """`function`, but its call of this number raises."""
-    calls = []
-
-    def call(*arguments: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) == number:
-            raise error
-        return function(*arguments)
-
-    return call
-
-
-@pytest.mark.parametrize("method", ["select", "refresh"])
-def test_an_index_that_fails_ends_the_requests_of_the_step(
-    method: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "breaks"),
+    [
+        ("engine", ROUTES),
+        ("http", ROUTES),  # the process has all doors
+        ("triton", ("grpc",)),
+        ("tensorrt_llm", ("grpc",)),
+        ("tensorrt_llm_bls", ("grpc",)),
+    ],
+)
+def test_a_killed_process_is_started_again_and_its_clients_are_told(
+    server: LiveServer, name: str, breaks: tuple[str, ...]
 ) -> None:
-    """Two requests decode; a third waits for a slot. After the failure it gets one, and the tokens that it should."""
-    (expected,) = engine.generate([Request(PROMPT[7:], 10)])
-    error = RuntimeError("a row is missing")
-    index = engine._decoder.indexes[1]
-    failed, outputs = [engine.submit(Request(PROMPT, 200)), engine.submit(Request(PROMPT[3:], 200))], list[StepOutput]()
-    waiting = engine.submit(Request(PROMPT[7:], 10))
-    while len(engine._scheduler.decoding()) < 2:
-        outputs += engine.step()
-    monkeypatch.setattr(index, method, failing_once(getattr(index, method), error, 4))
-    outputs += run(engine)
-    for request in failed:
-        end = end_of(outputs, request)
-        assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.INTERNAL)
-        assert end.error == "RuntimeError: a row is missing"
-    assert tokens_of(outputs, waiting) == expected
-    assert_everything_came_back(engine)
+    expected = tokens(server, "grpc", PROMPT, SHORT).join().ids
+    streams = {route: running(server, route) for route in ROUTES}
+    pid = server.kill(name)
+    killed_at = time.monotonic()
+    for route in breaks:
+        stream = streams[route].join()
+        assert ENDED.search(stream.error), f"{route}: {stream.error!r}"
+        if name != "tensorrt_llm_bls":  # not the model of these requests: Triton first ends its other work
+            assert stream.ended_at - killed_at < ERROR_SECONDS, f"{route} was told late"
+    server.wait_replaced(name, pid)
+    server.wait_ready()
+    for route in ROUTES:
+        assert tokens(server, route, PROMPT, SHORT).join().ids == expected
+    for route in set(ROUTES) - set(breaks):
+        streams[route].leave()
+        assert streams[route].count > SHORT, "a stream that does not need the process goes on"
 
 
-def test_a_failing_step_spares_the_prompt_that_is_read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    (expected,) = engine.generate([Request(PROMPT * 2, 10)])
-    first, outputs = engine.submit(Request(PROMPT, 300 - 20)), list[StepOutput]()
-    while not any(output.token_id is not None for output in outputs):
-        outputs += engine.step()
-    reading = engine.submit(Request(PROMPT * 2, 10))
-    while not any(output.request_id == reading and output.prefill_progress < 1 for output in outputs):
-        outputs += engine.step()
-    index = engine._decoder.indexes[0]
-    monkeypatch.setattr(index, "select", failing_once(index.select, RuntimeError("lost")))
-    outputs += run(engine)
-    assert end_of(outputs, first).finish_reason is FinishReason.ERROR
-    assert tokens_of(outputs, reading) == expected
-    assert_everything_came_back(engine)
+def test_nothing_outlives_the_launcher(directory: Path, tmp_path: Path) -> None:
+    with live_server(directory, tmp_path / "server.log") as server:
+        others = [pid for name, pid in server.process_ids().items() if name != "serve"]
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait(TIMEOUT)
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in others), "the end of all processes")
 
 
-def test_an_admission_that_finds_no_extents_ends_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    (expected,) = engine.generate([Request(PROMPT, 10)])
-    cache = engine._cache
-    error = CapacityError("120 tokens need 1 more extents, 0 are free")
-    monkeypatch.setattr(cache, "open", failing_once(cache.open, error))
-    refused, served = engine.submit(Request(PROMPT, 20)), engine.submit(Request(PROMPT, 10))
-    outputs = run(engine)
-    end = end_of(outputs, refused)
-    assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.INVALID)
-    assert end.error.startswith("CapacityError: 120 tokens need 1 more extents")
-    assert tokens_of(outputs, served) == expected
-    assert_everything_came_back(engine)
+def test_a_stopped_engine_is_not_ready_until_it_goes_on(server: LiveServer) -> None:
+    ready = f"http://{server.http_url}/v2/health/ready"
+    pid = server.kill("engine", signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        status = 200
+        while status == 200 and time.monotonic() - began < 30:
+            status = requests.get(ready, timeout=30).status_code
+        assert status == 503
+        assert time.monotonic() - began < 15
+        live = requests.get(f"http://{server.http_url}/v2/health/live", timeout=5).status_code
+        assert live == 200, "a server that may come back is not to be killed"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(server.is_ready, "ready again", 20)
+    check_serves(server)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("after", ["prefill", "decode"])
-def test_logits_that_are_no_numbers_end_their_request(
-    after: str, temperature: float, engine: Engine, monkeypatch: pytest.MonkeyPatch
+def damage(directory: Path) -> None:
+    """Replace a byte of the weights; by another file, as the one in use must stay as it is."""
+    (weights,) = (path for path in directory.rglob("*.safetensors") if path.stat().st_size > 10_000)
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 0x40
+    copy = weights.with_suffix(".new")
+    copy.write_bytes(data)
+    copy.replace(weights)
+
+
+def test_a_damaged_engine_does_not_start(directory: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(directory, tmp_path / "engine"))
+    damage(copy)
+    result = subprocess.run(serve_command(copy), capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert result.returncode == 1
+    assert re.search(r"error: .*\.safetensors", result.stderr), result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_engine_damaged_while_it_is_served_ends_the_server_after_its_restarts(
+    directory: Path, tmp_path: Path
 ) -> None:
-    """NaN in the logits of a prompt's last token, or in those of one request of a step."""
-    (expected,) = engine.generate([Request(PROMPT[:50], 12)])
-    decoder: Any = engine._decoder
-    head = decoder.head
-
-    class Head:
-        def __call__(self, x: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = head(x)
-            if after == "decode" and x.shape[0] == 2:
-                logits[0] = torch.nan
-            if after == "prefill" and decoder.cache.tokens[0] == 70 and x.shape[0] == 1 and not done:
-                done.append(True)
-                logits[:] = torch.nan
-            return logits
-
-    done: list[bool] = []
-    monkeypatch.setattr(decoder, "head", Head())
-    bad = engine.submit(Request(PROMPT[:70], 12, SamplingParams(temperature=temperature)))
-    good = engine.submit(Request(PROMPT[:50], 12))
-    outputs = run(engine)
-    end = end_of(outputs, bad)
-    assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.INTERNAL), "no client can have caused it"
-    assert "must be finite" in end.error
-    assert tokens_of(outputs, good) == expected
-    assert_everything_came_back(engine)
+    copy = Path(shutil.copytree(directory, tmp_path / "engine"))
+    log = tmp_path / "server.log"
+    with live_server(copy, log, "--restarts", "2") as server:
+        damage(copy)
+        check_serves(server)
+        server.kill("engine")
+        assert server.process.wait(TIMEOUT) == 1
+    errors = log.with_suffix(".errors").read_text()
+    assert "after 2 restarts in a row (--restarts)" in errors
+    assert ".safetensors" in errors, "the end of the log says why"
 
 
-def test_a_slot_that_cannot_be_freed_fails_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a CUDA error no call succeeds: requests are not ended one by one as if the next could go on."""
-    dead = RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    def fail(*arguments: Any) -> Any:
-        raise dead
-
-    engine.submit(Request(PROMPT, 20))
-    while not engine._scheduler.decoding():
-        engine.step()
-    monkeypatch.setattr(engine._decoder, "refresh", fail)
-    monkeypatch.setattr(engine._cache, "close", fail)
-    with pytest.raises(RuntimeError, match="CUDA error"):
-        engine.step()
+def test_a_full_log_disk_does_not_matter(directory: Path, tmp_path: Path) -> None:
+    with live_server(directory, tmp_path / "server.log", "--log", "/dev/full") as server:
+        check_serves(server)
+        pid = server.kill("engine")
+        server.wait_replaced("engine", pid)
+        server.wait_ready()
+        check_serves(server)
+        assert server.stop() == 0
 
 
-def test_cancelling_and_timing_out_while_prompts_are_read(engine: Engine) -> None:
-    """A prompt that ends half-way frees its slot, and the next request in it gets the tokens that it should."""
-    (expected,) = engine.generate([Request(PROMPT[5:], 10)])
-    first, outputs = engine.submit(Request(PROMPT, 200)), list[StepOutput]()
-    while not any(output.token_id is not None for output in outputs):
-        outputs += engine.step()
-    for limit in (None, 1e-3):
-        reading = engine.submit(Request(PROMPT * 2, 10, timeout_seconds=None))
-        while not any(output.request_id == reading and output.prefill_progress < 1 for output in outputs):
-            outputs += engine.step()
-        if limit is None:
-            end = engine.cancel(reading)
-            assert end is not None
-            assert end.finish_reason is FinishReason.CANCELLED
-        else:
-            sequence = engine._scheduler.find(reading)
-            assert sequence is not None
-            sequence.statistics.submitted_at -= 1000.0
-            object.__setattr__(sequence.request, "timeout_seconds", limit)
-            outputs += engine.step()
-            assert end_of(outputs, reading).finish_reason is FinishReason.TIMEOUT
-        late = engine.submit(Request(PROMPT[5:], 10))
-        while not any(output.request_id == late and output.finish_reason for output in outputs):
-            outputs += engine.step()
-        assert tokens_of(outputs, late) == expected
-    engine.cancel(first)
-    assert_everything_came_back(engine)
+def test_requests_wait_for_extents_and_those_that_can_never_fit_are_refused(tmp_path: Path) -> None:
+    directory = build_soak_engine(tmp_path, "full", extents=2)
+    with live_server(directory, tmp_path / "server.log") as server:
+        prompts = [tuple((7 * i + 3 * j) % 380 for i in range(1400)) for j in range(6)]
+        streams = [tokens(server, ROUTES[j % 2], prompt, 40) for j, prompt in enumerate(prompts)]  # two extents each
+        too_long = tokens(server, "grpc", PROMPT, MAX_SEQ_LEN - len(PROMPT)).join()
+        assert "kv_cache_host_memory_bytes" in too_long.error
+        for stream, prompt in zip(streams, prompts, strict=True):
+            assert stream.join().count == 40, stream.error
+            assert stream.ids == tokens(server, "grpc", prompt, 40).join().ids
+        assert server.metric("kvseek:num_requests_running") == 0
 
 
-def test_a_higher_priority_gets_the_next_slot(engine: Engine) -> None:
-    running = [engine.submit(Request(PROMPT[:30], 5)) for _ in range(2)]
-    engine.step()
-    low, middle, high = (engine.submit(Request(PROMPT[:30], 5, priority=priority)) for priority in (0, 128, 255))
-    outputs = run(engine)
-    started = [output.statistics for output in outputs if output.finish_reason and output.statistics is not None]
-    assert len(started) == len(running) + 3
-    begin = {output.request_id: output.statistics.started_at for output in outputs if output.statistics is not None}
-    assert begin[high] <= begin[middle] <= begin[low]
+def test_sigterm_lets_streams_finish_and_ends_the_others_as_shutdown(directory: Path, tmp_path: Path) -> None:
+    with live_server(directory, tmp_path / "server.log", "--drain_seconds", "2") as server:
+        long = [running(server, route) for route in ROUTES]
+        short = [running(server, route, 60) for route in ROUTES]
+        server.process.terminate()
+        wait_for(lambda: not server.is_ready(), "not ready any more", 5)
+        late = [tokens(server, route, PROMPT, SHORT) for route in ROUTES]
+        assert [stream.join().reason for stream in long] == ["shutdown", "shutdown"]
+        assert all(0 < stream.count < LONG for stream in long)
+        assert [stream.join().reason for stream in short] == ["length", "length"]
+        for stream in late:
+            assert not stream.join().pieces
+            assert ENDED.search(stream.error), stream.error
+            assert stream.status in (0, 503)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.process.wait(TIMEOUT)
+        assert server.process.returncode == 0
