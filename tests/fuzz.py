@@ -54,6 +54,7 @@ class Campaign:
         self._server, self._door, self._seed = server, door, seed
         self._deadline, self._inputs = time.monotonic() + seconds, inputs
         self._make, self._before = make_fuzzer(door, server), server.process_ids()
+        self._tracebacks, self._internal = server.tracebacks(), self._faults()
         self._expected = self._probe("grpc")
         self._kept = [deque[bytes](maxlen=KEPT) for _ in range(THREADS)]
         self._lock = threading.Lock()
@@ -112,6 +113,10 @@ class Campaign:
             if answer != self._expected:
                 raise FaultError(f"a good request gets {answer!r} by {route} instead of {self._expected!r}")
 
+    def _faults(self) -> float:
+        """Requests that ended as the server's own fault, so far."""
+        return self._server.metric("kvseek:requests_total", 'outcome="internal"')
+
     def _probe(self, route: str) -> str:
         urls = {"grpc": self._server.grpc_url, "http": self._server.http_url}
         call = make_call(route, urls, "tensorrt_llm_bls", PROBE)
@@ -131,10 +136,10 @@ class Campaign:
             if time.monotonic() > deadline:
                 raise FaultError(f"requests still run or wait {QUIET_SECONDS:g} s after their clients have left")
             time.sleep(0.1)
-        internal = self._server.metric("kvseek:requests_total", 'outcome="internal"')
+        internal = self._faults() - self._internal
         if internal:
             raise FaultError(f"{internal:g} requests ended as faults of the server")
-        tracebacks = self._server.tracebacks()
+        tracebacks = self._server.tracebacks() - self._tracebacks
         if tracebacks:
             raise FaultError(f"the server's log has tracebacks: {dict(tracebacks)}")
 

@@ -6,6 +6,7 @@ the clients do not offer: token ids, priorities, time limits, and fields that no
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import queue
@@ -94,7 +95,8 @@ class HttpCall:
     def close(self) -> None:
         """Close the connection as a client does that is gone: at once."""
         if self._connection.sock is not None:
-            self._connection.sock.close()
+            with contextlib.suppress(OSError):  # a thread that reads would keep the connection open
+                self._connection.sock.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def _piece(self, body: dict[str, Any]) -> Piece:
@@ -228,13 +230,3 @@ def _error(body: bytes) -> str:
         return str(json.loads(body.removeprefix(b"data: "))["error"])
     except (ValueError, KeyError, TypeError):
         return body[:200].decode("utf-8", "replace")
-
-
-def is_listening(url: str) -> bool:
-    """Whether something accepts connections at host:port."""
-    host, _, port = url.rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), 5):
-            return True
-    except OSError:
-        return False

@@ -1,0 +1,136 @@
+"""Many requests at once: 500 streams against a bounded queue, cancelling them all, refusals while the engine is busy."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import requests
+import tritonclient.grpc as triton
+from live_server import LiveServer, live_server
+from server_streams import tokens, wait_for
+from soak_engine import build_soak_engine
+from tritonclient.grpc import service_pb2
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+SLOTS, QUEUE, STREAMS = 2, 256, 500
+PROMPT = tuple(range(5, 25))
+STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
+CHANNELS = 8
+SECONDS = 1.0  # to an answer while the queue is full, on a machine that answers at once when it is idle
+SLOW_FACTOR = 50  # and on one that does not: as many times what it takes when idle
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("load")
+    engine = build_soak_engine(folder, "full", extents=12, slots=SLOTS)
+    with live_server(engine, folder / "server.log", "--max_queue_size", f"{QUEUE}") as server:
+        yield server
+
+
+def request_bytes(count: int) -> bytes:
+    request = service_pb2.ModelInferRequest(model_name="tensorrt_llm")
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    values: dict[str, Any] = {"input_ids": list(PROMPT), "request_output_len": [count], "end_id": [-1]}
+    for name, value in values.items():
+        tensor = triton.InferInput(name, [1, len(value)], "INT32")
+        tensor.set_data_from_numpy(np.array([value], dtype=np.int32))
+        request.inputs.add(name=name, datatype="INT32", shape=[1, len(value)])
+        request.raw_input_contents.append(tensor._get_content())
+    data: bytes = request.SerializeToString()
+    return data
+
+
+async def one_stream(channel: Any, data: bytes) -> str:
+    """How one request ends: its finish_reason or its error."""
+    call = channel.stream_stream(STREAM)(iter([data]), timeout=240)
+    ending = ""
+    async for part in call:
+        response = service_pb2.ModelStreamInferResponse.FromString(part)
+        if response.error_message:
+            return str(response.error_message)
+        names = [output.name for output in response.infer_response.outputs]
+        if "finish_reason" in names:
+            raw = response.infer_response.raw_output_contents[names.index("finish_reason")]
+            ending = raw[4:].decode()
+    return ending
+
+
+async def many_streams(server: LiveServer, count: int, length: int) -> tuple[list[str], list[float]]:
+    """Endings of `count` streams that are opened at once, and the seconds that some questions took while they ran."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    channels = [grpc.aio.insecure_channel(server.grpc_url, options=options) for _ in range(CHANNELS)]
+    data = request_bytes(length)
+    streams = [asyncio.create_task(one_stream(channels[i % CHANNELS], data)) for i in range(count)]
+    took = await asyncio.to_thread(questions, server)
+    endings = list(await asyncio.gather(*streams))
+    await asyncio.gather(*(channel.close() for channel in channels))
+    return endings, took
+
+
+def questions(server: LiveServer) -> list[float]:
+    """Wait for a full queue, then ask what is answered without the engine; returns the seconds of each answer."""
+    wait_for(lambda: server.metric("kvseek:num_requests_waiting") >= QUEUE - 20, "a full queue", 60)
+    return [*refusals(server), health(server)]
+
+
+def refusals(server: LiveServer) -> list[float]:
+    """Seconds to the refusal of a request too many, and of one that is malformed, by both doors."""
+    found = []
+    for route in ("grpc", "http_stream"):
+        for count in (4, 0):
+            stream = tokens(server, route, PROMPT, count, priority=0).join()
+            assert stream.error or count, "max_tokens 0 is refused"
+            found.append(stream.ended_at - stream.began)
+    return found
+
+
+def health(server: LiveServer) -> float:
+    began = time.monotonic()
+    assert requests.get(f"http://{server.http_url}/v2/health/live", timeout=20).status_code == 200
+    assert requests.get(f"http://{server.http_url}/v2/health/ready", timeout=20).status_code == 200
+    return time.monotonic() - began
+
+
+def test_500_streams_are_served_or_refused_and_never_lost(server: LiveServer) -> None:
+    idle = max([*refusals(server), health(server)])
+    endings, took = asyncio.run(many_streams(server, STREAMS, 30))
+    kinds = Counter(
+        "served" if ending == "length" else "refused" if "max_queue_size" in ending else ending for ending in endings
+    )
+    assert set(kinds) <= {"served", "refused"}, kinds
+    assert kinds["served"] >= QUEUE
+    refused = next(ending for ending in endings if "max_queue_size" in ending)
+    assert f"{QUEUE}" in refused, "the refusal says how long the queue may be"
+    assert max(took) < max(SECONDS, SLOW_FACTOR * idle), took
+    assert not server.metric("kvseek:num_requests_waiting")
+
+
+def test_a_queue_whose_clients_all_leave_is_empty_soon(server: LiveServer) -> None:
+    streams = [tokens(server, ("grpc", "http_stream")[i % 2], PROMPT, 2500) for i in range(40)]
+    wait_for(lambda: server.metric("kvseek:num_requests_waiting") >= 40 - SLOTS, "38 requests wait")
+    for stream in streams:
+        stream.leave()
+    waits, runs = "kvseek:num_requests_waiting", "kvseek:num_requests_running"
+    wait_for(lambda: not server.metric(waits) and not server.metric(runs), "an engine with nothing to do", 15)
+    assert tokens(server, "grpc", PROMPT, 8).join().count == 8
+
+
+def test_the_health_of_a_server_with_a_full_batch_is_told_at_once(server: LiveServer) -> None:
+    idle = health(server)
+    streams = [tokens(server, "http_stream", PROMPT, 2500) for _ in range(SLOTS)]
+    wait_for(lambda: all(stream.count for stream in streams), "first tokens")
+    assert max(health(server) for _ in range(5)) < max(SECONDS, SLOW_FACTOR * idle)
+    refused = tokens(server, "http_stream", PROMPT, 0).join()
+    assert refused.status == 400
+    assert refused.ended_at - refused.began < max(SECONDS, SLOW_FACTOR * idle)
+    for stream in streams:
+        stream.leave()
