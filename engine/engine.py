@@ -191,7 +191,7 @@ class Engine:
         work = self._reader.work
         if decoding:
             outputs += self._decode(decoding)
-            self._reader.pacing.record(time.perf_counter() - begun, work.units, work.token_layers, work.largest)
+            self._reader.pacing.record(time.perf_counter() - begun, work.units, work.token_layers, work.pack)
         self._report_step(started, len(decoding), work.token_layers)
         return outputs
 

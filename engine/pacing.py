@@ -1,23 +1,28 @@
 """How much of the prompts a step may read, so that the requests that decode beside it hardly notice.
 
-A unit of reading is one layer over one chunk of tokens. Its time is predicted as
+A unit of reading is one layer over one chunk of tokens. Chunks are the same whatever else runs: other sizes would round
+differently, and a method's selection can turn a difference in the last bit into another row. So the pace is kept by
+reading in some steps and not in others. Every decode step earns an allowance, a share of the time of an undisturbed one;
+reading spends the time by which it makes a step longer, and goes on when the account is above zero. On average, steps
+take SLOWDOWN times as long as undisturbed ones, single steps longer where a unit is larger than the allowance. Small packs
+of short prompts neither wait for the account nor are paid from it: else a short prompt would wait for a long one's debts.
 
-    decode step / layers + token_seconds * tokens
+The time of an undisturbed decode step is the shortest of the last few that read nothing: what disturbs a step from
+outside, such as another program on the same cores, only makes it longer. How many small units fit into a step is
+predicted: a unit reads a layer's weights once, as a decode step does, and computes in proportion to its tokens, so
 
-for a unit reads a layer's weights once, as a decode step does, and computes in proportion to its tokens. The time of an
-undisturbed decode step is the shortest of the last few that read nothing: what disturbs a step from outside, such as
-another program on the same cores, only makes it longer. While prompts are read, one step in REST_INTERVAL reads nothing
-to keep it up to date. `token_seconds` is learned from what the other steps took longer. It follows the attention over a
-growing prompt too, which makes later tokens dearer.
+    unit = decode step / layers + token_seconds * tokens
+
+where `token_seconds` is learned from what steps took longer.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-SLOWDOWN = 1.8  # most that a step beside reading may take, in undisturbed decode steps
+SLOWDOWN = 1.8  # time of a step beside reading, on average, in undisturbed decode steps
 PACK_STEPS = 2.0  # most that a pack of short prompts, read in one step, may add to it, in undisturbed decode steps
-SMALLEST_CHUNK = 16  # tokens; chunks are multiples of it
+SMALLEST_PACK = 16  # tokens; packs are limited to multiples of it
 REST_INTERVAL = 32  # steps
 SAMPLES = 3  # undisturbed steps whose shortest counts
 FIRST_RESTS = 4  # steps between two that read nothing, until there are SAMPLES of them
@@ -26,22 +31,22 @@ LARGEST_SAMPLE = 4.0  # times what was expected; a hiccup, or an index that is b
 
 
 class Pacing:
-    """Predicts what units cost beside decode steps, and says how many tokens a unit may have.
+    """Says how much may be read beside decode steps.
 
     Parameters
     ----------
     num_layers : int
         Units that one token passes through.
-    max_chunk : int
-        Most tokens of a unit (prefill_chunk_tokens).
+    max_pack : int
+        Most tokens of a pack of short prompts.
     """
 
-    def __init__(self, num_layers: int, max_chunk: int) -> None:
-        self._layers, self._max_chunk = num_layers, max_chunk
+    def __init__(self, num_layers: int, max_pack: int) -> None:
+        self._layers, self._max_pack = num_layers, max_pack
         self._undisturbed: deque[float] = deque(maxlen=SAMPLES)
         self._since_rest = 0  # steps that read something
         self._token_seconds: float | None = None
-        self._largest = SMALLEST_CHUNK  # what the next chunk may have: at most twice the last that was measured
+        self._credit = 0.0  # seconds that reading may take; below zero, what it has taken too much
 
     @property
     def rests(self) -> bool:
@@ -50,27 +55,22 @@ class Pacing:
         return not self._undisturbed or self._since_rest + 1 >= interval
 
     @property
-    def allowance(self) -> float:
-        """Seconds that reading may add to a decode step."""
-        return (SLOWDOWN - 1) * self._decode_seconds
+    def in_debt(self) -> bool:
+        """Whether the next steps have to make up for what was read: at most a pack of short prompts may be read."""
+        return self._credit <= 0
 
-    def cost(self, tokens: int) -> float:
-        """Predicted seconds of a unit of `tokens` tokens."""
-        return self._decode_seconds / self._layers + self._per_token * tokens
-
-    @property
-    def chunk(self) -> int:
-        """Tokens of a unit: as many as one unit can read within the allowance, for large units are the cheaper ones."""
-        room = self.allowance - self._decode_seconds / self._layers
-        return min(self._max_chunk, self._largest, self._rounded(room / self._per_token))
+    def affords(self, units: int, token_layers: int) -> bool:
+        """Whether a step may read so many units with so many tokens in all, by prediction. One unit it always may."""
+        return units == 1 or self._cost(units, token_layers) <= self._credit
 
     @property
     def pack(self) -> int:
         """Tokens that a pack of short prompts may have, all layers of which are read in one step."""
         room = (PACK_STEPS - 1) * self._decode_seconds  # a unit of each layer takes a decode step without any token
-        return min(self._max_chunk, self._rounded(room / (self._per_token * self._layers)))
+        tokens = int(room / (self._per_token * self._layers)) // SMALLEST_PACK * SMALLEST_PACK
+        return min(self._max_pack, max(SMALLEST_PACK, tokens))
 
-    def record(self, seconds: float, units: int, token_layers: int, largest: int = 0) -> None:
+    def record(self, seconds: float, units: int, token_layers: int, pack: bool = False) -> None:
         """Learn from a step with decoding requests.
 
         Parameters
@@ -79,20 +79,31 @@ class Pacing:
             Of the whole step; it has waited for its tokens, so whatever computes them.
         units, token_layers : int
             What it read: units, and their tokens in all. 0: nothing.
-        largest : int
-            Tokens of its largest unit.
+        pack : bool
+            Whether that was a small pack.
         """
-        if not units:
+        if units and self._undisturbed:
+            spent = self._learn(seconds, units, token_layers)
+            self._credit -= 0 if pack else spent
+        elif not units:
             self._undisturbed.append(seconds)
             self._since_rest = 0
-            return
+        allowance = (SLOWDOWN - 1) * self._decode_seconds
+        self._credit = min(self._credit + allowance, allowance)
+
+    def _learn(self, seconds: float, units: int, token_layers: int) -> float:
+        """Learn what tokens cost; returns the seconds that were spent on reading."""
         self._since_rest += 1
-        if not self._undisturbed:
-            return
-        extra = seconds - self._decode_seconds * (1 + units / self._layers)
-        sample = min(max(0.0, extra) / token_layers, LARGEST_SAMPLE * self._per_token)
-        self._token_seconds = (1 - LEARNING_RATE) * self._per_token + LEARNING_RATE * sample
-        self._largest = max(SMALLEST_CHUNK, 2 * self._rounded(largest))
+        weights = self._cost(units, 0)
+        sample = max(0.0, seconds - self._decode_seconds - weights) / token_layers
+        if self._token_seconds is not None:
+            sample = min(sample, LARGEST_SAMPLE * self._per_token)
+        self._token_seconds = sample + (1 - LEARNING_RATE) * (self._per_token - sample)
+        return weights + sample * token_layers
+
+    def _cost(self, units: int, token_layers: int) -> float:
+        """Predicted seconds of units with so many tokens in all."""
+        return self._decode_seconds * units / self._layers + self._per_token * token_layers
 
     @property
     def _decode_seconds(self) -> float:
@@ -100,10 +111,7 @@ class Pacing:
 
     @property
     def _per_token(self) -> float:
-        """Seconds per token and layer; until it is learned, that of a smallest chunk as dear as its layer's weights."""
+        """Seconds per token and layer; until it is learned, that of a smallest pack as dear as its layer's weights."""
         if self._token_seconds is None:
-            return max(1e-12, self._decode_seconds / self._layers / SMALLEST_CHUNK)
+            return max(1e-12, self._decode_seconds / self._layers / SMALLEST_PACK)
         return max(1e-12, self._token_seconds)
-
-    def _rounded(self, tokens: float) -> int:
-        return max(SMALLEST_CHUNK, int(tokens) // SMALLEST_CHUNK * SMALLEST_CHUNK)

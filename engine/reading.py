@@ -6,7 +6,7 @@ one at a time, each in the order of admission. A step reads either packs or long
 take turns, so that neither waits for the other to end.
 
 Alone, a step reads until `max_num_tokens` tokens have passed all layers, or for IDLE_SECONDS. Beside decoding requests
-Pacing says how much: units within its allowance, or one pack that is small enough to be read to its end.
+Pacing says in which steps and how much: units within its allowance, or one pack that is small enough to be read to its end.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ class Work:
 
     units: int = 0
     token_layers: int = 0
-    largest: int = 0  # tokens of the largest unit
+    pack: bool = False  # a small pack, read to its end in this step
 
     def add(self, token_layers: int) -> None:
         """Count a unit."""
         self.units += 1
         self.token_layers += token_layers
-        self.largest = max(self.largest, token_layers)
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class PromptReader:
         self._chunk = min(decoder.config.prefill_chunk_tokens, max_num_tokens)
         self._pack_tokens = min(self._chunk, decoder.config.max_input_len)
         self._budget = max_num_tokens * self._layers
-        self.pacing, self.work = Pacing(self._layers, self._chunk), Work()
+        self.pacing, self.work = Pacing(self._layers, self._pack_tokens), Work()
         self._jobs: dict[bool, Job] = {}  # by whether its prompts are short
         self._short_went_last = False
         self._alone: set[int] = set()  # requests that were in a pack that failed
@@ -90,9 +89,12 @@ class PromptReader:
         if not unread or (beside and self.pacing.rests):
             return []
         left, started, done = list(unread), time.perf_counter(), list[Reading]()
-        short = self._turn(left)
+        short = self._turn(left, beside)
+        if short is None:
+            self._short_went_last = False
+            return []
         while self._has_room(short, beside, started) and (job := self._job(short, left, beside)) is not None:
-            found = self._advance(job, beside)
+            found = self._advance(job)
             done += found
             left = [sequence for sequence in left if all(one.sequence is not sequence for one in found)]
             if found and beside:
@@ -117,10 +119,19 @@ class PromptReader:
         tokens = len(sequence.request.prompt_ids)
         return tokens <= self._pack_tokens and self._decoder.cache.retrieval_tokens(tokens) == 0
 
-    def _turn(self, unread: SequenceOf[Sequence]) -> bool:
-        """Whether this step reads short prompts."""
+    def _turn(self, unread: SequenceOf[Sequence], beside: bool) -> bool | None:
+        """Whether this step reads short prompts, or long ones; None: neither, as others have to be waited for."""
         kinds = {self._is_short(sequence) for sequence in unread}
+        if beside and self.pacing.in_debt:
+            return True if True in kinds and not self._short_went_last and self._small_pack(unread) else None
         return not self._short_went_last if len(kinds) == 2 else kinds.pop()
+
+    def _small_pack(self, unread: SequenceOf[Sequence]) -> bool:
+        """Whether the next pack is read to its end in one step beside decoding requests."""
+        if True in self._jobs:
+            return self._whole(self._jobs[True])
+        first = next(sequence for sequence in unread if self._is_short(sequence))
+        return len(first.request.prompt_ids) <= self.pacing.pack
 
     def _job(self, short: bool, unread: SequenceOf[Sequence], beside: bool) -> Job | None:
         """What is being read of that kind, or is to be read next; None if there is nothing."""
@@ -153,24 +164,21 @@ class PromptReader:
             return True
         if not beside:
             return self.work.token_layers < self._budget and time.perf_counter() - started < IDLE_SECONDS
-        if short in self._jobs and self._whole(self._jobs[short]):
+        job = self._jobs.get(short)
+        if job is not None and self._whole(job):
             return True
-        units = self.work.units + 1
-        tokens = self.work.token_layers + self._unit_tokens(beside)
-        return self.pacing.cost(0) * (units - 1) + self.pacing.cost(tokens) <= self.pacing.allowance
+        next_unit = self._chunk if job is None else min(self._chunk, job.prefill.tokens)
+        return self.pacing.affords(self.work.units + 1, self.work.token_layers + next_unit)
 
     def _whole(self, job: Job) -> bool:
         """Whether a step beside decoding requests reads the job to its end."""
         return self._is_short(job.sequences[0]) and job.prefill.tokens <= self.pacing.pack
 
-    def _unit_tokens(self, beside: bool) -> int:
-        return self.pacing.chunk if beside and self._decoder.reads_packs else self._chunk
-
-    def _advance(self, job: Job, beside: bool) -> list[Reading]:
+    def _advance(self, job: Job) -> list[Reading]:
         """Run one unit; returns what ended with it."""
-        whole = not beside or self._whole(job)
+        self.work.pack = self._whole(job)
         try:
-            self.work.add(job.prefill.advance(self._chunk if whole else self._unit_tokens(beside)))
+            self.work.add(job.prefill.advance(self._chunk))
             if job.prefill.progress < 1:
                 return []
             logits = job.prefill.finish()
