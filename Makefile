@@ -11,7 +11,7 @@ QUESTION ?= How many passengers did the Lady Trelawny land?
 PACKAGES := engine plugins builder server client cli evaluation benchmarks
 SERVER_THREADS := $(if $(THREADS),--threads $(THREADS))
 
-.PHONY: demo serve test test-gpu check check-install lint types format install model engine clean
+.PHONY: demo serve test test-gpu soak fuzz check check-install lint types format install model engine clean
 
 demo: engine ## build, serve, ask a question about a long document, shut down
 	$(BIN)/python -m kvseek.cli.demo --engine_dir $(ENGINE) --document examples/harbour_log.txt \
@@ -26,6 +26,14 @@ test: install model ## unit, reference, property and end-to-end tests; those tha
 test-gpu: install ## tests/gpu and every other test that is marked gpu; fails without a GPU
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "PyTorch sees no CUDA device")'
 	$(BIN)/python -m pytest -m gpu
+
+soak: install ## 1,000 requests of 32 clients against a real server, one of whose processes is killed; some ten minutes
+	$(BIN)/python tests/soak.py --requests 1000 --clients 32
+
+fuzz: install ## ten minutes of mutated inputs at each door of a real server; inputs that lead to a fault go to build/fuzz
+	@mkdir -p build/fuzz
+	@for door in grpc http raw engine-socket; do \
+	    $(BIN)/python tests/fuzz.py --door $$door --seconds 600 --folder build/fuzz || exit 1; done
 
 check: lint types test ## what .ci/run calls
 

@@ -17,7 +17,7 @@ from soak_calls import CallError, Piece, make_call
 from soak_cases import Case
 from soak_jobs import Fate, Job
 
-REQUEST_SECONDS = 300.0  # from a request's first attempt to its end
+REQUEST_SECONDS = 600.0  # from a request's first attempt to its end
 AFTER_KILL_SECONDS = 5.0  # after the server was ready again, in which errors may still be of the kill
 FULL = re.compile(r"max_queue_size")
 # What a client hears when a process has died under its request, or is not there yet. One line a place where it is said.
