@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -89,14 +90,24 @@ class Tokenizer:
             return self._loaded
 
     def _load(self) -> None:
-        from transformers import AutoTokenizer
-
         if not self._directory.is_dir():
             raise EngineDirectoryError(f"{self._directory} is missing: the engine has no tokenizer; build it again")
-        self._loaded = AutoTokenizer.from_pretrained(str(self._directory), local_files_only=True)
+        self._loaded = self._class().from_pretrained(str(self._directory), local_files_only=True)
         special = (number for number, token in self._loaded.added_tokens_decoder.items() if token.special)
         # tokenizers differ in which of them they leave out: ask
         self._special_ids = frozenset(i for i in special if not self._loaded.decode([i], skip_special_tokens=True))
+
+    def _class(self) -> Any:
+        """The class that save_pretrained has named: AutoTokenizer would find the same, but it imports torch first.
+
+        A process that only tokenises needs no torch, which takes seconds and 200 MB.
+        """
+        import transformers
+
+        path = self._directory / "tokenizer_config.json"
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        named = getattr(transformers, settings.get("tokenizer_class") or "", None)
+        return transformers.AutoTokenizer if named is None or "auto_map" in settings else named
 
 
 class TextStream:

@@ -15,7 +15,7 @@ from kvseek.engine.errors import ErrorCode, KvseekError, QueueFullError, code_of
 from kvseek.engine.request import FinishReason, StepOutput
 
 from .engine_client import EngineClient
-from .requests import Chunk, ServedRequest
+from .served_request import Chunk, ServedRequest
 
 WORKERS = 2  # threads that tokenise: more would take the engine's cores
 T = TypeVar("T")

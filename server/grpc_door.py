@@ -23,7 +23,7 @@ from .grpc_call import SERVICE, GrpcCall, describe
 from .grpc_checks import admit
 from .http_json import ModelSchema
 from .http_state import ServerState
-from .requests import MODELS
+from .served_request import MODELS
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 PASSED_ON = ("ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics")

@@ -16,7 +16,7 @@ from .http_body import BodyReader
 from .http_errors import HttpError, describe
 from .http_fields import shortened
 from .http_json import MODEL_VERSION, GenerateBody, ModelSchema, chunk_to_json, error_to_json
-from .requests import Chunk, RequestFactory, ServedRequest
+from .served_request import Chunk, RequestFactory, ServedRequest
 from .translation import scalar
 
 WRITE_SECONDS = 60.0  # that a client may leave a stream unread before it counts as gone

@@ -17,7 +17,7 @@ from kvseek.engine.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
 
 from .http_fields import MAX_FIELD_BYTES, Input, shortened, shown
-from .requests import MODELS, TEXT_MODEL, TOKEN_MODEL, Chunk
+from .served_request import MODELS, TEXT_MODEL, TOKEN_MODEL, Chunk
 from .text_request import max_text_bytes
 from .translation import Tensors
 

@@ -20,7 +20,7 @@ from .http_errors import HttpError, error_response
 from .http_fields import shortened
 from .http_json import MODEL_VERSION
 from .messages import Pong
-from .requests import MODELS
+from .served_request import MODELS
 from .triton_relay import TritonRelay
 
 ASK_SECONDS = 1.0  # between two questions

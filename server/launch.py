@@ -1,4 +1,4 @@
-"""Runs a server over an engine directory: the engine process, the HTTP door and Triton. `kvseek serve`, the demo, the tests."""
+"""Runs a server over an engine directory: the engine process, the doors and Triton. `kvseek serve`, the demo, the tests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TRITON_MEMORY_PREFIX = "triton_python_backend_shm_region_"
 CLOSED_PROTOCOLS = "shared-memory,model-repository,trace,logging"
 KEY_HEADER = "kvseek-closed"
 MODELS = ("tensorrt_llm", "tensorrt_llm_bls")
-ENGINE, HTTP_DOOR, TRITON = "engine", "http", "triton"
+ENGINE, DOORS, TRITON = "engine", "doors", "triton"
 STATE_FILE = "restarts.json"
 STANDARD_OUTPUT = Path("-")  # as a log: where a container's log belongs
 
@@ -60,7 +60,7 @@ class RunningServer:
         self._supervisor.check()
 
     def process_ids(self) -> dict[str, int]:
-        """Process ids: "engine", "http", "triton", and "/models/NAME/" of Triton's two models."""
+        """Process ids: "engine", "doors", "triton", and "/models/NAME/" of Triton's two models."""
         return self._supervisor.process_ids()
 
     @property
@@ -145,7 +145,7 @@ def _programs(
     settings: ServeSettings,
     verbose: bool,
 ) -> list[Program]:
-    """The engine process, the HTTP door and Triton, in the order in which they start and end."""
+    """The engine process, the doors and Triton, in the order in which they start and end."""
     server, socket = find_server(scratch), scratch / "engine.sock"
     repository = _write_repository(scratch / "models", engine_dir, config, socket, settings)
     inner = Ports(0, 0, 0).resolve(LOOPBACK)  # Triton's own
@@ -158,7 +158,7 @@ def _programs(
     python = (sys.executable, "-m")
     return [
         Program(ENGINE, (*python, "kvseek.server.engine_process", *own), settings.drain_seconds + STOP_SECONDS),
-        Program(HTTP_DOOR, (*python, "kvseek.server.http_door", *own, *http), STOP_SECONDS),
+        Program(DOORS, (*python, "kvseek.server.doors", *own, *http), STOP_SECONDS),
         Program(
             TRITON,
             _triton_command(server, repository, inner, verbose),
@@ -196,7 +196,7 @@ def _reachable(host: str) -> str:
 
 
 def _is_ready(url: str) -> bool:
-    """Whether the HTTP door calls the server ready."""
+    """Whether the doors call the server ready."""
     try:
         return requests.get(f"http://{url}/v2/health/ready", timeout=5).status_code == 200
     except requests.RequestException:

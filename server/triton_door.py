@@ -24,7 +24,7 @@ from kvseek.engine.request import FinishReason, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 
 from .engine_client import EngineClient
-from .requests import Chunk, RequestFactory, ServedRequest
+from .served_request import Chunk, RequestFactory, ServedRequest
 from .status import TRITON_CODE
 from .translation import Tensors, read_parameters, scalar
 

@@ -22,7 +22,7 @@ PREFIX = "triton_python_backend_shm_region_"
 # A text that only the command line of this process has.
 MARKS = {
     "engine": "kvseek.server.engine_process",
-    "http": "kvseek.server.http_door",
+    "doors": "kvseek.server.doors",
     "triton": "--model-repository=",
     "tensorrt_llm": "/models/tensorrt_llm/",
     "tensorrt_llm_bls": "/models/tensorrt_llm_bls/",
@@ -84,7 +84,7 @@ class LiveServer:
         return pid
 
     def is_ready(self, timeout: float = 5.0) -> bool:
-        """What the HTTP door says of the whole server."""
+        """What the server says of the whole server."""
         try:
             return requests.get(f"http://{self.http_url}/v2/health/ready", timeout=timeout).status_code == 200
         except requests.RequestException:

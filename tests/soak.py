@@ -26,7 +26,7 @@ from soak_run import Outcome, Runner
 from soak_state import grown, quiet_state, table, warm
 
 QUEUE_SIZE = 16  # fewer than the clients: some meet a full queue and come again
-KILLS = {"engine": "engine", "triton": "triton", "http": "http", "model": "tensorrt_llm_bls"}
+KILLS = {"engine": "engine", "triton": "triton", "doors": "doors", "model": "tensorrt_llm_bls"}
 SHOWN = 20
 
 

@@ -12,7 +12,7 @@ SETTLE_SECONDS = 3.0  # for connections that close late, and threads that end la
 TOLERANCE = 0.02
 SPARE_BYTES = 4 << 20  # an allocator's steps
 SPARE_COUNT = 6  # descriptors and threads of connections that are kept open, gRPC's own among them
-PROCESSES = ("serve", "engine", "http", "triton", "tensorrt_llm", "tensorrt_llm_bls")
+PROCESSES = ("serve", "engine", "doors", "triton", "tensorrt_llm", "tensorrt_llm_bls")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from kvseek.server import launch
 from kvseek.server.ports import Ports
 from kvseek.server.settings import ServeSettings
 
-# The launcher ends its processes one after the other: the engine, when requests have had their time, the HTTP door, Triton.
+# The launcher ends its processes one after the other: the engine, when requests have had their time, the doors, Triton.
 SHUTDOWN_SECONDS = ServeSettings().drain_seconds + 4 * launch.STOP_SECONDS
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 

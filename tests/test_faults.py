@@ -61,7 +61,7 @@ def check_serves(server: LiveServer) -> list[int]:
     ("name", "breaks"),
     [
         ("engine", ROUTES),
-        ("http", ROUTES),  # the process has all doors
+        ("doors", ROUTES),
         ("triton", ("grpc",)),
         ("tensorrt_llm", ("grpc",)),
         ("tensorrt_llm_bls", ("grpc",)),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import requests
 from conftest import BuildEngine
-from http_doors import SECONDS, Door, engine_process, events, http_door, reply, wait_for
+from door_processes import SECONDS, Door, doors, engine_process, events, reply, wait_for
 from random_models import save_random_model
 
 from kvseek.client.http_client import HttpClient
@@ -24,7 +24,7 @@ from kvseek.engine.engine import Engine
 from kvseek.engine.request import Request
 from kvseek.server.engine_client import EngineClient
 from kvseek.server.messages import Pong
-from kvseek.server.requests import TEXT_MODEL, TOKEN_MODEL
+from kvseek.server.served_request import TEXT_MODEL, TOKEN_MODEL
 from kvseek.server.settings import ServeSettings
 
 PROMPT = "the quick brown fox jumps over the lazy dog " * 4
@@ -53,7 +53,7 @@ def engine_socket(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def door(directory: Path, engine_socket: Path) -> Iterator[Door]:
-    with http_door(directory, engine_socket, SETTINGS) as door:
+    with doors(directory, engine_socket, SETTINGS) as door:
         yield door
 
 
@@ -229,7 +229,7 @@ def test_metrics_without_triton(door: Door) -> None:
 
 def test_sigterm_lets_responses_finish_when_the_engine_drains(directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "engine.sock"
-    with engine_process(directory, path, SETTINGS) as engine, http_door(directory, path, SETTINGS) as door:
+    with engine_process(directory, path, SETTINGS) as engine, doors(directory, path, SETTINGS) as door:
         wait_for(lambda: door.post(f"{TOKEN_MODEL}/generate", TOKENS).status_code == 200)
         with door.post(f"{TEXT_MODEL}/generate_stream", STREAM, stream=True) as response:
             stream = events(response)

@@ -20,13 +20,13 @@ import msgspec
 import pytest
 import requests
 from conftest import BuildEngine
-from http_doors import CLOSED_PORT, SECONDS, Door, engine_process, events, http_door, reply, wait_for
+from door_processes import CLOSED_PORT, SECONDS, Door, doors, engine_process, events, reply, wait_for
 from random_models import save_random_model
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from kvseek.engine.request import StepOutput
 from kvseek.server import http_generate
-from kvseek.server.http_door import HttpDoor
+from kvseek.server.doors import Doors
 from kvseek.server.messages import (
     Cancel,
     FromDoor,
@@ -125,7 +125,7 @@ def ready(door: Door) -> tuple[int, str]:
 
 def test_readiness_follows_the_engine_and_triton(directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "engine.sock"
-    with triton() as (fake, target), http_door(directory, path, SETTINGS, target) as door:
+    with triton() as (fake, target), doors(directory, path, SETTINGS, target) as door:
         assert requests.get(f"{door.url}/health/live", timeout=SECONDS).status_code == 200
         wait_for(lambda: ready(door) == (503, "not ready: the engine process does not run, or is loading the engine"))
         engine = FakeEngine(path)
@@ -144,7 +144,7 @@ def test_readiness_follows_the_engine_and_triton(directory: Path, tmp_path: Path
 
 
 def test_model_metadata_is_tritons(directory: Path, tmp_path: Path) -> None:
-    with triton() as (_, target), http_door(directory, tmp_path / "engine.sock", SETTINGS, target) as door:
+    with triton() as (_, target), doors(directory, tmp_path / "engine.sock", SETTINGS, target) as door:
         metadata = requests.get(f"{door.url}/models/tensorrt_llm", timeout=SECONDS).json()
         assert metadata == {
             "name": "tensorrt_llm",
@@ -161,7 +161,7 @@ def test_model_metadata_is_tritons(directory: Path, tmp_path: Path) -> None:
 def faked(directory: Path, tmp_path: Path, *arguments: Any) -> Iterator[tuple[FakeEngine, Door]]:
     path = tmp_path / "engine.sock"
     engine = FakeEngine(path)
-    with http_door(directory, path, SETTINGS, *arguments) as door:
+    with doors(directory, path, SETTINGS, *arguments) as door:
         wait_for(lambda: 'process="engine"} 1' in door.metrics())
         yield engine, door
         engine.die()
@@ -187,7 +187,7 @@ def test_an_engine_that_goes_away_ends_streams_and_answers_at_once(directory: Pa
 
 def test_a_killed_engine_process_is_a_clear_error_and_the_next_one_serves(directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "engine.sock"
-    with http_door(directory, path, SETTINGS) as door:
+    with doors(directory, path, SETTINGS) as door:
         with engine_process(directory, path, SETTINGS) as engine:
             wait_for(lambda: door.post(PATH, TOKENS).status_code == 200)
             endless = STREAM | {"request_output_len": 19_000}
@@ -225,7 +225,7 @@ def test_metrics_end_with_tritons(directory: Path, tmp_path: Path) -> None:
     server = HTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     state = tmp_path / "restarts.json"
-    state.write_text('{"engine": 2, "http": 0}')
+    state.write_text('{"engine": 2, "doors": 0}')
     address = f"127.0.0.1:{server.server_port}"
     with faked(directory, tmp_path, CLOSED_PORT, address, "--state", str(state)) as (_, door):
         lines = door.metrics().splitlines()
@@ -239,7 +239,7 @@ def in_process(directory: Path, tmp_path: Path, check: Any, **seconds: float) ->
     """Run `check(port)` in a thread against a door of this process with other time limits."""
 
     async def serve() -> None:
-        door = HttpDoor(directory, tmp_path / "engine.sock", SETTINGS, CLOSED_PORT, CLOSED_PORT, **seconds)
+        door = Doors(directory, tmp_path / "engine.sock", SETTINGS, CLOSED_PORT, CLOSED_PORT, **seconds)
         try:
             port, metrics_port, _ = await door.start("127.0.0.1", 0, 0, 0)
             await asyncio.to_thread(check, Door(None, port, metrics_port))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 
 from kvseek.engine.errors import RequestError
 from kvseek.server.http_json import ModelSchema, body_limit, chunk_to_json
-from kvseek.server.requests import TEXT_MODEL, TOKEN_MODEL
+from kvseek.server.served_request import TEXT_MODEL, TOKEN_MODEL
 
 CONFIG: Any = SimpleNamespace(max_input_len=800)
 TEXT = {"text_input": "the sea", "max_tokens": 4}

@@ -90,7 +90,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) 
 
 def exported(server: Server) -> str:
     """What the metrics port shows, but for Triton's."""
-    restarts = {"engine": 0, "http": 0, "triton": 0}
+    restarts = {"engine": 0, "doors": 0, "triton": 0}
     return server_text(server.metrics.text(), restarts) + UP + 'kvseek:up{process="engine"} 1\n'
 
 

@@ -1,4 +1,4 @@
-"""Starts engine processes and HTTP doors for tests, and speaks to them byte by byte where a client library would not."""
+"""Starts engine processes and doors for tests, and speaks to the HTTP door byte by byte where a client library would not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JSON = dict[str, Any]
 
 @dataclass
 class Door:
-    """A running HTTP door."""
+    """A running process of doors."""
 
     process: subprocess.Popen[str]
     port: int
@@ -75,7 +75,7 @@ def engine_process(directory: Path, socket_path: Path, settings: ServeSettings) 
 
 
 @contextmanager
-def http_door(
+def doors(
     directory: Path,
     socket_path: Path,
     settings: ServeSettings,
@@ -83,8 +83,8 @@ def http_door(
     triton_metrics: str = CLOSED_PORT,
     *more: str,
 ) -> Iterator[Door]:
-    """An HTTP door on free ports."""
-    command = [sys.executable, "-m", "kvseek.server.http_door", "--engine_dir", str(directory)]
+    """The doors on free ports."""
+    command = [sys.executable, "-m", "kvseek.server.doors", "--engine_dir", str(directory)]
     command += ["--socket", str(socket_path), "--settings", settings.to_json(), "--host", "127.0.0.1"]
     command += ["--http_port", "0", "--metrics_port", "0", "--triton_grpc", triton_grpc]
     command += ["--triton_metrics", triton_metrics, *more]

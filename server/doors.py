@@ -1,9 +1,9 @@
-"""The HTTP door: a process that serves Triton's generate endpoints, health and metrics. `kvseek serve` starts it.
+"""The doors: the process that clients reach, over HTTP and gRPC, and that serves the metrics. `kvseek serve` starts it.
 
-It stands in for Triton's own HTTP endpoint, which deeply nested JSON and floods of chunks crash, and which lets requests run
-on that are not streamed and whose client has left. Each module has one concern: bodies (http_body), their JSON (http_json,
-http_fields), requests at the engine (generations), endpoints (http_generate, http_state, triton_relay, http_metrics,
-http_closed), connections (http_server).
+The gRPC door (grpc_door) stands in front of Triton's port. The HTTP door stands in for Triton's own HTTP endpoint, which
+deeply nested JSON and floods of chunks crash, and which lets requests run on that are not streamed and whose client has left.
+Its modules have one concern each: bodies (http_body), their JSON (http_json, http_fields), requests at the engine
+(generations), endpoints (http_generate, http_state, triton_relay, http_metrics, http_closed), connections (http_server).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .http_json import body_limit, schemas
 from .http_metrics import MetricsRoutes
 from .http_server import HEADER_SECONDS, HttpServer
 from .http_state import ServerState
-from .requests import MODELS, RequestFactory
+from .served_request import MODELS, RequestFactory
 from .settings import ServeSettings
 from .triton_relay import TritonRelay
 
@@ -44,7 +44,7 @@ GONE_SECONDS = 2.0  # without an engine process, after which what is still under
 logger = logging.getLogger(__name__)
 
 
-class HttpDoor:
+class Doors:
     """All parts of the process, put together.
 
     Parameters
@@ -125,7 +125,7 @@ async def run(arguments: argparse.Namespace) -> None:
     """Serve until SIGTERM."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    door = HttpDoor(
+    doors = Doors(
         arguments.engine_dir,
         arguments.socket,
         ServeSettings.from_json(arguments.settings),
@@ -135,7 +135,7 @@ async def run(arguments: argparse.Namespace) -> None:
     )
     try:
         starting = asyncio.create_task(
-            door.start(arguments.host, arguments.http_port, arguments.metrics_port, arguments.grpc_port)
+            doors.start(arguments.host, arguments.http_port, arguments.metrics_port, arguments.grpc_port)
         )
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -145,9 +145,9 @@ async def run(arguments: argparse.Namespace) -> None:
             print(f"listening: {where}, metrics {arguments.host}:{metrics_port}/metrics", flush=True)
         await stopping
         starting.cancel()
-        await door.finish()
+        await doors.finish()
     finally:
-        await door.close()
+        await doors.close()
 
 
 def raise_file_limit() -> None:
@@ -158,8 +158,8 @@ def raise_file_limit() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run an HTTP door; its arguments come from `kvseek serve`."""
-    parser = argparse.ArgumentParser(prog="python -m kvseek.server.http_door", description=__doc__)
+    """Run the doors; their arguments come from `kvseek serve`."""
+    parser = argparse.ArgumentParser(prog="python -m kvseek.server.doors", description=__doc__)
     parser.add_argument("--engine_dir", type=Path, required=True)
     parser.add_argument("--socket", type=Path, required=True, help="of the engine process")
     parser.add_argument("--settings", required=True, help="ServeSettings as JSON")
