@@ -154,7 +154,7 @@ class Engine:
 
     def enqueue(self, sequence: Sequence) -> None:
         """Let a prepared request wait for its turn; raises QueueFullError. Safe from any thread."""
-        self._queue.push(sequence)
+        self._queue.push(sequence, self._scheduler.free_slots)
 
     def submit(self, request: Request) -> int:
         """Queue a request and return its id; raises as `check`, and QueueFullError. Safe from any thread."""

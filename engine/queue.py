@@ -35,12 +35,12 @@ class RequestQueue:
     Raises
     ------
     ConfigError
-        If `max_size` is below 1: an idle engine could take no request then, as every request waits until the next step.
+        If `max_size` is below 1.
     """
 
     def __init__(self, max_size: int | None = None) -> None:
         if max_size is not None and max_size < 1:
-            raise ConfigError(f"max_queue_size = {max_size}: must be >= 1; every request waits until the next step")
+            raise ConfigError(f"max_queue_size = {max_size}: must be >= 1; leave it out for no bound")
         self.max_size = max_size
         self._lock = threading.Lock()
         self._sequences: dict[int, Sequence] = {}
@@ -50,12 +50,16 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def push(self, sequence: Sequence) -> None:
-        """Add a sequence; raises QueueFullError if as many wait as may wait."""
+    def push(self, sequence: Sequence, free_slots: int = 0) -> None:
+        """Add a sequence; raises QueueFullError if as many wait as may wait.
+
+        Every request is in the queue until the next step; those for which there are free slots do not count as waiting.
+        """
         with self._lock:
-            if self.max_size is not None and len(self._sequences) >= self.max_size:
+            waiting = len(self._sequences) - free_slots
+            if self.max_size is not None and waiting >= self.max_size:
                 raise QueueFullError(
-                    f"{len(self._sequences)} requests wait: at most max_queue_size = {self.max_size} may; "
+                    f"{waiting} requests wait for a slot: at most max_queue_size = {self.max_size} may; "
                     "send the request again later, or serve with a larger --max_queue_size"
                 )
             self._sequences[sequence.request_id] = sequence

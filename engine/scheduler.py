@@ -13,7 +13,7 @@ class Scheduler:
     """Running sequences. The queue's head is admitted when a slot is free and the extents that it may ever need are.
 
     Reserving the worst case at admission means that a running request never has to stop for want of memory. Everything
-    but the queue belongs to the engine's thread; other threads may look at the length of `running`.
+    but the queue belongs to the engine's thread; other threads may look at `free_slots` and at the length of `running`.
     """
 
     def __init__(self, cache: Cache, slots: int, queue: RequestQueue) -> None:
@@ -21,6 +21,11 @@ class Scheduler:
         self._free_slots = list(range(slots - 1, -1, -1))
         self.queue = queue
         self.running: list[Sequence] = []
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that the next step can give away."""
+        return len(self._free_slots)
 
     def admit(self) -> Sequence | None:
         """Take the head of the queue and give it a slot, or None if it has to wait. `open` comes next."""

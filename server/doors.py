@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 import sys
@@ -74,7 +75,7 @@ class Doors:
         self._triton = TritonRelay(triton_grpc)
         self._state = ServerState(self._client, self._triton)
         self._metrics = MetricsRoutes(self._client, triton_metrics, state)
-        self._generations = Generations(self._client, settings.max_queue_size)
+        self._generations = Generations(self._client, settings.max_queue_size + self._config.max_batch_size)
         self._bodies = BodyReader(body_seconds)
         factory, models = RequestFactory(self._config, self._tokenizer), schemas(self._config)
         generate = GenerateRoutes(self._generations, factory, models, self._bodies, self._limits)
@@ -142,12 +143,18 @@ async def run(arguments: argparse.Namespace) -> None:
         if starting.done():
             http_port, metrics_port, grpc_port = starting.result()
             where = f"gRPC {arguments.host}:{grpc_port}, HTTP {arguments.host}:{http_port}"
-            print(f"listening: {where}, metrics {arguments.host}:{metrics_port}/metrics", flush=True)
+            _announce(f"listening: {where}, metrics {arguments.host}:{metrics_port}/metrics")
         await stopping
         starting.cancel()
         await doors.finish()
     finally:
         await doors.close()
+
+
+def _announce(line: str) -> None:
+    """Write a line to standard output, which may be a file on a full disk: that is no reason to end."""
+    with contextlib.suppress(OSError):
+        os.write(1, f"{line}\n".encode())
 
 
 def raise_file_limit() -> None:

@@ -36,15 +36,15 @@ class Generations:
     ----------
     client : EngineClient
         On the same loop.
-    max_waiting : int
-        Requests that may wait to be tokenised; further ones are refused.
+    max_making : int
+        Requests that may be or wait to be tokenised; further ones are refused.
     """
 
-    def __init__(self, client: EngineClient, max_waiting: int) -> None:
+    def __init__(self, client: EngineClient, max_making: int) -> None:
         self._client, self._loop = client, asyncio.get_running_loop()
         self._makers = ThreadPoolExecutor(WORKERS, thread_name_prefix="make-request")
         self._senders = ThreadPoolExecutor(1, thread_name_prefix="submit")  # not behind those that tokenise
-        self._max_making = max_waiting + WORKERS
+        self._max_making = max_making
         self._making = 0
         self._numbers: dict[int, str] = {}  # number at the engine → the client's id of the request
         self.open = 0
@@ -59,10 +59,9 @@ class Generations:
             If too many wait already.
         """
         if self._making >= self._max_making:
-            waiting = self._making - WORKERS
-            limit = self._max_making - WORKERS
             raise QueueFullError(
-                f"{waiting} requests wait to be tokenised: must be <= --max_queue_size = {limit}; try again later"
+                f"{self._making} requests are being tokenised: at most max_queue_size + max_batch_size = {self._max_making} "
+                "may; send the request again later"
             )
         self._making += 1
         future = self._makers.submit(make)

@@ -23,10 +23,11 @@ FULL = "the server has as many open connections as it may have; try again later"
 
 
 def _not_a_client_fault(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError | ConnectionError))
 
 
-logger.addFilter(_not_a_client_fault)  # bytes that are no HTTP, which anybody can send, must not fill the log
+# Bytes that are no HTTP, and connections that end early, are what anybody can send: they must not fill the log.
+logger.addFilter(_not_a_client_fault)
 
 
 class Full(asyncio.Protocol):

@@ -92,4 +92,8 @@ async def read_frame(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Deco
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > MAX_FRAME_BYTES:
         raise msgspec.ValidationError(f"a frame of {length} bytes: must be <= {MAX_FRAME_BYTES}")
-    return decoder.decode(await reader.readexactly(length))
+    data = await reader.readexactly(length)
+    try:
+        return decoder.decode(data)
+    except UnicodeDecodeError as error:  # which is no MsgspecError
+        raise msgspec.ValidationError(f"a string that is no UTF-8: {error}") from None

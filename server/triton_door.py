@@ -118,13 +118,14 @@ class TritonDoor:
         self._triton, self._model = triton, config["name"]
         directory = Path(parameters["engine_dir"])
         tokenizer = Tokenizer(directory)
-        self._factory = RequestFactory(EngineConfig.load(directory), tokenizer)
+        engine_config = EngineConfig.load(directory)
+        self._factory = RequestFactory(engine_config, tokenizer)
         if self._model != "tensorrt_llm":
             tokenizer.encode("")  # reads the files now rather than in the first request
         self._client = EngineClient(Path(parameters["socket"]))
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()  # those that have not been closed
-        self._translating, self._max_translating = 0, int(parameters["max_queue_size"])
+        self._translating, self._max_translating = 0, int(parameters["max_queue_size"]) + engine_config.max_batch_size
         self._left: dict[str, None] = {}  # calls whose clients have left, oldest first: requests of them may still come
         self._pool = ThreadPoolExecutor(TRANSLATORS, thread_name_prefix="translate")
         self._stopping = threading.Event()
@@ -155,8 +156,8 @@ class TritonDoor:
         with self._lock:
             if self._translating >= self._max_translating:
                 raise QueueFullError(
-                    f"{self._translating} requests wait to be tokenised: must be <= --max_queue_size = "
-                    f"{self._max_translating}; try again later"
+                    f"{self._translating} requests are being tokenised: at most max_queue_size + max_batch_size = "
+                    f"{self._max_translating} may; send the request again later"
                 )
             self._translating += 1
             self._streams.add(stream)

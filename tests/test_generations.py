@@ -11,7 +11,7 @@ import pytest
 
 from kvseek.engine.errors import ErrorCode, QueueFullError, RequestError
 from kvseek.engine.request import FinishReason, StepOutput
-from kvseek.server.generations import WORKERS, CodedError, Generations
+from kvseek.server.generations import CodedError, Generations
 
 
 class Client:
@@ -52,8 +52,8 @@ class Served:
         yield {"token": output.token_id}
 
 
-def make(client: Client, max_waiting: int = 2) -> Generations:
-    return Generations(client, max_waiting)  # type: ignore[arg-type]
+def make(client: Client, max_making: int = 4) -> Generations:
+    return Generations(client, max_making)  # type: ignore[arg-type]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -65,13 +65,15 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_too_many_that_wait_to_be_tokenised_are_refused() -> None:
     async def run() -> None:
         generations, gate = make(Client()), threading.Event()
-        under_way = [asyncio.create_task(generations.make(gate.wait)) for _ in range(WORKERS + 2)]
+        under_way = [asyncio.create_task(generations.make(gate.wait)) for _ in range(4)]
         await asyncio.sleep(0)
-        with pytest.raises(QueueFullError, match="2 requests wait to be tokenised: must be <= --max_queue_size = 2"):
+        with pytest.raises(
+            QueueFullError, match=r"4 requests are being tokenised: at most max_queue_size \+ max_batch_size = 4"
+        ):
             await generations.make(lambda: True)
         under_way[-1].cancel()  # its client leaves, and makes room
         await asyncio.wait(under_way[-1:])
-        await until(lambda: generations._making == WORKERS + 1)
+        await until(lambda: generations._making == 3)
         last = asyncio.create_task(generations.make(lambda: True))
         gate.set()
         assert await last

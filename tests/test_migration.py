@@ -123,7 +123,9 @@ def test_the_triton_models_refuse_version_1(outdated: Path, name: str, monkeypat
     shutil.rmtree(outdated / "tokenizer")  # the format is told before anything else is read
     parameters = {"engine_dir": {"string_value": str(outdated)}, "threads": {"string_value": "1"}}
     with pytest.raises(EngineDirectoryError, match="is an engine of format version 1"):
-        triton_model(name, monkeypatch).initialize({"model_config": json.dumps({"parameters": parameters})})
+        triton_model(name, monkeypatch).initialize(
+            {"model_config": json.dumps({"name": name, "parameters": parameters})}
+        )
 
 
 @pytest.mark.parametrize("flags", [("--inspect",), ("--verify",)])

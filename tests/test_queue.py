@@ -61,9 +61,7 @@ def test_a_full_queue_says_how_many_wait_and_what_to_do() -> None:
     queue = RequestQueue(2)
     queue.push(make(1))
     queue.push(make(2))
-    message = (
-        r"2 requests wait: at most max_queue_size = 2 may; send .* again later, or serve with a larger --max_queue_"
-    )
+    message = r"2 requests wait for a slot: at most max_queue_size = 2 may; send .* again later, or serve with a larger --max_queue_"
     with pytest.raises(QueueFullError, match=message):
         queue.push(make(3))
     assert queue.remove(1) is not None
@@ -71,6 +69,14 @@ def test_a_full_queue_says_how_many_wait_and_what_to_do() -> None:
     assert drain(queue) == [2, 3]
     with pytest.raises(ConfigError, match="max_queue_size = 0: must be >= 1"):
         RequestQueue(0)
+
+
+def test_requests_for_which_slots_are_free_do_not_count_as_waiting() -> None:
+    queue = RequestQueue(1)
+    for number in range(4):
+        queue.push(make(number), free_slots=3)
+    with pytest.raises(QueueFullError, match="1 requests wait for a slot"):
+        queue.push(make(4), free_slots=3)
 
 
 def test_removal() -> None:

@@ -263,7 +263,7 @@ def test_a_client_that_leaves_ends_generation(server: RunningServer, protocol: s
         body = {"text_input": PROMPT, "max_tokens": 300, "end_id": -1}
         for _ in range(3):
             with pytest.raises(requests.Timeout):
-                requests.post(url, json=body, headers=NO_KEEP_ALIVE, timeout=0.5)
+                requests.post(url, json=body, headers=NO_KEEP_ALIVE, timeout=0.1)
         streams = []
     for stream in streams:
         next(stream)

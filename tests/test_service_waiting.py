@@ -44,8 +44,8 @@ class SlowEngine:
 
 @pytest.fixture
 def slow(directory: Path) -> Iterator[tuple[EngineService, SlowEngine]]:
-    """A service in the middle of a long step, with one slot and room for two that wait."""
-    engine = SlowEngine(directory, max_queue_size=2)
+    """A service in the middle of a long step, with one slot and room for one that waits beside the one that will get it."""
+    engine = SlowEngine(directory, max_queue_size=1)
     service = EngineService(engine.engine)
     yield service, engine
     engine.go_on.set()
@@ -69,7 +69,7 @@ def test_a_full_queue_refuses_at_once(slow: tuple[EngineService, SlowEngine]) ->
     service, engine = slow
     accepted = [submit(service) for _ in range(2)]
     assert engine.stepping.wait(TIMEOUT)
-    with pytest.raises(QueueFullError, match="2 requests wait"):
+    with pytest.raises(QueueFullError, match="1 requests wait"):
         submit(service)
     assert (service.waiting, service.running) == (2, 0)
     engine.go_on.set()
