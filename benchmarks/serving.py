@@ -83,9 +83,14 @@ def first_token_seconds(ask: Ask, requests: int) -> float:
         return max(pool.map(one, range(requests)))
 
 
-def beside_a_prompt(ask: Ask, text: str, tokens: int) -> tuple[float, float]:
-    """Median seconds per token of a stream alone, and of the same stream while another request's prompt is read."""
-    alone = median_gap(token_times(ask, PROMPT, tokens))
+def mean_gap(times: Sequence[float]) -> float:
+    """Mean seconds between neighbours: steps that read much and steps that read nothing take turns."""
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
+def beside_a_prompt(ask: Ask, text: str, tokens: int) -> dict[str, float]:
+    """Seconds per token of a stream alone, and of the same stream while another request's prompt is read."""
+    alone = mean_gap(token_times(ask, PROMPT, tokens))
     began, read = threading.Event(), list[float]()
 
     def read_prompt() -> None:
@@ -104,7 +109,9 @@ def beside_a_prompt(ask: Ask, text: str, tokens: int) -> tuple[float, float]:
             if len(read) == 2 and len(times) > 10:
                 break
     reader.join()
-    return alone, median_gap([at for at in times if read[0] <= at <= read[1]])
+    beside = [at for at in times if read[0] <= at <= read[1]]
+    longest = max(later - earlier for earlier, later in itertools.pairwise(beside))
+    return {"alone": alone, "while a prompt is read": mean_gap(beside), "the longest of these": longest}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -125,7 +132,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         firsts = {
             n: statistics.median(first_token_seconds(grpc, n) for _ in range(2 * arguments.rounds + 1)) for n in (1, 4)
         }
-        alone, beside = beside_a_prompt(grpc, text, arguments.tokens)
+        stream = beside_a_prompt(grpc, text, arguments.tokens)
     tpot = {name: statistics.median(values) for name, values in gaps.items()}
     return {
         "benchmark": "serving",
@@ -138,8 +145,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "first_token_seconds": {"one prompt": firsts[1], "the last of four": firsts[4]},
         "first_token_ratio": firsts[4] / firsts[1],
         "prompt_tokens": arguments.prompt_tokens,
-        "stream_tpot_seconds": {"alone": alone, "while a prompt is read": beside},
-        "stream_tpot_ratio": beside / alone,
+        "stream_tpot_seconds": stream,
+        "stream_tpot_ratio": stream["while a prompt is read"] / stream["alone"],
     }
 
 

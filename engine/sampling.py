@@ -29,15 +29,13 @@ class Sampler:
     def __init__(self, params: SamplingParams, vocab_size: int, prompt_ids: Sequence[int]) -> None:
         self.params = params
         self._generator = torch.Generator().manual_seed(params.seed)
-        self._seen: Tensor | None = None
-        if params.repetition_penalty != 1:
-            self._seen = torch.zeros(vocab_size, dtype=torch.bool)
-            self._seen[torch.tensor(prompt_ids, dtype=torch.long)] = True
+        self._vocab_size, self._prompt_ids = vocab_size, prompt_ids
+        self._seen: Tensor | None = None  # made when it is first used: by the engine's thread, see EngineService.load
 
     @property
     def greedy(self) -> bool:
         """Whether the next token is the one with the largest logit, whatever was drawn before (`greedy_token`)."""
-        return self.params.temperature == 0 and self._seen is None
+        return self.params.temperature == 0 and self.params.repetition_penalty == 1
 
     @torch.inference_mode()
     def sample(self, logits: Tensor) -> int:
@@ -54,7 +52,10 @@ class Sampler:
             If a logit is NaN or +inf, or all are -inf.
         """
         scores = logits
-        if self._seen is not None:
+        if self.params.repetition_penalty != 1:
+            if self._seen is None:
+                self._seen = torch.zeros(self._vocab_size, dtype=torch.bool)
+                self._seen[torch.tensor(self._prompt_ids, dtype=torch.long)] = True
             scores = penalise(scores, self._seen, self.params.repetition_penalty)
         best, token = scores.max(dim=0)  # of equal scores the lowest id; a NaN anywhere comes out as the maximum
         if not torch.isfinite(best):

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from .config import EngineConfig
@@ -56,8 +57,19 @@ class EngineService:
         max_queue_size: int | None = None,
         max_num_tokens: int = MAX_NUM_TOKENS,
     ) -> EngineService:
-        """Load an engine directory and start its thread; arguments and errors as of `Engine.load`."""
-        return cls(Engine.load(directory, threads, max_queue_size, max_num_tokens))
+        """Load an engine directory and start its thread; arguments and errors as of `Engine.load`.
+
+        A thread that has run PyTorch's parallel loops keeps OpenMP threads of its own until it ends. When a process has more of
+        them than cores, libgomp lets all sleep between two loops instead of spinning: a decode step then takes 1.5 times
+        as long. So the engine is loaded in a thread that ends, and later only the engine's thread runs such loops.
+        """
+        with ThreadPoolExecutor(1) as loader:
+            engine = loader.submit(Engine.load, directory, threads, max_queue_size, max_num_tokens).result()
+        return cls(engine)
+
+    def on_step(self, function: Callable[[StepReport], None]) -> None:
+        """Have a function called with the report of each step, by the engine's thread."""
+        self._engine.on_step = function
 
     @property
     def config(self) -> EngineConfig:

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import msgspec
 
-from kvseek.engine.engine import Engine
 from kvseek.engine.errors import KvseekError, code_of
 from kvseek.engine.manifest import read_manifest
 from kvseek.engine.request import FinishReason, Request, StepOutput
@@ -236,12 +235,11 @@ async def run(arguments: argparse.Namespace) -> int:
     settings = ServeSettings.from_json(arguments.settings)
     model_name = read_manifest(arguments.engine_dir).source_model
     tracer = None if settings.otlp_endpoint is None else RequestTracer(settings.otlp_endpoint, model_name)
-    engine = await asyncio.to_thread(
-        Engine.load, arguments.engine_dir, settings.threads, settings.max_queue_size, settings.max_num_tokens
+    service = await asyncio.to_thread(
+        EngineService.load, arguments.engine_dir, settings.threads, settings.max_queue_size, settings.max_num_tokens
     )
-    service = EngineService(engine)
     metrics = EngineMetrics(service, model_name, settings.max_queue_size)
-    engine.on_step = metrics.record_step
+    service.on_step(metrics.record_step)
     try:
         return await EngineServer(service, settings, metrics, tracer).serve(arguments.socket)
     finally:

@@ -61,7 +61,7 @@ def test_a_full_queue_says_how_many_wait_and_what_to_do() -> None:
     queue = RequestQueue(2)
     queue.push(make(1))
     queue.push(make(2))
-    message = r"2 requests wait for a slot: at most max_queue_size = 2 may; send .* again later, or serve with a larger --max_queue_"
+    message = r"2 requests wait for a slot: at most max_queue_size = 2 may; send .* later, or serve with a larger --max_queue_"
     with pytest.raises(QueueFullError, match=message):
         queue.push(make(3))
     assert queue.remove(1) is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import queue
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,3 +170,27 @@ def test_a_request_that_cannot_be_started_ends_alone() -> None:
     assert engine.stepping.wait(TIMEOUT), "the service goes on"
     engine.go_on.set()
     service.close()
+
+
+ONE_POOL = """
+import os, sys
+from pathlib import Path
+from kvseek.engine.request import Request, SamplingParams
+from kvseek.engine.sampling import Sampler
+from kvseek.engine.service import EngineService
+
+before = len(os.listdir("/proc/self/task"))
+service = EngineService.load(Path(sys.argv[1]), threads=2)
+Sampler(SamplingParams(repetition_penalty=1.5), 1_000_000, range(100_000))  # made by the thread that submits
+service.submit(Request(tuple(range(60)), 4), lambda output: None)
+service.drain(60)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def test_only_the_engines_thread_keeps_openmp_threads(directory: Path) -> None:
+    """With more of them than cores all would sleep between parallel loops: steps take 1.5 times as long."""
+    result = subprocess.run(
+        [sys.executable, "-c", ONE_POOL, str(directory)], capture_output=True, text=True, check=True
+    )
+    assert int(result.stdout) == 3, "the engine's thread, its second OpenMP thread, and the timer's"
