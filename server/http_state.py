@@ -86,12 +86,12 @@ class ServerState:
         if self._stopping or (self._pong is not None and self._pong.draining):
             found.append("the server is shutting down")
         if self.starting:
-            found.append("the HTTP process is loading the tokenizer")
+            found.append("the doors are loading the tokenizer")
         if not self._client.connected:
             found.append("the engine process does not run, or is loading the engine")
         elif not self._engine.fresh:
             found.append(f"the engine has not answered for {ANSWER_SECONDS:g} s")
-        if not self._triton_answers.fresh:
+        if not (self._triton.connected and self._triton_answers.fresh):
             found.append("Triton does not answer on its gRPC port, or is not ready")
         return found
 

@@ -29,8 +29,13 @@ class TritonRelay:
     """
 
     def __init__(self, target: str) -> None:
-        self._channel = grpc.aio.insecure_channel(target)
+        self._channel = grpc.aio.insecure_channel(target, options=[("grpc.max_reconnect_backoff_ms", 500)])
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection; it breaks at once when Triton dies. A question makes one."""
+        return self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def ask(self, method: str, message: Message) -> Any:
         """Call a method of Triton's service; raises AioRpcError."""

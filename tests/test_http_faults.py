@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -141,6 +142,20 @@ def test_readiness_follows_the_engine_and_triton(directory: Path, tmp_path: Path
         wait_for(lambda: ready(door) == (503, "not ready: the engine has not answered for 10 s"), 25.0)
         engine.die()
         wait_for(lambda: "does not run" in ready(door)[1])
+
+
+def test_a_triton_that_dies_is_noticed_between_two_questions(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    with contextlib.ExitStack() as stack:
+        _, target = stack.enter_context(triton())
+        with doors(directory, path, SETTINGS, target) as door:
+            engine = FakeEngine(path)
+            wait_for(lambda: ready(door) == (200, ""))
+            answers = [(time.sleep(0.05), ready(door)[0])[1] for _ in range(30)]
+            assert answers == [200] * 30, "readiness does not come and go"
+            stack.close()
+            wait_for(lambda: ready(door)[0] == 503)
+            engine.die()
 
 
 def test_model_metadata_is_tritons(directory: Path, tmp_path: Path) -> None:

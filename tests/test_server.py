@@ -49,8 +49,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngin
 
 
 @pytest.fixture(scope="module")
-def server(directory: Path) -> Iterator[RunningServer]:
-    with running_server(directory, settings=ServeSettings(threads=1)) as server:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log") / "server.log"
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path, log: Path) -> Iterator[RunningServer]:
+    with running_server(directory, settings=ServeSettings(threads=1), log=log, verbose=True) as server:
         yield server
 
 
@@ -222,6 +227,20 @@ def test_a_misspelt_field_is_refused(server: RunningServer) -> None:
         400,
         "temprature: tensorrt_llm_bls has no such input",
     )
+
+
+def test_prompts_are_not_logged(server: RunningServer, log: Path) -> None:
+    """Neither those that are served nor those that are refused, with --log_verbose."""
+    secret = "the harbour master's password is Lady-Trelawny-412"
+    too_long, cold = secret * 400, replace(SHORT, temperature=-1.0)
+    for client in (grpc_client(server), HttpClient(server.http_url, TIMEOUT)):
+        assert list(client.generate_stream(secret, SHORT))
+        for prompt, options in ((too_long, SHORT), (secret, cold)):
+            with pytest.raises(ClientError):
+                list(client.generate_stream(prompt, options))
+    text = log.read_text(errors="replace")
+    assert "tensorrt_llm_bls" in text, "requests are logged"
+    assert "Trelawny" not in text
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
