@@ -27,7 +27,7 @@ test-gpu: install ## tests/gpu and every other test that is marked gpu; fails wi
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "PyTorch sees no CUDA device")'
 	$(BIN)/python -m pytest -m gpu
 
-soak: install ## 1,000 requests of 32 clients against a real server, one of whose processes is killed; some ten minutes
+soak: install ## 1,000 requests of 32 clients against a real server, one of whose processes is killed; some two minutes
 	$(BIN)/python tests/soak.py --requests 1000 --clients 32
 
 fuzz: install ## ten minutes of mutated inputs at each door of a real server; inputs that lead to a fault go to build/fuzz
