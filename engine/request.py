@@ -13,6 +13,7 @@ from .metrics import RequestStatistics
 MAX_SEED = 2**64 - 1
 DEFAULT_PRIORITY = 128
 MAX_PRIORITY = 255
+REPETITION_PENALTIES = 0.01, 100.0  # smaller and larger ones overflow what a client cannot know: the logits
 
 
 def _require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:
@@ -38,8 +39,9 @@ class SamplingParams:
         _require(finite, "temperature", self.temperature, "finite and >= 0", "0 decodes greedily")
         _require(self.top_k >= 0, "top_k", self.top_k, ">= 0", "0 keeps all tokens")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]", "1 keeps all tokens")
-        penalty = math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0
-        _require(penalty, "repetition_penalty", self.repetition_penalty, "finite and > 0", "1 is no penalty")
+        low, high = REPETITION_PENALTIES
+        penalty = low <= self.repetition_penalty <= high
+        _require(penalty, "repetition_penalty", self.repetition_penalty, f"in [{low}, {high}]", "1 is no penalty")
         _require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"in [0, {MAX_SEED}]", "any such number will do")
 
 

@@ -224,6 +224,8 @@ class EngineServer:
                 door.take(await read_frame(reader, self._decoder))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the door's process has ended
+        except asyncio.CancelledError:
+            pass  # the loop ends; Python 3.11 would log a traceback if this task ended as cancelled
         except msgspec.MsgspecError as error:
             logger.error("a door sent what is no message: %s", error)
         finally:

@@ -164,8 +164,9 @@ def _programs(
             _triton_command(server, repository, inner, verbose),
             2 * STOP_SECONDS,
             server.environment,
-            tuple(f"/models/{model}/" for model in MODELS),
-            lambda: _free_shared_memory(repository),
+            ends_with=DOORS,  # their calls are cancelled, of which Triton 2.51 may crash, and nobody waits for the answers
+            workers=tuple(f"/models/{model}/" for model in MODELS),
+            clean_up=lambda: _free_shared_memory(repository),
         ),
     ]
 

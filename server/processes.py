@@ -25,6 +25,8 @@ class Program:
     ----------
     stop_seconds : float
         From SIGTERM to the process's end, at most; then it is killed.
+    ends_with : str
+        Name of another program, or empty: when that one dies, this one is ended and started again too.
     workers : tuple of str
         For each child process that must live as long as the process itself, a text that only its command line has.
     clean_up : callable
@@ -35,6 +37,7 @@ class Program:
     command: tuple[str, ...]
     stop_seconds: float
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    ends_with: str = ""
     workers: tuple[str, ...] = ()
     clean_up: Callable[[], None] = lambda: None
 

@@ -114,9 +114,20 @@ class Supervisor:
             watched.look_at = float("inf") if child.find_workers() else now + FIND_SECONDS
         reason = child.ended()
         if reason:
-            child.kill()  # what is left of it
-            watched.child, watched.look_at = None, 0.0
+            self._kill(watched)
             self._plan_restart(watched, reason, now)
+            for other in self._watched:
+                if other.program.ends_with == watched.program.name and other.child is not None:
+                    logger.error("%s is ended and started again with it", other.program.name)
+                    self._kill(other)
+                    other.start_at = watched.start_at
+
+    @staticmethod
+    def _kill(watched: Watched) -> None:
+        """End a process, or what is left of it."""
+        if watched.child is not None:
+            watched.child.kill()
+        watched.child, watched.look_at = None, 0.0
 
     def _plan_restart(self, watched: Watched, reason: str, now: float) -> None:
         if now - watched.started_at >= STEADY_SECONDS:

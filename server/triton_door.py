@@ -1,8 +1,8 @@
 """A Triton model as a door: its requests to the engine process, what the engine makes of them to Triton.
 
 No thread waits for a request. Worker threads translate requests (tokenising takes long), the engine client's thread sends
-responses. That a client has left is what the gRPC door says; for clients that reach Triton in other ways, and if the gRPC door
-has died, one thread asks Triton.
+responses. That a client has left is what the gRPC door says. Triton is not asked: 2.51 crashes if a response is the last while it
+looks whether its client has left, once in some ten thousand requests.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,15 +39,13 @@ OUTPUT_DTYPES = {
     "prefill_progress": np.float32,
 }
 TRANSLATORS = 2  # threads that translate requests: more would take the engine's cores
-WATCH_SECONDS = 0.25  # between two rounds of questions whether clients have left; a question takes Triton some 0.1 ms
-WATCH_SHARE = 0.05  # of the watching thread's time, at most, that these questions take
 MAX_ID_CHARACTERS = 256
 REMEMBERED_CALLS = 4096
 logger = logging.getLogger(__name__)
 
 
 class Stream:
-    """One request's way back to its client. Its methods are called by one thread at a time but `is_cancelled`."""
+    """One request's way back to its client. Its methods are called by one thread at a time."""
 
     def __init__(self, triton: Any, sender: Any, request_id: str) -> None:
         self._triton, self._sender = triton, sender
@@ -82,10 +79,6 @@ class Stream:
         self._sender.send(
             self._triton.InferenceResponse(error=error), flags=self._triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         )
-
-    def is_cancelled(self) -> bool:
-        """Whether the client has left; a message to the server and back."""
-        return bool(self._sender.is_cancelled())
 
     def _response(self, chunk: Chunk) -> Any:
         return self._triton.InferenceResponse(
@@ -128,9 +121,6 @@ class TritonDoor:
         self._translating, self._max_translating = 0, int(parameters["max_queue_size"]) + engine_config.max_batch_size
         self._left: dict[str, None] = {}  # calls whose clients have left, oldest first: requests of them may still come
         self._pool = ThreadPoolExecutor(TRANSLATORS, thread_name_prefix="translate")
-        self._stopping = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="watch-clients", daemon=True)
-        self._watcher.start()
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests from Triton; returns soon."""
@@ -250,29 +240,8 @@ class TritonDoor:
         if stream.number is not None:
             self._client.cancel(stream.number)
 
-    def _watch(self) -> None:
-        """Cancel the requests of clients that have left."""
-        pause = WATCH_SECONDS
-        while not self._stopping.wait(pause):
-            began = time.monotonic()
-            for stream in self._open_streams():
-                if not stream.left and self._has_left(stream):
-                    self._leave(stream)
-            pause = max(WATCH_SECONDS, (time.monotonic() - began) / WATCH_SHARE)
-
-    @staticmethod
-    def _has_left(stream: Stream) -> bool:
-        try:
-            return not stream.closed and stream.is_cancelled()
-        except Exception:
-            if not stream.closed:  # else it was closed in between, which is no fault
-                logger.exception("Triton cannot tell whether a client has left")
-            return False
-
     def finalize(self) -> None:
         """End everything; Triton unloads the model."""
-        self._stopping.set()
-        self._watcher.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._client.close()
         for stream in self._open_streams():

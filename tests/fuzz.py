@@ -146,11 +146,13 @@ class Campaign:
 
 def fuzz(server: LiveServer, door: str, seconds: float, seed: int, folder: Path, inputs: int | None = None) -> str:
     """Fuzz one door of a server and print counts by kind of answer; returns the fault, empty if there is none."""
-    before = sum(own.resident for own in server.footprints().values())
+    before = server.footprints()
     campaign = Campaign(server, door, seconds, seed, inputs)
     fault = campaign.run()
-    after = sum(own.resident for own in server.footprints().values())
-    print(f"{door}: {sum(campaign.kinds.values())} inputs; resident memory {before / 1e6:.0f} → {after / 1e6:.0f} MB")
+    after = server.footprints()
+    print(f"{door}: {sum(campaign.kinds.values())} inputs; resident memory in MB:")
+    for name in before.keys() & after.keys():
+        print(f"    {name:18} {before[name].resident / 1e6:6.1f} → {after[name].resident / 1e6:6.1f}")
     for kind, count in campaign.kinds.most_common():
         print(f"{count:8} {kind}")
     if fault:

@@ -72,6 +72,21 @@ def test_what_dies_is_started_again_and_counted(start: Callable[..., Supervisor]
     assert supervisor.statuses == {"one": -signal.SIGTERM, "two": -signal.SIGTERM}
 
 
+def test_what_ends_with_another_is_started_again_with_it(start: Callable[..., Supervisor], tmp_path: Path) -> None:
+    supervisor = start(program("door", SLEEP), program("behind", SLEEP, ends_with="door"), program("apart", SLEEP))
+    before = supervisor.process_ids()
+    os.kill(before["door"], signal.SIGKILL)
+    wait_for(
+        lambda: set(supervisor.process_ids()) == set(before) and supervisor.process_ids()["behind"] != before["behind"]
+    )
+    assert supervisor.process_ids()["apart"] == before["apart"]
+    assert not is_running(before["behind"])
+    restarts = {"door": 1, "behind": 0, "apart": 0}
+    assert json.loads((tmp_path / "restarts.json").read_text()) == restarts, "those that died by themselves"
+    os.kill(supervisor.process_ids()["behind"], signal.SIGKILL)
+    wait_for(lambda: json.loads((tmp_path / "restarts.json").read_text())["behind"] == 1)
+
+
 def test_a_worker_that_dies_ends_its_process(start: Callable[..., Supervisor], tmp_path: Path) -> None:
     """As a model's process of Triton, whose death Triton itself does not notice."""
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(1000)', 'worker-7'])"
