@@ -62,8 +62,11 @@ class SocketFuzzer:
                 return "pong"
 
     def _frame(self, random: Random) -> bytes:
-        body = msgspec.msgpack.encode(self._message(random))
+        message = self._message(random)
+        body = msgspec.msgpack.encode(message)
         match random.randrange(10):
+            case 0 if message["type"] == "refused":  # another code would count as a fault of the server
+                return _framed(body)
             case 0:
                 return _framed(mutated_bytes(random, body))
             case 1:
