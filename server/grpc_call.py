@@ -34,7 +34,10 @@ class GrpcCall:
     """A call to Triton for a call of a client.
 
     It is not cancelled when the client leaves: Triton 2.51 crashes of cancelled calls, some once in a thousand, and leaks. The
-    models are told instead, by a call of its own, and the client's ends as they end its requests.
+    models are told instead, by a call of its own, and the client's ends as they end its requests. gRPC cancels a call when a
+    task is cancelled that reads or writes it, so the tasks that do are never cancelled.
+
+    It is opened with the client's first request: a client that sends none costs Triton nothing.
 
     Parameters
     ----------
@@ -51,16 +54,26 @@ class GrpcCall:
 
     def __init__(self, open_call: Callable[[], Any], schemas: Mapping[str, ModelSchema]) -> None:
         self._open_call, self._schemas = open_call, schemas
-        self._call = open_call()
+        self._call: Any = None
+        self._reading: asyncio.Task[bytes | None] | None = None
+        self._opened = asyncio.Event()  # there is a call, or there will be none
         self._name = uuid.uuid4().hex
         self._models: set[str] = set()  # that the client has asked
         self.writing = asyncio.Lock()
         self.ended = False
 
     async def read(self) -> bytes | None:
-        """The next response, None at the end; raises AioRpcError if the call ends with an error."""
+        """The next response, None at the end; raises AioRpcError if the call ends with an error. May be cancelled."""
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._read())
+        data = await asyncio.shield(self._reading)
+        self._reading = None
+        return data
+
+    async def _read(self) -> bytes | None:
+        await self._opened.wait()
         try:
-            data = await self._call.read()
+            data = grpc.aio.EOF if self._call is None else await self._call.read()
         except grpc.aio.AioRpcError:
             self.ended = True
             raise
@@ -71,29 +84,44 @@ class GrpcCall:
 
     async def forward(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """Pass on all requests of the client that may reach Triton, and refuse the others."""
-        with contextlib.suppress(
-            grpc.aio.AioRpcError, asyncio.InvalidStateError
-        ):  # `read` tells how the call has ended
-            async for data in requests:
-                refusal = service_pb2.ModelStreamInferResponse()
-                try:
-                    request = service_pb2.ModelInferRequest.FromString(data)
-                    refusal.infer_response.id = request.id[:MAX_ID_CHARACTERS]
-                    admit(request, self._schemas)
-                except (DecodeError, RequestError) as error:
-                    refusal.error_message = describe(error)
-                    async with self.writing:
-                        await context.write(refusal.SerializeToString())
-                else:
-                    request.parameters["kvseek_call"].string_param = self._name
-                    self._models.add(request.model_name)
-                    await self._call.write(request.SerializeToString())
+        try:
+            await self._forward(requests, context)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # `read` tells how the call has ended
+        finally:
+            self._opened.set()
+
+    async def _forward(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        async for data in requests:
+            refusal = service_pb2.ModelStreamInferResponse()
+            try:
+                request = service_pb2.ModelInferRequest.FromString(data)
+                refusal.infer_response.id = request.id[:MAX_ID_CHARACTERS]
+                admit(request, self._schemas)
+            except (DecodeError, RequestError) as error:
+                refusal.error_message = describe(error)
+                async with self.writing:
+                    await context.write(refusal.SerializeToString())
+            else:
+                request.parameters["kvseek_call"].string_param = self._name
+                self._models.add(request.model_name)
+                if self._call is None:
+                    self._call = self._open_call()
+                    self._opened.set()
+                await self._call.write(request.SerializeToString())
+        if self._call is not None:
             await self._call.done_writing()
 
-    async def leave(self) -> None:
-        """Have Triton's models end the client's requests, and wait for the end of the call."""
+    async def leave(self, forward: asyncio.Task[None]) -> None:
+        """Have Triton's models end the client's requests, and wait for the end of the call.
+
+        `forward`, the task that runs `forward`, ends by itself when the client has left.
+        """
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
+                await asyncio.wait((forward,))
+                if self._call is None:
+                    return
                 with contextlib.suppress(asyncio.InvalidStateError):  # the client had said that it sends no more
                     await self._call.done_writing()
                 own = self._open_call()
@@ -109,7 +137,8 @@ class GrpcCall:
         except TimeoutError:
             logger.error("Triton has not ended a call %g s after its client left; it is cancelled", LEAVE_SECONDS)
         finally:
-            if not self.ended:
+            forward.cancel()
+            if self._call is not None and not self.ended:
                 self._call.cancel()
 
     def _goodbye(self, model: str) -> bytes:

@@ -24,6 +24,7 @@ from .grpc_checks import admit
 from .http_json import ModelSchema
 from .http_state import ServerState
 from .served_request import MODELS
+from .triton_relay import TO_TRITON
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 PASSED_ON = ("ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics")
@@ -32,6 +33,12 @@ CLOSED = (
     *(f"{kind}SharedMemory{verb}" for kind in ("System", "Cuda") for verb in ("Status", "Register", "Unregister")),
 )
 MAX_CALLS = 4096  # open at a time
+MAX_STREAMS = 2048  # of those, that infer: the others are for health and metadata
+WRITE_SECONDS = 60.0  # that a client may leave a response unread before it counts as gone
+KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+]  # finds clients whose machine is gone
 CLOSE_SECONDS = 1.0  # that responses which have been sent may take to leave this process
 MAX_OTHER_BYTES = 64 << 10  # of a message that is no inference request
 ANSWER_SECONDS = 10.0  # that Triton may take for what is no inference
@@ -58,7 +65,7 @@ class GrpcDoor:
     def __init__(self, triton: str, state: ServerState, schemas: Mapping[str, ModelSchema]) -> None:
         self._state, self._schemas = state, schemas
         unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-        self._channel = grpc.aio.insecure_channel(triton, options=[*unlimited, ("grpc.max_reconnect_backoff_ms", 500)])
+        self._channel = grpc.aio.insecure_channel(triton, options=[*unlimited, *TO_TRITON])
         self._infer = self._channel.unary_unary(f"/{SERVICE}/ModelInfer")
         self._stream_infer = self._channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
         self._leaving: set[asyncio.Task[None]] = set()  # calls of clients that have left
@@ -74,6 +81,7 @@ class GrpcDoor:
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0),  # else a second server could take the same port
+            *KEEPALIVE,
         ]
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
         health = {"Check": grpc.unary_unary_rpc_method_handler(self._health)}
@@ -141,7 +149,8 @@ class GrpcDoor:
                 await context.abort(
                     grpc.StatusCode.INVALID_ARGUMENT, f"{len(data)} bytes: must be <= {MAX_OTHER_BYTES}"
                 )
-            return await _passed_on(call(data, timeout=ANSWER_SECONDS), context)
+            answer = await _passed_on(call(data, timeout=ANSWER_SECONDS), context)
+            return without_parameters(answer) if method == "ModelConfig" else answer
 
         return handler
 
@@ -155,21 +164,28 @@ class GrpcDoor:
 
     async def _model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """Requests of one client to Triton, and both Triton's responses and refusals of ours back to the client."""
+        if self.open >= MAX_STREAMS:
+            message = f"{self.open} streams are open: at most {MAX_STREAMS} may; close some, or try again later"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, message)
         upstream = GrpcCall(self._stream_infer, self._schemas)
         forward = asyncio.create_task(upstream.forward(requests, context))
         self.open += 1
         try:
             while (data := await upstream.read()) is not None:
-                async with upstream.writing:
+                async with upstream.writing, asyncio.timeout(WRITE_SECONDS):
                     await context.write(data)
             await forward
         except grpc.aio.AioRpcError as error:
             await _abort(context, error.code(), error.details())
+        except TimeoutError:
+            message = f"a response was left unread for {WRITE_SECONDS:g} s: the stream is closed"
+            await context.abort(grpc.StatusCode.CANCELLED, message)
         finally:
             self.open -= 1
-            forward.cancel()
-            if not upstream.ended:
-                leaving = asyncio.create_task(upstream.leave())
+            if upstream.ended:
+                forward.cancel()
+            else:
+                leaving = asyncio.create_task(upstream.leave(forward))
                 self._leaving.add(leaving)
                 leaving.add_done_callback(self._leaving.discard)
 
@@ -194,6 +210,13 @@ async def _abort(context: Any, code: grpc.StatusCode, details: str | None) -> No
     if code is grpc.StatusCode.UNAVAILABLE:
         details = NOT_RUNNING if "connect" in (details or "") else ENDED
     await context.abort(code, details or "")
+
+
+def without_parameters(answer: bytes) -> bytes:
+    """A model's configuration without its parameters: they name this machine's files and the server's shared memory."""
+    response = service_pb2.ModelConfigResponse.FromString(answer)
+    response.config.parameters.clear()
+    return bytes(response.SerializeToString())
 
 
 async def _refuse(_: bytes, context: Any) -> bytes:

@@ -16,6 +16,10 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from .http_errors import HttpError
 
 ANSWER_SECONDS = 2.0
+TO_TRITON = [  # options of channels: after a restart Triton is found again soon; no proxy stands in between
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.enable_http_proxy", 0),
+]
 STATUS = {grpc.StatusCode.NOT_FOUND: 404, grpc.StatusCode.INVALID_ARGUMENT: 400, grpc.StatusCode.UNIMPLEMENTED: 404}
 
 
@@ -29,7 +33,7 @@ class TritonRelay:
     """
 
     def __init__(self, target: str) -> None:
-        self._channel = grpc.aio.insecure_channel(target, options=[("grpc.max_reconnect_backoff_ms", 500)])
+        self._channel = grpc.aio.insecure_channel(target, options=TO_TRITON)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     @property
@@ -63,7 +67,9 @@ class TritonRelay:
 
     async def config(self, request: web.Request) -> web.Response:
         """Configuration of a model."""
-        return _json((await self._answer("ModelConfig", service_pb2.ModelConfigRequest(**_name(request)))).config)
+        config = (await self._answer("ModelConfig", service_pb2.ModelConfigRequest(**_name(request)))).config
+        config.parameters.clear()  # they name this machine's files and the server's shared memory
+        return _json(config)
 
     async def statistics(self, request: web.Request) -> web.Response:
         """Statistics of one model, or of all."""
