@@ -36,14 +36,18 @@ VICTIM = Path(__file__).with_name("soak_victim.py")
 
 @dataclass
 class Kill:
-    """When a process of the server was killed, and when the server was ready again; 0 until it happens."""
+    """When a process of the server was killed, and when the server was ready again; 0 until it happens.
+
+    `failure` says why there was no kill, or no process in place of the killed one; from then on no error is excused by it.
+    """
 
     at: float = 0.0
     ready_at: float = 0.0
+    failure: str = ""
 
     def covers(self, began: float) -> bool:
         """Whether a request that began then and ends now may have met it."""
-        if not self.at or time.monotonic() < self.at:
+        if not self.at or self.failure:
             return False
         return not self.ready_at or began < self.ready_at + AFTER_KILL_SECONDS
 
