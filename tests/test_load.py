@@ -28,8 +28,8 @@ STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 CHANNELS = 8
 # At the engine's queue, or before that: as many may be on their way to it.
 REFUSED = re.compile(rf"UNAVAILABLE: .* at most max_queue_size( = {QUEUE}| \+ max_batch_size = {QUEUE + SLOTS}) may")
-SECONDS = 1.0  # to an answer while the queue is full, on a machine that answers at once when it is idle
-SLOW_FACTOR = 50  # and on one that does not: as many times what it takes when idle
+SECONDS = 1.0  # to an answer while the queue is full, on a machine that tells its health at once when it is idle
+SLOW_FACTOR, MOST_SECONDS = 50, 3.0  # and on one that does not: as many times what that takes, but never more
 
 
 @pytest.fixture(scope="module")
@@ -89,28 +89,28 @@ async def endings(server: LiveServer) -> Counter[str]:
     return Counter("served" if end == "length" else "refused" if REFUSED.search(end) else end for end in ends)
 
 
-async def answers_at_a_full_queue(server: LiveServer) -> list[float]:
+async def answers_at_a_full_queue(server: LiveServer) -> dict[str, float]:
     """Seconds of each answer that is given without the engine, while STREAMS long streams run, wait or have been refused."""
     async with many_streams(server, STREAMS, 2900) as streams:
         full = "a full queue and as many refusals as there are further streams"
         await asyncio.to_thread(
             wait_for, lambda: sum(stream.done() for stream in streams) >= STREAMS - QUEUE - SLOTS, full
         )
-        return await asyncio.to_thread(lambda: [*refusals(server), health(server)])
+        return await asyncio.to_thread(lambda: {**refusals(server), "health": health(server)})
 
 
 def nothing_is_left(server: LiveServer) -> bool:
     return not server.metric("kvseek:num_requests_waiting") and not server.metric("kvseek:num_requests_running")
 
 
-def refusals(server: LiveServer) -> list[float]:
+def refusals(server: LiveServer) -> dict[str, float]:
     """Seconds to the refusal of a request too many, and of one that is malformed, by both doors."""
-    found = []
-    for route in ("grpc", "http_stream"):
-        for count in (4, 0):
+    found = {}
+    for route, door in (("grpc", "gRPC"), ("http_stream", "HTTP")):
+        for count, why in ((4, "full queue"), (0, "malformed")):
             stream = tokens(server, route, PROMPT, count, priority=0).join()
-            assert stream.error or count, "max_tokens 0 is refused"
-            found.append(stream.ended_at - stream.began)
+            assert ("max_queue_size" if count else "request_output_len") in stream.error
+            found[f"{door}, {why}"] = stream.ended_at - stream.began
     return found
 
 
@@ -121,6 +121,11 @@ def health(server: LiveServer) -> float:
     return time.monotonic() - began
 
 
+def limit(server: LiveServer) -> float:
+    """Seconds that an answer may take while the server is busy; ask for it when the server is idle."""
+    return min(MOST_SECONDS, max(SECONDS, SLOW_FACTOR * health(server)))
+
+
 def test_500_streams_are_served_or_refused_and_never_lost(server: LiveServer) -> None:
     kinds = asyncio.run(endings(server))
     assert set(kinds) <= {"served", "refused"}, kinds
@@ -129,9 +134,10 @@ def test_500_streams_are_served_or_refused_and_never_lost(server: LiveServer) ->
 
 
 def test_a_full_queue_refuses_at_once_and_is_empty_soon_after_its_clients_have_left(server: LiveServer) -> None:
-    idle = max([*refusals(server), health(server)])
+    most = limit(server)
     took = asyncio.run(answers_at_a_full_queue(server))
-    assert max(took) < max(SECONDS, SLOW_FACTOR * idle), took
+    print("seconds to an answer while the queue is full:", {what: round(own, 3) for what, own in took.items()})
+    assert max(took.values()) < most, took
     wait_for(lambda: nothing_is_left(server), "an engine with nothing to do", 15)
 
 
@@ -145,12 +151,12 @@ def test_a_queue_whose_clients_all_leave_is_empty_soon(server: LiveServer) -> No
 
 
 def test_the_health_of_a_server_with_a_full_batch_is_told_at_once(server: LiveServer) -> None:
-    idle = health(server)
+    most = limit(server)
     streams = [tokens(server, "http_stream", PROMPT, 2500) for _ in range(SLOTS)]
     wait_for(lambda: all(stream.count for stream in streams), "first tokens")
-    assert max(health(server) for _ in range(5)) < max(SECONDS, SLOW_FACTOR * idle)
+    assert max(health(server) for _ in range(5)) < most
     refused = tokens(server, "http_stream", PROMPT, 0).join()
     assert refused.status == 400
-    assert refused.ended_at - refused.began < max(SECONDS, SLOW_FACTOR * idle)
+    assert refused.ended_at - refused.began < most
     for stream in streams:
         stream.leave()
