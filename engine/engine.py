@@ -191,7 +191,8 @@ class Engine:
         work = self._reader.work
         if decoding:
             outputs += self._decode(decoding)
-            self._reader.pacing.record(time.perf_counter() - begun, work.units, work.token_layers, work.pack)
+            seconds = time.perf_counter() - begun
+            self._reader.pacing.record(seconds, work.units, work.token_layers, work.pack, work.long_waits)
         self._report_step(started, len(decoding), work.token_layers)
         return outputs
 

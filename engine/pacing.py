@@ -4,8 +4,11 @@ A unit of reading is one layer over one chunk of tokens. Chunks are the same wha
 differently, and a method's selection can turn a difference in the last bit into another row. So the pace is kept by
 reading in some steps and not in others. Every decode step earns an allowance, a share of the time of an undisturbed one;
 reading spends the time by which it makes a step longer, and goes on when the account is above zero. On average, steps
-take SLOWDOWN times as long as undisturbed ones, single steps longer where a unit is larger than the allowance. Small packs
-of short prompts neither wait for the account nor are paid from it: else a short prompt would wait for a long one's debts.
+take SLOWDOWN times as long as undisturbed ones, single steps longer where a unit is larger than the allowance.
+
+Small packs of short prompts do not wait for the account: else a short prompt would wait for a long one's debts. What they
+take is charged to it if there is a long prompt too, which then waits. As a pack comes in every second step at most,
+PACK_CHARGE leaves a part of two steps' allowance to the long prompt, however many short ones arrive.
 
 The time of an undisturbed decode step is the shortest of the last few that read nothing: what disturbs a step from
 outside, such as another program on the same cores, only makes it longer. How many small units fit into a step is
@@ -22,12 +25,14 @@ from collections import deque
 
 SLOWDOWN = 1.8  # time of a step beside reading, on average, in undisturbed decode steps
 PACK_STEPS = 2.0  # most that a pack of short prompts, read in one step, may add to it, in undisturbed decode steps
+PACK_CHARGE = 1.5  # most that a pack is charged, in undisturbed decode steps; less than two steps' allowance
 SMALLEST_PACK = 16  # tokens; packs are limited to multiples of it
 REST_INTERVAL = 32  # steps
 SAMPLES = 3  # undisturbed steps whose shortest counts
 FIRST_RESTS = 4  # steps between two that read nothing, until there are SAMPLES of them
 LEARNING_RATE = 0.5
 LARGEST_SAMPLE = 4.0  # times what was expected; a hiccup, or an index that is built, says little about the next unit
+LARGEST_CHARGE = 256.0  # undisturbed decode steps; reading need not make up for all the time that a machine has paused
 
 
 class Pacing:
@@ -70,7 +75,9 @@ class Pacing:
         tokens = int(room / (self._per_token * self._layers)) // SMALLEST_PACK * SMALLEST_PACK
         return min(self._max_pack, max(SMALLEST_PACK, tokens))
 
-    def record(self, seconds: float, units: int, token_layers: int, pack: bool = False) -> None:
+    def record(
+        self, seconds: float, units: int, token_layers: int, pack: bool = False, long_waits: bool = False
+    ) -> None:
         """Learn from a step with decoding requests.
 
         Parameters
@@ -81,25 +88,27 @@ class Pacing:
             What it read: units, and their tokens in all. 0: nothing.
         pack : bool
             Whether that was a small pack.
+        long_waits : bool
+            Whether a long prompt is there, which waits for what a pack takes.
         """
+        decode = self._decode_seconds
         if units and self._undisturbed:
-            spent = self._learn(seconds, units, token_layers)
-            self._credit -= 0 if pack else spent
+            self._learn(seconds, units, token_layers)
+            limit = LARGEST_CHARGE if not pack else PACK_CHARGE if long_waits else 0.0
+            self._credit -= min(max(0.0, seconds - decode), limit * decode)
         elif not units:
             self._undisturbed.append(seconds)
             self._since_rest = 0
         allowance = (SLOWDOWN - 1) * self._decode_seconds
         self._credit = min(self._credit + allowance, allowance)
 
-    def _learn(self, seconds: float, units: int, token_layers: int) -> float:
-        """Learn what tokens cost; returns the seconds that were spent on reading."""
+    def _learn(self, seconds: float, units: int, token_layers: int) -> None:
+        """Learn what tokens cost."""
         self._since_rest += 1
-        weights = self._cost(units, 0)
-        sample = max(0.0, seconds - self._decode_seconds - weights) / token_layers
+        sample = max(0.0, seconds - self._decode_seconds - self._cost(units, 0)) / token_layers
         if self._token_seconds is not None:
             sample = min(sample, LARGEST_SAMPLE * self._per_token)
         self._token_seconds = sample + (1 - LEARNING_RATE) * (self._per_token - sample)
-        return weights + sample * token_layers
 
     def _cost(self, units: int, token_layers: int) -> float:
         """Predicted seconds of units with so many tokens in all."""

@@ -6,7 +6,8 @@ one at a time, each in the order of admission. A step reads either packs or long
 take turns, so that neither waits for the other to end.
 
 Alone, a step reads until `max_num_tokens` tokens have passed all layers, or for IDLE_SECONDS. Beside decoding requests
-Pacing says in which steps and how much: units within its allowance, or one pack that is small enough to be read to its end.
+Pacing says in which steps and how much: units within its allowance, or one pack that is small enough to be read to its end,
+which a long prompt then waits for.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Work:
     units: int = 0
     token_layers: int = 0
     pack: bool = False  # a small pack, read to its end in this step
+    long_waits: bool = False  # a long prompt is there too, for another step if this one reads a pack
 
     def add(self, token_layers: int) -> None:
         """Count a unit."""
@@ -85,7 +87,7 @@ class PromptReader:
 
         Each request that ends or whose prompt is finished occurs once in what is returned, and need not be given again.
         """
-        self.work = Work()
+        self.work = Work(long_waits=not all(self._is_short(sequence) for sequence in unread))
         if not unread or (beside and self.pacing.rests):
             return []
         left, started, done = list(unread), time.perf_counter(), list[Reading]()
