@@ -27,7 +27,7 @@ from soak_state import grown, quiet_state, table, warm
 
 QUEUE_SIZE = 16  # fewer than the clients: some meet a full queue and come again
 KILLS = {"engine": "engine", "triton": "triton", "doors": "doors", "model": "tensorrt_llm_bls"}
-MOST_ROUNDED = 0.03  # of the served requests: the worst of our runs had 1.8 %
+MOST_ROUNDED = 0.03  # of the served requests: what is_rounding excuses must stay rare
 ROUNDED = "served, one number rounded otherwise"
 SHOWN = 20
 
