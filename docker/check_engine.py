@@ -55,7 +55,7 @@ def serve(command: list[str], healthcheck: Path) -> None:
     free = Ports(0, 0, 0).resolve("127.0.0.1")
     ports = ["--http_port", str(free.http), "--grpc_port", str(free.grpc), "--metrics_port", str(free.metrics)]
     asking = [sys.executable, str(healthcheck)]
-    environment = {**os.environ, "KVSEEK_HTTP_PORT": str(free.http)}
+    environment = {**os.environ, "KVSEEK_METRICS_PORT": str(free.metrics)}
     refused = subprocess.run(asking, env=environment, check=False, stderr=subprocess.DEVNULL)
     assert refused.returncode == 1, "healthy before it was started"
     started = time.monotonic()

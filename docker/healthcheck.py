@@ -8,10 +8,14 @@ TIMEOUT_SECONDS = 4.0  # below the --timeout of HEALTHCHECK
 
 
 def main() -> int:
-    """Ask /v2/health/ready on port KVSEEK_HTTP_PORT (8000); returns 0 if it says yes, else 1 after printing why."""
-    url = f"http://127.0.0.1:{os.environ.get('KVSEEK_HTTP_PORT', '8000')}/v2/health/ready"
+    """Ask /v2/health/ready on port KVSEEK_METRICS_PORT (8002); returns 0 if it says yes, else 1 after printing why.
+
+    Not the HTTP port: clients may have taken all of its connections.
+    """
+    url = f"http://127.0.0.1:{os.environ.get('KVSEEK_METRICS_PORT', '8002')}/v2/health/ready"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy leads into this container
     try:
-        urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS).close()  # raises for statuses of 400 and more, too
+        opener.open(url, timeout=TIMEOUT_SECONDS).close()  # raises for statuses of 400 and more, too
     except OSError as error:
         print(f"not ready: {url}: {error}", file=sys.stderr)
         return 1

@@ -138,7 +138,8 @@ def web_server() -> Iterator[HTTPServer]:
 
 def test_the_health_check_asks_the_server(web_server: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
     check = load("healthcheck")
-    monkeypatch.setenv("KVSEEK_HTTP_PORT", str(web_server.server_port))
+    monkeypatch.setenv("KVSEEK_METRICS_PORT", str(web_server.server_port))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody answers there
     web_server.ready = True  # type: ignore[attr-defined]
     assert check.main() == 0
     web_server.ready = False  # type: ignore[attr-defined]
