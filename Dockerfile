@@ -36,7 +36,7 @@ WORKDIR /home/kvseek
 EXPOSE 8000 8001 8002
 HEALTHCHECK --interval=10s --timeout=5s --start-period=25m --retries=3 \
     CMD ["python3", "/opt/kvseek/healthcheck.py"]
-# kvseek fills in the model repository, starts the image's tritonserver, and ends when the server or one of its models dies.
+# kvseek fills in the model repository, starts the image's tritonserver, and starts again what dies.
 ENTRYPOINT ["kvseek"]
 CMD ["serve", "--engine_dir", "/engine", "--host", "0.0.0.0", "--log", "-", "--ready_seconds", "1080"]
 

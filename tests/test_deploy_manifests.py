@@ -108,7 +108,7 @@ def test_probes_ask_endpoints_that_exist(container: Any) -> None:
     for probe in PROBES:
         request = container[probe]["httpGet"]
         assert request["path"] in ("/v2/health/ready", "/v2/health/live")
-        assert request["port"] == "http"
+        assert request["port"] == "metrics", "clients may have taken all connections of the HTTP port"
     assert container["readinessProbe"]["httpGet"]["path"] == "/v2/health/ready"
     assert container["livenessProbe"]["httpGet"]["path"] == "/v2/health/live", "a full queue is no reason to restart"
 
@@ -138,10 +138,14 @@ def test_memory_and_gpu_are_limited(pod: Any, container: Any) -> None:
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
     assert size(mounts["/dev/shm"]["emptyDir"]["sizeLimit"]) >= 1 << 30
     assert "emptyDir" in mounts["/tmp"], "the root is read-only, and the launcher writes the model repository"
-    assert (
-        mounts["/engine"]["persistentVolumeClaim"]["claimName"]
-        == read("kubernetes/engine-volume.yaml")["metadata"]["name"]
-    )
+    claim = read("kubernetes/engine-volume.yaml")
+    assert mounts["/engine"]["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"], "readOnly": True}
+    assert all(mount["readOnly"] for mount in container["volumeMounts"] if mount["mountPath"] == "/engine")
+
+
+def test_pods_of_several_nodes_can_mount_the_engine() -> None:
+    (mode,) = read("kubernetes/engine-volume.yaml")["spec"]["accessModes"]
+    assert read("kubernetes/autoscaler.yaml")["spec"]["maxReplicas"] == 1 or mode in ("ReadOnlyMany", "ReadWriteMany")
 
 
 def test_the_service_reaches_the_pods(deployment: Any, container: Any) -> None:
