@@ -74,16 +74,18 @@ class Doors:
         self._client = EngineClient(socket, asyncio.get_running_loop())
         self._triton = TritonRelay(triton_grpc)
         self._state = ServerState(self._client, self._triton)
-        self._metrics = MetricsRoutes(self._client, triton_metrics, state)
+        self._metrics = MetricsRoutes(self._client, triton_metrics, state, lambda: self._state.engine_answers)
         self._generations = Generations(self._client, settings.max_queue_size + self._config.max_batch_size)
         self._bodies = BodyReader(body_seconds)
         factory, models = RequestFactory(self._config, self._tokenizer), schemas(self._config)
         generate = GenerateRoutes(self._generations, factory, models, self._bodies, self._limits)
-        self._grpc = GrpcDoor(triton_grpc, self._state, models)
+        self._grpc = GrpcDoor(triton_grpc, self._state, models, self._client.refused)
         routes = [*self._state.routes(), *generate.routes(), *self._triton.routes(), *http_closed.routes()]
         connections = settings.max_queue_size + self._config.max_batch_size + OTHER_CONNECTIONS
         self._http = HttpServer(routes, connections, header_seconds)
-        self._metrics_http = HttpServer(self._metrics.routes(), MAX_METRICS_CONNECTIONS, header_seconds)
+        # Health on the metrics port too: clients that take all connections of their port must not make the server seem dead.
+        routes = [*self._metrics.routes(), *self._state.routes()]
+        self._metrics_http = HttpServer(routes, MAX_METRICS_CONNECTIONS, header_seconds)
 
     async def start(self, host: str, http_port: int, metrics_port: int, grpc_port: int) -> tuple[int, int, int]:
         """Listen, and load the tokenizer; returns the ports. Raises ServerError."""

@@ -7,7 +7,8 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ from .messages import (
 
 RETRY_SECONDS = 0.1  # between attempts to connect: the engine process may be loading, or being restarted
 ANSWER_SECONDS = 10.0  # that a ping may take: longer than a step of the engine, loaded machines included
+METRICS_SECONDS = 2.0  # that metrics may take: their reader waits, and they do not wait for a step
 NOT_RUNNING = "the engine is not running: it is being started or restarted; send the request again in some seconds"
 DIED = "the engine process ended while the request was with it, and is being restarted; send the request again"
 Callback = Callable[[StepOutput], None]
@@ -61,6 +63,9 @@ class EngineClient:
         self._callbacks: dict[int, Callback] = {}  # used on the loop alone
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._writer: asyncio.StreamWriter | None = None
+        self._uncounted: Counter[str] = (
+            Counter()
+        )  # requests that ended while there was no engine to count them, by code
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._thread: threading.Thread | None = None
         if loop is None:
@@ -96,21 +101,17 @@ class EngineClient:
 
     def refused(self, code: ErrorCode) -> None:
         """Have a request counted that was refused before it was submitted."""
-        self._loop.call_soon_threadsafe(self._send, Refused(code))
+        self._loop.call_soon_threadsafe(self._count, code.value, 1)
 
     async def ping(self) -> Pong:
         """The engine's state, from its loop; raises UnavailableError if it does not answer within ANSWER_SECONDS."""
         number = next(self._numbers)
-        return await self._ask(Ping(number), number, Pong)
+        return await self._ask(Ping(number), number, Pong, ANSWER_SECONDS)
 
     async def read_metrics(self) -> str:
-        """The engine's metrics in Prometheus' text format; raises UnavailableError as `ping`."""
+        """The engine's metrics in Prometheus' text format; raises UnavailableError if they do not come in METRICS_SECONDS."""
         number = next(self._numbers)
-        return (await self._ask(ReadMetrics(number), number, Metrics)).text
-
-    def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine, `ping()` for instance, on the client's own loop and wait for it; not from that loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        return (await self._ask(ReadMetrics(number), number, Metrics, METRICS_SECONDS)).text
 
     def close(self) -> None:
         """Disconnect; the engine cancels the requests that have not ended, and their callbacks get an error."""
@@ -128,25 +129,32 @@ class EngineClient:
 
     def _start(self, number: int, on_output: Callback, data: bytes) -> None:
         if self._writer is None:  # it has ended since `submit` looked
+            self._uncounted[ErrorCode.UNAVAILABLE.value] += 1
             _call(on_output, _failure(number, NOT_RUNNING))
             return
         self._callbacks[number] = on_output
         self._writer.write(data)
 
+    def _count(self, code: str, count: int) -> None:
+        if self._writer is None:
+            self._uncounted[code] += count
+        else:
+            self._send(Refused(code, count))
+
     def _send(self, message: FromDoor) -> None:
         if self._writer is not None:
             self._writer.write(frame(message))
 
-    async def _ask(self, message: Ping | ReadMetrics, number: int, kind: type[Answer]) -> Answer:
+    async def _ask(self, message: Ping | ReadMetrics, number: int, kind: type[Answer], seconds: float) -> Answer:
         if self._writer is None:
             raise UnavailableError(NOT_RUNNING)
         answer: asyncio.Future[Answer] = self._loop.create_future()
         self._answers[number] = answer
         try:
             self._send(message)
-            return await asyncio.wait_for(answer, ANSWER_SECONDS)
+            return await asyncio.wait_for(answer, seconds)
         except TimeoutError:
-            raise UnavailableError(f"the engine has not answered for {ANSWER_SECONDS:g} s; try again later") from None
+            raise UnavailableError(f"the engine has not answered for {seconds:g} s; try again later") from None
         finally:
             del self._answers[number]
 
@@ -160,6 +168,9 @@ class EngineClient:
     async def _receive(self, reader: asyncio.StreamReader) -> None:
         """Hand out what the engine sends until the connection ends."""
         writer = self._writer
+        uncounted, self._uncounted = self._uncounted, Counter()
+        for code, count in uncounted.items():
+            self._count(code, count)
         try:
             while True:
                 self._take(await read_frame(reader, self._decoder))
@@ -186,6 +197,7 @@ class EngineClient:
 
     def _end_all(self) -> None:
         callbacks, self._callbacks = self._callbacks, {}
+        self._uncounted[ErrorCode.UNAVAILABLE.value] += len(callbacks)
         for number, callback in callbacks.items():
             _call(callback, _failure(number, DIED))
         for answer in self._answers.values():

@@ -31,6 +31,7 @@ from kvseek.engine.service import EngineService
 from .messages import Cancel, FromDoor, FromEngine, Metrics, Outputs, Ping, Pong, Refused, Submit, frame, read_frame
 from .metrics import EngineMetrics
 from .settings import ServeSettings
+from .status import INTERNAL
 from .tracing import RequestTracer
 
 UNREAD_BYTES = 64 << 20  # that a door may leave unread before it counts as dead
@@ -101,7 +102,7 @@ class Door:
             if message.number in self._handles:
                 service.cancel(self._handles[message.number])
         elif isinstance(message, Refused):
-            metrics.refused(message.code)
+            metrics.refused(message.code, message.count)
         elif isinstance(message, Ping):
             self._server.answer(self, message)
         else:
@@ -123,9 +124,9 @@ class Door:
         except Exception as error:
             if not isinstance(error, KvseekError):
                 logger.exception("a request could not be submitted")
-            code = code_of(error)
+            code, text = code_of(error), str(error) if isinstance(error, KvseekError) else INTERNAL
             server.metrics.refused(code)
-            end = StepOutput(number, finish_reason=FinishReason.ERROR, error=str(error), code=code)
+            end = StepOutput(number, finish_reason=FinishReason.ERROR, error=text, code=code)
             if span is not None:
                 span.end(end)
             self.send_outputs([(number, end)])

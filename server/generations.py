@@ -1,4 +1,4 @@
-"""Requests of one door process at the engine: made in worker threads, submitted, passed on, and cancelled when nobody waits.
+"""Requests of one door process at the engine: read and tokenised in threads, submitted, passed on, cancelled when nobody waits.
 
 Every endpoint uses this; none of it knows HTTP.
 """
@@ -6,18 +6,20 @@ Every endpoint uses this; none of it knows HTTP.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvseek.engine.errors import ErrorCode, KvseekError, QueueFullError, code_of
-from kvseek.engine.request import FinishReason, StepOutput
+from kvseek.engine.request import FinishReason, Request, StepOutput
 
 from .engine_client import EngineClient
-from .served_request import Chunk, ServedRequest
+from .served_request import Chunk, ServedRequest, after
 
-WORKERS = 2  # threads that tokenise: more would take the engine's cores
+MAKERS = 2  # threads that tokenise: more would take the engine's cores
 T = TypeVar("T")
 
 
@@ -27,6 +29,72 @@ class CodedError(KvseekError):
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One request at this door, from when its body is read to its end.
+
+    Attributes
+    ----------
+    request_id : str
+        What its client calls it; may be empty.
+    arrived : float
+        When its headers had come, in seconds of time.monotonic.
+    number : int or None
+        At the engine, once it is there.
+    stopped : bool
+        Another request has asked for its end.
+    """
+
+    request_id: str
+    arrived: float
+    number: int | None = None
+    stopped: bool = False
+
+
+class Workers:
+    """Threads for work that would hold up the event loop.
+
+    What waits for a thread waits on the loop: when its client leaves, it goes at once, and the client's data with it.
+    """
+
+    def __init__(self, threads: int, name: str, max_open: int) -> None:
+        self._loop, self._max_open = asyncio.get_running_loop(), max_open
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._free = asyncio.Semaphore(threads)
+        self.open = 0
+        """Calls that run or wait."""
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Call a function in one of the threads; raises QueueFullError if too many calls run or wait already."""
+        if self.open >= self._max_open:
+            raise QueueFullError(
+                f"{self.open} requests are being tokenised: at most max_queue_size + max_batch_size = {self._max_open} may; "
+                "send the request again later"
+            )
+        self.open += 1
+        try:
+            await self._free.acquire()
+        except BaseException:
+            self.open -= 1
+            raise
+        future = self._pool.submit(function)
+        future.add_done_callback(self._done)
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Stop the threads; nothing may be under way."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _done(self, _: Future[T]) -> None:
+        """From any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._release)
+
+    def _release(self) -> None:
+        self.open -= 1
+        self._free.release()
 
 
 class Generations:
@@ -41,61 +109,70 @@ class Generations:
     """
 
     def __init__(self, client: EngineClient, max_making: int) -> None:
-        self._client, self._loop = client, asyncio.get_running_loop()
-        self._makers = ThreadPoolExecutor(WORKERS, thread_name_prefix="make-request")
-        self._senders = ThreadPoolExecutor(1, thread_name_prefix="submit")  # not behind those that tokenise
-        self._max_making = max_making
-        self._making = 0
-        self._numbers: dict[int, str] = {}  # number at the engine → the client's id of the request
+        self._client = client
+        self._makers = Workers(MAKERS, "tokenise", max_making)
+        self._readers = Workers(1, "read-json", max_making)  # not behind texts that are being tokenised
+        self._senders = ThreadPoolExecutor(1, thread_name_prefix="submit")  # nor these
+        self._tickets: set[Ticket] = set()
         self.open = 0
         """Requests whose callers wait."""
 
-    async def make(self, make: Callable[[], T]) -> T:
-        """Call `make`, which may tokenise, in a worker thread.
+    async def read(self, function: Callable[[], T]) -> T:
+        """Call what takes milliseconds in a worker thread; raises QueueFullError if too many calls wait already."""
+        return await self._readers.run(function)
+
+    @asynccontextmanager
+    async def made(self, ticket: Ticket, make: Callable[[], ServedRequest], slow: bool) -> AsyncIterator[ServedRequest]:
+        """A request, made by calling `make` in a worker thread; `stop` reaches it until the context ends.
+
+        Parameters
+        ----------
+        slow : bool
+            Whether `make` tokenises.
 
         Raises
         ------
         QueueFullError
-            If too many wait already.
+            If too many wait to be made already.
         """
-        if self._making >= self._max_making:
-            raise QueueFullError(
-                f"{self._making} requests are being tokenised: at most max_queue_size + max_batch_size = {self._max_making} "
-                "may; send the request again later"
-            )
-        self._making += 1
-        future = self._makers.submit(make)
-        future.add_done_callback(self._made)
-        return await asyncio.wrap_future(future)  # cancelled with its caller, unless it has begun
+        self._tickets.add(ticket)
+        try:
+            yield await (self._makers if slow else self._readers).run(make)
+        finally:
+            self._tickets.discard(ticket)
 
     @asynccontextmanager
     async def generate(
-        self, served: ServedRequest, request_id: str = "", trace: str = ""
+        self, served: ServedRequest, ticket: Ticket, trace: str = ""
     ) -> AsyncIterator[AsyncIterator[Chunk]]:
         """Have the engine serve a request; gives the chunks. The request is cancelled if the context ends before them.
 
-        Entering raises UnavailableError if there is no engine, iterating CodedError when the engine ends the request with
-        an error.
+        Entering raises UnavailableError if there is no engine and TimeoutExpiredError if the request's time is over, iterating
+        CodedError when the engine ends the request with an error.
         """
         outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
         self.open += 1
         try:
-            number = await self._submit(served, outputs, trace)
-            self._numbers[number] = request_id
+            with self.counting_refusals():
+                request = after(served.request, time.monotonic() - ticket.arrived)
+                ticket.number = await self._submit(request, outputs, trace)
             try:
+                if ticket.stopped:  # while it was not there yet
+                    self._client.cancel(ticket.number)
                 async with aclosing(_chunks(served, outputs)) as chunks:
                     yield chunks
             finally:
-                del self._numbers[number]
-                self._client.cancel(number)  # nothing happens if it has ended
+                self._client.cancel(ticket.number)  # nothing happens if it has ended
         finally:
             self.open -= 1
 
     def stop(self, request_id: str) -> None:
-        """End the running requests to which their clients gave this id; an empty one is none."""
-        for number, own in self._numbers.items():
-            if request_id and own == request_id:
-                self._client.cancel(number)
+        """End the requests to which their clients gave this id; an empty one is none."""
+        for ticket in self._tickets:
+            if request_id and ticket.request_id == request_id:
+                ticket.stopped = True
+                if ticket.number is not None:
+                    self._client.cancel(ticket.number)
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
@@ -108,12 +185,13 @@ class Generations:
 
     def close(self) -> None:
         """Stop the threads; nothing may be under way."""
-        self._makers.shutdown(wait=False, cancel_futures=True)
+        self._makers.close()
+        self._readers.close()
         self._senders.shutdown(wait=False, cancel_futures=True)
 
-    async def _submit(self, served: ServedRequest, outputs: asyncio.Queue[StepOutput], trace: str) -> int:
+    async def _submit(self, request: Request, outputs: asyncio.Queue[StepOutput], trace: str) -> int:
         """Submit in a thread: a long prompt takes milliseconds to encode, in which all other streams would stand still."""
-        future = self._senders.submit(self._client.submit, served.request, outputs.put_nowait, trace)
+        future = self._senders.submit(self._client.submit, request, outputs.put_nowait, trace)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -124,14 +202,6 @@ class Generations:
         """Cancel a request whose client left while it was being submitted."""
         if not future.cancelled() and future.exception() is None:
             self._client.cancel(future.result())
-
-    def _made(self, _: Future[T]) -> None:
-        """From any thread."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._count_made)
-
-    def _count_made(self) -> None:
-        self._making -= 1
 
 
 async def _chunks(served: ServedRequest, outputs: asyncio.Queue[StepOutput]) -> AsyncGenerator[Chunk, None]:

@@ -14,7 +14,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from kvseek.engine.errors import RequestError
+from kvseek.engine.errors import ErrorCode, RequestError
 
 from .grpc_checks import ITEM_BYTES, MAX_ID_CHARACTERS, WIRE_TYPES, admit
 from .http_json import ModelSchema
@@ -43,6 +43,8 @@ class GrpcCall:
     ----------
     open_call : callable
         Opens a call of Triton's ModelStreamInfer that takes and gives bytes.
+    refused : callable
+        Counts a request that is not passed on.
 
     Attributes
     ----------
@@ -52,8 +54,10 @@ class GrpcCall:
         Whether Triton has ended the call.
     """
 
-    def __init__(self, open_call: Callable[[], Any], schemas: Mapping[str, ModelSchema]) -> None:
-        self._open_call, self._schemas = open_call, schemas
+    def __init__(
+        self, open_call: Callable[[], Any], schemas: Mapping[str, ModelSchema], refused: Callable[[ErrorCode], None]
+    ) -> None:
+        self._open_call, self._schemas, self._refused = open_call, schemas, refused
         self._call: Any = None
         self._reading: asyncio.Task[bytes | None] | None = None
         self._opened = asyncio.Event()  # there is a call, or there will be none
@@ -100,6 +104,7 @@ class GrpcCall:
                 admit(request, self._schemas)
             except (DecodeError, RequestError) as error:
                 refusal.error_message = describe(error)
+                self._refused(ErrorCode.INVALID)
                 async with self.writing:
                     await context.write(refusal.SerializeToString())
             else:

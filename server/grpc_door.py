@@ -16,7 +16,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from tritonclient.grpc import service_pb2
 
-from kvseek.engine.errors import RequestError
+from kvseek.engine.errors import ErrorCode, RequestError
 
 from .errors import ServerError
 from .grpc_call import SERVICE, GrpcCall, describe
@@ -55,6 +55,8 @@ class GrpcDoor:
     ----------
     triton : str
         host:port of Triton's own gRPC endpoint.
+    refused : callable
+        Counts a request that is refused here.
 
     Attributes
     ----------
@@ -62,8 +64,14 @@ class GrpcDoor:
         Inference calls that have not ended.
     """
 
-    def __init__(self, triton: str, state: ServerState, schemas: Mapping[str, ModelSchema]) -> None:
-        self._state, self._schemas = state, schemas
+    def __init__(
+        self,
+        triton: str,
+        state: ServerState,
+        schemas: Mapping[str, ModelSchema],
+        refused: Callable[[ErrorCode], None] = lambda _: None,
+    ) -> None:
+        self._state, self._schemas, self._refused = state, schemas, refused
         unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
         self._channel = grpc.aio.insecure_channel(triton, options=[*unlimited, *TO_TRITON])
         self._infer = self._channel.unary_unary(f"/{SERVICE}/ModelInfer")
@@ -159,6 +167,7 @@ class GrpcDoor:
         try:
             admit(request, self._schemas)
         except RequestError as error:
+            self._refused(ErrorCode.INVALID)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return await _passed_on(self._infer(request.SerializeToString()), context)
 
@@ -167,7 +176,7 @@ class GrpcDoor:
         if self.open >= MAX_STREAMS:
             message = f"{self.open} streams are open: at most {MAX_STREAMS} may; close some, or try again later"
             await context.abort(grpc.StatusCode.UNAVAILABLE, message)
-        upstream = GrpcCall(self._stream_infer, self._schemas)
+        upstream = GrpcCall(self._stream_infer, self._schemas, self._refused)
         forward = asyncio.create_task(upstream.forward(requests, context))
         self.open += 1
         try:

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from .http_errors import HttpError
 
-BODY_SECONDS = 30.0  # that a body may take, and longer by what a slow line takes for its bytes:
+BODY_SECONDS = 30.0  # in which a body must arrive, or so much of it as a slow line carries:
 BODY_BYTES_PER_SECOND = 64 << 10
 BODIES_AT_ONCE = 4  # of the largest size, in memory together
 SMALL_BODIES_BYTES = 256 << 20  # in memory together in any case
@@ -22,7 +22,7 @@ class BodyReader:
     Parameters
     ----------
     seconds : float
-        That a body may take to arrive, without what its size adds.
+        In which a body, or BODY_BYTES_PER_SECOND of it, must arrive; again and again until it is there.
     """
 
     def __init__(self, seconds: float = BODY_SECONDS) -> None:
@@ -34,7 +34,7 @@ class BodyReader:
         self._room = max(self._room, BODIES_AT_ONCE * limit)
 
     @asynccontextmanager
-    async def read(self, request: web.Request, limit: int) -> AsyncIterator[bytes]:
+    async def read(self, request: web.Request, limit: int) -> AsyncIterator[bytearray]:
         """The body of a request, which counts as held until the context ends.
 
         Raises
@@ -51,28 +51,31 @@ class BodyReader:
         body = bytearray()
         try:
             await self._receive(request, limit, body)
-            yield bytes(body)
+            yield body
         finally:
             self._held -= len(body)
 
     async def _receive(self, request: web.Request, limit: int, body: bytearray) -> None:
-        began = asyncio.get_running_loop().time()
+        enough, received = int(self._seconds * BODY_BYTES_PER_SECOND), 0
         try:
             async with asyncio.timeout(self._seconds) as deadline:
                 while data := await request.content.readany():
                     body += data
                     self._held += len(data)
+                    received += len(data)
+                    if received >= enough:
+                        received = 0
+                        deadline.reschedule(asyncio.get_running_loop().time() + self._seconds)
                     if len(body) > limit:
                         raise _too_large(f"more than {limit}", limit)
                     if self._held > self._room:
                         raise HttpError(
                             503, f"bodies of requests have {self._held} bytes: no room now; try again later"
                         )
-                    deadline.reschedule(began + self._seconds + len(body) / BODY_BYTES_PER_SECOND)
         except TimeoutError:
             raise HttpError(
                 408,
-                f"the body has not arrived in {self._seconds:g} s and {BODY_BYTES_PER_SECOND} bytes a second; send it faster",
+                f"a body must arrive in {self._seconds:g} s, a large one at {BODY_BYTES_PER_SECOND} bytes/s; send it faster",
             ) from None
 
 

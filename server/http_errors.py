@@ -12,12 +12,11 @@ from kvseek.engine.errors import ErrorCode, KvseekError, code_of
 from .generations import CodedError
 from .http_fields import shortened
 from .http_json import error_to_json
-from .status import HTTP_STATUS
+from .status import HTTP_STATUS, INTERNAL
 
 RETRY_AFTER_SECONDS = "1"
 RETRY_LATER = (429, 503)
 CLOSING = (408, 413, 415)  # after these the rest of a body may still come: the connection cannot be used again
-INTERNAL = "the server failed to answer; its log says why"
 logger = logging.getLogger(__name__)
 
 

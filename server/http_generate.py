@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from aiohttp import web
 
 from kvseek.engine.errors import RequestError, UnavailableError
 
-from .generations import Generations
+from .generations import Generations, Ticket
 from .http_body import BodyReader
 from .http_errors import HttpError, describe
 from .http_fields import shortened
 from .http_json import MODEL_VERSION, GenerateBody, ModelSchema, chunk_to_json, error_to_json
-from .served_request import Chunk, RequestFactory, ServedRequest
+from .served_request import TEXT_MODEL, Chunk, RequestFactory
 from .translation import scalar
 
 WRITE_SECONDS = 60.0  # that a client may leave a stream unread before it counts as gone
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+SEVERAL = ("stream", "streaming", "return_prefill_progress")  # inputs that ask for several responses
 EVENT_STREAM = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -60,30 +63,21 @@ class GenerateRoutes:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """One response, when the request has ended."""
-        model = self._model(request)
-        body, served = await self._read(request, model, streams=False)
-        if served is None:
-            return _json(chunk_to_json(model, body.request_id, {}))
-        last: Chunk = {}
-        async with self._generations.generate(served, body.request_id, _trace(request)) as chunks:
+        model, last = self._model(request), Chunk()
+        async with self._answer(request, model, streams=False) as (request_id, chunks):
             async for chunk in chunks:
                 last = chunk
-        return _json(chunk_to_json(model, body.request_id, last))
+        return _json(chunk_to_json(model, request_id, last))
 
     async def generate_stream(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events, one a chunk. An error before the first has a status, a later one is the last event."""
-        model = self._model(request)
-        body, served = await self._read(request, model, streams=True)
-        response = web.StreamResponse(headers=EVENT_STREAM)
-        if served is None:
-            await response.prepare(request)
-            return response
-        async with self._generations.generate(served, body.request_id, _trace(request)) as chunks:
+        model, response = self._model(request), web.StreamResponse(headers=EVENT_STREAM)
+        async with self._answer(request, model, streams=True) as (request_id, chunks):
             first = await anext(chunks, None)  # an error before it has a status of its own
             await response.prepare(request)
             if first is not None:
-                await _send(request, response, chunk_to_json(model, body.request_id, first))
-            await self._pass_on(request, response, chunks, model, body.request_id)
+                await _send(request, response, chunk_to_json(model, request_id, first))
+            await self._pass_on(request, response, chunks, model, request_id)
         return response
 
     async def _pass_on(
@@ -111,28 +105,46 @@ class GenerateRoutes:
             raise HttpError(404, f"{model} has no version {shortened(version)}: must be {MODEL_VERSION}; leave it out")
         return model
 
-    async def _read(self, request: web.Request, model: str, streams: bool) -> tuple[GenerateBody, ServedRequest | None]:
-        """The request that a client sends; None if it asks to stop another one, which happens here."""
+    @asynccontextmanager
+    async def _answer(
+        self, request: web.Request, model: str, streams: bool
+    ) -> AsyncIterator[tuple[str, AsyncIterator[Chunk]]]:
+        """The client's id of its request, and the chunks of the answer; none to one that stops another, which happens here."""
         if model not in self._limits:
             raise UnavailableError("the server is starting; send the request again in some seconds")
-        with self._generations.counting_refusals():
-            async with self._bodies.read(request, self._limits[model]) as data:
-                body, served = await self._generations.make(lambda: self._make(model, data, streams))
-        if served is None:
-            self._generations.stop(body.request_id)
-        return body, served
+        arrived = time.monotonic()
+        async with AsyncExitStack() as stack:
+            with self._generations.counting_refusals():
+                async with self._bodies.read(request, self._limits[model]) as data:
+                    body = await self._generations.read(lambda: self._parse(model, data, streams))
+                    ticket, served = Ticket(body.request_id, arrived), None
+                    if scalar(body.tensors, "stop", False):
+                        self._generations.stop(body.request_id)
+                    else:
+                        made = self._generations.made(
+                            ticket, lambda: self._factory.make(model, body.tensors), model == TEXT_MODEL
+                        )
+                        served = await stack.enter_async_context(made)
+            chunks = _nothing()
+            if served is not None:
+                answer = self._generations.generate(served, ticket, _trace(request))
+                chunks = await stack.enter_async_context(answer)
+            yield body.request_id, chunks
 
-    def _make(self, model: str, data: bytes, streams: bool) -> tuple[GenerateBody, ServedRequest | None]:
+    def _parse(self, model: str, data: bytes | bytearray, streams: bool) -> GenerateBody:
         """In a worker thread."""
         body = self._schemas[model].read(data)
-        if scalar(body.tensors, "stop", False):
-            return body, None
-        for name in () if streams else ("stream", "streaming", "return_prefill_progress"):
+        for name in () if streams or scalar(body.tensors, "stop", False) else SEVERAL:
             if scalar(body.tensors, name, False):
                 raise RequestError(
                     f"{name} = true: must be false with generate; use generate_stream for several responses"
                 )
-        return body, self._factory.make(model, body.tensors)
+        return body
+
+
+async def _nothing() -> AsyncIterator[Chunk]:
+    return
+    yield
 
 
 async def _send(request: web.Request, response: web.StreamResponse, data: bytes) -> None:

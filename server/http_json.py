@@ -27,8 +27,8 @@ MAX_LIST = 1024  # values of an input that is not the prompt
 JSON_BYTES_PER_BYTE = 6  # a byte of text takes at most \\u0000
 JSON_BYTES_PER_ID = 12  # ten digits, a comma and a space
 PROMPTS = {TEXT_MODEL: "text_input", TOKEN_MODEL: "input_ids"}
-Fields = dict[str, msgspec.Raw]
-_fields = msgspec.json.Decoder(Fields)  # JSON of each field: checked for its syntax, but nothing is built from it
+Fields = dict[str, msgspec.Raw]  # JSON of each field: checked for its syntax, but nothing is built from it
+_fields = msgspec.json.Decoder(Fields)
 _string = msgspec.json.Decoder(str)
 
 
@@ -56,16 +56,16 @@ class ModelSchema:
         text = files("kvseek.model_repository").joinpath(model, "config.pbtxt").read_text(encoding="utf-8")
         message = text_format.Parse(re.sub(r"\$\{\w+\}", "1", text), model_config_pb2.ModelConfig())
         self.inputs = {each.name: self._input(each, config.max_input_len) for each in message.input}
+        # Fields that nobody knows end the decoding: a body could have a million of them.
+        names = (*self.inputs, "id", "parameters")
+        known = msgspec.defstruct("Body", [(name, msgspec.Raw, None) for name in names], forbid_unknown_fields=True)
+        self._decoder = msgspec.json.Decoder(known)
 
-    def read(self, body: bytes) -> GenerateBody:
+    def read(self, body: bytes | bytearray) -> GenerateBody:
         """Read the body of a request; raises RequestError that names the field at fault."""
         fields = self._split(body)
         request_id = _request_id(fields.pop("id", None))
         _refuse_parameters(fields.pop("parameters", None), self.model)
-        unknown = next((name for name in fields if name not in self.inputs), None)
-        if unknown is not None:
-            name = shortened(unknown)
-            raise RequestError(f"{name}: {self.model} has no such input; check the spelling, or leave it out")
         for name, field in self.inputs.items():
             if not field.optional and name not in fields:
                 raise RequestError(f"{name} is missing: {self.model} needs it; add it to the request")
@@ -77,21 +77,29 @@ class ModelSchema:
         limit = max_input_len if prompt else MAX_LIST
         return Input(message.name, datatype, tuple(message.dims), message.optional, limit, prompt)
 
-    def _split(self, body: bytes) -> Fields:
+    def _split(self, body: bytes | bytearray) -> Fields:
         try:
-            return _fields.decode(body)
+            found = self._decoder.decode(body)
+            fields = ((name, getattr(found, name)) for name in found.__struct_fields__)
+            return {name: raw for name, raw in fields if raw is not None}
         except RecursionError:
             raise RequestError(
                 "the body nests too deeply: must be an object of values and flat lists; send such"
             ) from None
-        except msgspec.ValidationError:
+        except msgspec.ValidationError as error:
+            unknown = re.search(r"unknown field `(.*)`", str(error), re.DOTALL)
+            if unknown is not None:
+                name = shortened(unknown[1])
+                raise RequestError(
+                    f"{name}: {self.model} has no such input; check the spelling, or leave it out"
+                ) from None
             raise RequestError("the body is not a JSON object; send {...} with the model's inputs as fields") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestError(
                 f"the body is not JSON{self._place(body, str(error))}: {error}; send valid JSON"
             ) from None
 
-    def _place(self, body: bytes, message: str) -> str:
+    def _place(self, body: bytes | bytearray, message: str) -> str:
         """The last known field before a fault of the syntax, as NaN is one."""
         found = re.search(r"\(byte (\d+)\)", message)
         end = int(found[1]) if found else len(body)
@@ -147,6 +155,9 @@ def _refuse_parameters(raw: msgspec.Raw | None, model: str) -> None:
     """Triton's `parameters` are an object; the models have none, what they take are inputs."""
     if raw is None:
         return
+    size = memoryview(raw).nbytes
+    if size > MAX_FIELD_BYTES:
+        raise RequestError(f"parameters has {size} bytes of JSON: must be <= {MAX_FIELD_BYTES}; leave it out")
     try:
         names = list(_fields.decode(raw))
     except (msgspec.DecodeError, UnicodeDecodeError):

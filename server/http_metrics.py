@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
@@ -26,14 +27,16 @@ class MetricsRoutes:
 
     Parameters
     ----------
+    answers : callable
+        Whether the engine's loop answers.
     triton : str
         host:port of Triton's own metrics.
     state : Path or None
         The supervisor's file of restarts, see Supervisor.
     """
 
-    def __init__(self, client: EngineClient, triton: str, state: Path | None) -> None:
-        self._client, self._url, self._state = client, f"http://{triton}/metrics", state
+    def __init__(self, client: EngineClient, triton: str, state: Path | None, answers: Callable[[], bool]) -> None:
+        self._client, self._url, self._state, self._answers = client, f"http://{triton}/metrics", state, answers
         timeout = aiohttp.ClientTimeout(total=TRITON_SECONDS)
         self._session = aiohttp.ClientSession(timeout=timeout)
 
@@ -48,7 +51,7 @@ class MetricsRoutes:
     async def metrics(self, _: web.Request) -> web.Response:
         """Everything that can be had now."""
         engine, triton = await asyncio.gather(self._engine_text(), self._triton_text())
-        up = {"engine": engine is not None, "triton": triton is not None}
+        up = {"engine": engine is not None and self._answers(), "triton": triton is not None}
         text = (
             server_text(engine, self._restarts())
             + UP

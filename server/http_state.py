@@ -95,6 +95,11 @@ class ServerState:
             found.append("Triton does not answer on its gRPC port, or is not ready")
         return found
 
+    @property
+    def engine_answers(self) -> bool:
+        """Whether the engine's loop has answered lately."""
+        return self._client.connected and self._engine.fresh
+
     def routes(self) -> list[web.RouteDef]:
         """The health endpoints."""
         model = "/v2/models/{model}"

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from kvseek.engine.manifest import verify
 from .errors import ServerError
 from .ports import Ports
 from .processes import Program
+from .served_request import MODELS
 from .settings import ServeSettings
 from .supervisor import Supervisor
 from .triton import TritonServer, find_server
@@ -37,7 +39,6 @@ SHARED_MEMORY = Path("/dev/shm")
 TRITON_MEMORY_PREFIX = "triton_python_backend_shm_region_"
 CLOSED_PROTOCOLS = "shared-memory,model-repository,trace,logging"
 KEY_HEADER = "kvseek-closed"
-MODELS = ("tensorrt_llm", "tensorrt_llm_bls")
 ENGINE, DOORS, TRITON = "engine", "doors", "triton"
 STATE_FILE = "restarts.json"
 STANDARD_OUTPUT = Path("-")  # as a log: where a container's log belongs
@@ -104,14 +105,15 @@ def running_server(
         scratch = Path(folder)
         programs = _programs(scratch, engine_dir, config, host, ports, settings, verbose)
         output = None if log == STANDARD_OUTPUT else log or scratch / "server.log"
-        supervisor = Supervisor(programs, settings.restarts, output, scratch / STATE_FILE)
+        supervisor = Supervisor(programs, settings.restarts, output, scratch / STATE_FILE, keep_output=log is not None)
         running = RunningServer(host, ports, supervisor)
         try:
             supervisor.start()
             supervisor.wait_until(lambda: _is_ready(running.http_url), ready_seconds)
             yield running
         finally:
-            supervisor.stop()
+            with _signals():  # a second one must not leave processes behind
+                supervisor.stop()
 
 
 def _write_repository(
@@ -157,7 +159,13 @@ def _programs(
     )
     python = (sys.executable, "-m")
     return [
-        Program(ENGINE, (*python, "kvseek.server.engine_process", *own), settings.drain_seconds + STOP_SECONDS),
+        Program(
+            ENGINE,
+            (*python, "kvseek.server.engine_process", *own),
+            settings.drain_seconds + STOP_SECONDS,
+            is_up=socket.exists,
+            clean_up=lambda: socket.unlink(missing_ok=True),
+        ),
         Program(DOORS, (*python, "kvseek.server.doors", *own, *http), STOP_SECONDS),
         Program(
             TRITON,
@@ -199,7 +207,9 @@ def _reachable(host: str) -> str:
 def _is_ready(url: str) -> bool:
     """Whether the doors call the server ready."""
     try:
-        return requests.get(f"http://{url}/v2/health/ready", timeout=5).status_code == 200
+        with requests.Session() as session:
+            session.trust_env = False  # no proxy leads to this machine
+            return session.get(f"http://{url}/v2/health/ready", timeout=5).status_code == 200
     except requests.RequestException:
         return False  # not listening yet
 
@@ -223,6 +233,9 @@ def _signals() -> Iterator[list[int]]:
     Popen's lock taken.
     """
     received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # Python lets no other thread handle signals
+        yield received
+        return
     before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOP_SIGNALS}
     try:
         yield received

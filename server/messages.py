@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -37,9 +37,10 @@ class Cancel(msgspec.Struct, tag="cancel"):
 
 
 class Refused(msgspec.Struct, tag="refused"):
-    """Door to engine: a request was refused before it was submitted; for the metrics."""
+    """Door to engine: requests ended that the engine has not had, or has died with; for the metrics."""
 
     code: str
+    count: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class Ping(msgspec.Struct, tag="ping"):

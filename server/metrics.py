@@ -125,10 +125,10 @@ class EngineMetrics(Collector):
         if report.decode_batch:
             steps["refresh_time_seconds"].observe(report.refresh_seconds)
 
-    def refused(self, code: str) -> None:
-        """Count a request that was refused, with an ErrorCode, before the engine had it."""
+    def refused(self, code: str, count: int = 1) -> None:
+        """Count requests that were refused, with an ErrorCode, before the engine had them."""
         with self._lock:
-            self._outcomes[code if code in self._outcomes else ErrorCode.INTERNAL.value] += 1
+            self._outcomes[code if code in self._outcomes else ErrorCode.INTERNAL.value] += count
 
     def text(self) -> str:
         """All metrics in Prometheus' text format; takes some 4 ms."""

@@ -25,6 +25,8 @@ class Program:
     ----------
     stop_seconds : float
         From SIGTERM to the process's end, at most; then it is killed.
+    is_up : callable
+        Whether the process has finished starting; looked at while it runs.
     ends_with : str
         Name of another program, or empty: when that one dies, this one is ended and started again too.
     workers : tuple of str
@@ -37,6 +39,7 @@ class Program:
     command: tuple[str, ...]
     stop_seconds: float
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    is_up: Callable[[], bool] = lambda: True
     ends_with: str = ""
     workers: tuple[str, ...] = ()
     clean_up: Callable[[], None] = lambda: None

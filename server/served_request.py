@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvseek.engine.config import EngineConfig
+from kvseek.engine.errors import TimeoutExpiredError
 from kvseek.engine.request import Request, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 
@@ -39,6 +40,19 @@ class ServedRequest(Protocol):
 
     def push(self, output: StepOutput) -> Iterator[Chunk]:
         """Take one output of the engine, not an error; yields what the client gets for it."""
+
+
+def after(request: Request, seconds: float) -> Request:
+    """A request that has spent `seconds` at a door, which count towards its time limit; raises TimeoutExpiredError."""
+    limit = request.timeout_seconds
+    if limit is None:
+        return request
+    if seconds >= limit:
+        raise TimeoutExpiredError(
+            f"timeout = {limit:g} s: passed before the request was tokenised, after {seconds:.1f} s; send it again later, "
+            "or with a longer timeout"
+        )
+    return replace(request, timeout_seconds=limit - seconds)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass
 
 from .errors import ServerError
+
+WEEK_SECONDS = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,13 @@ class ServeSettings:
         _require(self.max_queue_size >= 1, "max_queue_size", self.max_queue_size, ">= 1", "256 is the default")
         _require(self.max_num_tokens >= 1, "max_num_tokens", self.max_num_tokens, ">= 1", "8192 is the default")
         seconds = self.default_timeout
-        within = seconds is None or (math.isfinite(seconds) and seconds > 0)
-        _require(within, "default_timeout", seconds, "finite and > 0", "leave it out for no limit")
-        within = math.isfinite(self.drain_seconds) and self.drain_seconds >= 0
-        _require(within, "drain_seconds", self.drain_seconds, "finite and >= 0", "20 is the default")
+        within = seconds is None or 0 < seconds <= WEEK_SECONDS
+        limit = f"> 0 and <= {WEEK_SECONDS:.0f}, a week"
+        _require(within, "default_timeout", seconds, limit, "leave it out for no limit")
+        limit = f">= 0 and <= {WEEK_SECONDS:.0f}, a week"
+        _require(
+            0 <= self.drain_seconds <= WEEK_SECONDS, "drain_seconds", self.drain_seconds, limit, "20 is the default"
+        )
         _require(self.restarts >= 0, "restarts", self.restarts, ">= 0", "0 ends the server when a process dies")
 
     def to_json(self) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from kvseek.engine.errors import ErrorCode
 
+INTERNAL = (
+    "the server failed to answer; its log says why"  # for clients, in the place of an exception nobody has foreseen
+)
 HTTP_STATUS = {
     ErrorCode.INVALID: 400,
     ErrorCode.QUEUE_FULL: 429,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +19,9 @@ POLL_SECONDS = 0.05
 FIND_SECONDS = 0.5  # between two looks for a process's workers
 FIRST_DELAY_SECONDS = 0.25  # before the first restart; doubled with each further one in a row
 LONGEST_DELAY_SECONDS = 30.0
-STEADY_SECONDS = 120.0  # a process that has run so long starts a new row of restarts
+STEADY_SECONDS = 120.0  # a process that has been up so long starts a new row of restarts
+LOOK_AT_LOG_SECONDS = 10.0
+MAX_LOG_BYTES = 64 << 20  # of a log that nobody has asked for; then it is cut, and begins anew
 logger = logging.getLogger(__name__)
 
 
@@ -28,7 +33,7 @@ class Watched:
         self.child: Child | None = None
         self.restarts = 0  # since the server was started
         self.in_a_row = 0
-        self.started_at = 0.0
+        self.up_at = math.inf  # when it had finished starting
         self.start_at = 0.0  # when to start it, if there is no child
         self.look_at = 0.0  # when to look for its workers
 
@@ -44,13 +49,18 @@ class Supervisor:
         In the order in which they are started, and asked to end.
     output : Path or None
         File for the output of all; None: this process's own.
+    keep_output : bool
+        Whether all of it is kept; else the file is cut when it has MAX_LOG_BYTES.
     state : Path
         A file that tells how often each program was started again, as JSON, for the metrics.
     """
 
-    def __init__(self, programs: Sequence[Program], restarts: int, output: Path | None, state: Path) -> None:
+    def __init__(
+        self, programs: Sequence[Program], restarts: int, output: Path | None, state: Path, keep_output: bool = True
+    ) -> None:
         self._watched = [Watched(program) for program in programs]
         self._restarts, self._output, self._state = restarts, output, state
+        self._cut, self._look_at_log = output is not None and not keep_output, 0.0
         self._stopping, self._settled = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self.failure = ""  # why the server has ended
@@ -97,6 +107,7 @@ class Supervisor:
             while not self._stopping.wait(POLL_SECONDS) and not self.failure:
                 for watched in self._watched:
                     self._look_after(watched)
+                self._cut_log()
         except Exception as error:  # of starting a program: there is no file or no memory for it
             logger.exception("the supervisor failed")
             self.failure = f"a process could not be started ({error})"
@@ -108,8 +119,10 @@ class Supervisor:
         child = watched.child
         if child is None:
             if now >= watched.start_at:
-                watched.child, watched.started_at = Child(watched.program, self._output), now
+                watched.child, watched.up_at = Child(watched.program, self._output), math.inf
             return
+        if watched.up_at == math.inf and watched.program.is_up():
+            watched.up_at = now
         if now >= watched.look_at:
             watched.look_at = float("inf") if child.find_workers() else now + FIND_SECONDS
         reason = child.ended()
@@ -130,7 +143,7 @@ class Supervisor:
         watched.child, watched.look_at = None, 0.0
 
     def _plan_restart(self, watched: Watched, reason: str, now: float) -> None:
-        if now - watched.started_at >= STEADY_SECONDS:
+        if now - watched.up_at >= STEADY_SECONDS:
             watched.in_a_row = 0
         watched.in_a_row += 1
         if not self._settled.is_set():
@@ -152,8 +165,21 @@ class Supervisor:
                 watched.child.terminate()
                 self.statuses[watched.program.name] = watched.child.wait()
 
+    def _cut_log(self) -> None:
+        """Cut a log that nobody reads while the server runs: it lies on a disk that could be full one day."""
+        now = time.monotonic()
+        if not self._cut or now < self._look_at_log:
+            return
+        self._look_at_log = now + LOOK_AT_LOG_SECONDS
+        with contextlib.suppress(OSError):
+            if self._output is not None and self._output.stat().st_size > MAX_LOG_BYTES:
+                os.truncate(self._output, 0)  # processes append to it
+
     def _write_state(self) -> None:
         counts = {watched.program.name: watched.restarts for watched in self._watched}
         part = self._state.with_suffix(".part")
-        part.write_text(json.dumps(counts), encoding="utf-8")
-        part.replace(self._state)  # readers see the old file or the new one
+        try:
+            part.write_text(json.dumps(counts), encoding="utf-8")
+            part.replace(self._state)  # readers see the old file or the new one
+        except OSError as error:  # the metrics are late then; no reason to end the server
+            logger.error("the number of restarts cannot be written for the metrics: %s", error)

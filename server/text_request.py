@@ -14,6 +14,7 @@ from .translation import Tensors, end_ids, make_request, refuse_unsupported, sam
 
 MAX_STOP_WORDS = 64
 MAX_STOP_WORD_BYTES = 1024
+CHARACTERS_PER_TOKEN = 8  # more than most texts have
 
 
 def max_text_bytes(config: EngineConfig, tokenizer: Tokenizer) -> int:
@@ -40,7 +41,7 @@ class TextRequest:
         use_template = bool(scalar(tensors, "apply_chat_template", False))
         if use_template:
             prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-        prompt_ids = tokenizer.encode(prompt, add_special_tokens=not use_template)
+        prompt_ids = _encode(tokenizer, prompt, not use_template, config.max_input_len)
         ends = end_ids(tensors, config.model.eos_token_ids)
         self.request = make_request(tensors, prompt_ids, "max_tokens", sampling, ends)
         self.streaming = bool(scalar(tensors, "stream", False))
@@ -103,6 +104,20 @@ def _prompt(tensors: Tensors, limit: int) -> str:
     if not prompt:
         raise RequestError("text_input is empty: must be at least one character; send a prompt")
     return prompt
+
+
+def _encode(tokenizer: Tokenizer, prompt: str, add_special_tokens: bool, max_tokens: int) -> list[int]:
+    """Token ids of a prompt. One with too many is refused by its beginning: all of it could take a minute of a thread."""
+    size = CHARACTERS_PER_TOKEN * max_tokens
+    while size < len(prompt):
+        tokens = len(tokenizer.encode(prompt[:size], add_special_tokens))
+        if tokens > max_tokens + max_tokens // 8 + 8:  # the cut may make some tokens of one
+            raise RequestError(
+                f"text_input has {tokens:,} tokens in its first {size:,} of {len(prompt):,} characters: "
+                f"must be <= max_input_len = {max_tokens} in all; shorten it or build with a larger max_input_len"
+            )
+        size *= 2
+    return tokenizer.encode(prompt, add_special_tokens)
 
 
 def _stop_words(tensors: Tensors) -> tuple[str, ...]:

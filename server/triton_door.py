@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,8 +24,8 @@ from kvseek.engine.request import FinishReason, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 
 from .engine_client import EngineClient
-from .served_request import Chunk, RequestFactory, ServedRequest
-from .status import TRITON_CODE
+from .served_request import Chunk, RequestFactory, ServedRequest, after
+from .status import INTERNAL, TRITON_CODE
 from .translation import Tensors, read_parameters, scalar
 
 OUTPUT_DTYPES = {
@@ -54,6 +55,8 @@ class Stream:
         self.served: ServedRequest | None = None
         self.number: int | None = None  # of the request at the engine, once it has been submitted
         self.left = False  # its client
+        self.stopped = False  # by another request
+        self.arrived = time.monotonic()
         self.closed = False  # the last response has been sent
 
     def send(self, chunk: Chunk) -> None:
@@ -139,10 +142,17 @@ class TritonDoor:
         tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
         parameters = read_parameters(request.parameters(), self._model)
         stream.call = parameters.kvseek_call
-        if parameters.kvseek_leave or stream.call in self._left or scalar(tensors, "stop", False):
-            self._stop(stream, parameters.kvseek_leave)
-            stream.close()
+        if parameters.kvseek_leave:
+            self._leave_call(stream.call)
+        elif scalar(tensors, "stop", False):
+            self._stop(stream.request_id)
+        elif not stream.call or stream.call not in self._left:
+            self._enqueue(stream, tensors, parameters.traceparent)
             return
+        stream.close()
+
+    def _enqueue(self, stream: Stream, tensors: Tensors, trace: str) -> None:
+        """Let a request be translated; raises QueueFullError."""
         with self._lock:
             if self._translating >= self._max_translating:
                 raise QueueFullError(
@@ -151,7 +161,7 @@ class TritonDoor:
                 )
             self._translating += 1
             self._streams.add(stream)
-        self._pool.submit(self._start, stream, tensors, parameters.traceparent)
+        self._pool.submit(self._start, stream, tensors, trace)
 
     def _start(self, stream: Stream, tensors: Tensors, trace: str) -> None:
         """Translate a request and submit it."""
@@ -160,8 +170,9 @@ class TritonDoor:
                 self._end(stream)
                 return
             served = stream.served = self._factory.make(self._model, tensors)
-            stream.number = self._client.submit(served.request, lambda output: self._pass_on(stream, output), trace)
-            if stream.left or stream.closed:  # while the number was not known yet
+            request = after(served.request, time.monotonic() - stream.arrived)
+            stream.number = self._client.submit(request, lambda output: self._pass_on(stream, output), trace)
+            if stream.left or stream.stopped or stream.closed:  # while the number was not known yet
                 self._client.cancel(stream.number)
         except Exception as error:
             self._fail(stream, error)
@@ -211,7 +222,7 @@ class TritonDoor:
         code = code_of(error)
         self._client.refused(code)
         self._forget(stream)
-        stream.fail(str(error), code)
+        stream.fail(str(error) if isinstance(error, KvseekError) else INTERNAL, code)
 
     def _forget(self, stream: Stream) -> None:
         with self._lock:
@@ -221,23 +232,25 @@ class TritonDoor:
         with self._lock:
             return list(self._streams)
 
-    def _stop(self, stopper: Stream, by_call: bool) -> None:
-        """End the requests of a client that has left, or those with the id of a request with `stop`, as in TensorRT-LLM."""
-        if by_call:
-            self._left[stopper.call] = None
-            while len(self._left) > REMEMBERED_CALLS:
-                del self._left[next(iter(self._left))]
+    def _stop(self, request_id: str) -> None:
+        """End the requests with an id, as TensorRT-LLM does for a request with `stop`; an empty one is none."""
         for stream in self._open_streams():
-            same_id = stopper.request_id and stream.request_id == stopper.request_id
-            if by_call and stream.call == stopper.call:
-                self._leave(stream)
-            elif not by_call and same_id and stream.number is not None:
-                self._client.cancel(stream.number)
+            if request_id and stream.request_id == request_id:
+                stream.stopped = True
+                self._cancel(stream)
 
-    def _leave(self, stream: Stream) -> None:
-        """The client of a stream has left."""
-        stream.left = True
-        if stream.number is not None:
+    def _leave_call(self, call: str) -> None:
+        """The client of a call has left: end its requests, those too that are still on their way to this model."""
+        self._left[call] = None
+        while len(self._left) > REMEMBERED_CALLS:
+            del self._left[next(iter(self._left))]
+        for stream in self._open_streams():
+            if stream.call == call:
+                stream.left = True
+                self._cancel(stream)
+
+    def _cancel(self, stream: Stream) -> None:
+        if stream.number is not None:  # else `_start` cancels
             self._client.cancel(stream.number)
 
     def finalize(self) -> None:

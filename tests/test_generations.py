@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import time
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
-from kvseek.engine.errors import ErrorCode, QueueFullError, RequestError
-from kvseek.engine.request import FinishReason, StepOutput
-from kvseek.server.generations import CodedError, Generations
+from kvseek.engine.errors import ErrorCode, QueueFullError, RequestError, TimeoutExpiredError
+from kvseek.engine.request import FinishReason, Request, StepOutput
+from kvseek.server.generations import CodedError, Generations, Ticket, Workers
 
 
 class Client:
@@ -20,12 +24,14 @@ class Client:
     def __init__(self) -> None:
         self.cancelled: list[int] = []
         self.counted: list[ErrorCode] = []
+        self.requests: list[Any] = []
         self.gate = threading.Event()
         self.gate.set()
         self.give: Callable[[StepOutput], None] = lambda _: None
 
     def submit(self, request: Any, on_output: Callable[[StepOutput], None], trace: str) -> int:
         self.gate.wait()
+        self.requests.append(request)
         self.give = on_output
         return 7
 
@@ -39,7 +45,7 @@ class Client:
 class Served:
     """A request whose output number `stops_at` has a stop word."""
 
-    request: Any = None
+    request: Any = Request((1,), 4)
     streaming = True
     ended = False
 
@@ -56,27 +62,98 @@ def make(client: Client, max_making: int = 4) -> Generations:
     return Generations(client, max_making)  # type: ignore[arg-type]
 
 
+def ticket(request_id: str = "", waited: float = 0.0) -> Ticket:
+    return Ticket(request_id, time.monotonic() - waited)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.005)
 
 
-def test_too_many_that_wait_to_be_tokenised_are_refused() -> None:
+def test_too_many_that_wait_for_a_thread_are_refused() -> None:
     async def run() -> None:
-        generations, gate = make(Client()), threading.Event()
-        under_way = [asyncio.create_task(generations.make(gate.wait)) for _ in range(4)]
-        await asyncio.sleep(0)
-        with pytest.raises(
-            QueueFullError, match=r"4 requests are being tokenised: at most max_queue_size \+ max_batch_size = 4"
-        ):
-            await generations.make(lambda: True)
+        workers, gate = Workers(2, "test", max_open=4), threading.Event()
+        under_way = [asyncio.create_task(workers.run(gate.wait)) for _ in range(4)]
+        await until(lambda: workers.open == 4)
+        message = r"4 requests are being tokenised: at most max_queue_size \+ max_batch_size = 4"
+        with pytest.raises(QueueFullError, match=message):
+            await workers.run(lambda: True)
         under_way[-1].cancel()  # its client leaves, and makes room
         await asyncio.wait(under_way[-1:])
-        await until(lambda: generations._making == 3)
-        last = asyncio.create_task(generations.make(lambda: True))
+        assert workers.open == 3
+        last = asyncio.create_task(workers.run(lambda: True))
         gate.set()
         assert await last
+        await asyncio.gather(*under_way[:-1])
+        await until(lambda: not workers.open)
+        workers.close()
+
+    asyncio.run(run())
+
+
+def test_data_of_clients_that_have_left_is_freed_while_others_hold_the_threads() -> None:
+    class Body:
+        pass
+
+    async def run() -> None:
+        workers, gate = Workers(1, "test", max_open=100), threading.Event()
+        slow = asyncio.create_task(workers.run(gate.wait))
+        await until(lambda: workers.open == 1)
+        bodies: weakref.WeakSet[Body] = weakref.WeakSet()
+        for _ in range(20):
+            body = Body()
+            bodies.add(body)
+            left = asyncio.create_task(workers.run(partial(id, body)))
+            await asyncio.sleep(0)
+            left.cancel()
+            await asyncio.wait([left])
+        del body, left
+        gc.collect()
+        assert not bodies
+        gate.set()
+        await slow
+        workers.close()
+
+    asyncio.run(run())
+
+
+def test_time_at_the_door_counts_towards_the_time_limit() -> None:
+    async def run() -> None:
+        client, served = Client(), Served()
+        generations = make(client)
+        served.request = Request((1,), 4, timeout_seconds=5.0)
+        async with generations.generate(served, ticket(waited=4.0)):
+            assert 0 < client.requests[-1].timeout_seconds < 1.1
+        with pytest.raises(
+            TimeoutExpiredError, match=r"timeout = 5 s: passed before the request was tokenised, after 6\.\d s"
+        ):
+            async with generations.generate(served, ticket(waited=6.0)):
+                pass
+        assert client.counted == [ErrorCode.TIMEOUT]
+        generations.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_stopped_while_it_is_tokenised_ends() -> None:
+    async def run() -> None:
+        client, gate, own = Client(), threading.Event(), ticket("mine")
+        generations = make(client)
+
+        async def serve() -> None:
+            async with (
+                generations.made(own, lambda: gate.wait() and Served(), slow=True) as served,
+                generations.generate(served, own),
+            ):
+                assert client.cancelled == [7]
+
+        task = asyncio.create_task(serve())
+        await asyncio.sleep(0)
+        generations.stop("mine")
+        gate.set()
+        await task
         generations.close()
 
     asyncio.run(run())
@@ -87,7 +164,7 @@ def test_chunks_end_with_the_request_or_with_a_stop_word() -> None:
         client = Client()
         generations = make(client)
         for served, expected in ((Served(), [1, 2, None]), (Served(stops_at=2), [1, 2])):
-            async with generations.generate(served) as chunks:
+            async with generations.generate(served, ticket()) as chunks:
                 for output in (StepOutput(1, 1), StepOutput(1, 2), StepOutput(1, None, FinishReason.LENGTH)):
                     client.give(output)
                 assert [chunk["token"] async for chunk in chunks] == expected
@@ -102,7 +179,7 @@ def test_an_error_of_the_engine_keeps_its_code() -> None:
     async def run() -> None:
         client = Client()
         generations = make(client)
-        async with generations.generate(Served()) as chunks:
+        async with generations.generate(Served(), ticket()) as chunks:
             client.give(StepOutput(1, finish_reason=FinishReason.ERROR, error="no", code=ErrorCode.TIMEOUT))
             with pytest.raises(CodedError, match="no") as caught:
                 await anext(chunks)
@@ -122,7 +199,7 @@ def test_a_caller_that_is_cancelled_cancels_its_request(submitted: bool) -> None
         entered = asyncio.Event()
 
         async def serve() -> None:
-            async with generations.generate(Served()) as chunks:
+            async with generations.generate(Served(), ticket()) as chunks:
                 entered.set()
                 await anext(chunks)
 
@@ -148,7 +225,8 @@ def test_stop_ends_the_requests_of_an_id() -> None:
     async def run() -> None:
         client = Client()
         generations = make(client)
-        async with generations.generate(Served(), "mine"):
+        own = ticket("mine")
+        async with generations.made(own, Served, slow=False) as served, generations.generate(served, own):
             generations.stop("")
             generations.stop("another")
             assert client.cancelled == []

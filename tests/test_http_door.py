@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -187,6 +188,14 @@ def test_a_client_that_leaves_the_queue_cancels_its_request(door: Door, engine_s
         wait_for(lambda: load(engine_socket) == (SLOTS, 1))
         connection.close()
         wait_for(lambda: load(engine_socket) == (SLOTS, 0), 2.0)
+
+
+def test_a_text_with_too_many_tokens_is_refused_by_its_beginning(door: Door) -> None:
+    response = door.post(f"{TEXT_MODEL}/generate", TEXT | {"text_input": "zq " * 2_333})
+    assert response.status_code == 400
+    assert re.search(
+        r"tokens in its first [\d,]+ of 6,999 characters: must be <= max_input_len", response.json()["error"]
+    )
 
 
 def test_a_full_queue_refuses_with_429(door: Door, engine_socket: Path) -> None:

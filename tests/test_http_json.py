@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,3 +147,16 @@ def test_chunks_have_scalars_where_there_is_one_value() -> None:
         "id": "mine",
         "output_ids": [7, 8],
     }
+
+
+def test_fields_without_number_are_refused_at_the_first(text: ModelSchema) -> None:
+    """Nothing is built from a million fields: it would hold up the process."""
+    body = b'{"text_input":"x",' + b",".join(b'"k%d":1' % i for i in range(200_000)) + b"}"
+    tracemalloc.start()
+    with pytest.raises(RequestError, match="k0: tensorrt_llm_bls has no such input"):
+        text.read(body)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    parameters = b'{"text_input":"x","max_tokens":1,"parameters":{' + body[18:-1] + b"}}"
+    with pytest.raises(RequestError, match=r"parameters has \d+ bytes of JSON: must be <= 1048576"):
+        text.read(parameters)

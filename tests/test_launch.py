@@ -146,9 +146,13 @@ def test_a_start_needs_time(tmp_path: Path, seconds: float) -> None:
     [
         ("max_queue_size", "0", "--max_queue_size = 0: must be >= 1; 256 is the default"),
         ("max_num_tokens", "0", "--max_num_tokens = 0: must be >= 1"),
-        ("default_timeout", "0", "--default_timeout = 0.0: must be finite and > 0; leave it out for no limit"),
-        ("default_timeout", "inf", "--default_timeout = inf: must be finite and > 0"),
-        ("drain_seconds", "-1", "--drain_seconds = -1.0: must be finite and >= 0"),
+        (
+            "default_timeout",
+            "0",
+            "--default_timeout = 0.0: must be > 0 and <= 604800, a week; leave it out for no limit",
+        ),
+        ("default_timeout", "inf", "--default_timeout = inf: must be > 0 and <= 604800"),
+        ("drain_seconds", "-1", "--drain_seconds = -1.0: must be >= 0 and <= 604800, a week; 20 is the default"),
         ("restarts", "-1", "--restarts = -1: must be >= 0; 0 ends the server when a process dies"),
         ("threads", "0", "--threads = 0: must be >= 1; or leave it out"),
     ],

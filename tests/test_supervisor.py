@@ -112,6 +112,48 @@ def test_what_dies_too_often_ends_the_server(start: Callable[..., Supervisor]) -
     assert not is_running(process)
 
 
+def test_time_to_start_is_no_steady_running(
+    start: Callable[..., Supervisor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that loads for minutes and then dies must not be started again for ever."""
+    monkeypatch.setattr(supervisor_module, "STEADY_SECONDS", 0.1)
+    code = "import time; time.sleep(0.4); raise SystemExit(7)"
+    supervisor = start(program("never-up", code, is_up=lambda: False), restarts=1)
+    wait_for(lambda: bool(supervisor.failure))
+    assert json.loads((tmp_path / "restarts.json").read_text()) == {"never-up": 1}
+    supervisor = start(program("up", code), restarts=1)
+    wait_for(lambda: json.loads((tmp_path / "restarts.json").read_text()) == {"up": 3})
+    assert not supervisor.failure
+
+
+def test_restarts_that_cannot_be_written_end_nothing(start: Callable[..., Supervisor], tmp_path: Path) -> None:
+    supervisor = start(program("one", SLEEP))
+    (tmp_path / "restarts.json").unlink()
+    (tmp_path / "restarts.json").mkdir()
+    before = supervisor.process_ids()["one"]
+    os.kill(before, signal.SIGKILL)
+    wait_for(lambda: supervisor.process_ids().get("one", before) != before)
+    supervisor.check()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_log_that_nobody_asked_for_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool) -> None:
+    monkeypatch.setattr(supervisor_module, "LOOK_AT_LOG_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor_module, "MAX_LOG_BYTES", 10_000)
+    code = "import time\nwhile True: print('x' * 999, flush=True); time.sleep(0.001)"
+    log, sizes = tmp_path / "log", [0]
+    supervisor = Supervisor([program("chatty", code)], 0, log, tmp_path / "restarts.json", keep_output=keep)
+    supervisor.start()
+
+    def done() -> bool:
+        sizes.append(log.stat().st_size if log.exists() else 0)
+        return sizes[-1] > 100_000 if keep else sizes[-1] < sizes[-2]
+
+    wait_for(done)
+    supervisor.stop()
+    assert (sizes == sorted(sizes)) is keep
+
+
 def test_a_start_that_fails_says_what_the_process_wrote(start: Callable[..., Supervisor]) -> None:
     supervisor = start(program("engine", "raise SystemExit('error: no such model')"), settle=False)
     with pytest.raises(ServerError, match=r"engine ended with status 1; its log ends:\nerror: no such model"):

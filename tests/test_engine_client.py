@@ -1,0 +1,58 @@
+"""A door's connection to a real engine process: what is counted while there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+from conftest import BuildEngine
+from door_processes import SECONDS, engine_process
+from random_models import save_random_model
+
+from kvseek.engine.errors import ErrorCode, UnavailableError
+from kvseek.engine.request import FinishReason, Request, StepOutput
+from kvseek.server.engine_client import EngineClient
+from kvseek.server.settings import ServeSettings
+
+SETTINGS = ServeSettings(threads=1)
+
+
+async def connected(client: EngineClient, wanted: bool) -> None:
+    async with asyncio.timeout(SECONDS):
+        while client.connected is not wanted:
+            await asyncio.sleep(0.01)
+
+
+def test_requests_that_met_no_engine_are_counted_by_the_next_one(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine
+) -> None:
+    directory = build_engine(save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama"), "full")
+    path = tmp_path / "engine.sock"
+
+    async def run() -> str:
+        client = EngineClient(path, asyncio.get_running_loop())
+        ends: list[StepOutput] = []
+        with engine_process(directory, path, SETTINGS) as process:
+            await connected(client, True)
+            first = asyncio.Event()
+            client.submit(Request((1, 2, 3), 400), lambda output: (first.set(), ends.append(output)))
+            await first.wait()
+            process.kill()
+            await connected(client, False)
+        assert (ends[-1].finish_reason, ends[-1].code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
+        with pytest.raises(UnavailableError):
+            client.submit(Request((1, 2, 3), 4), ends.append)
+        client.refused(ErrorCode.UNAVAILABLE)  # as the door does with what `submit` raises
+        client.refused(ErrorCode.INVALID)
+        await asyncio.sleep(0)
+        with engine_process(directory, path, SETTINGS):
+            await connected(client, True)
+            text = await client.read_metrics()
+        client.close()
+        return text
+
+    text = asyncio.run(run())
+    counts = dict(re.findall(r'kvseek:requests_total\{.*outcome="(\w+)"\} (\S+)', text))
+    assert (counts["unavailable"], counts["invalid"]) == ("2.0", "1.0")
