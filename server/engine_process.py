@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import faulthandler
 import logging
 import os
@@ -194,11 +193,10 @@ class EngineServer:
         self._loop.add_signal_handler(signal.SIGTERM, stop.set)
         server = await asyncio.start_unix_server(self._connected, str(socket))
         logger.info("the engine is ready")
-        watchdog = Watchdog(self.service)
+        watchdog, drained = Watchdog(self.service), asyncio.create_task(self._drain_after(stop))
         try:
-            while not stop.is_set():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), 0.1)
+            while not drained.done():
+                await asyncio.wait((drained,), timeout=0.1)
                 if self.service.failure:
                     self.outbox.flush()
                     await asyncio.sleep(0.2)  # the doors still get the errors of their requests
@@ -207,12 +205,14 @@ class EngineServer:
                     logger.critical("the engine's loop has not turned for %g s: its process ends", HUNG_SECONDS)
                     faulthandler.dump_traceback()
                     os._exit(STATUS_HUNG)  # nothing that waits for the engine's thread would end
-            await self._drain()
+            drained.result()
             return 0
         finally:
             server.close()
+            drained.cancel()
 
-    async def _drain(self) -> None:
+    async def _drain_after(self, stop: asyncio.Event) -> None:
+        await stop.wait()
         self._draining = True
         await asyncio.to_thread(self.service.drain, self.settings.drain_seconds)
         self.outbox.flush()

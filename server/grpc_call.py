@@ -16,14 +16,15 @@ from tritonclient.grpc import service_pb2
 
 from kvseek.engine.errors import ErrorCode, RequestError
 
-from .grpc_checks import ITEM_BYTES, MAX_ID_CHARACTERS, WIRE_TYPES, admit
+from .grpc_checks import ITEM_BYTES, WIRE_TYPES, admit
 from .http_json import ModelSchema
+from .served_request import MAX_ID_CHARACTERS
+from .triton import SHARED_MEMORY_PREFIX
 
 SERVICE = "inference.GRPCInferenceService"
 LEAVE_SECONDS = (
     60.0  # that Triton may take to end the requests of a client that has left: a step of the engine, and more
 )
-SHARED_MEMORY_NAME = "triton_python_backend_shm_region_"
 NO_SHARED_MEMORY = (
     "the server has no shared memory left to pass the request on; try again later, or give it more (docs/deploy.md)"
 )
@@ -168,10 +169,10 @@ def describe(error: Exception) -> str:
 
 def without_names(data: bytes) -> bytes:
     """A response as clients may see it: an error of Triton's Python backend names the server's shared memory."""
-    if SHARED_MEMORY_NAME.encode() not in data:
+    if SHARED_MEMORY_PREFIX.encode() not in data:
         return data
     response = service_pb2.ModelStreamInferResponse.FromString(data)
-    if SHARED_MEMORY_NAME not in response.error_message:  # but in a text
+    if SHARED_MEMORY_PREFIX not in response.error_message:  # but in a text
         return data
     logger.error("Triton: %s", response.error_message)
     response.error_message = NO_SHARED_MEMORY

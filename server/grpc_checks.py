@@ -17,9 +17,9 @@ from kvseek.engine.tokenizer import Tokenizer
 
 from .http_fields import Input, shortened
 from .http_json import ModelSchema
+from .served_request import MAX_ID_CHARACTERS
 from .text_request import max_text_bytes
 
-MAX_ID_CHARACTERS = 256
 MAX_PARAMETERS = 8
 BYTES_PER_ID = 10  # of a token id: four as they are, up to ten as a number of the protocol
 OTHER_BYTES = 1 << 20

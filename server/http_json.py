@@ -17,12 +17,11 @@ from kvseek.engine.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
 
 from .http_fields import MAX_FIELD_BYTES, Input, shortened, shown
-from .served_request import MODELS, TEXT_MODEL, TOKEN_MODEL, Chunk
+from .served_request import MAX_ID_CHARACTERS, MODELS, TEXT_MODEL, TOKEN_MODEL, Chunk
 from .text_request import max_text_bytes
 from .translation import Tensors
 
 MODEL_VERSION = "1"
-MAX_ID_CHARACTERS = 256
 MAX_LIST = 1024  # values of an input that is not the prompt
 JSON_BYTES_PER_BYTE = 6  # a byte of text takes at most \\u0000
 JSON_BYTES_PER_ID = 12  # ten digits, a comma and a space

@@ -29,14 +29,13 @@ from .processes import Program
 from .served_request import MODELS
 from .settings import ServeSettings
 from .supervisor import Supervisor
-from .triton import TritonServer, find_server
+from .triton import SHARED_MEMORY_PREFIX, TritonServer, find_server
 
 READY_SECONDS = 180.0
 STOP_SECONDS = 5.0  # that a process may take to end once nothing runs in it any more
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOOPBACK = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
-TRITON_MEMORY_PREFIX = "triton_python_backend_shm_region_"
 CLOSED_PROTOCOLS = "shared-memory,model-repository,trace,logging"
 KEY_HEADER = "kvseek-closed"
 ENGINE, DOORS, TRITON = "engine", "doors", "triton"
@@ -216,7 +215,7 @@ def _is_ready(url: str) -> bool:
 
 def _memory_prefix(repository: Path) -> str:
     """Name of this server's shared memory: Triton's own, by which it keeps clients away, and the scratch folder's."""
-    return f"{TRITON_MEMORY_PREFIX}{repository.parent.name}-"
+    return f"{SHARED_MEMORY_PREFIX}{repository.parent.name}-"
 
 
 def _free_shared_memory(repository: Path) -> None:

@@ -18,6 +18,7 @@ from .translation import Tensors
 TEXT_MODEL = "tensorrt_llm_bls"
 TOKEN_MODEL = "tensorrt_llm"
 MODELS = (TOKEN_MODEL, TEXT_MODEL)
+MAX_ID_CHARACTERS = 256  # of what a client calls its request
 Chunk = dict[str, Any]  # name of an output → its value: a str, a number, or a list of token ids
 
 

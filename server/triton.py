@@ -20,6 +20,7 @@ from .errors import ServerError
 
 SYSTEM_SERVER = Path("/opt/tritonserver/bin/tritonserver")  # where the NGC containers have it
 WHEEL = "nvidia-pytriton"
+SHARED_MEMORY_PREFIX = "triton_python_backend_shm_region_"  # of names by which Triton keeps clients away
 STUB = "triton_python_backend_stub"
 BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"

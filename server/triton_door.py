@@ -24,7 +24,7 @@ from kvseek.engine.request import FinishReason, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 
 from .engine_client import EngineClient
-from .served_request import Chunk, RequestFactory, ServedRequest, after
+from .served_request import MAX_ID_CHARACTERS, Chunk, RequestFactory, ServedRequest, after
 from .status import INTERNAL, TRITON_CODE
 from .translation import Tensors, read_parameters, scalar
 
@@ -40,7 +40,6 @@ OUTPUT_DTYPES = {
     "prefill_progress": np.float32,
 }
 TRANSLATORS = 2  # threads that translate requests: more would take the engine's cores
-MAX_ID_CHARACTERS = 256
 REMEMBERED_CALLS = 4096
 logger = logging.getLogger(__name__)
 
