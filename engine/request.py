@@ -13,6 +13,7 @@ from .metrics import RequestStatistics
 MAX_SEED = 2**64 - 1
 DEFAULT_PRIORITY = 128
 MAX_PRIORITY = 255
+MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0  # as good as none, and far below what a thread can be told to wait
 REPETITION_PENALTIES = 0.01, 100.0  # smaller and larger ones overflow what a client cannot know: the logits
 
 
@@ -53,7 +54,7 @@ class Request:
     `stop_words` are token sequences; output that ends with one stops there (it stays in the output of token ids).
     `priority`, 0 to 255, says who starts first when requests wait: the larger, as in TensorRT-LLM (engine/queue.py).
     `timeout_seconds` counts from submission: a request that still waits then ends with an error, one that runs ends with
-    what it has and FinishReason.TIMEOUT; None: no limit of its own.
+    what it has and FinishReason.TIMEOUT; at most a week; None: no limit of its own.
     """
 
     prompt_ids: tuple[int, ...]
@@ -88,8 +89,9 @@ class Request:
         limit = f"in [0, {MAX_PRIORITY}]"
         _require(0 <= self.priority <= MAX_PRIORITY, "priority", self.priority, limit, "larger numbers start first")
         seconds = self.timeout_seconds
-        within = seconds is None or (math.isfinite(seconds) and seconds > 0)
-        _require(within, "timeout", seconds, "a finite number of seconds > 0", "leave it out for no limit")
+        within = seconds is None or 0 < seconds <= MAX_TIMEOUT_SECONDS
+        limit = f"> 0 and <= {MAX_TIMEOUT_SECONDS:.0f} s, a week"
+        _require(within, "timeout", seconds, limit, "leave it out for no limit")
 
 
 class FinishReason(StrEnum):

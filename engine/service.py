@@ -21,6 +21,7 @@ from .usage import CacheUsage
 
 Callback = Callable[[StepOutput], None]
 SHUTTING_DOWN = "the server is shutting down: no further requests; send them to another server, or start this one again"
+LONGEST_WAIT = 3600.0  # seconds, after which the timer looks again: a thread cannot be told to wait for any time
 logger = logging.getLogger(__name__)
 
 
@@ -150,7 +151,7 @@ class EngineService:
         """
         self._refuse(SHUTTING_DOWN)
         with self._empty:
-            self._empty.wait_for(self._is_empty, seconds)
+            self._empty.wait_for(self._is_empty, min(seconds, threading.TIMEOUT_MAX))
             left = list(self._callbacks)
         for handle in left:
             self._end(handle, FinishReason.SHUTDOWN)
@@ -189,11 +190,20 @@ class EngineService:
     def _watch_deadlines(self) -> None:
         """Expire waiting requests on time, whatever the engine's thread does meanwhile."""
         while not self._closed:
-            deadline = self._engine.next_deadline()
-            self._deadlines.wait(None if deadline is None else max(0.0, deadline - time.perf_counter()))
-            self._deadlines.clear()
-            for output in self._engine.expire():
-                self._deliver(output)
+            try:
+                self._expire()
+            except Exception:  # without the timer no request would expire any more
+                logger.exception("the timer failed; it goes on")
+                time.sleep(1.0)  # an error that stays must not fill the log
+
+    def _expire(self) -> None:
+        """Wait for the next deadline, or for another to come, and end the requests whose deadlines have passed."""
+        deadline = self._engine.next_deadline()
+        wait = LONGEST_WAIT if deadline is None else max(0.0, deadline - time.perf_counter())
+        self._deadlines.wait(min(wait, LONGEST_WAIT))
+        self._deadlines.clear()
+        for output in self._engine.expire():
+            self._deliver(output)
 
     def _run(self) -> None:
         try:

@@ -93,7 +93,7 @@ def test_more_requests_than_slots(engine: Engine) -> None:
 
 
 def test_decoding_goes_on_during_a_prefill(engine: Engine) -> None:
-    first = engine.submit(Request(PROMPT[:10], 50))
+    first = engine.submit(Request(PROMPT[:10], 390))  # on a loaded machine many steps make up for one that took long
     while not any(output.token_id is not None for output in engine.step()):
         pass
     second = engine.submit(Request(PROMPT * 2, 2))
@@ -132,6 +132,9 @@ def test_cancelling_frees_what_a_request_held(engine: Engine, steps: int) -> Non
         (Request((-1,), 5), "input_ids = -1: must be in [0, "),
         (Request((1,), 5, end_ids=(-3,)), "end_id = -3: must be in [0, "),
         (Request((1,), 5, stop_words=((1, 99999),)), "stop_words_list = 99999: must be in [0, "),
+        (Request((1,), 5, timeout_seconds=0.0), "timeout = 0.0: must be > 0 and <= 604800 s, a week; leave it out"),
+        (Request((1,), 5, timeout_seconds=1e10), "timeout = 10000000000.0: must be > 0 and <= 604800 s"),
+        (Request((1,), 5, timeout_seconds=float("nan")), "timeout = nan: must be > 0 and <= 604800 s"),
     ],
 )
 def test_bad_requests_name_field_and_limit(engine: Engine, request_: Request, message: str) -> None:

@@ -7,6 +7,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,10 +67,18 @@ def test_bad_requests_raise_in_the_caller(service: EngineService) -> None:
 
 def test_cancel(service: EngineService) -> None:
     outputs: queue.Queue[StepOutput] = queue.Queue()
-    handle = service.submit(Request(PROMPT, 400), outputs.put)
+    cancelled = threading.Event()
+
+    def hold(output: StepOutput) -> None:
+        outputs.put(output)
+        if output.token_id is not None:
+            cancelled.wait(TIMEOUT)  # the request does not end before
+
+    handle = service.submit(Request(PROMPT, 400), hold)
     while outputs.get(timeout=TIMEOUT).token_id is None:
         pass
     service.cancel(handle)
+    cancelled.set()
     assert collect(outputs)[-1].finish_reason is FinishReason.CANCELLED
     service.cancel(handle)  # a second time: nothing happens
 
@@ -86,7 +95,12 @@ def test_a_failing_callback_cancels_its_request_only(service: EngineService) -> 
 
 def test_closing_ends_requests_and_refuses_new_ones(service: EngineService) -> None:
     outputs: queue.Queue[StepOutput] = queue.Queue()
-    service.submit(Request(PROMPT, 400), outputs.put)
+
+    def slowly(output: StepOutput) -> None:
+        time.sleep(0.02)
+        outputs.put(output)
+
+    service.submit(Request(PROMPT, 400), slowly)
     service.close()
     assert collect(outputs)[-1].finish_reason is FinishReason.CANCELLED
     with pytest.raises(UnavailableError, match="shutting down"):

@@ -107,22 +107,69 @@ def test_waiting_requests_expire_during_a_long_step(slow: tuple[EngineService, S
     assert end_of(first).finish_reason is FinishReason.LENGTH
 
 
-def test_a_running_request_ends_with_what_it_has(directory: Path) -> None:
-    service = EngineService.load(directory)
-    outputs: Outputs = queue.Queue()
-    tokens = []
+@pytest.mark.parametrize("seconds", [1e9, 1e10, 1e300])
+def test_the_timer_survives_what_cannot_be_waited_for(slow: tuple[EngineService, SlowEngine], seconds: float) -> None:
+    """Such a limit is refused, but one that came in all the same must not end the thread that all others need."""
+    service, engine = slow
+    _, first = submit(service)
+    assert engine.stepping.wait(TIMEOUT)
+    soon, engine.engine.next_deadline = engine.engine.next_deadline, lambda: seconds  # type: ignore[method-assign]
+    submit(service, timeout=1000.0)
+    time.sleep(0.1)  # the timer waits
+    engine.engine.next_deadline = soon  # type: ignore[method-assign]
+    service.cancel(service._handles()[-1])
+    _, second = submit(service, timeout=0.2)
+    assert end_of(second).code is ErrorCode.TIMEOUT
+    engine.go_on.set()
+    assert end_of(first).finish_reason is FinishReason.LENGTH
 
-    def slowly(output: StepOutput) -> None:
-        time.sleep(0.02)
-        tokens.append(output.token_id)
+
+def test_the_timer_survives_errors(slow: tuple[EngineService, SlowEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    service, engine = slow
+    submit(service)
+    assert engine.stepping.wait(TIMEOUT)
+    expire, calls = engine.engine.expire, list[int]()
+
+    def fail_once() -> list[StepOutput]:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("a clock failed")
+        return expire()
+
+    monkeypatch.setattr(engine.engine, "expire", fail_once)
+    _, second = submit(service, timeout=0.2)
+    assert end_of(second).code is ErrorCode.TIMEOUT
+
+
+@pytest.mark.parametrize("seconds", [1e10, float("inf")])
+def test_draining_may_take_any_time(directory: Path, seconds: float) -> None:
+    service = EngineService.load(directory)
+    _, outputs = submit(service, 20)
+    service.drain(seconds)
+    assert end_of(outputs).finish_reason is FinishReason.LENGTH
+    service.close()
+
+
+def test_a_running_request_ends_with_what_it_has(slow: tuple[EngineService, SlowEngine]) -> None:
+    """Its limit passes when it has some tokens, however slow the machine is: the engine's clock is told."""
+    service, engine = slow
+    outputs: Outputs = queue.Queue()
+    tokens = list[int]()
+
+    def late(output: StepOutput) -> None:
+        if output.token_id is not None:
+            tokens.append(output.token_id)
+        if len(tokens) == 3 and output.finish_reason is None:
+            (sequence,) = engine.engine._scheduler.running
+            sequence.statistics.submitted_at -= 2000.0
         outputs.put(output)
 
-    service.submit(Request(PROMPT, 900, timeout_seconds=0.5), slowly)
+    service.submit(Request(PROMPT, 900, timeout_seconds=1000.0), late)
+    engine.go_on.set()
     end = end_of(outputs)
     assert end.finish_reason is FinishReason.TIMEOUT
-    assert len(tokens) > 3
+    assert len(tokens) == 3
     assert service.running == 0
-    service.close()
 
 
 def test_draining_lets_requests_end(directory: Path) -> None:
@@ -140,10 +187,19 @@ def test_draining_lets_requests_end(directory: Path) -> None:
 
 def test_draining_ends_what_is_left(slow: tuple[EngineService, SlowEngine]) -> None:
     service, engine = slow
-    (_, running), (_, waiting) = submit(service, 900), submit(service, 900)
+    running: Outputs = queue.Queue()
+    has_token = threading.Event()
+
+    def hold(output: StepOutput) -> None:
+        running.put(output)
+        if output.token_id is not None:
+            has_token.set()
+            time.sleep(0.02)  # 900 tokens take longer than the drain takes to begin, on any machine
+
+    service.submit(Request(PROMPT, 900), hold)
+    _, waiting = submit(service, 900)
     engine.go_on.set()
-    while running.get(timeout=TIMEOUT).token_id is None:
-        pass
+    assert has_token.wait(TIMEOUT)
     service.drain(0.0)
     assert end_of(running).finish_reason is FinishReason.SHUTDOWN
     assert end_of(waiting).finish_reason is FinishReason.SHUTDOWN
