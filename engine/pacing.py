@@ -32,7 +32,7 @@ SAMPLES = 3  # undisturbed steps whose shortest counts
 FIRST_RESTS = 4  # steps between two that read nothing, until there are SAMPLES of them
 LEARNING_RATE = 0.5
 LARGEST_SAMPLE = 4.0  # times what was expected; a hiccup, or an index that is built, says little about the next unit
-LARGEST_CHARGE = 256.0  # undisturbed decode steps; reading need not make up for all the time that a machine has paused
+LARGEST_CHARGE = 100.0  # undisturbed decode steps; reading need not make up for all the time that a machine has paused
 
 
 class Pacing:

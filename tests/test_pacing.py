@@ -155,7 +155,7 @@ def test_a_long_prompt_is_read_on_however_many_short_ones_arrive(machine: Machin
     assert mean(server.steps) <= 2.1 * machine.decode
 
 
-@pytest.mark.parametrize("build", [5, 20, 100])
+@pytest.mark.parametrize("build", [5, 20, 80])
 @pytest.mark.parametrize("machine", [CPU, GPU])
 def test_indexes_that_are_built_are_paid_for(machine: Machine, build: int) -> None:
     """A build takes as long as so many steps."""
