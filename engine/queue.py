@@ -53,7 +53,8 @@ class RequestQueue:
     def push(self, sequence: Sequence, free_slots: int = 0) -> None:
         """Add a sequence; raises QueueFullError if as many wait as may wait.
 
-        Every request is in the queue until the next step; those for which there are free slots do not count as waiting.
+        Every request is in the queue until the next step; those for which there are free slots do not count as waiting. Slots
+        that nobody can get for want of extents are not free (Scheduler.free_slots).
         """
         with self._lock:
             waiting = len(self._sequences) - free_slots
@@ -71,11 +72,6 @@ class RequestQueue:
         """Take a sequence out, wherever it is; None if it does not wait."""
         with self._lock:
             return self._remove(request_id)
-
-    def find(self, request_id: int) -> Sequence | None:
-        """A waiting sequence, which stays in the queue; None if it does not wait."""
-        with self._lock:
-            return self._sequences.get(request_id)
 
     def pop(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
         """Take the head out if it fits; None if it does not, or nobody waits. `fits` must not call the queue."""

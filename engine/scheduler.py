@@ -20,18 +20,27 @@ class Scheduler:
         self._cache = cache
         self._free_slots = list(range(slots - 1, -1, -1))
         self.queue = queue
+        self._head_waits = False  # the queue's head, for extents
         self.running: list[Sequence] = []
 
     @property
     def free_slots(self) -> int:
-        """Slots that the next step can give away."""
-        return len(self._free_slots)
+        """Slots that the next step can give away, as far as is known: none while the queue's head waits for extents."""
+        return 0 if self._head_waits else len(self._free_slots)
 
     def admit(self) -> Sequence | None:
         """Take the head of the queue and give it a slot, or None if it has to wait. `open` comes next."""
         if not self._free_slots:
             return None
-        sequence = self.queue.pop(self._fits)
+        head_waits = False
+
+        def fits(head: Sequence) -> bool:
+            nonlocal head_waits
+            head_waits = self._cache.extents_needed(head.total_tokens) > self._cache.extents.free
+            return not head_waits
+
+        sequence = self.queue.pop(fits)
+        self._head_waits = head_waits
         if sequence is not None:
             sequence.slot = self._free_slots.pop()
             sequence.statistics.started_at = time.perf_counter()
@@ -55,11 +64,4 @@ class Scheduler:
         self.running.remove(sequence)
         self._cache.close(sequence.slot)
         self._free_slots.append(sequence.slot)
-
-    def find(self, request_id: int) -> Sequence | None:
-        """The sequence of a request, or None if it has ended."""
-        running = next((s for s in self.running if s.request_id == request_id), None)
-        return running or self.queue.find(request_id)
-
-    def _fits(self, sequence: Sequence) -> bool:
-        return self._cache.extents_needed(sequence.total_tokens) <= self._cache.extents.free
+        self._head_waits = False  # `admit` will see

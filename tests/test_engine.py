@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvseek.engine import prefill as prefill_module
 from kvseek.engine.engine import Engine
-from kvseek.engine.errors import CapacityError, EngineDirectoryError, KvseekError, RequestError
+from kvseek.engine.errors import CapacityError, EngineDirectoryError, KvseekError, QueueFullError, RequestError
 from kvseek.engine.request import FinishReason, Request, SamplingParams, StepOutput
 
 PROMPT = tuple(i * 13 % 101 for i in range(120))
@@ -182,6 +182,29 @@ def test_requests_wait_for_extents(tmp_path: Path, build_engine: BuildEngine) ->
     assert len(engine._scheduler.running) == 1
     finished = [o.request_id for o in run(engine) if o.finish_reason is FinishReason.LENGTH]
     assert finished == waiting
+
+
+def test_slots_without_extents_are_no_room_in_the_queue(tmp_path: Path, build_engine: BuildEngine) -> None:
+    """Slots count as room while the queue's head can get one, and not while it waits for extents."""
+    model = save_random_model(tmp_path / "model", "llama")
+    engine = Engine.load(build_engine(model, "full", *WINDOW, "--max_batch_size", "4"), max_queue_size=2)
+    while engine._cache.extents.free > 1:
+        engine._cache.extents._free.pop()
+    running = engine.submit(Request(PROMPT, 20))
+    waiting = [engine.submit(Request(PROMPT, 20))]
+    engine.step()
+    assert (engine.running, engine.waiting) == (1, 1)
+    waiting.append(engine.submit(Request(PROMPT, 20)))
+    with pytest.raises(QueueFullError, match="2 requests wait for a slot"):
+        engine.submit(Request(PROMPT, 20))
+    for request in waiting:
+        engine.cancel(request)
+    engine.cancel(running)
+    for _ in range(6):  # there is nobody else: four slots, and room for two that wait
+        engine.submit(Request(PROMPT, 2))
+    with pytest.raises(QueueFullError, match="2 requests wait for a slot"):
+        engine.submit(Request(PROMPT, 2))
+    assert len([o for o in run(engine) if o.finish_reason is FinishReason.LENGTH]) == 6
 
 
 def test_a_failing_prefill_ends_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
