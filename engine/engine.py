@@ -72,7 +72,7 @@ class Engine:
         self._token_layers = 0  # that all steps have read
         self._report = StepReport()
         self._meter = UsageMeter(decoder.cache, decoder.indexes)
-        self._refresh_seconds = 0.0  # of the last step with decoding requests
+        self._refresh_seconds = 0.0  # of the last step with decoding requests, 0 if it failed before
         self.on_step: Callable[[StepReport], None] | None = None
 
     @classmethod
@@ -220,7 +220,7 @@ class Engine:
             try:
                 self._scheduler.open(sequence)
             except Exception as error:  # one request's admission must not take the others down
-                ends.append(self._fail(sequence, error))
+                ends.append(self._fail(sequence, error, ErrorCode.INTERNAL))
         return ends
 
     def _read(self, beside: bool) -> list[StepOutput]:
@@ -240,6 +240,7 @@ class Engine:
     def _decode(self, sequences: list[Sequence]) -> list[StepOutput]:
         tokens, slots = [s.generated[-1] for s in sequences], [s.slot for s in sequences]
         greedy = [s.sampler.greedy for s in sequences]
+        self._refresh_seconds = 0.0
         try:
             drawn, attended = self._decoder.decode_tokens(tokens, slots, greedy)
         except Exception as error:  # the step's caches are in doubt: its requests end, waiting ones go on
@@ -258,8 +259,8 @@ class Engine:
         """Take the greedy token, or draw one from logits, and end the sequence if it is the last."""
         try:
             token = accept(drawn) if isinstance(drawn, int) else sequence.sampler.sample(drawn)
-        except Exception as error:  # of the model's numbers, whatever its type: no client can have caused it
-            return self._fail(sequence, error, ErrorCode.INTERNAL)
+        except Exception as error:  # of the model's numbers
+            return self._fail(sequence, error)
         statistics, cached = sequence.statistics, self._cache.tokens[sequence.slot] if attended else 0
         statistics.record_token(cached, attended)
         if token in sequence.request.end_ids:
@@ -298,6 +299,10 @@ class Engine:
             self.on_step(self._report)
 
     def _fail(self, sequence: Sequence, error: Exception, code: ErrorCode | None = None) -> StepOutput:
+        """End a request by an error of a step. Whatever its type, no client can have caused it: `check` found none."""
+        if code is None:
+            out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+            code = ErrorCode.UNAVAILABLE if out_of_memory else ErrorCode.INTERNAL
         return self._end(sequence, failed(sequence, error, code))
 
     def _end(self, sequence: Sequence, output: StepOutput) -> StepOutput:

@@ -10,7 +10,7 @@ class ErrorCode(StrEnum):
 
     INVALID = "invalid"  # the request cannot be served as it stands
     QUEUE_FULL = "queue_full"  # as many requests wait as may wait; a later attempt may succeed
-    UNAVAILABLE = "unavailable"  # the engine does not run, or is shutting down
+    UNAVAILABLE = "unavailable"  # the engine does not run, is shutting down, or had no memory left for the request
     TIMEOUT = "timeout"  # the request's own time limit passed while it waited
     INTERNAL = "internal"  # a fault of the engine; its log says more
 
@@ -61,5 +61,8 @@ _CODES: dict[type[Exception], ErrorCode] = {
 
 
 def code_of(error: Exception) -> ErrorCode:
-    """The code of an error that ends a request; INTERNAL for all that a client cannot have caused."""
+    """The code of an error that refuses a request; INTERNAL for all that a client cannot have caused.
+
+    What fails later, when the engine has found nothing wrong with a request, is no client's fault (Engine._fail).
+    """
     return next((code for kind, code in _CODES.items() if isinstance(error, kind)), ErrorCode.INTERNAL)

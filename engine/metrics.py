@@ -55,7 +55,9 @@ class RequestStatistics:
 class StepReport:
     """What one step of an engine did, and how full the engine was after it.
 
-    `prefill_tokens` counts a prompt's token when all layers have seen it; the counts of all steps add up to what was read.
+    `prefill_tokens` is what the step read of all prompts, in tokens × layers, divided by the layers: a prompt that is read layer
+    by layer counts from its first layer on, not when its tokens have passed the last. Remainders go to later steps, so the
+    counts of all steps add up to what was read, that of prompts which end half-way included.
     """
 
     number: int = 0  # of the step, from 1; 0: there was none

@@ -115,10 +115,36 @@ def test_an_admission_that_finds_no_extents_ends_alone(engine: Engine, monkeypat
     refused, served = engine.submit(Request(PROMPT, 20)), engine.submit(Request(PROMPT, 10))
     outputs = run(engine)
     end = end_of(outputs, refused)
-    assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.INVALID)
+    assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.INTERNAL), "the scheduler said that it fits"
     assert end.error.startswith("CapacityError: 120 tokens need 1 more extents")
     assert tokens_of(outputs, served) == expected
     assert_everything_came_back(engine)
+
+
+@pytest.mark.parametrize(
+    "error", [CapacityError("its prefill needs 9 bytes"), MemoryError(), torch.OutOfMemoryError("CUDA out of memory")]
+)
+@pytest.mark.parametrize("step", ["prefill", "decode"])
+def test_running_out_of_memory_is_no_fault_of_the_client(
+    step: str, error: Exception, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "store_layer" if step == "prefill" else "decode_tokens"
+    monkeypatch.setattr(engine._decoder, name, failing_once(getattr(engine._decoder, name), error))
+    request = engine.submit(Request(PROMPT, 10))
+    end = end_of(run(engine), request)
+    assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
+    assert_everything_came_back(engine)
+
+
+def test_a_step_that_fails_reports_no_upkeep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.submit(Request(PROMPT, 20))
+    while not engine.step_report.refresh_seconds:
+        engine.step()
+    monkeypatch.setattr(engine._decoder, "decode_tokens", failing_once(None, RuntimeError("lost")))
+    engine.step()
+    assert (engine.step_report.decode_batch, engine.step_report.refresh_seconds) == (1, 0.0), (
+        "not that of the step before"
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -184,8 +210,7 @@ def test_cancelling_and_timing_out_while_prompts_are_read(engine: Engine) -> Non
             assert end is not None
             assert end.finish_reason is FinishReason.CANCELLED
         else:
-            sequence = engine._scheduler.find(reading)
-            assert sequence is not None
+            (sequence,) = [one for one in engine._scheduler.running if one.request_id == reading]
             sequence.statistics.submitted_at -= 1000.0
             object.__setattr__(sequence.request, "timeout_seconds", limit)
             outputs += engine.step()
