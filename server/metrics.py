@@ -97,8 +97,11 @@ class EngineMetrics(Collector):
         self._registry.register(self)
 
     def record(self, output: StepOutput) -> None:
-        """Count one output of the engine; takes about a microsecond."""
-        if output.token_id is not None:
+        """Count one output of the engine; takes about a microsecond.
+
+        The token that ends a request was generated like the others, though no client gets it.
+        """
+        if output.token_id is not None or output.finish_reason is FinishReason.END_ID:
             now = time.perf_counter()
             before = self._token_times.get(output.request_id)
             if before is not None:
@@ -189,13 +192,11 @@ class EngineMetrics(Collector):
             yield make.histogram(name, description, self._of_requests[name])
 
     def _end(self, output: StepOutput, reason: FinishReason) -> None:
-        gave_tokens = self._token_times.pop(output.request_id, None) is not None
+        self._token_times.pop(output.request_id, None)
         self._outcomes[(output.code if reason is FinishReason.ERROR else reason).value] += 1
         if output.statistics is None:
             return  # the engine never had it
         self._finished[FINISHED_REASONS[reason]] += 1
-        if output.statistics.generated_tokens and not gave_tokens:  # its first token was its end
-            self._of_requests[TTFT].observe(output.statistics.ttft_seconds)
         for name, value in _figures(output.statistics, time.perf_counter()).items():
             self._of_requests[name].observe(value)
 

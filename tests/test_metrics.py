@@ -201,6 +201,34 @@ def test_a_first_token_is_timed_once_however_the_request_ends() -> None:
     assert value(samples(metrics.text()), "time_to_first_token_seconds_count") == 3
 
 
+def test_an_end_token_counts_as_generated_in_all_metrics() -> None:
+    """Though no client gets it: time per token would otherwise be of other tokens than there are."""
+    metrics = EngineMetrics(stand_in())
+    now = time.perf_counter()
+    metrics.record(StepOutput(1, 7, statistics=RequestStatistics(10, now - 3, now - 2, now - 1, now - 1, 1)))
+    metrics.record(StepOutput(1, 8))
+    statistics = RequestStatistics(10, now - 3, now - 2, now - 1, now, 3)
+    metrics.record(StepOutput(1, None, FinishReason.END_ID, statistics=statistics))
+    found = samples(metrics.text())
+    assert value(found, "generation_tokens_total") == 3
+    assert value(found, "request_generation_tokens_sum") == 3
+    assert value(found, "inter_token_latency_seconds_count") == 2
+    assert value(found, "request_time_per_output_token_seconds_sum") == pytest.approx(0.5)
+    assert value(found, "time_to_first_token_seconds_count") == 1
+
+
+def test_a_request_that_ends_by_a_token_is_counted(server: Server) -> None:
+    tokens = [output.token_id for output in server.ask(Request(PROMPT, 8)) if output.token_id is not None]
+    end = next(token for token in tokens[2:] if token is not None)
+    names = "generation_tokens_total", "request_generation_tokens_sum", "inter_token_latency_seconds_count"
+    before = samples(server.metrics.text())
+    outputs = server.ask(Request(PROMPT, 8, end_ids=(end,)))
+    assert outputs[-1].finish_reason is FinishReason.END_ID
+    given = len([output for output in outputs if output.token_id is not None])
+    after = samples(server.metrics.text())
+    assert [value(after, name) - value(before, name) for name in names] == [given + 1, given + 1, given]
+
+
 def test_histogram() -> None:
     histogram = Histogram((1, 2.5))
     for number in (0.5, 1, 2, 9):
@@ -234,6 +262,12 @@ def test_dashboard_and_rules_name_what_is_exported(server: Server) -> None:
         assert names_in(expression) <= exist, expression
     for rule in rules():
         assert names_in(rule["expr"]) <= exist | recorded | {"up"}, rule["expr"]
+
+
+def test_the_error_share_is_of_errors_that_no_client_can_have_caused() -> None:
+    (rule,) = [rule for rule in rules() if rule.get("record") == "kvseek:error_share:ratio5m"]
+    (outcomes,) = re.findall(r'outcome=~"([^"]+)"', rule["expr"])
+    assert set(outcomes.split("|")) == {ErrorCode.INTERNAL, ErrorCode.UNAVAILABLE}
 
 
 def test_every_metric_is_documented(server: Server) -> None:
