@@ -19,6 +19,8 @@ from kvseek.engine.request import DEFAULT_PRIORITY, Request, SamplingParams
 
 Tensors = Mapping[str, NDArray[Any]]
 
+MAX_STOP_WORDS = 64  # of tokens; as many as the text model takes
+
 # Inputs of TensorRT-LLM's models that kvseek does not support, and the values that ask for nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "beam_width": (1,),
@@ -123,6 +125,8 @@ def word_list(tensors: Tensors, name: str) -> tuple[tuple[int, ...], ...]:
         if end > start:
             words.append(tuple(tokens[start:end]))
         start = end
+    if len(words) > MAX_STOP_WORDS:  # every token of the output is compared with all of them
+        raise RequestError(f"{name} has {len(words)} words: must be <= {MAX_STOP_WORDS}; send fewer")
     return tuple(words)
 
 

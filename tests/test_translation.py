@@ -74,6 +74,15 @@ def test_bad_word_lists_are_named() -> None:
         word_list({"stop_words_list": np.zeros((1, 3, 2))}, "stop_words_list")
 
 
+def test_stop_words_of_tokens_are_as_many_as_those_of_text() -> None:
+    def words(count: int) -> np.ndarray:
+        return np.array([[[7] * count, list(range(1, count + 1))]], dtype=np.int32)
+
+    assert engine_request({**tensors(), "stop_words_list": words(64)}, ()).stop_words == ((7,),) * 64
+    with pytest.raises(RequestError, match="stop_words_list has 65 words: must be <= 64; send fewer"):
+        engine_request({**tensors(), "stop_words_list": words(65)}, ())
+
+
 @pytest.mark.parametrize("name", NEUTRAL)
 def test_unsupported_inputs_are_refused_unless_neutral(name: str) -> None:
     for neutral in NEUTRAL[name]:
