@@ -169,7 +169,7 @@ class EngineClient:
         """Hand out what the engine sends until the connection ends."""
         writer = self._writer
         uncounted, self._uncounted = self._uncounted, Counter()
-        for code, count in uncounted.items():
+        for code, count in (+uncounted).items():  # those above 0
             self._count(code, count)
         try:
             while True:

@@ -34,6 +34,10 @@ def test_requests_that_met_no_engine_are_counted_by_the_next_one(
     async def run() -> str:
         client = EngineClient(path, asyncio.get_running_loop())
         ends: list[StepOutput] = []
+        with engine_process(directory, path, SETTINGS) as process:  # dies without requests: there is nothing to count
+            await connected(client, True)
+            process.kill()
+            await connected(client, False)
         with engine_process(directory, path, SETTINGS) as process:
             await connected(client, True)
             first = asyncio.Event()
