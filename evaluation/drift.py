@@ -177,12 +177,11 @@ def submit(engine: Engine, arguments: argparse.Namespace, ids: tuple[int, ...]) 
     sampling = SamplingParams(temperature=arguments.temperature, seed=arguments.seed)
     prompt, script = ids[: arguments.prompt_tokens], ids[arguments.prompt_tokens :]
     # One token comes from prefill; another is left over, so that the last measured step finds the request's rows in place.
-    request = engine.submit(Request(prompt, arguments.steps + 2, sampling))
+    sequence = engine.prepare(Request(prompt, arguments.steps + 2, sampling))
     if arguments.follow:
-        sequence = engine._scheduler.find(request)
-        assert sequence is not None, "a request that was just submitted waits"
         sequence.sampler = ScriptedSampler(sampling, engine.config.model.vocab_size, prompt, script)
-    return request
+    engine.enqueue(sequence)
+    return sequence.request_id
 
 
 def counts(output: StepOutput) -> bool:
