@@ -6,9 +6,9 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from .errors import ServerError
+from kvseek.engine.request import MAX_TIMEOUT_SECONDS
 
-WEEK_SECONDS = 7 * 24 * 3600.0
+from .errors import ServerError
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,16 @@ class ServeSettings:
         _require(self.max_queue_size >= 1, "max_queue_size", self.max_queue_size, ">= 1", "256 is the default")
         _require(self.max_num_tokens >= 1, "max_num_tokens", self.max_num_tokens, ">= 1", "8192 is the default")
         seconds = self.default_timeout
-        within = seconds is None or 0 < seconds <= WEEK_SECONDS
-        limit = f"> 0 and <= {WEEK_SECONDS:.0f}, a week"
+        within = seconds is None or 0 < seconds <= MAX_TIMEOUT_SECONDS
+        limit = f"> 0 and <= {MAX_TIMEOUT_SECONDS:.0f}, a week"
         _require(within, "default_timeout", seconds, limit, "leave it out for no limit")
-        limit = f">= 0 and <= {WEEK_SECONDS:.0f}, a week"
+        limit = f">= 0 and <= {MAX_TIMEOUT_SECONDS:.0f}, a week"
         _require(
-            0 <= self.drain_seconds <= WEEK_SECONDS, "drain_seconds", self.drain_seconds, limit, "20 is the default"
+            0 <= self.drain_seconds <= MAX_TIMEOUT_SECONDS,
+            "drain_seconds",
+            self.drain_seconds,
+            limit,
+            "20 is the default",
         )
         _require(self.restarts >= 0, "restarts", self.restarts, ">= 0", "0 ends the server when a process dies")
 

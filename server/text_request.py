@@ -10,9 +10,18 @@ from kvseek.engine.errors import RequestError
 from kvseek.engine.request import FinishReason, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 
-from .translation import Tensors, end_ids, make_request, refuse_unsupported, sampling_params, scalar, text, texts
+from .translation import (
+    MAX_STOP_WORDS,
+    Tensors,
+    end_ids,
+    make_request,
+    refuse_unsupported,
+    sampling_params,
+    scalar,
+    text,
+    texts,
+)
 
-MAX_STOP_WORDS = 64
 MAX_STOP_WORD_BYTES = 1024
 CHARACTERS_PER_TOKEN = 8  # more than most texts have
 
