@@ -46,13 +46,6 @@ class GrpcCall:
         Opens a call of Triton's ModelStreamInfer that takes and gives bytes.
     refused : callable
         Counts a request that is not passed on.
-
-    Attributes
-    ----------
-    writing : asyncio.Lock
-        Of what is written to the client: two tasks have some.
-    ended : bool
-        Whether Triton has ended the call.
     """
 
     def __init__(
@@ -60,39 +53,36 @@ class GrpcCall:
     ) -> None:
         self._open_call, self._schemas, self._refused = open_call, schemas, refused
         self._call: Any = None
-        self._reading: asyncio.Task[bytes | None] | None = None
         self._opened = asyncio.Event()  # there is a call, or there will be none
+        self._left = False  # the client
         self._name = uuid.uuid4().hex
         self._models: set[str] = set()  # that the client has asked
-        self.writing = asyncio.Lock()
-        self.ended = False
+        self._writing = asyncio.Lock()  # to the client: both tasks do
 
-    async def read(self) -> bytes | None:
-        """The next response, None at the end; raises AioRpcError if the call ends with an error. May be cancelled."""
-        if self._reading is None:
-            self._reading = asyncio.create_task(self._read())
-        data = await asyncio.shield(self._reading)
-        self._reading = None
-        return data
-
-    async def _read(self) -> bytes | None:
+    async def back(self, context: Any) -> None:
+        """Pass on all that Triton answers, until it has ended the call; raises AioRpcError if that is an error."""
         await self._opened.wait()
+        while self._call is not None and (data := await self._call.read()) is not grpc.aio.EOF:
+            await self._write(context, without_names(bytes(data)))
+
+    async def _write(self, context: Any, data: bytes) -> None:
+        """Send a response; nothing happens if the client is gone."""
         try:
-            data = grpc.aio.EOF if self._call is None else await self._call.read()
-        except grpc.aio.AioRpcError:
-            self.ended = True
-            raise
-        if data is grpc.aio.EOF:
-            self.ended = True
-            return None
-        return without_names(bytes(data))
+            if not self._left:
+                async with self._writing:
+                    await context.write(data)
+        except (Exception, asyncio.CancelledError):  # whatever gRPC has for a client that is gone
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            self._left = True
 
     async def forward(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """Pass on all requests of the client that may reach Triton, and refuse the others."""
         try:
             await self._forward(requests, context)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # `read` tells how the call has ended
+            pass  # `back` tells how the call has ended
         finally:
             self._opened.set()
 
@@ -106,8 +96,7 @@ class GrpcCall:
             except (DecodeError, RequestError) as error:
                 refusal.error_message = describe(error)
                 self._refused(ErrorCode.INVALID)
-                async with self.writing:
-                    await context.write(refusal.SerializeToString())
+                await self._write(context, refusal.SerializeToString())
             else:
                 request.parameters["kvseek_call"].string_param = self._name
                 self._models.add(request.model_name)
@@ -118,34 +107,36 @@ class GrpcCall:
         if self._call is not None:
             await self._call.done_writing()
 
-    async def leave(self, forward: asyncio.Task[None]) -> None:
+    async def leave(self, forward: asyncio.Task[None], back: asyncio.Task[None]) -> None:
         """Have Triton's models end the client's requests, and wait for the end of the call.
 
-        `forward`, the task that runs `forward`, ends by itself when the client has left.
+        `forward` and `back`, the tasks that run these methods, end by themselves when the client has left and Triton has
+        ended the call.
         """
+        self._left = True
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 await asyncio.wait((forward,))
-                if self._call is None:
-                    return
-                with contextlib.suppress(asyncio.InvalidStateError):  # the client had said that it sends no more
-                    await self._call.done_writing()
-                own = self._open_call()
-                for model in self._models:
-                    await own.write(self._goodbye(model))
-                await own.done_writing()
-                while await own.read() is not grpc.aio.EOF:
-                    pass
-                while await self.read() is not None:
-                    pass
+                if self._call is not None:
+                    with contextlib.suppress(asyncio.InvalidStateError):  # the client had said that it sends no more
+                        await self._call.done_writing()
+                    await self._say_goodbye()
+                await asyncio.wait((back,))
         except grpc.aio.AioRpcError:
             pass  # Triton has ended, and the call with it
         except TimeoutError:
             logger.error("Triton has not ended a call %g s after its client left; it is cancelled", LEAVE_SECONDS)
         finally:
             forward.cancel()
-            if self._call is not None and not self.ended:
-                self._call.cancel()
+            back.cancel()
+
+    async def _say_goodbye(self) -> None:
+        own = self._open_call()
+        for model in self._models:
+            await own.write(self._goodbye(model))
+        await own.done_writing()
+        while await own.read() is not grpc.aio.EOF:
+            pass
 
     def _goodbye(self, model: str) -> bytes:
         """A request that tells a model that the client has left; its tensors are the least that Triton lets through."""

@@ -34,7 +34,6 @@ CLOSED = (
 )
 MAX_CALLS = 4096  # open at a time
 MAX_STREAMS = 2048  # of those, that infer: the others are for health and metadata
-WRITE_SECONDS = 60.0  # that a client may leave a response unread before it counts as gone
 KEEPALIVE = [
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -178,23 +177,19 @@ class GrpcDoor:
             await context.abort(grpc.StatusCode.UNAVAILABLE, message)
         upstream = GrpcCall(self._stream_infer, self._schemas, self._refused)
         forward = asyncio.create_task(upstream.forward(requests, context))
+        back = asyncio.create_task(upstream.back(context))
         self.open += 1
         try:
-            while (data := await upstream.read()) is not None:
-                async with upstream.writing, asyncio.timeout(WRITE_SECONDS):
-                    await context.write(data)
+            await asyncio.shield(back)  # if the client leaves, this handler is cancelled, but not that: see GrpcCall
             await forward
         except grpc.aio.AioRpcError as error:
             await _abort(context, error.code(), error.details())
-        except TimeoutError:
-            message = f"a response was left unread for {WRITE_SECONDS:g} s: the stream is closed"
-            await context.abort(grpc.StatusCode.CANCELLED, message)
         finally:
             self.open -= 1
-            if upstream.ended:
+            if back.done():
                 forward.cancel()
             else:
-                leaving = asyncio.create_task(upstream.leave(forward))
+                leaving = asyncio.create_task(upstream.leave(forward, back))
                 self._leaving.add(leaving)
                 leaving.add_done_callback(self._leaving.discard)
 

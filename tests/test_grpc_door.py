@@ -39,7 +39,7 @@ class ToyTriton:
                     left.set()
                     return
                 names.append(name)
-                await context.write(service_pb2.ModelStreamInferResponse().SerializeToString() or b"")
+                await context.write(service_pb2.ModelStreamInferResponse().SerializeToString())
             for name in names:
                 await self._left[name].wait()
             self.ends.append("told")
