@@ -20,6 +20,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import uvloop
+
 from kvseek.engine.config import EngineConfig
 from kvseek.engine.errors import KvseekError
 from kvseek.engine.tokenizer import Tokenizer
@@ -182,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_file_limit()
     try:
-        asyncio.run(run(parser.parse_args(argv)))
+        uvloop.run(run(parser.parse_args(argv)))
     except KvseekError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

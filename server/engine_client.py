@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import uvloop
 
 from kvseek.engine.errors import ErrorCode, UnavailableError
 from kvseek.engine.request import FinishReason, Request, StepOutput
@@ -69,7 +70,7 @@ class EngineClient:
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._thread: threading.Thread | None = None
         if loop is None:
-            loop = asyncio.new_event_loop()
+            loop = uvloop.new_event_loop()
             self._thread = threading.Thread(target=loop.run_forever, name="engine-client", daemon=True)
             self._thread.start()
         self._loop = loop

@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import uvloop
 
 from kvseek.engine.errors import KvseekError, code_of
 from kvseek.engine.manifest import read_manifest
@@ -259,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--settings", required=True, help="ServeSettings as JSON")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        return asyncio.run(run(parser.parse_args(argv)))
+        return uvloop.run(run(parser.parse_args(argv)))
     except KvseekError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
