@@ -265,7 +265,8 @@ class EngineService:
             if callback is None:
                 return
             self._ending += 1
-        if output.finish_reason is FinishReason.ERROR:
+        if output.finish_reason is FinishReason.ERROR and output.code in (ErrorCode.INTERNAL, ErrorCode.UNAVAILABLE):
+            # What clients bring about, such as a time limit that passes, must not fill the log.
             logger.error("request %d failed: %s", output.request_id, output.error)
         _try(lambda: callback(output))
         with self._empty:
