@@ -1,4 +1,7 @@
-"""Checks what `make` needs from the machine before anything is installed, and says how to get what is missing."""
+"""Checks what `make` needs from the machine before anything is installed, and says how to get what is missing.
+
+It runs under every Python since 3.6, so that one that is too old gets an answer and not a traceback.
+"""
 
 import os
 import shutil
@@ -8,14 +11,20 @@ from importlib.util import find_spec
 from pathlib import Path
 
 COMPILERS = ("c++", "g++", "clang++")
+SUPPORTED = (3, 11), (3, 12)
 
 
-def problems() -> list[str]:
+def problems() -> "list[str]":
     """What is missing, one line each with its remedy."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if sys.version_info[:2] not in SUPPORTED:  # what follows would be about the wrong version
+        return [
+            f"Python {version}: must be 3.11 or 3.12, the versions with a wheel of NumPy 1.26, which Triton's Python backend "
+            "needs; apt-get install python3.11 python3.11-venv libpython3.11 (Debian 12, Ubuntu 22.04), python3.12 "
+            "python3.12-venv libpython3.12 (Ubuntu 24.04), or pyenv with PYTHON_CONFIGURE_OPTS=--enable-shared; then run make "
+            "again, with PYTHON=PATH if it is not on PATH as python3.11 or python3.12"
+        ]
     found = []
-    if sys.version_info < (3, 11):  # noqa: UP036  this runs before anything has checked
-        found.append(f"Python {version}: kvseek needs 3.11 or newer; install one and run: make PYTHON=python3.11 demo")
     if find_spec("venv") is None or find_spec("ensurepip") is None:
         found.append(f"Python's venv module is missing: apt-get install python{version}-venv")
     library = Path(sysconfig.get_config_var("LIBDIR") or "/") / (sysconfig.get_config_var("INSTSONAME") or "none")
