@@ -129,7 +129,7 @@ class EngineClient:
             await asyncio.sleep(0)
 
     def _start(self, number: int, on_output: Callback, data: bytes) -> None:
-        if self._writer is None:  # it has ended since `submit` looked
+        if self._writer is None or self._writer.is_closing():  # it has ended since `submit` looked
             self._uncounted[ErrorCode.UNAVAILABLE.value] += 1
             _call(on_output, _failure(number, NOT_RUNNING))
             return
@@ -137,13 +137,13 @@ class EngineClient:
         self._writer.write(data)
 
     def _count(self, code: str, count: int) -> None:
-        if self._writer is None:
+        if self._writer is None or self._writer.is_closing():
             self._uncounted[code] += count
         else:
             self._send(Refused(code, count))
 
     def _send(self, message: FromDoor) -> None:
-        if self._writer is not None:
+        if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame(message))
 
     async def _ask(self, message: Ping | ReadMetrics, number: int, kind: type[Answer], seconds: float) -> Answer:

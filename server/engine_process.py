@@ -79,7 +79,9 @@ class Door:
         self._handles: dict[int, int] = {}  # the door's number of a request → the service's handle
 
     def send(self, message: FromEngine) -> None:
-        """Send a message; a door that has stopped reading is disconnected."""
+        """Send a message, unless the door has gone; a door that has stopped reading is disconnected."""
+        if self._writer.is_closing():  # uvloop raises on writing to it, and other doors' outputs would be lost
+            return
         if self._writer.transport.get_write_buffer_size() > UNREAD_BYTES:
             logger.error("a door has left %d bytes unread: it is disconnected", UNREAD_BYTES)
             self._writer.transport.abort()

@@ -46,7 +46,7 @@ class ServedRequest(Protocol):
 def after(request: Request, seconds: float) -> Request:
     """A request that has spent `seconds` at a door, which count towards its time limit; raises TimeoutExpiredError."""
     limit = request.timeout_seconds
-    if limit is None:
+    if limit is None or not limit > 0:  # the engine refuses the latter
         return request
     if seconds >= limit:
         raise TimeoutExpiredError(

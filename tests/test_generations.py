@@ -132,6 +132,9 @@ def test_time_at_the_door_counts_towards_the_time_limit() -> None:
             async with generations.generate(served, ticket(waited=6.0)):
                 pass
         assert client.counted == [ErrorCode.TIMEOUT]
+        served.request = Request((1,), 4, timeout_seconds=-0.5)
+        async with generations.generate(served, ticket(waited=1.0)):
+            assert client.requests[-1].timeout_seconds == -0.5, "the engine says what is wrong with it"
         generations.close()
 
     asyncio.run(run())
