@@ -47,6 +47,14 @@ logger = logging.getLogger(__name__)
 Handler = Callable[..., Any]
 
 
+def _not_a_client_that_left(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("ExecuteBatchError raised in core")
+
+
+# What gRPC says when a client leaves while its status is sent: anybody can bring that about, it must not fill the log.
+logging.getLogger("grpc._cython.cygrpc").addFilter(_not_a_client_that_left)
+
+
 class GrpcDoor:
     """Serves gRPC clients.
 

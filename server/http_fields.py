@@ -111,7 +111,7 @@ class Input:
 
     def _wrong_kind(self, raw: msgspec.Raw, reason: str) -> RequestError:
         """The error for what msgspec has refused; its reason names the place in a list and the kind found there."""
-        if "out of range" in reason:
+        if "out of range" in reason and self.datatype in RANGES:
             return self._out_of_range(shown(raw))
         if "of length 1" in reason:
             return RequestError(f"{self.name} is a list of several texts: must be one; send one request per prompt")

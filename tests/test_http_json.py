@@ -149,6 +149,12 @@ def test_chunks_have_scalars_where_there_is_one_value() -> None:
     }
 
 
+@pytest.mark.parametrize("raw", ["[1e999]", "1e999", "[-1e999]"])
+def test_a_number_beyond_all_ranges_in_the_place_of_a_text(text: ModelSchema, raw: str) -> None:
+    with pytest.raises(RequestError, match="stop_words.* must be a string"):
+        text.read(with_raw("stop_words", raw))
+
+
 def test_fields_without_number_are_refused_at_the_first(text: ModelSchema) -> None:
     """Nothing is built from a million fields: it would hold up the process."""
     body = b'{"text_input":"x",' + b",".join(b'"k%d":1' % i for i in range(200_000)) + b"}"
