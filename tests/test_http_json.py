@@ -151,7 +151,7 @@ def test_chunks_have_scalars_where_there_is_one_value() -> None:
 
 @pytest.mark.parametrize("raw", ["[1e999]", "1e999", "[-1e999]"])
 def test_a_number_beyond_all_ranges_in_the_place_of_a_text(text: ModelSchema, raw: str) -> None:
-    with pytest.raises(RequestError, match="stop_words.* must be a string"):
+    with pytest.raises(RequestError, match=r"stop_words.* must be a string"):
         text.read(with_raw("stop_words", raw))
 
 
