@@ -3,14 +3,16 @@
 
 # What is installed, once for both images. No other file of the checkout reaches an image (.dockerignore).
 FROM scratch AS source
-COPY pyproject.toml constraints.txt README.md LICENSE /
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE /
 COPY docker/install.py docker/healthcheck.py /docker/
+COPY core /core
 COPY engine /engine
 COPY plugins /plugins
 COPY builder /builder
 COPY server /server
 COPY client /client
 COPY cli /cli
+COPY measurement /measurement
 COPY evaluation /evaluation
 COPY benchmarks /benchmarks
 COPY model_repository /model_repository

@@ -11,10 +11,11 @@ BIN := $(VENV)/bin
 MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 ENGINE := .cache/engines/smollm2-pariskv
 QUESTION ?= How many passengers did the Lady Trelawny land?
-PACKAGES := engine plugins builder server client cli evaluation benchmarks
+PACKAGES := core engine plugins builder server client cli measurement evaluation benchmarks
+LINKS := .cache/types
 SERVER_THREADS := $(if $(THREADS),--threads $(THREADS))
 
-.PHONY: demo serve test test-gpu soak fuzz check check-install lint types format install model engine clean
+.PHONY: demo serve test test-gpu soak fuzz check check-install lint types links format install model engine clean
 
 demo: engine ## build, serve, ask a question about a long document, shut down
 	$(BIN)/python -m kvseek.cli.demo --engine_dir $(ENGINE) --document examples/harbour_log.txt \
@@ -43,16 +44,19 @@ check: lint types test ## what .ci/run calls
 check-install: install ## the Dockerfile's installation of target cpu without Docker, in a temporary folder; minutes, 3 GB
 	$(BIN)/python docker/check_install.py
 
-lint: install
+lint: install links
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	PYTHONPATH=$(LINKS) $(BIN)/lint-imports --no-logo
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-types: install
-	@mkdir -p .cache/types/kvseek  # mypy finds the packages by folder, not through an editable install
-	@for folder in $(PACKAGES); do ln -sfn $(CURDIR)/$$folder .cache/types/kvseek/$$folder; done
-	MYPYPATH=.cache/types $(BIN)/mypy $(PACKAGES:%=-p kvseek.%)
+links: # mypy and import-linter find packages by folder, not through an editable install
+	@mkdir -p $(LINKS)/kvseek
+	@for folder in $(PACKAGES); do ln -sfn $(CURDIR)/$$folder $(LINKS)/kvseek/$$folder; done
+
+types: install links
+	MYPYPATH=$(LINKS) $(BIN)/mypy $(PACKAGES:%=-p kvseek.%)
 
 format: install
 	$(BIN)/ruff check --fix .
@@ -61,7 +65,7 @@ format: install
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) examples/preflight.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt setuptools torch

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from kvseek.benchmarks.shapes import matrix_bytes
-from kvseek.engine.config import EngineConfig
+from kvseek.core.config import EngineConfig
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import KvseekError
+from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.engine import Engine
-from kvseek.engine.errors import KvseekError
-from kvseek.engine.request import FinishReason, Request, StepOutput
 
 
 class Contestant(ABC):
@@ -48,7 +49,7 @@ class EngineContestant(Contestant):
     """An engine directory, run through the same `step` that serves."""
 
     def __init__(self, directory: Path, threads: int, name: str | None = None) -> None:
-        self.config = EngineConfig.load(directory)
+        self.config = read_config(directory)
         super().__init__(name or self.config.method)
         self.engine = Engine.load(directory, threads)
         self._weight_bytes = float(matrix_bytes(self.config))

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from kvseek.benchmarks.contestants import Contestant, EngineContestant, load_transformers
-from kvseek.benchmarks.machine import PlainRead, describe, peak_memory_bytes
-from kvseek.benchmarks.output import show, write_result
 from kvseek.benchmarks.report import add_ratios, print_report, result
 from kvseek.benchmarks.timing import interleave
-from kvseek.benchmarks.variants import FORM, Variant, parse_variants
-from kvseek.engine.errors import ConfigError, KvseekError
+from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.measurement.machine import PlainRead, describe, peak_memory_bytes
+from kvseek.measurement.output import show, write_result
+from kvseek.measurement.variants import FORM, Variant, parse_variants
 
 WARMUP = 2  # steps of each contestant that are not counted
 READ_BYTES = 1 << 30  # of a plain read: more than a last-level cache holds

@@ -25,11 +25,11 @@ from kvseek.benchmarks.device_main import describe_variant
 from kvseek.benchmarks.device_memory import Cell
 from kvseek.benchmarks.device_options import DTYPES, SHORTEST
 from kvseek.benchmarks.device_setup import Bench, lay_out
-from kvseek.benchmarks.machine import describe, describe_gpu
-from kvseek.benchmarks.output import show, write_result
 from kvseek.benchmarks.timing import Samples
-from kvseek.benchmarks.variants import FORM, Variant, parse_variants
-from kvseek.engine.errors import ConfigError, KvseekError
+from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.measurement.machine import describe, describe_gpu
+from kvseek.measurement.output import show, write_result
+from kvseek.measurement.variants import FORM, Variant, parse_variants
 
 if TYPE_CHECKING:
     from kvseek.benchmarks.device_filling import Filler

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvseek.engine.errors import KvseekError
+from kvseek.core.errors import KvseekError
 
 from .device_memory import Cell
 from .probe import elapsed_seconds, timing_event
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from kvseek.engine.device_cache import DeviceCache
     from kvseek.engine.device_decoder import DeviceDecoder
     from kvseek.engine.graphs import StepResult
-    from kvseek.plugins.base import DeviceIndex, DeviceSelection
+    from kvseek.plugins.base import DeviceIndex
     from kvseek.plugins.batch import DeviceBatch
     from kvseek.plugins.common.device_attend import DeviceAttention
+    from kvseek.plugins.selection import DeviceSelection
 
 STAGE_REPEATS = 9  # replays of the graph that times stages; the median counts
 OVERLAP_STEPS = 9  # steps whose selections are compared with the step before

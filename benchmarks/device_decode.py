@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from kvseek.engine.errors import CapacityError, ConfigError
+from kvseek.core.errors import CapacityError, ConfigError
+from kvseek.measurement.variants import Variant
 
 from .device_filling import Filler
 from .device_memory import Cell, Phase
 from .device_rounds import PhasePools, Round, rounds_of
 from .device_setup import Bench
 from .probe import Probe
-from .variants import Variant
 
 Save = Callable[[], None]
 

@@ -15,7 +15,7 @@ from .device_memory import CHUNK_TOKENS, SLOT_STRIDE, Cell, key_tokens
 from .synthetic import SyntheticKeys
 
 if TYPE_CHECKING:
-    from kvseek.engine.config import ModelConfig
+    from kvseek.core.config import ModelConfig
     from kvseek.engine.device_cache import DeviceCache
     from kvseek.plugins.base import DeviceIndex
 

@@ -7,7 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvseek.engine.errors import KvseekError
+from kvseek.core.errors import KvseekError
+from kvseek.measurement.machine import describe, describe_gpu
+from kvseek.measurement.output import show, write_result
+from kvseek.measurement.variants import Variant
 
 from .device_decode import cells_of, run_decode
 from .device_options import parse
@@ -16,9 +19,6 @@ from .device_report import print_device_report
 from .device_results import borrow_baselines
 from .device_setup import Bench
 from .device_throughput import run_throughput
-from .machine import describe, describe_gpu
-from .output import show, write_result
-from .variants import Variant
 
 Save = Callable[[dict[str, Any]], None]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvseek.engine.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
-from kvseek.engine.errors import ConfigError
-from kvseek.engine.memory import extents_for
+from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.errors import ConfigError
+from kvseek.core.extents import extents_for
 from kvseek.engine.weight_only import NONE
 
 from .shapes import matrix_bytes, row_numbers

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvseek.engine.errors import ConfigError
+from kvseek.core.errors import ConfigError
+from kvseek.measurement.variants import FORM, parse_variants
 
 from .device_memory import OFFLOADS
 from .shapes import SHAPES
-from .variants import FORM, parse_variants
 
 DTYPES = ("bfloat16", "float16", "float32")
 WARMUP = 5  # steps of each contestant that are not counted

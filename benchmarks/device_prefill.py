@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvseek.engine.errors import ConfigError
+from kvseek.core.errors import ConfigError
+from kvseek.measurement.variants import Variant
 
 from .device_decode import progress, release
 from .device_memory import Cell
@@ -15,7 +16,6 @@ from .device_results import prefill_result
 from .device_rounds import rounds_of
 from .device_setup import Bench, lay_out
 from .timing import Samples, interleave
-from .variants import Variant
 
 if TYPE_CHECKING:
     from kvseek.engine.device_cache import DeviceCache

@@ -23,9 +23,9 @@ from .timing import Samples, interleave
 
 if TYPE_CHECKING:
     from kvseek.engine.device_cache import DeviceCache
+    from kvseek.measurement.variants import Variant
 
     from .device_filling import Filler
-    from .variants import Variant
 
 READ_BYTES = 8 << 30  # of weights that a plain read reads
 PROBED_ROWS = 100_000  # scattered rows that are gathered to measure their rate

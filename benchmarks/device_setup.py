@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvseek.engine.config import EngineConfig, ModelConfig
+from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.measurement.variants import Variant
 
 from .device_filling import Filler
 from .device_memory import GIB, Cell, IndexNeeds, Limits, Needs, Phase, cell_extents, fill_bytes, plan_phases
 from .random_weights import RandomWeights, quantised
 from .shapes import get_shape
-from .variants import Variant
 
 if TYPE_CHECKING:
-    from kvseek.engine.cuda import CudaKernels
+    from kvseek.core.cpu_library import CpuLibrary
+    from kvseek.core.cuda import CudaKernels
     from kvseek.engine.device_cache import DeviceCache
     from kvseek.engine.device_decoder import DeviceDecoder
-    from kvseek.engine.kernels import CpuLibrary
     from kvseek.plugins.base import DeviceIndex
 
 ROOM = 256  # tokens that a request may grow by: more than are timed
@@ -92,7 +92,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, cells: Sequence[Cell], layers: int | None = None) -> None:
         """Measure what the variants need and plan for them; `layers` cuts the shape to its first ones."""
-        from kvseek.engine.cuda import cuda_device
+        from kvseek.core.cuda import cuda_device
 
         self.arguments, self.cells = arguments, list(cells)
         self.device = cuda_device()
@@ -217,7 +217,7 @@ class Bench:
     def kernels(self, variant: Variant) -> CudaKernels:
         """The variant's kernels for this GPU, compiled once."""
         from kvseek.builder.compile_cuda import cached_cubin, specialise
-        from kvseek.engine.cuda import CudaKernels
+        from kvseek.core.cuda import CudaKernels
 
         if variant.label not in self._kernels:
             major, minor = torch.cuda.get_device_capability(self.device)
@@ -228,7 +228,7 @@ class Bench:
     def library(self) -> CpuLibrary:
         """Compiled code of the CPU, compiled once."""
         from kvseek.builder.compile import cached_cpu_library
-        from kvseek.engine.kernels import CpuLibrary
+        from kvseek.core.cpu_library import CpuLibrary
 
         self._library = self._library or CpuLibrary(cached_cpu_library())
         return self._library

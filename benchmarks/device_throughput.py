@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from kvseek.engine.errors import CapacityError
+from kvseek.core.errors import CapacityError
+from kvseek.measurement.variants import Variant
 
 from .device_contestants import DeviceContestant
 from .device_decode import progress, release
@@ -19,7 +20,6 @@ from .device_results import memory, peak_tokens_per_second
 from .device_rounds import device_seconds
 from .device_setup import Bench
 from .timing import interleave
-from .variants import Variant
 
 MOST_SECONDS = 15.0  # that a cell's steps may take, as long as there are at least LEAST_STEPS
 LEAST_STEPS = 5

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvseek.engine.config import EngineConfig
-from kvseek.engine.errors import ConfigError
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import ConfigError
 from kvseek.plugins.costs import SelectionCosts
 from kvseek.plugins.registry import get_method
 

@@ -23,10 +23,12 @@ from rich.table import Table
 from torch import Tensor
 
 from kvseek.builder.compile import cached_cpu_library
-from kvseek.engine.config import EXTENT_TOKENS
-from kvseek.engine.errors import KernelError, KvseekError
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.core.errors import KernelError, KvseekError
 from kvseek.engine.host_memory import available_bytes
-from kvseek.engine.kernels import CpuLibrary
+from kvseek.measurement.machine import describe
+from kvseek.measurement.output import show, write_result
 from kvseek.plugins.ctkvr.native import (
     AUTOMATIC,
     LEVEL_NAMES,
@@ -38,8 +40,6 @@ from kvseek.plugins.ctkvr.native import (
     raise_error,
 )
 
-from .machine import describe
-from .output import show, write_result
 from .timing import Samples, interleave
 
 TURNS = 24  # recalled sets that take turns: what they touch exceeds last-level caches

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from kvseek.builder.compile_cuda import Specialisation, cached_cubin
-from kvseek.engine.cuda import CudaKernels
+from kvseek.core.cuda import CudaKernels
 from kvseek.engine.host_pool import HostPool
 
 KERNELS = Path(__file__).parent / "kernels"

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvseek.engine.config import EXTENT_TOKENS
-from kvseek.engine.errors import KernelError
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.errors import KernelError
+from kvseek.measurement.machine import PlainRead
 
 from .floors import Rates
-from .machine import PlainRead
 
 if TYPE_CHECKING:
-    from kvseek.engine.cuda import CudaKernels
+    from kvseek.core.cuda import CudaKernels
 
 KERNELS = Path(__file__).parent / "kernels"  # laid out as the kernel compiler expects: plugins/<name>/*.cu
 READ_THREADS, ROWS_THREADS = 512, 128  # as in probe.cu
@@ -62,7 +62,7 @@ class Probe:
 
     def __init__(self, device: torch.device) -> None:
         from kvseek.builder.compile_cuda import Specialisation, cached_cubin
-        from kvseek.engine.cuda import CudaKernels
+        from kvseek.core.cuda import CudaKernels
 
         major, minor = torch.cuda.get_device_capability(device)
         specialisation = Specialisation("bfloat16", 128, 1, "probe")

@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvseek.benchmarks.machine import describe, describe_gpu, installed_version
-from kvseek.benchmarks.output import show, write_result
 from kvseek.benchmarks.synthetic import SyntheticKeys
 from kvseek.benchmarks.timing import Samples, measure
 from kvseek.builder.compile_cuda import Specialisation, cached_cubin
-from kvseek.engine.cuda import CudaKernels, cuda_device
-from kvseek.engine.errors import ConfigError, KernelError, KvseekError
+from kvseek.core.cuda import CudaKernels, cuda_device
+from kvseek.core.errors import ConfigError, KernelError, KvseekError
+from kvseek.measurement.machine import describe, describe_gpu, installed_version
+from kvseek.measurement.output import show, write_result
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.device_build import DeviceBuilder
 from kvseek.plugins.registry import get_method

@@ -22,10 +22,10 @@ import torch
 from kvseek.benchmarks.device_memory import Cell
 from kvseek.benchmarks.device_options import parse
 from kvseek.benchmarks.device_setup import Bench, lay_out
-from kvseek.benchmarks.machine import describe, describe_gpu
-from kvseek.benchmarks.output import write_result
+from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.engine.request import Request
+from kvseek.measurement.machine import describe, describe_gpu
+from kvseek.measurement.output import write_result
 
 STREAM_PROMPT = 4096  # tokens: above full_threshold, below which a step grows with every token
 STEPS_ALONE = 60

@@ -22,14 +22,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvseek.benchmarks.machine import describe
-from kvseek.benchmarks.output import show, write_result
 from kvseek.client.chunk import Chunk
 from kvseek.client.grpc_client import GrpcClient
 from kvseek.client.http_client import HttpClient
 from kvseek.client.options import GenerateOptions
+from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.engine.request import Request
+from kvseek.measurement.machine import describe
+from kvseek.measurement.output import show, write_result
 from kvseek.server.launch import RunningServer, running_server
 from kvseek.server.settings import ServeSettings
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
-from kvseek.engine.config import EngineConfig, ModelConfig, RopeScaling
-from kvseek.engine.errors import ConfigError
+from kvseek.core.config import EngineConfig, ModelConfig, RopeScaling
+from kvseek.core.errors import ConfigError
 from kvseek.engine.weight_only import NONE
 
 # Source: config.json of meta-llama/Llama-3.1-8B.

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvseek.engine.errors import ConfigError
+from kvseek.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,15 @@ from rich.table import Table
 from torch import Tensor
 
 from kvseek.benchmarks.device_options import numbers
-from kvseek.benchmarks.machine import describe, describe_gpu, installed_version
-from kvseek.benchmarks.output import show, write_result
 from kvseek.benchmarks.shapes import SHAPES, get_shape
-from kvseek.engine.config import ModelConfig
-from kvseek.engine.cuda import CudaKernels, cuda_device
-from kvseek.engine.errors import KvseekError
+from kvseek.core.config import ModelConfig
+from kvseek.core.cuda import CudaKernels, cuda_device
+from kvseek.core.errors import KvseekError
 from kvseek.engine.linear import WeightOnlyLinear
 from kvseek.engine.weight_only import PRECISIONS, quantise
 from kvseek.engine.weight_only_kernels import WeightOnlyKernels
+from kvseek.measurement.machine import describe, describe_gpu, installed_version
+from kvseek.measurement.output import show, write_result
 
 CACHE_BYTES = 200 << 20  # of 8-bit weights: several times the second-level cache
 Product = Callable[[Tensor], Tensor]

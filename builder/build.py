@@ -17,22 +17,24 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from kvseek.builder.calibrate import Calibrator, Text
 from kvseek.builder.calibration import Calibration
-from kvseek.builder.checkpoint import Checkpoint, open_checkpoint
+from kvseek.builder.checkpoint import Checkpoint
 from kvseek.builder.compile import cached_cpu_library
 from kvseek.builder.compile_cuda import cached_cubins, specialise
 from kvseek.builder.manifest import fingerprint, up_to_date, write_manifest
+from kvseek.builder.open_checkpoint import open_checkpoint
 from kvseek.builder.options import BuildOptions, InspectOptions, Options, PlanOptions, parse
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
 from kvseek.builder.staging import refuse_foreign, remove_leftovers, staging
 from kvseek.builder.tensorrt_api import load_tensorrt
 from kvseek.builder.tensorrt_plans import plan_count, write_plans
 from kvseek.builder.weights import WeightFormat, total_size, weight_reader, write_weights
-from kvseek.engine.config import EngineConfig, require
-from kvseek.engine.cuda import KERNELS_FOLDER, cubin_path
-from kvseek.engine.errors import KvseekError
-from kvseek.engine.kernels import LIBRARY_FILE
+from kvseek.core.config import EngineConfig, require
+from kvseek.core.config_file import write_config
+from kvseek.core.cpu_library import LIBRARY_FILE
+from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
+from kvseek.core.errors import KvseekError
+from kvseek.core.manifest import CODEBOOKS_FILE
 from kvseek.engine.loading import needs_cpu_library
-from kvseek.engine.manifest import CODEBOOKS_FILE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.engine.weight_only import FASTER_ROWS, NONE
 from kvseek.plugins.registry import get_method
@@ -140,7 +142,7 @@ def _write_engine(
 ) -> Calibration | None:
     columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=options.quiet) as progress:
-        config.save(directory)
+        write_config(config, directory)
         with _step(progress, "save the tokenizer"):
             _write_tokenizer(directory, checkpoint)
         calibrator = None

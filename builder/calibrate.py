@@ -14,9 +14,9 @@ from kvseek.builder.checkpoint import Checkpoint
 from kvseek.builder.flags import CALIBRATE_TOKENS
 from kvseek.builder.perplexity import Advance, LayerSource, Losses, WindowedText
 from kvseek.builder.weights import plan_weights, weight_reader
+from kvseek.core.config import EngineConfig, require
+from kvseek.core.errors import CapacityError, ConfigError
 from kvseek.engine import bfloat16
-from kvseek.engine.config import EngineConfig, require
-from kvseek.engine.errors import CapacityError, ConfigError
 from kvseek.engine.layer import Head
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.engine.weight_only import NONE

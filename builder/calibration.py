@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from kvseek.builder.printing import Column, table
-from kvseek.engine.errors import ConfigError, EngineDirectoryError
-from kvseek.engine.fields import from_dict
+from kvseek.core.errors import ConfigError, EngineDirectoryError
+from kvseek.core.fields import from_dict
 
 CALIBRATION_FILE = "calibration.json"
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import kvseek.plugins
-from kvseek.engine.errors import KernelError
+from kvseek.core.errors import KernelError
 
 COMPILERS = ("c++", "g++", "clang++")
 # No -ffast-math: softmax relies on infinities, and poisoned rows must show. No -fopenmp: plugins/common/parallel.h.

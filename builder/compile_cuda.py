@@ -20,8 +20,8 @@ from typing import Any
 
 import kvseek.engine
 import kvseek.plugins
-from kvseek.engine.config import EngineConfig, require
-from kvseek.engine.errors import KernelError
+from kvseek.core.config import EngineConfig, require
+from kvseek.core.errors import KernelError
 from kvseek.engine.weight_only import INPUTS_MULTIPLE, NONE
 from kvseek.plugins.registry import get_method
 

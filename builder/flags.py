@@ -13,7 +13,7 @@ from typing import Any
 from kvseek.builder.compile_cuda import ARCHITECTURES
 from kvseek.builder.field_texts import field_texts
 from kvseek.builder.sizes import memory_size
-from kvseek.engine.config import CHOICES, CacheConfig, EngineConfig, TensorRtConfig
+from kvseek.core.config import CHOICES, CacheConfig, EngineConfig, TensorRtConfig
 from kvseek.plugins.registry import METHODS, get_method
 
 LIMITS = {

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvseek.engine.config import ModelConfig, require
-from kvseek.engine.errors import ConfigError
+from kvseek.core.config import ModelConfig, require
+from kvseek.core.errors import ConfigError
 
-from .checkpoint import Checkpoint, naming
+from .checkpoint import Checkpoint, Header
+from .checkpoint_files import naming
 from .gguf_tokenizer import load_tokenizer
 from .model_config import model_config
-from .tensor_headers import Header
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the RoPE frequencies, which Llama 3.1 files carry

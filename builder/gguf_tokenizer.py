@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvseek.engine.config import require
-from kvseek.engine.errors import ConfigError
+from kvseek.core.config import require
+from kvseek.core.errors import ConfigError
 
 REMEDY = "pass --tokenizer DIR, the model's Hugging Face directory"
 # Words of the Llama 3 and Qwen tokenizers; they differ in how many digits form a word.

@@ -14,10 +14,11 @@ from kvseek.builder.options import InspectOptions
 from kvseek.builder.printing import print_json, table
 from kvseek.builder.sizes import readable
 from kvseek.builder.tensorrt_inspection import plan_tables, read_plans
-from kvseek.engine.config import FORMAT_VERSION, CacheConfig, EngineConfig
-from kvseek.engine.cuda import cubin_architectures
-from kvseek.engine.kernels import LIBRARY_FILE
-from kvseek.engine.manifest import read_manifest
+from kvseek.core.config import FORMAT_VERSION, CacheConfig, EngineConfig
+from kvseek.core.config_file import read_config
+from kvseek.core.cpu_library import LIBRARY_FILE
+from kvseek.core.cuda import cubin_architectures
+from kvseek.core.manifest import read_manifest
 from kvseek.plugins.registry import get_method
 
 
@@ -52,7 +53,7 @@ def print_engine(options: InspectOptions, console: Console) -> None:
 
 def engine_document(options: InspectOptions) -> dict[str, Any]:
     """What the directory holds, as JSON values; `changed` lists the fields that differ from the defaults."""
-    config, manifest = EngineConfig.load(options.directory), read_manifest(options.directory)
+    config, manifest = read_config(options.directory), read_manifest(options.directory)
     method = get_method(config.method)
     defaults = {
         "method_config": dataclasses.asdict(method.configure({})),

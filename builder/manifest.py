@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import kvseek.builder
+import kvseek.core.config
+import kvseek.core.config_file
 import kvseek.engine
-import kvseek.engine.config
-import kvseek.engine.config_file
 import kvseek.engine.rope
 import kvseek.engine.weight_only
 import kvseek.plugins
-from kvseek.engine.errors import EngineDirectoryError
-from kvseek.engine.manifest import HASH_THREADS, MANIFEST_FILE, FileRecord, Manifest, read_manifest, sha256, verify
+from kvseek.core.errors import EngineDirectoryError
+from kvseek.core.manifest import HASH_THREADS, MANIFEST_FILE, FileRecord, Manifest, read_manifest, sha256, verify
 
 SOURCE_SUFFIXES = (".py", ".cpp", ".h", ".cu", ".cuh")
 # Modules of the engine whose results lie in an engine directory: configuration, 8-bit weights, plans' tables of angles.
-BUILT_IN = (kvseek.engine.config, kvseek.engine.config_file, kvseek.engine.weight_only, kvseek.engine.rope)
+BUILT_IN = (kvseek.core.config, kvseek.core.config_file, kvseek.engine.weight_only, kvseek.engine.rope)
 
 
 def fingerprint(settings: dict[str, Any], model_files: Iterable[Path]) -> str:

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from kvseek.engine.config import ModelConfig, RopeScaling, require
-from kvseek.engine.errors import ConfigError
-from kvseek.engine.fields import from_dict
+from kvseek.core.config import ModelConfig, RopeScaling, require
+from kvseek.core.errors import ConfigError
+from kvseek.core.fields import from_dict
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvseek.engine.config import ModelConfig
+from kvseek.core.config import ModelConfig
 from kvseek.engine.rope import RotaryEmbedding
 
 from .tensorrt_api import ITensor

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvseek.engine.config import ModelConfig
+from kvseek.core.config import ModelConfig
 
 from .network import Stream, write_decoder
 from .tensorrt_api import ITensor, TensorRt

@@ -10,8 +10,8 @@ from typing import Any
 
 from kvseek.builder.compile_cuda import ARCHITECTURES
 from kvseek.builder.flags import CALIBRATE_TOKENS, LIMITS, FlagParser
-from kvseek.engine.config import CHOICES, CacheConfig, EngineConfig, ModelConfig, TensorRtConfig
-from kvseek.engine.fields import from_dict
+from kvseek.core.config import CHOICES, CacheConfig, EngineConfig, ModelConfig, TensorRtConfig
+from kvseek.core.fields import from_dict
 from kvseek.plugins.registry import METHODS, get_method
 
 DEFAULT_MAX_SEQ_LEN = 131_072  # tokens; a longer default would reserve host memory that few requests use

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvseek.core.config import ModelConfig
 from kvseek.engine.attention import causal_attention, causal_attention_device
-from kvseek.engine.config import ModelConfig
 from kvseek.engine.layer import Head, Layer
 from kvseek.engine.rope import RotaryEmbedding
 

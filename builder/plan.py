@@ -17,13 +17,13 @@ from kvseek.builder.compile_cuda import specialise
 from kvseek.builder.options import PlanOptions
 from kvseek.builder.tensorrt_plans import weight_bytes as plan_bytes
 from kvseek.builder.weights import WeightFormat, total_size
-from kvseek.engine.config import EXTENT_TOKENS, EngineConfig, ModelConfig
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
+from kvseek.core.errors import CapacityError, KernelError
+from kvseek.core.extents import extents_for
 from kvseek.engine.dry_run import DryRun
-from kvseek.engine.errors import CapacityError, KernelError
 from kvseek.engine.graphs import BUCKETS
 from kvseek.engine.host_pool import can_pin
 from kvseek.engine.loading import IndexNeeds, plan_measured
-from kvseek.engine.memory import extents_for
 from kvseek.engine.memory_plan import MemoryPlan, layer_extent_bytes, plan_rows, retrieval_tokens, window_bytes
 from kvseek.plugins.registry import get_method
 

@@ -8,12 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvseek.builder.checkpoint import open_checkpoint
+from kvseek.builder.open_checkpoint import open_checkpoint
 from kvseek.builder.options import PlanOptions
 from kvseek.builder.plan import Attempt, Most, Planner
 from kvseek.builder.printing import Column, print_json, table
 from kvseek.builder.sizes import readable
-from kvseek.engine.config import EXTENT_TOKENS
+from kvseek.core.config import EXTENT_TOKENS
 from kvseek.engine.dry_run import HOPPER
 from kvseek.engine.work_space import work_bytes
 

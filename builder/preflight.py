@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from kvseek.engine.config import EngineConfig
-from kvseek.engine.errors import ConfigError
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import ConfigError
 from kvseek.engine.host_memory import available_bytes
 
 from .checkpoint import Checkpoint

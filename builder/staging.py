@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvseek.engine.errors import ConfigError
-from kvseek.engine.manifest import MANIFEST_FILE
+from kvseek.core.errors import ConfigError
+from kvseek.core.manifest import MANIFEST_FILE
 
 PARTIAL, REPLACED = "partial", "replaced"
 

@@ -3,35 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import torch
+from kvseek.core.config import ModelConfig
+from kvseek.core.errors import ConfigError
 
-from kvseek.engine.config import ModelConfig
-from kvseek.engine.errors import ConfigError
-
-if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
-
-
-@dataclass(frozen=True)
-class Header:
-    """A tensor of a checkpoint, unread.
-
-    Attributes
-    ----------
-    place : str
-        The file and the tensor's name there, for messages.
-    shape : tuple of int
-        Of the tensor under its Hugging Face name.
-    dtype : torch.dtype
-        Floating-point type that `Checkpoint.tensor` gives.
-    """
-
-    place: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+from .checkpoint import Checkpoint
 
 
 def source_shape(model: ModelConfig, name: str) -> tuple[int, ...]:

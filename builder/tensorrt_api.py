@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
-from kvseek.engine.tensorrt_api import import_tensorrt
+from kvseek.core.tensorrt_api import import_tensorrt
 
 
 class ITensor(Protocol):
@@ -98,5 +98,5 @@ class TensorRt(Protocol):
 
 
 def load_tensorrt(name: str) -> TensorRt:
-    """The module `tensorrt` or `tensorrt_rtx`, for building; raises as `import_tensorrt` of engine/tensorrt_api.py."""
+    """The module `tensorrt` or `tensorrt_rtx`, for building; raises as `import_tensorrt` of core/tensorrt_api.py."""
     return cast(TensorRt, import_tensorrt(name))

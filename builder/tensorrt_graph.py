@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvseek.engine.errors import KernelError
-from kvseek.engine.tensorrt_api import TYPE_NAMES
+from kvseek.core.errors import KernelError
+from kvseek.core.tensorrt_api import TYPE_NAMES
 from kvseek.engine.tensorrt_messages import why
 
 from .tensorrt_api import ILayer, ITensor, Network, TensorRt

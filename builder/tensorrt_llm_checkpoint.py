@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from kvseek.engine.config import ModelConfig, require
-from kvseek.engine.errors import ConfigError
+from kvseek.core.config import ModelConfig, require
+from kvseek.core.errors import ConfigError
 
-from .checkpoint import Checkpoint, generation_ends, load_tokenizer_directory, metadata_files, naming, read_object
+from .checkpoint import Checkpoint, Header
+from .checkpoint_files import generation_ends, load_tokenizer_directory, metadata_files, naming, read_object
 from .model_config import model_config
-from .tensor_headers import Header
 from .tensorrt_llm_config import Mapping, hugging_face_values, read_mapping
 from .tensorrt_llm_layout import Layout, Part
 from .tensorrt_llm_ranks import COPY_AGAIN, RankFile, join

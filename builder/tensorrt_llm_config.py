@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvseek.engine.config import require
-from kvseek.engine.errors import ConfigError
+from kvseek.core.config import require
+from kvseek.core.errors import ConfigError
 
 from .model_config import USE_ANOTHER
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvseek.engine.config import ModelConfig, require
+from kvseek.core.config import ModelConfig, require
 
 from .tensor_headers import source_shape
 from .tensorrt_llm_config import Mapping

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvseek.engine.errors import ConfigError
+from kvseek.core.errors import ConfigError
 
-from .checkpoint import float_type, open_safetensors, tensor_types
+from .checkpoint_files import float_type, open_safetensors, tensor_types
 from .tensorrt_llm_layout import Part
 
 COPY_AGAIN = "copy the checkpoint again, or convert the model again"

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from kvseek.engine.config import EngineConfig
-from kvseek.engine.errors import ConfigError, KernelError
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import ConfigError, KernelError
 from kvseek.engine.graphs import buckets_for
 from kvseek.engine.tensorrt_index import PLANS_FILE, PlanEntry, PlanIndex, PlanLimits, Sizes
 from kvseek.engine.tensorrt_messages import logger, why

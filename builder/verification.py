@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvseek.builder.sizes import readable
-from kvseek.engine.manifest import HASH_THREADS, MANIFEST_FILE, FileRecord, Manifest, read_manifest, sha256
-from kvseek.engine.migration import check_format
+from kvseek.core.format_version import check_format
+from kvseek.core.manifest import HASH_THREADS, MANIFEST_FILE, FileRecord, Manifest, read_manifest, sha256
 
 Advance = Callable[[int], None]
 

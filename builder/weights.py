@@ -12,12 +12,13 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from kvseek.engine.config import EngineConfig, ModelConfig
-from kvseek.engine.errors import ConfigError
+from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.errors import ConfigError
 from kvseek.engine.weight_only import NONE, PRECISIONS, is_quantised, quantise
 from kvseek.engine.weights import INDEX_FILE
 
-from .checkpoint import FLOAT_TYPES, Checkpoint
+from .checkpoint import Checkpoint
+from .checkpoint_files import FLOAT_TYPES
 from .tensor_headers import check_headers
 
 SHARD_BYTES = 4 << 30  # a shard grows no larger unless a single tensor is

@@ -13,8 +13,8 @@ from rich.console import Console
 from kvseek.client.chat import build_prompt, read_text, show
 from kvseek.client.grpc_client import GrpcClient
 from kvseek.client.options import GenerateOptions
-from kvseek.engine.config import EngineConfig
-from kvseek.engine.errors import KvseekError
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import KvseekError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.launch import running_server
 from kvseek.server.settings import ServeSettings
@@ -33,7 +33,7 @@ def shorten(document: str, tokenizer: Tokenizer, tokens: int) -> str:
 
 def run(arguments: argparse.Namespace, console: Console) -> None:
     """The whole demonstration."""
-    config, tokenizer = EngineConfig.load(arguments.engine_dir), Tokenizer(arguments.engine_dir)
+    config, tokenizer = read_config(arguments.engine_dir), Tokenizer(arguments.engine_dir)
     document = shorten(read_text(arguments.document), tokenizer, arguments.document_tokens)
     tokens = len(tokenizer.encode(document))
     console.print(

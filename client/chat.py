@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from kvseek.engine.errors import KvseekError
+from kvseek.core.errors import KvseekError
 
 from .chunk import AnswerFigures, Chunk
 from .errors import ClientError

@@ -1,6 +1,6 @@
 """Errors of talking to a server."""
 
-from kvseek.engine.errors import KvseekError
+from kvseek.core.errors import KvseekError
 
 
 class ClientError(KvseekError, RuntimeError):

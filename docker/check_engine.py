@@ -19,8 +19,8 @@ from random_models import save_random_model  # tests/, on PYTHONPATH
 
 import kvseek.engine
 from kvseek.builder import build
+from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.engine.request import Request
 from kvseek.server.ports import Ports
 
 READY_SECONDS = 120.0

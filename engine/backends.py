@@ -10,15 +10,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvseek.core.config import EngineConfig
+from kvseek.core.cuda import CudaKernels
+from kvseek.core.tensorrt_api import TensorRtRuntime, load_runtime
 from kvseek.plugins.base import DeviceIndex
 
-from .config import EngineConfig
-from .cuda import CudaKernels
 from .device_cache import DeviceCache
 from .device_decoder import DeviceDecoder
 from .graphed_decoder import GraphedDecoder
 from .graphs import buckets_for
-from .tensorrt_api import TensorRtRuntime, load_runtime
 from .tensorrt_decoder import SegmentsDecoder, WholeDecoder
 from .tensorrt_index import check_version, read_plan_index
 from .tensorrt_runtime import OUTSIDE_OF_GRAPHS, Session

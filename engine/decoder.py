@@ -9,10 +9,10 @@ from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
+from kvseek.core.config import EngineConfig
 from kvseek.plugins.base import Index
 
 from .cache import Cache
-from .config import EngineConfig
 from .prefill import LayerwisePrefill, Prefill, Prompts
 
 Prompt = TypeVar("Prompt")

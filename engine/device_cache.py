@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig
+from kvseek.core.errors import CapacityError
+from kvseek.core.streams import SideStream, Ticket
 from kvseek.plugins.base import LayerRows
 from kvseek.plugins.batch import RequestState
 
 from .cache import Cache, Eviction
-from .config import EXTENT_TOKENS, EngineConfig
-from .errors import CapacityError
 from .host_pool import HostPool
 from .memory_plan import RowPlan, plan_rows
-from .streams import SideStream, Ticket
 
 if TYPE_CHECKING:
     from kvseek.plugins.base import DeviceIndex

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvseek.core.config import EngineConfig
+from kvseek.core.cuda import CudaKernels
 from kvseek.plugins.base import DeviceIndex
 from kvseek.plugins.batch import DeviceBatch
 
 from .attention import causal_attention_device
-from .config import EngineConfig
-from .cuda import CudaKernels
 from .device_cache import DeviceCache
 from .graphed_decoder import GraphedDecoder
 from .graphs import StepResult

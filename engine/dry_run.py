@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from .config import EngineConfig
-from .cuda import CudaKernels
+from kvseek.core.config import EngineConfig
+from kvseek.core.cuda import CudaKernels
+
 from .loading import IndexNeeds, make_unbound
 from .memory_plan import dense_layers
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .errors import ErrorCode, TimeoutExpiredError, code_of
-from .request import FinishReason, StepOutput
+from kvseek.core.errors import ErrorCode, TimeoutExpiredError, code_of
+from kvseek.core.request import FinishReason, StepOutput
+
 from .sequence import Sequence
 
 

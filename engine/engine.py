@@ -11,16 +11,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .config import EngineConfig
+from kvseek.core.config import EngineConfig
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import CapacityError, ConfigError, ErrorCode
+from kvseek.core.manifest import verify
+from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.statistics import RequestStatistics, StepReport
+
 from .decoder import BaseDecoder
 from .endings import ended, expired, failed
-from .errors import CapacityError, ConfigError, ErrorCode
 from .loading import load_decoder
-from .manifest import verify
-from .metrics import RequestStatistics, StepReport
 from .queue import RequestQueue
 from .reading import PromptReader, Reading
-from .request import FinishReason, Request, StepOutput
 from .sampling import Sampler, accept
 from .scheduler import Scheduler
 from .sequence import Sequence
@@ -99,7 +101,7 @@ class Engine:
         if threads is not None:
             torch.set_num_threads(threads)
         verify(directory)
-        config = EngineConfig.load(directory)
+        config = read_config(directory)
         decoder = load_decoder(directory, config)
         return cls(config, decoder, Tokenizer(directory), max_queue_size, max_num_tokens)
 

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvseek.core.config import EngineConfig
+from kvseek.core.cuda import CudaKernels
+from kvseek.core.errors import CapacityError
+from kvseek.core.streams import wait_on_error
 from kvseek.plugins.base import DeviceIndex
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 from kvseek.plugins.common.attend_plan import AttentionScratch
 from kvseek.plugins.common.device_attend import DeviceAttention
 
-from .config import EngineConfig
-from .cuda import CudaKernels
 from .decoder import BaseDecoder
 from .device_cache import DeviceCache
-from .errors import CapacityError
 from .graphs import DecodeStep, HostCopy, StepResult, bucket_of, buckets_for
 from .layer_kernels import LayerKernels
-from .streams import wait_on_error
 from .work_space import prefill_bytes
 
 

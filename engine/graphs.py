@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvseek.core.errors import ConfigError
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
-
-from .errors import ConfigError
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # batch sizes that steps exist for
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import EXTENT_TOKENS
-from .errors import CapacityError, KernelError
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.errors import CapacityError, KernelError
+
 from .host_memory import available_bytes
 
 PINNED_RESERVE_BYTES = 1 << 30  # left to the system: pinned pages cannot be swapped or reclaimed

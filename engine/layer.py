@@ -17,7 +17,8 @@ from .rope import rotate
 from .weight_only import QUANTISED
 
 if TYPE_CHECKING:
-    from .config import ModelConfig
+    from kvseek.core.config import ModelConfig
+
     from .weight_only_kernels import WeightOnlyKernels
 
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .config import ModelConfig
-from .errors import KernelError
+from kvseek.core.config import ModelConfig
+from kvseek.core.errors import KernelError
+
 from .rope import frequencies
 
 if TYPE_CHECKING:
+    from kvseek.core.cuda import CudaKernels
     from kvseek.plugins.batch import DeviceBatch
-
-    from .cuda import CudaKernels
 
 # As in layer.cu and append.cu.
 NORM_THREADS = 512

@@ -13,26 +13,26 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig
+from kvseek.core.cpu_library import LIBRARY_FILE, CpuLibrary
+from kvseek.core.errors import CapacityError, ConfigError, KvseekError
+from kvseek.core.extents import ExtentTable, extents_for
+from kvseek.core.manifest import CODEBOOKS_FILE
 from kvseek.plugins.base import DeviceIndex, Index, IndexContext
 from kvseek.plugins.registry import METHODS, get_method
 
 from . import bfloat16
 from .cache import Cache
-from .config import EXTENT_TOKENS, EngineConfig
 from .decoder import BaseDecoder
-from .errors import CapacityError, ConfigError, KvseekError
-from .kernels import LIBRARY_FILE, CpuLibrary
-from .manifest import CODEBOOKS_FILE
-from .memory import ExtentTable, extents_for
 from .memory_plan import MemoryPlan, plan_memory
 from .model import Decoder
 from .weights import load_weights
 
 if TYPE_CHECKING:
+    from kvseek.core.cuda import CudaKernels
     from kvseek.plugins.common.device_attend import DeviceAttention
 
     from .backends import Footprint
-    from .cuda import CudaKernels
 
 GIB = 1 << 30
 
@@ -66,8 +66,9 @@ def _load_cpu(directory: Path, config: EngineConfig, codebooks: dict[str, Tensor
 
 
 def _load_cuda(directory: Path, config: EngineConfig, codebooks: dict[str, Tensor]) -> BaseDecoder:
+    from kvseek.core.cuda import CudaKernels
+
     from .backends import load_backend
-    from .cuda import CudaKernels
     from .device_cache import DeviceCache
 
     kernels = CudaKernels.load(directory)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .config import EXTENT_TOKENS, CacheConfig, EngineConfig
-from .errors import CapacityError
-from .memory import extents_for
+from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig
+from kvseek.core.errors import CapacityError
+from kvseek.core.extents import extents_for
 
 
 @dataclass(frozen=True)

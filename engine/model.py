@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvseek.plugins.base import Index, Selection
+from kvseek.core.config import EngineConfig
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.plugins.base import Index
+from kvseek.plugins.common.attention import attend
+from kvseek.plugins.selection import Selection
 
-from .attention import attend, causal_attention
+from .attention import causal_attention
 from .cache import Cache
-from .config import EngineConfig
 from .decoder import LayerwiseDecoder
-from .kernels import CpuLibrary
 from .layer import Head, Layer
 from .prefill import Prefill, attend_pieces, pieces_of
 from .rope import RotaryEmbedding
@@ -163,10 +165,8 @@ class Decoder(LayerwiseDecoder[Stream]):
 
     def _attend_group(self, number: int, queries: Tensor, group: Group) -> tuple[Tensor, tuple[int, ...]]:
         view = self.cache.view(number, group.slots, group.window_tokens, group.lengths)
-        if group.selection is not None:
-            return attend(queries, group.selection, view, self.scaling, self.library), group.selection.counts
-        selection = self.indexes[number].select(queries, group.slots)
-        return self.indexes[number].attend(queries, selection, view), selection.counts
+        selection = group.selection or self.indexes[number].select(queries, group.slots)
+        return attend(queries, selection, view, self.scaling, self.library), selection.counts
 
     def _groups(self, slots: Sequence[int], window_tokens: Tensor, lengths: Tensor) -> list[Group]:
         """Split a batch into requests below full_threshold, which attend to everything, and the others."""

@@ -16,7 +16,8 @@ import heapq
 import threading
 from collections.abc import Callable
 
-from .errors import ConfigError, QueueFullError
+from kvseek.core.errors import ConfigError, QueueFullError
+
 from .sequence import Sequence
 
 LEVEL_SECONDS = 1.0  # by which one level of priority puts a request ahead

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .config import ModelConfig, RopeScaling
+from kvseek.core.config import ModelConfig, RopeScaling
 
 
 class RotaryEmbedding:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .errors import RequestError
-from .request import SamplingParams
+from kvseek.core.errors import RequestError
+from kvseek.core.request import SamplingParams
 
 NO_TOKEN = -1  # in place of a greedy token: no logit is the largest, or it is not finite
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .metrics import RequestStatistics
-from .request import Request
+from kvseek.core.request import Request
+from kvseek.core.statistics import RequestStatistics
+
 from .sampling import Sampler
 
 

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .config import EngineConfig
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import ErrorCode, UnavailableError
+from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.statistics import StepReport
+
 from .engine import MAX_NUM_TOKENS, Engine
-from .errors import ErrorCode, UnavailableError
-from .metrics import StepReport
-from .request import FinishReason, Request, StepOutput
 from .tokenizer import Tokenizer
 from .usage import CacheUsage
 

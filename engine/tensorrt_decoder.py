@@ -14,16 +14,16 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from kvseek.core.config import EngineConfig
+from kvseek.core.cuda import CudaKernels
+from kvseek.core.errors import KernelError
 from kvseek.plugins.base import DeviceIndex
 from kvseek.plugins.batch import DeviceBatch, RequestState
 from kvseek.plugins.tensorrt_serving import Attend
 
 from .attention import causal_attention_device
-from .config import EngineConfig
-from .cuda import CudaKernels
 from .decoder import BaseDecoder, LayerwiseDecoder
 from .device_cache import DeviceCache
-from .errors import KernelError
 from .graphed_decoder import GraphedDecoder
 from .graphs import StepResult
 from .prefill import LAST_QUERIES, Prefill, Prompts

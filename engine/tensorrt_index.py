@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import EngineConfig, require
-from .errors import ConfigError, EngineDirectoryError
-from .fields import from_dict
+from kvseek.core.config import EngineConfig, require
+from kvseek.core.errors import ConfigError, EngineDirectoryError
+from kvseek.core.fields import from_dict
+from kvseek.core.tensorrt_api import PACKAGES, Logging
+
 from .graphs import buckets_for
-from .tensorrt_api import PACKAGES, Logging
 
 PLANS_FILE = "rank0.plans.json"
 REBUILD = "build the engine again"

@@ -6,7 +6,7 @@ import functools
 from collections import deque
 from typing import Any
 
-from .tensorrt_api import Logging
+from kvseek.core.tensorrt_api import Logging
 
 KEPT = 5
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import EngineDirectoryError, KernelError
-from .streams import SideStream, on_default_stream, stream_handle
-from .tensorrt_api import TYPE_NAMES, CudaEngine, ExecutionContext, TensorRtRuntime
+from kvseek.core.errors import EngineDirectoryError, KernelError
+from kvseek.core.streams import SideStream, on_default_stream, stream_handle
+from kvseek.core.tensorrt_api import TYPE_NAMES, CudaEngine, ExecutionContext, TensorRtRuntime
+
 from .tensorrt_messages import logger, why
 
 ALIGNMENT = 256  # bytes: TensorRT's own demand on addresses of tensors and of its work space

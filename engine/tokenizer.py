@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import EngineDirectoryError, RequestError
+from kvseek.core.errors import EngineDirectoryError, RequestError
 
 TOKENIZER_FOLDER = "tokenizer"  # inside an engine directory, as transformers' save_pretrained writes it
 REPLACEMENT = "\ufffd"  # what decoding puts in place of bytes that are no UTF-8

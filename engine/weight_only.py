@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .errors import ConfigError
+from kvseek.core.errors import ConfigError
 
 NONE = "none"
 PRECISIONS = {  # values of EngineConfig.weight_only_precision: how weights are stored, and the largest that can be

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .errors import KernelError
+from kvseek.core.errors import KernelError
+
 from .weight_only import INPUTS_MULTIPLE, NONE, PRECISIONS
 
 if TYPE_CHECKING:
-    from .config import EngineConfig
-    from .cuda import CudaKernels
+    from kvseek.core.config import EngineConfig
+    from kvseek.core.cuda import CudaKernels
 
 # As in weight_only.cu.
 DEQUANTISE_THREADS = 256

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .errors import EngineDirectoryError
+from kvseek.core.errors import EngineDirectoryError
 
 INDEX_FILE = "rank0.index.json"  # {"metadata": {"total_size": bytes}, "weight_map": {tensor name: shard file}}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .config import EngineConfig
+from kvseek.core.config import EngineConfig
+
 from .graphs import buckets_for
 from .prefill import LAST_QUERIES
 from .weight_only import NONE

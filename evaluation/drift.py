@@ -25,14 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.benchmarks.machine import describe, resident_bytes
-from kvseek.benchmarks.output import show, write_result
+from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.engine import Engine
-from kvseek.engine.errors import ConfigError, KvseekError
-from kvseek.engine.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.sampling import Sampler
 from kvseek.evaluation.overhear import Listener
 from kvseek.evaluation.selection_quality import Quality, compare_fresh, group_reduction, measure
+from kvseek.measurement.machine import describe, resident_bytes
+from kvseek.measurement.output import show, write_result
 from kvseek.plugins.registry import get_method
 
 SPAN = 1000  # steps whose figures are averaged

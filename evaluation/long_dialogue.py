@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvseek.engine.errors import ConfigError
+from kvseek.core.errors import ConfigError
 
 SINGLES, SINGLES_OF_FOUR, MIXTURE = (
     5,

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.benchmarks.variants import Variant
 from kvseek.engine.prefill import LAST_QUERIES
 from kvseek.evaluation.capture import CapturedLayer
 from kvseek.evaluation.replay import Replay
+from kvseek.measurement.variants import Variant
 
 
 @dataclass

@@ -26,15 +26,15 @@ from typing import Any
 
 import torch
 
-from kvseek.benchmarks.machine import describe
-from kvseek.benchmarks.output import show, write_result
-from kvseek.benchmarks.variants import Variant, parse_variants
-from kvseek.engine.errors import ConfigError, KvseekError
+from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.evaluation.capture import load_model
 from kvseek.evaluation.losses import Losses, measure_layer, total
 from kvseek.evaluation.needle import Dialogue, chosen_questions, load_tasks, make_dialogues
 from kvseek.evaluation.questions import capture_questions
 from kvseek.evaluation.recall import chosen_layers, selecting_methods
+from kvseek.measurement.machine import describe
+from kvseek.measurement.output import show, write_result
+from kvseek.measurement.variants import Variant, parse_variants
 
 TOTAL = "all"  # what stands for a sum over layers or tasks
 

@@ -20,13 +20,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvseek.benchmarks.machine import describe
-from kvseek.benchmarks.output import write_result
-from kvseek.engine.config import EngineConfig
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.core.request import FinishReason, Request
 from kvseek.engine.engine import Engine
-from kvseek.engine.errors import ConfigError, KvseekError
-from kvseek.engine.request import FinishReason, Request
 from kvseek.evaluation.long_dialogue import make_long_dialogue
+from kvseek.measurement.machine import describe
+from kvseek.measurement.output import write_result
 from kvseek.plugins.registry import get_method
 
 FIRST_SEED = 10**6  # as the needle folder's own evaluation: its training drew other seeds

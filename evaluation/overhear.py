@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvseek.core.errors import ConfigError
 from kvseek.engine.cache import Cache
 from kvseek.engine.engine import Engine
-from kvseek.engine.errors import ConfigError
-from kvseek.plugins.base import DeviceIndex, DeviceSelection, Index, Selection
+from kvseek.plugins.base import DeviceIndex, Index
 from kvseek.plugins.batch import DeviceBatch
 from kvseek.plugins.flat.method import exact_top_k
+from kvseek.plugins.selection import DeviceSelection, Selection
 
 
 @dataclass(frozen=True)

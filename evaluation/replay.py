@@ -9,14 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvseek.benchmarks.variants import Variant
-from kvseek.engine.config import EXTENT_TOKENS, CacheConfig
-from kvseek.engine.errors import ConfigError
-from kvseek.engine.kernels import CpuLibrary
-from kvseek.engine.memory import ExtentTable, extents_for
+from kvseek.core.config import EXTENT_TOKENS, CacheConfig
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.core.errors import ConfigError
+from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.engine.prefill import LAST_QUERIES
 from kvseek.evaluation.capture import CapturedLayer
-from kvseek.plugins.base import IndexContext, LayerRows, Selection
+from kvseek.measurement.variants import Variant
+from kvseek.plugins.base import IndexContext, LayerRows
+from kvseek.plugins.selection import Selection
 
 EXACT_TOKENS = 1 << 24  # token numbers that float32 holds exactly
 

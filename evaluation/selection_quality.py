@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.engine.config import EXTENT_TOKENS
-from kvseek.engine.memory import ExtentTable, extents_for
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.evaluation.overhear import Heard, recall_of, single_rows
 from kvseek.plugins.base import Index, LayerRows
 from kvseek.plugins.flat.method import exact_top_k

@@ -1,14 +1,15 @@
-"""Method name → where it lives. One line a method; nothing else outside a method's folder names it."""
+"""The methods: each folder of plugins/ that has a method.py. Nothing outside a method's folder names it."""
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from kvseek.engine.config import ModelConfig
-from kvseek.engine.errors import ConfigError
-from kvseek.engine.fields import from_dict
+from kvseek.core.config import ModelConfig
+from kvseek.core.errors import ConfigError
+from kvseek.core.fields import from_dict
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from .base import Index, IndexContext
     from .costs import SelectionCosts
     from .stages import Stages
+
 
 # Each folder offers config.py with `Config` (a frozen dataclass) and method.py with `create(context) -> Index` and
 # `codebooks(config, head_dim) -> dict of tensors` (what the builder computes once; may be empty). config.py may offer
@@ -25,14 +27,13 @@ if TYPE_CHECKING:
 # - `costs(config, model, length, itemsize) -> SelectionCosts`: what a decode step moves (plugins/costs.py)
 # - `needs_cpu_library(config) -> bool`: whether its index for the GPU calls compiled code of the CPU
 # - `stages(index, query, slot) -> Stages`: which rows each stage of a selection keeps (plugins/stages.py), for measurements.
-METHODS: dict[str, str] = {
-    "full": "kvseek.plugins.full",
-    "flat": "kvseek.plugins.flat",
-    "pariskv": "kvseek.plugins.pariskv",
-    "ctkvr": "kvseek.plugins.ctkvr",
-    "clusterkv": "kvseek.plugins.clusterkv",
-    "prkv": "kvseek.plugins.prkv",
-}
+def _scan() -> dict[str, str]:
+    """Every folder beside this file that has a method.py, by its name. `full`, what the others are compared with, is first."""
+    folders = {path.parent.name for path in Path(__file__).parent.glob("*/method.py")}
+    return {name: f"kvseek.plugins.{name}" for name in sorted(folders, key=lambda name: (name != "full", name))}
+
+
+METHODS: dict[str, str] = _scan()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvseek.engine.errors import KernelError
+from kvseek.core.errors import KernelError
 
 from .base import Index
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
-from kvseek.engine.config import ModelConfig, require
-from kvseek.engine.errors import KernelError
+from kvseek.core.config import ModelConfig, require
+from kvseek.core.errors import KernelError
 
 from .tensorrt_fields import AttentionFields, field_names
 from .tensorrt_serving import Call, current_call, serving

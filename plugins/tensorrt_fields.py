@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvseek.engine.config import require
-from kvseek.engine.errors import ConfigError
+from kvseek.core.config import require
+from kvseek.core.errors import ConfigError
 
 from .tensorrt_tensors import ELEMENTS
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvseek.engine.errors import KernelError
-from kvseek.engine.tensorrt_api import TYPE_NAMES
+from kvseek.core.errors import KernelError
+from kvseek.core.tensorrt_api import TYPE_NAMES
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import uvloop
 
-from kvseek.engine.config import EngineConfig
-from kvseek.engine.errors import KvseekError
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import KvseekError
 from kvseek.engine.tokenizer import Tokenizer
 
 from . import http_closed
@@ -72,7 +72,7 @@ class Doors:
         header_seconds: float = HEADER_SECONDS,
     ) -> None:
         self._settings, self._limits = settings, dict[str, int]()
-        self._config, self._tokenizer = EngineConfig.load(engine_dir), Tokenizer(engine_dir)
+        self._config, self._tokenizer = read_config(engine_dir), Tokenizer(engine_dir)
         self._client = EngineClient(socket, asyncio.get_running_loop())
         self._triton = TritonRelay(triton_grpc)
         self._state = ServerState(self._client, self._triton)

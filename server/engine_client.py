@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
-from kvseek.engine.errors import ErrorCode, UnavailableError
-from kvseek.engine.request import FinishReason, Request, StepOutput
+from kvseek.core.errors import ErrorCode, UnavailableError
+from kvseek.core.request import FinishReason, Request, StepOutput
 
 from .messages import (
     Cancel,

@@ -23,9 +23,9 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from kvseek.engine.errors import KvseekError, code_of
-from kvseek.engine.manifest import read_manifest
-from kvseek.engine.request import FinishReason, Request, StepOutput
+from kvseek.core.errors import KvseekError, code_of
+from kvseek.core.manifest import read_manifest
+from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.service import EngineService
 
 from .messages import Cancel, FromDoor, FromEngine, Metrics, Outputs, Ping, Pong, Refused, Submit, frame, read_frame

@@ -1,6 +1,6 @@
 """Errors of starting a server."""
 
-from kvseek.engine.errors import KvseekError
+from kvseek.core.errors import KvseekError
 
 
 class ServerError(KvseekError, RuntimeError):

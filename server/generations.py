@@ -13,8 +13,8 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvseek.engine.errors import ErrorCode, KvseekError, QueueFullError, code_of
-from kvseek.engine.request import FinishReason, Request, StepOutput
+from kvseek.core.errors import ErrorCode, KvseekError, QueueFullError, code_of
+from kvseek.core.request import FinishReason, Request, StepOutput
 
 from .engine_client import EngineClient
 from .served_request import Chunk, ServedRequest, after

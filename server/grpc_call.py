@@ -14,7 +14,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from kvseek.engine.errors import ErrorCode, RequestError
+from kvseek.core.errors import ErrorCode, RequestError
 
 from .grpc_checks import ITEM_BYTES, WIRE_TYPES, admit
 from .http_json import ModelSchema

@@ -11,8 +11,8 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from kvseek.engine.config import EngineConfig
-from kvseek.engine.errors import RequestError
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
 
 from .http_fields import Input, shortened

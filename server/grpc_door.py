@@ -16,7 +16,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from tritonclient.grpc import service_pb2
 
-from kvseek.engine.errors import ErrorCode, RequestError
+from kvseek.core.errors import ErrorCode, RequestError
 
 from .errors import ServerError
 from .grpc_call import SERVICE, GrpcCall, describe

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from kvseek.engine.errors import ErrorCode, KvseekError, code_of
+from kvseek.core.errors import ErrorCode, KvseekError, code_of
 
 from .generations import CodedError
 from .http_fields import shortened

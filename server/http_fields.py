@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvseek.engine.errors import RequestError
+from kvseek.core.errors import RequestError
 
 MAX_FIELD_BYTES = 1 << 20  # of JSON, for a field that is not the prompt
 SHOWN_CHARACTERS = 40  # of a value in an error message

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from aiohttp import web
 
-from kvseek.engine.errors import RequestError, UnavailableError
+from kvseek.core.errors import RequestError, UnavailableError
 
 from .generations import Generations, Ticket
 from .http_body import BodyReader

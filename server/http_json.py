@@ -12,8 +12,8 @@ import msgspec
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from kvseek.engine.config import EngineConfig
-from kvseek.engine.errors import RequestError
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
 
 from .http_fields import MAX_FIELD_BYTES, Input, shortened, shown

@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
-from kvseek.engine.errors import KvseekError
+from kvseek.core.errors import KvseekError
 
 from .engine_client import EngineClient
 from .process_metrics import server_text

@@ -13,7 +13,7 @@ import grpc.aio
 from aiohttp import web
 from tritonclient.grpc import service_pb2
 
-from kvseek.engine.errors import KvseekError
+from kvseek.core.errors import KvseekError
 
 from .engine_client import EngineClient
 from .http_errors import HttpError, error_response

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import requests
 
-from kvseek.engine.config import EngineConfig
-from kvseek.engine.errors import KvseekError
-from kvseek.engine.manifest import verify
+from kvseek.core.config import EngineConfig
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import KvseekError
+from kvseek.core.manifest import verify
 
 from .errors import ServerError
 from .ports import Ports
@@ -98,7 +99,7 @@ def running_server(
     if not ready_seconds > 0:
         raise ServerError(f"--ready_seconds = {ready_seconds}: must be > 0; {READY_SECONDS:.0f} is the default")
     verify(engine_dir)
-    config = EngineConfig.load(engine_dir)
+    config = read_config(engine_dir)
     ports = ports.resolve(host)
     with tempfile.TemporaryDirectory(prefix="kvseek-") as folder:
         scratch = Path(folder)

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvseek.engine.request import Request, StepOutput
+from kvseek.core.request import Request, StepOutput
 
 MAX_FRAME_BYTES = 256 << 20
 _LENGTH = struct.Struct("<I")

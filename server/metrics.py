@@ -16,9 +16,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kvseek.engine.errors import ErrorCode
-from kvseek.engine.metrics import RequestStatistics, StepReport
-from kvseek.engine.request import FinishReason, StepOutput
+from kvseek.core.errors import ErrorCode
+from kvseek.core.request import FinishReason, StepOutput
+from kvseek.core.statistics import RequestStatistics, StepReport
 
 from .tallies import Families, Histogram
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from kvseek.engine.config import EngineConfig
-from kvseek.engine.errors import TimeoutExpiredError
-from kvseek.engine.request import Request, StepOutput
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import TimeoutExpiredError
+from kvseek.core.request import Request, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 
 from .text_request import TextRequest

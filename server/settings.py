@@ -6,7 +6,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from kvseek.engine.request import MAX_TIMEOUT_SECONDS
+from kvseek.core.request import MAX_TIMEOUT_SECONDS
 
 from .errors import ServerError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvseek.engine.errors import ErrorCode
+from kvseek.core.errors import ErrorCode
 
 INTERNAL = (
     "the server failed to answer; its log says why"  # for clients, in the place of an exception nobody has foreseen

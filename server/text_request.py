@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvseek.engine.config import EngineConfig
-from kvseek.engine.errors import RequestError
-from kvseek.engine.request import FinishReason, StepOutput
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import RequestError
+from kvseek.core.request import FinishReason, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 
 from .translation import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvseek.engine.request import StepOutput
+from kvseek.core.request import StepOutput
 
 from .translation import Tensors, engine_request, scalar
 

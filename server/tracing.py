@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from kvseek.engine.metrics import RequestStatistics
-from kvseek.engine.request import FinishReason, Request, StepOutput
+from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.statistics import RequestStatistics
 
 from .errors import ServerError
 

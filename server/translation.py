@@ -14,8 +14,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from kvseek.engine.errors import RequestError
-from kvseek.engine.request import DEFAULT_PRIORITY, Request, SamplingParams
+from kvseek.core.errors import RequestError
+from kvseek.core.request import DEFAULT_PRIORITY, Request, SamplingParams
 
 Tensors = Mapping[str, NDArray[Any]]
 

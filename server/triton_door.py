@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from kvseek.engine.config import EngineConfig
-from kvseek.engine.errors import ErrorCode, KvseekError, QueueFullError, RequestError, code_of
-from kvseek.engine.request import FinishReason, StepOutput
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import ErrorCode, KvseekError, QueueFullError, RequestError, code_of
+from kvseek.core.request import FinishReason, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 
 from .engine_client import EngineClient
@@ -113,7 +113,7 @@ class TritonDoor:
         self._triton, self._model = triton, config["name"]
         directory = Path(parameters["engine_dir"])
         tokenizer = Tokenizer(directory)
-        engine_config = EngineConfig.load(directory)
+        engine_config = read_config(directory)
         self._factory = RequestFactory(engine_config, tokenizer)
         if self._model != "tensorrt_llm":
             tokenizer.encode("")  # reads the files now rather than in the first request

@@ -13,11 +13,12 @@ from kvseek.benchmarks import device_rounds
 from kvseek.benchmarks.device_memory import IndexNeeds
 from kvseek.benchmarks.floors import Rates
 from kvseek.benchmarks.probe import PoolSample
-from kvseek.engine.config import EXTENT_TOKENS
+from kvseek.core.config import EXTENT_TOKENS
 from kvseek.engine.graphs import StepResult
-from kvseek.plugins.base import DeviceIndex, DeviceSelection, LayerRows
+from kvseek.plugins.base import DeviceIndex, LayerRows
 from kvseek.plugins.batch import DeviceBatch, RequestState
 from kvseek.plugins.full.method import FullIndex
+from kvseek.plugins.selection import DeviceSelection
 
 STAGES = ("begin", "norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "silu", "down", "head")
 

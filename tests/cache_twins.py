@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.engine.cache import Cache
-from kvseek.engine.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.engine.device_cache import DeviceCache
 from kvseek.engine.memory_plan import layer_extent_bytes
-from kvseek.plugins.base import DeviceIndex, DeviceSelection, IndexContext
+from kvseek.plugins.base import DeviceIndex, IndexContext
 from kvseek.plugins.batch import DeviceBatch
+from kvseek.plugins.selection import DeviceSelection
 
 CPU = torch.device("cpu")
 LAYERS, KV_HEADS, DIM, SLOTS = 3, 2, 4, 3

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.config_file import read_config
 from kvseek.engine import layer_kernels
-from kvseek.engine.attention import attend_reference
-from kvseek.engine.cache import LayerCache
-from kvseek.engine.config import EngineConfig, ModelConfig
 from kvseek.engine.device_cache import DeviceCache
 from kvseek.engine.device_decoder import DeviceDecoder
 from kvseek.engine.layer_kernels import LayerKernels
@@ -22,10 +21,13 @@ from kvseek.engine.loading import create_indexes
 from kvseek.engine.rope import rotate
 from kvseek.engine.sampling import greedy_token
 from kvseek.engine.weights import load_weights
-from kvseek.plugins.base import DeviceIndex, DeviceSelection, IndexContext, Selection
+from kvseek.plugins.base import DeviceIndex, IndexContext
 from kvseek.plugins.batch import DeviceBatch
+from kvseek.plugins.common.attention import attend_reference
 from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.full.device import DeviceFullIndex
+from kvseek.plugins.layer_cache import LayerCache
+from kvseek.plugins.selection import DeviceSelection, Selection
 
 CPU = torch.device("cpu")
 
@@ -188,7 +190,7 @@ def make_parts(
     directory: Path, offload: str = "always", **changes: Any
 ) -> tuple[EngineConfig, DeviceCache, list[DeviceIndex]]:
     """Configuration of a CPU engine as one of a GPU with `changes`, and a cache and indexes for it."""
-    config = EngineConfig.load(directory)
+    config = read_config(directory)
     cache_config = dataclasses.replace(config.cache, offload=offload)
     config = dataclasses.replace(config, device="cuda", kernels="native", cache=cache_config, **changes)
     cache = DeviceCache(config, torch.float32, CPU, None)

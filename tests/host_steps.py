@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvseek.engine.kernels import CpuLibrary
+from kvseek.core.cpu_library import CpuLibrary
 from kvseek.plugins.ctkvr.native import AUTOMATIC, TYPES, HostStep, host_step
 
 EXTENT = 1024

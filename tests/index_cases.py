@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvseek.engine.memory import ExtentTable
+from kvseek.core.extents import ExtentTable
 from kvseek.plugins.base import IndexContext
 from kvseek.plugins.flat import config as flat_config
 from kvseek.plugins.flat.method import FlatIndex

@@ -11,7 +11,7 @@ import torch
 
 from kvseek.builder.checkpoint import Checkpoint
 from kvseek.builder.weights import plan_weights, weight_reader
-from kvseek.engine.config import EngineConfig, ModelConfig
+from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.engine.tensorrt_index import PLANS_FILE
 
 

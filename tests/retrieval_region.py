@@ -11,12 +11,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvseek.engine.attention import selected_positions
-from kvseek.engine.config import EXTENT_TOKENS
-from kvseek.engine.kernels import CpuLibrary
-from kvseek.engine.memory import ExtentTable
-from kvseek.plugins.base import Index, IndexContext, LayerRows, Selection
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.core.extents import ExtentTable
+from kvseek.plugins.base import Index, IndexContext, LayerRows
+from kvseek.plugins.common.attention import selected_positions
 from kvseek.plugins.registry import get_method
+from kvseek.plugins.selection import Selection
 
 KV_HEADS, GROUP, DIM = 2, 3, 32
 HEADS = KV_HEADS * GROUP

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.engine import Engine
-from kvseek.engine.request import Request, SamplingParams
 from kvseek.engine.tokenizer import Tokenizer
 
 LEAST_GAP = (

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tensorrt_llm_files import save_tensorrt_llm
 
 from kvseek.builder import build
-from kvseek.engine.manifest import verify
+from kvseek.core.manifest import verify
 from kvseek.engine.weights import load_weights
 
 INDEX = "model.safetensors.index.json"

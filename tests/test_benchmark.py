@@ -13,11 +13,11 @@ from random_models import save_random_model
 
 from kvseek.benchmarks import decode
 from kvseek.benchmarks.contestants import row_bytes
-from kvseek.benchmarks.machine import describe, installed_version, peak_memory_bytes, resident_bytes
 from kvseek.benchmarks.report import add_ratios, print_report
 from kvseek.benchmarks.shapes import matrix_bytes
 from kvseek.benchmarks.timing import Samples, interleave, measure
-from kvseek.engine.config import EngineConfig, ModelConfig
+from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.measurement.machine import describe, installed_version, peak_memory_bytes, resident_bytes
 
 CONTEXT = 300
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")

@@ -13,9 +13,9 @@ from kvseek.benchmarks.floors import STEP_NODES, Rates, Step, Work, work
 from kvseek.benchmarks.probe import host_memory_rate, random_row_offsets
 from kvseek.benchmarks.shapes import LLAMA_3_1_8B
 from kvseek.benchmarks.timing import Samples
-from kvseek.benchmarks.variants import parse_variants
-from kvseek.engine.config import CacheConfig
-from kvseek.engine.errors import ConfigError
+from kvseek.core.config import CacheConfig
+from kvseek.core.errors import ConfigError
+from kvseek.measurement.variants import parse_variants
 from kvseek.plugins.costs import SelectionCosts
 
 

@@ -32,8 +32,8 @@ from kvseek.benchmarks.probe import KERNELS, ReadArguments, RowsArguments, rando
 from kvseek.benchmarks.random_weights import RandomWeights, weight_shapes
 from kvseek.benchmarks.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_bytes, row_numbers
 from kvseek.benchmarks.synthetic import Spectrum, SyntheticKeys
-from kvseek.engine.config import CacheConfig, EngineConfig, ModelConfig
-from kvseek.engine.errors import ConfigError
+from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.errors import ConfigError
 from kvseek.engine.layer import Layer
 from kvseek.engine.memory_plan import plan_rows
 

@@ -12,9 +12,10 @@ from bench_stand_ins import Event, FakeIndex, FakeStep, fake_needs
 from torch import Tensor
 
 from kvseek.benchmarks import device_cache_hits, device_contestants, device_setup, shapes
-from kvseek.engine import cuda, graphs, loading
-from kvseek.engine.config import ModelConfig
-from kvseek.plugins.base import DeviceSelection
+from kvseek.core import cuda
+from kvseek.core.config import ModelConfig
+from kvseek.engine import graphs, loading
+from kvseek.plugins.selection import DeviceSelection
 
 SHAPE = ModelConfig("llama", 100, 64, 96, 2, 4, 2, 16, 1e-5, 1e4, 512)
 CPU = torch.device("cpu")

@@ -26,10 +26,11 @@ from kvseek.benchmarks import (
 )
 from kvseek.benchmarks.device_memory import GIB, Cell, IndexNeeds, Needs, fill_bytes
 from kvseek.benchmarks.device_options import WARMUP
-from kvseek.benchmarks.variants import parse_variants
-from kvseek.engine import cuda, graphs, loading
-from kvseek.engine.config import EngineConfig, ModelConfig
-from kvseek.engine.errors import CapacityError
+from kvseek.core import cuda
+from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.errors import CapacityError
+from kvseek.engine import graphs, loading
+from kvseek.measurement.variants import parse_variants
 
 SHAPE = ModelConfig("llama", 100, 64, 96, 2, 4, 2, 16, 1e-5, 1e4, 512)
 CPU = torch.device("cpu")

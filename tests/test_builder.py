@@ -17,11 +17,11 @@ from random_models import ARCHITECTURES, save_random_model
 from safetensors.torch import load_file, save_file
 
 from kvseek.builder import build
-from kvseek.builder.checkpoint import open_checkpoint
+from kvseek.builder.open_checkpoint import open_checkpoint
 from kvseek.builder.weights import WeightFormat, plan_weights, write_weights
-from kvseek.engine.config import EngineConfig
-from kvseek.engine.errors import ConfigError, EngineDirectoryError
-from kvseek.engine.manifest import CODEBOOKS_FILE, read_manifest, verify
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import ConfigError, EngineDirectoryError
+from kvseek.core.manifest import CODEBOOKS_FILE, read_manifest, verify
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.engine.weights import load_weights
 
@@ -138,7 +138,7 @@ def test_contents_of_an_engine_directory(model: Path, build_engine: BuildEngine)
     flags = ("--cache.sink", "8", "--pariskv.top_k", "20", "--max_seq_len", "512", "--max_batch_size", "2")
     directory = build_engine(model, "pariskv", *flags, "--dtype", "bfloat16")
     verify(directory)
-    config = EngineConfig.load(directory)
+    config = read_config(directory)
     assert (config.method, config.dtype, config.kernels) == ("pariskv", "bfloat16", "native")
     assert (config.max_seq_len, config.max_input_len, config.max_batch_size) == (512, 512, 2)
     assert config.cache.sink == 8
@@ -154,7 +154,7 @@ def test_contents_of_an_engine_directory(model: Path, build_engine: BuildEngine)
 
 
 def test_defaults_follow_the_model(model: Path, build_engine: BuildEngine) -> None:
-    config = EngineConfig.load(build_engine(model, "full"))
+    config = read_config(build_engine(model, "full"))
     assert (config.max_seq_len, config.max_input_len, config.max_batch_size) == (1024, 1024, 4)
     assert not (build_engine(model, "full") / CODEBOOKS_FILE).exists()
 
@@ -197,7 +197,7 @@ def test_building_again(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert output.stat().st_ino == first
     assert built("--force")
     assert built(*changed)
-    assert EngineConfig.load(output).max_seq_len == 256
+    assert read_config(output).max_seq_len == 256
     assert not built(*changed)
     (output / SHARD).unlink()
     assert built(*changed), "a damaged engine is replaced"
@@ -303,7 +303,7 @@ def test_structured_flags(model: Path, tmp_path: Path) -> None:
     flags = ("--pariskv.schedule_steps", json.dumps(steps), "--pariskv.alpha_correction", "false")
     memory = ("--cache.kv_cache_host_memory_bytes", "100000000")
     assert run(model, tmp_path / "engine", "--method", "pariskv", *flags, *memory) == 0
-    config = EngineConfig.load(tmp_path / "engine")
+    config = read_config(tmp_path / "engine")
     assert config.method_config["schedule_steps"] == steps
     assert config.method_config["alpha_correction"] is False
     assert config.cache.kv_cache_host_memory_bytes == 100_000_000
@@ -329,4 +329,4 @@ def test_smollm2(smollm2_gguf: Path, build_engine: BuildEngine) -> None:
     verify(directory)
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     assert 538e6 < size < 545e6, "134.5 million float32 weights and little else"
-    assert EngineConfig.load(directory).max_seq_len == 8192
+    assert read_config(directory).max_seq_len == 8192

@@ -11,7 +11,7 @@ import pytest
 from kvseek.builder import build
 from kvseek.builder.field_texts import field_texts
 from kvseek.builder.flags import FlagParser
-from kvseek.engine.config import CacheConfig, TensorRtConfig
+from kvseek.core.config import CacheConfig, TensorRtConfig
 from kvseek.plugins.registry import METHODS, get_method
 
 

@@ -22,13 +22,13 @@ from torch import Tensor
 from kvseek.builder import build, calibrate, perplexity
 from kvseek.builder.calibrate import Calibrator, Text, checkpoint_layers, stored_layers
 from kvseek.builder.calibration import CALIBRATION_FILE, Calibration
-from kvseek.builder.checkpoint import open_checkpoint
+from kvseek.builder.open_checkpoint import open_checkpoint
 from kvseek.builder.perplexity import WindowedText
 from kvseek.builder.weights import WeightFormat, write_weights
-from kvseek.engine.config import EngineConfig
-from kvseek.engine.errors import ConfigError
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import ConfigError
+from kvseek.core.manifest import read_manifest, verify
 from kvseek.engine.layer import Head, Layer
-from kvseek.engine.manifest import read_manifest, verify
 from kvseek.engine.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from test_calibrate import DEVICE, calibrated, run
 from kvseek.builder import build, calibrate
 from kvseek.builder.calibration import CALIBRATION_FILE, Calibration
 from kvseek.builder.perplexity import WindowedText
-from kvseek.engine.errors import EngineDirectoryError
+from kvseek.core.errors import EngineDirectoryError
 
 SENTENCE = "the harbour master wrote the log, and the light was lit at dusk in 1931; "
 

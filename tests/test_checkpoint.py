@@ -14,11 +14,11 @@ from random_models import save_random_model
 from safetensors.torch import load_file, save_file
 
 from kvseek.builder import gguf_checkpoint
-from kvseek.builder.checkpoint import open_checkpoint
 from kvseek.builder.model_config import model_config
+from kvseek.builder.open_checkpoint import open_checkpoint
 from kvseek.builder.weights import weight_reader
-from kvseek.engine.config import ModelConfig, RopeScaling
-from kvseek.engine.errors import ConfigError
+from kvseek.core.config import ModelConfig, RopeScaling
+from kvseek.core.errors import ConfigError
 from kvseek.engine.rope import frequencies
 
 LLAMA: dict[str, Any] = {

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvseek.engine.errors import ConfigError, KernelError
-from kvseek.engine.memory import ExtentTable
+from kvseek.core.errors import ConfigError, KernelError
+from kvseek.core.extents import ExtentTable
 from kvseek.plugins.base import IndexContext
 from kvseek.plugins.clusterkv import kmeans
 from kvseek.plugins.clusterkv.config import Config

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from index_cases import KV_HEADS, make_context, random_keys, random_queries
 from torch import Tensor
 
-from kvseek.engine.config import EXTENT_TOKENS, ModelConfig
-from kvseek.engine.errors import ConfigError
-from kvseek.engine.fields import from_dict
+from kvseek.core.config import EXTENT_TOKENS, ModelConfig
+from kvseek.core.errors import ConfigError
+from kvseek.core.fields import from_dict
 from kvseek.plugins.clusterkv.config import CACHE_DEFAULTS, Config
 from kvseek.plugins.clusterkv.costs import costs
 from kvseek.plugins.clusterkv.reference import ReferenceIndex, cluster_keys, expand, rows_taken

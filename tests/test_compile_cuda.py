@@ -18,9 +18,10 @@ from structs import fields_of, mirrors
 
 from kvseek.builder import build, compile_cuda
 from kvseek.builder.compile_cuda import ARCHITECTURES, Specialisation, cached_cubin, compile_cubin, specialise
-from kvseek.engine.config import EngineConfig, ModelConfig
-from kvseek.engine.errors import ConfigError, EngineDirectoryError, KernelError
-from kvseek.engine.manifest import read_manifest, verify
+from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import ConfigError, EngineDirectoryError, KernelError
+from kvseek.core.manifest import read_manifest, verify
 from kvseek.engine.weight_only_kernels import SHAPES
 from kvseek.plugins.registry import METHODS
 
@@ -255,7 +256,7 @@ with ThreadPoolExecutor(4) as pool:
 
 
 def test_importing_needs_no_cuda() -> None:
-    code = "import sys; sys.modules['cuda'] = None; import kvseek.engine.cuda, kvseek.builder.build"
+    code = "import sys; sys.modules['cuda'] = None; import kvseek.core.cuda, kvseek.builder.build"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -275,7 +276,7 @@ def test_an_engine_for_the_gpu(tmp_path: Path) -> None:
     model = save_random_model(tmp_path / "model", "qwen3", head_dim=64)
     assert run(model, tmp_path / "engine", *flags, "--cuda_archs", "90,80") == 0
     directory = tmp_path / "engine"
-    built = EngineConfig.load(directory)
+    built = read_config(directory)
     assert (built.device, built.dtype, built.kernels, built.cache.offload) == ("cuda", "float16", "native", "always")
     kernels = {name for name in read_manifest(directory).files if name.startswith("kernels/")}
     assert kernels == {"kernels/sm_80.cubin", "kernels/sm_90.cubin"}

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvseek.engine.config import CONFIG_FILE, CacheConfig, EngineConfig, ModelConfig, RopeScaling
-from kvseek.engine.config_file import PRETRAINED
-from kvseek.engine.errors import ConfigError, EngineDirectoryError
-from kvseek.engine.fields import from_dict
+from kvseek.core.config import CONFIG_FILE, CacheConfig, EngineConfig, ModelConfig, RopeScaling
+from kvseek.core.config_file import PRETRAINED, read_config, write_config
+from kvseek.core.errors import ConfigError, EngineDirectoryError
+from kvseek.core.fields import from_dict
 from kvseek.plugins.registry import get_method
 
 MODEL = ModelConfig(
@@ -35,16 +35,16 @@ def change(directory: Path, *places: str, **values: object) -> None:
 
 def test_round_trip(tmp_path: Path) -> None:
     config = EngineConfig(MODEL, "pariskv", {"top_k": 7}, CacheConfig(sink=3), dtype="bfloat16", max_batch_size=9)
-    config.save(tmp_path)
-    assert EngineConfig.load(tmp_path) == config
+    write_config(config, tmp_path)
+    assert read_config(tmp_path) == config
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_round_trip_of_a_gpu_engine(tmp_path: Path, dtype: str) -> None:
     cache = CacheConfig(offload="never", kv_cache_device_memory_bytes=1 << 40)
     config = EngineConfig(MODEL, "full", cache=cache, dtype=dtype, device="cuda")
-    config.save(tmp_path)
-    assert EngineConfig.load(tmp_path) == config
+    write_config(config, tmp_path)
+    assert read_config(tmp_path) == config
 
 
 def names_of(config_class: type[Any]) -> set[str]:
@@ -53,7 +53,7 @@ def names_of(config_class: type[Any]) -> set[str]:
 
 def test_each_field_lies_in_its_object(tmp_path: Path) -> None:
     cache = CacheConfig(sink=3)
-    EngineConfig(MODEL, "pariskv", {"top_k": 7}, cache, dtype="bfloat16", max_batch_size=9).save(tmp_path)
+    write_config(EngineConfig(MODEL, "pariskv", {"top_k": 7}, cache, dtype="bfloat16", max_batch_size=9), tmp_path)
     document = json.loads((tmp_path / CONFIG_FILE).read_text())
     assert list(document) == ["format_version", "version", *OBJECTS]
     assert (document["format_version"], document["version"]) == (2, version("kvseek"))
@@ -70,13 +70,13 @@ def test_no_two_fields_of_an_object_share_a_name() -> None:
 
 
 def test_an_engine_directory_without_the_new_fields_is_for_the_cpu(tmp_path: Path) -> None:
-    EngineConfig(MODEL, "full").save(tmp_path)
+    write_config(EngineConfig(MODEL, "full"), tmp_path)
     path = tmp_path / CONFIG_FILE
     document = json.loads(path.read_text())
     built = document["build_config"]
     del built["device"], built["cache"]["offload"], built["cache"]["kv_cache_device_memory_bytes"]
     path.write_text(json.dumps(document))
-    assert EngineConfig.load(tmp_path) == EngineConfig(MODEL, "full")
+    assert read_config(tmp_path) == EngineConfig(MODEL, "full")
 
 
 def test_gpu_macros_come_from_the_method() -> None:
@@ -116,10 +116,10 @@ def test_gpu_macros_come_from_the_method() -> None:
     ],
 )
 def test_bad_values_are_named(tmp_path: Path, values: dict[str, object], message: str) -> None:
-    EngineConfig(MODEL, "full").save(tmp_path)
+    write_config(EngineConfig(MODEL, "full"), tmp_path)
     change(tmp_path, "build_config", **values)
     with pytest.raises(ConfigError) as caught:
-        EngineConfig.load(tmp_path)
+        read_config(tmp_path)
     assert message in str(caught.value)
 
 
@@ -137,10 +137,10 @@ def test_bad_values_are_named(tmp_path: Path, values: dict[str, object], message
     ],
 )
 def test_bad_values_of_the_model_are_named(tmp_path: Path, values: dict[str, object], message: str) -> None:
-    EngineConfig(MODEL, "full").save(tmp_path)
+    write_config(EngineConfig(MODEL, "full"), tmp_path)
     change(tmp_path, "pretrained_config", **values)
     with pytest.raises(ConfigError) as caught:
-        EngineConfig.load(tmp_path)
+        read_config(tmp_path)
     assert message in str(caught.value)
 
 
@@ -154,10 +154,10 @@ def test_bad_values_of_the_model_are_named(tmp_path: Path, values: dict[str, obj
     ],
 )
 def test_bad_objects_are_named(tmp_path: Path, values: dict[str, object], message: str) -> None:
-    EngineConfig(MODEL, "full").save(tmp_path)
+    write_config(EngineConfig(MODEL, "full"), tmp_path)
     change(tmp_path, **values)
     with pytest.raises(ConfigError) as caught:
-        EngineConfig.load(tmp_path)
+        read_config(tmp_path)
     assert message in str(caught.value)
 
 
@@ -172,32 +172,32 @@ def test_bad_objects_are_named(tmp_path: Path, values: dict[str, object], messag
     ],
 )
 def test_missing_keys_are_named(tmp_path: Path, places: tuple[str, ...], message: str) -> None:
-    EngineConfig(MODEL, "full").save(tmp_path)
+    write_config(EngineConfig(MODEL, "full"), tmp_path)
     path = tmp_path / CONFIG_FILE
     document = json.loads(path.read_text())
     del (document if len(places) == 1 else document[places[0]])[places[-1]]
     path.write_text(json.dumps(document))
     with pytest.raises(ConfigError) as caught:
-        EngineConfig.load(tmp_path)
+        read_config(tmp_path)
     assert message in str(caught.value)
 
 
 def test_broken_file(tmp_path: Path) -> None:
     (tmp_path / CONFIG_FILE).write_text("{")
     with pytest.raises(EngineDirectoryError, match="is not JSON"):
-        EngineConfig.load(tmp_path)
+        read_config(tmp_path)
     (tmp_path / CONFIG_FILE).write_text("[]")
     with pytest.raises(ConfigError, match="= 'list': must be a JSON object; build the engine again"):
-        EngineConfig.load(tmp_path)
+        read_config(tmp_path)
 
 
 def test_no_engine_directory(tmp_path: Path) -> None:
     with pytest.raises(EngineDirectoryError, match="is no engine directory; run kvseek build"):
-        EngineConfig.load(tmp_path)
+        read_config(tmp_path)
 
 
 def test_unknown_method_lists_the_known() -> None:
-    with pytest.raises(ConfigError, match="method = 'pariskw': unknown; choose one of full, flat, pariskv"):
+    with pytest.raises(ConfigError, match="method = 'pariskw': unknown; choose one of full, clusterkv"):
         get_method("pariskw")
 
 

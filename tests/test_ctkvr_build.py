@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvseek.engine.cuda import CudaKernels
-from kvseek.engine.errors import KernelError
+from kvseek.core.cuda import CudaKernels
+from kvseek.core.errors import KernelError
 from kvseek.plugins.ctkvr import device_build
 from kvseek.plugins.ctkvr.build import build_lists
 from kvseek.plugins.ctkvr.device_build import DeviceBuilder, ListArguments, Sampling

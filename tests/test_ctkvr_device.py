@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvseek.engine.config import ModelConfig
-from kvseek.engine.errors import KernelError
-from kvseek.engine.memory import ExtentTable
+from kvseek.core.config import ModelConfig
+from kvseek.core.errors import KernelError
+from kvseek.core.extents import ExtentTable
 from kvseek.plugins.base import IndexContext
 from kvseek.plugins.costs import SelectionCosts
 from kvseek.plugins.ctkvr import device

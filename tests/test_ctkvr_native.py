@@ -14,8 +14,8 @@ from host_steps import Case, check_results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvseek.engine.errors import KernelError
-from kvseek.engine.kernels import CpuLibrary
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.core.errors import KernelError
 from kvseek.plugins.ctkvr.native import ERRORS, LEVEL_NAMES, HostPool, host_levels, raise_error
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from index_cases import KV_HEADS, make_context, random_keys, random_queries
 
-from kvseek.engine.errors import KernelError
-from kvseek.engine.kernels import CpuLibrary
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.core.errors import KernelError
 from kvseek.plugins.base import LayerRows
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.native import NativeIndex

@@ -11,7 +11,7 @@ from ctkvr_bench import DIM, GROUP, SMALL, Bench, exact_rows, make, one_query
 from index_cases import KV_HEADS, make_context, random_keys, random_queries
 from torch import Tensor
 
-from kvseek.engine.errors import ConfigError, KernelError
+from kvseek.core.errors import ConfigError, KernelError
 from kvseek.plugins.ctkvr.build import build_lists, largest
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.method import create, needs_cpu_library

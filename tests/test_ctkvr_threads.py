@@ -12,8 +12,8 @@ import pytest
 import torch
 from host_steps import Case
 
-from kvseek.engine.errors import KernelError
-from kvseek.engine.kernels import CpuLibrary
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.core.errors import KernelError
 from kvseek.plugins.ctkvr import host_cores
 from kvseek.plugins.ctkvr.host_cores import usable_cores
 from kvseek.plugins.ctkvr.native import ERRORS, HostPool, host_step

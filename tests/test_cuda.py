@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvseek.engine import cuda
-from kvseek.engine.cuda import CudaKernels, choose_architecture, cubin_architectures, cubin_path
-from kvseek.engine.errors import KernelError
+from kvseek.core import cuda
+from kvseek.core.cuda import CudaKernels, choose_architecture, cubin_architectures, cubin_path
+from kvseek.core.errors import KernelError
 
 SUCCESS, INVALID, NO_BINARY, ILLEGAL = 0, 1, 209, 700
 GRID = (5, 2, 1)
@@ -27,7 +27,7 @@ class Longer(ctypes.Structure):
 
 
 class Driver:
-    """The functions of cuda.bindings.driver that engine/cuda.py calls, for one cubin of two kernels."""
+    """The functions of cuda.bindings.driver that core/cuda.py calls, for one cubin of two kernels."""
 
     CUresult = SimpleNamespace(CUDA_SUCCESS=SUCCESS, CUDA_ERROR_NO_BINARY_FOR_GPU=NO_BINARY)
     CUfunction_attribute = SimpleNamespace(

@@ -8,14 +8,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from kvseek.engine.cuda import CudaKernels
-from kvseek.engine.errors import KernelError
-from kvseek.engine.memory import ExtentTable
-from kvseek.plugins.base import DeviceIndex, DeviceSelection, IndexContext
+from kvseek.core.cuda import CudaKernels
+from kvseek.core.errors import KernelError
+from kvseek.core.extents import ExtentTable
+from kvseek.plugins.base import DeviceIndex, IndexContext
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 from kvseek.plugins.common.attend_plan import MAX_SPLITS, HeadTiles, Splits
 from kvseek.plugins.common.device_attend import AttendArguments, DeviceAttention
 from kvseek.plugins.registry import get_method
+from kvseek.plugins.selection import DeviceSelection
 
 
 class RecordingKernels:

@@ -16,11 +16,11 @@ import torch
 from cache_twins import CPU, DIM, LAYERS, SLOTS, Twins, make_config, rows_of
 from hypothesis import given, settings
 
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.errors import CapacityError
+from kvseek.core.streams import SideStream, Ticket
 from kvseek.engine import device_cache
-from kvseek.engine.config import EXTENT_TOKENS
 from kvseek.engine.device_cache import COPIES_IN_FLIGHT, DeviceCache
-from kvseek.engine.errors import CapacityError
-from kvseek.engine.streams import SideStream, Ticket
 
 
 class LateTicket(Ticket):

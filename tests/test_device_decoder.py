@@ -14,17 +14,18 @@ from prefill import run_prefill
 from random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
 
+from kvseek.core.config import ModelConfig
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import ConfigError, KernelError
+from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine import graphed_decoder
 from kvseek.engine.attention import causal_attention, causal_attention_device
-from kvseek.engine.config import EngineConfig, ModelConfig
 from kvseek.engine.device_cache import DeviceCache
 from kvseek.engine.device_decoder import STAGES
 from kvseek.engine.engine import Engine
-from kvseek.engine.errors import ConfigError, KernelError
 from kvseek.engine.graphs import DecodeStep, StepResult, bucket_of, buckets_for
 from kvseek.engine.layer_kernels import LayerKernels
 from kvseek.engine.loading import create_indexes, device_indexes, methods_for_device
-from kvseek.engine.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.sampling import NO_TOKEN
 from kvseek.engine.work_space import decode_bytes, prefill_bytes, work_bytes
 from kvseek.plugins.base import Index
@@ -163,7 +164,7 @@ def test_hot_rows_are_kept_where_rows_lie_on_the_host(directories: dict[tuple[st
 
 
 def test_a_method_without_device_index_is_refused_by_name(directories: dict[tuple[str, str], Path]) -> None:
-    config = EngineConfig.load(directories["llama", "flat"])
+    config = read_config(directories["llama", "flat"])
     indexes: list[Index] = list(create_indexes(config, DeviceCache(config, torch.float32, CPU, None), {}, None))
     with pytest.raises(ConfigError, match="FlatIndex does not run with device = 'cuda'; choose one of none, or build"):
         device_indexes(indexes)
@@ -246,7 +247,7 @@ def test_kernels_refuse_what_they_would_misread() -> None:
 
 
 def test_work_space_grows_with_what_it_serves(directories: dict[tuple[str, str], Path]) -> None:
-    config = EngineConfig.load(directories["llama", "full"])
+    config = read_config(directories["llama", "full"])
     least = prefill_bytes(config, torch.bfloat16, 1)
     # Residual stream; keys and values of a layer, and twice its rows, for each further token beyond a chunk.
     per_token = 2 * (96 + 2 * 64 + 2 * 2 * 64)
@@ -306,7 +307,7 @@ def test_a_gpu_engine_without_a_gpu_says_so(directories: dict[tuple[str, str], P
     from kvseek.engine.loading import load_decoder
 
     directory = directories["llama", "full"]
-    config = dataclasses.replace(EngineConfig.load(directory), device="cuda", kernels="native")
+    config = dataclasses.replace(read_config(directory), device="cuda", kernels="native")
     with pytest.raises(KernelError, match="no CUDA device"):
         load_decoder(directory, config)
 

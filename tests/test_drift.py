@@ -11,16 +11,17 @@ from conftest import BuildEngine
 from random_models import save_random_model
 from torch import Tensor
 
+from kvseek.core.errors import RequestError
+from kvseek.core.extents import ExtentTable
+from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.engine import Engine
-from kvseek.engine.errors import RequestError
-from kvseek.engine.memory import ExtentTable
-from kvseek.engine.request import Request, SamplingParams
 from kvseek.evaluation import drift
 from kvseek.evaluation.overhear import Heard, Listener, _Overheard, recall_of, single_rows
 from kvseek.evaluation.selection_quality import Quality, compare_fresh, measure
-from kvseek.plugins.base import DeviceIndex, DeviceSelection, IndexContext, Selection
+from kvseek.plugins.base import DeviceIndex, IndexContext
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 from kvseek.plugins.registry import get_method
+from kvseek.plugins.selection import DeviceSelection, Selection
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
 LIMITS = ("--max_batch_size", "1", "--max_seq_len", "1024", "--max_input_len", "200")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvseek.engine.config import CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.errors import ConfigError, KernelError
 from kvseek.engine.dry_run import ALLOCATION_BYTES, HOPPER, META, DryRun, MetaBytes, UnloadedKernels
-from kvseek.engine.errors import ConfigError, KernelError
 from kvseek.engine.loading import IndexNeeds, make_unbound
 from kvseek.plugins.registry import METHODS, get_method
 
@@ -139,7 +139,7 @@ def test_work_space_follows_the_gpu() -> None:
 
 def test_what_kernels_refuse_is_refused() -> None:
     config = engine(SMALL, "flat", {})
-    with pytest.raises(ConfigError, match="FlatIndex does not run with device = 'cuda'; choose one of full, pariskv"):
+    with pytest.raises(ConfigError, match="FlatIndex does not run with device = 'cuda'; choose one of full, clusterkv"):
         DryRun({}).index_needs(config)
     small = dataclasses.replace(HOPPER, shared_memory_per_block=16 << 10)
     for name in ("ctkvr", "clusterkv"):

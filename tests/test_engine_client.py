@@ -11,8 +11,8 @@ from conftest import BuildEngine
 from door_processes import SECONDS, engine_process
 from random_models import save_random_model
 
-from kvseek.engine.errors import ErrorCode, UnavailableError
-from kvseek.engine.request import FinishReason, Request, StepOutput
+from kvseek.core.errors import ErrorCode, UnavailableError
+from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.server.engine_client import EngineClient
 from kvseek.server.messages import Submit, frame
 from kvseek.server.settings import ServeSettings

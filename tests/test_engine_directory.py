@@ -14,8 +14,8 @@ from kvseek.builder import build, verification
 from kvseek.builder.inspection import engine_document
 from kvseek.builder.options import InspectOptions
 from kvseek.builder.verification import Fault, find_faults
-from kvseek.engine.config import CONFIG_FILE, FORMAT_VERSION
-from kvseek.engine.manifest import CODEBOOKS_FILE, read_manifest
+from kvseek.core.config import CONFIG_FILE, FORMAT_VERSION
+from kvseek.core.manifest import CODEBOOKS_FILE, read_manifest
 
 SHARD, INDEX = "rank0-00001-of-00001.safetensors", "rank0.index.json"
 FLAGS = ("--pariskv.top_k", "20", "--cache.sink", "8", "--max_seq_len", "512", "--kernels", "reference")

@@ -10,9 +10,9 @@ import torch
 from conftest import BuildEngine
 from random_models import save_random_model
 
+from kvseek.core.errors import CapacityError, ErrorCode
+from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.engine import Engine
-from kvseek.engine.errors import CapacityError, ErrorCode
-from kvseek.engine.request import FinishReason, Request, SamplingParams, StepOutput
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
 LIMITS = ("--max_batch_size", "2", "--max_seq_len", "400", "--max_input_len", "300", "--prefill_chunk_tokens", "64")

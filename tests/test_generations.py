@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvseek.engine.errors import ErrorCode, QueueFullError, RequestError, TimeoutExpiredError
-from kvseek.engine.request import FinishReason, Request, StepOutput
+from kvseek.core.errors import ErrorCode, QueueFullError, RequestError, TimeoutExpiredError
+from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.server.generations import CodedError, Generations, Ticket, Workers
 
 

@@ -12,8 +12,8 @@ import tritonclient.grpc as grpc
 from hypothesis import given
 from tritonclient.grpc import _utils, service_pb2
 
-from kvseek.engine.config import EngineConfig, ModelConfig
-from kvseek.engine.errors import RequestError
+from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.errors import RequestError
 from kvseek.server.grpc_checks import admit
 from kvseek.server.http_json import schemas
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.errors import CapacityError, KernelError
 from kvseek.engine import host_pool
-from kvseek.engine.config import EXTENT_TOKENS
-from kvseek.engine.errors import CapacityError, KernelError
 from kvseek.engine.host_pool import HostPool
 
 GPU = torch.device("cuda", 0)

@@ -21,8 +21,8 @@ from random_models import save_random_model
 
 from kvseek.client.http_client import HttpClient
 from kvseek.client.options import GenerateOptions
+from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.engine.request import Request
 from kvseek.server.engine_client import EngineClient
 from kvseek.server.messages import Pong
 from kvseek.server.served_request import TEXT_MODEL, TOKEN_MODEL

@@ -25,7 +25,7 @@ from door_processes import CLOSED_PORT, SECONDS, Door, doors, engine_process, ev
 from random_models import save_random_model
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from kvseek.engine.request import StepOutput
+from kvseek.core.request import StepOutput
 from kvseek.server import http_generate
 from kvseek.server.doors import Doors
 from kvseek.server.messages import (

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvseek.engine.errors import RequestError
+from kvseek.core.errors import RequestError
 from kvseek.server.http_json import ModelSchema, body_limit, chunk_to_json
 from kvseek.server.served_request import TEXT_MODEL, TOKEN_MODEL
 

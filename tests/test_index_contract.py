@@ -6,7 +6,7 @@ import pytest
 import torch
 from retrieval_region import HEADS, KV_HEADS, Region, topical
 
-from kvseek.engine.kernels import CpuLibrary
+from kvseek.core.cpu_library import CpuLibrary
 from kvseek.plugins.registry import METHODS, get_method
 
 # Settings with which a method is sparse on a few hundred tokens, and the rows it keeps then.

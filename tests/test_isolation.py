@@ -13,8 +13,8 @@ from random_models import save_random_model
 from test_methods import SPARSE, WINDOW
 from torch import Tensor
 
+from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.engine.request import Request
 from kvseek.plugins.registry import METHODS
 
 LIMITS = ("--max_batch_size", "2", "--max_seq_len", "600", "--prefill_chunk_tokens", "100")

@@ -11,8 +11,8 @@ from conftest import BuildEngine
 from prefill import run_prefill
 from random_models import ARCHITECTURES, save_random_model
 
+from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.engine.request import Request
 
 MAX_DIFFERENCE = 2e-4
 GREEDY_TOKENS = 64

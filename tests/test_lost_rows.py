@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from random_models import save_random_model
 from torch import Tensor
 
-from kvseek.benchmarks.variants import Variant, parse_variants
-from kvseek.engine.errors import ConfigError, KernelError
+from kvseek.core.errors import ConfigError, KernelError
 from kvseek.evaluation import lost_rows
 from kvseek.evaluation.capture import CapturedLayer, capture, load_model
 from kvseek.evaluation.losses import Losses, measure_layer, total
 from kvseek.evaluation.needle import Dialogue
 from kvseek.evaluation.questions import capture_questions
 from kvseek.evaluation.replay import Replay, selected_places
+from kvseek.measurement.variants import Variant, parse_variants
 from kvseek.plugins.ctkvr.build import largest
 from kvseek.plugins.registry import METHODS, get_method
 from kvseek.plugins.stages import Stage, Stages, by_place

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kvseek.engine.config import CacheConfig, EngineConfig, ModelConfig
-from kvseek.engine.errors import CapacityError
+from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.errors import CapacityError
 from kvseek.engine.memory_plan import MemoryPlan, plan_memory, plan_rows, window_bytes
 
 MODEL = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 << 20)

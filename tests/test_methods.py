@@ -10,8 +10,8 @@ from conftest import BuildEngine
 from random_models import ARCHITECTURES, save_random_model
 from test_logits import engine_logits
 
+from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.engine import Engine
-from kvseek.engine.request import Request, SamplingParams
 from kvseek.plugins.registry import METHODS
 
 # Flags with which a method keeps every row of a short context.

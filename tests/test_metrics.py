@@ -20,10 +20,10 @@ from deployment import read
 from prometheus_client.parser import text_string_to_metric_families
 from random_models import save_random_model
 
+from kvseek.core.errors import ErrorCode
+from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.statistics import RequestStatistics, StepReport
 from kvseek.engine.engine import Engine
-from kvseek.engine.errors import ErrorCode
-from kvseek.engine.metrics import RequestStatistics, StepReport
-from kvseek.engine.request import FinishReason, Request, StepOutput
 from kvseek.engine.service import EngineService
 from kvseek.engine.usage import CacheUsage
 from kvseek.server.http_metrics import UP

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvseek.builder import compile as compilation
-from kvseek.engine.attention import attend_reference
-from kvseek.engine.cache import LayerCache
-from kvseek.engine.errors import KernelError
-from kvseek.engine.kernels import CpuLibrary
-from kvseek.engine.memory import ExtentTable, extents_for
-from kvseek.plugins.base import Selection
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.core.errors import KernelError
+from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.plugins.common.attend import attend_native
+from kvseek.plugins.common.attention import attend_reference
+from kvseek.plugins.layer_cache import LayerCache
+from kvseek.plugins.selection import Selection
 
 SINK, RING = 4, 40
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -200,7 +200,7 @@ def test_unsupported_layouts_are_refused(library: CpuLibrary) -> None:
 
 def test_one_openmp_runtime_serves_torch_and_the_kernels(library: CpuLibrary) -> None:
     program = (
-        "import torch, sys; from kvseek.engine.kernels import CpuLibrary; CpuLibrary(__import__('pathlib').Path(sys.argv[1]))\n"
+        "import torch, sys; from kvseek.core.cpu_library import CpuLibrary; CpuLibrary(__import__('pathlib').Path(sys.argv[1]))\n"
         "torch.ones(1 << 20).sum()\n"
         "print(*sorted({line.split()[-1] for line in open('/proc/self/maps') if 'omp' in line.split('/')[-1]}), sep='\\n')"
     )

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvseek.builder.compile import instruction_levels
-from kvseek.engine.errors import KernelError
-from kvseek.engine.kernels import CpuLibrary
-from kvseek.engine.memory import ExtentTable
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.core.errors import KernelError
+from kvseek.core.extents import ExtentTable
 from kvseek.plugins.base import IndexContext
 from kvseek.plugins.common.group import GROUP_REDUCTIONS, best_positions, query_lanes, reduce_scores
 from kvseek.plugins.pariskv import codebook, method, reference

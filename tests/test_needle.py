@@ -10,8 +10,8 @@ import pytest
 from conftest import BuildEngine
 from random_models import VOCABULARY, save_random_model
 
+from kvseek.core.errors import ConfigError
 from kvseek.engine.engine import Engine
-from kvseek.engine.errors import ConfigError
 from kvseek.evaluation import needle
 
 LENGTH = 4096

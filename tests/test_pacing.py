@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvseek.engine.metrics import RequestStatistics
+from kvseek.core.request import Request
+from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.pacing import LARGEST_CHARGE, REST_INTERVAL, SLOWDOWN, SMALLEST_PACK, Pacing
 from kvseek.engine.reading import PromptReader
-from kvseek.engine.request import Request
 from kvseek.engine.sampling import Sampler
 from kvseek.engine.sequence import Sequence
 

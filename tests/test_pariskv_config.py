@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from kvseek.engine.errors import ConfigError
-from kvseek.engine.fields import from_dict
+from kvseek.core.errors import ConfigError
+from kvseek.core.fields import from_dict
 from kvseek.plugins.pariskv.config import DEFAULT_SCHEDULE, Config, ScheduleStep
 
 

@@ -13,17 +13,17 @@ import torch
 from random_models import SHAPE, save_random_model
 
 from kvseek.builder import build
-from kvseek.builder.checkpoint import open_checkpoint
+from kvseek.builder.open_checkpoint import open_checkpoint
 from kvseek.builder.options import PlanOptions, parse
 from kvseek.builder.plan import BUDGET, DEVICE, HOST, KERNELS, REACH, REQUESTS, Attempt, Planner
 from kvseek.builder.plan_report import plan_document
 from kvseek.builder.sizes import memory_size, readable
 from kvseek.builder.weights import WeightFormat, write_weights
+from kvseek.core.errors import CapacityError
+from kvseek.core.request import Request
+from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.device_cache import DeviceCache
-from kvseek.engine.errors import CapacityError
-from kvseek.engine.metrics import RequestStatistics
 from kvseek.engine.queue import RequestQueue
-from kvseek.engine.request import Request
 from kvseek.engine.sampling import Sampler
 from kvseek.engine.scheduler import Scheduler
 from kvseek.engine.sequence import Sequence
@@ -253,7 +253,7 @@ def test_the_dtype_is_that_of_a_build(small: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--method", "flat"), "FlatIndex does not run with device = 'cuda'; choose one of full, pariskv"),
+        (("--method", "flat"), "FlatIndex does not run with device = 'cuda'; choose one of full, clusterkv"),
         (("--pariskv.top_k", "0"), "top_k = 0: must be >= 1"),
         (("--max_input_len", "900", "--max_seq_len", "800"), "max_input_len = 900: must be <= max_seq_len = 800"),
         (("--max_batch_size", "65"), "max_batch_size = 65: must be <= 64"),

@@ -9,8 +9,8 @@ import torch
 from index_cases import KV_HEADS, make_context, random_keys, random_queries
 from torch import Tensor
 
-from kvseek.engine.config import ModelConfig
-from kvseek.engine.errors import ConfigError
+from kvseek.core.config import ModelConfig
+from kvseek.core.errors import ConfigError
 from kvseek.plugins.base import LayerRows
 from kvseek.plugins.common.group import GROUP_REDUCTIONS
 from kvseek.plugins.prkv.config import Config

@@ -14,8 +14,8 @@ from test_logits import compare
 from kvseek.builder import build
 from kvseek.builder.model_config import model_config
 from kvseek.builder.weights import WeightFormat, total_size
-from kvseek.engine.config import RopeScaling
-from kvseek.engine.errors import ConfigError
+from kvseek.core.config import RopeScaling
+from kvseek.core.errors import ConfigError
 
 LLAMA_3 = {
     "architectures": ["LlamaForCausalLM"],

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from kvseek.engine.errors import ConfigError, QueueFullError
-from kvseek.engine.metrics import RequestStatistics
+from kvseek.core.errors import ConfigError, QueueFullError
+from kvseek.core.request import Request
+from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.queue import LEVEL_SECONDS, RequestQueue
-from kvseek.engine.request import Request
 from kvseek.engine.sampling import Sampler
 from kvseek.engine.sequence import Sequence
 

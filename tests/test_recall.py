@@ -9,14 +9,14 @@ import pytest
 import torch
 from random_models import ARCHITECTURES, save_random_model
 
-from kvseek.benchmarks.variants import Variant, parse_variants
-from kvseek.engine.errors import ConfigError
+from kvseek.core.errors import ConfigError
 from kvseek.evaluation import recall
 from kvseek.evaluation.capture import CapturedLayer, cached_capture, capture, load_model, token_ids
+from kvseek.evaluation.pariskv_estimate import estimate_error
 from kvseek.evaluation.replay import Replay, selected_places
-from kvseek.plugins.base import Selection
+from kvseek.measurement.variants import Variant, parse_variants
 from kvseek.plugins.flat.method import exact_top_k
-from kvseek.plugins.pariskv.diagnostics import estimate_error
+from kvseek.plugins.selection import Selection
 
 TOKENS = 700
 TEXT = "the harbour master wrote the log, and the light was lit at dusk. " * 40

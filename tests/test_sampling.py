@@ -6,8 +6,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from kvseek.engine.errors import RequestError
-from kvseek.engine.request import SamplingParams
+from kvseek.core.errors import RequestError
+from kvseek.core.request import SamplingParams
 from kvseek.engine.sampling import Sampler, candidates, penalise
 
 VOCABULARY = 500

@@ -27,8 +27,8 @@ from kvseek.client.errors import ClientError
 from kvseek.client.grpc_client import GrpcClient
 from kvseek.client.http_client import NO_KEEP_ALIVE, HttpClient
 from kvseek.client.options import GenerateOptions
+from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.engine.request import Request
 from kvseek.server.launch import RunningServer, main, running_server
 from kvseek.server.settings import ServeSettings
 

@@ -17,8 +17,8 @@ import pytest
 from conftest import BuildEngine
 from random_models import save_random_model
 
-from kvseek.engine.errors import ErrorCode, RequestError, UnavailableError
-from kvseek.engine.request import FinishReason, Request, StepOutput
+from kvseek.core.errors import ErrorCode, RequestError, UnavailableError
+from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.service import EngineService
 
 PROMPT = tuple(i * 13 % 101 for i in range(60))
@@ -189,7 +189,7 @@ def test_a_request_that_cannot_be_started_ends_alone() -> None:
 ONE_POOL = """
 import os, sys
 from pathlib import Path
-from kvseek.engine.request import Request, SamplingParams
+from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.sampling import Sampler
 from kvseek.engine.service import EngineService
 

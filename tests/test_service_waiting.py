@@ -12,9 +12,9 @@ import pytest
 from conftest import BuildEngine
 from random_models import save_random_model
 
+from kvseek.core.errors import ErrorCode, QueueFullError, UnavailableError
+from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.engine import Engine
-from kvseek.engine.errors import ErrorCode, QueueFullError, UnavailableError
-from kvseek.engine.request import FinishReason, Request, StepOutput
 from kvseek.engine.service import EngineService
 
 PROMPT = tuple(i * 13 % 101 for i in range(60))

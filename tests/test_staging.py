@@ -13,7 +13,7 @@ from random_models import save_random_model
 
 from kvseek.builder import build
 from kvseek.builder.staging import remove_leftovers, staging
-from kvseek.engine.manifest import verify
+from kvseek.core.manifest import verify
 
 
 @pytest.fixture

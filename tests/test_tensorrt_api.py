@@ -13,9 +13,9 @@ import torch
 
 from kvseek.builder.tensorrt_api import load_tensorrt
 from kvseek.builder.tensorrt_plans import limits_of, plan_count, weight_bytes, write_plans
-from kvseek.engine.config import EngineConfig, ModelConfig, TensorRtConfig
-from kvseek.engine.errors import ConfigError, KernelError
-from kvseek.engine.tensorrt_api import PACKAGES
+from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
+from kvseek.core.errors import ConfigError, KernelError
+from kvseek.core.tensorrt_api import PACKAGES
 from kvseek.engine.tensorrt_index import Sizes
 
 

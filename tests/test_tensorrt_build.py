@@ -16,10 +16,10 @@ from random_models import ARCHITECTURES, save_random_model
 from tensorrt_stand_ins import with_plugin_layers
 
 from kvseek.builder import build
-from kvseek.builder.checkpoint import open_checkpoint
+from kvseek.builder.open_checkpoint import open_checkpoint
 from kvseek.builder.tensorrt_plans import weight_bytes
-from kvseek.engine.config import EngineConfig
-from kvseek.engine.manifest import read_manifest, verify
+from kvseek.core.config_file import read_config
+from kvseek.core.manifest import read_manifest, verify
 from kvseek.plugins.tensorrt_fields import AttentionFields
 
 api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
@@ -49,7 +49,7 @@ def run(model: Path, output_dir: Path, *flags: str) -> int:
 def check_engine(directory: Path, model: Path) -> None:
     """Fail unless an engine of segments is its model's, as far as files tell."""
     verify(directory)
-    config, index, checkpoint = EngineConfig.load(directory), read_index(directory), open_checkpoint(model)
+    config, index, checkpoint = read_config(directory), read_index(directory), open_checkpoint(model)
     assert config.model == checkpoint.config
     assert (config.runtime, config.tensorrt.module, config.tensorrt.form) == ("tensorrt", "tensorrt_rtx", "segments")
     assert (index["module"], index["version"], index["form"]) == ("tensorrt_rtx", api.__version__, "segments")
@@ -118,7 +118,7 @@ def test_one_plan(
     limits = ("--max_batch_size", "8", "--max_seq_len", "128", "--max_input_len", "100")
     assert run(models["qwen3"], directory, *CUDA, "--runtime", "tensorrt", *limits) == 0
     verify(directory)
-    config, index = EngineConfig.load(directory), read_index(directory)
+    config, index = read_config(directory), read_index(directory)
     assert (config.tensorrt.module, config.tensorrt.form) == ("tensorrt", "engine")
     assert config.prefill_chunk_tokens == config.max_input_len == 100, "a prompt is one call"
     assert (index["module"], index["version"], index["form"]) == ("tensorrt", "10.13", "engine")
@@ -149,7 +149,7 @@ def test_the_other_form_is_another_engine(
     for form, plans in (("engine", 1), ("segments", 4), ("engine", 1)):
         assert run(models["llama"], directory, *whole, "--tensorrt.form", form) == 0
         verify(directory)
-        assert EngineConfig.load(directory).tensorrt.form == form
+        assert read_config(directory).tensorrt.form == form
         assert len(read_files(directory)) == plans
         assert (directory / "rank0.engine").exists() == (form == "engine")
 

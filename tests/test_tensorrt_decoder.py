@@ -15,12 +15,13 @@ from prefill import run_prefill
 from random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
 
+from kvseek.core.config import EngineConfig, TensorRtConfig
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import CapacityError, KernelError
+from kvseek.core.request import Request, SamplingParams
 from kvseek.engine import graphed_decoder
 from kvseek.engine.attention import causal_attention_device
-from kvseek.engine.config import EngineConfig, TensorRtConfig
 from kvseek.engine.engine import Engine
-from kvseek.engine.errors import CapacityError, KernelError
-from kvseek.engine.request import Request, SamplingParams
 from kvseek.engine.work_space import decode_bytes, prefill_bytes
 from kvseek.evaluation import needle
 
@@ -214,7 +215,7 @@ def test_padding_stays_within_the_tables(
 
 def test_work_space_of_plans(made: dict[tuple[str, str], Made]) -> None:
     """What segments keep of a prompt is counted by the token; one plan keeps it in its own work space."""
-    config = EngineConfig.load(made["llama", "full"][1])
+    config = read_config(made["llama", "full"][1])
     config = dataclasses.replace(config, device="cuda", kernels="native")
     segments, whole = (
         dataclasses.replace(config, runtime="tensorrt", tensorrt=TensorRtConfig("tensorrt", form)) for form in FORMS

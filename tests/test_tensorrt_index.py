@@ -15,10 +15,10 @@ from fake_tensorrt import Engine, FakeTensorRt
 from random_models import save_random_model
 
 from kvseek.builder.tensorrt_plans import limits_of
+from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
+from kvseek.core.errors import EngineDirectoryError, KernelError
 from kvseek.engine import graphed_decoder, loading
 from kvseek.engine.backends import Footprint, load_backend, load_plans
-from kvseek.engine.config import EngineConfig, ModelConfig, TensorRtConfig
-from kvseek.engine.errors import EngineDirectoryError, KernelError
 from kvseek.engine.tensorrt_decoder import SegmentsDecoder, WholeDecoder
 from kvseek.engine.tensorrt_index import PLANS_FILE, check_version, read_plan_index
 
@@ -204,7 +204,7 @@ def test_plans_leave_less_room_for_rows(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_index_that_the_builder_wrote(tmp_path: Path) -> None:
     """Three requests, so a bucket of four: what `kvseek build` writes is read, and is of the installed TensorRT."""
     api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
-    from kvseek.builder.checkpoint import open_checkpoint
+    from kvseek.builder.open_checkpoint import open_checkpoint
     from kvseek.builder.tensorrt_plans import write_plans
     from kvseek.builder.weights import weight_reader
 

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from tensorrt_llm_files import save_tensorrt_llm
 from test_logits import compare
 
-from kvseek.builder.checkpoint import open_checkpoint
+from kvseek.builder.open_checkpoint import open_checkpoint
 from kvseek.builder.tensorrt_llm_checkpoint import TensorRtLlmCheckpoint
 from kvseek.builder.weights import WeightFormat, plan_weights, write_weights
-from kvseek.engine.config import ModelConfig, RopeScaling
-from kvseek.engine.errors import ConfigError
+from kvseek.core.config import ModelConfig, RopeScaling
+from kvseek.core.errors import ConfigError
 
 # Eight heads are shared by 4 ranks, two KV heads not: they are copied. The vocabulary needs padding.
 SHAPE = {"num_attention_heads": 8, "hidden_size": 256, "vocab_size": VOCABULARY + 2}

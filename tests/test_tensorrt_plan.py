@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from random_models import save_random_model
 
-from kvseek.builder.checkpoint import open_checkpoint
+from kvseek.builder.open_checkpoint import open_checkpoint
 from kvseek.builder.options import PlanOptions, parse
 from kvseek.builder.plan import Planner
 from kvseek.builder.plan_report import plan_document
-from kvseek.engine.config import TensorRtConfig
+from kvseek.core.config import TensorRtConfig
 from kvseek.engine.work_space import prefill_bytes
 
 SEGMENTS = ("--runtime", "tensorrt", "--tensorrt.form", "segments")

@@ -13,8 +13,8 @@ import torch
 from tensorrt_stand_ins import PluginNetwork, stand_in_tensorrt
 
 from kvseek.builder.tensorrt_graph import Graph
-from kvseek.engine.config import ModelConfig
-from kvseek.engine.errors import ConfigError, KernelError
+from kvseek.core.config import ModelConfig
+from kvseek.core.errors import ConfigError, KernelError
 from kvseek.engine.tensorrt_messages import logger
 from kvseek.plugins.tensorrt import NAME, NAMESPACE, VERSION, add_attention_layer, register
 from kvseek.plugins.tensorrt_fields import AttentionFields

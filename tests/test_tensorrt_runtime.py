@@ -9,9 +9,10 @@ import pytest
 import torch
 from fake_tensorrt import DataType, Engine, FakeTensorRt, TensorIOMode, aligned
 
-from kvseek.engine import streams, tensorrt_runtime
-from kvseek.engine.errors import EngineDirectoryError, KernelError
-from kvseek.engine.streams import SideStream
+from kvseek.core import streams
+from kvseek.core.errors import EngineDirectoryError, KernelError
+from kvseek.core.streams import SideStream
+from kvseek.engine import tensorrt_runtime
 from kvseek.engine.tensorrt_runtime import Plan, Session
 
 CPU = torch.device("cpu")
@@ -176,7 +177,7 @@ def test_no_runtime_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_real_module_has_what_is_used(tmp_path: Path) -> None:
     """Names of TensorRT for RTX, and that it takes a mapped file; without a driver no plan loads."""
     api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
-    from kvseek.engine.tensorrt_api import CudaEngine, ExecutionContext
+    from kvseek.core.tensorrt_api import CudaEngine, ExecutionContext
 
     for protocol, real in ((CudaEngine, api.ICudaEngine), (ExecutionContext, api.IExecutionContext)):
         assert [name for name in vars(protocol) if not name.startswith("_") and not hasattr(real, name)] == []

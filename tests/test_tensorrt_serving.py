@@ -14,7 +14,7 @@ import torch
 from tensorrt_stand_ins import DataType, PluginTensorDesc, stand_in_tensorrt
 from torch import Tensor
 
-from kvseek.engine.errors import CapacityError, KernelError
+from kvseek.core.errors import CapacityError, KernelError
 from kvseek.plugins.tensorrt import register, serving
 from kvseek.plugins.tensorrt_fields import AttentionFields
 from kvseek.plugins.tensorrt_tensors import ELEMENTS, device_tensor

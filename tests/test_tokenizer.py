@@ -9,7 +9,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvseek.engine.errors import EngineDirectoryError, RequestError
+from kvseek.core.errors import EngineDirectoryError, RequestError
 from kvseek.engine.tokenizer import LONGEST_RUN, TextStream, Tokenizer
 
 TEXT = "The lamp was lit at dusk. Größe, naïve, 灯台の光, маяк, 🚢🧭. The end of the log, the end of the year."

@@ -12,8 +12,8 @@ from random_models import save_random_model
 from tensorrt_llm_files import save_tensorrt_llm
 
 from kvseek.builder import build
-from kvseek.engine.config import EngineConfig
-from kvseek.engine.manifest import verify
+from kvseek.core.config_file import read_config
+from kvseek.core.manifest import verify
 from kvseek.engine.tokenizer import Tokenizer
 
 
@@ -66,7 +66,7 @@ def test_checkpoints_without_a_tokenizer(
     loaded = Tokenizer(output)
     assert loaded.decode(loaded.encode("a ship, 1931")) == "a ship, 1931"
     # Only a TensorRT-LLM checkpoint says nothing about end ids itself.
-    assert EngineConfig.load(output).model.eos_token_ids == ((7, 1) if kind == "tensorrt_llm" else (1,))
+    assert read_config(output).model.eos_token_ids == ((7, 1) if kind == "tensorrt_llm" else (1,))
 
 
 def test_the_tokenizer_is_part_of_the_fingerprint(model: Path, tokenizer: Path, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvseek.engine.errors import ErrorCode
-from kvseek.engine.metrics import RequestStatistics
-from kvseek.engine.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.errors import ErrorCode
+from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.statistics import RequestStatistics
 from kvseek.server.errors import ServerError
 from kvseek.server.tracing import RequestTracer
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvseek.engine.errors import RequestError
-from kvseek.engine.request import SamplingParams
+from kvseek.core.errors import RequestError
+from kvseek.core.request import SamplingParams
 from kvseek.server.translation import (
     NEUTRAL,
     Parameters,

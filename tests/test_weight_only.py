@@ -22,13 +22,13 @@ from test_plan import planner
 from torch import Tensor
 
 from kvseek.builder import build
-from kvseek.builder.checkpoint import open_checkpoint
 from kvseek.builder.compile_cuda import WEIGHT_NUMBERS
+from kvseek.builder.open_checkpoint import open_checkpoint
 from kvseek.builder.weights import WeightFormat, plan_weights, total_size, weight_reader, write_weights
+from kvseek.core.config import CHOICES
+from kvseek.core.errors import ConfigError, KernelError
 from kvseek.engine import weight_only_kernels
-from kvseek.engine.config import CHOICES
 from kvseek.engine.engine import Engine
-from kvseek.engine.errors import ConfigError, KernelError
 from kvseek.engine.graphs import BUCKETS
 from kvseek.engine.weight_only import INPUTS_MULTIPLE, PRECISIONS, QUANTISED, dequantise, is_quantised, quantise
 from kvseek.engine.weight_only_kernels import ALIGNMENT, MAX_ROWS, SHAPES, Shape, WeightOnlyKernels, choose_shape

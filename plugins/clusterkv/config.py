@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvseek.engine.config import EXTENT_TOKENS, require
+from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.plugins.common.group import require_group_reduce
 
 # An eviction of 320 generated tokens is clustered by itself; the first 16 tokens never are (paper, section III-B).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvseek.engine.config import ModelConfig
+from kvseek.core.config import ModelConfig
 from kvseek.plugins.costs import SelectionCosts
 
 from .config import Config

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvseek.engine.config import EXTENT_TOKENS
-from kvseek.engine.cuda import CudaKernels
-from kvseek.engine.errors import KernelError
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.cuda import CudaKernels
+from kvseek.core.errors import KernelError
 from kvseek.plugins.base import IndexContext
 
 from .config import Config

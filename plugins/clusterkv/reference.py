@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvseek.engine.config import EXTENT_TOKENS
-from kvseek.plugins.base import Index, IndexContext, Selection
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.plugins.base import Index, IndexContext
 from kvseek.plugins.common.group import query_lanes, reduce_scores
+from kvseek.plugins.selection import Selection
 
 from .config import Config
 from .seeding import initial_keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvseek.engine.config import require
+from kvseek.core.config import require
 
 _STEP = 1_000_003  # a prime: neighbouring (seed, layer, tokens) give generators of different states
 _SEEDS = 2**63

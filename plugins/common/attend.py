@@ -5,18 +5,16 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_double, c_int64, c_void_p
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvseek.engine.config import EXTENT_TOKENS
-from kvseek.engine.errors import KernelError
-from kvseek.engine.kernels import CpuLibrary, pointer
-
-if TYPE_CHECKING:
-    from kvseek.engine.cache import LayerCache
-    from kvseek.plugins.base import Selection
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.cpu_library import CpuLibrary, pointer
+from kvseek.core.errors import KernelError
+from kvseek.plugins.layer_cache import LayerCache
+from kvseek.plugins.selection import Selection
 
 MAX_HEAD_DIM = 256
 MAX_GROUP_SIZE = 16
@@ -45,7 +43,7 @@ def kernel(library: CpuLibrary) -> ctypes._NamedFuncPointer:
 def attend_native(
     queries: Tensor, selection: Selection, cache: LayerCache, scaling: float, library: CpuLibrary
 ) -> Tensor:
-    """Attend over the window and the selected retrieval rows: what `engine.attention.attend_reference` computes.
+    """Attend over the window and the selected retrieval rows: what attention.attend_reference computes.
 
     Scores, softmax and sums are float32. The result of a request does not depend on the rest of the batch nor on the
     number of threads, to the bit.

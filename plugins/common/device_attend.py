@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvseek.engine.errors import KernelError
+from kvseek.core.errors import KernelError
 from kvseek.plugins.batch import REQUEST_FIELDS, DeviceBatch
+from kvseek.plugins.selection import DeviceSelection
 
 from .attend_plan import MAX_RETRIEVAL_SPLITS, THREADS, AttentionScratch, HeadTiles, ScratchSize, Splits, address
 
 if TYPE_CHECKING:
-    from kvseek.engine.cuda import CudaKernels
-    from kvseek.plugins.base import DeviceSelection
+    from kvseek.core.cuda import CudaKernels
 
 MAX_HEAD_DIM = 256
 MAX_GROUP_SIZE = 16

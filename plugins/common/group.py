@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvseek.engine.config import require
+from kvseek.core.config import require
 
 GROUP_REDUCTIONS = ("mean", "max", "softmax_mean")
 

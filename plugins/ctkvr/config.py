@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvseek.engine.config import require
+from kvseek.core.config import require
 
 MOST_CENTROIDS = 2048  # prompt queries that an index sees at build (plugins/base.py)
 DEFAULT_RECENT = 1024  # our choice: with the window, the last 1,300 to 1,500 tokens take part in every step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvseek.engine.config import ModelConfig
+from kvseek.core.config import ModelConfig
 from kvseek.plugins.costs import SelectionCosts
 
 from .config import MOST_CENTROIDS, Config

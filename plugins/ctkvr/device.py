@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvseek.engine.config import EXTENT_TOKENS
-from kvseek.engine.errors import KernelError
-from kvseek.plugins.base import DeviceIndex, DeviceSelection, IndexContext, LayerRows, Selection
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.errors import KernelError
+from kvseek.plugins.base import DeviceIndex, IndexContext, LayerRows
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 from kvseek.plugins.common.attend_plan import address
 from kvseek.plugins.common.device_attend import DeviceAttention
+from kvseek.plugins.selection import DeviceSelection, Selection
 
 from .config import Config
 from .device_build import DeviceBuilder

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvseek.engine.cuda import CudaKernels
-from kvseek.engine.errors import KernelError
+from kvseek.core.cuda import CudaKernels
+from kvseek.core.errors import KernelError
 
 WORK_BYTES = 288 << 20  # candidates of a band of centroids that are held at once
 SAMPLES = 4096  # keys of a sample, at most

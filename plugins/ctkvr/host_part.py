@@ -14,11 +14,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvseek.engine.errors import KernelError
-from kvseek.plugins.base import DeviceSelection, IndexContext, LayerRows
+from kvseek.core.errors import KernelError
+from kvseek.plugins.base import IndexContext, LayerRows
 from kvseek.plugins.batch import DeviceBatch
 from kvseek.plugins.common.attend_plan import address
 from kvseek.plugins.common.device_attend import DeviceAttention
+from kvseek.plugins.selection import DeviceSelection
 
 from .host_cores import usable_cores
 from .native import (

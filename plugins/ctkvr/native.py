@@ -11,9 +11,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvseek.engine.errors import KernelError
-from kvseek.engine.kernels import CpuLibrary, pointer
-from kvseek.plugins.base import IndexContext, Selection
+from kvseek.core.cpu_library import CpuLibrary, pointer
+from kvseek.core.errors import KernelError
+from kvseek.plugins.base import IndexContext
+from kvseek.plugins.selection import Selection
 
 from .reference import ReferenceIndex
 

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvseek.engine.config import EXTENT_TOKENS
-from kvseek.engine.errors import KernelError
-from kvseek.plugins.base import Index, IndexContext, Selection
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.errors import KernelError
+from kvseek.plugins.base import Index, IndexContext
+from kvseek.plugins.selection import Selection
 
 from .build import attention_values, build_lists, largest
 from .centroids import cosines, make_centroids, prompt_means

@@ -8,7 +8,7 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvseek.engine.errors import KernelError
+from kvseek.core.errors import KernelError
 from kvseek.plugins.base import IndexContext
 
 TILE = 16  # keys that a warp scores at once (products.cuh)

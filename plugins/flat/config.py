@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvseek.engine.config import require
+from kvseek.core.config import require
 from kvseek.plugins.common.group import require_group_reduce
 
 

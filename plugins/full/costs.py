@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvseek.engine.config import EXTENT_TOKENS, ModelConfig
+from kvseek.core.config import EXTENT_TOKENS, ModelConfig
 from kvseek.plugins.costs import SelectionCosts
 
 from .config import Config

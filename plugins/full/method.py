@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvseek.plugins.base import Index, IndexContext, Selection
+from kvseek.plugins.base import Index, IndexContext
+from kvseek.plugins.selection import Selection
 
 from .config import Config
 from .costs import costs

@@ -6,7 +6,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from kvseek.engine.config import require
+from kvseek.core.config import require
 from kvseek.plugins.common.group import require_group_reduce
 
 

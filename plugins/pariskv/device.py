@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.engine.config import EXTENT_TOKENS, require
-from kvseek.engine.errors import KernelError
-from kvseek.plugins.base import DeviceIndex, DeviceSelection, IndexContext, Selection
+from kvseek.core.config import EXTENT_TOKENS, require
+from kvseek.core.errors import KernelError
+from kvseek.plugins.base import DeviceIndex, IndexContext
 from kvseek.plugins.batch import DeviceBatch
 from kvseek.plugins.common.group import GROUP_REDUCTIONS
+from kvseek.plugins.selection import DeviceSelection, Selection
 
 from .config import Config
 from .reference import CENTROIDS, ReferenceIndex

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.engine.errors import KernelError
-from kvseek.engine.kernels import CpuLibrary, pointer
-from kvseek.plugins.base import IndexContext, Selection
+from kvseek.core.cpu_library import CpuLibrary, pointer
+from kvseek.core.errors import KernelError
+from kvseek.plugins.base import IndexContext
 from kvseek.plugins.common.group import GROUP_REDUCTIONS
+from kvseek.plugins.selection import Selection
 
 from .codebook import padded_dim
 from .reference import ReferenceIndex

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvseek.engine.config import EXTENT_TOKENS
-from kvseek.plugins.base import Index, IndexContext, Selection
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.plugins.base import Index, IndexContext
 from kvseek.plugins.common.group import best_positions, query_lanes, reduce_scores
+from kvseek.plugins.selection import Selection
 
 from .codebook import BLOCK, dequantise, pack_bits, pack_nibbles, rotate, split_blocks
 from .config import Config

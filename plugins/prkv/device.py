@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.engine.config import require
-from kvseek.engine.errors import KernelError
-from kvseek.plugins.base import DeviceIndex, DeviceSelection, IndexContext, LayerRows, Selection
+from kvseek.core.config import require
+from kvseek.core.errors import KernelError
+from kvseek.plugins.base import DeviceIndex, IndexContext, LayerRows
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 from kvseek.plugins.common.group import GROUP_REDUCTIONS
+from kvseek.plugins.selection import DeviceSelection, Selection
 
 from .config import Config
 from .observe import observe, require_rows

@@ -8,8 +8,8 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvseek.engine.cuda import CudaKernels
-from kvseek.engine.errors import KernelError
+from kvseek.core.cuda import CudaKernels
+from kvseek.core.errors import KernelError
 
 THREADS = 256
 BLOCKS_OF_MULTIPROCESSOR = 2  # that fit beside each other

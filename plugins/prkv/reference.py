@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvseek.engine.config import EXTENT_TOKENS
-from kvseek.plugins.base import Index, IndexContext, Selection
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.plugins.base import Index, IndexContext
 from kvseek.plugins.common.group import best_positions, query_lanes, reduce_scores
+from kvseek.plugins.selection import Selection
 
 from .config import Config
 from .static import automatic_count, candidates, largest, observation_scores, pair_exchange, static_first

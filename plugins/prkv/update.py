@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvseek.engine.streams import SideStream, Ticket
+from kvseek.core.streams import SideStream, Ticket
 from kvseek.plugins.base import IndexContext, LayerRows
 
 from .reference import ReferenceIndex

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvseek.builder.compile_cuda import Specialisation, cached_cubin
-from kvseek.engine.cuda import CudaKernels
-from kvseek.engine.memory import ExtentTable
+from kvseek.core.cuda import CudaKernels
+from kvseek.core.extents import ExtentTable
 from kvseek.plugins.base import IndexContext, LayerRows
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 from kvseek.plugins.clusterkv.config import Config

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from kvseek.engine.cuda import CudaKernels
+    from kvseek.core.cuda import CudaKernels
 
 MakeKernels = Callable[[str, int, int], "CudaKernels"]
 
@@ -25,7 +25,7 @@ def device() -> torch.device:
 def kernels() -> MakeKernels:
     """Compile the kernels of method `full` for this GPU, once per (dtype, head_dim, group_size), and load them."""
     from kvseek.builder.compile_cuda import Specialisation, cached_cubin
-    from kvseek.engine.cuda import CudaKernels
+    from kvseek.core.cuda import CudaKernels
 
     major, minor = torch.cuda.get_device_capability()
 

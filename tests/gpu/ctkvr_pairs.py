@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gpu.random_cache import RandomCache
 from kvseek.builder.compile_cuda import Specialisation, cached_cubin
-from kvseek.engine.cuda import CudaKernels
-from kvseek.engine.kernels import CpuLibrary
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.core.cuda import CudaKernels
 from kvseek.plugins.base import IndexContext, LayerRows
 from kvseek.plugins.ctkvr.build import attention_values
 from kvseek.plugins.ctkvr.config import Config

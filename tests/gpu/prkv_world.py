@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from kvseek.builder.compile_cuda import Specialisation, cached_cubin
-from kvseek.engine.cuda import CudaKernels
-from kvseek.engine.memory import ExtentTable
-from kvseek.plugins.base import DeviceSelection, IndexContext, LayerRows
+from kvseek.core.cuda import CudaKernels
+from kvseek.core.extents import ExtentTable
+from kvseek.plugins.base import IndexContext, LayerRows
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.device import CudaIndex, cuda_defines
 from kvseek.plugins.prkv.reference import ReferenceIndex
+from kvseek.plugins.selection import DeviceSelection
 
 KV_HEADS = 2
 # dtype, head_dim, group size, group_reduce, page

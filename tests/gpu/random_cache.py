@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvseek.engine.attention import attend_reference
-from kvseek.engine.cache import LayerCache
-from kvseek.engine.config import EXTENT_TOKENS
-from kvseek.engine.memory import ExtentTable
-from kvseek.plugins.base import Selection
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.extents import ExtentTable
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+from kvseek.plugins.common.attention import attend_reference
+from kvseek.plugins.layer_cache import LayerCache
+from kvseek.plugins.selection import Selection
 
 POISON = float("nan")  # what memory that must not be read holds
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpu.conftest import MakeKernels
 from gpu.test_layer_kernels import KV_HEADS, make, random, requests, state
-from kvseek.engine.errors import KernelError
+from kvseek.core.errors import KernelError
 from kvseek.engine.layer_kernels import LayerKernels
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 

@@ -8,8 +8,8 @@ import torch
 from gpu.attention_runs import ENTRIES, KV_HEADS, LIMITS, check, error, make_attention, make_queries, run
 from gpu.conftest import MakeKernels
 from gpu.random_cache import POISON, RandomCache
-from kvseek.plugins.base import DeviceSelection
 from kvseek.plugins.batch import pack
+from kvseek.plugins.selection import DeviceSelection
 
 pytestmark = pytest.mark.gpu
 

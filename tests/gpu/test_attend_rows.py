@@ -11,7 +11,7 @@ from torch import Tensor
 from gpu.attention_runs import ENTRIES, KV_HEADS, check, compare, make_attention, make_queries, run
 from gpu.conftest import MakeKernels
 from gpu.random_cache import POISON, RandomCache
-from kvseek.plugins.base import DeviceSelection
+from kvseek.plugins.selection import DeviceSelection
 
 pytestmark = pytest.mark.gpu
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvseek.builder.compile_cuda import Specialisation, cached_cubin
-from kvseek.engine.cuda import CudaKernels
-from kvseek.engine.errors import KernelError
-from kvseek.engine.memory import ExtentTable
-from kvseek.engine.streams import SideStream
+from kvseek.core.cuda import CudaKernels
+from kvseek.core.errors import KernelError
+from kvseek.core.extents import ExtentTable
+from kvseek.core.streams import SideStream
 from kvseek.plugins.base import IndexContext
 from kvseek.plugins.clusterkv import kmeans
 from kvseek.plugins.clusterkv.config import Config

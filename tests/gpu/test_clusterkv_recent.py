@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from gpu.clusterkv_pairs import KV_HEADS, batch_of, bind, make_context, make_pair, random_keys
-from kvseek.plugins.base import DeviceSelection
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.device import NEVER, CudaIndex
+from kvseek.plugins.selection import DeviceSelection
 
 pytestmark = pytest.mark.gpu
 

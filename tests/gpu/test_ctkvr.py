@@ -25,12 +25,12 @@ from gpu.ctkvr_pairs import (
     random_queries,
 )
 from gpu.random_cache import RandomCache
-from kvseek.engine.kernels import CpuLibrary
-from kvseek.plugins.base import DeviceSelection
+from kvseek.core.cpu_library import CpuLibrary
 from kvseek.plugins.batch import DeviceBatch, RequestState
 from kvseek.plugins.common.device_attend import DeviceAttention
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.device import CudaIndex
+from kvseek.plugins.selection import DeviceSelection
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvseek.builder.compile_cuda import Specialisation, cached_cubin
-from kvseek.engine.cuda import CudaKernels
+from kvseek.core.cuda import CudaKernels
 from kvseek.plugins.ctkvr import device_build
 from kvseek.plugins.ctkvr.build import attention_values
 from kvseek.plugins.ctkvr.config import Config

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvseek.builder.compile_cuda import ARCHITECTURES, Specialisation, compile_cubin
-from kvseek.engine.cuda import CudaKernels, choose_architecture, cubin_path
-from kvseek.engine.errors import KernelError
+from kvseek.core.cuda import CudaKernels, choose_architecture, cubin_path
+from kvseek.core.errors import KernelError
 
 pytestmark = pytest.mark.gpu
 
@@ -155,8 +155,8 @@ def test_a_fault_of_a_kernel_shows(tmp_path: Path) -> None:
     (tmp_path / "image").write_bytes(make_image(tmp_path))
     code = f"""
 import ctypes, pathlib, torch
-from kvseek.engine.cuda import CudaKernels
-from kvseek.engine.errors import KernelError
+from kvseek.core.cuda import CudaKernels
+from kvseek.core.errors import KernelError
 kernels = CudaKernels(pathlib.Path({str(tmp_path / "image")!r}).read_bytes())
 Arguments = type("Arguments", (ctypes.Structure,), {{"_fields_": [("bytes", ctypes.c_char * 24)]}})
 kernels.launch("kvseek_trap", (1, 1, 1), 32, Arguments())

@@ -14,10 +14,10 @@ import torch
 from cache_twins import DIM, KV_HEADS, LAYERS, Twins, make_config, rows_of
 from torch import Tensor
 
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.streams import SideStream, Ticket
 from kvseek.engine import device_cache
-from kvseek.engine.config import EXTENT_TOKENS
 from kvseek.engine.host_pool import HostPool
-from kvseek.engine.streams import SideStream, Ticket
 
 pytestmark = pytest.mark.gpu
 

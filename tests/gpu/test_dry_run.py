@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from kvseek.engine.config import CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.engine.dry_run import DryRun, GpuTraits
 from kvseek.engine.loading import measured_index_bytes, needs_cpu_library
 from kvseek.plugins.registry import METHODS, get_method
@@ -25,8 +25,8 @@ KEPT_BYTES = 64 << 10  # of constants that methods keep on a device once made
 def test_counted_bytes_are_measured_bytes(name: str) -> None:
     from kvseek.builder.compile import cached_cpu_library
     from kvseek.builder.compile_cuda import cached_cubin, specialise
-    from kvseek.engine.cuda import CudaKernels
-    from kvseek.engine.kernels import CpuLibrary
+    from kvseek.core.cpu_library import CpuLibrary
+    from kvseek.core.cuda import CudaKernels
 
     method = get_method(name)
     settings = method.configure({})

@@ -15,10 +15,10 @@ from prefill import run_prefill
 from random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
 
+from kvseek.core.errors import CapacityError, ConfigError
+from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.device_decoder import STAGES, DeviceDecoder
 from kvseek.engine.engine import Engine
-from kvseek.engine.errors import CapacityError, ConfigError
-from kvseek.engine.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.service import EngineService
 
 pytestmark = pytest.mark.gpu
@@ -277,6 +277,6 @@ def test_rows_that_exceed_the_device_are_refused_with_the_numbers(tmp_path: Path
 
 
 def test_a_method_without_device_index_is_refused(models: dict[str, Path], on_gpu: BuildEngine) -> None:
-    pattern = r"FlatIndex does not run with device = 'cuda'; choose one of full, pariskv, ctkvr, clusterkv, prkv"
+    pattern = r"FlatIndex does not run with device = 'cuda'; choose one of full, clusterkv, ctkvr, pariskv, prkv"
     with pytest.raises(ConfigError, match=pattern):
         Engine.load(on_gpu(models["llama"], "flat", *WINDOW, *LIMITS))

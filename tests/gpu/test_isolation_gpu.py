@@ -14,9 +14,9 @@ from test_isolation import POISONS, poison, tensors_in
 from torch import Tensor
 
 from gpu.test_methods_gpu import CONTESTANTS, WINDOW
+from kvseek.core.request import Request
+from kvseek.core.streams import SideStream, Ticket
 from kvseek.engine.engine import Engine
-from kvseek.engine.request import Request
-from kvseek.engine.streams import SideStream, Ticket
 from kvseek.plugins.clusterkv import device as clusterkv
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.conftest import MakeKernels
-from kvseek.engine.config import ModelConfig, RopeScaling
+from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.engine.layer_kernels import LayerKernels, Rotation
 from kvseek.engine.rope import RotaryEmbedding, rotate
 from kvseek.engine.sampling import NO_TOKEN

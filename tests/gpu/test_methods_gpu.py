@@ -12,8 +12,8 @@ from prefill import run_prefill
 from random_models import save_random_model
 from torch import Tensor
 
+from kvseek.core.request import FinishReason, Request
 from kvseek.engine.engine import Engine
-from kvseek.engine.request import FinishReason, Request
 from kvseek.plugins.registry import METHODS
 
 pytestmark = pytest.mark.gpu

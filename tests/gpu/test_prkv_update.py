@@ -20,7 +20,7 @@ from gpu.prkv_world import (
     random_rows,
     token_numbers,
 )
-from kvseek.engine.streams import SideStream, Ticket
+from kvseek.core.streams import SideStream, Ticket
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.device import CudaIndex
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import BuildEngine
 
+from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.engine.request import Request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.model]
 

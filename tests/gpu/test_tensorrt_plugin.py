@@ -9,8 +9,8 @@ import torch
 from tensorrt_stand_ins import DataType, PluginTensorDesc, stand_in_tensorrt
 from torch import Tensor
 
+from kvseek.core.errors import KernelError
 from kvseek.engine.attention import causal_attention_device
-from kvseek.engine.errors import KernelError
 from kvseek.plugins.tensorrt import register, serving
 from kvseek.plugins.tensorrt_fields import AttentionFields
 from kvseek.plugins.tensorrt_tensors import ELEMENTS, device_tensor

@@ -16,9 +16,9 @@ from torch import Tensor
 from gpu.test_engine_gpu import WINDOW, run_all
 from kvseek.builder import build
 from kvseek.builder.calibration import Calibration
+from kvseek.core.errors import KernelError
 from kvseek.engine.device_decoder import DeviceDecoder
 from kvseek.engine.engine import Engine
-from kvseek.engine.errors import KernelError
 from kvseek.engine.linear import WeightOnlyLinear
 from kvseek.engine.weight_only import PRECISIONS, dequantise, quantise
 from kvseek.engine.weight_only_kernels import ALIGNMENT, MAX_ROWS, SHAPES, WeightOnlyKernels, choose_shape
@@ -39,7 +39,7 @@ ENGINE_ERROR = {"bfloat16": 4e-2, "float16": 6e-3}
 def products() -> MakeProducts:
     """Compile the kernels of a precision and dtype for this GPU, once, and load them."""
     from kvseek.builder.compile_cuda import Specialisation, cached_cubin
-    from kvseek.engine.cuda import CudaKernels
+    from kvseek.core.cuda import CudaKernels
 
     major, minor = torch.cuda.get_device_capability()
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from .config import EngineConfig
 from .errors import ErrorCode, RequestError
-from .metrics import RequestStatistics
+from .statistics import RequestStatistics
 
 MAX_SEED = 2**64 - 1
 DEFAULT_PRIORITY = 128

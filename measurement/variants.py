@@ -10,9 +10,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvseek.engine.config import CHOICES, CacheConfig, require
-from kvseek.engine.errors import ConfigError
-from kvseek.engine.fields import from_dict
+from kvseek.core.config import CHOICES, CacheConfig, require
+from kvseek.core.errors import ConfigError
+from kvseek.core.fields import from_dict
 from kvseek.engine.weight_only import NONE
 from kvseek.plugins.registry import Method, get_method
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import ConfigError, EngineDirectoryError
 from .fields import from_dict
-from .migration import check_format
+from .format_version import check_format
 
 MANIFEST_FILE = "manifest.json"
 CODEBOOKS_FILE = "codebooks.safetensors"

@@ -1,6 +1,6 @@
 """What a smaller effort costs ParisKV at long context: recall and attention mass by region length and beta.
 
-    python plugins/pariskv/effort.py --lengths 131072,262144,524288,786432 --betas 0.1,0.05,0.03,0.02
+    python benchmarks/pariskv_effort.py --lengths 131072,262144,524288,786432 --betas 0.1,0.05,0.03,0.02
 
 Synthetic keys and queries (synthetic.py), one KV head of four query heads, head size 128, on the CPU. What a step pays for
 beta is in the decode benchmark. plugins/pariskv/README.md says what was made of the figures.
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kvseek.benchmarks.synthetic import SyntheticKeys
 from kvseek.builder.compile import cached_cpu_library
-from kvseek.engine.kernels import CpuLibrary
-from kvseek.engine.memory import ExtentTable, extents_for
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.plugins.base import IndexContext
 from kvseek.plugins.flat.method import exact_top_k
 from kvseek.plugins.pariskv import codebook

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
 
-FORMAT_VERSION = 2  # of engine directories (engine/migration.py)
+FORMAT_VERSION = 2  # of engine directories
 CONFIG_FILE = "config.json"
 EXTENT_TOKENS = 1024  # tokens in one extent of the row pool and of every index array
 CHOICES = {  # values of EngineConfig's fields of a few words
@@ -253,16 +252,3 @@ class EngineConfig:
             value, default = getattr(self.cache, name), getattr(CacheConfig, name)
             remedy = "leave it out, or build with --device cuda"
             require(value == default, f"cache.{name}", value, f"{default!r} with device = 'cpu'", remedy)
-
-    def save(self, directory: Path) -> None:
-        """Write config.json into `directory`."""
-        from .config_file import write_config  # imports this module
-
-        write_config(self, directory)
-
-    @classmethod
-    def load(cls, directory: Path) -> EngineConfig:
-        """Read config.json of an engine directory; raises EngineDirectoryError or ConfigError."""
-        from .config_file import read_config  # imports this module
-
-        return read_config(directory)

@@ -12,7 +12,7 @@ from typing import Any
 from .config import CONFIG_FILE, FORMAT_VERSION, EngineConfig, ModelConfig, require
 from .errors import EngineDirectoryError
 from .fields import from_dict, read_fields, refuse_unknown
-from .migration import refuse_other_format
+from .format_version import refuse_other_format
 
 # Fields of EngineConfig that lie beside those of its `model` in pretrained_config. All others lie in build_config.
 PRETRAINED = ("dtype",)

@@ -1,6 +1,6 @@
 """How far the 4-bit estimate of q·k is off: what evaluation/recall.py, which knows no method, cannot ask.
 
-python plugins/pariskv/diagnostics.py --model PATH --text FILE --context 8192 --queries 32
+python evaluation/pariskv_estimate.py --model PATH --text FILE --context 8192 --queries 32
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from kvseek.engine.errors import KvseekError
-from kvseek.engine.memory import ExtentTable
+from kvseek.core.errors import KvseekError
+from kvseek.core.extents import ExtentTable
 from kvseek.plugins.base import IndexContext
 from kvseek.plugins.pariskv.codebook import build_codebooks, rotate
 from kvseek.plugins.pariskv.config import Config
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         ids = token_ids(tokenizer, options.text.read_text(encoding="utf-8"), options.context)
         layers = capture(model, ids, options.queries)
     except (KvseekError, OSError) as error:
-        print(f"diagnostics: {error}", file=sys.stderr)
+        print(f"pariskv_estimate: {error}", file=sys.stderr)
         return 1
     errors = [estimate_error(layer.keys, layer.queries) for layer in layers]
     print("layer  relative error  without alpha")

@@ -1,0 +1,89 @@
+"""Files of checkpoints: safetensors, JSON, tokenizers, read with errors that name the file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvseek.core.errors import ConfigError
+
+from .model_config import token_ids
+
+TensorTypes = dict[str, tuple[tuple[int, ...], str]]  # name → shape and safetensors' name of the type
+FLOAT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # under safetensors' names
+DOWNLOAD_AGAIN = "the checkpoint is incomplete or damaged: download it again"
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put the file that is being read before the message of a ConfigError, unless it names the file itself."""
+    try:
+        yield
+    except ConfigError as error:
+        if str(path) in str(error):
+            raise
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def open_safetensors(path: Path, remedy: str) -> Any:
+    """Map a safetensors file; raises ConfigError, ending in `remedy`, if it is missing, cut short or of another kind."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; {remedy}") from None
+
+
+def tensor_types(file: Any) -> TensorTypes:
+    """Shape and type of every tensor of an open safetensors file, under safetensors' names."""
+    slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118  no mapping
+    return {name: (tuple(entry.get_shape()), entry.get_dtype()) for name, entry in slices}
+
+
+def float_type(path: Path, name: str, dtype: str, remedy: str) -> torch.dtype:
+    """Look up a type by safetensors' name of it; raises ConfigError, ending in `remedy`, if it is not in FLOAT_TYPES."""
+    if dtype not in FLOAT_TYPES:
+        raise ConfigError(f"{path}: dtype of {name} = {dtype}: must be one of {', '.join(FLOAT_TYPES)}; {remedy}")
+    return FLOAT_TYPES[dtype]
+
+
+def load_tokenizer_directory(directory: Path, remedy: str) -> Any:
+    """Load a directory's tokenizer; raises ConfigError, ending in `remedy`, if transformers can read none there."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        raise ConfigError(f"{directory}: cannot load the tokenizer ({error}); {remedy}") from None
+
+
+def metadata_files(directory: Path) -> list[Path]:
+    """Configuration, tokenizer and template files of a directory, sorted."""
+    suffixes = (".json", ".jinja", ".txt", ".model")
+    return sorted(path for path in directory.iterdir() if path.suffix in suffixes and path.is_file())
+
+
+def generation_ends(directory: Path) -> list[int]:
+    """End ids that the generation_config.json of a directory states; empty without one."""
+    path = directory / "generation_config.json"
+    if not path.exists():
+        return []
+    with naming(path):
+        return token_ids(read_object(path).get("eos_token_id"))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Parse a JSON file that holds an object; raises ConfigError if it does not."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; download the checkpoint again") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} = {type(document).__name__}: must be a JSON object; download the checkpoint again")
+    return document

@@ -1,0 +1,109 @@
+"""Checkpoints as save_pretrained writes them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvseek.core.config import ModelConfig
+from kvseek.core.errors import ConfigError
+
+from .checkpoint import Checkpoint, Header
+from .checkpoint_files import (
+    DOWNLOAD_AGAIN,
+    TensorTypes,
+    float_type,
+    generation_ends,
+    load_tokenizer_directory,
+    metadata_files,
+    naming,
+    open_safetensors,
+    read_object,
+    tensor_types,
+)
+from .model_config import model_config
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+
+
+class HuggingFaceCheckpoint(Checkpoint):
+    """A directory as save_pretrained writes it: config.json, safetensors in one file or in shards, a tokenizer."""
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """Shape of the model, from config.json and generation_config.json."""
+        path, ends = self.path / "config.json", generation_ends(self.path)
+        with naming(path):
+            return model_config(read_object(path), ends)
+
+    @property
+    def files(self) -> list[Path]:
+        """The directory's JSON, template and tokenizer files, and the weight files."""
+        return sorted({*metadata_files(self.path), *(self.path / file for file in self._files.values())})
+
+    def unused(self, names: set[str]) -> set[str]:
+        """Tensors that `names` leave out, as "NAME of FILE"; old Llama checkpoints' RoPE frequencies are no weights."""
+        left = set(self._files) - names
+        return {f"{name} of {self._files[name]}" for name in left if not name.endswith("rotary_emb.inv_freq")}
+
+    def header(self, name: str) -> Header:
+        """Describe one tensor; raises ConfigError if no file has it, or it is no floating-point tensor."""
+        if name not in self._files:
+            raise ConfigError(f"{self.path}: tensor {name} is missing in {self._listing}; {DOWNLOAD_AGAIN}")
+        path = self.path / self._files[name]
+        shape, dtype = self._headers[self._files[name]][name]
+        return Header(f"{path}: {name}", shape, float_type(path, name, dtype, "use the unquantised checkpoint"))
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor; raises as `header`."""
+        self.header(name)
+        # Opened for every tensor: pages of a mapping that stays open count as the process's memory until it is closed.
+        tensor: Tensor = open_safetensors(self.path / self._files[name], DOWNLOAD_AGAIN).get_tensor(name)
+        return tensor
+
+    def _own_tokenizer(self) -> Any:
+        remedy = "put the model's tokenizer.json and tokenizer_config.json there, or pass --tokenizer DIR"
+        return load_tokenizer_directory(self.path, remedy)
+
+    @cached_property
+    def _files(self) -> dict[str, str]:
+        """Tensor name → file, by the files' own headers, with which the index must agree."""
+        files = {name: file for file, header in self._headers.items() for name in header}
+        for name, file in self._weight_map.items():
+            if name not in self._headers[file]:
+                raise ConfigError(
+                    f"{self.path / file}: tensor {name} is missing, {INDEX_FILE} names it; {DOWNLOAD_AGAIN}"
+                )
+        return files | self._weight_map
+
+    @cached_property
+    def _headers(self) -> dict[str, TensorTypes]:
+        """File → tensor name → shape and type."""
+        files = sorted(set(self._weight_map.values())) or [SINGLE_FILE]
+        for file in files:
+            if not (self.path / file).is_file():
+                raise ConfigError(f"{self.path / file} is missing, {INDEX_FILE} names it; {DOWNLOAD_AGAIN}")
+        return {file: tensor_types(open_safetensors(self.path / file, DOWNLOAD_AGAIN)) for file in files}
+
+    @cached_property
+    def _weight_map(self) -> dict[str, str]:
+        """Tensor name → file as the index of several files has it; empty with a single file."""
+        path = self.path / INDEX_FILE
+        if not path.exists():
+            if (self.path / SINGLE_FILE).exists():
+                return {}
+            remedy = "save the model with save_pretrained, which writes them"
+            raise ConfigError(f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE}; {remedy}")
+        weight_map = read_object(path).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ConfigError(f"{path}: weight_map must be an object of tensor names and files; {DOWNLOAD_AGAIN}")
+        if not weight_map:
+            raise ConfigError(f"{path}: weight_map is empty: must name every tensor; {DOWNLOAD_AGAIN}")
+        return weight_map
+
+    @property
+    def _listing(self) -> str:
+        return INDEX_FILE if self._weight_map else SINGLE_FILE

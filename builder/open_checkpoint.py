@@ -1,0 +1,43 @@
+"""Opens a checkpoint of whichever kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvseek.core.errors import ConfigError
+
+from .checkpoint import NAME_TOKENIZER, Checkpoint
+from .checkpoint_files import read_object
+from .gguf_checkpoint import GgufCheckpoint
+from .hugging_face_checkpoint import HuggingFaceCheckpoint
+from .tensorrt_llm_checkpoint import TensorRtLlmCheckpoint
+
+
+def open_checkpoint(path: Path, tokenizer_directory: Path | None = None) -> Checkpoint:
+    """Open a Hugging Face directory, a TensorRT-LLM checkpoint or a GGUF file.
+
+    Parameters
+    ----------
+    tokenizer_directory : Path, optional
+        Where the tokenizer is read from instead.
+
+    Raises
+    ------
+    ConfigError
+        If `path` is none of them, or `tokenizer_directory` no directory.
+    """
+    if tokenizer_directory is not None and not tokenizer_directory.is_dir():
+        raise ConfigError(f"tokenizer = {str(tokenizer_directory)!r}: must be a directory; {NAME_TOKENIZER}")
+    if path.is_file():
+        return GgufCheckpoint(path, tokenizer_directory)
+    kinds = "a Hugging Face directory with safetensors, a TensorRT-LLM checkpoint or a .gguf file"
+    if not (path / "config.json").is_file():
+        found = "has no config.json" if path.is_dir() else "does not exist"
+        raise ConfigError(f"model = {str(path)!r}: {found}; pass {kinds}")
+    values = read_object(path / "config.json")
+    if "format_version" in values or "pretrained_config" in values:
+        kind = "an engine directory of kvseek" if "format_version" in values else "a compiled TensorRT-LLM engine"
+        raise ConfigError(f"model = {str(path)!r}: is {kind}; pass the checkpoint that it was built from")
+    if isinstance(values.get("architecture"), str) and "architectures" not in values:
+        return TensorRtLlmCheckpoint(path, tokenizer_directory)
+    return HuggingFaceCheckpoint(path, tokenizer_directory)

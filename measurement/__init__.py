@@ -1,0 +1,1 @@
+"""What evaluation and benchmarks share: the machine, results as JSON, variants of methods."""
