@@ -33,11 +33,11 @@ from kvseek.measurement.variants import FORM, Variant, parse_variants
 
 if TYPE_CHECKING:
     from kvseek.benchmarks.device_filling import Filler
-    from kvseek.engine.device_cache import DeviceCache
-    from kvseek.engine.graphs import DecodeStep, StepResult
-    from kvseek.plugins.base import DeviceIndex
+    from kvseek.engine.cache.device_cache import DeviceCache
+    from kvseek.engine.model.graphs import DecodeStep, StepResult
+    from kvseek.plugins.attention.device import DeviceAttention
     from kvseek.plugins.batch import DeviceBatch
-    from kvseek.plugins.common.device_attend import DeviceAttention
+    from kvseek.plugins.contract import DeviceIndex
 
 LAYERS = 4  # the last one is timed: methods may attend densely in the first ones
 WARMUP = 8  # steps that fill the cache, not counted
@@ -79,7 +79,7 @@ class LayerRun:
         return seconds[warmup:], found / max(1, found + read)
 
     def _capture(self) -> DecodeStep:
-        from kvseek.engine.graphs import DecodeStep
+        from kvseek.engine.model.graphs import DecodeStep
 
         step = DecodeStep(1, self.cache.padding_state(), self.cache.extents.device_table, self._launch)
         with torch.inference_mode():
@@ -87,7 +87,7 @@ class LayerRun:
         return step
 
     def _launch(self, batch: DeviceBatch) -> StepResult:
-        from kvseek.engine.graphs import StepResult
+        from kvseek.engine.model.graphs import StepResult
 
         self._clock.restart()
         selection = self.index.launch_select(self._query, batch)
@@ -98,7 +98,7 @@ class LayerRun:
 
 def measure(bench: Bench, variant: Variant, cache: DeviceCache, filler: Filler, cell: Cell) -> list[dict[str, Any]]:
     """A variant with hot rows and without, or once if its rows are not the common attention's to keep."""
-    from kvseek.engine.graphed_decoder import make_attentions
+    from kvseek.engine.model.graphed_decoder import make_attentions
 
     config, steps = bench.config(variant, [cell]), bench.arguments.steps + WARMUP
     lay_out(cache, config)

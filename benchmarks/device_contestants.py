@@ -28,12 +28,12 @@ from .probe import elapsed_seconds, timing_event
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvseek.engine.device_cache import DeviceCache
-    from kvseek.engine.device_decoder import DeviceDecoder
-    from kvseek.engine.graphs import StepResult
-    from kvseek.plugins.base import DeviceIndex
+    from kvseek.engine.cache.device_cache import DeviceCache
+    from kvseek.engine.model.device_decoder import DeviceDecoder
+    from kvseek.engine.model.graphs import StepResult
+    from kvseek.plugins.attention.device import DeviceAttention
     from kvseek.plugins.batch import DeviceBatch
-    from kvseek.plugins.common.device_attend import DeviceAttention
+    from kvseek.plugins.contract import DeviceIndex
     from kvseek.plugins.selection import DeviceSelection
 
 STAGE_REPEATS = 9  # replays of the graph that times stages; the median counts
@@ -104,7 +104,7 @@ class DeviceContestant:
 
         The events stand between kernels that otherwise overlap a little, so the sum exceeds the time of a step.
         """
-        from kvseek.engine.graphs import DecodeStep, bucket_of
+        from kvseek.engine.model.graphs import DecodeStep, bucket_of
 
         clock = StageClock()
 
@@ -159,7 +159,7 @@ class DeviceContestant:
     @torch.inference_mode()
     def _load(self) -> None:
         """Count a token per request and upload what the step reads."""
-        from kvseek.engine.graphs import bucket_of
+        from kvseek.engine.model.graphs import bucket_of
 
         if self._context + self._done - self.cache.lengths[0] >= self.cache.config.sink + self.cache.ring:
             raise KvseekError(f"{self.name}: the update buffer is full after {self._done} steps; time fewer steps")

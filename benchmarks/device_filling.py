@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvseek.engine.prefill import LAST_QUERIES
+from kvseek.engine.model.prefill import LAST_QUERIES
 
 from .device_memory import CHUNK_TOKENS, SLOT_STRIDE, Cell, key_tokens
 from .synthetic import SyntheticKeys
 
 if TYPE_CHECKING:
     from kvseek.core.config import ModelConfig
-    from kvseek.engine.device_cache import DeviceCache
-    from kvseek.plugins.base import DeviceIndex
+    from kvseek.engine.cache.device_cache import DeviceCache
+    from kvseek.plugins.contract import DeviceIndex
 
     Target = tuple[DeviceCache, Sequence[Sequence[DeviceIndex]]]  # a cache, and the indexes of all layers over it
 

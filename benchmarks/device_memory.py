@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.extents import extents_for
-from kvseek.engine.weight_only import NONE
+from kvseek.engine.model.weight_only import NONE
 
 from .shapes import matrix_bytes, row_numbers
 

@@ -18,8 +18,8 @@ from .device_setup import Bench, lay_out
 from .timing import Samples, interleave
 
 if TYPE_CHECKING:
-    from kvseek.engine.device_cache import DeviceCache
-    from kvseek.engine.device_decoder import DeviceDecoder
+    from kvseek.engine.cache.device_cache import DeviceCache
+    from kvseek.engine.model.device_decoder import DeviceDecoder
 
 
 def run_prefill(bench: Bench, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvseek.measurement.machine import peak_memory_bytes
-from kvseek.plugins.costs import SelectionCosts
+from kvseek.plugins.measurements.costs import SelectionCosts
 
 from .device_memory import Cell
 from .floors import Rates, Step, costs_of, work

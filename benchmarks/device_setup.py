@@ -21,9 +21,9 @@ from .shapes import get_shape
 if TYPE_CHECKING:
     from kvseek.core.cpu_library import CpuLibrary
     from kvseek.core.cuda import CudaKernels
-    from kvseek.engine.device_cache import DeviceCache
-    from kvseek.engine.device_decoder import DeviceDecoder
-    from kvseek.plugins.base import DeviceIndex
+    from kvseek.engine.cache.device_cache import DeviceCache
+    from kvseek.engine.model.device_decoder import DeviceDecoder
+    from kvseek.plugins.contract import DeviceIndex
 
 ROOM = 256  # tokens that a request may grow by: more than are timed
 
@@ -159,7 +159,7 @@ class Bench:
 
     def cache(self, offload: str, cells: Sequence[Cell]) -> DeviceCache:
         """An empty cache whose pool holds the largest of the cells, laid out for the baseline; raises CapacityError."""
-        from kvseek.engine.device_cache import DeviceCache
+        from kvseek.engine.cache.device_cache import DeviceCache
 
         layers, extents = self.device_layers(offload, cells), self.extents(cells)
         row_extent = self.needs.row_extent
@@ -188,7 +188,7 @@ class Bench:
         hot_rows: bool,
     ) -> DeviceDecoder:
         """A decoder of the random weights; several may share a cache and indexes."""
-        from kvseek.engine.device_decoder import DeviceDecoder
+        from kvseek.engine.model.device_decoder import DeviceDecoder
 
         config, kernels = self.config(variant, cells), self.kernels(variant)
         tensors = self._tensors[variant.weight_only_precision]
@@ -196,8 +196,8 @@ class Bench:
 
     def allocated(self, variant: Variant, extents: int, batch: int) -> int:
         """Device bytes of a variant's indexes and attentions over a pool of `extents` extents in host memory."""
-        from kvseek.engine.device_cache import DeviceCache
-        from kvseek.engine.graphed_decoder import make_attentions
+        from kvseek.engine.cache.device_cache import DeviceCache
+        from kvseek.engine.model.graphed_decoder import make_attentions
 
         cells = [Cell(max(cell.context for cell in self.cells), batch)]
         config = self.config(variant, cells)

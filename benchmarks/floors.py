@@ -1,6 +1,6 @@
 """What a decode step has to move, by model, and the time that this takes at the rates measured in the same run.
 
-Methods say what their selection moves (plugins/costs.py). The floor adds up the parts as if each waited for the one
+Methods say what their selection moves (plugins/measurements/costs.py). The floor adds up the parts as if each waited for the one
 before: matrices, scan of the index, rerank, rows from the device, rows from the host, nodes of the graph. Rows that the
 device kept from earlier steps count as rows from the device.
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
-from kvseek.plugins.costs import SelectionCosts
+from kvseek.plugins.measurements.costs import SelectionCosts
 from kvseek.plugins.registry import get_method
 
 from .shapes import matrix_bytes

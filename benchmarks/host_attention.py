@@ -26,7 +26,7 @@ from kvseek.builder.compile import cached_cpu_library
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError, KvseekError
-from kvseek.engine.host_memory import available_bytes
+from kvseek.engine.cache.host_memory import available_bytes
 from kvseek.measurement.machine import describe
 from kvseek.measurement.output import show, write_result
 from kvseek.plugins.ctkvr.native import (

@@ -23,7 +23,7 @@ import torch
 
 from kvseek.builder.compile_cuda import Specialisation, cached_cubin
 from kvseek.core.cuda import CudaKernels
-from kvseek.engine.host_pool import HostPool
+from kvseek.engine.cache.host_pool import HostPool
 
 KERNELS = Path(__file__).parent / "kernels"
 FETCH_THREADS, FETCH_BYTES = 256, 16  # as in page_fetch.cu

@@ -20,7 +20,7 @@ from kvseek.benchmarks.synthetic import SyntheticKeys
 from kvseek.builder.compile import cached_cpu_library
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.plugins.base import IndexContext
+from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.flat.method import exact_top_k
 from kvseek.plugins.pariskv import codebook
 from kvseek.plugins.pariskv.config import Config, ScheduleStep

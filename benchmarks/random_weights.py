@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.config import ModelConfig
-from kvseek.engine.weight_only import NONE, is_quantised, quantise
+from kvseek.engine.model.weight_only import NONE, is_quantised, quantise
 
 ALIGNMENT = 128  # numbers: every matrix begins on a boundary that any kernel is content with
 

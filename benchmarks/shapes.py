@@ -8,7 +8,7 @@ import torch
 
 from kvseek.core.config import EngineConfig, ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
-from kvseek.engine.weight_only import NONE
+from kvseek.engine.model.weight_only import NONE
 
 # Source: config.json of meta-llama/Llama-3.1-8B.
 LLAMA_3_1_8B = ModelConfig(

@@ -24,9 +24,9 @@ from kvseek.benchmarks.shapes import SHAPES, get_shape
 from kvseek.core.config import ModelConfig
 from kvseek.core.cuda import CudaKernels, cuda_device
 from kvseek.core.errors import KvseekError
-from kvseek.engine.linear import WeightOnlyLinear
-from kvseek.engine.weight_only import PRECISIONS, quantise
-from kvseek.engine.weight_only_kernels import WeightOnlyKernels
+from kvseek.engine.model.linear import WeightOnlyLinear
+from kvseek.engine.model.weight_only import PRECISIONS, quantise
+from kvseek.engine.model.weight_only_kernels import WeightOnlyKernels
 from kvseek.measurement.machine import describe, describe_gpu, installed_version
 from kvseek.measurement.output import show, write_result
 

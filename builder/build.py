@@ -35,8 +35,8 @@ from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.core.errors import KvseekError
 from kvseek.core.manifest import CODEBOOKS_FILE
 from kvseek.engine.loading import needs_cpu_library
+from kvseek.engine.model.weight_only import FASTER_ROWS, NONE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
-from kvseek.engine.weight_only import FASTER_ROWS, NONE
 from kvseek.plugins.registry import get_method
 
 

@@ -16,11 +16,11 @@ from kvseek.builder.perplexity import Advance, LayerSource, Losses, WindowedText
 from kvseek.builder.weights import plan_weights, weight_reader
 from kvseek.core.config import EngineConfig, require
 from kvseek.core.errors import CapacityError, ConfigError
-from kvseek.engine import bfloat16
-from kvseek.engine.layer import Head
+from kvseek.engine.model import bfloat16
+from kvseek.engine.model.layer import Head
+from kvseek.engine.model.weight_only import NONE
+from kvseek.engine.model.weights import load_weights
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.engine.weight_only import NONE
-from kvseek.engine.weights import load_weights
 
 CPU = torch.device("cpu")
 
@@ -161,7 +161,7 @@ def stored_layers(directory: Path) -> LayerSource:
     """Layers of an engine directory, as they are stored: views of the mapped files."""
 
     def read(number: int) -> dict[str, torch.Tensor]:
-        # The dtype of norm.weight tells engine/linear.py what to dequantise to.
+        # The dtype of norm.weight tells engine/model/linear.py what to dequantise to.
         return load_weights(directory, CPU, lambda name: name == "norm.weight" or _of_layer(name, number))
 
     return read

@@ -16,7 +16,7 @@ import kvseek.plugins
 from kvseek.core.errors import KernelError
 
 COMPILERS = ("c++", "g++", "clang++")
-# No -ffast-math: softmax relies on infinities, and poisoned rows must show. No -fopenmp: plugins/common/parallel.h.
+# No -ffast-math: softmax relies on infinities, and poisoned rows must show. No -fopenmp: plugins/shared/parallel.h.
 FLAGS = (
     "-O3",
     "-std=c++17",
@@ -107,7 +107,7 @@ def sources(pattern: str) -> list[Path]:
 
 
 def instruction_levels() -> tuple[int, ...]:
-    """Levels that the sources are compiled for (plugins/common/kernel.h)."""
+    """Levels that the sources are compiled for (plugins/shared/kernel.h)."""
     return (0, 3, 4) if platform.machine() in ("x86_64", "AMD64") else (0,)
 
 

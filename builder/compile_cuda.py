@@ -22,13 +22,13 @@ import kvseek.engine
 import kvseek.plugins
 from kvseek.core.config import EngineConfig, require
 from kvseek.core.errors import KernelError
-from kvseek.engine.weight_only import INPUTS_MULTIPLE, NONE
+from kvseek.engine.model.weight_only import INPUTS_MULTIPLE, NONE
 from kvseek.plugins.registry import get_method
 
 ARCHITECTURES = (80, 89, 90, 100, 120)  # A100; L4, L40, RTX 40; H100, H200; B200; RTX 50
-DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2}  # plugins/common/numbers.cuh
-WEIGHT_NUMBERS = {NONE: 0, "int8": 1, "fp8": 2}  # engine/weight_formats.cuh
-HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_GROUP_SIZE = 32, 256, 16  # plugins/common/attend_arguments.cuh
+DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2}  # plugins/shared/numbers.cuh
+WEIGHT_NUMBERS = {NONE: 0, "int8": 1, "fp8": 2}  # engine/model/weight_formats.cuh
+HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_GROUP_SIZE = 32, 256, 16  # plugins/attention/attend_arguments.cuh
 # No fast math: softmax relies on infinities, and poisoned rows must show. Contraction into fused multiply-add stays on:
 # kernels whose order of roundings matters say so with intrinsics.
 STANDARD = "c++17"
@@ -195,9 +195,9 @@ def unit_sources(method: str, roots: Sequence[Path]) -> list[str]:
     """Sources of a method's translation unit, in order, relative to the roots; raises KernelError if there are none."""
     names = [
         path.relative_to(root).as_posix()
-        for folder in ("plugins/common", "engine", f"plugins/{method}")
+        for folder in ("plugins/attention", "engine", f"plugins/{method}")
         for root in roots
-        for path in sorted((root / folder).glob("*.cu"))
+        for path in sorted((root / folder).rglob("*.cu"))
     ]
     if not names:
         raise KernelError(

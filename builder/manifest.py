@@ -15,15 +15,20 @@ import kvseek.builder
 import kvseek.core.config
 import kvseek.core.config_file
 import kvseek.engine
-import kvseek.engine.rope
-import kvseek.engine.weight_only
+import kvseek.engine.model.rope
+import kvseek.engine.model.weight_only
 import kvseek.plugins
 from kvseek.core.errors import EngineDirectoryError
 from kvseek.core.manifest import HASH_THREADS, MANIFEST_FILE, FileRecord, Manifest, read_manifest, sha256, verify
 
 SOURCE_SUFFIXES = (".py", ".cpp", ".h", ".cu", ".cuh")
 # Modules of the engine whose results lie in an engine directory: configuration, 8-bit weights, plans' tables of angles.
-BUILT_IN = (kvseek.core.config, kvseek.core.config_file, kvseek.engine.weight_only, kvseek.engine.rope)
+BUILT_IN = (
+    kvseek.core.config,
+    kvseek.core.config_file,
+    kvseek.engine.model.weight_only,
+    kvseek.engine.model.rope,
+)
 
 
 def fingerprint(settings: dict[str, Any], model_files: Iterable[Path]) -> str:
@@ -71,7 +76,7 @@ def _digest_of_sources() -> str:
     roots = [Path(root) for package in (kvseek.builder, kvseek.plugins) for root in package.__path__]
     paths = [path for root in roots for path in sorted(root.rglob("*")) if path.suffix in SOURCE_SUFFIXES]
     # Most of the engine's Python code runs when an engine is served; its kernels and what BUILT_IN lists are built in.
-    kernels = [path for root in kvseek.engine.__path__ for path in sorted(Path(root).glob("*.cu*"))]
+    kernels = [path for root in kvseek.engine.__path__ for path in sorted(Path(root).rglob("*.cu*"))]
     digest = hashlib.sha256()
     for path in [*paths, *kernels, *(Path(str(module.__file__)) for module in BUILT_IN)]:
         digest.update(f"{path.name}\0".encode() + path.read_bytes())

@@ -1,4 +1,4 @@
-"""The decoder as a TensorRT network, read top to bottom; engine/model.py is the same computation in PyTorch.
+"""The decoder as a TensorRT network, read top to bottom; engine/model/torch_decoder.py is the same computation in PyTorch.
 
 Attention is not part of it: a function adds it where it belongs. builder/network_forms.py has two: one ends a network there and
 goes on in the next, the other adds a layer to the one network.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.config import ModelConfig
-from kvseek.engine.rope import RotaryEmbedding
+from kvseek.engine.model.rope import RotaryEmbedding
 
 from .tensorrt_api import ITensor
 from .tensorrt_graph import Graph
@@ -86,7 +86,7 @@ def write_decoder(model: ModelConfig, max_positions: int, graph: Graph, attend: 
 def _embed(model: ModelConfig, max_positions: int, graph: Graph) -> Stream:
     """Embeddings of the token ids, cosines and sines of the positions.
 
-    The angles are those of engine/rope.py, from a table: sines of angles of 100,000 and more are as exact as the
+    The angles are those of engine/model/rope.py, from a table: sines of angles of 100,000 and more are as exact as the
     reduction of the angle, which TensorRT leaves to each GPU's kernels.
     """
     ids = graph.input("ids", torch.int32, (-1,), "tokens")

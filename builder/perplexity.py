@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvseek.core.config import ModelConfig
-from kvseek.engine.attention import causal_attention, causal_attention_device
-from kvseek.engine.layer import Head, Layer
-from kvseek.engine.rope import RotaryEmbedding
+from kvseek.engine.model.attention import causal_attention, causal_attention_device
+from kvseek.engine.model.layer import Head, Layer
+from kvseek.engine.model.rope import RotaryEmbedding
 
 LOGIT_BYTES = 64 << 20  # of the logits of one slice of tokens; a handful of tensors of this size exist at a time
 

@@ -1,7 +1,7 @@
 """What an engine would take and hold on a GPU that need not be there: `kvseek build --plan`.
 
-Nothing is estimated. Every answer is a plan that loading would make (engine/memory_plan.py), with the indexes' bytes counted
-on the meta device (engine/dry_run.py), and the extents that admission would reserve.
+Nothing is estimated. Every answer is a plan that loading would make (engine/cache/memory_layout.py), with the indexes'
+bytes counted on the meta device (engine/cache/dry_run.py), and the extents that admission would reserve.
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ from kvseek.builder.weights import WeightFormat, total_size
 from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError, KernelError
 from kvseek.core.extents import extents_for
-from kvseek.engine.dry_run import DryRun
-from kvseek.engine.graphs import BUCKETS
-from kvseek.engine.host_pool import can_pin
+from kvseek.engine.cache.dry_run import DryRun
+from kvseek.engine.cache.host_pool import can_pin
+from kvseek.engine.cache.memory_layout import (
+    MemoryPlan,
+    layer_extent_bytes,
+    plan_rows,
+    retrieval_tokens,
+    window_bytes,
+)
 from kvseek.engine.loading import IndexNeeds, plan_measured
-from kvseek.engine.memory_plan import MemoryPlan, layer_extent_bytes, plan_rows, retrieval_tokens, window_bytes
+from kvseek.engine.model.graphs import BUCKETS
 from kvseek.plugins.registry import get_method
 
 CONTEXTS = tuple(1 << power for power in range(13, 21))  # 8K to 1M tokens

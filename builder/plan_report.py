@@ -14,8 +14,8 @@ from kvseek.builder.plan import Attempt, Most, Planner
 from kvseek.builder.printing import Column, print_json, table
 from kvseek.builder.sizes import readable
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.engine.dry_run import HOPPER
-from kvseek.engine.work_space import work_bytes
+from kvseek.engine.cache.activation_memory import work_bytes
+from kvseek.engine.cache.dry_run import HOPPER
 
 Document = dict[str, Any]
 GIB = 1 << 30

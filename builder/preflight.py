@@ -12,7 +12,7 @@ import torch
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
-from kvseek.engine.host_memory import available_bytes
+from kvseek.engine.cache.host_memory import available_bytes
 
 from .checkpoint import Checkpoint
 from .sizes import readable

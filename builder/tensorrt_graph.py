@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvseek.core.errors import KernelError
 from kvseek.core.tensorrt_api import TYPE_NAMES
-from kvseek.engine.tensorrt_messages import why
+from kvseek.engine.tensorrt.messages import why
 
 from .tensorrt_api import ILayer, ITensor, Network, TensorRt
 

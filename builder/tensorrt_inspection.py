@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvseek.engine.tensorrt_index import parse_plan_index
+from kvseek.engine.tensorrt.plan_index import parse_plan_index
 
 from .printing import Column, table
 

@@ -15,10 +15,10 @@ import torch
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError, KernelError
-from kvseek.engine.graphs import buckets_for
-from kvseek.engine.tensorrt_index import PLANS_FILE, PlanEntry, PlanIndex, PlanLimits, Sizes
-from kvseek.engine.tensorrt_messages import logger, why
-from kvseek.plugins.tensorrt import add_attention_layer
+from kvseek.engine.model.graphs import buckets_for
+from kvseek.engine.tensorrt.messages import logger, why
+from kvseek.engine.tensorrt.plan_index import PLANS_FILE, PlanEntry, PlanIndex, PlanLimits, Sizes
+from kvseek.plugins.tensorrt.plugin import add_attention_layer
 
 from .network_forms import NetworkWriter
 from .tensorrt_api import ITensor, Network, TensorRt
@@ -31,7 +31,7 @@ SEGMENTS_FOLDER = "rank0"
 
 
 def limits_of(config: EngineConfig) -> PlanLimits:
-    """Calls of an engine: decode steps of up to the largest bucket (engine/graphs.py), which come first in speed, and prompts.
+    """Calls of an engine: decode steps of up to the largest bucket (engine/model/graphs.py), which come first, and prompts.
 
     Segments read a prompt in chunks, layer by layer. One plan goes through all layers in a call, so it reads prompts whole:
     the attention of a layer wants all of the prompt's keys before the next layer may begin.

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
-from kvseek.engine.weight_only import NONE, PRECISIONS, is_quantised, quantise
-from kvseek.engine.weights import INDEX_FILE
+from kvseek.engine.model.weight_only import NONE, PRECISIONS, is_quantised, quantise
+from kvseek.engine.model.weights import INDEX_FILE
 
 from .checkpoint import Checkpoint
 from .checkpoint_files import FLOAT_TYPES

@@ -117,7 +117,7 @@ class CudaKernels:
         shared_bytes : int
             Dynamic shared memory of a block.
         overlap : bool
-            Start while the kernel before it on the stream ends: only for kernels that follow plugins/common/overlap.cuh.
+            Start while the kernel before it on the stream ends: only for kernels that follow plugins/shared/overlap.cuh.
             Without effect below compute capability 9.0.
 
         Raises

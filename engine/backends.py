@@ -13,16 +13,15 @@ from torch import Tensor
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.tensorrt_api import TensorRtRuntime, load_runtime
-from kvseek.plugins.base import DeviceIndex
-
-from .device_cache import DeviceCache
-from .device_decoder import DeviceDecoder
-from .graphed_decoder import GraphedDecoder
-from .graphs import buckets_for
-from .tensorrt_decoder import SegmentsDecoder, WholeDecoder
-from .tensorrt_index import check_version, read_plan_index
-from .tensorrt_runtime import OUTSIDE_OF_GRAPHS, Session
-from .weights import load_weights
+from kvseek.engine.cache.device_cache import DeviceCache
+from kvseek.engine.model.device_decoder import DeviceDecoder
+from kvseek.engine.model.graphed_decoder import GraphedDecoder
+from kvseek.engine.model.graphs import buckets_for
+from kvseek.engine.model.weights import load_weights
+from kvseek.engine.tensorrt.decoder import SegmentsDecoder, WholeDecoder
+from kvseek.engine.tensorrt.plan_index import check_version, read_plan_index
+from kvseek.engine.tensorrt.session import OUTSIDE_OF_GRAPHS, Session
+from kvseek.plugins.contract import DeviceIndex
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class TorchBackend:
-    """Weights by name (engine/weights.py)."""
+    """Weights by name (engine/model/weights.py)."""
 
     config: EngineConfig
     weights: dict[str, Tensor]
@@ -89,7 +88,7 @@ class TensorRtBackend:
         plans = self.session.plans
         if self.config.tensorrt.form == "segments":
             return SegmentsDecoder(self.config, plans, cache, indexes, kernels)
-        from kvseek.plugins.tensorrt import serving
+        from kvseek.plugins.tensorrt.plugin import serving
 
         return WholeDecoder(self.config, plans[0], serving, cache, indexes, kernels)
 
@@ -114,7 +113,7 @@ def load_plans(directory: Path, config: EngineConfig, device: torch.device, api:
     index = read_plan_index(directory, config)
     check_version(index, api)
     if index.form == "engine":
-        from kvseek.plugins.tensorrt import register
+        from kvseek.plugins.tensorrt.plugin import register
 
         register(api)  # a plan with plugin layers loads only where they are known
     files = [directory / entry.file for entry in index.segments]

@@ -17,8 +17,9 @@ from kvseek.core.errors import CapacityError, ConfigError, ErrorCode
 from kvseek.core.manifest import verify
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics, StepReport
+from kvseek.engine.cache.usage import CacheUsage, UsageMeter
+from kvseek.engine.model.decoder import BaseDecoder
 
-from .decoder import BaseDecoder
 from .endings import ended, expired, failed
 from .loading import load_decoder
 from .queue import RequestQueue
@@ -27,7 +28,6 @@ from .sampling import Sampler, accept
 from .scheduler import Scheduler
 from .sequence import Sequence
 from .tokenizer import Tokenizer
-from .usage import CacheUsage, UsageMeter
 
 MAX_NUM_TOKENS = 8192
 

@@ -18,19 +18,18 @@ from kvseek.core.cpu_library import LIBRARY_FILE, CpuLibrary
 from kvseek.core.errors import CapacityError, ConfigError, KvseekError
 from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.core.manifest import CODEBOOKS_FILE
-from kvseek.plugins.base import DeviceIndex, Index, IndexContext
+from kvseek.engine.cache.host_cache import Cache
+from kvseek.engine.cache.memory_layout import MemoryPlan, plan_memory
+from kvseek.engine.model import bfloat16
+from kvseek.engine.model.decoder import BaseDecoder
+from kvseek.engine.model.torch_decoder import Decoder
+from kvseek.engine.model.weights import load_weights
+from kvseek.plugins.contract import DeviceIndex, Index, IndexContext
 from kvseek.plugins.registry import METHODS, get_method
-
-from . import bfloat16
-from .cache import Cache
-from .decoder import BaseDecoder
-from .memory_plan import MemoryPlan, plan_memory
-from .model import Decoder
-from .weights import load_weights
 
 if TYPE_CHECKING:
     from kvseek.core.cuda import CudaKernels
-    from kvseek.plugins.common.device_attend import DeviceAttention
+    from kvseek.plugins.attention.device import DeviceAttention
 
     from .backends import Footprint
 
@@ -67,9 +66,9 @@ def _load_cpu(directory: Path, config: EngineConfig, codebooks: dict[str, Tensor
 
 def _load_cuda(directory: Path, config: EngineConfig, codebooks: dict[str, Tensor]) -> BaseDecoder:
     from kvseek.core.cuda import CudaKernels
+    from kvseek.engine.cache.device_cache import DeviceCache
 
     from .backends import load_backend
-    from .device_cache import DeviceCache
 
     kernels = CudaKernels.load(directory)
     device, dtype = kernels.device, getattr(torch, config.dtype)
@@ -226,7 +225,7 @@ def plan_measured(
     What indexes and attentions need whatever is cached counts as work space; so does `plan_work_bytes`, that of TensorRT's
     plans.
     """
-    from .work_space import work_bytes
+    from kvseek.engine.cache.activation_memory import work_bytes
 
     dtype = getattr(torch, config.dtype)
     return plan_memory(
@@ -253,7 +252,7 @@ def make_unbound(
     for rows in host memory (a store, hot rows): the most that a layer takes. A few KB a request that `bind` may add are part
     of the work space's reserve.
     """
-    from .graphed_decoder import make_attentions
+    from kvseek.engine.model.graphed_decoder import make_attentions
 
     device, dtype, method = kernels.device, getattr(torch, config.dtype), get_method(config.method)
     extents = ExtentTable(slots, extents_for(config.max_seq_len), capacity, device)

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .decoder import BaseDecoder
+from kvseek.engine.model.decoder import BaseDecoder
+from kvseek.engine.model.prefill import Prefill
+
 from .pacing import Pacing
-from .prefill import Prefill
 from .sequence import Sequence
 
 IDLE_SECONDS = (

@@ -15,10 +15,10 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ErrorCode, UnavailableError
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import StepReport
+from kvseek.engine.cache.usage import CacheUsage
 
 from .engine import MAX_NUM_TOKENS, Engine
 from .tokenizer import Tokenizer
-from .usage import CacheUsage
 
 Callback = Callable[[StepOutput], None]
 SHUTTING_DOWN = "the server is shutting down: no further requests; send them to another server, or start this one again"

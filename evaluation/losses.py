@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.engine.prefill import LAST_QUERIES
+from kvseek.engine.model.prefill import LAST_QUERIES
 from kvseek.evaluation.capture import CapturedLayer
 from kvseek.evaluation.replay import Replay
 from kvseek.measurement.variants import Variant

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kvseek.core.errors import ConfigError
-from kvseek.engine.cache import Cache
+from kvseek.engine.cache.host_cache import Cache
 from kvseek.engine.engine import Engine
-from kvseek.plugins.base import DeviceIndex, Index
 from kvseek.plugins.batch import DeviceBatch
+from kvseek.plugins.contract import DeviceIndex, Index
 from kvseek.plugins.flat.method import exact_top_k
 from kvseek.plugins.selection import DeviceSelection, Selection
 
@@ -158,7 +158,7 @@ def recall_of(heard: Heard, top_k: int, group_reduce: str) -> float:
     Parameters
     ----------
     group_reduce : str
-        How the heads of a group agree on a score (plugins/common/group.py); that of the method.
+        How the heads of a group agree on a score (plugins/shared/group.py); that of the method.
     """
     grouped = heard.queries.reshape(heard.keys.shape[0], -1, heard.keys.shape[2])
     exact = exact_top_k(grouped, heard.keys, top_k, group_reduce, heard.scaling)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.engine.prefill import LAST_QUERIES
+from kvseek.engine.model.prefill import LAST_QUERIES
 from kvseek.evaluation.capture import CHUNK_TOKENS, AttentionRecorder, CapturedLayer, causal_mask
 from kvseek.evaluation.needle import Dialogue
 

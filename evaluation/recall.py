@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import ConfigError, KvseekError
-from kvseek.engine.prefill import LAST_QUERIES
+from kvseek.engine.model.prefill import LAST_QUERIES
 from kvseek.evaluation.capture import CapturedLayer, cached_capture
 from kvseek.evaluation.replay import Replay
 from kvseek.measurement.machine import describe
@@ -41,7 +41,7 @@ from kvseek.plugins.flat.method import exact_top_k
 from kvseek.plugins.registry import METHODS, get_method
 
 CAPTURES = Path(".cache/captures")
-EXACT_REDUCTION = "softmax_mean"  # how the heads of a group agree on the exact top rows (plugins/common/group.py)
+EXACT_REDUCTION = "softmax_mean"  # how the heads of a group agree on the exact top rows (plugins/shared/group.py)
 
 
 @dataclass(frozen=True)

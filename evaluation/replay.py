@@ -13,10 +13,10 @@ from kvseek.core.config import EXTENT_TOKENS, CacheConfig
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import ConfigError
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.engine.prefill import LAST_QUERIES
+from kvseek.engine.model.prefill import LAST_QUERIES
 from kvseek.evaluation.capture import CapturedLayer
 from kvseek.measurement.variants import Variant
-from kvseek.plugins.base import IndexContext, LayerRows
+from kvseek.plugins.contract import IndexContext, LayerRows
 from kvseek.plugins.selection import Selection
 
 EXACT_TOKENS = 1 << 24  # token numbers that float32 holds exactly

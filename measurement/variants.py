@@ -13,7 +13,7 @@ from typing import Any
 from kvseek.core.config import CHOICES, CacheConfig, require
 from kvseek.core.errors import ConfigError
 from kvseek.core.fields import from_dict
-from kvseek.engine.weight_only import NONE
+from kvseek.engine.model.weight_only import NONE
 from kvseek.plugins.registry import Method, get_method
 
 CACHE_PREFIX = "cache."

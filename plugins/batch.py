@@ -1,4 +1,4 @@
-"""The requests of a decode step as GPU kernels read them (plugins/common/batch.cuh).
+"""The requests of a decode step as GPU kernels read them (plugins/shared/batch.cuh).
 
 The kernels of a captured graph get the same arguments at every replay. What varies from step to step lies in one int32
 array in device memory, which the host uploads before each step: 16 numbers a request.

@@ -14,9 +14,10 @@ from kvseek.core.fields import from_dict
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .base import Index, IndexContext
-    from .costs import SelectionCosts
-    from .stages import Stages
+    from kvseek.plugins.measurements.costs import SelectionCosts
+    from kvseek.plugins.measurements.stages import Stages
+
+    from .contract import Index, IndexContext
 
 
 # Each folder offers config.py with `Config` (a frozen dataclass) and method.py with `create(context) -> Index` and
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 # CACHE_DEFAULTS, defaults of CacheConfig fields for the method; Config may have a field `dense_layers`, the first layers
 # that attend densely: on a GPU their rows lie on the device, whatever cache.offload says. method.py may offer
 # - `cuda_defines(config, head_dim, group_size) -> dict of integers`: macros of its GPU kernels (*.cu in its folder)
-# - `costs(config, model, length, itemsize) -> SelectionCosts`: what a decode step moves (plugins/costs.py)
+# - `costs(config, model, length, itemsize) -> SelectionCosts`: what a decode step moves (measurements/costs.py)
 # - `needs_cpu_library(config) -> bool`: whether its index for the GPU calls compiled code of the CPU
-# - `stages(index, query, slot) -> Stages`: which rows each stage of a selection keeps (plugins/stages.py), for measurements.
+# - `stages(index, query, slot) -> Stages`: which rows each stage of a selection keeps (measurements/stages.py).
 def _scan() -> dict[str, str]:
     """Every folder beside this file that has a method.py, by its name. `full`, what the others are compared with, is first."""
     folders = {path.parent.name for path in Path(__file__).parent.glob("*/method.py")}

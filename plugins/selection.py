@@ -41,7 +41,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class DeviceSelection:
-    """Retrieval rows to attend to, as the attention kernel of the GPU reads them (plugins/common/device_attend.py).
+    """Retrieval rows to attend to, as the attention kernel of the GPU reads them (plugins/attention/device.py).
 
     Attributes
     ----------

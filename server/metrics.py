@@ -23,8 +23,8 @@ from kvseek.core.statistics import RequestStatistics, StepReport
 from .tallies import Families, Histogram
 
 if TYPE_CHECKING:
+    from kvseek.engine.cache.usage import CacheUsage
     from kvseek.engine.service import EngineService
-    from kvseek.engine.usage import CacheUsage
 
 # Buckets. Seconds between tokens begin with what a small batch on a GPU takes; those of requests reach beyond the ten minutes
 # that a long prompt on a CPU takes.

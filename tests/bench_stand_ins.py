@@ -14,9 +14,9 @@ from kvseek.benchmarks.device_memory import IndexNeeds
 from kvseek.benchmarks.floors import Rates
 from kvseek.benchmarks.probe import PoolSample
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.engine.graphs import StepResult
-from kvseek.plugins.base import DeviceIndex, LayerRows
+from kvseek.engine.model.graphs import StepResult
 from kvseek.plugins.batch import DeviceBatch, RequestState
+from kvseek.plugins.contract import DeviceIndex, LayerRows
 from kvseek.plugins.full.method import FullIndex
 from kvseek.plugins.selection import DeviceSelection
 
@@ -126,7 +126,7 @@ def bench_cache(bench: Any, variant: Any, cells: Any) -> Any:
     """A small cache for a variant, before the bench has planned anything."""
     from kvseek.benchmarks.device_memory import Needs
     from kvseek.benchmarks.device_setup import with_budget
-    from kvseek.engine.device_cache import DeviceCache
+    from kvseek.engine.cache.device_cache import DeviceCache
 
     config = bench.config(variant, cells)
     row_extent = Needs.of(config, bench.dtype.itemsize, IndexNeeds()).row_extent

@@ -12,7 +12,7 @@ import torch
 from kvseek.builder import build
 from kvseek.builder.compile import cached_cpu_library
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.engine import bfloat16
+from kvseek.engine.model import bfloat16
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = ROOT / ".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -8,7 +8,7 @@ import torch
 from index_cases import KV_HEADS, make_context, random_keys, random_queries
 from torch import Tensor
 
-from kvseek.plugins.base import IndexContext, LayerRows
+from kvseek.plugins.contract import IndexContext, LayerRows
 from kvseek.plugins.ctkvr.build import attention_values, largest
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.reference import ReferenceIndex

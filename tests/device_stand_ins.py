@@ -13,17 +13,17 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.config_file import read_config
-from kvseek.engine import layer_kernels
-from kvseek.engine.device_cache import DeviceCache
-from kvseek.engine.device_decoder import DeviceDecoder
-from kvseek.engine.layer_kernels import LayerKernels
+from kvseek.engine.cache.device_cache import DeviceCache
 from kvseek.engine.loading import create_indexes
-from kvseek.engine.rope import rotate
+from kvseek.engine.model import layer_kernels
+from kvseek.engine.model.device_decoder import DeviceDecoder
+from kvseek.engine.model.layer_kernels import LayerKernels
+from kvseek.engine.model.rope import rotate
+from kvseek.engine.model.weights import load_weights
 from kvseek.engine.sampling import greedy_token
-from kvseek.engine.weights import load_weights
-from kvseek.plugins.base import DeviceIndex, IndexContext
+from kvseek.plugins.attention.host import attend_reference
 from kvseek.plugins.batch import DeviceBatch
-from kvseek.plugins.common.attention import attend_reference
+from kvseek.plugins.contract import DeviceIndex, IndexContext
 from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.full.device import DeviceFullIndex
 from kvseek.plugins.layer_cache import LayerCache

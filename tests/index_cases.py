@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.base import IndexContext
+from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.flat import config as flat_config
 from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.pariskv import codebook

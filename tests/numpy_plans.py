@@ -20,16 +20,16 @@ from kvseek.builder.open_checkpoint import open_checkpoint
 from kvseek.builder.tensorrt_graph import Graph
 from kvseek.builder.weights import weight_reader
 from kvseek.core.config import EngineConfig, TensorRtConfig
-from kvseek.engine.graphs import BUCKETS
-from kvseek.engine.tensorrt_decoder import SegmentsDecoder, TensorRtDecoder, WholeDecoder
-from kvseek.engine.tensorrt_messages import logger
+from kvseek.engine.model.graphs import BUCKETS
+from kvseek.engine.tensorrt.decoder import SegmentsDecoder, TensorRtDecoder, WholeDecoder
+from kvseek.engine.tensorrt.messages import logger
 
 FORMS = ("segments", "engine")
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 
 
 class NumpyPlan:
-    """Runs a network as engine/tensorrt_runtime.py runs its plan, and is as strict.
+    """Runs a network as engine/tensorrt/session.py runs its plan, and is as strict.
 
     Attributes
     ----------

@@ -12,7 +12,7 @@ import torch
 from kvseek.builder.checkpoint import Checkpoint
 from kvseek.builder.weights import plan_weights, weight_reader
 from kvseek.core.config import EngineConfig, ModelConfig
-from kvseek.engine.tensorrt_index import PLANS_FILE
+from kvseek.engine.tensorrt.plan_index import PLANS_FILE
 
 
 def read_index(directory: Path) -> dict[str, Any]:

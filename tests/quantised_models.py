@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvseek.engine.weight_only import dequantise, quantise
+from kvseek.engine.model.weight_only import dequantise, quantise
 
 PROJECTIONS = tuple(f"{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 

@@ -1,4 +1,4 @@
-"""Retrieval regions of several slots, their row pool and one index of a method: the contract of plugins/base.py by hand.
+"""Retrieval regions of several slots, their row pool and one index of a method: the contract of plugins/contract.py by hand.
 
 The engine's part (prefill, eviction, attention) is played here in a few lines, so that a method can be taken through
 thousands of tokens without a model. Every value vector names its slot and token, so that attended rows tell whose they are.
@@ -14,8 +14,8 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.base import Index, IndexContext, LayerRows
-from kvseek.plugins.common.attention import selected_positions
+from kvseek.plugins.attention.host import selected_positions
+from kvseek.plugins.contract import Index, IndexContext, LayerRows
 from kvseek.plugins.registry import get_method
 from kvseek.plugins.selection import Selection
 

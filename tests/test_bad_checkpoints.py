@@ -19,7 +19,7 @@ from tensorrt_llm_files import save_tensorrt_llm
 
 from kvseek.builder import build
 from kvseek.core.manifest import verify
-from kvseek.engine.weights import load_weights
+from kvseek.engine.model.weights import load_weights
 
 INDEX = "model.safetensors.index.json"
 QUERIES, KEYS = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"

@@ -16,7 +16,7 @@ from kvseek.benchmarks.timing import Samples
 from kvseek.core.config import CacheConfig
 from kvseek.core.errors import ConfigError
 from kvseek.measurement.variants import parse_variants
-from kvseek.plugins.costs import SelectionCosts
+from kvseek.plugins.measurements.costs import SelectionCosts
 
 
 class TestFloor:

@@ -34,8 +34,8 @@ from kvseek.benchmarks.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_b
 from kvseek.benchmarks.synthetic import Spectrum, SyntheticKeys
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
-from kvseek.engine.layer import Layer
-from kvseek.engine.memory_plan import plan_rows
+from kvseek.engine.cache.memory_layout import plan_rows
+from kvseek.engine.model.layer import Layer
 
 CPU = torch.device("cpu")
 KIB = 1024

@@ -14,7 +14,8 @@ from torch import Tensor
 from kvseek.benchmarks import device_cache_hits, device_contestants, device_setup, shapes
 from kvseek.core import cuda
 from kvseek.core.config import ModelConfig
-from kvseek.engine import graphs, loading
+from kvseek.engine import loading
+from kvseek.engine.model import graphs
 from kvseek.plugins.selection import DeviceSelection
 
 SHAPE = ModelConfig("llama", 100, 64, 96, 2, 4, 2, 16, 1e-5, 1e4, 512)
@@ -77,7 +78,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "needs_cpu_library", lambda config: False)
     monkeypatch.setattr(device_setup, "measured_needs", fake_needs)
     monkeypatch.setattr(device_setup.Bench, "kernels", lambda self, variant: None)
-    monkeypatch.setattr("kvseek.engine.graphed_decoder.make_attentions", attentions)
+    monkeypatch.setattr("kvseek.engine.model.graphed_decoder.make_attentions", attentions)
     gpu = {"name": "stand-in", "memory_bytes": 1, "multiprocessors": 1, "cuda": "0"}
     monkeypatch.setattr(device_cache_hits, "describe_gpu", lambda device: gpu)
     monkeypatch.setattr(device_contestants, "timing_event", lambda in_graph=False: Event())

@@ -29,7 +29,8 @@ from kvseek.benchmarks.device_options import WARMUP
 from kvseek.core import cuda
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError
-from kvseek.engine import graphs, loading
+from kvseek.engine import loading
+from kvseek.engine.model import graphs
 from kvseek.measurement.variants import parse_variants
 
 SHAPE = ModelConfig("llama", 100, 64, 96, 2, 4, 2, 16, 1e-5, 1e4, 512)
@@ -47,7 +48,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "needs_cpu_library", lambda config: False)
     monkeypatch.setattr(device_setup, "measured_needs", fake_needs)
     monkeypatch.setattr(device_setup.Bench, "kernels", lambda self, variant: None)
-    monkeypatch.setattr("kvseek.engine.device_decoder.DeviceDecoder", FakeDecoder)
+    monkeypatch.setattr("kvseek.engine.model.device_decoder.DeviceDecoder", FakeDecoder)
     monkeypatch.setattr(device_decode, "Probe", FakeProbe)
     gpu = {"name": "stand-in", "memory_bytes": 1, "multiprocessors": 1, "cuda": "0"}
     monkeypatch.setattr(device_main, "describe_gpu", lambda device: gpu)

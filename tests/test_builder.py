@@ -22,8 +22,8 @@ from kvseek.builder.weights import WeightFormat, plan_weights, write_weights
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError
 from kvseek.core.manifest import CODEBOOKS_FILE, read_manifest, verify
+from kvseek.engine.model.weights import load_weights
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.engine.weights import load_weights
 
 CPU = torch.device("cpu")
 SHARD = "rank0-00001-of-00001.safetensors"

@@ -28,7 +28,7 @@ from kvseek.builder.weights import WeightFormat, write_weights
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import read_manifest, verify
-from kvseek.engine.layer import Head, Layer
+from kvseek.engine.model.layer import Head, Layer
 from kvseek.engine.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from kvseek.builder.open_checkpoint import open_checkpoint
 from kvseek.builder.weights import weight_reader
 from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
-from kvseek.engine.rope import frequencies
+from kvseek.engine.model.rope import frequencies
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -17,7 +17,7 @@ from kvseek.core.fields import from_dict
 from kvseek.plugins.clusterkv.config import CACHE_DEFAULTS, Config
 from kvseek.plugins.clusterkv.costs import costs
 from kvseek.plugins.clusterkv.reference import ReferenceIndex, cluster_keys, expand, rows_taken
-from kvseek.plugins.common.group import GROUP_REDUCTIONS
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 DIM = 16
 NO_QUERIES = torch.empty(0)

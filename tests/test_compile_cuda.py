@@ -22,11 +22,11 @@ from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError, KernelError
 from kvseek.core.manifest import read_manifest, verify
-from kvseek.engine.weight_only_kernels import SHAPES
+from kvseek.engine.model.weight_only_kernels import SHAPES
 from kvseek.plugins.registry import METHODS
 
 KERNEL = """
-#include "plugins/common/scale.cuh"
+#include "plugins/attention/scale.cuh"
 extern "C" __global__ void __launch_bounds__(64) kvseek_NAME(const __grid_constant__ kvseek::ScaleArguments a) {
     a.values[threadIdx.x] *= kvseek::SCALE * KVSEEK_HEAD_DIM + KVSEEK_GROUP * EXTRA;
 }
@@ -49,8 +49,10 @@ SMALL = Specialisation("float16", 128, 4, "toy", (("EXTRA", 2),))
 @pytest.fixture
 def roots(tmp_path: Path) -> list[Path]:
     """A source tree of three kernels, one in each folder that a translation unit takes them from."""
-    files = {"plugins/common/scale.cuh": HEADER}
-    files |= {f"{folder}/kernel.cu": KERNEL for folder in ("plugins/common", "engine", "plugins/toy", "plugins/other")}
+    files = {"plugins/attention/scale.cuh": HEADER}
+    files |= {
+        f"{folder}/kernel.cu": KERNEL for folder in ("plugins/attention", "engine", "plugins/toy", "plugins/other")
+    }
     for name, text in files.items():
         path = tmp_path / "sources" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,9 +80,11 @@ def written_kernels(method: str, precision: str = "none") -> dict[str, str]:
     (root,) = compile_cuda.package_roots()
     pattern = r"(kvseek_\w+)\(const __grid_constant__ kvseek::(?:\w+::)*(\w+) a\)"
     names = compile_cuda.unit_sources(method, [root])
-    texts = [(root / name).read_text() for name in names if precision != "none" or name != "engine/weight_only.cu"]
+    texts = [
+        (root / name).read_text() for name in names if precision != "none" or name != "engine/model/weight_only.cu"
+    ]
     found = {kernel: arguments for text in texts for kernel, arguments in re.findall(pattern, text)}
-    if precision != "none":  # engine/weight_only.cu makes these by a macro, as tests/test_weight_only.py checks
+    if precision != "none":  # engine/model/weight_only.cu makes these by a macro, as tests/test_weight_only.py checks
         found |= {shape.name: "WeightOnlyLinearArguments" for listed in SHAPES.values() for _, shape in listed}
     return found
 
@@ -88,8 +92,8 @@ def written_kernels(method: str, precision: str = "none") -> dict[str, str]:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_one_cubin_holds_every_kernel(roots: list[Path], arch: int) -> None:
     image = compile_cubin(SMALL, arch, roots)
-    assert parameter_bytes(image) == {"kvseek_common": 16, "kvseek_engine": 16, "kvseek_toy": 16}
-    assert {f".text.kvseek_{name}" for name in ("common", "engine", "toy")} <= set(sections(image))
+    assert parameter_bytes(image) == {"kvseek_attention": 16, "kvseek_engine": 16, "kvseek_toy": 16}
+    assert {f".text.kvseek_{name}" for name in ("attention", "engine", "toy")} <= set(sections(image))
 
 
 def test_macros_reach_the_kernels(roots: list[Path]) -> None:
@@ -180,7 +184,7 @@ def test_cubins_are_compiled_once(roots: list[Path], cache: Path, monkeypatch: p
     get(Specialisation("float16", 128, 4, "toy", (("EXTRA", 3),)))
     assert "kvseek_other" in parameter_bytes(get(Specialisation("float16", 128, 4, "other", (("EXTRA", 2),))))
     assert compiled == [90, 80, 90, 90, 90]
-    header = roots[0] / "plugins/common/scale.cuh"
+    header = roots[0] / "plugins/attention/scale.cuh"
     header.write_text(header.read_text().replace("3.0f", "5.0f"))
     assert get() != first
     assert len(compiled) == 6
@@ -206,7 +210,7 @@ def test_kernels_compile_for_every_shape_and_architecture(method: str) -> None:
         return compile_cubin(specialise(config(method, *shape)), arch)
 
     (root,) = compile_cuda.package_roots()
-    own = any((root / "plugins" / method).glob("*.cu"))
+    own = any((root / "plugins" / method).rglob("*.cu"))
     # The shared kernels are every method's: once is enough for 8-bit weights, and for a method without kernels of its own.
     cases: list[tuple[str, int, int, str, int]] = list(CASES)
     if method != "full":
@@ -220,8 +224,8 @@ def test_kernels_compile_for_every_shape_and_architecture(method: str) -> None:
 def struct_fields(struct_name: str, method: str) -> list[tuple[str, type]]:
     """Fields of a struct of a method's kernels as a ctypes.Structure lists them."""
     (root,) = compile_cuda.package_roots()
-    folders = ("plugins/common", "engine", f"plugins/{method}")
-    paths = [path for folder in folders for path in sorted((root / folder).glob("*.cu*"))]
+    folders = ("plugins/attention", "engine", f"plugins/{method}")
+    paths = [path for folder in folders for path in sorted((root / folder).rglob("*.cu*"))]
     return fields_of(struct_name, paths)
 
 

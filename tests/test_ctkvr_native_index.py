@@ -11,7 +11,7 @@ from index_cases import KV_HEADS, make_context, random_keys, random_queries
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
-from kvseek.plugins.base import LayerRows
+from kvseek.plugins.contract import LayerRows
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.native import NativeIndex
 from kvseek.plugins.ctkvr.reference import ReferenceIndex

@@ -11,10 +11,10 @@ import torch
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.base import DeviceIndex, IndexContext
+from kvseek.plugins.attention.device import AttendArguments, DeviceAttention
+from kvseek.plugins.attention.splits import MAX_SPLITS, HeadTiles, Splits
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
-from kvseek.plugins.common.attend_plan import MAX_SPLITS, HeadTiles, Splits
-from kvseek.plugins.common.device_attend import AttendArguments, DeviceAttention
+from kvseek.plugins.contract import DeviceIndex, IndexContext
 from kvseek.plugins.registry import get_method
 from kvseek.plugins.selection import DeviceSelection
 

@@ -18,18 +18,18 @@ from kvseek.core.config import ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
-from kvseek.engine import graphed_decoder
-from kvseek.engine.attention import causal_attention, causal_attention_device
-from kvseek.engine.device_cache import DeviceCache
-from kvseek.engine.device_decoder import STAGES
+from kvseek.engine.cache.activation_memory import decode_bytes, prefill_bytes, work_bytes
+from kvseek.engine.cache.device_cache import DeviceCache
 from kvseek.engine.engine import Engine
-from kvseek.engine.graphs import DecodeStep, StepResult, bucket_of, buckets_for
-from kvseek.engine.layer_kernels import LayerKernels
 from kvseek.engine.loading import create_indexes, device_indexes, methods_for_device
+from kvseek.engine.model import graphed_decoder
+from kvseek.engine.model.attention import causal_attention, causal_attention_device
+from kvseek.engine.model.device_decoder import STAGES
+from kvseek.engine.model.graphs import DecodeStep, StepResult, bucket_of, buckets_for
+from kvseek.engine.model.layer_kernels import LayerKernels
 from kvseek.engine.sampling import NO_TOKEN
-from kvseek.engine.work_space import decode_bytes, prefill_bytes, work_bytes
-from kvseek.plugins.base import Index
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+from kvseek.plugins.contract import Index
 from kvseek.plugins.full.device import DeviceFullIndex
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "40")

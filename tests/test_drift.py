@@ -18,8 +18,8 @@ from kvseek.engine.engine import Engine
 from kvseek.evaluation import drift
 from kvseek.evaluation.overhear import Heard, Listener, _Overheard, recall_of, single_rows
 from kvseek.evaluation.selection_quality import Quality, compare_fresh, measure
-from kvseek.plugins.base import DeviceIndex, IndexContext
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+from kvseek.plugins.contract import DeviceIndex, IndexContext
 from kvseek.plugins.registry import get_method
 from kvseek.plugins.selection import DeviceSelection, Selection
 

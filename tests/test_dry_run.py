@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
-from kvseek.engine.dry_run import ALLOCATION_BYTES, HOPPER, META, DryRun, MetaBytes, UnloadedKernels
+from kvseek.engine.cache.dry_run import ALLOCATION_BYTES, HOPPER, META, DryRun, MetaBytes, UnloadedKernels
 from kvseek.engine.loading import IndexNeeds, make_unbound
 from kvseek.plugins.registry import METHODS, get_method
 

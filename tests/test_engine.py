@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvseek.core.errors import CapacityError, EngineDirectoryError, KvseekError, QueueFullError, RequestError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
-from kvseek.engine import prefill as prefill_module
 from kvseek.engine.engine import Engine
+from kvseek.engine.model import prefill as prefill_module
 
 PROMPT = tuple(i * 13 % 101 for i in range(120))
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from index_cases import KV_HEADS, make_context, make_flat, random_keys, random_queries
 
-from kvseek.plugins.common.group import GROUP_REDUCTIONS, best_positions, query_lanes, reduce_scores
 from kvseek.plugins.flat import config as flat_config
 from kvseek.plugins.flat.method import FlatIndex
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS, best_positions, query_lanes, reduce_scores
 
 
 class TestFlat:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from kvseek.builder.open_checkpoint import open_checkpoint
 from kvseek.builder.weights import WeightFormat, write_weights
-from kvseek.engine.weights import load_weights
+from kvseek.engine.model.weights import load_weights
 
 HEAD_DIM = 32
 # A super-block holds 256 weights of a row, so every row length is a multiple of that.

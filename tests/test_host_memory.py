@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvseek.engine.host_memory import available_bytes
+from kvseek.engine.cache.host_memory import available_bytes
 
 SYSTEM = 8_000_000 * 1024
 STATISTICS = "anon 5\nactive_file 40000\ninactive_file 10000\n"

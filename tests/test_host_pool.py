@@ -12,8 +12,8 @@ import torch
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import CapacityError, KernelError
-from kvseek.engine import host_pool
-from kvseek.engine.host_pool import HostPool
+from kvseek.engine.cache import host_pool
+from kvseek.engine.cache.host_pool import HostPool
 
 GPU = torch.device("cuda", 0)
 MAX_PITCH = (1 << 31) - 1  # as drivers report it

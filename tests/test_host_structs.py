@@ -10,12 +10,12 @@ from kvseek.builder.compile_cuda import package_roots
 (ROOT,) = package_roots()
 # Where each struct is defined, for methods use the same names, and the module of its mirror.
 STRUCTS = {
-    ("common/rows.h", "AttendArguments"): "kvseek.plugins.common.attend",
-    ("pariskv/encode.cpp", "EncodeArguments"): "kvseek.plugins.pariskv.native",
-    ("pariskv/select.cpp", "SelectArguments"): "kvseek.plugins.pariskv.native",
-    ("ctkvr/host_step.h", "HostStep"): "kvseek.plugins.ctkvr.native",
-    ("ctkvr/host_recall.cpp", "HostRecall"): "kvseek.plugins.ctkvr.native",
-    ("ctkvr/host_pool.h", "HostPoolArguments"): "kvseek.plugins.ctkvr.native",
+    ("attention/rows.h", "AttendArguments"): "kvseek.plugins.attention.native",
+    ("pariskv/cpu/encode.cpp", "EncodeArguments"): "kvseek.plugins.pariskv.native",
+    ("pariskv/cpu/select.cpp", "SelectArguments"): "kvseek.plugins.pariskv.native",
+    ("ctkvr/cpu/host_step.h", "HostStep"): "kvseek.plugins.ctkvr.native",
+    ("ctkvr/cpu/host_recall.cpp", "HostRecall"): "kvseek.plugins.ctkvr.native",
+    ("ctkvr/cpu/host_pool.h", "HostPoolArguments"): "kvseek.plugins.ctkvr.native",
 }
 
 

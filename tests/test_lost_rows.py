@@ -23,8 +23,8 @@ from kvseek.evaluation.questions import capture_questions
 from kvseek.evaluation.replay import Replay, selected_places
 from kvseek.measurement.variants import Variant, parse_variants
 from kvseek.plugins.ctkvr.build import largest
+from kvseek.plugins.measurements.stages import Stage, Stages, by_place
 from kvseek.plugins.registry import METHODS, get_method
-from kvseek.plugins.stages import Stage, Stages, by_place
 
 STEPS = 4
 TELLING = ("ctkvr", "clusterkv", "pariskv", "prkv")

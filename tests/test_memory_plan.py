@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError
-from kvseek.engine.memory_plan import MemoryPlan, plan_memory, plan_rows, window_bytes
+from kvseek.engine.cache.memory_layout import MemoryPlan, plan_memory, plan_rows, window_bytes
 
 MODEL = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 << 20)
 LAYER_EXTENT = 8 * 1024 * 2 * 128 * 2  # 4 MiB

@@ -1,4 +1,4 @@
-"""One matrix for all methods: what the contract of plugins/base.py promises, whatever the method."""
+"""One matrix for all methods: what the contract of plugins/contract.py promises, whatever the method."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ from random_models import save_random_model
 from kvseek.core.errors import ErrorCode
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics, StepReport
+from kvseek.engine.cache.usage import CacheUsage
 from kvseek.engine.engine import Engine
 from kvseek.engine.service import EngineService
-from kvseek.engine.usage import CacheUsage
 from kvseek.server.http_metrics import UP
 from kvseek.server.metrics import OUTCOMES, EngineMetrics
 from kvseek.server.process_metrics import server_text

@@ -21,8 +21,8 @@ from kvseek.builder import compile as compilation
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.plugins.common.attend import attend_native
-from kvseek.plugins.common.attention import attend_reference
+from kvseek.plugins.attention.host import attend_reference
+from kvseek.plugins.attention.native import attend_native
 from kvseek.plugins.layer_cache import LayerCache
 from kvseek.plugins.selection import Selection
 

@@ -16,12 +16,12 @@ from kvseek.builder.compile import instruction_levels
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.base import IndexContext
-from kvseek.plugins.common.group import GROUP_REDUCTIONS, best_positions, query_lanes, reduce_scores
+from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.pariskv import codebook, method, reference
 from kvseek.plugins.pariskv.config import Config, ScheduleStep
 from kvseek.plugins.pariskv.native import NativeIndex
 from kvseek.plugins.pariskv.reference import ReferenceIndex
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS, best_positions, query_lanes, reduce_scores
 
 KV_HEADS = 2
 EFFORT = (ScheduleStep(None, 0.3, 0.25),)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from index_cases import KV_HEADS, make_context, make_flat, make_index, random_keys, random_queries
 from torch import Tensor
 
-from kvseek.plugins.common.group import GROUP_REDUCTIONS
 from kvseek.plugins.pariskv import codebook
 from kvseek.plugins.pariskv.config import Config, ScheduleStep
 from kvseek.plugins.pariskv.reference import ReferenceIndex
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 
 def select_by_hand(index: ReferenceIndex, query: Tensor, head: int) -> list[int]:

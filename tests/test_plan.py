@@ -22,12 +22,12 @@ from kvseek.builder.weights import WeightFormat, write_weights
 from kvseek.core.errors import CapacityError
 from kvseek.core.request import Request
 from kvseek.core.statistics import RequestStatistics
-from kvseek.engine.device_cache import DeviceCache
+from kvseek.engine.cache.device_cache import DeviceCache
+from kvseek.engine.model.weights import load_weights
 from kvseek.engine.queue import RequestQueue
 from kvseek.engine.sampling import Sampler
 from kvseek.engine.scheduler import Scheduler
 from kvseek.engine.sequence import Sequence
-from kvseek.engine.weights import load_weights
 
 GIB, MIB = 1 << 30, 1 << 20
 CPU = torch.device("cpu")

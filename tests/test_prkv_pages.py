@@ -6,8 +6,8 @@ import pytest
 import torch
 from index_cases import KV_HEADS, random_keys, random_queries
 
-from kvseek.plugins.common.group import GROUP_REDUCTIONS
 from kvseek.plugins.prkv.reference import page_lanes, page_scores
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 GROUP, DIM = 3, 32
 

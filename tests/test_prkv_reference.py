@@ -11,8 +11,7 @@ from torch import Tensor
 
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
-from kvseek.plugins.base import LayerRows
-from kvseek.plugins.common.group import GROUP_REDUCTIONS
+from kvseek.plugins.contract import LayerRows
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.costs import costs
 from kvseek.plugins.prkv.device import cuda_defines
@@ -25,6 +24,7 @@ from kvseek.plugins.prkv.static import (
     pair_exchange,
     static_first,
 )
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 GROUP, DIM = 3, 32
 SMALL = Config(top_k=64, static_share=0.25, page=8, window_queries=4, update_interval=8)

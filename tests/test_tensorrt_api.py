@@ -16,7 +16,7 @@ from kvseek.builder.tensorrt_plans import limits_of, plan_count, weight_bytes, w
 from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.tensorrt_api import PACKAGES
-from kvseek.engine.tensorrt_index import Sizes
+from kvseek.engine.tensorrt.plan_index import Sizes
 
 
 @pytest.mark.parametrize("name", PACKAGES)

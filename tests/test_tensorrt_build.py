@@ -20,7 +20,7 @@ from kvseek.builder.open_checkpoint import open_checkpoint
 from kvseek.builder.tensorrt_plans import weight_bytes
 from kvseek.core.config_file import read_config
 from kvseek.core.manifest import read_manifest, verify
-from kvseek.plugins.tensorrt_fields import AttentionFields
+from kvseek.plugins.tensorrt.fields import AttentionFields
 
 api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
 

@@ -19,10 +19,10 @@ from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import CapacityError, KernelError
 from kvseek.core.request import Request, SamplingParams
-from kvseek.engine import graphed_decoder
-from kvseek.engine.attention import causal_attention_device
+from kvseek.engine.cache.activation_memory import decode_bytes, prefill_bytes
 from kvseek.engine.engine import Engine
-from kvseek.engine.work_space import decode_bytes, prefill_bytes
+from kvseek.engine.model import graphed_decoder
+from kvseek.engine.model.attention import causal_attention_device
 from kvseek.evaluation import needle
 
 api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
@@ -129,7 +129,7 @@ def test_attention_may_give_any_strides(made: dict[tuple[str, str], Made], monke
     def heads_first(*arguments: Any) -> Tensor:
         return causal_attention_device(*arguments).transpose(0, 1).contiguous().transpose(0, 1)
 
-    monkeypatch.setattr("kvseek.engine.tensorrt_decoder.causal_attention_device", heads_first)
+    monkeypatch.setattr("kvseek.engine.tensorrt.decoder.causal_attention_device", heads_first)
     model, directory = made["llama", "full"]
     ours, reference = make_tensorrt_decoder(api, model, directory, "segments", monkeypatch), make_decoder(directory)
     found, expected = (run_prefill(decoder, 0, PROMPT, 8) for decoder in (ours, reference))
@@ -169,7 +169,7 @@ def test_memory_that_does_not_suffice(
     def fail(*arguments: Any) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr("kvseek.engine.tensorrt_decoder.causal_attention_device", fail)
+    monkeypatch.setattr("kvseek.engine.tensorrt.decoder.causal_attention_device", fail)
     for name, value in (("mem_get_info", (70, 100)), ("memory_reserved", 5), ("memory_allocated", 3)):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     need = prefill_bytes(decoder.config, torch.float32, len(PROMPT))

@@ -17,10 +17,11 @@ from random_models import save_random_model
 from kvseek.builder.tensorrt_plans import limits_of
 from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.errors import EngineDirectoryError, KernelError
-from kvseek.engine import graphed_decoder, loading
+from kvseek.engine import loading
 from kvseek.engine.backends import Footprint, load_backend, load_plans
-from kvseek.engine.tensorrt_decoder import SegmentsDecoder, WholeDecoder
-from kvseek.engine.tensorrt_index import PLANS_FILE, check_version, read_plan_index
+from kvseek.engine.model import graphed_decoder
+from kvseek.engine.tensorrt.decoder import SegmentsDecoder, WholeDecoder
+from kvseek.engine.tensorrt.plan_index import PLANS_FILE, check_version, read_plan_index
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig("llama", 384, 96, 160, 3, 6, 2, 32, 1e-6, 1e4, 1024)
@@ -171,7 +172,7 @@ def test_loading(form: str, cpu_engine: Path, tmp_path: Path, monkeypatch: pytes
     config, cache, indexes = make_parts(cpu_engine, runtime="tensorrt", tensorrt=settings)
     api = fake(write(tmp_path, config), tmp_path)
     registered: list[int] = []
-    monkeypatch.setattr("kvseek.plugins.tensorrt.register", lambda given: registered.append(len(given.loggers)))
+    monkeypatch.setattr("kvseek.plugins.tensorrt.plugin.register", lambda given: registered.append(len(given.loggers)))
     backend = load_plans(tmp_path, config, CPU, api)
     assert registered == ([0] if form == "engine" else [])
     assert [len(plan._contexts) for plan in backend.session.plans] == [4] * len(backend.session.plans)

@@ -19,8 +19,8 @@ from kvseek.builder.tensorrt_graph import Graph
 from kvseek.builder.tensorrt_plans import describe
 from kvseek.builder.weights import weight_reader
 from kvseek.core.config import ModelConfig
-from kvseek.engine.attention import causal_attention
-from kvseek.engine.tensorrt_messages import logger
+from kvseek.engine.model.attention import causal_attention
+from kvseek.engine.tensorrt.messages import logger
 
 api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
 

@@ -14,7 +14,7 @@ from kvseek.builder.options import PlanOptions, parse
 from kvseek.builder.plan import Planner
 from kvseek.builder.plan_report import plan_document
 from kvseek.core.config import TensorRtConfig
-from kvseek.engine.work_space import prefill_bytes
+from kvseek.engine.cache.activation_memory import prefill_bytes
 
 SEGMENTS = ("--runtime", "tensorrt", "--tensorrt.form", "segments")
 

@@ -16,7 +16,7 @@ from kvseek.builder.tensorrt_plans import write_plans
 from kvseek.builder.weights import weight_reader
 from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.core.errors import ConfigError, KernelError
-from kvseek.engine.tensorrt_index import PLANS_FILE
+from kvseek.engine.tensorrt.plan_index import PLANS_FILE
 
 api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
 

@@ -15,9 +15,9 @@ from tensorrt_stand_ins import PluginNetwork, stand_in_tensorrt
 from kvseek.builder.tensorrt_graph import Graph
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
-from kvseek.engine.tensorrt_messages import logger
-from kvseek.plugins.tensorrt import NAME, NAMESPACE, VERSION, add_attention_layer, register
-from kvseek.plugins.tensorrt_fields import AttentionFields
+from kvseek.engine.tensorrt.messages import logger
+from kvseek.plugins.tensorrt.fields import AttentionFields
+from kvseek.plugins.tensorrt.plugin import NAME, NAMESPACE, VERSION, add_attention_layer, register
 
 api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
 
@@ -274,7 +274,7 @@ def test_a_layer_that_tensorrt_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_importing_it_imports_no_tensorrt() -> None:
     script = (
-        "import sys, kvseek.plugins.tensorrt, kvseek.builder.build\n"
+        "import sys, kvseek.plugins.tensorrt.plugin, kvseek.builder.build\n"
         "assert not {'tensorrt', 'tensorrt_rtx'} & set(sys.modules), 'imported'"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

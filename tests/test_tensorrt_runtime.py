@@ -12,8 +12,8 @@ from fake_tensorrt import DataType, Engine, FakeTensorRt, TensorIOMode, aligned
 from kvseek.core import streams
 from kvseek.core.errors import EngineDirectoryError, KernelError
 from kvseek.core.streams import SideStream
-from kvseek.engine import tensorrt_runtime
-from kvseek.engine.tensorrt_runtime import Plan, Session
+from kvseek.engine.tensorrt import session as tensorrt_runtime
+from kvseek.engine.tensorrt.session import Plan, Session
 
 CPU = torch.device("cpu")
 CONTEXTS = (0, 4)

@@ -15,9 +15,9 @@ from tensorrt_stand_ins import DataType, PluginTensorDesc, stand_in_tensorrt
 from torch import Tensor
 
 from kvseek.core.errors import CapacityError, KernelError
-from kvseek.plugins.tensorrt import register, serving
-from kvseek.plugins.tensorrt_fields import AttentionFields
-from kvseek.plugins.tensorrt_tensors import ELEMENTS, device_tensor
+from kvseek.plugins.tensorrt.fields import AttentionFields
+from kvseek.plugins.tensorrt.plugin import register, serving
+from kvseek.plugins.tensorrt.tensors import ELEMENTS, device_tensor
 
 API = stand_in_tensorrt()
 STREAM = 0xC0FFEE

@@ -27,12 +27,26 @@ from kvseek.builder.open_checkpoint import open_checkpoint
 from kvseek.builder.weights import WeightFormat, plan_weights, total_size, weight_reader, write_weights
 from kvseek.core.config import CHOICES
 from kvseek.core.errors import ConfigError, KernelError
-from kvseek.engine import weight_only_kernels
 from kvseek.engine.engine import Engine
-from kvseek.engine.graphs import BUCKETS
-from kvseek.engine.weight_only import INPUTS_MULTIPLE, PRECISIONS, QUANTISED, dequantise, is_quantised, quantise
-from kvseek.engine.weight_only_kernels import ALIGNMENT, MAX_ROWS, SHAPES, Shape, WeightOnlyKernels, choose_shape
-from kvseek.engine.weights import load_weights
+from kvseek.engine.model import weight_only_kernels
+from kvseek.engine.model.graphs import BUCKETS
+from kvseek.engine.model.weight_only import (
+    INPUTS_MULTIPLE,
+    PRECISIONS,
+    QUANTISED,
+    dequantise,
+    is_quantised,
+    quantise,
+)
+from kvseek.engine.model.weight_only_kernels import (
+    ALIGNMENT,
+    MAX_ROWS,
+    SHAPES,
+    Shape,
+    WeightOnlyKernels,
+    choose_shape,
+)
+from kvseek.engine.model.weights import load_weights
 
 CPU = torch.device("cpu")
 STORED = {"int8": (torch.int8, "I8"), "fp8": (torch.float8_e4m3fn, "F8_E4M3")}

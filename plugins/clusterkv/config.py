@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvseek.core.config import EXTENT_TOKENS, require
-from kvseek.plugins.common.group import require_group_reduce
+from kvseek.plugins.shared.group import require_group_reduce
 
 # An eviction of 320 generated tokens is clustered by itself; the first 16 tokens never are (paper, section III-B).
 GENERATED_TOKENS = 320
@@ -33,7 +33,7 @@ class Config:
     dense_layers : int
         First layers that attend to all rows and have no index.
     group_reduce : str
-        "mean", "max" or "softmax_mean": how the query heads of a KV head agree (plugins/common/group.py).
+        "mean", "max" or "softmax_mean": how the query heads of a KV head agree (plugins/shared/group.py).
     cache_steps : int
         Decode steps whose selected rows stay on the device, where those of a layer lie in host memory; 0: none.
         `R` of the paper.

@@ -1,9 +1,9 @@
-"""What a decode step of ClusterKV moves, as the benchmark's floor model reads it (plugins/costs.py)."""
+"""What a decode step of ClusterKV moves, as the benchmark's floor model reads it (plugins/measurements/costs.py)."""
 
 from __future__ import annotations
 
 from kvseek.core.config import ModelConfig
-from kvseek.plugins.costs import SelectionCosts
+from kvseek.plugins.measurements.costs import SelectionCosts
 
 from .config import Config
 

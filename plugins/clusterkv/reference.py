@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.plugins.base import Index, IndexContext
-from kvseek.plugins.common.group import query_lanes, reduce_scores
+from kvseek.plugins.contract import Index, IndexContext
 from kvseek.plugins.selection import Selection
+from kvseek.plugins.shared.group import query_lanes, reduce_scores
 
 from .config import Config
 from .seeding import initial_keys

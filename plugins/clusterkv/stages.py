@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvseek.plugins.base import Index
-from kvseek.plugins.common.group import query_lanes, reduce_scores
-from kvseek.plugins.stages import Stage, Stages, by_place, everything, require_index, stored_keys
+from kvseek.plugins.contract import Index
+from kvseek.plugins.measurements.stages import Stage, Stages, by_place, everything, require_index, stored_keys
+from kvseek.plugins.shared.group import query_lanes, reduce_scores
 
 from .reference import ReferenceIndex
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from kvseek.core.config import require
 
-MOST_CENTROIDS = 2048  # prompt queries that an index sees at build (plugins/base.py)
+MOST_CENTROIDS = 2048  # prompt queries that an index sees at build (plugins/contract.py)
 DEFAULT_RECENT = 1024  # our choice: with the window, the last 1,300 to 1,500 tokens take part in every step
 EXECUTIONS = ("cpu", "uva")
 

@@ -1,11 +1,11 @@
-"""What a decode step of CTkvr moves on a GPU, for the benchmark's floor (plugins/costs.py)."""
+"""What a decode step of CTkvr moves on a GPU, for the benchmark's floor (plugins/measurements/costs.py)."""
 
 from __future__ import annotations
 
 import math
 
 from kvseek.core.config import ModelConfig
-from kvseek.plugins.costs import SelectionCosts
+from kvseek.plugins.measurements.costs import SelectionCosts
 
 from .config import MOST_CENTROIDS, Config
 

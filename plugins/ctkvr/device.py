@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import KernelError
-from kvseek.plugins.base import DeviceIndex, IndexContext, LayerRows
+from kvseek.plugins.attention.device import DeviceAttention
+from kvseek.plugins.attention.splits import address
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
-from kvseek.plugins.common.attend_plan import address
-from kvseek.plugins.common.device_attend import DeviceAttention
+from kvseek.plugins.contract import DeviceIndex, IndexContext, LayerRows
 from kvseek.plugins.selection import DeviceSelection, Selection
 
 from .config import Config

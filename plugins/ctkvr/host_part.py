@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kvseek.core.errors import KernelError
-from kvseek.plugins.base import IndexContext, LayerRows
+from kvseek.plugins.attention.device import DeviceAttention
+from kvseek.plugins.attention.splits import address
 from kvseek.plugins.batch import DeviceBatch
-from kvseek.plugins.common.attend_plan import address
-from kvseek.plugins.common.device_attend import DeviceAttention
+from kvseek.plugins.contract import IndexContext, LayerRows
 from kvseek.plugins.selection import DeviceSelection
 
 from .host_cores import usable_cores

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvseek.plugins.base import Index, IndexContext
+from kvseek.plugins.contract import Index, IndexContext
 
 from .config import Config
 from .costs import costs

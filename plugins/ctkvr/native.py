@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
-from kvseek.plugins.base import IndexContext
+from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.selection import Selection
 
 from .reference import ReferenceIndex

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import KernelError
-from kvseek.plugins.base import Index, IndexContext
+from kvseek.plugins.contract import Index, IndexContext
 from kvseek.plugins.selection import Selection
 
 from .build import attention_values, build_lists, largest

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvseek.plugins.base import Index
-from kvseek.plugins.stages import Stage, Stages, by_place, everything, require_index
+from kvseek.plugins.contract import Index
+from kvseek.plugins.measurements.stages import Stage, Stages, by_place, everything, require_index
 
 from .reference import ReferenceIndex
 

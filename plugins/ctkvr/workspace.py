@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.errors import KernelError
-from kvseek.plugins.base import IndexContext
+from kvseek.plugins.contract import IndexContext
 
 TILE = 16  # keys that a warp scores at once (products.cuh)
 LARGEST_KEYS = (

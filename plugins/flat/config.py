@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvseek.core.config import require
-from kvseek.plugins.common.group import require_group_reduce
+from kvseek.plugins.shared.group import require_group_reduce
 
 
 @dataclass(frozen=True)
 class Config:
-    """How many rows are kept, and by which group reduction (plugins/common/group.py) of the exact scores.
+    """How many rows are kept, and by which group reduction (plugins/shared/group.py) of the exact scores.
 
     Attributes
     ----------

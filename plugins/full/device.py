@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvseek.plugins.base import DeviceIndex
 from kvseek.plugins.batch import DeviceBatch
+from kvseek.plugins.contract import DeviceIndex
 
 
 class DeviceFullIndex(DeviceIndex):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvseek.plugins.base import Index, IndexContext
+from kvseek.plugins.contract import Index, IndexContext
 from kvseek.plugins.selection import Selection
 
 from .config import Config

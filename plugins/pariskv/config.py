@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from kvseek.core.config import require
-from kvseek.plugins.common.group import require_group_reduce
+from kvseek.plugins.shared.group import require_group_reduce
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Config:
     top_k : int
         Rows retrieved per KV head.
     group_reduce : str
-        "mean", "max" or "softmax_mean": how the query heads of a KV head agree (plugins/common/group.py).
+        "mean", "max" or "softmax_mean": how the query heads of a KV head agree (plugins/shared/group.py).
     rotation_seed : int
         Seed of the signs of the randomised Hadamard transform.
     alpha_correction : bool

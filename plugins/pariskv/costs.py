@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvseek.core.config import ModelConfig
-from kvseek.plugins.costs import SelectionCosts
+from kvseek.plugins.measurements.costs import SelectionCosts
 
 from .codebook import padded_dim
 from .config import Config

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.errors import KernelError
-from kvseek.plugins.base import DeviceIndex, IndexContext
 from kvseek.plugins.batch import DeviceBatch
-from kvseek.plugins.common.group import GROUP_REDUCTIONS
+from kvseek.plugins.contract import DeviceIndex, IndexContext
 from kvseek.plugins.selection import DeviceSelection, Selection
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 from .config import Config
 from .reference import CENTROIDS, ReferenceIndex

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
-from kvseek.plugins.base import IndexContext
-from kvseek.plugins.common.group import GROUP_REDUCTIONS
+from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.selection import Selection
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 from .codebook import padded_dim
 from .reference import ReferenceIndex

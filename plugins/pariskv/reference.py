@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.plugins.base import Index, IndexContext
-from kvseek.plugins.common.group import best_positions, query_lanes, reduce_scores
+from kvseek.plugins.contract import Index, IndexContext
 from kvseek.plugins.selection import Selection
+from kvseek.plugins.shared.group import best_positions, query_lanes, reduce_scores
 
 from .codebook import BLOCK, dequantise, pack_bits, pack_nibbles, rotate, split_blocks
 from .config import Config

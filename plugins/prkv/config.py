@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvseek.core.config import EXTENT_TOKENS, require
-from kvseek.plugins.common.group import require_group_reduce
+from kvseek.plugins.shared.group import require_group_reduce
 
 SHARE_RULES = ("fixed", "auto")
 UPDATE_SCOPES = ("all", "selected")
@@ -42,7 +42,7 @@ class Config:
     update_pages : int
         With "selected", at most so many pages of a KV head.
     group_reduce : str
-        "mean", "max" or "softmax_mean": how the query heads of a KV head agree on pages (plugins/common/group.py).
+        "mean", "max" or "softmax_mean": how the query heads of a KV head agree on pages (plugins/shared/group.py).
     cache_steps : int
         1: on a GPU, keep the pages of each request's last step on the device, if the row pool is not there. 0: do not.
     """

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kvseek.core.config import require
 from kvseek.core.errors import KernelError
-from kvseek.plugins.base import DeviceIndex, IndexContext, LayerRows
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
-from kvseek.plugins.common.group import GROUP_REDUCTIONS
+from kvseek.plugins.contract import DeviceIndex, IndexContext, LayerRows
 from kvseek.plugins.selection import DeviceSelection, Selection
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 from .config import Config
 from .observe import observe, require_rows

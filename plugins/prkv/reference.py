@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.plugins.base import Index, IndexContext
-from kvseek.plugins.common.group import best_positions, query_lanes, reduce_scores
+from kvseek.plugins.contract import Index, IndexContext
 from kvseek.plugins.selection import Selection
+from kvseek.plugins.shared.group import best_positions, query_lanes, reduce_scores
 
 from .config import Config
 from .static import automatic_count, candidates, largest, observation_scores, pair_exchange, static_first

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvseek.plugins.base import Index
-from kvseek.plugins.common.group import best_positions, query_lanes, reduce_scores
-from kvseek.plugins.stages import Stage, Stages, by_place, require_index, stored_keys
+from kvseek.plugins.contract import Index
+from kvseek.plugins.measurements.stages import Stage, Stages, by_place, require_index, stored_keys
+from kvseek.plugins.shared.group import best_positions, query_lanes, reduce_scores
 
 from .reference import ReferenceIndex
 

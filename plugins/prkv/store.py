@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvseek.plugins.base import IndexContext
+from kvseek.plugins.contract import IndexContext
 
 from .config import Config
 

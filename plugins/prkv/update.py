@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.streams import SideStream, Ticket
-from kvseek.plugins.base import IndexContext, LayerRows
+from kvseek.plugins.contract import IndexContext, LayerRows
 
 from .reference import ReferenceIndex
 from .static import candidates, largest, pair_exchange

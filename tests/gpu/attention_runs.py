@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gpu.conftest import MakeKernels
 from gpu.random_cache import POISON, RandomCache
+from kvseek.plugins.attention.device import DeviceAttention
 from kvseek.plugins.batch import RequestState
-from kvseek.plugins.common.device_attend import DeviceAttention
 from kvseek.plugins.selection import DeviceSelection
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative, by norm

@@ -10,11 +10,11 @@ from torch import Tensor
 from kvseek.builder.compile_cuda import Specialisation, cached_cubin
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.base import IndexContext, LayerRows
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.device import CudaIndex, cuda_defines
 from kvseek.plugins.clusterkv.reference import ReferenceIndex
+from kvseek.plugins.contract import IndexContext, LayerRows
 
 KV_HEADS = 2
 LAYER = 4

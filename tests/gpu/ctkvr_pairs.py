@@ -12,7 +12,7 @@ from gpu.random_cache import RandomCache
 from kvseek.builder.compile_cuda import Specialisation, cached_cubin
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.cuda import CudaKernels
-from kvseek.plugins.base import IndexContext, LayerRows
+from kvseek.plugins.contract import IndexContext, LayerRows
 from kvseek.plugins.ctkvr.build import attention_values
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.device import CudaIndex

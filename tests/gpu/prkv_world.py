@@ -10,8 +10,8 @@ from torch import Tensor
 from kvseek.builder.compile_cuda import Specialisation, cached_cubin
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.base import IndexContext, LayerRows
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+from kvseek.plugins.contract import IndexContext, LayerRows
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.device import CudaIndex, cuda_defines
 from kvseek.plugins.prkv.reference import ReferenceIndex

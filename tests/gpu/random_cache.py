@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import ExtentTable
+from kvseek.plugins.attention.host import attend_reference
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
-from kvseek.plugins.common.attention import attend_reference
 from kvseek.plugins.layer_cache import LayerCache
 from kvseek.plugins.selection import Selection
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from gpu.conftest import MakeKernels
 from gpu.test_layer_kernels import KV_HEADS, make, random, requests, state
 from kvseek.core.errors import KernelError
-from kvseek.engine.layer_kernels import LayerKernels
+from kvseek.engine.model.layer_kernels import LayerKernels
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 
 pytestmark = pytest.mark.gpu

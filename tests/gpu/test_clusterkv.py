@@ -10,7 +10,7 @@ from gpu.clusterkv_pairs import KV_HEADS, batch_of, copy_clusters, make_context,
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.device import CudaIndex
 from kvseek.plugins.clusterkv.reference import ReferenceIndex, expand, rows_taken
-from kvseek.plugins.common.group import query_lanes
+from kvseek.plugins.shared.group import query_lanes
 
 pytestmark = pytest.mark.gpu
 

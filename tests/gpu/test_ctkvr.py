@@ -26,8 +26,8 @@ from gpu.ctkvr_pairs import (
 )
 from gpu.random_cache import RandomCache
 from kvseek.core.cpu_library import CpuLibrary
+from kvseek.plugins.attention.device import DeviceAttention
 from kvseek.plugins.batch import DeviceBatch, RequestState
-from kvseek.plugins.common.device_attend import DeviceAttention
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.device import CudaIndex
 from kvseek.plugins.selection import DeviceSelection

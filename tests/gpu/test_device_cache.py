@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.streams import SideStream, Ticket
-from kvseek.engine import device_cache
-from kvseek.engine.host_pool import HostPool
+from kvseek.engine.cache import device_cache
+from kvseek.engine.cache.host_pool import HostPool
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
-from kvseek.engine.dry_run import DryRun, GpuTraits
+from kvseek.engine.cache.dry_run import DryRun, GpuTraits
 from kvseek.engine.loading import measured_index_bytes, needs_cpu_library
 from kvseek.plugins.registry import METHODS, get_method
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gpu.conftest import MakeKernels
 from kvseek.core.config import ModelConfig, RopeScaling
-from kvseek.engine.layer_kernels import LayerKernels, Rotation
-from kvseek.engine.rope import RotaryEmbedding, rotate
+from kvseek.engine.model.layer_kernels import LayerKernels, Rotation
+from kvseek.engine.model.rope import RotaryEmbedding, rotate
 from kvseek.engine.sampling import NO_TOKEN
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 

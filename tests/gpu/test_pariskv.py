@@ -13,9 +13,8 @@ from torch import Tensor
 from kvseek.builder.compile_cuda import Specialisation, cached_cubin
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.base import IndexContext
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
-from kvseek.plugins.common.group import GROUP_REDUCTIONS, best_positions, query_lanes, reduce_scores
+from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.pariskv import codebook
 from kvseek.plugins.pariskv.config import Config, ScheduleStep
 from kvseek.plugins.pariskv.device import CudaIndex, cuda_defines
@@ -26,6 +25,7 @@ from kvseek.plugins.pariskv.reference import (
     take_rows,
     tier_table,
 )
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS, best_positions, query_lanes, reduce_scores
 
 pytestmark = pytest.mark.gpu
 

@@ -17,12 +17,12 @@ from gpu.prkv_world import (
     random_rows,
     token_numbers,
 )
-from kvseek.plugins.common.group import reduce_scores
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.device import CudaIndex
 from kvseek.plugins.prkv.observe import observe
 from kvseek.plugins.prkv.reference import page_lanes, page_scores
 from kvseek.plugins.prkv.static import observation_scores
+from kvseek.plugins.shared.group import reduce_scores
 
 pytestmark = pytest.mark.gpu
 

@@ -10,10 +10,10 @@ from tensorrt_stand_ins import DataType, PluginTensorDesc, stand_in_tensorrt
 from torch import Tensor
 
 from kvseek.core.errors import KernelError
-from kvseek.engine.attention import causal_attention_device
-from kvseek.plugins.tensorrt import register, serving
-from kvseek.plugins.tensorrt_fields import AttentionFields
-from kvseek.plugins.tensorrt_tensors import ELEMENTS, device_tensor
+from kvseek.engine.model.attention import causal_attention_device
+from kvseek.plugins.tensorrt.fields import AttentionFields
+from kvseek.plugins.tensorrt.plugin import register, serving
+from kvseek.plugins.tensorrt.tensors import ELEMENTS, device_tensor
 
 pytestmark = pytest.mark.gpu
 

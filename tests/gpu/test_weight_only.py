@@ -17,11 +17,17 @@ from gpu.test_engine_gpu import WINDOW, run_all
 from kvseek.builder import build
 from kvseek.builder.calibration import Calibration
 from kvseek.core.errors import KernelError
-from kvseek.engine.device_decoder import DeviceDecoder
 from kvseek.engine.engine import Engine
-from kvseek.engine.linear import WeightOnlyLinear
-from kvseek.engine.weight_only import PRECISIONS, dequantise, quantise
-from kvseek.engine.weight_only_kernels import ALIGNMENT, MAX_ROWS, SHAPES, WeightOnlyKernels, choose_shape
+from kvseek.engine.model.device_decoder import DeviceDecoder
+from kvseek.engine.model.linear import WeightOnlyLinear
+from kvseek.engine.model.weight_only import PRECISIONS, dequantise, quantise
+from kvseek.engine.model.weight_only_kernels import (
+    ALIGNMENT,
+    MAX_ROWS,
+    SHAPES,
+    WeightOnlyKernels,
+    choose_shape,
+)
 
 pytestmark = pytest.mark.gpu
 

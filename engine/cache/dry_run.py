@@ -1,0 +1,146 @@
+"""What a method's indexes take on a GPU, counted without one.
+
+The method's own classes run on PyTorch's meta device, where tensors have shapes and types but no numbers. So there is no
+second formula: what they would allocate is what is counted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from kvseek.core.config import EngineConfig
+from kvseek.core.cuda import CudaKernels
+from kvseek.engine.loading import IndexNeeds, make_unbound
+
+from .memory_layout import dense_layers
+
+META = torch.device("meta")
+ALLOCATION_BYTES = 512  # the CUDA allocator of PyTorch counts every tensor in multiples of it
+
+
+@dataclass(frozen=True)
+class GpuTraits:
+    """What sizes of work space depend on.
+
+    Attributes
+    ----------
+    name : str
+        Which GPUs are like this.
+    capability : tuple of int
+        Compute capability.
+    multiprocessors : int
+        Streaming multiprocessors.
+    shared_memory_per_block : int
+        Most bytes that a block may ask for.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_memory_per_block: int
+
+
+HOPPER = GpuTraits("H100, H200", (9, 0), 132, 227 << 10)  # the SXM ones; shared memory: CUDA programming guide
+
+
+class UnloadedKernels(CudaKernels):
+    """Stands for the kernels of a GPU that is not there: launches do nothing."""
+
+    def __init__(self, traits: GpuTraits) -> None:
+        self.device = META
+        self.capability, self.multiprocessors = traits.capability, traits.multiprocessors
+        self.shared_memory_per_block = traits.shared_memory_per_block
+
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: ctypes.Structure,
+        shared_bytes: int = 0,
+        overlap: bool = False,
+    ) -> None:
+        """Do nothing: the meta device holds no numbers to compute with."""
+
+
+class MetaBytes(TorchFunctionMode):
+    """Counts the meta device's tensors that are made inside the `with` block and are still in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[Any, int]] = {}  # weak references to memory, and its bytes
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of PyTorch, and note the memory of its results; views share that of their base."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(tensor, Tensor) and tensor.device == META:
+                storage = tensor.untyped_storage()
+                reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._made[reference.cdata] = (reference, storage.nbytes())
+        return result
+
+    @property
+    def used(self) -> int:
+        """Bytes, as torch.cuda.memory_allocated would count them."""
+        sizes = [size for reference, size in self._made.values() if not reference.expired()]
+        return sum(-(-size // ALLOCATION_BYTES) * ALLOCATION_BYTES for size in sizes)
+
+
+class DryRun:
+    """Measures engines of one method as loading does, on a GPU that is not there.
+
+    Parameters
+    ----------
+    codebooks : dict of Tensor
+        What the builder computes for the method and the head size.
+    """
+
+    def __init__(self, codebooks: dict[str, Tensor], traits: GpuTraits = HOPPER) -> None:
+        self._codebooks, self._kernels = codebooks, UnloadedKernels(traits)
+
+    def index_needs(self, config: EngineConfig, slots: int | None = None) -> IndexNeeds:
+        """Bytes of indexes and attentions; `slots`, padding included, is max_batch_size + 1 if left out.
+
+        Raises
+        ------
+        ConfigError
+            The method has no index for the GPU.
+        KernelError
+            Its kernels do not support the shape or the length.
+        """
+        slots = config.max_batch_size + 1 if slots is None else slots
+        return IndexNeeds.of(*(self.index_bytes(config, capacity, slots) for capacity in (1, 2)))
+
+    def index_bytes(self, config: EngineConfig, capacity: int, slots: int) -> int:
+        """Bytes of all layers' indexes and attentions for a pool of `capacity` extents.
+
+        Layers differ in nothing but whether they attend densely, the first `dense_layers` of them; so one layer after these
+        is made, then two: what the second adds, each of the others adds too.
+        """
+        layers = config.model.num_layers
+        first = dense_layers(config) + 1
+        if layers <= first + 1:
+            return self._made_bytes(config, capacity, slots, layers)
+        one, two = (self._made_bytes(config, capacity, slots, number) for number in (first, first + 1))
+        return one + (layers - first) * (two - one)
+
+    def _made_bytes(self, config: EngineConfig, capacity: int, slots: int, layers: int) -> int:
+        part = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=layers))
+        count = MetaBytes()
+        with count:
+            made = make_unbound(part, self._codebooks, self._kernels, None, capacity, slots)
+        used = count.used
+        del made  # not before it is counted
+        return used

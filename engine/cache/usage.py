@@ -1,0 +1,76 @@
+"""How the cache is used: extents and their bytes, and the rows that steps ask of host memory. For metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvseek.plugins.contract import Index
+
+from .host_cache import Cache
+
+
+@dataclass(frozen=True)
+class CacheUsage:
+    """State of the row pool.
+
+    Attributes
+    ----------
+    extents_used, extents_free : int
+        Extents that requests hold, and the others.
+    device_extent_bytes, host_extent_bytes : int
+        Of an extent's rows, those on the device and those in host memory.
+    host_rows : int
+        Retrieval rows in host memory, of all layers and KV heads, that decode steps have attended to since the start. Layers are
+        counted as if all attended alike, which first layers that attend densely (ClusterKV's) do not.
+    store_hit_ratio : float or None
+        Share of the rows selected since the start that the method's store on the device held; None: nobody counts.
+    """
+
+    extents_used: int
+    extents_free: int
+    device_extent_bytes: int
+    host_extent_bytes: int
+    host_rows: int
+    store_hit_ratio: float | None
+
+
+class UsageMeter:
+    """Looks at a cache and its indexes. `usage` may be called from any thread, `count` from the engine's."""
+
+    def __init__(self, cache: Cache, indexes: Sequence[Index]) -> None:
+        self._cache = cache
+        self._row_copies = cache.window.shape[2] * cache.plan.host_layers  # rows of a token in host memory
+        self._host_rows = 0
+        rates = (getattr(index, "hit_rate", None) for index in indexes)
+        self._hit_rates = [rate for rate in rates if rate is not None]
+        # A stream of its own: on the engine's the counters would be read after the steps that have been launched.
+        device = cache.window.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def usage(self) -> CacheUsage:
+        """What holds now. Reads 16 bytes a layer from the device if the method counts hits; steps do not wait for it."""
+        extents, plan = self._cache.extents, self._cache.plan
+        free = extents.free
+        return CacheUsage(
+            extents_used=extents.capacity - free,
+            extents_free=free,
+            device_extent_bytes=plan.device_layers * plan.layer_bytes,
+            host_extent_bytes=plan.host_layers * plan.layer_bytes,
+            host_rows=self._host_rows,
+            store_hit_ratio=self._hit_ratio(),
+        )
+
+    def count(self, slots: Sequence[int], attended: Sequence[float]) -> None:
+        """Count a decode step, `attended` as BaseDecoder.decode returns it."""
+        if self._row_copies:
+            tokens, lengths = self._cache.tokens, self._cache.lengths
+            rows = sum(share - tokens[slot] + lengths[slot] for slot, share in zip(slots, attended, strict=True))
+            self._host_rows += round(rows * self._row_copies)  # the window is on the device
+
+    def _hit_ratio(self) -> float | None:
+        with torch.cuda.stream(self._stream):  # None: does nothing
+            found = [share for share in (rate() for rate in self._hit_rates) if share is not None]
+        return sum(found) / len(found) if found else None

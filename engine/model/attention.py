@@ -1,0 +1,60 @@
+"""Causal attention over a prompt, in chunks. That of a decode step: plugins/attention/host.py."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvseek.plugins.attention.host import merge
+
+
+def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """Attend from the last q tokens of a sequence to all of it, causally.
+
+    Parameters
+    ----------
+    queries : Tensor [H, q, D]
+    keys, values : Tensor [G, n, D], n >= q
+
+    Returns
+    -------
+    Tensor [q, H, D]
+    """
+    heads, q, dim = queries.shape
+    kv_heads, past = keys.shape[0], keys.shape[1] - q
+    own_keys, own_values = (part[:, past:].repeat_interleave(heads // kv_heads, dim=0) for part in (keys, values))
+    out, lse = _flash(queries, own_keys, own_values, scaling, causal=True)
+    if past:
+        # Every query sees all of the past, so the heads of a group stack as further queries of one KV head.
+        stacked = queries.reshape(kv_heads, -1, dim)
+        past_out, past_lse = _flash(stacked, keys[:, :past], values[:, :past], scaling, causal=False)
+        out, _ = merge(out, lse, past_out.reshape(heads, q, dim), past_lse.reshape(heads, q))
+    return out.transpose(0, 1)
+
+
+def _flash(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    # The public scaled_dot_product_attention keeps its log-sum-exp to itself; merging two parts needs it.
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = operator(queries[None], keys[None], values[None], 0.0, causal, scale=scaling)
+    return out[0], lse[0]
+
+
+def causal_attention_device(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """`causal_attention` on a GPU: queries [H, q, D] and keys, values [G, n, D] to [q, H, D], n >= q.
+
+    Flash attention aligns its causal mask to the bottom right and lets heads share keys, so a chunk needs neither a mask
+    nor copies. It has no float32: the memory-efficient kernel that has reads keys of every query head, which are copied
+    for it. torch.nn.attention.bias chooses between the two by dtype.
+    """
+    from torch.nn.attention.bias import causal_lower_right
+
+    heads, q = queries.shape[:2]
+    shared = queries.dtype is not torch.float32
+    if not shared:
+        keys, values = (part.repeat_interleave(heads // keys.shape[0], dim=0) for part in (keys, values))
+    mask = causal_lower_right(q, keys.shape[1])
+    out = F.scaled_dot_product_attention(
+        queries[None], keys[None], values[None], attn_mask=mask, scale=scaling, enable_gqa=shared
+    )
+    return out[0].transpose(0, 1)

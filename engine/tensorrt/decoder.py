@@ -1,0 +1,301 @@
+"""Decoders whose products, norms, rotation, embedding and head are TensorRT plans; attention, cache and steps stay kvseek's.
+
+docs/tensorrt.md says what the plans take and give. A captured step runs its plans in contexts of its own, numbered by the
+bucket: replays rely on what a context was given when it was captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from kvseek.core.config import EngineConfig
+from kvseek.core.cuda import CudaKernels
+from kvseek.core.errors import KernelError
+from kvseek.engine.cache.device_cache import DeviceCache
+from kvseek.engine.model.attention import causal_attention_device
+from kvseek.engine.model.decoder import BaseDecoder, LayerwiseDecoder
+from kvseek.engine.model.graphed_decoder import GraphedDecoder
+from kvseek.engine.model.graphs import StepResult
+from kvseek.engine.model.prefill import LAST_QUERIES, Prefill, Prompts
+from kvseek.plugins.batch import DeviceBatch, RequestState
+from kvseek.plugins.contract import DeviceIndex
+from kvseek.plugins.tensorrt.serving import Attend
+
+from .session import OUTSIDE_OF_GRAPHS
+
+Tensors = dict[str, Tensor]
+TOKEN, POSITION = ([field.name for field in fields(RequestState)].index(name) for name in ("token", "position"))
+FIRST_PLAN = ("queries", "keys", "values", "next_hidden", "cos", "sin")  # outputs of segment 0
+NEXT_PLANS = FIRST_PLAN[:4]  # and of those after it, but the last
+
+
+class Runner(Protocol):
+    """What runs a plan: engine/tensorrt/session.py."""
+
+    def run(
+        self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], context: int = OUTSIDE_OF_GRAPHS
+    ) -> None: ...
+
+
+class TensorRtDecoder(GraphedDecoder):
+    """What both forms have in common."""
+
+    reads_packs: ClassVar[bool] = False  # a plan takes neither several prompts nor a part of the rows of another
+
+    def _start(
+        self,
+        config: EngineConfig,
+        cache: DeviceCache,
+        indexes: Sequence[DeviceIndex],
+        kernels: CudaKernels,
+        hot_rows: bool,
+        graphs: bool,
+    ) -> None:
+        """Arguments and errors as of DeviceDecoder."""
+        BaseDecoder.__init__(self, config, cache, indexes)
+        self._start_steps(kernels, hot_rows, graphs)
+        self._rows = torch.arange(self.buckets[-1], dtype=torch.int32, device=self.device)
+
+    def _attend_step(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, batch: DeviceBatch) -> Tensor:
+        """A layer's attention in a decode step: queries [batch, H, D], keys and values [batch, G, D] to [batch, H, D]."""
+        window, index = self.cache.window[layer], self.indexes[layer]
+        self.ops.append(keys, values, batch, window)
+        selection = index.launch_select(queries, batch)
+        return index.launch_attend(queries, batch, window, selection, self.attentions[layer])
+
+    def _tokens_of(self, batch: DeviceBatch) -> Tensors:
+        """Token ids and positions of a batch, int32 [batch]. Copies: plans take no columns, and no odd addresses."""
+        return {"ids": batch.requests[:, TOKEN].clone(), "positions": batch.requests[:, POSITION].clone()}
+
+    def _tokens_from(self, ids: Sequence[int], start: int) -> Tensors:
+        """The same of a prompt's tokens from position `start` on."""
+        positions = torch.arange(start, start + len(ids), dtype=torch.int32, device=self.device)
+        return {"ids": self._to_device(ids, torch.int32), "positions": positions}
+
+    def _new_logits(self, rows: int) -> Tensor:
+        return torch.empty(rows, self.model.vocab_size, device=self.device)
+
+    def _result(self, logits: Tensor) -> StepResult:
+        """Of logits in float32; rounding is exact, for the head computed them in the engine's dtype."""
+        own = logits.to(self.dtype)
+        return StepResult(own, self.ops.argmax(own))
+
+
+@dataclass
+class Chunk:
+    """What is kept of a prompt's chunk of T tokens from one segment to the next, in tensors of its own.
+
+    Attributes
+    ----------
+    tokens : dict
+        `ids` and `positions`, int32 [T].
+    state : dict
+        `hidden` [T, hidden], `attended` [T, H, D], `cos` and `sin` [T, 1, D/2]; empty before the first segment.
+    """
+
+    tokens: Tensors
+    state: Tensors
+
+
+class SegmentsDecoder(TensorRtDecoder, LayerwiseDecoder[list[Chunk]]):
+    """Runs one plan from each layer's attention to the next; attention runs between the plans.
+
+    Parameters
+    ----------
+    plans : sequence of Runner
+        One more than the model has layers.
+    hot_rows, graphs : bool
+        As of DeviceDecoder, which raises alike.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        plans: Sequence[Runner],
+        cache: DeviceCache,
+        indexes: Sequence[DeviceIndex],
+        kernels: CudaKernels,
+        *,
+        hot_rows: bool = True,
+        graphs: bool = True,
+    ) -> None:
+        self._start(config, cache, indexes, kernels, hot_rows, graphs)
+        self._plans = plans
+
+    def begin_prompt(self, prefill: Prefill) -> list[Chunk]:
+        """See LayerwiseDecoder."""
+        ids, size = prefill.ids, self.config.prefill_chunk_tokens
+        starts = range(0, len(ids), size)
+        return [Chunk(self._tokens_from(ids[start : start + size], start), {}) for start in starts]
+
+    def prefill_chunk(
+        self, number: int, prompt: list[Chunk], start: int, stop: int, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """See LayerwiseDecoder."""
+        chunk = prompt[start // self.config.prefill_chunk_tokens]
+        made = self._to_attention(number, chunk.tokens, chunk.state, stop - start, OUTSIDE_OF_GRAPHS)
+        for whole, name in ((keys, "keys"), (values, "values")):
+            whole[:, start:stop] = made[name].transpose(0, 1)
+        queries = made["queries"].transpose(0, 1)
+        out = causal_attention_device(queries, keys[:, :stop], values[:, :stop], self.scaling)
+        chunk.state["attended"] = out.contiguous()
+        return queries
+
+    def prompt_logits(self, prompt: list[Chunk]) -> Tensor:
+        """See LayerwiseDecoder."""
+        # Copies: a row inside of a chunk is at no address that a plan takes.
+        last = {name: prompt[-1].state[name][-1:].clone() for name in ("attended", "hidden")}
+        return self._to_logits(last, 1, OUTSIDE_OF_GRAPHS)
+
+    @torch.inference_mode()
+    def run_layers(self, batch: DeviceBatch) -> StepResult:
+        """See GraphedDecoder.run_layers. The size of the batch must be a bucket."""
+        tokens, state, size = self._tokens_of(batch), Tensors(), batch.size
+        for layer in range(self.model.num_layers):
+            made = self._to_attention(layer, tokens, state, size, size)
+            state["attended"] = self._attend_step(layer, made["queries"], made["keys"], made["values"], batch)
+        return self._result(self._to_logits(state, size, size))
+
+    def _to_attention(self, layer: int, tokens: Tensors, state: Tensors, count: int, context: int) -> Tensors:
+        """Run the plan that ends at a layer's attention; returns what attention takes.
+
+        `state` is as a Chunk's, whose `hidden` becomes that behind the plan.
+        """
+        inputs = tokens if layer == 0 else state
+        outputs = self._new_outputs(FIRST_PLAN if layer == 0 else NEXT_PLANS, count)
+        self._plans[layer].run(inputs, outputs, context)
+        state |= {name: outputs[name] for name in ("cos", "sin") if name in outputs}
+        state["hidden"] = outputs["next_hidden"]
+        return outputs
+
+    def _to_logits(self, state: Tensors, count: int, context: int) -> Tensor:
+        """Run the last plan for `count` tokens, all of them wanted: float32 [count, vocabulary]."""
+        inputs = {"attended": state["attended"], "hidden": state["hidden"], "rows": self._rows[:count]}
+        logits = self._new_logits(count)
+        self._plans[-1].run(inputs, {"logits": logits}, context)
+        return logits
+
+    def _new_outputs(self, names: Sequence[str], tokens: int) -> Tensors:
+        """Room for outputs of a plan, in the engine's dtype."""
+        model = self.model
+        shapes = {
+            "queries": (model.num_heads, model.head_dim),
+            "keys": (model.num_kv_heads, model.head_dim),
+            "values": (model.num_kv_heads, model.head_dim),
+            "next_hidden": (model.hidden_size,),
+            "cos": (1, model.head_dim // 2),
+            "sin": (1, model.head_dim // 2),
+        }
+        return {name: self.cache.window.new_empty(tokens, *shapes[name]) for name in names}
+
+
+class WholePrefill(Prefill):
+    """Reads one prompt in one unit."""
+
+    def __init__(self, decoder: WholeDecoder, prompts: Prompts) -> None:
+        super().__init__(decoder, prompts)
+        self._owner = decoder
+        self._last: Tensor | None = None  # logits of the last token, [1, vocabulary]
+
+    @property
+    def progress(self) -> float:
+        """See Prefill.progress."""
+        return 0.0 if self._last is None else 1.0
+
+    def _advance(self, max_tokens: int) -> int:
+        self._last = self._owner.read_prompt(self.slots[0], self.ids)
+        return self.tokens * self._owner.model.num_layers
+
+    def _logits(self) -> Tensor:
+        assert self._last is not None, "the prompt has been read"
+        return self._last
+
+
+class WholeDecoder(TensorRtDecoder):
+    """Runs one plan, whose attention layers call back while TensorRT launches them.
+
+    A prompt is one call of the plan, so one unit of work: TensorRT's work space holds the activations of all its tokens.
+
+    Parameters
+    ----------
+    plan : Runner
+    serving : callable
+        That of plugins/tensorrt/plugin.py: within it, attention layers that TensorRT launches call a function.
+    hot_rows, graphs : bool
+        As of DeviceDecoder, which raises alike.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        plan: Runner,
+        serving: Callable[[Attend], AbstractContextManager[None]],
+        cache: DeviceCache,
+        indexes: Sequence[DeviceIndex],
+        kernels: CudaKernels,
+        *,
+        hot_rows: bool = True,
+        graphs: bool = True,
+    ) -> None:
+        self._start(config, cache, indexes, kernels, hot_rows, graphs)
+        self._plan, self._serving = plan, serving
+
+    def prefill(self, prompts: Prompts) -> Prefill:
+        """See BaseDecoder.prefill."""
+        return WholePrefill(self, prompts)
+
+    def read_prompt(self, slot: int, prompt_ids: Sequence[int]) -> Tensor:
+        """Read a prompt; returns the logits of its last token, float32 [1, vocabulary]."""
+
+        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+            self._read_layer(layer, slot, queries, keys, values, out)
+
+        rows = self._to_device([len(prompt_ids) - 1], torch.int32)
+        return self._call(self._tokens_from(prompt_ids, 0), rows, attend, OUTSIDE_OF_GRAPHS)
+
+    def _read_layer(self, layer: int, slot: int, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """Attention of a layer over a whole prompt of n tokens, and its rows: queries, out [n, H, D], keys, values [n, G, D].
+
+        The rows are copied first: they outlast the call, TensorRT's memory does not.
+        """
+        n = keys.shape[0]
+        own_keys = self.new_rows(n).copy_(keys.transpose(0, 1))
+        own_values = self.new_rows(n).copy_(values.transpose(0, 1))
+        out.copy_(causal_attention_device(queries.transpose(0, 1), own_keys, own_values, self.scaling))
+        last = queries[-LAST_QUERIES:].transpose(0, 1).clone(memory_format=torch.contiguous_format)
+        self.store_layer(layer, slot, own_keys, own_values, last)
+
+    @torch.inference_mode()
+    def run_layers(self, batch: DeviceBatch) -> StepResult:
+        """See GraphedDecoder.run_layers. The size of the batch must be a bucket."""
+
+        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+            out.copy_(self._attend_step(layer, queries, keys, values, batch))
+
+        return self._result(self._call(self._tokens_of(batch), self._rows[: batch.size], attend, batch.size))
+
+    def _call(self, tokens: Tensors, rows: Tensor, attend: Attend, context: int) -> Tensor:
+        """Logits of the wanted rows, float32 [rows, vocabulary]; raises what `attend` raises.
+
+        Also raises KernelError unless every layer attended, once and in order.
+        """
+        logits, served = self._new_logits(rows.shape[0]), list[int]()
+
+        def serve(layer: int, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+            attend(layer, queries, keys, values, out)
+            served.append(layer)
+
+        with self._serving(serve):
+            self._plan.run({**tokens, "rows": rows}, {"logits": logits}, context)
+        if served != list(range(self.model.num_layers)):
+            last = self.model.num_layers - 1
+            raise KernelError(
+                f"attention layers of the plan = {served}: must be 0 to {last}, in order; build the engine again"
+            )
+        return logits

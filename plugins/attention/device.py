@@ -1,0 +1,280 @@
+"""Attention of one decode step by the CUDA kernel: rows are read where they lie, in device or in host memory.
+
+A launch depends on shapes alone and reads the rest from device memory, so that a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvseek.core.errors import KernelError
+from kvseek.plugins.batch import REQUEST_FIELDS, DeviceBatch
+from kvseek.plugins.selection import DeviceSelection
+
+from .splits import MAX_RETRIEVAL_SPLITS, THREADS, AttentionScratch, HeadTiles, ScratchSize, Splits, address
+
+if TYPE_CHECKING:
+    from kvseek.core.cuda import CudaKernels
+
+MAX_HEAD_DIM = 256
+MAX_GROUP_SIZE = 16
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALIGNMENT = 16  # bytes: the kernel loads that much at once
+UNSUPPORTED = "run the model with --device cpu"
+
+
+class AttendArguments(ctypes.Structure):
+    """Arguments of kvseek_attend, as in attend_arguments.cuh."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("queries", "out", "requests", "table", "window", "rows", "selected")),
+        *((name, c_void_p) for name in ("cached", "keep", "store", "hot_rows", "hot_tags", "lse", "partials")),
+        *((name, c_void_p) for name in ("statistics", "arrivals", "hits")),
+        *((name, c_int64) for name in ("extent_stride", "window_stride")),
+        *((name, c_int32) for name in ("kv_heads", "table_stride", "window_rows", "sink", "entries")),
+        *((name, c_int32) for name in ("store_rows", "rows_on_host", "retrieval_splits", "selected_splits")),
+        ("scale", c_float),
+    )
+
+
+class DeviceAttention:
+    """Attention of one layer over window rows and retrieval rows, in one launch.
+
+    Parameters
+    ----------
+    kernels : CudaKernels
+        Compiled for this dtype, head size and group size.
+    window_rows, sink : int
+        Rows of a slot's window, and the row where its ring starts.
+    slots : int
+        Slots whose requests may select rows; the hot rows are sized by it.
+    entries : int
+        Entries of a selection per KV head; 0 if nothing is ever selected.
+    max_batch : int
+        Largest batch of a launch.
+    scaling : float
+        Softmax scale.
+    splits : int or None
+        CTAs that share the retrieval rows of a request and KV head; None: `Splits.plan` chooses.
+    hot_rows : bool
+        Keep the selected rows of each slot's last step on the device, where the next step finds most of its own:
+        2 · slots · G · entries rows. Of no use if the row pool lies on the device, or for selections with a store; of
+        selections whose places do not ascend, few rows are found.
+    scratch : AttentionScratch or None
+        That of another layer, which runs before or after this one; None: its own.
+    counters : Tensor, int64 [2] on the device, or None
+        Selected rows that were found hot or cached, and those that were not, are added to it.
+
+    Raises
+    ------
+    KernelError
+        On a shape or dtype that the kernel does not support.
+    """
+
+    def __init__(
+        self,
+        kernels: CudaKernels,
+        *,
+        num_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        window_rows: int,
+        sink: int,
+        slots: int,
+        entries: int,
+        max_batch: int,
+        scaling: float,
+        device: torch.device,
+        splits: int | None = None,
+        hot_rows: bool = True,
+        scratch: AttentionScratch | None = None,
+        counters: Tensor | None = None,
+    ) -> None:
+        _check_shape(num_heads, kv_heads, head_dim, dtype)
+        _require(0 <= sink < window_rows, "sink", sink, f"in [0, window_rows = {window_rows})", "the ring needs a row")
+        limit = f"between 1 and {MAX_RETRIEVAL_SPLITS}"
+        _require(splits is None or 1 <= splits <= MAX_RETRIEVAL_SPLITS, "splits", splits, limit, "None chooses")
+        self.kernels, self.dtype, self.counters = kernels, dtype, counters
+        self.num_heads, self.kv_heads, self.head_dim = num_heads, kv_heads, head_dim
+        self.window_rows, self.sink, self.entries, self.max_batch = window_rows, sink, entries, max_batch
+        self.tiles = HeadTiles.of(dtype, head_dim, num_heads // kv_heads)
+        self._scale = scaling * math.log2(math.e)  # the kernel's weights are powers of two
+        self._retrieval_splits = splits
+        size = self._scratch_size()
+        fits = scratch is None or scratch.holds(size)
+        _require(fits, "scratch", scratch and scratch.size, f"at least {size}", "share that of a layer of this shape")
+        self.scratch = scratch or AttentionScratch(size, device)
+        self.hot_rows: Tensor | None = None
+        self.hot_tags: Tensor | None = None
+        if hot_rows and entries:
+            shape = (slots, 2, kv_heads, entries)
+            self.hot_rows = torch.empty((*shape, 2, head_dim), dtype=dtype, device=device)
+            self.hot_tags = torch.full(shape, -1, dtype=torch.int32, device=device)
+
+    def splits(self, batch: int) -> Splits:
+        """Splits of a launch of `batch` requests."""
+        lists = batch * self.kv_heads * self.tiles.tiles
+        resident = self.kernels.multiprocessors * self.tiles.resident_ctas
+        return Splits.plan(lists, self.window_rows, self.entries, resident, self._retrieval_splits)
+
+    def launch(
+        self,
+        queries: Tensor,
+        batch: DeviceBatch,
+        window: Tensor,
+        rows_pointer: int,
+        extent_stride: int,
+        selection: DeviceSelection | None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        on_host: bool = False,
+    ) -> Tensor:
+        """Attend on the current stream; a graph may capture it.
+
+        Parameters
+        ----------
+        queries : Tensor [batch, H, D]
+            Contiguous, like every tensor here.
+        window : Tensor [slots, G, window_rows, 2, D]
+        rows_pointer : int
+            Address, as the GPU sees it, of the layer's rows. Row (extent e, KV head j, place p) starts
+            e · extent_stride + (j · 1024 + p mod 1024) · 2D numbers from there: the key, then the value.
+        extent_stride : int
+            Numbers from one extent to the next.
+        selection : DeviceSelection or None
+            Of `entries` entries per KV head, what it says of requests with `dense` set is not read. None: all are dense.
+            Entries without a row may stand anywhere; if there are no others, the window alone is attended to.
+        out : Tensor [batch, H, D], optional
+            Receives the result.
+        lse : Tensor, float32 [batch, H], optional
+            Receives the natural logarithm of the sum of the exponentials of all scaled scores, -infinity without rows: two
+            parts of an attention are merged by it.
+        on_host : bool
+            The rows lie in host memory: they are read in the way that PCIe likes best.
+
+        Returns
+        -------
+        Tensor [batch, H, D], dtype of the queries
+            Zeros for a request that has no rows at all.
+
+        Raises
+        ------
+        KernelError
+            On a shape, dtype or alignment that the kernel does not support.
+        """
+        out = torch.empty_like(queries) if out is None else out
+        self._check_launch(queries, batch, window, out, lse)
+        if selection is not None:
+            self._check_selection(selection, batch.size)
+        stride_bytes = extent_stride * self.dtype.itemsize
+        aligned = rows_pointer % ALIGNMENT == 0 and stride_bytes % ALIGNMENT == 0
+        where = (rows_pointer, extent_stride)
+        _require(aligned, "rows_pointer, extent_stride", where, f"multiples of {ALIGNMENT} bytes", "align the pool")
+        splits = self.splits(batch.size)
+        arguments = AttendArguments(
+            queries=queries.data_ptr(),
+            out=out.data_ptr(),
+            requests=batch.requests.data_ptr(),
+            table=batch.table.data_ptr(),
+            window=window.data_ptr(),
+            rows=rows_pointer,
+            lse=address(lse),
+            partials=self.scratch.partials.data_ptr(),
+            statistics=self.scratch.statistics.data_ptr(),
+            arrivals=self.scratch.arrivals.data_ptr(),
+            hits=address(self.counters),
+            extent_stride=extent_stride,
+            window_stride=window.stride(0),
+            kv_heads=self.kv_heads,
+            table_stride=batch.table.shape[1],
+            window_rows=self.window_rows,
+            sink=self.sink,
+            entries=self.entries,
+            rows_on_host=on_host,
+            retrieval_splits=splits.retrieval,
+            selected_splits=splits.selected,
+            scale=self._scale,
+        )
+        if selection is not None:
+            self._describe(selection, arguments)
+        grid = (splits.total, self.kv_heads * self.tiles.tiles, batch.size)
+        self.kernels.launch("kvseek_attend", grid, THREADS, arguments, self.tiles.shared_bytes, overlap=True)
+        return out
+
+    def forget(self, slot: int) -> None:
+        """Invalidate the hot rows of a slot that gets another request; between steps, on the current stream."""
+        if self.hot_tags is not None:
+            self.hot_tags[slot].fill_(-1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory of this layer, its scratch left out."""
+        return sum(array.nbytes for array in (self.hot_rows, self.hot_tags) if array is not None)
+
+    def _scratch_size(self) -> ScratchSize:
+        lists = self.kv_heads * self.tiles.tiles
+        splits = max(batch * self.splits(batch).total for batch in range(1, self.max_batch + 1))
+        heads = splits * lists * self.tiles.heads
+        return ScratchSize(heads * self.head_dim, 2 * heads, lists * self.max_batch)
+
+    def _describe(self, selection: DeviceSelection, arguments: AttendArguments) -> None:
+        """Tell the kernel what is selected, and which rows the device holds already."""
+        arguments.selected = address(selection.rows)
+        if selection.store is not None:
+            arguments.store, arguments.store_rows = address(selection.store), selection.store.shape[2]
+            arguments.cached, arguments.keep = address(selection.cached), address(selection.keep)
+        else:
+            arguments.hot_rows, arguments.hot_tags = address(self.hot_rows), address(self.hot_tags)
+
+    def _check_launch(
+        self, queries: Tensor, batch: DeviceBatch, window: Tensor, out: Tensor, lse: Tensor | None
+    ) -> None:
+        _require(1 <= batch.size <= self.max_batch, "batch", batch.size, f"1 to {self.max_batch}", "raise max_batch")
+        shape = (batch.size, self.num_heads, self.head_dim)
+        _check_tensor("queries", queries, self.dtype, shape)
+        _check_tensor("out", out, self.dtype, shape)
+        if lse is not None:
+            _check_tensor("lse", lse, torch.float32, shape[:2])
+        _check_tensor("requests", batch.requests, torch.int32, (batch.size, REQUEST_FIELDS))
+        _check_tensor("table", batch.table, torch.int32, tuple(batch.table.shape[:2]))
+        rows = (window.shape[0], self.kv_heads, self.window_rows, 2, self.head_dim)
+        _check_tensor("window", window, self.dtype, rows)
+
+    def _check_selection(self, selection: DeviceSelection, batch: int) -> None:
+        shape = (batch, self.kv_heads, self.entries)
+        _check_tensor("selection.rows", selection.rows, torch.int32, shape)
+        store = selection.store
+        if store is not None:
+            rows = (store.shape[0], self.kv_heads, *store.shape[2:3], 2, self.head_dim)
+            _check_tensor("selection.store", store, self.dtype, rows)
+        for name, tensor in (("selection.cached", selection.cached), ("selection.keep", selection.keep)):
+            if tensor is not None:
+                _require(store is not None, name, tuple(tensor.shape), "None without a store", "give the store as well")
+                _check_tensor(name, tensor, torch.int32, shape)
+
+
+def _check_shape(num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    _require(dtype in DTYPES, "dtype", dtype, f"one of {DTYPES}", UNSUPPORTED)
+    fits = head_dim % 32 == 0 and 32 <= head_dim <= MAX_HEAD_DIM
+    _require(fits, "head_dim", head_dim, f"a multiple of 32 up to {MAX_HEAD_DIM}", UNSUPPORTED)
+    fits = num_heads % kv_heads == 0 and 1 <= num_heads // kv_heads <= MAX_GROUP_SIZE
+    limit = f"1 to {MAX_GROUP_SIZE} times kv_heads = {kv_heads}"
+    _require(fits, "num_heads", num_heads, limit, UNSUPPORTED)
+
+
+def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    found = (tensor.dtype, tuple(tensor.shape), tensor.is_contiguous(), tensor.data_ptr() % ALIGNMENT)
+    limit = f"{dtype} {shape}, contiguous, from a multiple of {ALIGNMENT} bytes on"
+    _require(found == (dtype, shape, True, 0), name, found, limit, "see DeviceAttention.launch")
+
+
+def _require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:
+    if not condition:
+        raise KernelError(f"attention on the GPU: {name} = {value}: must be {limit}; {remedy}")

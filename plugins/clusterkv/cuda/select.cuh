@@ -1,0 +1,75 @@
+// What the two kernels of a ClusterKV selection share: sizes fixed when they are compiled, arguments, where clusters
+// lie.
+#pragma once
+
+#include "plugins/shared/batch.cuh"
+#include "plugins/shared/block_sort.cuh"
+#include "plugins/shared/instructions.cuh"
+#include "plugins/shared/numbers.cuh"
+#include "plugins/shared/overlap.cuh"
+
+namespace kvseek {
+namespace clusterkv {
+
+constexpr int SLOTS = CLUSTERKV_SLOTS;          // clusters that an extent has room for (Config.slots_per_extent)
+constexpr int QUERY_LANES = CLUSTERKV_LANES;    // queries that are scored: their mean, or all heads of the group
+constexpr int REDUCTION = CLUSTERKV_REDUCTION;  // plugins/shared/group.py
+enum { MEAN = 0, MAX = 1, SOFTMAX_MEAN = 2 };   // as it lists them
+constexpr int GROUP_HEADS = KVSEEK_GROUP;
+constexpr int KEY_DIM = KVSEEK_HEAD_DIM;
+static_assert(QUERY_LANES == (REDUCTION == MEAN ? 1 : GROUP_HEADS),
+              "the mean query is the only lane, or each head is one");
+static_assert(GROUP_HEADS <= 16, "at most 16 query heads share a KV head");
+static_assert(KEY_DIM % 32 == 0 && KEY_DIM <= 256, "head_dim must be a multiple of 32 up to 256");
+
+constexpr int UNIT = 32;  // clusters that are scored together, whatever the batch: sums do not depend on the grid
+
+// Mirrored field by field in device.py. A "task" is a request and a KV head: request * kv_heads + head.
+struct SelectArguments {
+    const Number* queries;    // [batch, kv_heads * GROUP_HEADS, KEY_DIM]
+    const Request* requests;  // [batch]
+    const int* table;         // [slots, max_extents]
+    const int* clusters;      // [slots] of each slot that may be selected
+    const Number* centroids;  // [extents, kv_heads, SLOTS, KEY_DIM]
+    const int* sizes;         // [extents, kv_heads, SLOTS]
+    const int* starts;        // [extents, kv_heads, SLOTS] first entry of a cluster in the slot's places
+    const int* places;        // [extents, kv_heads, 1024] places of the pool, sorted by cluster
+    float* scores;            // [slots, kv_heads, units, UNIT, QUERY_LANES] of each cluster, as powers of two
+    float2* statistics;       // [slots, kv_heads, units, QUERY_LANES] largest score, sum of the powers relative to it
+    int4* recent;             // [extents, kv_heads, SLOTS] where the store holds a cluster; null: nothing is stored
+    unsigned long long* counters;  // [2] rows found in the store, and not
+    int* rows;                     // [batch, kv_heads, top_k] places, -1 at the end
+    int* cached;                   // [batch, kv_heads, top_k] row of the store, or -1: it does not hold this row
+    int* keep;                     // [batch, kv_heads, top_k] row of the store that receives this row, or -1
+    int kv_heads, max_extents, units;
+    int top_k;
+    int cache_steps;  // steps whose rows the store still holds
+    float scale;      // softmax scale times log2(e); 1 for REDUCTION == MEAN
+};
+
+// One (request, KV head).
+struct SelectTask {
+    int number, head;
+    const Request& request;
+    const int* table;
+
+    __device__ __forceinline__ SelectTask(const SelectArguments& a, int task)
+        : number(task),
+          head(task % a.kv_heads),
+          request(a.requests[task / a.kv_heads]),
+          table(a.table + static_cast<long long>(request.slot) * a.max_extents) {}
+
+    __device__ __forceinline__ bool idle() const { return request.dense != 0; }
+    __device__ __forceinline__ int clusters(const SelectArguments& a) const { return a.clusters[request.slot]; }
+    // Where a cluster lies in arrays [extents, kv_heads, SLOTS, ...], counted in clusters.
+    __device__ __forceinline__ long long cluster_row(const SelectArguments& a, int cluster) const {
+        return (static_cast<long long>(table[cluster / SLOTS]) * a.kv_heads + head) * SLOTS + cluster % SLOTS;
+    }
+    // Where the work space of this slot and head begins, counted in units.
+    __device__ __forceinline__ long long first_unit(const SelectArguments& a) const {
+        return (static_cast<long long>(request.slot) * a.kv_heads + head) * a.units;
+    }
+};
+
+}  // namespace clusterkv
+}  // namespace kvseek

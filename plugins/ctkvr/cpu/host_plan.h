@@ -1,0 +1,159 @@
+// How a step on host cores is cut: tasks, units, and where their intermediate results lie.
+//
+// A task is a request and a KV head. Its recalled keys are scored in units; whoever scores the last one ranks the keys
+// and opens the second stage, whose units attend to the selected rows. Nobody waits for another task. How a task is cut
+// depends on its own number of keys alone, so a result depends neither on the batch nor on threads.
+#pragma once
+
+#include "../../shared/parallel.h"
+#include "host_dot.h"
+#include "host_step.h"
+
+namespace kvseek {
+namespace {
+
+constexpr int64_t TABLE_EXTENT = 1024;
+constexpr int SCORE_UNIT = 256;   // keys
+constexpr int ATTEND_UNIT = 128;  // rows
+constexpr int LINE = 64;
+
+struct Task {
+    int64_t request, head;
+    int count;   // recalled keys
+    int chosen;  // rows to attend to
+    int64_t stride;
+    int first_unit, score_units, attend_units;
+    int extra_units;  // 1: the list for the centroid update, taken before the others
+    int unscored, unattended;
+    int ranked;  // set once the second stage is open
+    Counter taken;
+    const int32_t* places;
+    const int32_t* extents;
+    float* scores;          // [group, stride], scaled
+    float* statistics;      // [score_units, 2, group]: largest score, sum of e^(score - largest)
+    float* values;          // [stride], by which keys are ranked
+    int32_t* borderline;    // [stride] keys among which a cut lies
+    uint64_t* ranks;        // [stride] their ranks
+    int32_t* rows;          // [stride] chosen keys, as indices of `places`
+    int32_t* best_rows;     // [stride] the same for the centroid update
+    float* partials;        // [attend_units, group, dim + 2]
+    float lowest, highest;  // of the values
+};
+
+struct Job {
+    const HostStep& a;
+    int level, group;
+    Task* tasks;
+    int task_count, unit_count;
+    int* unit_tasks;  // [unit_count]
+    Counter taken;
+    int error;
+
+    explicit Job(const HostStep& step, int chosen_level)
+        : a(step),
+          level(chosen_level),
+          group(step.heads / step.kv_heads),
+          tasks(nullptr),
+          task_count(0),
+          unit_count(0),
+          unit_tasks(nullptr),
+          taken(),
+          error(NO_ERROR) {}
+
+    void fail(HostError reason) { __atomic_store_n(&error, static_cast<int>(reason), __ATOMIC_RELAXED); }
+};
+
+// Memory of the calling thread, kept between calls; unlike Scratch it says so if there is none.
+class Memory {
+  public:
+    char* reserve(size_t bytes) {
+        if (bytes > size_) {
+            std::free(data_);
+            size_ = (bytes + bytes / 4 + LINE - 1) / LINE * LINE;
+            data_ = static_cast<char*>(std::aligned_alloc(LINE, size_));
+            if (data_ == nullptr) size_ = 0;
+        }
+        return data_;
+    }
+    ~Memory() { std::free(data_); }
+
+  private:
+    char* data_ = nullptr;
+    size_t size_ = 0;
+};
+
+// Hands out memory in cache lines; with no memory behind it, only measures.
+class Lines {
+  public:
+    explicit Lines(char* memory) : memory_(memory) {}
+    template <class T>
+    void give(T*& array, int64_t count) {
+        array = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + used);
+        used += (count * static_cast<int64_t>(sizeof(T)) + LINE - 1) / LINE * LINE;
+    }
+    size_t used = 0;
+
+  private:
+    char* memory_;
+};
+
+void lay_out(const Job& job, Task& task, Lines& lines) {
+    lines.give(task.scores, job.group * task.stride);
+    lines.give(task.statistics, int64_t{2} * task.score_units * job.group);
+    lines.give(task.values, task.stride);
+    lines.give(task.borderline, task.stride);
+    lines.give(task.ranks, task.stride);
+    lines.give(task.rows, task.stride);
+    lines.give(task.best_rows, task.extra_units * task.stride);
+    lines.give(task.partials, int64_t{task.attend_units} * job.group * (job.a.head_dim + 2));
+}
+
+Task describe(const Job& job, int64_t request, int64_t head) {
+    const HostStep& a = job.a;
+    const int64_t pair = request * a.kv_heads + head;
+    Task task = {};
+    task.request = request;
+    task.head = head;
+    task.count = a.recalled_count[pair];
+    task.chosen = task.count < a.top_k ? task.count : a.top_k;
+    task.stride = (task.count + LANES + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;  // a vector may begin at any key
+    task.first_unit = job.unit_count;
+    task.score_units = (task.count + SCORE_UNIT - 1) / SCORE_UNIT;
+    task.attend_units = a.out == nullptr ? 0 : (task.chosen + ATTEND_UNIT - 1) / ATTEND_UNIT;
+    task.extra_units = a.best != nullptr;
+    task.unscored = task.score_units;
+    task.unattended = task.attend_units;
+    task.places = a.recalled + pair * a.capacity;
+    task.extents = a.table + int64_t{a.slots[request]} * a.max_extents;
+    return task;
+}
+
+// Describe the tasks that have keys; false without memory for them.
+bool plan(Job& job, Memory& task_memory, Memory& work_memory) {
+    const HostStep& a = job.a;
+    const int64_t pairs = int64_t{a.batch} * a.kv_heads;
+    // A line more than needed, here and below: no memory at all would read as a lack of it.
+    job.tasks = reinterpret_cast<Task*>(task_memory.reserve(sizeof(Task) * pairs + LINE));
+    if (job.tasks == nullptr) return false;
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        if (a.recalled_count[pair] == 0) continue;
+        Task& task = job.tasks[job.task_count++];
+        task = describe(job, pair / a.kv_heads, pair % a.kv_heads);
+        job.unit_count += task.score_units;
+    }
+    Lines measured(nullptr);
+    measured.give(job.unit_tasks, job.unit_count);
+    for (int i = 0; i < job.task_count; i++) lay_out(job, job.tasks[i], measured);
+    char* memory = work_memory.reserve(measured.used + LINE);
+    if (memory == nullptr) return false;
+    Lines lines(memory);
+    lines.give(job.unit_tasks, job.unit_count);
+    for (int i = 0; i < job.task_count; i++) {
+        lay_out(job, job.tasks[i], lines);
+        for (int unit = 0; unit < job.tasks[i].score_units; unit++) job.unit_tasks[job.tasks[i].first_unit + unit] = i;
+    }
+    return true;
+}
+
+}  // namespace
+}  // namespace kvseek

@@ -1,0 +1,148 @@
+// ParisKV: encode keys into an index (ParisKV paper, section 4; plugins/pariskv/reference.py defines the result).
+//
+// A vector lane is a key: the transform, the radius and the levels need no shuffles, and the additions come in the
+// reference's order, so centroid ids and counts are the same to the bit.
+#include "../../shared/half.h"
+#include "../../shared/kernel.h"
+#include "../../shared/parallel.h"
+#include "layout.h"
+
+namespace kvseek {
+
+// Mirrored field by field in native.py.
+struct EncodeArguments {
+    const void* keys;         // [kv_heads, tokens, dim], contiguous
+    uint8_t* ids;             // [extents, kv_heads, 1024, blocks]
+    uint8_t* codes;           // [extents, kv_heads, 1024, padded_dim / 2]
+    uint16_t* weights;        // [extents, kv_heads, 1024, blocks]
+    int32_t* counts;          // [kv_heads, blocks, 256] of the slot
+    const int32_t* extents;   // extent of each thousand tokens of the slot
+    const float* signs;       // [padded_dim]
+    const float* levels;      // [8]
+    const float* thresholds;  // [7]
+    int64_t kv_heads, tokens, dim, padded_dim;
+    int64_t first;     // retrieval position of the first key
+    int64_t alpha;     // divide weights by the cosine between direction and code
+    int64_t bfloat16;  // keys are bfloat16, else float32
+    int64_t threads;
+};
+
+namespace {
+
+constexpr int64_t UNIT_KEYS = 1024;
+constexpr float LARGEST_HALF = 65504.0f;
+
+// A coordinate, or a block's radius, of LANES keys.
+using Keys = Vec;
+
+struct Block {
+    IntVec id, code;
+    Vec weight;
+};
+
+Vec square_root(Vec value) {
+    for (int i = 0; i < LANES; i++) value[i] = __builtin_sqrtf(value[i]);
+    return value;
+}
+
+// In the reference's order of stages: stride 1, 2, 4, ...; scaled once at the end.
+void transform(Keys* x, int size) {
+    for (int stride = 1; stride < size; stride *= 2) {
+        for (int first = 0; first < size; first += 2 * stride) {
+            for (int i = first; i < first + stride; i++) {
+                const Vec low = x[i], high = x[i + stride];
+                x[i] = low + high;
+                x[i + stride] = low - high;
+            }
+        }
+    }
+    const float scale = static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(size)));
+    for (int i = 0; i < size; i++) x[i] *= scale;
+}
+
+// Coordinates of LANES keys, flipped by the rotation's signs; the last key fills lanes beyond `count`.
+template <class T>
+void load_keys(const EncodeArguments& a, const T* keys, int count, Keys* x) {
+    float* lanes = reinterpret_cast<float*>(x);
+    for (int lane = 0; lane < LANES; lane++) {
+        const T* key = keys + (lane < count ? lane : count - 1) * a.dim;
+        for (int d = 0; d < a.dim; d++) lanes[d * LANES + lane] = to_float(key[d]) * a.signs[d];
+    }
+    for (int64_t d = a.dim; d < a.padded_dim; d++) x[d] = Vec{};
+}
+
+Block encode_block(const EncodeArguments& a, const Keys* x) {
+    Vec square = {}, alpha = {};
+    for (int j = 0; j < BLOCK; j++) square += x[j] * x[j];
+    const Vec radius = square_root(square), divisor = radius > 0.0f ? radius : splat(1.0f);
+    Block block = {};
+    for (int j = 0; j < BLOCK; j++) {
+        const IntVec negative = x[j] < 0.0f;
+        const Vec magnitude = (negative ? -x[j] : x[j]) / divisor;
+        IntVec level = {};
+        Vec value = splat(a.levels[0]);
+        for (int t = 0; t < LEVELS - 1; t++) {
+            const IntVec above = magnitude > a.thresholds[t];
+            level -= above;
+            value = above ? splat(a.levels[t + 1]) : value;
+        }
+        alpha += value * magnitude;
+        block.id |= negative & (1 << j);
+        block.code |= (level | (negative & LEVELS)) << (4 * j);
+    }
+    block.weight = a.alpha ? (radius > 0.0f ? radius / alpha : Vec{}) : radius;
+    block.weight = block.weight > LARGEST_HALF ? splat(LARGEST_HALF) : block.weight;
+    return block;
+}
+
+// Write one block of `count` keys that start at retrieval position `position`, and count their centroids.
+void write_block(const EncodeArguments& a, int64_t head, int64_t position, int count, int64_t b, const Block& block,
+                 int32_t* counts) {
+    const int64_t blocks = a.padded_dim / BLOCK;
+    for (int lane = 0; lane < count; lane++) {
+        const int64_t at = row_of(a.extents, a.kv_heads, head, position + lane) * blocks + b;
+        const int32_t code = block.code[lane];
+        a.ids[at] = static_cast<uint8_t>(block.id[lane]);
+        std::memcpy(a.codes + at * sizeof(code), &code, sizeof(code));
+        a.weights[at] = to_half(block.weight[lane]);
+        counts[b * CENTROIDS + block.id[lane]]++;
+    }
+}
+
+template <class T>
+void encode_unit(const EncodeArguments& a, int64_t head, int64_t first, int64_t last) {
+    const int64_t blocks = a.padded_dim / BLOCK;
+    Keys x[MAX_PADDED_DIM];
+    int32_t counts[MAX_PADDED_DIM / BLOCK * CENTROIDS];
+    std::memset(counts, 0, sizeof(int32_t) * blocks * CENTROIDS);
+    for (int64_t token = first; token < last; token += LANES) {
+        const int count = static_cast<int>(last - token < LANES ? last - token : LANES);
+        load_keys(a, static_cast<const T*>(a.keys) + (head * a.tokens + token) * a.dim, count, x);
+        transform(x, static_cast<int>(a.padded_dim));
+        for (int64_t b = 0; b < blocks; b++)
+            write_block(a, head, a.first + token, count, b, encode_block(a, x + b * BLOCK), counts);
+    }
+    int32_t* total = a.counts + head * blocks * CENTROIDS;
+    for (int64_t i = 0; i < blocks * CENTROIDS; i++)
+        if (counts[i] != 0) __atomic_fetch_add(total + i, counts[i], __ATOMIC_RELAXED);
+}
+
+void encode(const EncodeArguments& a) {
+    const int64_t chunks = (a.tokens + UNIT_KEYS - 1) / UNIT_KEYS, units = chunks * a.kv_heads;
+    Counter counter;
+    parallel(static_cast<int>(a.threads < units ? a.threads : units), [&] {
+        for (int64_t unit = counter.take(); unit < units; unit = counter.take()) {
+            const int64_t head = unit / chunks, first = unit % chunks * UNIT_KEYS;
+            const int64_t last = first + UNIT_KEYS < a.tokens ? first + UNIT_KEYS : a.tokens;
+            if (a.bfloat16)
+                encode_unit<Bfloat16>(a, head, first, last);
+            else
+                encode_unit<float>(a, head, first, last);
+        }
+    });
+}
+
+}  // namespace
+}  // namespace kvseek
+
+KVSEEK_KERNEL(kvseek_pariskv_encode, kvseek::EncodeArguments, kvseek::encode)

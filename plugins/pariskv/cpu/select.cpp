@@ -1,0 +1,284 @@
+// ParisKV: retrieve rows for the queries of a batch (ParisKV paper, section 4; plugins/pariskv/reference.py defines the
+// result). One call a layer for all requests and KV heads; threads share even a single head's work.
+#include "../../shared/kernel.h"
+#include "../../shared/parallel.h"
+#include "rerank.h"
+#include "tiers.h"
+#include "top.h"
+#include "votes.h"
+
+namespace kvseek {
+
+// Mirrored field by field in native.py.
+struct SelectArguments {
+    const void* queries;        // [batch, kv_heads * group, dim], contiguous
+    int32_t* rows;              // [batch, kv_heads, top_k] out
+    const int32_t* slots;       // [batch]
+    const int32_t* lengths;     // [batch] retrieval tokens
+    const int32_t* budgets;     // [batch] keys that earn votes in a block
+    const int32_t* candidates;  // [batch] keys to rerank, top_k to length
+    const uint8_t* ids;         // [extents, kv_heads, 1024, blocks]
+    const uint8_t* codes;       // [extents, kv_heads, 1024, padded_dim / 2]
+    const uint16_t* weights;    // [extents, kv_heads, 1024, blocks]
+    const int32_t* counts;      // [slots, kv_heads, blocks, 256]
+    const int32_t* table;       // [slots, max_extents]
+    const float* signs;         // [padded_dim]
+    const float* levels;        // [8]
+    int64_t batch, kv_heads, group, dim, padded_dim, max_extents, top_k;
+    int64_t reduction;  // 0: mean of the queries; 1: largest, 2: mean of the softmaxes
+    int64_t bfloat16;   // queries are bfloat16, else float32
+    int64_t threads;
+    double scaling;
+};
+
+namespace {
+
+constexpr int64_t RERANK_KEYS = 256;   // candidates of a unit of work
+constexpr int64_t PREFETCH_KEYS = 12;  // candidates asked for ahead
+
+enum Stage { PREPARE, VOTE, SCAN, COLLECT, RERANK, FINISH, STAGES };
+
+// One (request, KV head): how far it is, and where its index and its intermediate results are.
+struct Task {
+    int stage;  // PREPARE ... STAGES
+    int done[STAGES];
+    Counter taken[STAGES];
+    int64_t request, head, length, candidate_count, stride;
+    const int32_t* extents;
+    float* lanes;        // [lanes, padded_dim] rotated queries
+    float* shuffled;     // the same with coordinates at place_of()
+    uint8_t* ballots;    // votes of centroids (votes.h)
+    int32_t* histogram;  // [SCORES]
+    uint8_t* votes;      // [length]
+    int32_t* positions;  // [candidate_count]
+    float* estimates;    // [lanes, stride]
+    uint32_t* ranks;     // [candidate_count]
+};
+
+struct Job {
+    const SelectArguments& a;
+    Task* tasks;
+    int64_t task_count, blocks;
+    int lanes, packs;
+};
+
+// Hands out memory in cache lines; with no memory behind it, only measures.
+class Arena {
+  public:
+    explicit Arena(char* memory) : memory_(memory) {}
+    template <class T>
+    T* take(int64_t count) {
+        char* start = memory_ == nullptr ? nullptr : memory_ + used;
+        used += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+        return reinterpret_cast<T*>(start);
+    }
+    int64_t used = 0;
+
+  private:
+    char* memory_;
+};
+
+void lay_out(const Job& job, Task& task, Arena& arena) {
+    task.stride = (task.candidate_count + LANES - 1) / LANES * LANES;
+    task.lanes = arena.take<float>(job.packs * PACK * job.a.padded_dim);
+    task.shuffled = arena.take<float>(job.packs * PACK * job.a.padded_dim);
+    task.ballots = arena.take<uint8_t>(job.packs * PACK * job.blocks * CENTROIDS);
+    task.histogram = arena.take<int32_t>(SCORES);
+    task.votes = arena.take<uint8_t>(task.length);
+    task.positions = arena.take<int32_t>(task.candidate_count);
+    task.estimates = arena.take<float>(job.lanes * task.stride);
+    task.ranks = arena.take<uint32_t>(task.candidate_count);
+}
+
+template <class T>
+void load_lanes(const Job& job, const Task& task) {
+    const SelectArguments& a = job.a;
+    const T* queries = static_cast<const T*>(a.queries) + (task.request * a.kv_heads + task.head) * a.group * a.dim;
+    std::memset(task.lanes, 0, sizeof(float) * job.lanes * a.padded_dim);
+    for (int64_t q = 0; q < a.group; q++) {
+        float* lane = task.lanes + (a.reduction == 0 ? 0 : q * a.padded_dim);
+        for (int64_t d = 0; d < a.dim; d++) lane[d] += to_float(queries[q * a.dim + d]);
+    }
+    if (a.reduction == 0)
+        for (int64_t d = 0; d < a.dim; d++) task.lanes[d] /= static_cast<float>(a.group);
+}
+
+void prepare(const Job& job, const Task& task) {
+    const int size = static_cast<int>(job.a.padded_dim);
+    if (job.a.bfloat16)
+        load_lanes<Bfloat16>(job, task);
+    else
+        load_lanes<float>(job, task);
+    for (int lane = 0; lane < job.lanes; lane++) {
+        float* query = task.lanes + lane * size;
+        rotate(query, job.a.signs, size);
+        for (int d = 0; d < size; d++) task.shuffled[lane * size + place_of(d, size)] = query[d];
+    }
+    std::memset(task.histogram, 0, sizeof(int32_t) * SCORES);
+}
+
+void vote(const Job& job, const Task& task, int64_t block) {
+    const SelectArguments& a = job.a;
+    const int64_t slot = a.slots[task.request];
+    const int32_t* counts = a.counts + ((slot * a.kv_heads + task.head) * job.blocks + block) * CENTROIDS;
+    const Limits limits(a.budgets[task.request]);
+    for (int lane = 0; lane < job.lanes; lane++) {
+        uint8_t votes[CENTROIDS];
+        vote_block(task.lanes + lane * a.padded_dim + block * BLOCK, counts, limits, votes);
+        cast_votes(votes, lane, block, job.blocks, task.ballots);
+    }
+}
+
+void scan(const Job& job, const Task& task, int64_t extent) {
+    const int64_t first = extent * INDEX_EXTENT, left = task.length - first;
+    const int count = static_cast<int>(left < INDEX_EXTENT ? left : INDEX_EXTENT);
+    const uint8_t* ids = job.a.ids + row_of(task.extents, job.a.kv_heads, task.head, first) * job.blocks;
+    sum_votes(ids, count, job.blocks, task.ballots, job.lanes, task.votes + first);
+    count_votes(task.votes + first, count, task.histogram);
+}
+
+// Estimates of candidates [first, last). SIZE is padded_dim, or 0 for one without a copy of its own.
+template <int SIZE>
+void estimate(const Job& job, const Task& task, const Levels& levels, int64_t first, int64_t last) {
+    const SelectArguments& a = job.a;
+    const int size = SIZE == 0 ? static_cast<int>(a.padded_dim) : SIZE;
+    const int64_t blocks = size / BLOCK;
+    alignas(64) float key[MAX_PADDED_DIM];
+    for (int64_t c = first; c < last; c++) {
+        if (c + PREFETCH_KEYS < last) {  // candidates lie too far apart for the processor to guess
+            const int64_t ahead = row_of(task.extents, a.kv_heads, task.head, task.positions[c + PREFETCH_KEYS]);
+            __builtin_prefetch(a.codes + ahead * (size / 2));
+            __builtin_prefetch(a.weights + ahead * blocks);
+        }
+        const int64_t row = row_of(task.extents, a.kv_heads, task.head, task.positions[c]);
+        decode(a.codes + row * (size / 2), a.weights + row * blocks, size, levels, key);
+        for (int lane = 0; lane < job.lanes; lane += PACK)
+            dot_lanes(key, task.shuffled + lane * size, job.lanes - lane, size, task.estimates + lane * task.stride + c,
+                      task.stride);
+    }
+}
+
+void rerank(const Job& job, const Task& task, const Levels& levels, int64_t chunk) {
+    const int64_t first = chunk * RERANK_KEYS, end = first + RERANK_KEYS;
+    const int64_t last = end < task.candidate_count ? end : task.candidate_count;
+    switch (job.a.padded_dim) {
+        case 64:
+            return estimate<64>(job, task, levels, first, last);
+        case 128:
+            return estimate<128>(job, task, levels, first, last);
+        default:
+            return estimate<0>(job, task, levels, first, last);
+    }
+}
+
+void finish(const Job& job, const Task& task) {
+    const SelectArguments& a = job.a;
+    int32_t* rows = a.rows + (task.request * a.kv_heads + task.head) * a.top_k;
+    if (a.reduction != 0) {
+        for (int lane = 0; lane < job.lanes; lane++)
+            softmax(task.estimates + lane * task.stride, task.candidate_count, static_cast<float>(a.scaling));
+        fold(task.estimates, job.lanes, task.stride, task.candidate_count, a.reduction == 1);
+    }
+    take_largest(task.estimates, task.positions, task.candidate_count, a.top_k, task.ranks, rows);
+}
+
+// Parts into which a stage of a task may be cut.
+int64_t parts_of(const Job& job, const Task& task, int stage) {
+    switch (stage) {
+        case VOTE:
+            return job.blocks;
+        case SCAN:
+            return (task.length + INDEX_EXTENT - 1) / INDEX_EXTENT;
+        case RERANK:
+            return (task.candidate_count + RERANK_KEYS - 1) / RERANK_KEYS;
+        default:
+            return 1;
+    }
+}
+
+void run_part(const Job& job, const Task& task, const Levels& levels, int stage, int64_t part) {
+    switch (stage) {
+        case PREPARE:
+            return prepare(job, task);
+        case VOTE:
+            return vote(job, task, part);
+        case SCAN:
+            return scan(job, task, part);
+        case COLLECT:
+            return collect_candidates(task.votes, task.length, task.histogram, task.candidate_count, task.positions);
+        case RERANK:
+            return rerank(job, task, levels, part);
+        default:
+            return finish(job, task);
+    }
+}
+
+// Do parts of the task's stages for as long as some are free; false if there was none.
+bool advance(const Job& job, Task& task, const Levels& levels) {
+    bool advanced = false;
+    for (int stage = __atomic_load_n(&task.stage, __ATOMIC_ACQUIRE); stage < STAGES;) {
+        const int64_t parts = parts_of(job, task, stage), part = task.taken[stage].take();
+        if (part >= parts) break;
+        run_part(job, task, levels, stage, part);
+        advanced = true;
+        if (__atomic_add_fetch(&task.done[stage], 1, __ATOMIC_ACQ_REL) == parts)
+            __atomic_store_n(&task.stage, stage + 1, __ATOMIC_RELEASE);
+        stage = __atomic_load_n(&task.stage, __ATOMIC_ACQUIRE);
+    }
+    return advanced;
+}
+
+// Threads go from task to task and wait for each other only where nothing is left to start: a barrier after each stage
+// would cost a time slice whenever some other process has one of the cores.
+void run_stages(const Job& job, int threads) {
+    parallel(threads, [&] {
+        const Levels levels(job.a.levels);
+        Patience patience;
+        for (int64_t unfinished = 1; unfinished > 0;) {
+            unfinished = 0;
+            bool advanced = false;
+            for (int64_t i = 0; i < job.task_count; i++) {
+                advanced |= advance(job, job.tasks[i], levels);
+                unfinished += __atomic_load_n(&job.tasks[i].stage, __ATOMIC_ACQUIRE) < STAGES;
+            }
+            if (!advanced && unfinished > 0) patience.wait();
+        }
+    });
+}
+
+// Describe the heads that need retrieval; short regions are selected whole, at once.
+void describe(Job& job) {
+    const SelectArguments& a = job.a;
+    for (int64_t i = 0; i < a.batch * a.kv_heads; i++) {
+        const int64_t request = i / a.kv_heads, length = a.lengths[request], count = a.candidates[request];
+        if (length <= a.top_k) {
+            for (int64_t k = 0; k < a.top_k; k++) a.rows[i * a.top_k + k] = k < length ? static_cast<int32_t>(k) : -1;
+            continue;
+        }
+        Task& task = job.tasks[job.task_count++];
+        task = {};
+        task.request = request, task.head = i % a.kv_heads, task.length = length, task.candidate_count = count;
+        task.extents = a.table + a.slots[request] * a.max_extents;
+    }
+}
+
+void select(const SelectArguments& a) {
+    static thread_local Scratch task_memory, work_memory;
+    Job job = {a, nullptr, 0, a.padded_dim / BLOCK, 1, 1};
+    job.tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
+    job.lanes = a.reduction == 0 ? 1 : static_cast<int>(a.group);
+    job.packs = (job.lanes + PACK - 1) / PACK;
+    describe(job);
+    if (job.task_count == 0) return;
+    Arena measured(nullptr);
+    for (int64_t i = 0; i < job.task_count; i++) lay_out(job, job.tasks[i], measured);
+    Arena arena(static_cast<char*>(work_memory.reserve(measured.used)));
+    for (int64_t i = 0; i < job.task_count; i++) lay_out(job, job.tasks[i], arena);
+    const int64_t most = job.task_count * job.blocks;
+    run_stages(job, static_cast<int>(a.threads < most ? a.threads : most));
+}
+
+}  // namespace
+}  // namespace kvseek
+
+KVSEEK_KERNEL(kvseek_pariskv_select, kvseek::SelectArguments, kvseek::select)

@@ -1,0 +1,80 @@
+// What the four kernels of a ParisKV selection share: their arguments, and where their intermediate results lie.
+#pragma once
+
+#include "plugins/shared/instructions.cuh"
+#include "plugins/shared/overlap.cuh"
+#include "rotate.cuh"
+#include "warp.cuh"
+
+namespace kvseek {
+namespace pariskv {
+
+// Mirrored field by field in device.py. A "task" is a request and a KV head: request * kv_heads + head.
+// Results that grow with the region lie in extents, as the index does: entry i of a task is in the row of position i.
+struct SelectArguments {
+    const Number* queries;       // [batch, kv_heads * GROUP, HEAD_DIM]
+    const Request* requests;     // [batch]; plan[0]: keys that earn tiers, ceil(rho n); plan[1]: candidates
+    const int* table;            // [slots, max_extents]
+    const unsigned char* ids;    // [extents, kv_heads, 1024, BLOCKS]
+    const unsigned char* codes;  // [extents, kv_heads, 1024, CODE_BYTES]
+    const __half* weights;       // [extents, kv_heads, 1024, BLOCKS]
+    const int* counts;           // [slots, kv_heads, BLOCKS, 256]
+    const float* signs;          // [DIM]
+    const float* levels;         // [8]
+    unsigned* columns;           // [tasks, COLUMN_TILES, STEPS, 32, 2] rotated queries, as the rerank multiplies them
+    unsigned char* votes;        // [tasks, BLOCKS / 4, 256, 4, VOTE_BYTES] votes of each centroid, a byte a lane
+    int* totals;                 // [tasks, SCORES] keys with at least so many votes
+    int* chunk_totals;           // [tasks, chunks, SCORES] the same, of the keys that one block of the scan saw
+    unsigned char* scores;       // [extents, kv_heads, 1024] votes of each key
+    int* candidates;             // [extents, kv_heads, 1024] positions, ascending
+    float* estimates;            // [extents, kv_heads, 1024, LANES] of candidates
+    unsigned* keys;              // [extents, kv_heads, 1024] of candidates: larger is better
+    float2* normalisers;         // [tasks, chunks, LANES] largest exponent, sum of the powers relative to it
+    unsigned* best_keys;         // [tasks, top blocks, top_k]
+    int* best_positions;         // [tasks, top blocks, top_k]
+    int* finished;               // [tasks] blocks of the last kernel that are done; 0 between launches
+    int* rows;                   // [batch, kv_heads, top_k] result
+    int kv_heads, max_extents, top_k;
+    int chunks;      // parts of a task: blocks of the rerank, CHUNKS_OF_SCAN to a block of the scan
+    int top_blocks;  // blocks of a task in the top-k
+    float scaling;   // softmax scale
+};
+
+// One (request, KV head), as the blocks of a kernel see it: blockIdx.y is the task.
+struct Task {
+    int number, head;
+    const Request& request;
+    const int* table;
+
+    __device__ __forceinline__ explicit Task(const SelectArguments& a)
+        : number(blockIdx.y),
+          head(blockIdx.y % a.kv_heads),
+          request(a.requests[blockIdx.y / a.kv_heads]),
+          table(a.table + static_cast<long long>(request.slot) * a.max_extents) {}
+
+    __device__ __forceinline__ bool idle() const { return request.dense != 0; }
+    __device__ __forceinline__ int length() const { return request.length; }
+    __device__ __forceinline__ int budget() const { return request.plan[0]; }
+    __device__ __forceinline__ int candidates() const { return request.plan[1]; }
+    // Row of a position, counted in positions: less than 2^32 of them fit a GPU (device.py checks it), and a product
+    // with the bytes of a row is then one instruction.
+    __device__ __forceinline__ unsigned extent(const SelectArguments& a, int number) const {
+        return static_cast<unsigned>(table[number]) * a.kv_heads + head;
+    }
+    __device__ __forceinline__ unsigned row(const SelectArguments& a, int position) const {
+        return extent(a, position / EXTENT_TOKENS) * EXTENT_TOKENS + position % EXTENT_TOKENS;
+    }
+};
+
+// Parts first .. last - 1 of `count` that part `index` of `parts` has to do; sizes differ by one at most.
+struct Share {
+    int first, last;
+    __device__ __forceinline__ Share(int count, int parts, int index)
+        : first(static_cast<int>(static_cast<unsigned>(count) * static_cast<unsigned>(index) /
+                                 static_cast<unsigned>(parts))),
+          last(static_cast<int>(static_cast<unsigned>(count) * static_cast<unsigned>(index + 1) /
+                                static_cast<unsigned>(parts))) {}
+};
+
+}  // namespace pariskv
+}  // namespace kvseek
