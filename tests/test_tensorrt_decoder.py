@@ -104,7 +104,7 @@ def test_indexes_are_built_from_the_same_prompt(
     form: str, made: dict[tuple[str, str], Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys, and the last queries of the prompt, in memory that outlasts the call; what indexes left running is waited for."""
-    for module in ("prefill", "tensorrt_decoder"):
+    for module in ("model.prefill", "tensorrt.decoder"):
         monkeypatch.setattr(f"kvseek.engine.{module}.LAST_QUERIES", 30)
     model, directory = made["qwen3", "flat"]
     built: list[list[Tensor]] = []
