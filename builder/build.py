@@ -15,19 +15,19 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from kvseek.builder.calibrate import Calibrator, Text
-from kvseek.builder.calibration import Calibration
-from kvseek.builder.checkpoint import Checkpoint
-from kvseek.builder.compile import cached_cpu_library
-from kvseek.builder.compile_cuda import cached_cubins, specialise
+from kvseek.builder.atomic_directory import refuse_foreign, remove_leftovers, staging
+from kvseek.builder.calibration.calibrate import Calibrator, Text
+from kvseek.builder.calibration.report import Calibration
+from kvseek.builder.checkpoints.checkpoint import Checkpoint
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import WeightFormat, total_size, weight_reader, write_weights
+from kvseek.builder.compile.cpu import cached_cpu_library
+from kvseek.builder.compile.cuda import cached_cubins, specialise
 from kvseek.builder.manifest import fingerprint, up_to_date, write_manifest
-from kvseek.builder.open_checkpoint import open_checkpoint
 from kvseek.builder.options import BuildOptions, InspectOptions, Options, PlanOptions, parse
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
-from kvseek.builder.staging import refuse_foreign, remove_leftovers, staging
-from kvseek.builder.tensorrt_api import load_tensorrt
-from kvseek.builder.tensorrt_plans import plan_count, write_plans
-from kvseek.builder.weights import WeightFormat, total_size, weight_reader, write_weights
+from kvseek.builder.tensorrt.api import load_tensorrt
+from kvseek.builder.tensorrt.plans import plan_count, write_plans
 from kvseek.core.config import EngineConfig, require
 from kvseek.core.config_file import write_config
 from kvseek.core.cpu_library import LIBRARY_FILE
@@ -58,7 +58,7 @@ def _run(options: Options) -> int:
         return 0
     console = Console(markup=False, highlight=False)  # names and messages may hold brackets
     if isinstance(options, PlanOptions):
-        from kvseek.builder.plan_report import print_plan
+        from kvseek.builder.planning.report import print_plan
 
         print_plan(options, console)
     elif isinstance(options, InspectOptions):
@@ -242,4 +242,6 @@ def _terminable() -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    # Python searches the folder of a script first, where builder/tensorrt/ would be found instead of TensorRT's own module.
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
     sys.exit(main())

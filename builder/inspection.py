@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
-from kvseek.builder.calibration import CALIBRATION_FILE, Calibration
+from kvseek.builder.calibration.report import CALIBRATION_FILE, Calibration
 from kvseek.builder.flags import LIMITS
 from kvseek.builder.options import InspectOptions
 from kvseek.builder.printing import print_json, table
 from kvseek.builder.sizes import readable
-from kvseek.builder.tensorrt_inspection import plan_tables, read_plans
+from kvseek.builder.tensorrt.inspection import plan_tables, read_plans
 from kvseek.core.config import FORMAT_VERSION, CacheConfig, EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.cpu_library import LIBRARY_FILE

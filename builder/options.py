@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvseek.builder.compile_cuda import ARCHITECTURES
+from kvseek.builder.compile.cuda import ARCHITECTURES
 from kvseek.builder.flags import CALIBRATE_TOKENS, LIMITS, FlagParser
 from kvseek.core.config import CHOICES, CacheConfig, EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.fields import from_dict
@@ -73,7 +73,7 @@ class BuildOptions(EngineOptions):
     quiet: bool = False
     calibrate: Path | None = None  # a text; None: no calibration
     calibrate_tokens: int = CALIBRATE_TOKENS
-    calibrate_window: int | None = None  # None: as builder/calibrate.py chooses
+    calibrate_window: int | None = None  # None: as builder/calibration/calibrate.py chooses
 
     @property
     def settings(self) -> dict[str, Any]:

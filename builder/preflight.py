@@ -10,14 +10,13 @@ from pathlib import Path
 
 import torch
 
+from kvseek.builder.checkpoints.checkpoint import Checkpoint
+from kvseek.builder.checkpoints.weights import Weight, WeightFormat, check_tensors, plan_weights, total_size
+from kvseek.builder.sizes import readable
+from kvseek.builder.tensorrt.plans import angle_bytes, largest_plan, plan_count, weight_bytes
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.engine.host_memory import available_bytes
-
-from .checkpoint import Checkpoint
-from .sizes import readable
-from .tensorrt_plans import angle_bytes, largest_plan, plan_count, weight_bytes
-from .weights import Weight, WeightFormat, check_tensors, plan_weights, total_size
 
 # Upper bounds of what is small beside the weights and known only once it is made. Measured with SmolLM2 (49,152 tokens):
 # tokenizer files of 72 bytes a token, a CPU library of 1.0 MB, a cubin of 0.6 MB, codebooks of 1 KB, header and index of

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from kvseek.builder.checkpoint import Checkpoint
-from kvseek.builder.weights import plan_weights, weight_reader
+from kvseek.builder.checkpoints.checkpoint import Checkpoint
+from kvseek.builder.checkpoints.weights import plan_weights, weight_reader
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.engine.tensorrt_index import PLANS_FILE
 

@@ -17,8 +17,8 @@ from random_models import ARCHITECTURES, save_random_model
 from safetensors.torch import load_file, save_file
 
 from kvseek.builder import build
-from kvseek.builder.open_checkpoint import open_checkpoint
-from kvseek.builder.weights import WeightFormat, plan_weights, write_weights
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import WeightFormat, plan_weights, write_weights
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError
 from kvseek.core.manifest import CODEBOOKS_FILE, read_manifest, verify

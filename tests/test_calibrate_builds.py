@@ -12,9 +12,10 @@ import torch
 from random_models import save_random_model
 from test_calibrate import DEVICE, calibrated, run
 
-from kvseek.builder import build, calibrate
-from kvseek.builder.calibration import CALIBRATION_FILE, Calibration
-from kvseek.builder.perplexity import WindowedText
+from kvseek.builder import build
+from kvseek.builder.calibration import calibrate
+from kvseek.builder.calibration.perplexity import WindowedText
+from kvseek.builder.calibration.report import CALIBRATION_FILE, Calibration
 from kvseek.core.errors import EngineDirectoryError
 
 SENTENCE = "the harbour master wrote the log, and the light was lit at dusk in 1931; "

@@ -13,12 +13,12 @@ import torch
 from random_models import SHAPE, save_random_model
 
 from kvseek.builder import build
-from kvseek.builder.open_checkpoint import open_checkpoint
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
 from kvseek.builder.options import PlanOptions, parse
-from kvseek.builder.plan import BUDGET, DEVICE, HOST, KERNELS, REACH, REQUESTS, Attempt, Planner
-from kvseek.builder.plan_report import plan_document
+from kvseek.builder.planning.fit import BUDGET, DEVICE, HOST, KERNELS, REACH, REQUESTS, Attempt, Planner
+from kvseek.builder.planning.report import plan_document
 from kvseek.builder.sizes import memory_size, readable
-from kvseek.builder.weights import WeightFormat, write_weights
 from kvseek.core.errors import CapacityError
 from kvseek.core.request import Request
 from kvseek.core.statistics import RequestStatistics

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from tensorrt_llm_files import save_tensorrt_llm
 
 from kvseek.builder import build, preflight
-from kvseek.builder.open_checkpoint import open_checkpoint
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import WeightFormat, plan_weights, total_size
 from kvseek.builder.preflight import Room, available_room, needed_room, refuse_too_little, weight_memory
-from kvseek.builder.weights import WeightFormat, plan_weights, total_size
 from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import verify

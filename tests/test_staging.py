@@ -12,7 +12,7 @@ import pytest
 from random_models import save_random_model
 
 from kvseek.builder import build
-from kvseek.builder.staging import remove_leftovers, staging
+from kvseek.builder.atomic_directory import remove_leftovers, staging
 from kvseek.core.manifest import verify
 
 
@@ -142,7 +142,7 @@ def test_after_a_real_kill(output: Path) -> None:
     """A build that is killed while it writes, another that goes on beside it, and the build that cleans up."""
     model = save_random_model(output.parent / "model", "llama")
     script = (
-        "import pathlib, sys, time\nfrom kvseek.builder.staging import staging\n"
+        "import pathlib, sys, time\nfrom kvseek.builder.atomic_directory import staging\n"
         "with staging(pathlib.Path(sys.argv[1])) as directory:\n"
         "    (directory / 'config.json').touch()\n    print('writing', flush=True)\n    time.sleep(1000)\n"
     )

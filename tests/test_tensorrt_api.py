@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvseek.builder.tensorrt_api import load_tensorrt
-from kvseek.builder.tensorrt_plans import limits_of, plan_count, weight_bytes, write_plans
+from kvseek.builder.tensorrt.api import load_tensorrt
+from kvseek.builder.tensorrt.plans import limits_of, plan_count, weight_bytes, write_plans
 from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.tensorrt_api import PACKAGES

@@ -16,8 +16,8 @@ from random_models import ARCHITECTURES, save_random_model
 from tensorrt_stand_ins import with_plugin_layers
 
 from kvseek.builder import build
-from kvseek.builder.open_checkpoint import open_checkpoint
-from kvseek.builder.tensorrt_plans import weight_bytes
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.tensorrt.plans import weight_bytes
 from kvseek.core.config_file import read_config
 from kvseek.core.manifest import read_manifest, verify
 from kvseek.plugins.tensorrt_fields import AttentionFields

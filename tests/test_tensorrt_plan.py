@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from random_models import save_random_model
 
-from kvseek.builder.open_checkpoint import open_checkpoint
+from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.options import PlanOptions, parse
-from kvseek.builder.plan import Planner
-from kvseek.builder.plan_report import plan_document
+from kvseek.builder.planning.fit import Planner
+from kvseek.builder.planning.report import plan_document
 from kvseek.core.config import TensorRtConfig
 from kvseek.engine.work_space import prefill_bytes
 

@@ -22,9 +22,9 @@ from test_plan import planner
 from torch import Tensor
 
 from kvseek.builder import build
-from kvseek.builder.compile_cuda import WEIGHT_NUMBERS
-from kvseek.builder.open_checkpoint import open_checkpoint
-from kvseek.builder.weights import WeightFormat, plan_weights, total_size, weight_reader, write_weights
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import WeightFormat, plan_weights, total_size, weight_reader, write_weights
+from kvseek.builder.compile.cuda import WEIGHT_NUMBERS
 from kvseek.core.config import CHOICES
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.engine import weight_only_kernels

@@ -12,7 +12,7 @@ from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
 
 from .checkpoint import Checkpoint, Header
-from .checkpoint_files import (
+from .files import (
     DOWNLOAD_AGAIN,
     TensorTypes,
     float_type,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvseek.builder.checkpoints.headers import source_shape
 from kvseek.core.config import ModelConfig, require
 
-from .tensor_headers import source_shape
-from .tensorrt_llm_config import Mapping
+from .config import Mapping
 
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 # Hugging Face module of a layer → (TensorRT-LLM's name, axis along which ranks share its weight, None if they do not).

@@ -18,7 +18,7 @@ from kvseek.core.config import ModelConfig, require
 from kvseek.core.errors import ConfigError
 
 from .checkpoint import Checkpoint, Header
-from .checkpoint_files import naming
+from .files import naming
 from .gguf_tokenizer import load_tokenizer
 from .model_config import model_config
 

@@ -12,15 +12,21 @@ from typing import Any
 
 from torch import Tensor
 
+from kvseek.builder.checkpoints.checkpoint import Checkpoint, Header
+from kvseek.builder.checkpoints.files import (
+    generation_ends,
+    load_tokenizer_directory,
+    metadata_files,
+    naming,
+    read_object,
+)
+from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.core.config import ModelConfig, require
 from kvseek.core.errors import ConfigError
 
-from .checkpoint import Checkpoint, Header
-from .checkpoint_files import generation_ends, load_tokenizer_directory, metadata_files, naming, read_object
-from .model_config import model_config
-from .tensorrt_llm_config import Mapping, hugging_face_values, read_mapping
-from .tensorrt_llm_layout import Layout, Part
-from .tensorrt_llm_ranks import COPY_AGAIN, RankFile, join
+from .config import Mapping, hugging_face_values, read_mapping
+from .layout import Layout, Part
+from .ranks import COPY_AGAIN, RankFile, join
 
 LAYER = re.compile(r"transformer\.layers\.(\d+)\.")
 CACHE_SCALES = ("kv_cache_scaling_factor", "kv_cache_rcp_scaling_factor")  # of a KV cache that kvseek does not quantise

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvseek.builder.checkpoints.files import float_type, open_safetensors, tensor_types
 from kvseek.core.errors import ConfigError
 
-from .checkpoint_files import float_type, open_safetensors, tensor_types
-from .tensorrt_llm_layout import Part
+from .layout import Part
 
 COPY_AGAIN = "copy the checkpoint again, or convert the model again"
 

@@ -13,10 +13,10 @@ from functools import cached_property
 
 import torch
 
-from kvseek.builder.compile_cuda import specialise
+from kvseek.builder.checkpoints.weights import WeightFormat, total_size
+from kvseek.builder.compile.cuda import specialise
 from kvseek.builder.options import PlanOptions
-from kvseek.builder.tensorrt_plans import weight_bytes as plan_bytes
-from kvseek.builder.weights import WeightFormat, total_size
+from kvseek.builder.tensorrt.plans import weight_bytes as plan_bytes
 from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError, KernelError
 from kvseek.core.extents import extents_for

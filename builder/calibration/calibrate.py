@@ -9,11 +9,9 @@ from pathlib import Path
 
 import torch
 
-from kvseek.builder.calibration import Calibration, QuantisationCost
-from kvseek.builder.checkpoint import Checkpoint
+from kvseek.builder.checkpoints.checkpoint import Checkpoint
+from kvseek.builder.checkpoints.weights import plan_weights, weight_reader
 from kvseek.builder.flags import CALIBRATE_TOKENS
-from kvseek.builder.perplexity import Advance, LayerSource, Losses, WindowedText
-from kvseek.builder.weights import plan_weights, weight_reader
 from kvseek.core.config import EngineConfig, require
 from kvseek.core.errors import CapacityError, ConfigError
 from kvseek.engine import bfloat16
@@ -21,6 +19,9 @@ from kvseek.engine.layer import Head
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.engine.weight_only import NONE
 from kvseek.engine.weights import load_weights
+
+from .perplexity import Advance, LayerSource, Losses, WindowedText
+from .report import Calibration, QuantisationCost
 
 CPU = torch.device("cpu")
 

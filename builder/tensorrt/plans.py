@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvseek.builder.checkpoints.weights import WeightFormat, plan_weights, total_size
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.engine.graphs import buckets_for
@@ -20,10 +21,9 @@ from kvseek.engine.tensorrt_index import PLANS_FILE, PlanEntry, PlanIndex, PlanL
 from kvseek.engine.tensorrt_messages import logger, why
 from kvseek.plugins.tensorrt import add_attention_layer
 
+from .api import ITensor, Network, TensorRt
+from .graph import Graph, WeightSource
 from .network_forms import NetworkWriter
-from .tensorrt_api import ITensor, Network, TensorRt
-from .tensorrt_graph import Graph, WeightSource
-from .weights import WeightFormat, plan_weights, total_size
 
 # Names within an engine directory; rank0, as TensorRT-LLM names what one GPU runs.
 WHOLE_FILE = "rank0.engine"
@@ -57,7 +57,7 @@ def weight_bytes(config: EngineConfig) -> int:
 
 
 def angle_bytes(config: EngineConfig) -> int:
-    """Bytes of the table of cosines and sines, which one plan holds (builder/network.py)."""
+    """Bytes of the table of cosines and sines, which one plan holds (builder/tensorrt/network.py)."""
     return config.max_seq_len * config.model.head_dim * WeightFormat.of(config).dtype.itemsize
 
 
@@ -88,7 +88,7 @@ def write_plans(
     api : TensorRt
         The module `tensorrt` or `tensorrt_rtx`.
     weights : callable
-        Source of the weights, such as `weight_reader` of builder/weights.py.
+        Source of the weights, such as `weight_reader` of builder/checkpoints/weights.py.
     progress : callable, optional
         Called with 1 after every plan.
 

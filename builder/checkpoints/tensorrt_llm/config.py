@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvseek.builder.checkpoints.model_config import USE_ANOTHER
 from kvseek.core.config import require
 from kvseek.core.errors import ConfigError
-
-from .model_config import USE_ANOTHER
 
 LLAMA_LIKE = ("LlamaForCausalLM", "MistralForCausalLM")
 QWEN = "QWenForCausalLM"  # of any generation, which qwen_type tells

@@ -18,8 +18,8 @@ from kvseek.engine.weight_only import NONE, PRECISIONS, is_quantised, quantise
 from kvseek.engine.weights import INDEX_FILE
 
 from .checkpoint import Checkpoint
-from .checkpoint_files import FLOAT_TYPES
-from .tensor_headers import check_headers
+from .files import FLOAT_TYPES
+from .headers import check_headers
 
 SHARD_BYTES = 4 << 30  # a shard grows no larger unless a single tensor is
 HEADER_ALIGNMENT = 64  # a cache line: tensors are read in place from the mapped file
