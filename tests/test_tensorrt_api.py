@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from kvseek.builder.tensorrt.api import load_tensorrt
-from kvseek.builder.tensorrt.plans import limits_of, plan_count, weight_bytes, write_plans
+from kvseek.builder.tensorrt.plans import write_plans
+from kvseek.builder.tensorrt.sizes import limits_of, plan_count, weight_bytes
 from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.tensorrt_api import PACKAGES

@@ -14,7 +14,7 @@ from device_stand_ins import TorchAttention, TorchLayer, make_parts
 from fake_tensorrt import Engine, FakeTensorRt
 from random_models import save_random_model
 
-from kvseek.builder.tensorrt.plans import limits_of
+from kvseek.builder.tensorrt.sizes import limits_of
 from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.errors import EngineDirectoryError, KernelError
 from kvseek.engine import graphed_decoder, loading

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
-from kvseek.builder.checkpoints.weights import plan_weights, weight_reader
+from kvseek.builder.checkpoints.weights import list_weights, weight_reader
 from kvseek.builder.flags import CALIBRATE_TOKENS
+from kvseek.builder.printing import Advance
 from kvseek.core.config import EngineConfig, require
 from kvseek.core.errors import CapacityError, ConfigError
 from kvseek.engine import bfloat16
@@ -20,7 +21,7 @@ from kvseek.engine.tokenizer import Tokenizer
 from kvseek.engine.weight_only import NONE
 from kvseek.engine.weights import load_weights
 
-from .perplexity import Advance, LayerSource, Losses, WindowedText
+from .perplexity import LayerSource, Losses, WindowedText
 from .report import Calibration, QuantisationCost
 
 CPU = torch.device("cpu")
@@ -171,7 +172,7 @@ def stored_layers(directory: Path) -> LayerSource:
 def checkpoint_layers(checkpoint: Checkpoint, dtype: torch.dtype) -> LayerSource:
     """Layers of a checkpoint, fused and in `dtype`: what an engine without quantisation would hold."""
     read = weight_reader(checkpoint, dtype)
-    names = [weight.name for weight in plan_weights(checkpoint.config)]
+    names = [weight.name for weight in list_weights(checkpoint.config)]
     return lambda number: {name: read(name) for name in names if _of_layer(name, number)}
 
 
