@@ -71,7 +71,7 @@ def compile_cpu_library(output: Path) -> None:
 
 
 def cached_cpu_library() -> Path:
-    """Compile once per source text, compiler and flags: ``cpu-<hash>.so`` of the cache folder. Raises as `compile_cpu_library`."""
+    """Compile once per source text, compiler and flags, to ``cpu-<hash>.so`` of the cache folder; raises as the compilation."""
     compiler = find_compiler()
     digest = hashlib.sha256(_run([*compiler, "--version"]).encode())
     digest.update(repr([(level, unit_flags(level)) for level in instruction_levels()]).encode())
