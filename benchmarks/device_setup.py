@@ -216,7 +216,7 @@ class Bench:
 
     def kernels(self, variant: Variant) -> CudaKernels:
         """The variant's kernels for this GPU, compiled once."""
-        from kvseek.builder.compile_cuda import cached_cubin, specialise
+        from kvseek.builder.compile.cuda import cached_cubin, specialise
         from kvseek.core.cuda import CudaKernels
 
         if variant.label not in self._kernels:
@@ -227,7 +227,7 @@ class Bench:
 
     def library(self) -> CpuLibrary:
         """Compiled code of the CPU, compiled once."""
-        from kvseek.builder.compile import cached_cpu_library
+        from kvseek.builder.compile.cpu import cached_cpu_library
         from kvseek.core.cpu_library import CpuLibrary
 
         self._library = self._library or CpuLibrary(cached_cpu_library())

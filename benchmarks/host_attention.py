@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvseek.builder.compile import cached_cpu_library
+from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError, KvseekError

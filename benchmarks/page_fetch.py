@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from kvseek.builder.compile_cuda import Specialisation, cached_cubin
+from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 from kvseek.core.cuda import CudaKernels
 from kvseek.engine.cache.host_pool import HostPool
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvseek.benchmarks.synthetic import SyntheticKeys
-from kvseek.builder.compile import cached_cpu_library
+from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.plugins.contract import IndexContext

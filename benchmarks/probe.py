@@ -61,7 +61,7 @@ class Probe:
     """Measures rates on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        from kvseek.builder.compile_cuda import Specialisation, cached_cubin
+        from kvseek.builder.compile.cuda import Specialisation, cached_cubin
         from kvseek.core.cuda import CudaKernels
 
         major, minor = torch.cuda.get_device_capability(device)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvseek.benchmarks.synthetic import SyntheticKeys
 from kvseek.benchmarks.timing import Samples, measure
-from kvseek.builder.compile_cuda import Specialisation, cached_cubin
+from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 from kvseek.core.cuda import CudaKernels, cuda_device
 from kvseek.core.errors import ConfigError, KernelError, KvseekError
 from kvseek.measurement.machine import describe, describe_gpu, installed_version

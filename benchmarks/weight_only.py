@@ -117,7 +117,7 @@ def _time(graph: torch.cuda.CUDAGraph) -> float:
 
 def measure(model: ModelConfig, rows: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """Times of every matrix and number of rows."""
-    from kvseek.builder.compile_cuda import Specialisation, cached_cubin
+    from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 
     device = cuda_device()
     major, minor = torch.cuda.get_device_capability(device)

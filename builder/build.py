@@ -1,4 +1,4 @@
-"""`kvseek build`: turn a checkpoint into an engine directory, plan one, or look at one. docs/builder.md describes all."""
+"""`kvseek build`: turn a checkpoint into an engine directory, tell what would fit, or look at one (docs/builder.md)."""
 
 from __future__ import annotations
 
@@ -8,32 +8,30 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from kvseek.builder.calibrate import Calibrator, Text
-from kvseek.builder.calibration import Calibration
-from kvseek.builder.checkpoint import Checkpoint
-from kvseek.builder.compile import cached_cpu_library
-from kvseek.builder.compile_cuda import cached_cubins, specialise
-from kvseek.builder.manifest import fingerprint, up_to_date, write_manifest
-from kvseek.builder.open_checkpoint import open_checkpoint
-from kvseek.builder.options import BuildOptions, InspectOptions, Options, PlanOptions, parse
+from kvseek.builder.atomic_directory import atomic_directory, refuse_foreign, remove_leftovers
+from kvseek.builder.calibration.calibrate import Calibrator, Text
+from kvseek.builder.calibration.report import Calibration
+from kvseek.builder.checkpoints.checkpoint import Checkpoint
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.compile.cpu import cached_cpu_library
+from kvseek.builder.compile.cuda import cached_cubins, specialise
+from kvseek.builder.fingerprint import fingerprint, up_to_date
+from kvseek.builder.options import BuildOptions, FitOptions, InspectOptions, Options, parse
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
-from kvseek.builder.staging import refuse_foreign, remove_leftovers, staging
-from kvseek.builder.tensorrt_api import load_tensorrt
-from kvseek.builder.tensorrt_plans import plan_count, write_plans
-from kvseek.builder.weights import WeightFormat, total_size, weight_reader, write_weights
+from kvseek.builder.weight_storage import WeightStorage, weight_storage
 from kvseek.core.config import EngineConfig, require
 from kvseek.core.config_file import write_config
 from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.core.errors import KvseekError
-from kvseek.core.manifest import CODEBOOKS_FILE
+from kvseek.core.manifest import CODEBOOKS_FILE, write_manifest
 from kvseek.engine.loading import needs_cpu_library
 from kvseek.engine.model.weight_only import FASTER_ROWS, NONE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
@@ -41,7 +39,7 @@ from kvseek.plugins.registry import get_method
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build, plan, inspect or verify; returns 0, or 1 after printing why not. Bad usage exits with 2."""
+    """Build, tell what would fit, inspect or verify; returns 0, or 1 after printing why not. Bad usage exits with 2."""
     options = parse(argv)
     try:
         return _run(options)
@@ -57,10 +55,10 @@ def _run(options: Options) -> int:
             build_engine(options)
         return 0
     console = Console(markup=False, highlight=False)  # names and messages may hold brackets
-    if isinstance(options, PlanOptions):
-        from kvseek.builder.plan_report import print_plan
+    if isinstance(options, FitOptions):
+        from kvseek.builder.planning.report import print_fit
 
-        print_plan(options, console)
+        print_fit(options, console)
     elif isinstance(options, InspectOptions):
         from kvseek.builder.inspection import print_engine
 
@@ -70,6 +68,44 @@ def _run(options: Options) -> int:
 
         return print_faults(options.directory, console)
     return 0
+
+
+@dataclass(frozen=True)
+class _Build:
+    """One engine to build: what was asked for, and what follows from that and from the checkpoint.
+
+    Attributes
+    ----------
+    text : Text or None
+        To calibrate with.
+    fingerprint : str
+        Digest of everything that the build depends on.
+    """
+
+    options: BuildOptions
+    checkpoint: Checkpoint
+    config: EngineConfig
+    storage: WeightStorage
+    text: Text | None
+    fingerprint: str
+
+    @classmethod
+    def of(cls, options: BuildOptions, checkpoint: Checkpoint) -> _Build:
+        """Complete the options; raises as `build_engine`."""
+        text = None if options.calibrate is None else Text.read(options.calibrate)
+        config = options.engine_config(checkpoint.config)
+        storage = weight_storage(config)
+        sources = [*checkpoint.sources, *filter(None, [options.calibrate])]
+        return cls(
+            options, checkpoint, config, storage, text, fingerprint(options.settings | storage.versions(), sources)
+        )
+
+    def check(self, output_dir: Path) -> None:
+        """Raise ConfigError unless the kernels support the model, its tensors are there, and disk and memory suffice."""
+        if self.config.device == "cuda":
+            specialise(self.config)
+        needed = needed_room(self.checkpoint, self.config, len(self.options.cuda_archs))
+        refuse_too_little(needed, available_room(output_dir), self.options.output_dir, self.options.model)
 
 
 def build_engine(options: BuildOptions) -> bool:
@@ -93,23 +129,17 @@ def build_engine(options: BuildOptions) -> bool:
     output_dir = options.output_dir.resolve()
     refuse_foreign(output_dir)
     remove_leftovers(output_dir)
-    text = None if options.calibrate is None else Text.read(options.calibrate)
-    config = options.engine_config(checkpoint.config)
-    sources = [*checkpoint.sources, *filter(None, [options.calibrate])]
-    build_fingerprint = fingerprint(options.settings | _tensorrt_version(config), sources)
-    if not options.force and up_to_date(output_dir, build_fingerprint):
+    build = _Build.of(options, checkpoint)
+    if not options.force and up_to_date(output_dir, build.fingerprint):
         console.print(f"{options.output_dir} is up to date; --force builds it again")
         return False
     with console.status("check the model"):
-        if config.device == "cuda":
-            specialise(config)  # which raises if the kernels do not support the model
-        needed = needed_room(checkpoint, config, len(options.cuda_archs))
-        refuse_too_little(needed, available_room(output_dir), options.output_dir, options.model)
-    with staging(output_dir) as directory:
-        calibration = _write_engine(directory, checkpoint, config, options, text, console, build_fingerprint)
+        build.check(output_dir)
+    with atomic_directory(output_dir) as directory:
+        calibration = _write_engine(build, directory, console)
     if calibration is not None:
         calibration.print(console)
-    _print_advice(config, console)
+    _print_advice(build.config, console)
     size = sum(path.stat().st_size for path in output_dir.rglob("*") if path.is_file())
     console.print(f"{options.output_dir}: {options.method} engine of {options.model.name}, {size / 1e6:,.0f} MB")
     return True
@@ -124,51 +154,32 @@ def _print_advice(config: EngineConfig, console: Console) -> None:
         )
 
 
-def _tensorrt_version(config: EngineConfig) -> dict[str, Any]:
-    """What plans depend on beside the options; raises KernelError, before anything is written, without the module."""
-    if config.runtime != "tensorrt":
-        return {}
-    return {"tensorrt_version": load_tensorrt(config.tensorrt.module).__version__}
-
-
-def _write_engine(
-    directory: Path,
-    checkpoint: Checkpoint,
-    config: EngineConfig,
-    options: BuildOptions,
-    text: Text | None,
-    console: Console,
-    build_fingerprint: str,
-) -> Calibration | None:
+def _write_engine(build: _Build, directory: Path, console: Console) -> Calibration | None:
+    """Write all files of the engine, the manifest last; returns what a calibration found, if one was asked for."""
+    options, config, checkpoint = build.options, build.config, build.checkpoint
     columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=options.quiet) as progress:
         write_config(config, directory)
         with _step(progress, "save the tokenizer"):
             _write_tokenizer(directory, checkpoint)
         calibrator = None
-        if text is not None:
+        if build.text is not None:
             with _step(progress, "read the text"):
-                calibrator = _calibrator(text, config, directory, options, progress)
+                calibrator = _calibrator(build.text, config, directory, options, progress)
         with _step(progress, "compute codebooks"):
             _write_codebooks(directory, config)
         if config.kernels == "native":
             with _step(progress, "compile kernels", len(options.cuda_archs) or 1) as advance:
                 _write_kernels(directory, config, options.cuda_archs, advance)
-        if config.runtime == "tensorrt":
-            with _step(progress, "build TensorRT plans", plan_count(config)) as advance:
-                reader = weight_reader(checkpoint, WeightFormat.of(config).dtype)
-                write_plans(load_tensorrt(config.tensorrt.module), config, reader, directory, advance)
-        else:
-            weight_format = WeightFormat.of(config)
-            with _step(progress, "fuse, write weights", total_size(config.model, weight_format)) as advance:
-                write_weights(checkpoint, directory, weight_format, progress=advance)
+        with _step(progress, build.storage.task, build.storage.steps) as advance:
+            build.storage.write(checkpoint, directory, advance)
         calibration = None
         if calibrator is not None:
             with _step(progress, f"calibrate on {calibrator.device.type}", calibrator.units) as advance:
                 calibration = calibrator.run(checkpoint, directory, advance)
             calibration.save(directory)
         with _step(progress, "hash files"):
-            write_manifest(directory, options.model.resolve().name, build_fingerprint)
+            write_manifest(directory, options.model.resolve().name, build.fingerprint)
     return calibration
 
 
@@ -242,4 +253,6 @@ def _terminable() -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    # Python searches the folder of a script first, where builder/tensorrt/ would be found instead of TensorRT's own module.
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
     sys.exit(main())

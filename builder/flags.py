@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvseek.builder.compile_cuda import ARCHITECTURES
+from kvseek.builder.compile.cuda import ARCHITECTURES
 from kvseek.builder.field_texts import field_texts
 from kvseek.builder.sizes import memory_size
 from kvseek.core.config import CHOICES, CacheConfig, EngineConfig, TensorRtConfig

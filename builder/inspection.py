@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
-from kvseek.builder.calibration import CALIBRATION_FILE, Calibration
+from kvseek.builder.calibration.report import CALIBRATION_FILE, Calibration
 from kvseek.builder.flags import LIMITS
 from kvseek.builder.options import InspectOptions
 from kvseek.builder.printing import print_json, table
 from kvseek.builder.sizes import readable
-from kvseek.builder.tensorrt_inspection import plan_tables, read_plans
+from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.config import FORMAT_VERSION, CacheConfig, EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.cpu_library import LIBRARY_FILE
@@ -38,9 +38,8 @@ def print_engine(options: InspectOptions, console: Console) -> None:
     model = [(name, _text(value)) for name, value in document["model"].items() if value not in (None, False)]
     console.print(table("Engine", ("", "left"), ("value", "left"), rows=described))
     console.print(table("Model", ("", "left"), ("value", "left"), rows=model))
-    if document["plans"] is not None:
-        for part in plan_tables(document["plans"]):
-            console.print(part)
+    for part in weight_storage(read_config(options.directory)).tables(options.directory):
+        console.print(part)
     for title, name in ((f"Method {document['method']}", "method_config"), ("Cache", "cache")):
         console.print(_fields_table(title, document[name], document["changed"][name]))
     if document["calibration"] is not None:
@@ -71,7 +70,7 @@ def engine_document(options: InspectOptions) -> dict[str, Any]:
         **document,
         "kernels": _kernels(options, config, set(manifest.files)),
         "changed": changed,
-        "plans": read_plans(options.directory) if config.runtime == "tensorrt" else None,
+        "plans": weight_storage(config).describe(options.directory),
         "calibration": _calibration(options, set(manifest.files)),
         "files": {name: record.size for name, record in sorted(manifest.files.items())},
     }

@@ -1,4 +1,4 @@
-"""The command line of the builder, understood: what to build, to plan, to inspect or to verify."""
+"""The command line of the builder, understood: what to build, to fit into a GPU, to inspect or to verify."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvseek.builder.compile_cuda import ARCHITECTURES
+from kvseek.builder.compile.cuda import ARCHITECTURES
 from kvseek.builder.flags import CALIBRATE_TOKENS, LIMITS, FlagParser
 from kvseek.core.config import CHOICES, CacheConfig, EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.fields import from_dict
@@ -73,7 +73,7 @@ class BuildOptions(EngineOptions):
     quiet: bool = False
     calibrate: Path | None = None  # a text; None: no calibration
     calibrate_tokens: int = CALIBRATE_TOKENS
-    calibrate_window: int | None = None  # None: as builder/calibrate.py chooses
+    calibrate_window: int | None = None  # None: as builder/calibration/calibrate.py chooses
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -84,8 +84,8 @@ class BuildOptions(EngineOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(EngineOptions):
-    """An engine to plan for a machine with so many bytes of memory."""
+class FitOptions(EngineOptions):
+    """An engine, and the bytes of memory that it is to fit into: `--plan`."""
 
     gpu_memory: int
     host_memory: int
@@ -107,7 +107,7 @@ class VerifyOptions:
     directory: Path
 
 
-Options = BuildOptions | PlanOptions | InspectOptions | VerifyOptions
+Options = BuildOptions | FitOptions | InspectOptions | VerifyOptions
 
 
 def parse(argv: Sequence[str] | None) -> Options:
@@ -128,7 +128,7 @@ def parse(argv: Sequence[str] | None) -> Options:
         parser.error(f"the following arguments are required{' with --plan' * (mode == 'plan')}: {', '.join(missing)}")
     _refuse_other_methods(parser, values)
     _refuse_other_runtimes(parser, values)
-    return _plan_options(parser, values) if mode == "plan" else _build_options(parser, values)
+    return _fit_options(parser, values) if mode == "plan" else _build_options(parser, values)
 
 
 def _refuse_misplaced(parser: FlagParser, mode: str, values: dict[str, Any]) -> None:
@@ -185,11 +185,11 @@ def _build_options(parser: FlagParser, values: dict[str, Any]) -> BuildOptions:
     return BuildOptions(**engine, output_dir=values["output_dir"], cuda_archs=archs)
 
 
-def _plan_options(parser: FlagParser, values: dict[str, Any]) -> PlanOptions:
+def _fit_options(parser: FlagParser, values: dict[str, Any]) -> FitOptions:
     engine = _engine_values({"device": "cuda", **values})
     if engine["device"] != "cuda":
         parser.error("--device cpu does not go with --plan, which divides the memory of a GPU; leave it out")
-    return PlanOptions(**engine, **{name: values[name] for name in PLAN_ONLY}, as_json="json" in values)
+    return FitOptions(**engine, **{name: values[name] for name in PLAN_ONLY}, as_json="json" in values)
 
 
 def _engine_values(values: dict[str, Any]) -> dict[str, Any]:

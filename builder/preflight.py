@@ -10,14 +10,13 @@ from pathlib import Path
 
 import torch
 
+from kvseek.builder.checkpoints.checkpoint import Checkpoint
+from kvseek.builder.checkpoints.weights import Weight, WeightFormat, check_tensors, list_weights
+from kvseek.builder.sizes import readable
+from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.engine.cache.host_memory import available_bytes
-
-from .checkpoint import Checkpoint
-from .sizes import readable
-from .tensorrt_plans import angle_bytes, largest_plan, plan_count, weight_bytes
-from .weights import Weight, WeightFormat, check_tensors, plan_weights, total_size
 
 # Upper bounds of what is small beside the weights and known only once it is made. Measured with SmolLM2 (49,152 tokens):
 # tokenizer files of 72 bytes a token, a CPU library of 1.0 MB, a cubin of 0.6 MB, codebooks of 1 KB, header and index of
@@ -28,9 +27,6 @@ KERNEL_BYTES = 8 << 20  # of an architecture's kernels
 TENSOR_BYTES = 512  # of headers and index, a tensor
 OTHER_FILE_BYTES = 8 << 20  # configuration, manifest, codebooks, chat template
 TOKEN_MEMORY = 3 << 10  # of the tokenizer, a token
-# Of a plan's constants: the network's, TensorRT's and the plan's (Llama-3.1-8B in segments: 4.7 GB for 1.4).
-PLAN_COPIES = 3
-PLAN_BYTES = 1 << 20  # of a plan, beside its constants (TensorRT for RTX: 0.4 to 0.7 MB)
 OTHER_MEMORY = 256 << 20  # libraries that are imported later, and buffers
 
 
@@ -55,16 +51,14 @@ def needed_room(checkpoint: Checkpoint, config: EngineConfig, architectures: int
     ConfigError
         If a tensor is missing, of another shape or of an unsupported type, or has no place in the decoder.
     """
-    model, weights, weight_format = config.model, plan_weights(config.model), WeightFormat.of(config)
+    model, weights, weight_format = config.model, list_weights(config.model), WeightFormat.of(config)
     check_tensors(checkpoint, weights)
     kernels = KERNEL_BYTES * (1 + architectures) if config.kernels == "native" else 0
     small = TOKEN_BYTES * model.vocab_size + TENSOR_BYTES * len(weights) + OTHER_FILE_BYTES
-    most = max(weight_memory(checkpoint, weight, weight_format) for weight in weights)
-    written = total_size(model, weight_format)
-    if config.runtime == "tensorrt":
-        most += PLAN_COPIES * largest_plan(config)
-        written = weight_bytes(config) + angle_bytes(config) + PLAN_BYTES * plan_count(config)
-    return Room(written + kernels + small, most + TOKEN_MEMORY * model.vocab_size + OTHER_MEMORY)
+    largest = max(weight_memory(checkpoint, weight, weight_format) for weight in weights)
+    storage = weight_storage(config)
+    memory = largest + storage.memory_bytes + TOKEN_MEMORY * model.vocab_size + OTHER_MEMORY
+    return Room(storage.disk_bytes + kernels + small, memory)
 
 
 def weight_memory(checkpoint: Checkpoint, weight: Weight, weight_format: WeightFormat) -> int:

@@ -1,9 +1,9 @@
-"""How the builder prints: tables for people, JSON for machines."""
+"""How the builder prints: tables and progress for people, JSON for machines."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -11,6 +11,8 @@ from rich.console import JustifyMethod
 from rich.table import Table
 
 Column = tuple[str, JustifyMethod]
+Advance = Callable[[int], None]
+"""Moves a progress bar on by so many of its steps."""
 
 
 def table(title: str, *columns: Column, rows: Iterable[Sequence[str]]) -> Table:

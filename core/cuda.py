@@ -37,7 +37,7 @@ class CudaKernels:
     Parameters
     ----------
     image : bytes
-        A cubin for the GPU's architecture (builder/compile_cuda.py).
+        A cubin for the GPU's architecture (builder/compile/cuda.py).
     device : torch.device, optional
         A CUDA device; None or a device without an index: the current one.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ class Manifest:
     source_model : str
         Name of the checkpoint's folder or file.
     fingerprint : str
-        Digest of everything that the build depended on (builder/manifest.py).
+        Digest of everything that the build depended on (builder/fingerprint.py).
     files : dict of str to FileRecord
         Every file of the directory but the manifest, by its path with forward slashes.
     """
@@ -59,6 +61,20 @@ def sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
             if progress is not None:
                 progress(len(part))
     return digest.hexdigest()
+
+
+def write_manifest(directory: Path, source_model: str, fingerprint: str) -> None:
+    """Record size and SHA-256 of every file below `directory` in its manifest.json."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        digests = list(pool.map(sha256, paths))
+    files = {
+        path.relative_to(directory).as_posix(): FileRecord(path.stat().st_size, digest)
+        for path, digest in zip(paths, digests, strict=True)
+    }
+    manifest = Manifest(version("kvseek"), source_model, fingerprint, files)
+    text = json.dumps(dataclasses.asdict(manifest), indent=2) + "\n"
+    (directory / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvseek.builder.open_checkpoint import open_checkpoint
+from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.core.errors import ConfigError
 
 CHUNK_TOKENS = 1024  # tokens a forward pass, which bounds the memory of attention scores

@@ -251,7 +251,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         rows_to_keep(variant, options.budget)
     library = None
     if options.kernels == "native":
-        from kvseek.builder.compile import cached_cpu_library
+        from kvseek.builder.compile.cpu import cached_cpu_library
 
         library = CpuLibrary(cached_cpu_library())
     wanted = min(options.context, LAST_QUERIES + options.queries)

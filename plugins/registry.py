@@ -67,7 +67,7 @@ class Method:
         return cast("dict[str, Tensor]", importlib.import_module(f"{self.package}.method").codebooks(config, head_dim))
 
     def cuda_defines(self, config: Any, head_dim: int, group_size: int) -> dict[str, int]:
-        """Macros that the method's GPU kernels are compiled with, beside those of builder/compile_cuda.py; may be none."""
+        """Macros that the method's GPU kernels are compiled with, beside those of builder/compile/cuda.py; may be none."""
         defines = self._offer("cuda_defines")
         return {} if defines is None else cast("dict[str, int]", defines(config, head_dim, group_size))
 

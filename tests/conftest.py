@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvseek.builder import build
-from kvseek.builder.compile import cached_cpu_library
+from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.engine.model import bfloat16
 

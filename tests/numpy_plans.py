@@ -15,10 +15,10 @@ from device_stand_ins import make_parts
 from network_interpreter import Array, evaluate
 from torch import Tensor
 
-from kvseek.builder.network_forms import NetworkWriter
-from kvseek.builder.open_checkpoint import open_checkpoint
-from kvseek.builder.tensorrt_graph import Graph
-from kvseek.builder.weights import weight_reader
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import weight_reader
+from kvseek.builder.tensorrt.graph import Graph
+from kvseek.builder.tensorrt.network_forms import NetworkWriter
 from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.engine.model.graphs import BUCKETS
 from kvseek.engine.tensorrt.decoder import SegmentsDecoder, TensorRtDecoder, WholeDecoder

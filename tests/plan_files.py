@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from kvseek.builder.checkpoint import Checkpoint
-from kvseek.builder.weights import plan_weights, weight_reader
+from kvseek.builder.checkpoints.checkpoint import Checkpoint
+from kvseek.builder.checkpoints.weights import list_weights, weight_reader
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.engine.tensorrt.plan_index import PLANS_FILE
 
@@ -32,7 +32,7 @@ def check_weights(plans: list[bytes], checkpoint: Checkpoint, dtype: torch.dtype
     Copies farther away would show in the size of the plans; searching all plans for all matrices takes minutes.
     """
     read, tied = weight_reader(checkpoint, dtype), checkpoint.config.tie_word_embeddings
-    for weight in plan_weights(checkpoint.config):
+    for weight in list_weights(checkpoint.config):
         rearranged = "gate_up" in weight.name and dtype != torch.float32  # TensorRT stores it in an order of its own
         if len(weight.shape) == 2 and not rearranged:
             values = read(weight.name)

@@ -273,7 +273,7 @@ def test_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(build, "staging", None)  # what would write anything
+    monkeypatch.setattr(build, "atomic_directory", None)  # what would write anything
     source = intact[kind]
     model = tmp_path / source.name
     (shutil.copytree if source.is_dir() else shutil.copy)(source, model)

@@ -254,7 +254,7 @@ def test_probe_arguments_mirror_the_kernels() -> None:
 
 def test_probe_compiles() -> None:
     pytest.importorskip("cuda.core")
-    from kvseek.builder.compile_cuda import Specialisation, compile_cubin
+    from kvseek.builder.compile.cuda import Specialisation, compile_cubin
 
     image = compile_cubin(Specialisation("bfloat16", 128, 1, "probe"), 90, roots=[KERNELS])
     assert b"kvseek_probe_read" in image

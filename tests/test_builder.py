@@ -17,8 +17,8 @@ from random_models import ARCHITECTURES, save_random_model
 from safetensors.torch import load_file, save_file
 
 from kvseek.builder import build
-from kvseek.builder.open_checkpoint import open_checkpoint
-from kvseek.builder.weights import WeightFormat, plan_weights, write_weights
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, write_weights
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError
 from kvseek.core.manifest import CODEBOOKS_FILE, read_manifest, verify
@@ -106,7 +106,7 @@ def test_shards_in_and_out(tmp_path: Path) -> None:
         write_weights(checkpoint, folder, WeightFormat(torch.float32), shard_bytes, sizes.append)
     index = json.loads((folders[1] / "rank0.index.json").read_text())
     assert sum(sizes) == 2 * index["metadata"]["total_size"]
-    assert list(index["weight_map"]) == [weight.name for weight in plan_weights(checkpoint.config)]
+    assert list(index["weight_map"]) == [weight.name for weight in list_weights(checkpoint.config)]
     shards = sorted(folders[1].glob("*.safetensors"))
     assert {path.name for path in shards} == set(index["weight_map"].values())
     assert shards[0].name == f"rank0-00001-of-{len(shards):05}.safetensors"

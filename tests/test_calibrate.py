@@ -19,12 +19,13 @@ from safetensors.torch import load_file, save_file
 from test_logits import load_transformers
 from torch import Tensor
 
-from kvseek.builder import build, calibrate, perplexity
-from kvseek.builder.calibrate import Calibrator, Text, checkpoint_layers, stored_layers
-from kvseek.builder.calibration import CALIBRATION_FILE, Calibration
-from kvseek.builder.open_checkpoint import open_checkpoint
-from kvseek.builder.perplexity import WindowedText
-from kvseek.builder.weights import WeightFormat, write_weights
+from kvseek.builder import build
+from kvseek.builder.calibration import calibrate, perplexity
+from kvseek.builder.calibration.calibrate import Calibrator, Text, checkpoint_layers, stored_layers
+from kvseek.builder.calibration.perplexity import WindowedText
+from kvseek.builder.calibration.report import CALIBRATION_FILE, Calibration
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import read_manifest, verify

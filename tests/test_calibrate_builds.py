@@ -12,9 +12,10 @@ import torch
 from random_models import save_random_model
 from test_calibrate import DEVICE, calibrated, run
 
-from kvseek.builder import build, calibrate
-from kvseek.builder.calibration import CALIBRATION_FILE, Calibration
-from kvseek.builder.perplexity import WindowedText
+from kvseek.builder import build, weight_storage
+from kvseek.builder.calibration import calibrate
+from kvseek.builder.calibration.perplexity import WindowedText
+from kvseek.builder.calibration.report import CALIBRATION_FILE, Calibration
 from kvseek.core.errors import EngineDirectoryError
 
 SENTENCE = "the harbour master wrote the log, and the light was lit at dusk in 1931; "
@@ -128,7 +129,7 @@ def test_refused_before_weights_are_written(
     text.parent.mkdir()
     if content is not None:
         text.write_bytes(content)
-    monkeypatch.setattr(build, "write_weights", lambda *values, **options: pytest.fail("weights were written"))
+    monkeypatch.setattr(weight_storage, "write_weights", lambda *values, **options: pytest.fail("weights were written"))
     assert run(model, tmp_path / "engine", text, "--quiet", *flags) == 1
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["texts"]

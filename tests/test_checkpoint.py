@@ -13,10 +13,10 @@ from gguf_files import write_gguf
 from random_models import save_random_model
 from safetensors.torch import load_file, save_file
 
-from kvseek.builder import gguf_checkpoint
-from kvseek.builder.model_config import model_config
-from kvseek.builder.open_checkpoint import open_checkpoint
-from kvseek.builder.weights import weight_reader
+from kvseek.builder.checkpoints import gguf as gguf_checkpoint
+from kvseek.builder.checkpoints.model_config import model_config
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import weight_reader
 from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
 from kvseek.engine.model.rope import frequencies

@@ -16,8 +16,9 @@ from cubin import parameter_bytes, sections
 from random_models import save_random_model
 from structs import fields_of, mirrors
 
-from kvseek.builder import build, compile_cuda
-from kvseek.builder.compile_cuda import ARCHITECTURES, Specialisation, cached_cubin, compile_cubin, specialise
+from kvseek.builder import build
+from kvseek.builder.compile import cuda as compile_cuda
+from kvseek.builder.compile.cuda import ARCHITECTURES, Specialisation, cached_cubin, compile_cubin, specialise
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError, KernelError
@@ -252,7 +253,7 @@ def test_threads_may_compile_first() -> None:
     """All architectures of an engine start to compile at once, in a process that has not imported cuda.core."""
     code = """
 from concurrent.futures import ThreadPoolExecutor
-from kvseek.builder.compile_cuda import _compiler
+from kvseek.builder.compile.cuda import _compiler
 with ThreadPoolExecutor(4) as pool:
     assert all(hasattr(core, "Program") for core in pool.map(lambda _: _compiler(), range(4)))
 """

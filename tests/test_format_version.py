@@ -17,7 +17,7 @@ from conftest import ROOT, BuildEngine
 from random_models import save_random_model
 
 from kvseek.builder import build
-from kvseek.builder.manifest import fingerprint
+from kvseek.builder.fingerprint import fingerprint
 from kvseek.cli import demo
 from kvseek.core.config import CONFIG_FILE, FORMAT_VERSION
 from kvseek.core.config_file import read_config

@@ -14,8 +14,8 @@ from gguf_files import interleave, write_gguf
 from random_models import ARCHITECTURES, save_random_model
 from safetensors.torch import load_file
 
-from kvseek.builder.open_checkpoint import open_checkpoint
-from kvseek.builder.weights import WeightFormat, write_weights
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
 from kvseek.engine.model.weights import load_weights
 
 HEAD_DIM = 32

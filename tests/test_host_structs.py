@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from structs import fields_of, mirrors
 
-from kvseek.builder.compile_cuda import package_roots
+from kvseek.builder.compile.cuda import package_roots
 
 (ROOT,) = package_roots()
 # Where each struct is defined, for methods use the same names, and the module of its mirror.

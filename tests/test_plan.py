@@ -13,12 +13,12 @@ import torch
 from random_models import SHAPE, save_random_model
 
 from kvseek.builder import build
-from kvseek.builder.open_checkpoint import open_checkpoint
-from kvseek.builder.options import PlanOptions, parse
-from kvseek.builder.plan import BUDGET, DEVICE, HOST, KERNELS, REACH, REQUESTS, Attempt, Planner
-from kvseek.builder.plan_report import plan_document
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
+from kvseek.builder.options import FitOptions, parse
+from kvseek.builder.planning.fit import BUDGET, DEVICE, HOST, KERNELS, REACH, REQUESTS, Attempt, FitSearch
+from kvseek.builder.planning.report import fit_document
 from kvseek.builder.sizes import memory_size, readable
-from kvseek.builder.weights import WeightFormat, write_weights
 from kvseek.core.errors import CapacityError
 from kvseek.core.request import Request
 from kvseek.core.statistics import RequestStatistics
@@ -67,18 +67,18 @@ def arguments(model: Path, *flags: str, method: str = "pariskv", gpu: str = "80G
     return ["--plan", "--model", str(model), "--method", method, *memory, "--dtype", "bfloat16", *flags]
 
 
-def planner(model: Path, *flags: str, **options: str) -> Planner:
+def planner(model: Path, *flags: str, **options: str) -> FitSearch:
     parsed = parse(arguments(model, *flags, **options))
-    assert isinstance(parsed, PlanOptions)
-    return Planner(parsed, open_checkpoint(parsed.model).config)
+    assert isinstance(parsed, FitOptions)
+    return FitSearch(parsed, open_checkpoint(parsed.model).config)
 
 
-def admitted(own: Planner, context: int, batch: int, attempt: Attempt) -> int:
+def admitted(own: FitSearch, context: int, batch: int, attempt: Attempt) -> int:
     """Requests of full length that a scheduler admits over the cache that loading would make, here on the CPU."""
-    assert attempt.plan is not None
+    assert attempt.memory is not None
     config = own.config(context, batch)
-    cache = DeviceCache(config, own.dtype, CPU, attempt.plan.device_row_bytes)
-    assert cache.plan == attempt.plan.rows
+    cache = DeviceCache(config, own.dtype, CPU, attempt.memory.device_row_bytes)
+    assert cache.plan == attempt.memory.rows
     scheduler = Scheduler(cache, config.max_batch_size, RequestQueue())
     for number in range(batch):
         request = Request((0,) * (context - 8), max_tokens=8)
@@ -102,9 +102,9 @@ def test_the_largest_batch_is_admitted_and_a_larger_one_is_not(small: Path, meth
     more = own.attempt(context, most.best.batch + 1)
     assert more.limit == most.limit in (DEVICE, HOST)
     if more.limit == HOST:
-        assert more.plan is not None
-        assert more.plan.rows.host_bytes + GIB > own.options.host_memory
-    elif more.plan is not None:
+        assert more.memory is not None
+        assert more.memory.rows.host_bytes + GIB > own.options.host_memory
+    elif more.memory is not None:
         assert admitted(own, context, more.batch, more) < more.batch
     else:
         assert "bytes" in more.reason
@@ -147,13 +147,13 @@ def test_weights_are_what_a_build_writes(tmp_path: Path) -> None:
         write_weights(open_checkpoint(model), model, WeightFormat(torch.bfloat16))
         weights = load_weights(model, CPU)
         own = planner(model, method="full")
-        assert own.weight_bytes == sum(tensor.nbytes for tensor in weights.values())
+        assert own.storage.weight_bytes == sum(tensor.nbytes for tensor in weights.values())
 
 
 def test_numbers_of_llama(llama: Path) -> None:
     """By hand: 8.03e9 weights of 2 bytes, 32 layers, 8 KV heads of 128 channels."""
     started = time.process_time()
-    document = plan_document(parse(arguments(llama, "--max_seq_len", "1048576", "--max_batch_size", "1")))  # type: ignore[arg-type]
+    document = fit_document(parse(arguments(llama, "--max_seq_len", "1048576", "--max_batch_size", "1")))  # type: ignore[arg-type]
     assert time.process_time() - started < 2
     sizes = document["bytes"]
     assert sizes["weights"] == 2 * 8_030_261_248
@@ -193,7 +193,7 @@ def test_shorter_prompts_leave_more_room(llama: Path) -> None:
     short, own = planner(llama, "--max_seq_len", "1048576", "--max_input_len", "8192"), planner(llama)
     assert [short.config(context, 2).max_input_len for context in (4096, 65536)] == [4096, 8192]
     assert own.config(65536, 2).max_input_len == 65536, "a prompt may be as long as the context"
-    assert short.attempt(65536, 1).plan != own.attempt(65536, 1).plan
+    assert short.attempt(65536, 1).memory != own.attempt(65536, 1).memory
     most = short.longest_context(2).best
     assert most is not None
     assert most.context > 870_400, "what prompts of any length leave"
@@ -207,8 +207,8 @@ def test_tables_and_json(small: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert build.main([*flags, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     parsed = parse(flags)
-    assert isinstance(parsed, PlanOptions)
-    assert document == json.loads(json.dumps(plan_document(parsed)))
+    assert isinstance(parsed, FitOptions)
+    assert document == json.loads(json.dumps(fit_document(parsed)))
     assert {path: path.stat().st_mtime_ns for path in small.parent.rglob("*")} == before, "nothing is written"
     assert document["contexts"][-1]["context"] == 131072
     for row in document["contexts"]:
@@ -241,10 +241,10 @@ def test_an_engine_that_does_not_fit_is_told(small: Path, capsys: pytest.Capture
 def test_the_dtype_is_that_of_a_build(small: Path) -> None:
     flags = [flag for flag in arguments(small) if flag not in ("--dtype", "bfloat16")]
     parsed = parse(flags)
-    assert isinstance(parsed, PlanOptions)
+    assert isinstance(parsed, FitOptions)
     assert (parsed.dtype, parsed.device) == ("float32", "cuda")
-    half = plan_document(dataclasses.replace(parsed, dtype="bfloat16"))
-    full = plan_document(parsed)
+    half = fit_document(dataclasses.replace(parsed, dtype="bfloat16"))
+    full = fit_document(parsed)
     assert full["bytes"]["rows_per_token"] == 2 * half["bytes"]["rows_per_token"]
     assert any("--dtype bfloat16 halves" in note for note in full["notes"])
     assert not any("--dtype" in note for note in half["notes"])

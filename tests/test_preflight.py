@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from tensorrt_llm_files import save_tensorrt_llm
 
 from kvseek.builder import build, preflight
-from kvseek.builder.open_checkpoint import open_checkpoint
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, total_size
 from kvseek.builder.preflight import Room, available_room, needed_room, refuse_too_little, weight_memory
-from kvseek.builder.weights import WeightFormat, plan_weights, total_size
+from kvseek.builder.tensorrt import storage
 from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import verify
@@ -137,10 +138,10 @@ def test_plans_of_tensorrt(model: Path) -> None:
     )
     weights = total_size(checkpoint.config, WeightFormat(torch.float32))
     table = 512 * checkpoint.config.head_dim * 4
-    assert whole.disk - plain.disk == table + preflight.PLAN_BYTES
-    assert segments.disk - plain.disk == table + preflight.PLAN_BYTES * (checkpoint.config.num_layers + 1)
-    assert whole.memory - plain.memory == preflight.PLAN_COPIES * (weights + table)
-    assert 0 < segments.memory - plain.memory < preflight.PLAN_COPIES * weights
+    assert whole.disk - plain.disk == table + storage.PLAN_BYTES
+    assert segments.disk - plain.disk == table + storage.PLAN_BYTES * (checkpoint.config.num_layers + 1)
+    assert whole.memory - plain.memory == storage.PLAN_COPIES * (weights + table)
+    assert 0 < segments.memory - plain.memory < storage.PLAN_COPIES * weights
 
 
 # Bytes for each number of a weight: the sources as they are read, and beside them the largest of what reading, fusing and
@@ -171,14 +172,14 @@ def test_memory_of_a_weight(
     elif kind == "tensorrt_llm":
         path = save_tensorrt_llm(tmp_path / "trt", path, tp=2)
     checkpoint = open_checkpoint(path)
-    (weight,) = [weight for weight in plan_weights(checkpoint.config) if weight.name == f"layers.1.{name}.weight"]
+    (weight,) = [weight for weight in list_weights(checkpoint.config) if weight.name == f"layers.1.{name}.weight"]
     numbers = weight.shape[0] * weight.shape[1]
     assert weight_memory(checkpoint, weight, WeightFormat(dtype)) == numbers * expected
 
 
 def test_memory_of_a_quantised_weight(model: Path) -> None:
     checkpoint = open_checkpoint(model)
-    (weight,) = [one for one in plan_weights(checkpoint.config) if one.name == "layers.1.down.weight"]
+    (weight,) = [one for one in list_weights(checkpoint.config) if one.name == "layers.1.down.weight"]
     rows, numbers = weight.shape[0], weight.shape[0] * weight.shape[1]
     assert weight_memory(checkpoint, weight, WeightFormat(torch.bfloat16, "int8")) == 5 * numbers + 4 * rows
 
@@ -189,7 +190,7 @@ def test_types_that_mix_are_fused_in_a_wider_one(model: Path, tmp_path: Path) ->
     gate = "model.layers.1.mlp.gate_proj.weight"
     save_file(tensors | {gate: tensors[gate].half()}, path / "model.safetensors", metadata={"format": "pt"})
     checkpoint = open_checkpoint(path)
-    (weight,) = [one for one in plan_weights(checkpoint.config) if one.name == "layers.1.gate_up.weight"]
+    (weight,) = [one for one in list_weights(checkpoint.config) if one.name == "layers.1.gate_up.weight"]
     # Neither bfloat16 nor float16 holds all values of the other: float32 does.
     expected = {torch.float32: 2 + 4, torch.bfloat16: 4 + 2}
     for dtype, size in expected.items():

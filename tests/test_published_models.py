@@ -12,8 +12,8 @@ from random_models import save_random_model
 from test_logits import compare
 
 from kvseek.builder import build
-from kvseek.builder.model_config import model_config
-from kvseek.builder.weights import WeightFormat, total_size
+from kvseek.builder.checkpoints.model_config import model_config
+from kvseek.builder.checkpoints.weights import WeightFormat, total_size
 from kvseek.core.config import RopeScaling
 from kvseek.core.errors import ConfigError
 

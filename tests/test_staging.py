@@ -12,7 +12,7 @@ import pytest
 from random_models import save_random_model
 
 from kvseek.builder import build
-from kvseek.builder.staging import remove_leftovers, staging
+from kvseek.builder.atomic_directory import atomic_directory, remove_leftovers
 from kvseek.core.manifest import verify
 
 
@@ -101,7 +101,7 @@ def test_an_engine_comes_back_if_its_place_is_not_taken(
         return rename(path, target)
 
     def build_all() -> None:
-        with staging(output) as directory:
+        with atomic_directory(output) as directory:
             (directory / "new").touch()
 
     monkeypatch.setattr(Path, "rename", stop)
@@ -118,7 +118,7 @@ def test_no_folder_yet(tmp_path: Path) -> None:
 
 def fail(output: Path, beside: Path, error: type[BaseException]) -> None:
     """Begin to build, let somebody put a file somewhere, and stop."""
-    with staging(output) as directory:
+    with atomic_directory(output) as directory:
         (directory / "file").touch()
         beside.touch()
         raise error
@@ -133,7 +133,7 @@ def test_folders_above_go_with_a_failed_build(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         fail(output, tmp_path / "a/notes", KeyError)
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["notes"], "what others put there stays"
-    with staging(output) as directory:
+    with atomic_directory(output) as directory:
         (directory / "file").touch()
     assert (output / "file").exists()
 
@@ -142,8 +142,8 @@ def test_after_a_real_kill(output: Path) -> None:
     """A build that is killed while it writes, another that goes on beside it, and the build that cleans up."""
     model = save_random_model(output.parent / "model", "llama")
     script = (
-        "import pathlib, sys, time\nfrom kvseek.builder.staging import staging\n"
-        "with staging(pathlib.Path(sys.argv[1])) as directory:\n"
+        "import pathlib, sys, time\nfrom kvseek.builder.atomic_directory import atomic_directory\n"
+        "with atomic_directory(pathlib.Path(sys.argv[1])) as directory:\n"
         "    (directory / 'config.json').touch()\n    print('writing', flush=True)\n    time.sleep(1000)\n"
     )
     command = [sys.executable, "-c", script, str(output)]

@@ -1,8 +1,10 @@
-"""Loading of TensorRT's modules, and the sizes that plans are made for: what needs no TensorRT."""
+"""Loading of TensorRT's modules, who never meets it, and the sizes that plans are made for: what needs no TensorRT."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -10,13 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+from random_models import save_random_model
 
-from kvseek.builder.tensorrt_api import load_tensorrt
-from kvseek.builder.tensorrt_plans import limits_of, plan_count, weight_bytes, write_plans
+from kvseek.builder import build
+from kvseek.builder.tensorrt.api import load_tensorrt
+from kvseek.builder.tensorrt.plans import write_plans
+from kvseek.builder.tensorrt.sizes import limits_of, plan_count, weight_bytes
 from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.tensorrt_api import PACKAGES
 from kvseek.engine.tensorrt.plan_index import Sizes
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -77,6 +87,39 @@ def test_bytes_of_the_weights() -> None:
 
 def test_sizes_may_be_equal() -> None:
     assert Sizes(4, 4, 4).maximum == 4
+
+
+def test_engines_without_it_never_meet_it(model: Path, tmp_path: Path) -> None:
+    """Building, inspecting and asking what fits import nothing of builder/tensorrt/ for engines of runtime torch."""
+    basis = ["--model", str(model), "--method", "full"]
+    memory = ["--gpu_memory", "4GiB", "--host_memory", "4GiB"]
+    engine = str(tmp_path / "engine")
+    calls = [
+        [*basis, "--output_dir", engine, "--kernels", "reference"],
+        ["--inspect", engine],
+        ["--plan", *basis, *memory],
+    ]
+    script = (
+        "import sys\nfrom kvseek.builder import build\n"
+        f"assert [build.main(call) for call in {calls!r}] == [0, 0, 0]\n"
+        "met = [name for name in sys.modules if name.startswith('kvseek.builder.tensorrt')]\n"
+        "assert not met, met"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_script_finds_tensorrts_own_module(model: Path, tmp_path: Path) -> None:
+    """Python searches the folder of builder/build.py first, in which there is a folder tensorrt/."""
+    (tmp_path / "tensorrt.py").write_text("raise ImportError('not that of the builder')")
+    command = [sys.executable, str(Path(build.__file__)), "--model", str(model), "--method", "full", "--device", "cuda"]
+    flags = ["--runtime", "tensorrt", "--tensorrt.module", "tensorrt", "--output_dir", str(tmp_path / "engine")]
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    run = subprocess.run(
+        [*command, *flags], capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert run.returncode == 1
+    assert "cannot import tensorrt: not that of the builder; pip install tensorrt-cu13" in run.stderr
 
 
 def test_tensorrt_without_a_gpu(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from random_models import ARCHITECTURES, save_random_model
 from tensorrt_stand_ins import with_plugin_layers
 
 from kvseek.builder import build
-from kvseek.builder.open_checkpoint import open_checkpoint
-from kvseek.builder.tensorrt_plans import weight_bytes
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.tensorrt.sizes import weight_bytes
 from kvseek.core.config_file import read_config
 from kvseek.core.manifest import read_manifest, verify
 from kvseek.plugins.tensorrt.fields import AttentionFields
@@ -214,7 +214,7 @@ def test_absent_module(
 ) -> None:
     """Known before the tokenizer is read or a kernel compiled."""
     monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(build, "staging", None)
+    monkeypatch.setattr(build, "atomic_directory", None)
     flags = (*CUDA, "--runtime", "tensorrt", "--tensorrt.module", name, "--tensorrt.form", "segments")
     assert run(models["llama"], tmp_path / "engine", *flags) == 1
     message = capsys.readouterr().err

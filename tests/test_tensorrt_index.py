@@ -14,7 +14,7 @@ from device_stand_ins import TorchAttention, TorchLayer, make_parts
 from fake_tensorrt import Engine, FakeTensorRt
 from random_models import save_random_model
 
-from kvseek.builder.tensorrt_plans import limits_of
+from kvseek.builder.tensorrt.sizes import limits_of
 from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.errors import EngineDirectoryError, KernelError
 from kvseek.engine import loading
@@ -205,9 +205,9 @@ def test_plans_leave_less_room_for_rows(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_index_that_the_builder_wrote(tmp_path: Path) -> None:
     """Three requests, so a bucket of four: what `kvseek build` writes is read, and is of the installed TensorRT."""
     api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
-    from kvseek.builder.open_checkpoint import open_checkpoint
-    from kvseek.builder.tensorrt_plans import write_plans
-    from kvseek.builder.weights import weight_reader
+    from kvseek.builder.checkpoints.open import open_checkpoint
+    from kvseek.builder.checkpoints.weights import weight_reader
+    from kvseek.builder.tensorrt.plans import write_plans
 
     checkpoint = open_checkpoint(save_random_model(tmp_path / "model", "qwen3"))
     config = dataclasses.replace(make_config("segments"), model=checkpoint.config)

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from tensorrt_llm_files import save_tensorrt_llm
 from test_logits import compare
 
-from kvseek.builder.open_checkpoint import open_checkpoint
-from kvseek.builder.tensorrt_llm_checkpoint import TensorRtLlmCheckpoint
-from kvseek.builder.weights import WeightFormat, plan_weights, write_weights
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.tensorrt_llm.checkpoint import TensorRtLlmCheckpoint
+from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, write_weights
 from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
 
@@ -64,7 +64,7 @@ def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
 
 
 def names_of(config: ModelConfig) -> set[str]:
-    return {source for weight in plan_weights(config) for source in weight.sources}
+    return {source for weight in list_weights(config) for source in weight.sources}
 
 
 SPREADS = [(1, 1, None), (2, 1, None), (4, 1, None), (4, 1, 0), (2, 1, 1), (1, 2, None), (2, 3, 0)]

@@ -13,11 +13,11 @@ from network_interpreter import Array, evaluate, rounded
 from random_models import ARCHITECTURES, save_random_model
 from test_logits import ROPE, load_transformers
 
-from kvseek.builder.network_forms import NetworkWriter
-from kvseek.builder.open_checkpoint import open_checkpoint
-from kvseek.builder.tensorrt_graph import Graph
-from kvseek.builder.tensorrt_plans import describe
-from kvseek.builder.weights import weight_reader
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import weight_reader
+from kvseek.builder.tensorrt.graph import Graph
+from kvseek.builder.tensorrt.network_forms import NetworkWriter
+from kvseek.builder.tensorrt.plans import describe
 from kvseek.core.config import ModelConfig
 from kvseek.engine.model.attention import causal_attention
 from kvseek.engine.tensorrt.messages import logger

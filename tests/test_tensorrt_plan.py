@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from random_models import save_random_model
 
-from kvseek.builder.open_checkpoint import open_checkpoint
-from kvseek.builder.options import PlanOptions, parse
-from kvseek.builder.plan import Planner
-from kvseek.builder.plan_report import plan_document
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.options import FitOptions, parse
+from kvseek.builder.planning.fit import FitSearch
+from kvseek.builder.planning.report import fit_document
 from kvseek.core.config import TensorRtConfig
 from kvseek.engine.cache.activation_memory import prefill_bytes
 
@@ -26,15 +26,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save_random_model(folder / name, name) for name in ("llama", "qwen2")}
 
 
-def options(model: Path, *flags: str) -> PlanOptions:
+def options(model: Path, *flags: str) -> FitOptions:
     memory = ("--gpu_memory", "4GiB", "--host_memory", "4GiB")
     parsed = parse(["--plan", "--model", str(model), "--method", "full", *memory, "--dtype", "float16", *flags])
-    assert isinstance(parsed, PlanOptions)
+    assert isinstance(parsed, FitOptions)
     return parsed
 
 
 def document(model: Path, *flags: str) -> dict[str, Any]:
-    return plan_document(options(model, *flags))
+    return fit_document(options(model, *flags))
 
 
 @pytest.mark.parametrize(("name", "copies"), [("llama", 0), ("qwen2", 1)])
@@ -60,12 +60,12 @@ def test_what_it_says_of_the_runtime(models: dict[str, Path]) -> None:
 
 def test_one_plan_reads_prompts_whole(models: dict[str, Path]) -> None:
     """Its chunk is as long as the longest prompt, whatever context is asked about; activations are TensorRT's, not counted."""
-    own = Planner(options(models["llama"], "--runtime", "tensorrt"), open_checkpoint(models["llama"]).config)
+    own = FitSearch(options(models["llama"], "--runtime", "tensorrt"), open_checkpoint(models["llama"]).config)
     assert own.asked.tensorrt == TensorRtConfig("tensorrt", "engine")
     for context in (100, 1024):
         config = own.config(context, 2)
         assert (config.max_input_len, config.prefill_chunk_tokens) == (context, context)
-    chunked = Planner(options(models["llama"], *SEGMENTS), open_checkpoint(models["llama"]).config)
+    chunked = FitSearch(options(models["llama"], *SEGMENTS), open_checkpoint(models["llama"]).config)
     assert chunked.config(100, 2).prefill_chunk_tokens == 2048
     limited = dataclasses.replace(own.asked, prefill_chunk_tokens=64)
     assert prefill_bytes(own.asked, own.dtype, 1024) == prefill_bytes(limited, own.dtype, 1024)

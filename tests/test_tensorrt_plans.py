@@ -10,10 +10,10 @@ import torch
 from plan_files import check_products, check_profile, check_weights, read_files, read_index
 from random_models import ARCHITECTURES, save_random_model
 
-from kvseek.builder.checkpoint import Checkpoint
-from kvseek.builder.open_checkpoint import open_checkpoint
-from kvseek.builder.tensorrt_plans import write_plans
-from kvseek.builder.weights import weight_reader
+from kvseek.builder.checkpoints.checkpoint import Checkpoint
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import weight_reader
+from kvseek.builder.tensorrt.plans import write_plans
 from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.engine.tensorrt.plan_index import PLANS_FILE

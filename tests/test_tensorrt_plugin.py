@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensorrt_stand_ins import PluginNetwork, stand_in_tensorrt
 
-from kvseek.builder.tensorrt_graph import Graph
+from kvseek.builder.tensorrt.graph import Graph
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.engine.tensorrt.messages import logger

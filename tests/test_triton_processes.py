@@ -10,7 +10,7 @@ import pytest
 from conftest import BuildEngine
 from random_models import save_random_model
 
-from kvseek.builder.compile import find_compiler
+from kvseek.builder.compile.cpu import find_compiler
 from kvseek.client.grpc_client import GrpcClient
 from kvseek.client.options import GenerateOptions
 from kvseek.server.launch import running_server

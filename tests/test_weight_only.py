@@ -22,14 +22,14 @@ from test_plan import planner
 from torch import Tensor
 
 from kvseek.builder import build
-from kvseek.builder.compile_cuda import WEIGHT_NUMBERS
-from kvseek.builder.open_checkpoint import open_checkpoint
-from kvseek.builder.weights import WeightFormat, plan_weights, total_size, weight_reader, write_weights
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, total_size, weight_reader, write_weights
+from kvseek.builder.compile.cuda import WEIGHT_NUMBERS
 from kvseek.core.config import CHOICES
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.engine.engine import Engine
-from kvseek.engine.model import weight_only_kernels
 from kvseek.engine.model.graphs import BUCKETS
+from kvseek.engine.model import weight_only_kernels
 from kvseek.engine.model.weight_only import (
     INPUTS_MULTIPLE,
     PRECISIONS,
@@ -164,8 +164,8 @@ def test_what_the_builder_stores(architecture: str, precision: str, dtype: torch
     weights, read = load_weights(tmp_path, CPU), weight_reader(checkpoint, dtype)
     exact = weight_reader(checkpoint, torch.float32)
     quantised = {f"layers.{layer}.{part}.weight" for layer in range(3) for part in ("qkv", "o", "gate_up", "down")}
-    assert {weight.name for weight in plan_weights(checkpoint.config) if is_quantised(weight.name)} == quantised
-    planned = [weight.name for weight in plan_weights(checkpoint.config)]
+    assert {weight.name for weight in list_weights(checkpoint.config) if is_quantised(weight.name)} == quantised
+    planned = [weight.name for weight in list_weights(checkpoint.config)]
     assert set(weights) == {*planned, *(f"{name}_scale" for name in quantised)}
     for name in planned:
         if name not in quantised:
@@ -196,7 +196,7 @@ def test_shards_and_index(precision: str, tmp_path: Path) -> None:
                 assert tensor.get_dtype() == (kind if product else "BF16")
     assert found == index["weight_map"]
     assert len(set(found.values())) > 3
-    for name in (weight.name for weight in plan_weights(checkpoint.config) if is_quantised(weight.name)):
+    for name in (weight.name for weight in list_weights(checkpoint.config) if is_quantised(weight.name)):
         assert found[name] == found[f"{name}_scale"], "a matrix and its scales lie together"
     assert index["metadata"]["total_size"] == total_size(checkpoint.config, WeightFormat(torch.bfloat16, precision))
 
@@ -253,8 +253,8 @@ def test_the_memory_plan_counts_what_is_stored(precision: str, tmp_path: Path) -
     model = save_random_model(tmp_path / "model", "llama", head_dim=64)
     write_weights(open_checkpoint(model), model, WeightFormat(torch.bfloat16, precision))
     own = planner(model, "--weight_only_precision", precision, method="full")
-    assert own.weight_bytes == sum(tensor.nbytes for tensor in load_weights(model, CPU).values())
-    small = own.weight_bytes < planner(model, method="full").weight_bytes
+    assert own.storage.weight_bytes == sum(tensor.nbytes for tensor in load_weights(model, CPU).values())
+    small = own.storage.weight_bytes < planner(model, method="full").storage.weight_bytes
     assert small == (precision != "none")
 
 

@@ -1,5 +1,5 @@
 // Weights of 8 bits and their exact conversion to the engine's type: KVSEEK_WEIGHT 1 is int8, 2 is float8_e4m3fn
-// (builder/compile_cuda.py). Both types' numbers fit in bfloat16 and in float16.
+// (builder/compile/cuda.py). Both types' numbers fit in bfloat16 and in float16.
 #pragma once
 
 #include "plugins/shared/numbers.cuh"

@@ -5,7 +5,7 @@
 // each lane keeps many loads of 16 bytes on their way, and weights become 16-bit numbers in registers, exactly. The
 // tensor cores' 16 rows are output channels, their 8 columns are rows of x. The order of a sum's terms is free, so a
 // lane's 16 neighbouring weights serve as they lie, and the same 16 channels of x with them.
-// engine/model/weight_only_kernels.py launches these kernels; builder/compile_cuda.py sets KVSEEK_WEIGHT.
+// engine/model/weight_only_kernels.py launches these kernels; builder/compile/cuda.py sets KVSEEK_WEIGHT.
 #include "plugins/shared/numbers.cuh"
 #include "plugins/shared/overlap.cuh"
 

@@ -1,4 +1,4 @@
-"""The weights of an engine directory: safetensors shards and an index, written by builder/weights.py."""
+"""The weights of an engine directory: safetensors shards and an index, written by builder/checkpoints/weights.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load_weights(
     Returns
     -------
     dict of str to Tensor
-        Fused weights under the names that builder/weights.py lists.
+        Fused weights under the names that builder/checkpoints/weights.py lists.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Which TensorRT plans an engine directory holds: rank0.plans.json, which builder/tensorrt_plans.py writes from PlanIndex."""
+"""Which TensorRT plans an engine directory holds: rank0.plans.json, which builder/tensorrt/plans.py writes from PlanIndex."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 // The number type of rows, queries and outputs, chosen when a kernel is compiled: KVSEEK_DTYPE 0 float32, 1 bfloat16,
-// 2 float16 (builder/compile_cuda.py).
+// 2 float16 (builder/compile/cuda.py).
 #pragma once
 
 #include <cuda_bf16.h>

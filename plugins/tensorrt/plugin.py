@@ -30,7 +30,7 @@ MISFIT = "the plan is of another model: build the engine again"
 
 
 class PluginGraph(Protocol):
-    """What is needed of builder/tensorrt_graph.py's Graph."""
+    """What is needed of builder/tensorrt/graph.py's Graph."""
 
     api: Any
     dtype: torch.dtype

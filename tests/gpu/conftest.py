@@ -24,7 +24,7 @@ def device() -> torch.device:
 @pytest.fixture(scope="session")
 def kernels() -> MakeKernels:
     """Compile the kernels of method `full` for this GPU, once per (dtype, head_dim, group_size), and load them."""
-    from kvseek.builder.compile_cuda import Specialisation, cached_cubin
+    from kvseek.builder.compile.cuda import Specialisation, cached_cubin
     from kvseek.core.cuda import CudaKernels
 
     major, minor = torch.cuda.get_device_capability()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpu.random_cache import RandomCache
-from kvseek.builder.compile_cuda import Specialisation, cached_cubin
+from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.cuda import CudaKernels
 from kvseek.plugins.contract import IndexContext, LayerRows

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvseek.builder.compile_cuda import Specialisation, cached_cubin
+from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 from kvseek.core.cuda import CudaKernels
 from kvseek.plugins.ctkvr import device_build
 from kvseek.plugins.ctkvr.build import attention_values

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvseek.builder.compile_cuda import ARCHITECTURES, Specialisation, compile_cubin
+from kvseek.builder.compile.cuda import ARCHITECTURES, Specialisation, compile_cubin
 from kvseek.core.cuda import CudaKernels, choose_architecture, cubin_path
 from kvseek.core.errors import KernelError
 

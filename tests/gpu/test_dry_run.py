@@ -23,8 +23,8 @@ KEPT_BYTES = 64 << 10  # of constants that methods keep on a device once made
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "flat"])
 def test_counted_bytes_are_measured_bytes(name: str) -> None:
-    from kvseek.builder.compile import cached_cpu_library
-    from kvseek.builder.compile_cuda import cached_cubin, specialise
+    from kvseek.builder.compile.cpu import cached_cpu_library
+    from kvseek.builder.compile.cuda import cached_cubin, specialise
     from kvseek.core.cpu_library import CpuLibrary
     from kvseek.core.cuda import CudaKernels
 

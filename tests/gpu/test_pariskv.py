@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvseek.builder.compile_cuda import Specialisation, cached_cubin
+from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.extents import ExtentTable
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack

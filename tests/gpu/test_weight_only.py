@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpu.test_engine_gpu import WINDOW, run_all
 from kvseek.builder import build
-from kvseek.builder.calibration import Calibration
+from kvseek.builder.calibration.report import Calibration
 from kvseek.core.errors import KernelError
 from kvseek.engine.engine import Engine
 from kvseek.engine.model.device_decoder import DeviceDecoder
@@ -44,7 +44,7 @@ ENGINE_ERROR = {"bfloat16": 4e-2, "float16": 6e-3}
 @pytest.fixture(scope="module")
 def products() -> MakeProducts:
     """Compile the kernels of a precision and dtype for this GPU, once, and load them."""
-    from kvseek.builder.compile_cuda import Specialisation, cached_cubin
+    from kvseek.builder.compile.cuda import Specialisation, cached_cubin
     from kvseek.core.cuda import CudaKernels
 
     major, minor = torch.cuda.get_device_capability()

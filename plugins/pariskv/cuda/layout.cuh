@@ -1,4 +1,4 @@
-// Sizes of a ParisKV index as the GPU kernels see it, fixed when they are compiled (builder/compile_cuda.py).
+// Sizes of a ParisKV index as the GPU kernels see it, fixed when they are compiled (builder/compile/cuda.py).
 #pragma once
 
 #include "plugins/shared/batch.cuh"

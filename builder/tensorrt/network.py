@@ -1,7 +1,7 @@
 """The decoder as a TensorRT network, read top to bottom; engine/model/torch_decoder.py is the same computation in PyTorch.
 
-Attention is not part of it: a function adds it where it belongs. builder/network_forms.py has two: one ends a network there and
-goes on in the next, the other adds a layer to the one network.
+Attention is not part of it: a function adds it where it belongs. builder/tensorrt/network_forms.py has two: one ends a
+network there and goes on in the next, the other adds a layer to the one network.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from kvseek.core.config import ModelConfig
 from kvseek.engine.model.rope import RotaryEmbedding
 
-from .tensorrt_api import ITensor
-from .tensorrt_graph import Graph
+from .api import ITensor
+from .graph import Graph
 
 
 @dataclass(frozen=True)

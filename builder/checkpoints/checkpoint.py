@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvseek.core.config import ModelConfig
 
-from .checkpoint_files import load_tokenizer_directory, metadata_files
+from .files import load_tokenizer_directory, metadata_files
 
 NAME_TOKENIZER = "name a directory with the model's tokenizer.json"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,16 @@ from kvseek.core.errors import ConfigError
 
 from .model_config import token_ids
 
-TensorTypes = dict[str, tuple[tuple[int, ...], str]]  # name → shape and safetensors' name of the type
 FLOAT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # under safetensors' names
 DOWNLOAD_AGAIN = "the checkpoint is incomplete or damaged: download it again"
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """Shape of a tensor in a safetensors file, and safetensors' own name of its type."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @contextlib.contextmanager
@@ -40,10 +48,10 @@ def open_safetensors(path: Path, remedy: str) -> Any:
         raise ConfigError(f"cannot read {path}: {error}; {remedy}") from None
 
 
-def tensor_types(file: Any) -> TensorTypes:
-    """Shape and type of every tensor of an open safetensors file, under safetensors' names."""
+def tensor_types(file: Any) -> dict[str, TensorType]:
+    """Shape and type of every tensor of an open safetensors file, by its name."""
     slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118  no mapping
-    return {name: (tuple(entry.get_shape()), entry.get_dtype()) for name, entry in slices}
+    return {name: TensorType(tuple(entry.get_shape()), entry.get_dtype()) for name, entry in slices}
 
 
 def float_type(path: Path, name: str, dtype: str, remedy: str) -> torch.dtype:

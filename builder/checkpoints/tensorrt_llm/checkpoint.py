@@ -12,15 +12,21 @@ from typing import Any
 
 from torch import Tensor
 
+from kvseek.builder.checkpoints.checkpoint import Checkpoint, Header
+from kvseek.builder.checkpoints.files import (
+    generation_ends,
+    load_tokenizer_directory,
+    metadata_files,
+    naming,
+    read_object,
+)
+from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.core.config import ModelConfig, require
 from kvseek.core.errors import ConfigError
 
-from .checkpoint import Checkpoint, Header
-from .checkpoint_files import generation_ends, load_tokenizer_directory, metadata_files, naming, read_object
-from .model_config import model_config
-from .tensorrt_llm_config import Mapping, hugging_face_values, read_mapping
-from .tensorrt_llm_layout import Layout, Part
-from .tensorrt_llm_ranks import COPY_AGAIN, RankFile, join
+from .config import Mapping, hugging_face_values, read_mapping
+from .layout import Layout, Part
+from .ranks import COPY_AGAIN, RankFile, join
 
 LAYER = re.compile(r"transformer\.layers\.(\d+)\.")
 CACHE_SCALES = ("kv_cache_scaling_factor", "kv_cache_rcp_scaling_factor")  # of a KV cache that kvseek does not quantise
@@ -51,8 +57,8 @@ class TensorRtLlmCheckpoint(Checkpoint):
         """Tensors that `names` leave out, as "NAME of FILE"; scales of a quantised KV cache are no weights."""
         expected: list[set[str]] = [set() for _ in range(self._mapping.pp_size)]
         for name in names:
-            stage, part = self._locate(name)
-            expected[stage].add(part.name)
+            part = self._layout.locate(name)
+            expected[part.pipeline_rank].add(part.name)
         return {
             f"{name} of {rank.path.name}"
             for number, rank in enumerate(self._ranks)
@@ -62,7 +68,8 @@ class TensorRtLlmCheckpoint(Checkpoint):
 
     def header(self, name: str) -> Header:
         """Describe one tensor; raises ConfigError if a rank lacks it or holds another shape or dtype."""
-        ranks, part = self._parts(name)
+        part = self._layout.locate(name)
+        ranks = self._sharing(part)
         dtype = ranks[0].dtype(part.name)
         for rank in ranks:
             rank.check(part, dtype)
@@ -70,7 +77,8 @@ class TensorRtLlmCheckpoint(Checkpoint):
 
     def tensor(self, name: str) -> Tensor:
         """Join one tensor over its ranks; raises as `header`, and if ranks differ that should hold copies."""
-        return join(*self._parts(name))
+        part = self._layout.locate(name)
+        return join(self._sharing(part), part)
 
     def _own_tokenizer(self) -> Any:
         return load_tokenizer_directory(self.path, "pass --tokenizer DIR, the model's Hugging Face directory")
@@ -109,13 +117,12 @@ class TensorRtLlmCheckpoint(Checkpoint):
 
     @cached_property
     def _layout(self) -> Layout:
-        model, mapping, layers_per_stage = self.config, self._mapping, self._layers_per_stage
+        model, mapping, layers = self.config, self._mapping, self._layers_of_ranks()
         with naming(self.path / "config.json"):
-            return Layout(model, mapping, layers_per_stage)
+            return Layout(model, mapping, layers)
 
-    @cached_property
-    def _layers_per_stage(self) -> list[int]:
-        """Layers in each pipeline stage, which are numbered from 0 in its files."""
+    def _layers_of_ranks(self) -> list[int]:
+        """Number of layers of each pipeline rank, whose files number them from 0."""
         layers = []
         for rank in self._ranks[:: self._mapping.tp_size]:
             numbers = [int(found[1]) for name in rank.names if (found := LAYER.match(name))]
@@ -125,11 +132,7 @@ class TensorRtLlmCheckpoint(Checkpoint):
         require(sum(layers) == self.config.num_layers, field, layers, limit, COPY_AGAIN)
         return layers
 
-    def _parts(self, name: str) -> tuple[list[RankFile], Part]:
-        """The ranks that share a tensor, and where it lies in their files."""
-        stage, part = self._locate(name)
-        first = stage * self._mapping.tp_size
-        return self._ranks[first : first + self._mapping.tp_size], part
-
-    def _locate(self, name: str) -> tuple[int, Part]:
-        return self._layout.locate(name)
+    def _sharing(self, part: Part) -> list[RankFile]:
+        """The tensor-parallel ranks that share a tensor."""
+        first = part.pipeline_rank * self._mapping.tp_size
+        return self._ranks[first : first + self._mapping.tp_size]

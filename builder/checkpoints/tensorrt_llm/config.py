@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvseek.builder.checkpoints.model_config import USE_ANOTHER
 from kvseek.core.config import require
 from kvseek.core.errors import ConfigError
-
-from .model_config import USE_ANOTHER
 
 LLAMA_LIKE = ("LlamaForCausalLM", "MistralForCausalLM")
 QWEN = "QWenForCausalLM"  # of any generation, which qwen_type tells
@@ -53,11 +52,11 @@ CHECK = "check the checkpoint's config.json"
 
 @dataclass(frozen=True)
 class Mapping:
-    """How a checkpoint is spread: rank = stage × tp_size + tensor-parallel rank, one file a rank."""
+    """How a checkpoint is spread over files, one a rank: rank = pipeline rank × tp_size + tensor-parallel rank."""
 
     tp_size: int
     pp_size: int
-    embedding_axis: int | None  # along which the ranks of a stage share the embedding; None: each holds all of it
+    embedding_axis: int | None  # along which tensor-parallel ranks share the embedding; None: each holds all of it
 
     @property
     def world_size(self) -> int:

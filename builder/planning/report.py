@@ -8,22 +8,23 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvseek.builder.open_checkpoint import open_checkpoint
-from kvseek.builder.options import PlanOptions
-from kvseek.builder.plan import Attempt, Most, Planner
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.options import FitOptions
 from kvseek.builder.printing import Column, print_json, table
 from kvseek.builder.sizes import readable
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.engine.cache.activation_memory import work_bytes
 from kvseek.engine.cache.dry_run import HOPPER
 
+from .fit import Attempt, FitSearch, Most
+
 Document = dict[str, Any]
 GIB = 1 << 30
 
 
-def print_plan(options: PlanOptions, console: Console) -> None:
-    """Plan and print; raises ConfigError as Planner does, and as open_checkpoint."""
-    document = plan_document(options)
+def print_fit(options: FitOptions, console: Console) -> None:
+    """Find what fits, and print it; raises ConfigError as FitSearch does, and as open_checkpoint."""
+    document = fit_document(options)
     if options.as_json:
         print_json(document)
         return
@@ -44,14 +45,14 @@ def print_plan(options: PlanOptions, console: Console) -> None:
         console.print(f"- {note}")
 
 
-def plan_document(options: PlanOptions) -> Document:
-    """All that is planned, as JSON values; sizes in bytes."""
-    planner = Planner(options, open_checkpoint(options.model, options.tokenizer).config)
-    asked = planner.asked
-    attempt = planner.attempt(asked.max_seq_len, asked.max_batch_size)
+def fit_document(options: FitOptions) -> Document:
+    """The whole report as JSON values; sizes in bytes."""
+    search = FitSearch(options, open_checkpoint(options.model, options.tokenizer).config)
+    asked = search.asked
+    attempt = search.attempt(asked.max_seq_len, asked.max_batch_size)
     return {
-        "model": dataclasses.asdict(planner.model),
-        "reach": planner.reach,
+        "model": dataclasses.asdict(search.model),
+        "reach": search.reach,
         "method": asked.method,
         "runtime": asked.runtime,
         "tensorrt": dataclasses.asdict(asked.tensorrt) if asked.runtime == "tensorrt" else None,
@@ -63,41 +64,36 @@ def plan_document(options: PlanOptions) -> Document:
         "gpu_memory_bytes": options.gpu_memory,
         "host_memory_bytes": options.host_memory,
         "bytes": {
-            "weights": planner.weight_bytes,
-            "window_per_slot": planner.slot_window_bytes,
-            "index_per_token": planner.token_index_bytes,
-            "index_per_slot": planner.slot_index_bytes,
-            "rows_per_token": planner.token_row_bytes,
-            "work_space": work_bytes(asked, planner.dtype),
+            "weights": search.storage.weight_bytes,
+            "window_per_slot": search.slot_window_bytes,
+            "index_per_token": search.token_index_bytes,
+            "index_per_slot": search.slot_index_bytes,
+            "rows_per_token": search.token_row_bytes,
+            "work_space": work_bytes(asked, search.dtype),
         },
-        "engine": _attempt_document(attempt, planner.token_row_bytes),
+        "engine": _attempt_document(attempt, search.token_row_bytes),
         "contexts": [
-            {"context": context, **_most_document(planner.largest_batch(context), "batch")}
-            for context in planner.contexts
+            {"context": context, **_most_document(search.largest_batch(context), "batch")}
+            for context in search.contexts
         ],
         "batches": [
-            {"batch": batch, **_most_document(planner.longest_context(batch), "context")} for batch in planner.batches
+            {"batch": batch, **_most_document(search.longest_context(batch), "context")} for batch in search.batches
         ],
-        "notes": _notes(planner),
+        "notes": _notes(search),
     }
 
 
-def _notes(planner: Planner) -> list[str]:
+def _notes(search: FitSearch) -> list[str]:
     """What a reader must know to trust the numbers."""
     notes = [
         f"Work space and selections are sized for a GPU like {HOPPER.name}. --gpu_memory is what is free once the driver "
         "has taken its part.",
         "A request counts at its full length, as admission reserves it. 1 GiB of --host_memory stays free.",
     ]
-    if planner.model.max_position_embeddings > planner.reach:
-        notes.append(f"The model reaches {planner.reach:,} tokens: a build refuses a larger --max_seq_len.")
-    if planner.asked.runtime == "tensorrt":
-        copied = planner.model.tie_word_embeddings and not planner.reads_whole_prompts
-        notes.append(f"Weights are those of the TensorRT plans{', the tied embedding twice' * copied}.")
-        notes.append(
-            "Not counted: the plans' tables of cosines and sines and their code, and memory of TensorRT's execution contexts."
-        )
-    if planner.asked.dtype == "float32":
+    if search.model.max_position_embeddings > search.reach:
+        notes.append(f"The model reaches {search.reach:,} tokens: a build refuses a larger --max_seq_len.")
+    notes += search.storage.notes
+    if search.asked.dtype == "float32":
         notes.append("float32 is the default of kvseek build; --dtype bfloat16 halves weights and rows.")
     return notes
 
@@ -110,18 +106,18 @@ def _attempt_document(attempt: Attempt, token_row_bytes: int) -> Document:
         "limit": attempt.limit,
         "reason": attempt.reason,
     }
-    if attempt.plan is None or attempt.needs is None:
+    if attempt.memory is None or attempt.needs is None:
         return document
-    plan, rows, fixed = attempt.plan, attempt.plan.rows, attempt.needs.fixed
+    memory, rows, fixed = attempt.memory, attempt.memory.rows, attempt.needs.fixed
     layers = rows.device_layers + rows.host_layers
     return document | {
-        "weights": plan.weight_bytes,
-        "windows": plan.window_bytes,
-        "index_of_tokens": plan.index_bytes,
+        "weights": memory.weight_bytes,
+        "windows": memory.window_bytes,
+        "index_of_tokens": memory.index_bytes,
         "index_of_slots": fixed,
-        "work_space": plan.work_bytes - fixed,
+        "work_space": memory.work_bytes - fixed,
         "device_rows": rows.device_bytes,
-        "device_total": plan.device_bytes,
+        "device_total": memory.device_bytes,
         "host_rows": rows.host_bytes,
         "device_layers": rows.device_layers,
         "device_rows_per_token": token_row_bytes * rows.device_layers // layers,
@@ -132,14 +128,14 @@ def _attempt_document(attempt: Attempt, token_row_bytes: int) -> Document:
 
 def _most_document(most: Most, name: str) -> Document:
     document: Document = {name: 0, "limit": most.limit, "reason": most.reason}
-    if most.best is None or most.best.plan is None:
+    if most.best is None or most.best.memory is None:
         return document
-    plan = most.best.plan
+    memory = most.best.memory
     return document | {
         name: getattr(most.best, name),
-        "device_layers": plan.rows.device_layers,
-        "device_total": plan.device_bytes,
-        "host_rows": plan.rows.host_bytes,
+        "device_layers": memory.rows.device_layers,
+        "device_total": memory.device_bytes,
+        "host_rows": memory.rows.host_bytes,
     }
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import kvseek.plugins
 from kvseek.core.errors import KernelError
 
+from .cache import cache_folder
+
 COMPILERS = ("c++", "g++", "clang++")
 # No -ffast-math: softmax relies on infinities, and poisoned rows must show. No -fopenmp: plugins/shared/parallel.h.
 FLAGS = (
@@ -69,20 +71,13 @@ def compile_cpu_library(output: Path) -> None:
 
 
 def cached_cpu_library() -> Path:
-    """Compile once per source text, compiler and flags into the user's cache folder; for tests and tools.
-
-    Returns
-    -------
-    Path
-        ``$XDG_CACHE_HOME/kvseek/cpu-<hash>.so`` (``~/.cache`` without that variable).
-    """
+    """Compile once per source text, compiler and flags, to ``cpu-<hash>.so`` of the cache folder; raises as the compilation."""
     compiler = find_compiler()
     digest = hashlib.sha256(_run([*compiler, "--version"]).encode())
     digest.update(repr([(level, unit_flags(level)) for level in instruction_levels()]).encode())
     for source in (*sources("*.h"), *sources("*.cpp")):
         digest.update(f"{source.name}\0".encode() + source.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    library = cache / "kvseek" / f"cpu-{digest.hexdigest()[:16]}.so"
+    library = cache_folder() / f"cpu-{digest.hexdigest()[:16]}.so"
     if not library.exists():
         compile_cpu_library(library)
     return library

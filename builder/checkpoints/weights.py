@@ -18,8 +18,8 @@ from kvseek.engine.model.weight_only import NONE, PRECISIONS, is_quantised, quan
 from kvseek.engine.model.weights import INDEX_FILE
 
 from .checkpoint import Checkpoint
-from .checkpoint_files import FLOAT_TYPES
-from .tensor_headers import check_headers
+from .files import FLOAT_TYPES
+from .headers import check_headers
 
 SHARD_BYTES = 4 << 30  # a shard grows no larger unless a single tensor is
 HEADER_ALIGNMENT = 64  # a cache line: tensors are read in place from the mapped file
@@ -84,7 +84,7 @@ class WeightFormat:
         return self.precision != NONE and is_quantised(name)
 
 
-def plan_weights(model: ModelConfig) -> list[Weight]:
+def list_weights(model: ModelConfig) -> list[Weight]:
     """Every tensor of an engine, in the order of the computation.
 
     embed.weight, then per layer i layers.{i}.attention_norm, qkv, q_norm, k_norm, o, mlp_norm, gate_up, down (norms that the
@@ -94,14 +94,14 @@ def plan_weights(model: ModelConfig) -> list[Weight]:
     vocabulary = (model.vocab_size, model.hidden_size)
     weights = [Weight("embed.weight", ("model.embed_tokens.weight",), vocabulary)]
     for layer in range(model.num_layers):
-        weights += _plan_layer(model, layer)
+        weights += _layer_weights(model, layer)
     weights.append(Weight("norm.weight", ("model.norm.weight",), (model.hidden_size,)))
     if not model.tie_word_embeddings:
         weights.append(Weight("lm_head.weight", ("lm_head.weight",), vocabulary))
     return weights
 
 
-def _plan_layer(model: ModelConfig, layer: int) -> list[Weight]:
+def _layer_weights(model: ModelConfig, layer: int) -> list[Weight]:
     hidden, intermediate, head_dim = model.hidden_size, model.intermediate_size, model.head_dim
     queries, qkv = model.num_heads * head_dim, (model.num_heads + 2 * model.num_kv_heads) * head_dim
 
@@ -148,7 +148,7 @@ def write_weights(
         If a tensor is missing, has another shape than the configuration says, or has no place in the decoder, or if a
         value is too large for its dtype.
     """
-    weights = plan_weights(checkpoint.config)
+    weights = list_weights(checkpoint.config)
     check_tensors(checkpoint, weights)
     shards = _split(weights, weight_format, shard_bytes)
     weight_map: dict[str, str] = {}
@@ -168,21 +168,21 @@ def write_weights(
 
 
 def weight_reader(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[str], Tensor]:
-    """A function that reads and fuses the weight of a name that `plan_weights` lists, in `dtype`, on the CPU.
+    """A function that reads and fuses the weight of a name that `list_weights` lists, in `dtype`, on the CPU.
 
     Raises
     ------
     ConfigError
         If a tensor has no place in the decoder; the function raises as `write_weights` does.
     """
-    weights = {weight.name: weight for weight in plan_weights(checkpoint.config)}
+    weights = {weight.name: weight for weight in list_weights(checkpoint.config)}
     check_tensors(checkpoint, list(weights.values()))
     return lambda name: _convert(fuse(checkpoint, weights[name]), name, dtype)
 
 
 def total_size(model: ModelConfig, weight_format: WeightFormat) -> int:
     """Bytes of all weights of an engine."""
-    return sum(_size(weight, weight_format) for weight in plan_weights(model))
+    return sum(_size(weight, weight_format) for weight in list_weights(model))
 
 
 def fuse(checkpoint: Checkpoint, weight: Weight) -> Tensor:

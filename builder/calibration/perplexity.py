@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvseek.builder.printing import Advance
 from kvseek.core.config import ModelConfig
 from kvseek.engine.model.attention import causal_attention, causal_attention_device
 from kvseek.engine.model.layer import Head, Layer
@@ -23,7 +24,6 @@ LOGIT_BYTES = 64 << 20  # of the logits of one slice of tokens; a handful of ten
 
 # Weights of the layer of a number, and norm.weight, on the CPU or on the device of the computation.
 LayerSource = Callable[[int], dict[str, Tensor]]
-Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,20 @@ from pathlib import Path
 
 import torch
 
-from kvseek.builder.calibration import Calibration, QuantisationCost
-from kvseek.builder.checkpoint import Checkpoint
+from kvseek.builder.checkpoints.checkpoint import Checkpoint
+from kvseek.builder.checkpoints.weights import list_weights, weight_reader
 from kvseek.builder.flags import CALIBRATE_TOKENS
-from kvseek.builder.perplexity import Advance, LayerSource, Losses, WindowedText
-from kvseek.builder.weights import plan_weights, weight_reader
+from kvseek.builder.printing import Advance
 from kvseek.core.config import EngineConfig, require
 from kvseek.core.errors import CapacityError, ConfigError
-from kvseek.engine.model import bfloat16
 from kvseek.engine.model.layer import Head
+from kvseek.engine.model import bfloat16
 from kvseek.engine.model.weight_only import NONE
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.tokenizer import Tokenizer
+
+from .perplexity import LayerSource, Losses, WindowedText
+from .report import Calibration, QuantisationCost
 
 CPU = torch.device("cpu")
 
@@ -170,7 +172,7 @@ def stored_layers(directory: Path) -> LayerSource:
 def checkpoint_layers(checkpoint: Checkpoint, dtype: torch.dtype) -> LayerSource:
     """Layers of a checkpoint, fused and in `dtype`: what an engine without quantisation would hold."""
     read = weight_reader(checkpoint, dtype)
-    names = [weight.name for weight in plan_weights(checkpoint.config)]
+    names = [weight.name for weight in list_weights(checkpoint.config)]
     return lambda number: {name: read(name) for name in names if _of_layer(name, number)}
 
 

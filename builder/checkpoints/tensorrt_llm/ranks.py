@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvseek.builder.checkpoints.files import TensorType, float_type, open_safetensors, tensor_types
 from kvseek.core.errors import ConfigError
 
-from .checkpoint_files import float_type, open_safetensors, tensor_types
-from .tensorrt_llm_layout import Part
+from .layout import Part
 
 COPY_AGAIN = "copy the checkpoint again, or convert the model again"
 
@@ -33,12 +33,11 @@ class RankFile:
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a tensor; raises ConfigError if it is absent, or of a type that unquantised weights do not have."""
-        _, found = self._type(name)
-        return float_type(self.path, name, found, "convert the model without quantisation")
+        return float_type(self.path, name, self._type(name).dtype, "convert the model without quantisation")
 
     def check(self, part: Part, dtype: torch.dtype) -> None:
         """Raise ConfigError unless the file has the tensor of a part, in that part's shape and in `dtype`."""
-        shape, _ = self._type(part.name)
+        shape = self._type(part.name).shape
         if shape != part.shape:
             raise ConfigError(
                 f"{self.path}: shape of {part.name} = {shape}: must be {part.shape} by config.json; "
@@ -56,14 +55,14 @@ class RankFile:
         rows: Tensor = open_safetensors(self.path, COPY_AGAIN).get_slice(part.name)[part.rows]
         return rows
 
-    def _type(self, name: str) -> tuple[tuple[int, ...], str]:
+    def _type(self, name: str) -> TensorType:
         if name not in self.names:
             raise ConfigError(f"{self.path}: tensor {name} is missing; {COPY_AGAIN}")
         return self._types[name]
 
 
 def join(ranks: Sequence[RankFile], part: Part) -> Tensor:
-    """Join a tensor from the ranks of its pipeline stage, in memory the tensor and one rank's rows.
+    """Join a tensor from the tensor-parallel ranks that share it, in memory the tensor and one rank's rows.
 
     Raises
     ------

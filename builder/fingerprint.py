@@ -1,12 +1,10 @@
-"""Writes manifest.json, and says whether an engine directory is what a build would make."""
+"""A digest of everything that a build depends on: whether an engine directory is what the build would make."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,18 +12,21 @@ from typing import Any
 import kvseek.builder
 import kvseek.core.config
 import kvseek.core.config_file
+import kvseek.core.manifest
 import kvseek.engine
 import kvseek.engine.model.rope
 import kvseek.engine.model.weight_only
 import kvseek.plugins
 from kvseek.core.errors import EngineDirectoryError
-from kvseek.core.manifest import HASH_THREADS, MANIFEST_FILE, FileRecord, Manifest, read_manifest, sha256, verify
+from kvseek.core.manifest import read_manifest, verify
 
 SOURCE_SUFFIXES = (".py", ".cpp", ".h", ".cu", ".cuh")
-# Modules of the engine whose results lie in an engine directory: configuration, 8-bit weights, plans' tables of angles.
+# Modules outside of the builder whose results lie in an engine directory: configuration, manifest, 8-bit weights, and the
+# tables of angles in TensorRT plans.
 BUILT_IN = (
     kvseek.core.config,
     kvseek.core.config_file,
+    kvseek.core.manifest,
     kvseek.engine.model.weight_only,
     kvseek.engine.model.rope,
 )
@@ -44,20 +45,6 @@ def fingerprint(settings: dict[str, Any], model_files: Iterable[Path]) -> str:
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in model_files]
     document = {"version": version("kvseek"), "settings": settings, "files": stats, "sources": _digest_of_sources()}
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-
-
-def write_manifest(directory: Path, source_model: str, build_fingerprint: str) -> None:
-    """Record size and SHA-256 of every file below `directory` in its manifest.json."""
-    paths = sorted(path for path in directory.rglob("*") if path.is_file())
-    with ThreadPoolExecutor(HASH_THREADS) as pool:
-        digests = list(pool.map(sha256, paths))
-    files = {
-        path.relative_to(directory).as_posix(): FileRecord(path.stat().st_size, digest)
-        for path, digest in zip(paths, digests, strict=True)
-    }
-    manifest = Manifest(version("kvseek"), source_model, build_fingerprint, files)
-    text = json.dumps(dataclasses.asdict(manifest), indent=2) + "\n"
-    (directory / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
 
 def up_to_date(directory: Path, build_fingerprint: str) -> bool:

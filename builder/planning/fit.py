@@ -1,7 +1,8 @@
-"""What an engine would take and hold on a GPU that need not be there: `kvseek build --plan`.
+"""Which engines fit into a GPU's memory, without the GPU: what `kvseek build --plan` asks.
 
-Nothing is estimated. Every answer is a plan that loading would make (engine/cache/memory_layout.py), with the indexes'
-bytes counted on the meta device (engine/cache/dry_run.py), and the extents that admission would reserve.
+No answer comes from a formula of its own. Each is the division of the memory that loading would make
+(engine/cache/memory_layout.py), with the bytes of the indexes counted on the meta device (engine/cache/dry_run.py), and the
+extents that admission would reserve.
 """
 
 from __future__ import annotations
@@ -13,22 +14,15 @@ from functools import cached_property
 
 import torch
 
-from kvseek.builder.compile_cuda import specialise
-from kvseek.builder.options import PlanOptions
-from kvseek.builder.tensorrt_plans import weight_bytes as plan_bytes
-from kvseek.builder.weights import WeightFormat, total_size
+from kvseek.builder.compile.cuda import specialise
+from kvseek.builder.options import FitOptions
+from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError, KernelError
 from kvseek.core.extents import extents_for
 from kvseek.engine.cache.dry_run import DryRun
 from kvseek.engine.cache.host_pool import can_pin
-from kvseek.engine.cache.memory_layout import (
-    MemoryPlan,
-    layer_extent_bytes,
-    plan_rows,
-    retrieval_tokens,
-    window_bytes,
-)
+from kvseek.engine.cache.memory_layout import MemoryPlan, layer_extent_bytes, plan_rows, retrieval_tokens, window_bytes
 from kvseek.engine.loading import IndexNeeds, plan_measured
 from kvseek.engine.model.graphs import BUCKETS
 from kvseek.plugins.registry import get_method
@@ -43,23 +37,23 @@ FEW_SLOTS = (3, 5)  # work spaces for powers of two of requests and the padding 
 
 @dataclass(frozen=True)
 class Attempt:
-    """An engine of `batch` requests of `context` tokens each, planned.
+    """An engine of `batch` requests of `context` tokens each, and whether it fits.
 
     Attributes
     ----------
-    plan : MemoryPlan or None
-        What loading would make of it; None if it would refuse.
+    memory : MemoryPlan or None
+        How loading would divide the device's memory; None if loading would refuse the engine.
     needs : IndexNeeds or None
         What its indexes take; None if its kernels refuse the length.
     limit : str or None
-        What is short; None: the engine loads, and admits all of the requests at once.
+        What is short; None: the engine fits. It loads, and admits all of the requests at once.
     reason : str
-        The same in a sentence, with numbers; empty if nothing is short.
+        What is short in a sentence, with numbers; empty if nothing is.
     """
 
     context: int
     batch: int
-    plan: MemoryPlan | None = None
+    memory: MemoryPlan | None = None
     needs: IndexNeeds | None = None
     limit: str | None = None
     reason: str = ""
@@ -74,17 +68,19 @@ class Most:
     reason: str = ""
 
 
-class Planner:
-    """Plans engines of one model and method for one machine.
+class FitSearch:
+    """Finds which engines of one model and method fit into one machine.
 
     Attributes
     ----------
     model : ModelConfig
-        With max_position_embeddings raised to --max_seq_len, if that is more: planning may ask for what building refuses.
+        With max_position_embeddings raised to --max_seq_len, if that is more: one may ask about lengths that a build refuses.
     reach : int
         Tokens that the model itself allows.
     asked : EngineConfig
         The engine that the options describe.
+    storage : WeightStorage
+        How that engine holds its weights.
 
     Raises
     ------
@@ -92,15 +88,14 @@ class Planner:
         A value is out of range, or the method or its kernels do not support the model on a GPU.
     """
 
-    def __init__(self, options: PlanOptions, model: ModelConfig) -> None:
+    def __init__(self, options: FitOptions, model: ModelConfig) -> None:
         self.options, self.reach = options, model.max_position_embeddings
         longest = max(self.reach, options.limits.get("max_seq_len", 0))
         self.model = dataclasses.replace(model, max_position_embeddings=longest)
         self.asked = options.engine_config(self.model)
         specialise(self.asked)
         self.dtype: torch.dtype = getattr(torch, self.asked.dtype)
-        plans = self.asked.runtime == "tensorrt"
-        self.weight_bytes = plan_bytes(self.asked) if plans else total_size(model, WeightFormat.of(self.asked))
+        self.storage = weight_storage(self.asked)
         method = get_method(options.method)
         books = method.codebooks(method.configure(self.asked.method_config), model.head_dim)
         self._dry_run = DryRun(books)
@@ -120,7 +115,7 @@ class Planner:
         return dataclasses.replace(self.asked, **sizes)  # type: ignore[arg-type]  # all of them are numbers
 
     def attempt(self, context: int, batch: int) -> Attempt:
-        """Plan `batch` requests of `context` tokens each; raises ConfigError as the class does."""
+        """The engine for `batch` requests of `context` tokens each; raises ConfigError as the class does."""
         if (context, batch) not in self._attempts:
             self._attempts[context, batch] = self._attempt(context, batch)
         return self._attempts[context, batch]
@@ -190,18 +185,19 @@ class Planner:
         except KernelError as error:
             return Attempt(context, batch, limit=KERNELS, reason=str(error))
         try:
-            plan = plan_measured(config, needs, options.gpu_memory, self.weight_bytes)
+            memory = plan_measured(config, needs, options.gpu_memory, self.storage.weight_bytes)
         except CapacityError as error:
             return Attempt(context, batch, None, needs, self._short(config), str(error))
-        wanted, held = self._admitted(config), plan.rows.capacity
+        wanted, held = self._admitted(config), memory.rows.capacity
         if held < wanted:
             limit = self._short(config)
             reason = f"{limit} holds {held * EXTENT_TOKENS:,} tokens, the requests need {wanted * EXTENT_TOKENS:,}"
-            return Attempt(context, batch, plan, needs, limit, reason)
-        if plan.rows.host_bytes and not can_pin(plan.rows.host_bytes, options.host_memory):
-            reason = f"rows need {plan.rows.host_bytes:,} bytes of host memory and 1 GiB beside them"
-            return Attempt(context, batch, plan, needs, HOST, reason)
-        return Attempt(context, batch, plan, needs)
+            return Attempt(context, batch, memory, needs, limit, reason)
+        host_bytes = memory.rows.host_bytes
+        if host_bytes and not can_pin(host_bytes, options.host_memory):
+            reason = f"rows need {host_bytes:,} bytes of host memory and 1 GiB beside them"
+            return Attempt(context, batch, memory, needs, HOST, reason)
+        return Attempt(context, batch, memory, needs)
 
     def _admitted(self, config: EngineConfig) -> int:
         """Extents that admission reserves for all requests, each at its full length."""

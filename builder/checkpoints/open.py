@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvseek.builder.checkpoints.tensorrt_llm.checkpoint import TensorRtLlmCheckpoint
 from kvseek.core.errors import ConfigError
 
 from .checkpoint import NAME_TOKENIZER, Checkpoint
-from .checkpoint_files import read_object
-from .gguf_checkpoint import GgufCheckpoint
-from .hugging_face_checkpoint import HuggingFaceCheckpoint
-from .tensorrt_llm_checkpoint import TensorRtLlmCheckpoint
+from .files import read_object
+from .gguf import GgufCheckpoint
+from .hugging_face import HuggingFaceCheckpoint
 
 
 def open_checkpoint(path: Path, tokenizer_directory: Path | None = None) -> Checkpoint:

@@ -12,9 +12,9 @@ from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
 
 from .checkpoint import Checkpoint, Header
-from .checkpoint_files import (
+from .files import (
     DOWNLOAD_AGAIN,
-    TensorTypes,
+    TensorType,
     float_type,
     generation_ends,
     load_tokenizer_directory,
@@ -54,8 +54,9 @@ class HuggingFaceCheckpoint(Checkpoint):
         if name not in self._files:
             raise ConfigError(f"{self.path}: tensor {name} is missing in {self._listing}; {DOWNLOAD_AGAIN}")
         path = self.path / self._files[name]
-        shape, dtype = self._headers[self._files[name]][name]
-        return Header(f"{path}: {name}", shape, float_type(path, name, dtype, "use the unquantised checkpoint"))
+        found = self._headers[self._files[name]][name]
+        dtype = float_type(path, name, found.dtype, "use the unquantised checkpoint")
+        return Header(f"{path}: {name}", found.shape, dtype)
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor; raises as `header`."""
@@ -80,7 +81,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         return files | self._weight_map
 
     @cached_property
-    def _headers(self) -> dict[str, TensorTypes]:
+    def _headers(self) -> dict[str, dict[str, TensorType]]:
         """File → tensor name → shape and type."""
         files = sorted(set(self._weight_map.values())) or [SINGLE_FILE]
         for file in files:

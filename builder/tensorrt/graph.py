@@ -14,10 +14,10 @@ from kvseek.core.errors import KernelError
 from kvseek.core.tensorrt_api import TYPE_NAMES
 from kvseek.engine.tensorrt.messages import why
 
-from .tensorrt_api import ILayer, ITensor, Network, TensorRt
+from .api import ILayer, ITensor, Network, TensorRt
 
 WeightSource = Callable[[str], Tensor]
-"""Gives a weight of builder/weights.py by its name, in the engine's dtype, on the CPU."""
+"""Gives a weight of builder/checkpoints/weights.py by its name, in the engine's dtype, on the CPU."""
 
 
 class Graph:

@@ -5,32 +5,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvseek.builder.checkpoints.headers import source_shape
 from kvseek.core.config import ModelConfig, require
 
-from .tensor_headers import source_shape
-from .tensorrt_llm_config import Mapping
+from .config import Mapping
 
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-# Hugging Face module of a layer → (TensorRT-LLM's name, axis along which ranks share its weight, None if they do not).
-# In a gated MLP TensorRT-LLM calls `fc` what goes through the activation and `gate` what multiplies it.
-MODULES: dict[str, tuple[str, int | None]] = {
-    "input_layernorm": ("input_layernorm", None),
-    "self_attn.q_norm": ("attention.q_layernorm", None),
-    "self_attn.k_norm": ("attention.k_layernorm", None),
-    "self_attn.o_proj": ("attention.dense", 1),
-    "post_attention_layernorm": ("post_layernorm", None),
-    "mlp.gate_proj": ("mlp.fc", 0),
-    "mlp.up_proj": ("mlp.gate", 0),
-    "mlp.down_proj": ("mlp.proj", 1),
+
+
+@dataclass(frozen=True)
+class Module:
+    """TensorRT-LLM's name of a layer's module, and the axis along which ranks share its weight; None: each holds all."""
+
+    name: str
+    axis: int | None = None
+
+
+# By the Hugging Face name. In a gated MLP TensorRT-LLM calls `fc` what goes through the activation and `gate` what
+# multiplies it.
+MODULES = {
+    "input_layernorm": Module("input_layernorm"),
+    "self_attn.q_norm": Module("attention.q_layernorm"),
+    "self_attn.k_norm": Module("attention.k_layernorm"),
+    "self_attn.o_proj": Module("attention.dense", 1),
+    "post_attention_layernorm": Module("post_layernorm"),
+    "mlp.gate_proj": Module("mlp.fc", 0),
+    "mlp.up_proj": Module("mlp.gate", 0),
+    "mlp.down_proj": Module("mlp.proj", 1),
 }
 
 
 @dataclass(frozen=True)
 class Part:
-    """Where one tensor of the model lies in the tensors that the ranks of a pipeline stage hold.
+    """Where one tensor of the model lies in the files of the ranks that share it.
 
     Attributes
     ----------
+    pipeline_rank : int
+        Whose tensor-parallel ranks hold the tensor: each pipeline rank has its own layers.
     name : str
         Of the tensor in every rank's file.
     shape : tuple of int
@@ -45,6 +57,7 @@ class Part:
         Neighbouring ranks that hold the same rows.
     """
 
+    pipeline_rank: int
     name: str
     shape: tuple[int, ...]
     rows: slice
@@ -63,8 +76,8 @@ class Layout:
 
     Parameters
     ----------
-    layers_per_stage : sequence of int
-        Number of layers that each pipeline stage holds.
+    layers : sequence of int
+        Number of layers that each pipeline rank holds.
 
     Raises
     ------
@@ -72,8 +85,8 @@ class Layout:
         If the model cannot be shared by that many ranks.
     """
 
-    def __init__(self, model: ModelConfig, mapping: Mapping, layers_per_stage: Sequence[int]) -> None:
-        self._model, self._mapping, self._layers_per_stage = model, mapping, layers_per_stage
+    def __init__(self, model: ModelConfig, mapping: Mapping, layers: Sequence[int]) -> None:
+        self._model, self._mapping, self._layers = model, mapping, layers
         tp_size, kv_heads = mapping.tp_size, model.num_kv_heads
         shared = {"num_attention_heads": model.num_heads, "intermediate_size": model.intermediate_size}
         if mapping.embedding_axis == 1:
@@ -85,45 +98,44 @@ class Layout:
         fits = kv_heads % tp_size == 0 or tp_size % kv_heads == 0
         require(fits, "num_key_value_heads", kv_heads, limit, "check config.json")
 
-    def locate(self, name: str) -> tuple[int, Part]:
-        """Pipeline stage and place of the tensor with a Hugging Face name."""
-        model, last = self._model, len(self._layers_per_stage) - 1
+    def locate(self, name: str) -> Part:
+        """Place of the tensor with a Hugging Face name."""
+        model, last, axis = self._model, len(self._layers) - 1, self._mapping.embedding_axis
         vocabulary = (model.vocab_size, model.hidden_size)
         match name.split("."):
             case ["model", "embed_tokens", _]:
-                return 0, self._shared("transformer.vocab_embedding.weight", vocabulary, self._mapping.embedding_axis)
+                return self._shared(0, "transformer.vocab_embedding.weight", vocabulary, axis)
             case ["model", "norm", _]:
-                return last, self._shared("transformer.ln_f.weight", (model.hidden_size,), None)
+                return self._shared(last, "transformer.ln_f.weight", (model.hidden_size,), None)
             case ["lm_head", _]:
-                return last, self._shared("lm_head.weight", vocabulary, 0)
+                return self._shared(last, "lm_head.weight", vocabulary, 0)
             case ["model", "layers", number, *module, kind]:
                 return self._in_layer(int(number), ".".join(module), kind)
         raise KeyError(name)
 
-    def _in_layer(self, layer: int, module: str, kind: str) -> tuple[int, Part]:
-        stage = 0
-        while layer >= self._layers_per_stage[stage]:
-            layer -= self._layers_per_stage[stage]
-            stage += 1
+    def _in_layer(self, layer: int, module: str, kind: str) -> Part:
+        pipeline_rank = 0
+        while layer >= self._layers[pipeline_rank]:
+            layer -= self._layers[pipeline_rank]
+            pipeline_rank += 1
         prefix = f"transformer.layers.{layer}."
         if module in PROJECTIONS:
-            return stage, self._projection(f"{prefix}attention.qkv.{kind}", PROJECTIONS.index(module), kind)
-        theirs, axis = MODULES[module]
-        if kind == "bias":  # of a product that is summed over the ranks: each holds all of it
-            axis = None
+            return self._projection(pipeline_rank, f"{prefix}attention.qkv.{kind}", PROJECTIONS.index(module), kind)
+        theirs = MODULES[module]
+        axis = None if kind == "bias" else theirs.axis  # a bias of a sum over the ranks: each holds all of it
         shape = source_shape(self._model, f"{module}.{kind}")
-        return stage, self._shared(f"{prefix}{theirs}.{kind}", shape, axis)
+        return self._shared(pipeline_rank, f"{prefix}{theirs.name}.{kind}", shape, axis)
 
-    def _shared(self, name: str, shape: tuple[int, ...], axis: int | None) -> Part:
+    def _shared(self, pipeline_rank: int, name: str, shape: tuple[int, ...], axis: int | None) -> Part:
         """A tensor that the ranks share evenly along an axis, the last one's padded, or that each holds whole."""
         tp_size = self._mapping.tp_size
         if axis is None:
-            return Part(name, shape, slice(None), axis=0, size=shape[0], copies=tp_size)
+            return Part(pipeline_rank, name, shape, slice(None), axis=0, size=shape[0], copies=tp_size)
         local = list(shape)
         local[axis] = -(-shape[axis] // tp_size)
-        return Part(name, tuple(local), slice(None), axis, size=shape[axis], copies=1)
+        return Part(pipeline_rank, name, tuple(local), slice(None), axis, size=shape[axis], copies=1)
 
-    def _projection(self, name: str, which: int, kind: str) -> Part:
+    def _projection(self, pipeline_rank: int, name: str, which: int, kind: str) -> Part:
         """Queries (0), keys (1) or values (2): each rank holds the rows of its heads, in this order.
 
         With fewer KV heads than ranks, neighbouring ranks hold the same KV head.
@@ -134,4 +146,4 @@ class Layout:
         rows = slice(0 if which == 0 else ends[which - 1], ends[which])
         shape = (ends[-1], model.hidden_size) if kind == "weight" else (ends[-1],)
         heads, copies = (model.num_kv_heads, max(1, tp_size // model.num_kv_heads)) if which else (model.num_heads, 1)
-        return Part(name, shape, rows, axis=0, size=heads * model.head_dim, copies=copies)
+        return Part(pipeline_rank, name, shape, rows, axis=0, size=heads * model.head_dim, copies=copies)

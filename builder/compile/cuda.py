@@ -25,6 +25,8 @@ from kvseek.core.errors import KernelError
 from kvseek.engine.model.weight_only import INPUTS_MULTIPLE, NONE
 from kvseek.plugins.registry import get_method
 
+from .cache import cache_folder
+
 ARCHITECTURES = (80, 89, 90, 100, 120)  # A100; L4, L40, RTX 40; H100, H200; B200; RTX 50
 DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2}  # plugins/shared/numbers.cuh
 WEIGHT_NUMBERS = {NONE: 0, "int8": 1, "fp8": 2}  # engine/model/weight_formats.cuh
@@ -153,13 +155,12 @@ def compile_cubin(specialisation: Specialisation, arch: int, roots: Sequence[Pat
 
 
 def cached_cubin(specialisation: Specialisation, arch: int, roots: Sequence[Path] | None = None) -> bytes:
-    """Compile once per source text, macros, architecture and NVRTC version into the user's cache folder.
+    """Compile once per source text, macros, architecture and NVRTC version; raises as `compile_cubin` does.
 
-    The file is ``$XDG_CACHE_HOME/kvseek/sm_<arch>-<hash>.cubin`` (``~/.cache`` without that variable). Raises as
-    `compile_cubin` does.
+    The file is ``sm_<arch>-<hash>.cubin`` of the cache folder.
     """
     roots = package_roots() if roots is None else roots
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvseek"
+    cache = cache_folder()
     file = cache / f"sm_{arch}-{_digest(specialisation, roots)}.cubin"
     if file.exists():
         return file.read_bytes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
-from kvseek.core.tensorrt_api import import_tensorrt
+from kvseek.core.tensorrt_api import Logging, import_tensorrt
 
 
 class ITensor(Protocol):
@@ -76,11 +76,9 @@ class Network(Protocol):
     def add_cast(self, input: ITensor, to_type: Any) -> ILayer | None: ...
 
 
-class TensorRt(Protocol):
+class TensorRt(Logging, Protocol):
     """The module `tensorrt` or `tensorrt_rtx`: its enumerations, and the classes that a build begins with."""
 
-    __name__: str
-    __version__: str
     DataType: Any
     ElementWiseOperation: Any
     UnaryOperation: Any
@@ -90,11 +88,8 @@ class TensorRt(Protocol):
     NetworkDefinitionCreationFlag: Any
     BuilderFlag: Any
     ProfilingVerbosity: Any
-    ILogger: Any
     Builder: Any
     Weights: Any
-
-    def __hash__(self) -> int: ...
 
 
 def load_tensorrt(name: str) -> TensorRt:

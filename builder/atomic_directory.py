@@ -56,25 +56,25 @@ def _is_alive(process_id: int) -> bool:
 
 
 @contextlib.contextmanager
-def staging(output_dir: Path) -> Iterator[Path]:
+def atomic_directory(output_dir: Path) -> Iterator[Path]:
     """A sibling of `output_dir` to build in; takes its place at the end, or is removed if the body raises.
 
     Leftovers of killed builds are to be removed first.
     """
-    staged, replaced = (
+    partial, replaced = (
         output_dir.with_name(f".{output_dir.name}.{os.getpid()}.{kind}") for kind in (PARTIAL, REPLACED)
     )
     with _parents(output_dir):
-        staged.mkdir()
+        partial.mkdir()
         try:
-            yield staged
+            yield partial
             if output_dir.exists():
                 output_dir.rename(replaced)
-            staged.rename(output_dir)
+            partial.rename(output_dir)
         finally:
             if replaced.exists() and not output_dir.exists():  # the second rename failed, or a signal came before it
                 replaced.rename(output_dir)
-            shutil.rmtree(staged, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
             shutil.rmtree(replaced, ignore_errors=True)
 
 

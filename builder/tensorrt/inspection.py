@@ -10,9 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
+from kvseek.builder.printing import Column, table
 from kvseek.engine.tensorrt.plan_index import parse_plan_index
-
-from .printing import Column, table
 
 
 def read_plans(directory: Path) -> dict[str, Any]:

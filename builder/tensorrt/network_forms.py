@@ -17,9 +17,9 @@ import torch
 
 from kvseek.core.config import ModelConfig
 
+from .api import ITensor, TensorRt
+from .graph import Graph, WeightSource
 from .network import Stream, write_decoder
-from .tensorrt_api import ITensor, TensorRt
-from .tensorrt_graph import Graph, WeightSource
 
 ROTATION = ("cos", "sin")
 AttentionLayer = Callable[[Graph, int, ITensor, ITensor, ITensor], ITensor]

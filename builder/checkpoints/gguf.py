@@ -6,6 +6,7 @@ Tensors are read one at a time, so a quantised file never needs its unquantised 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from kvseek.core.config import ModelConfig, require
 from kvseek.core.errors import ConfigError
 
 from .checkpoint import Checkpoint, Header
-from .checkpoint_files import naming
+from .files import naming
 from .gguf_tokenizer import load_tokenizer
 from .model_config import model_config
 
@@ -51,6 +52,14 @@ SCALING_FIELDS = {
 }
 # Llama 3.1's own scaling (model card); a file states only its result, so it is recognised by that.
 LLAMA3_SCALING = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What a file holds: metadata by key, and tensors of gguf's reader by name, unread."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, Any]
 
 
 class GgufCheckpoint(Checkpoint):
@@ -133,14 +142,14 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def _metadata(self) -> dict[str, Any]:
-        return self._contents[0]
+        return self._contents.metadata
 
     @property
     def _tensors(self) -> dict[str, Any]:
-        return self._contents[1]
+        return self._contents.tensors
 
     @cached_property
-    def _contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _contents(self) -> _Contents:
         return _read(self.path)
 
     def _value(self, key: str) -> Any:
@@ -247,8 +256,8 @@ def _strict_reader(path: Path) -> Any:
     return StrictReader(path)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Metadata values and tensors by name. The long arrays of the vocabulary are left to the tokenizer's own reader."""
+def _read(path: Path) -> _Contents:
+    """Read a file's header. The long arrays of the vocabulary are left to the tokenizer's own reader."""
     from gguf import GGUFValueType
 
     with path.open("rb") as file:
@@ -263,4 +272,4 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     except (ValueError, IndexError, KeyError, OSError) as error:
         raise ConfigError(f"cannot read {path}: {error}; the file is damaged or cut short: download it again") from None
     require(reader.byte_order == "I", f"byte order of {path}", "foreign", "this machine's", REMEDY)
-    return metadata, {tensor.name: tensor for tensor in reader.tensors}
+    return _Contents(metadata, {tensor.name: tensor for tensor in reader.tensors})

@@ -1,0 +1,1 @@
+"""`kvseek build --calibrate`: what quantisation of the weights costs on a text."""

@@ -1,0 +1,1 @@
+"""TensorRT-LLM checkpoints, whose tensors are spread over ranks."""

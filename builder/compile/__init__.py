@@ -1,0 +1,1 @@
+"""Compilers of the kernels: C++ for processors, CUDA C++ for GPUs."""

@@ -1,0 +1,1 @@
+"""`--runtime tensorrt`: the decoder as plans of TensorRT in place of weights."""
