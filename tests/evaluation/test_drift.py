@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import BuildEngine
+from tests.plugins.cases import CASES, SELECTING, method_flags
 from tests.support.random_models import save_random_model
 from torch import Tensor
 
@@ -263,25 +264,10 @@ def test_pages_are_heard_row_by_row() -> None:
     assert single_rows(Selection(rows, 2, (3,)), 3).tolist() == [[[2, -1, -1, -1, 0, 1]]]
 
 
-@pytest.mark.parametrize(
-    ("method", "flags"),
-    [
-        ("ctkvr", ("--ctkvr.top_k", "12", "--ctkvr.centroids", "16")),
-        (
-            "clusterkv",
-            ("--clusterkv.top_k", "12", "--clusterkv.tokens_per_cluster", "8", "--clusterkv.dense_layers", "1"),
-        ),
-        (
-            "prkv",
-            ("--prkv.top_k", "16", "--prkv.page", "8", "--prkv.window_queries", "8", "--prkv.update_interval", "16"),
-        ),
-    ],
-)
-def test_every_method_is_overheard(
-    method: str, flags: tuple[str, ...], model: Path, build_engine: BuildEngine, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("method", SELECTING)
+def test_every_method_is_overheard(method: str, model: Path, build_engine: BuildEngine, tmp_path: Path) -> None:
     """Selected rows are of the region and hold no more than the exact ones, though rows move and layers are dense."""
-    directory = build_engine(model, method, *WINDOW, *LIMITS, *flags)
+    directory = build_engine(model, method, *WINDOW, *LIMITS, *method_flags(method, CASES[method].sparse))
     report = run(directory, tmp_path, "--steps", "60", "--every", "4")
     assert len(report["samples"]) == 15
     for sample in report["samples"]:

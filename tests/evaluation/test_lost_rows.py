@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.plugins.cases import CASES
 from tests.support.random_models import save_random_model
 from torch import Tensor
 
@@ -23,18 +24,11 @@ from kvseek.evaluation.questions import capture_questions
 from kvseek.evaluation.replay import Replay, selected_places
 from kvseek.measurement.variants import Variant, parse_variants
 from kvseek.plugins.ctkvr.build import largest
-from kvseek.plugins.registry import METHODS, get_method
+from kvseek.plugins.registry import get_method
 from kvseek.plugins.stages import Stage, Stages, by_place
 
 STEPS = 4
-TELLING = ("ctkvr", "clusterkv", "pariskv", "prkv")
-# Small enough that every stage loses rows of `peaked_layer`.
-FIELDS: dict[str, dict[str, Any]] = {
-    "ctkvr": {"top_k": 32, "probes": 1, "recall_factor": 1.25, "recent": 32},
-    "clusterkv": {"top_k": 64, "tokens_per_cluster": 40},
-    "pariskv": {"top_k": 4},
-    "prkv": {"top_k": 64, "page": 16},
-}
+TELLING = [method for method, cases in CASES.items() if cases.losses is not None]
 
 
 def peaked_layer(tokens: int = 1300, queries: int = 60) -> CapturedLayer:
@@ -45,7 +39,7 @@ def peaked_layer(tokens: int = 1300, queries: int = 60) -> CapturedLayer:
 
 
 def variant(method: str, **fields: Any) -> Variant:
-    return Variant(method, method, {**FIELDS[method], **fields})
+    return Variant(method, method, {**(CASES[method].losses or {}), **fields})
 
 
 def steps_of(layer: CapturedLayer) -> list[Tensor]:
@@ -106,19 +100,15 @@ def test_lost_rows_add_up(method: str) -> None:
 @pytest.mark.parametrize("method", TELLING)
 def test_nothing_is_lost_where_everything_is_kept(method: str) -> None:
     layer = peaked_layer(tokens=700)
-    losses = measure_layer(layer, 3, STEPS, variant(method, top_k=1024, **kept_with(method)), 0.01)
+    losses = measure_layer(layer, 3, STEPS, variant(method, top_k=1024, **CASES[method].losses_kept), 0.01)
     assert (losses.lost, losses.harmed, losses.mass, losses.dense) == (0, 0, 0.0, True)
     assert losses.needed > 0
     assert losses.by_stage is not None
     assert set(losses.by_stage.values()) == {0}
-    replay = Replay(layer, 3, STEPS, variant(method, top_k=1024, **kept_with(method)))
+    replay = Replay(layer, 3, STEPS, variant(method, top_k=1024, **CASES[method].losses_kept))
     stages = get_method(method).stages(replay.index, steps_of(layer)[0], 0)
     assert stages is not None
     assert all(stage.kept.all() for stage in stages.stages)
-
-
-def kept_with(method: str) -> dict[str, Any]:
-    return {"recent": 1024} if method == "ctkvr" else {}
 
 
 def test_stages_of_a_dense_layer_keep_everything() -> None:
@@ -130,12 +120,11 @@ def test_stages_of_a_dense_layer_keep_everything() -> None:
     assert measure_layer(layer, 0, STEPS, variant("clusterkv"), 0.01).dense
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - set(TELLING)))
+@pytest.mark.parametrize("method", [method for method in CASES if method not in TELLING])
 def test_other_methods_tell_no_stages(method: str) -> None:
-    fields = {"top_k": 8} if method == "flat" else {}
-    losses = measure_layer(peaked_layer(), 0, STEPS, Variant(method, method, fields), 0.01)
+    losses = measure_layer(peaked_layer(), 0, STEPS, Variant(method, method, {**CASES[method].sparse}), 0.01)
     assert losses.by_stage is None
-    assert losses.dense == (method == "full")
+    assert losses.dense == CASES[method].dense
     assert losses.figures()["lost_share_by_stage"] is None
 
 

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 from tests.conftest import BuildEngine
+from tests.plugins.cases import CASES
 from tests.support.random_models import VOCABULARY, save_random_model
 
 from kvseek.core.errors import ConfigError
@@ -16,10 +17,7 @@ from kvseek.evaluation import needle
 
 LENGTH = 4096
 QUESTIONS = 2
-SOME_TASKS = "niah_single,niah_multivalue,variable_tracking"
-# Points of exact, mean over the tasks, that a method may lose. The needle README reports 100 for full, and 97.9 on
-# niah_multivalue. Of all seven tasks, 1 is one wrong answer of the 16 of multi_turn; of three, 17 is one wrong answer of six.
-MARGINS = {"full": 3.0, "pariskv": 1.0, "ctkvr": 17.0, "clusterkv": 17.0, "prkv": 17.0}
+NEEDLE = [method for method, cases in CASES.items() if cases.needle is not None]
 
 
 class Tasks(ModuleType):
@@ -192,32 +190,24 @@ def test_engines_of_one_method_are_told_apart(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("methods", "tasks"), [(("full", "pariskv"), "all"), (("ctkvr", "clusterkv", "prkv"), SOME_TASKS)]
-)
+@pytest.mark.parametrize("method", NEEDLE)
 def test_methods_find_the_needles(
-    methods: tuple[str, ...],
-    tasks: str,
-    needle_folder: Path,
-    build_engine: BuildEngine,
-    capsys: pytest.CaptureFixture[str],
+    method: str, needle_folder: Path, build_engine: BuildEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All seven tasks for ParisKV beside full, some for the others, each within its margin."""
+    case = CASES[method].needle
+    assert case is not None
     limits = ("--max_seq_len", str(LENGTH + 128), "--max_batch_size", "4")
-    directories = [build_engine(needle_folder / "model", method, *limits) for method in methods]
-    flags = [word for directory in directories for word in ("--engine_dir", str(directory))]
-    flags += ["--lengths", str(LENGTH), "--n", str(QUESTIONS), "--tasks", tasks, "--json"]
+    flags = ["--engine_dir", str(build_engine(needle_folder / "model", method, *limits))]
+    flags += ["--lengths", str(LENGTH), "--n", str(QUESTIONS), "--tasks", case.tasks, "--json"]
     assert needle.main(["--needle", str(needle_folder), *flags]) == 0
     cells = json.loads(capsys.readouterr().out)["cells"]
-    for method in methods:
-        found = [cell for cell in cells if cell["engine"] == method]
-        assert len(found) == (7 if tasks == "all" else 3)
-        assert mean_exact(found) >= 100 - MARGINS[method], method
-        if method == "full":
-            assert all(cell["attended_share"] == pytest.approx(1) for cell in found)
+    assert len(cells) == (7 if case.tasks == "all" else 1 + case.tasks.count(","))
+    assert mean_exact(cells) >= 100 - case.margin
+    for cell in cells:
+        if CASES[method].dense:
+            assert cell["attended_share"] == pytest.approx(1)
         else:
-            most = 0.2 if method == "pariskv" else 0.6
-            assert all(cell["attended_share"] < most for cell in found), f"{method} must attend sparsely at 4K"
+            assert cell["attended_share"] < case.most_attended, "it must attend sparsely at 4K"
 
 
 def mean_exact(cells: list[dict[str, float]]) -> float:

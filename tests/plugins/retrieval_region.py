@@ -6,6 +6,7 @@ thousands of tokens without a model. Every value vector names its slot and token
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -30,13 +31,13 @@ class Region:
     def __init__(
         self,
         method: str,
-        settings: dict[str, object],
+        settings: Mapping[str, object],
         slots: int = 2,
         max_tokens: int = 4096,
         library: CpuLibrary | None = None,
     ) -> None:
         chosen, per_slot = get_method(method), -(-max_tokens // EXTENT_TOKENS)
-        config = chosen.configure(settings)
+        config = chosen.configure({**settings})
         self.extents = ExtentTable(slots, per_slot, slots * per_slot)
         self.lengths = [0] * slots
         self.pool = torch.full((slots * per_slot, KV_HEADS, EXTENT_TOKENS, 2, DIM), torch.nan)

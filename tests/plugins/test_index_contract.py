@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.plugins.cases import CASES
 from tests.plugins.retrieval_region import HEADS, KV_HEADS, Region, topical
 
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.plugins.registry import METHODS, get_method
+from kvseek.plugins.registry import get_method
 
-# Settings with which a method is sparse on a few hundred tokens, and the rows it keeps then.
-SPARSE: dict[str, dict[str, object]] = {
-    "full": {},
-    "flat": {"top_k": 64},
-    "pariskv": {"top_k": 64},
-    "ctkvr": {"top_k": 64, "centroids": 64},
-    "clusterkv": {"top_k": 64, "tokens_per_cluster": 16},
-    "prkv": {"top_k": 64, "page": 8},
-}
-KEEP = 64
+KEEP = 64  # rows that settings `index` of the cases keep
 EVICTED = 40
 SIZES = (0, 1, 2, 31, 64, 65, 257, 1023, 1025)
 GROWN_KEEP = 256
 MASS = 0.45  # of what exact top-k keeps after long growth; a random choice of the rows keeps less than a tenth
-
-
-def everything(method: str) -> dict[str, object]:
-    return {**SPARSE[method], **({"top_k": 1 << 13} if method != "full" else {})}
 
 
 @pytest.fixture(params=["native", "reference"])
@@ -34,14 +22,10 @@ def kernels(request: pytest.FixtureRequest, library: CpuLibrary) -> CpuLibrary |
     return library if request.param == "native" else None
 
 
-def test_the_matrix_has_every_method() -> None:
-    assert set(SPARSE) == set(METHODS)
-
-
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CASES)
 @pytest.mark.parametrize("size", SIZES)
 def test_regions_of_every_size_and_their_first_growth(method: str, size: int, kernels: CpuLibrary | None) -> None:
-    region = Region(method, SPARSE[method], library=kernels)
+    region = Region(method, CASES[method].index, library=kernels)
     keys, queries = topical(size + 3 * EVICTED, 1)
     region.prefill(0, keys[:, :size], queries[: max(1, size)].transpose(0, 1), 3 * EVICTED)
     for start in range(size, size + 3 * EVICTED, EVICTED):
@@ -53,15 +37,15 @@ def test_regions_of_every_size_and_their_first_growth(method: str, size: int, ke
 
 def check_counts(method: str, region: Region, tokens: list[torch.Tensor]) -> None:
     n = region.lengths[0]
-    if method == "full" or n <= KEEP:
+    if CASES[method].dense or n <= KEEP:
         assert [head.tolist() for head in tokens] == [list(range(n))] * KV_HEADS, "all of a small region"
     for head in tokens:
-        assert 1 <= len(head) <= max(KEEP, n if method == "full" else 0)
+        assert 1 <= len(head) <= max(KEEP, n if CASES[method].dense else 0)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CASES)
 def test_selections_do_not_depend_on_company_slots_or_history(method: str, kernels: CpuLibrary | None) -> None:
-    regions = [Region(method, SPARSE[method], slots=3, library=kernels) for _ in range(2)]
+    regions = [Region(method, CASES[method].index, slots=3, library=kernels) for _ in range(2)]
     prompts = {owner: topical(size, owner) for owner, size in ((0, 700), (1, 333), (2, 1100))}
     places = {0: 2, 1: 0, 2: 1}  # slots of the second region
     regions[1].prefill(0, *(part if i == 0 else part.transpose(0, 1) for i, part in enumerate(topical(900, 9))), 200)
@@ -83,16 +67,17 @@ def test_selections_do_not_depend_on_company_slots_or_history(method: str, kerne
             regions[1].evict(places[owner], new)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CASES)
 def test_growth_over_5000_generated_tokens(method: str, library: CpuLibrary) -> None:
     """Evictions come as the method asks the engine for them; runs of a topic are as long as a generated cluster."""
+    cases = CASES[method]
     evicted = get_method(method).cache_defaults.get("update", EVICTED)
     prompt, total = 300, 300 + 16 * 320
     keys, queries = topical(total, 4, run=80)
-    settings = SPARSE[method] | ({"top_k": GROWN_KEEP} if method != "full" else {})
+    settings = {**cases.index, **({} if cases.dense else {"top_k": GROWN_KEEP})}
     sparse = Region(method, settings, slots=1, max_tokens=total + 100, library=library)
     exact = Region("flat", {"top_k": GROWN_KEEP}, slots=1, max_tokens=total + 100)
-    whole = Region(method, everything(method), slots=1, max_tokens=total + 100, library=library)
+    whole = Region(method, {**cases.index, **cases.everything}, slots=1, max_tokens=total + 100, library=library)
     for region in (sparse, exact, whole):
         region.prefill(0, keys[:, :prompt], queries[:prompt].transpose(0, 1), total - prompt)
     ratios = []
@@ -108,9 +93,10 @@ def test_growth_over_5000_generated_tokens(method: str, library: CpuLibrary) -> 
     assert late.mean() >= MASS, f"{method} keeps {late.mean():.3f} of the mass that exact top-k keeps"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CASES)
 def test_keeping_everything_is_everything_after_other_requests(method: str, kernels: CpuLibrary | None) -> None:
-    region = Region(method, everything(method), slots=2, library=kernels)
+    cases = CASES[method]
+    region = Region(method, {**cases.index, **cases.everything}, slots=2, library=kernels)
     for size in (1500, 40, 777):
         keys, queries = topical(size, size)
         region.prefill(1, keys, queries.transpose(0, 1), EVICTED)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import ROOT
+from tests.plugins.cases import ON_GPU
 from tests.support.random_models import SHAPE, save_random_model
 
 from kvseek.builder import build
@@ -91,7 +92,7 @@ def admitted(own: Planner, context: int, batch: int, attempt: Attempt) -> int:
 
 
 @pytest.mark.parametrize("offload", ["auto", "always", "never"])
-@pytest.mark.parametrize("method", ["full", "pariskv", "clusterkv", "prkv", "ctkvr"])
+@pytest.mark.parametrize("method", ON_GPU)
 def test_the_largest_batch_is_admitted_and_a_larger_one_is_not(small: Path, method: str, offload: str) -> None:
     own = planner(small, "--cache.offload", offload, method=method, gpu="1.2GiB", host="1.05GiB")
     context = 8192

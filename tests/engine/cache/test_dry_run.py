@@ -8,24 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from tests.plugins.cases import CASES, ON_GPU
 from torch import Tensor
 
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.engine.dry_run import ALLOCATION_BYTES, HOPPER, META, DryRun, MetaBytes, UnloadedKernels
 from kvseek.engine.loading import IndexNeeds, make_unbound
-from kvseek.plugins.registry import METHODS, get_method
+from kvseek.plugins.registry import get_method
 
 LLAMA = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 << 20)
 SMALL = ModelConfig("llama", 384, 256, 320, 5, 8, 2, 64, 1e-5, 1e4, 1 << 16)
-VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in METHODS if name != "flat"),
-    ("pariskv", {"group_reduce": "mean", "top_k": 33}),
-    ("ctkvr", {"centroids": 64, "top_k": 32, "update": False}),
-    ("clusterkv", {"cache_steps": 0, "dense_layers": 3}),
-    ("clusterkv", {"dense_layers": 9}),
-    ("prkv", {"cache_steps": 0, "page": 16}),
-]
+VARIANTS = [(method, fields) for method in ON_GPU for fields in ({}, *CASES[method].counted)]
 
 
 def engine(model: ModelConfig, name: str, fields: dict[str, Any], tokens: int = 8192, slots: int = 2) -> EngineConfig:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import BuildEngine
-from tests.plugins.test_methods import SPARSE, WINDOW
+from tests.plugins.cases import CASES, method_flags
+from tests.plugins.test_methods import WINDOW
 from tests.support.random_models import save_random_model
 from torch import Tensor
 
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.plugins.registry import METHODS
 
 LIMITS = ("--max_batch_size", "2", "--max_seq_len", "600", "--prefill_chunk_tokens", "100")
 FIRST = torch.arange(430).mul(11).remainder(97).tolist()
@@ -85,9 +85,11 @@ def poison(tensor: Tensor, kind: str, generator: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CASES)
 def test_a_freed_slot_tells_nothing(method: str, kernels: str, model: Path, build_engine: BuildEngine) -> None:
-    directory = build_engine(model, method, *WINDOW, *LIMITS, *SPARSE[method], "--kernels", kernels)
+    directory = build_engine(
+        model, method, *WINDOW, *LIMITS, *method_flags(method, CASES[method].sparse), "--kernels", kernels
+    )
     second = [request(SECOND), request(SECOND[:30])]
     expected = Engine.load(directory).generate(second)
     engine, generator = Engine.load(directory), torch.Generator().manual_seed(3)
@@ -95,17 +97,19 @@ def test_a_freed_slot_tells_nothing(method: str, kernels: str, model: Path, buil
     for kind in POISONS:
         assert engine._cache.extents.free == engine._cache.extents.capacity
         arrays = arrays_of(engine)
-        assert len(arrays) >= 2 + (engine.config.model.num_layers if method != "full" else 0), "each index keeps some"
+        assert len(arrays) >= 2 + (engine.config.model.num_layers if not CASES[method].dense else 0), (
+            "each index keeps some"
+        )
         with torch.inference_mode():
             for tensor in arrays:
                 poison(tensor, kind, generator)
         assert engine.generate(second) == expected, kind
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CASES)
 def test_what_a_cancelled_prompt_left_tells_nothing(method: str, model: Path, build_engine: BuildEngine) -> None:
     """A prompt that was read half-way has rows and index entries in some layers only."""
-    directory = build_engine(model, method, *WINDOW, *LIMITS, *SPARSE[method])
+    directory = build_engine(model, method, *WINDOW, *LIMITS, *method_flags(method, CASES[method].sparse))
     expected = Engine.load(directory).generate([request(SECOND)])
     engine = Engine.load(directory, max_num_tokens=100)
     for steps in (1, 2, 3):

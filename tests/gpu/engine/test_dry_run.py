@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+from tests.plugins.cases import ON_GPU
 
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.engine.dry_run import DryRun, GpuTraits
 from kvseek.engine.loading import measured_index_bytes, needs_cpu_library
-from kvseek.plugins.registry import METHODS, get_method
+from kvseek.plugins.registry import get_method
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +22,7 @@ SPARE_BYTES = 2 << 20
 KEPT_BYTES = 64 << 10  # of constants that methods keep on a device once made
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "flat"])
+@pytest.mark.parametrize("name", ON_GPU)
 def test_counted_bytes_are_measured_bytes(name: str) -> None:
     from kvseek.builder.compile import cached_cpu_library
     from kvseek.builder.compile_cuda import cached_cubin, specialise

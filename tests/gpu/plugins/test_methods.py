@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import BuildEngine
+from tests.plugins.cases import CASES, SELECTING, method_flags
 from tests.support.prefill import run_prefill
 from tests.support.random_models import save_random_model
 from torch import Tensor
 
 from kvseek.core.request import FinishReason, Request
 from kvseek.engine.engine import Engine
-from kvseek.plugins.registry import METHODS
 
 pytestmark = pytest.mark.gpu
 
@@ -26,21 +26,12 @@ STEPS = 150  # beyond one static update of prkv and several evictions
 TOKENS = [[(step * 31 + slot * 17) % 100 for slot in SLOTS] for step in range(STEPS)]
 MAX_DIFFERENCE = 5e-4  # of float32 logits of size 1: sums in another order
 
-# Contestants: a method and the flags with which it is sparse.
+# A method and the flags with which it is sparse.
 CONTESTANTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "pariskv": ("pariskv", ("--pariskv.top_k", "40")),
-    "ctkvr-cpu": ("ctkvr", ("--ctkvr.top_k", "64", "--ctkvr.execution", "cpu", "--ctkvr.centroids", "64")),
-    "ctkvr-uva": ("ctkvr", ("--ctkvr.top_k", "64", "--ctkvr.execution", "uva", "--ctkvr.centroids", "64")),
-    "clusterkv": (
-        "clusterkv",
-        ("--clusterkv.top_k", "64", "--clusterkv.tokens_per_cluster", "16", "--clusterkv.dense_layers", "1"),
-    ),
-    "prkv": ("prkv", ("--prkv.top_k", "128")),
+    name: (method, method_flags(method, settings))
+    for method in SELECTING
+    for name, settings in CASES[method].on_gpu.items()
 }
-
-
-def test_the_matrix_has_every_method_with_a_device_index() -> None:
-    assert {method for method, _ in CONTESTANTS.values()} == set(METHODS) - {"full", "flat"}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +71,9 @@ def test_keeping_everything_is_dense(name: str, offload: str, model: Path, on_gp
     method, sparse = CONTESTANTS[name]
     flags = (*WINDOW, *LIMITS, "--cache.offload", offload)
     expected, _ = run_all(Engine.load(on_gpu(model, "full", *flags)))
-    found, attended = run_all(Engine.load(on_gpu(model, method, *flags, *sparse, f"--{method}.top_k", "4096")))
+    found, attended = run_all(
+        Engine.load(on_gpu(model, method, *flags, *sparse, *method_flags(method, CASES[method].everything)))
+    )
     assert (found - expected).abs().max() <= MAX_DIFFERENCE
     assert max(attended[-1]) == len(PROMPT) + STEPS
 
@@ -138,7 +131,7 @@ def test_sixteen_bits_run(name: str, dtype: str, model: Path, on_gpu: BuildEngin
     method, sparse = CONTESTANTS[name]
     flags = (*WINDOW, *LIMITS, "--cache.offload", "always")
     full, _ = run_all(Engine.load(on_gpu(model, "full", *flags, "--dtype", dtype)))
-    keep = (*flags, *sparse, f"--{method}.top_k", "4096", "--dtype", dtype)
+    keep = (*flags, *sparse, *method_flags(method, CASES[method].everything), "--dtype", dtype)
     found, _ = run_all(Engine.load(on_gpu(model, method, *keep)))
     assert (found - full).norm() <= 5e-2 * full.norm()
     sparse_logits, _ = run_all(Engine.load(on_gpu(model, method, *flags, *sparse, "--dtype", dtype)))
