@@ -1,6 +1,6 @@
-"""What the GPU benchmark computes without a GPU: shapes, plans, synthetic keys, floors, settings.
+"""What the GPU benchmarks compute without a GPU: shapes, plans, synthetic keys, settings.
 
-tests/benchmarks/test_device_run.py runs the whole of it on stand-ins for what needs a GPU.
+tests/gpu/benchmarks/test_device_bench.py runs the whole of them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import ctypes
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from kvseek.benchmarks import decode
+from kvseek.benchmarks import decode, device_cache_hits
 from kvseek.benchmarks.device_contestants import shared_rows
 from kvseek.benchmarks.device_memory import (
     GIB,
@@ -293,3 +294,26 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert decode.main(["--shape", "qwen3-8b", *METHODS, "--output", str(tmp_path / "out.json")]) == 1
     assert "PyTorch sees no CUDA device" in capsys.readouterr().err
     assert not (tmp_path / "out.json").exists()
+
+
+def test_speed_ups_are_over_the_same_method_without_a_cache() -> None:
+    def entry(method: str, hits: float, median: float) -> dict[str, Any]:
+        return {"method": method, "hit_rate": hits, "layer_seconds": {"median": median}}
+
+    results = [entry("a", 0.6, 10e-6), entry("a", 0.0, 25e-6), entry("b", 0.0, 7e-6)]
+    device_cache_hits.add_speed_ups(results)
+    assert [one["speed_up"] for one in results] == pytest.approx([2.5, 1, 1])
+
+
+BAD_HITS = {
+    "context": (["--methods", "pariskv", "--context", "100"], "--context = 100: must be between 4096 and"),
+    "steps": (["--methods", "pariskv", "--steps", "241"], "--steps = 241: must be between 1 and 240"),
+    "dense": (["--methods", "full"], "full: unknown key 'top_k'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_HITS)
+def test_bad_settings_of_the_benchmark_of_hits_are_named(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, message = BAD_HITS[case]
+    assert device_cache_hits.main(flags) == 1
+    assert message in capsys.readouterr().err
