@@ -32,12 +32,12 @@ test-gpu: install ## tests/gpu and every other test that is marked gpu; fails wi
 	$(BIN)/python -m pytest -m gpu
 
 soak: install ## 1,000 requests of 32 clients against a real server, one of whose processes is killed; some two minutes
-	$(BIN)/python tests/soak.py --requests 1000 --clients 32
+	$(BIN)/python -m tests.server.soak.main --requests 1000 --clients 32
 
 fuzz: install ## ten minutes of mutated inputs at each door of a real server; inputs that lead to a fault go to build/fuzz
 	@mkdir -p build/fuzz
 	@for door in grpc http raw engine-socket; do \
-	    $(BIN)/python tests/fuzz.py --door $$door --seconds 600 --folder build/fuzz || exit 1; done
+	    $(BIN)/python -m tests.server.fuzz.main --door $$door --seconds 600 --folder build/fuzz || exit 1; done
 
 check: lint types test ## what .ci/run calls
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent
-FOLDERS = sorted(path.parent.relative_to(ROOT) for path in ROOT.glob("[a-z]*/__init__.py"))
+FOLDERS = sorted(
+    path.parent.relative_to(ROOT) for path in ROOT.glob("[a-z]*/__init__.py") if path.parent.name != "tests"
+)
 PACKAGES = sorted(path.parent.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("__init__.py"))
 
 setup(

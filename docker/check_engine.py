@@ -15,7 +15,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from random_models import save_random_model  # tests/, on PYTHONPATH
+from random_models import save_random_model  # tests/support, on PYTHONPATH
 
 import kvseek.engine
 from kvseek.builder import build

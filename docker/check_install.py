@@ -36,7 +36,10 @@ def main() -> None:
         healthcheck = [place(word, places) for word in recipe.healthcheck]
         command = [place(word, places) for word in recipe.command]
         check = [str(ROOT / "docker" / "check_engine.py"), str(folder), healthcheck[-1], *command]
-        environment = {"PYTHONPATH": str(ROOT / "tests"), "PATH": f"{places[ENVIRONMENT] / 'bin'}:{os.environ['PATH']}"}
+        environment = {
+            "PYTHONPATH": str(ROOT / "tests/support"),
+            "PATH": f"{places[ENVIRONMENT] / 'bin'}:{os.environ['PATH']}",
+        }
         run(shlex.join(["python3", *check]), environment, folder)
 
 

@@ -20,8 +20,9 @@ from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.core.manifest import CODEBOOKS_FILE
 from kvseek.engine.cache.host_cache import Cache
 from kvseek.engine.cache.memory_layout import MemoryPlan, plan_memory
+from kvseek.engine.model import bfloat16
 from kvseek.engine.model.decoder import BaseDecoder
-from kvseek.engine.model.torch_decoder import Decoder, bfloat16
+from kvseek.engine.model.torch_decoder import Decoder
 from kvseek.engine.model.weights import load_weights
 from kvseek.plugins.contract import DeviceIndex, Index, IndexContext
 from kvseek.plugins.registry import METHODS, get_method

@@ -6,7 +6,8 @@
 // that dispatch needs no knowledge of them.
 //
 // Code outside KVSEEK_KERNEL must have internal linkage: the linker keeps one copy of an inline function or of a
-// template instance, and the copy could be one that this processor cannot run. tests/test_native_kernels.py checks it.
+// template instance, and the copy could be one that this processor cannot run.
+// tests/plugins/attention/test_native_kernels.py checks it.
 #pragma once
 
 #define KVSEEK_HIDDEN extern "C" __attribute__((visibility("hidden")))

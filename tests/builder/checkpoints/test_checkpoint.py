@@ -1,0 +1,226 @@
+"""Checkpoints: configurations of Hugging Face directories and GGUF files, tensors and tokenizer of GGUF files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.support.gguf_files import write_gguf
+from tests.support.random_models import save_random_model
+
+from kvseek.builder.checkpoints import gguf as gguf_checkpoint
+from kvseek.builder.checkpoints.model_config import model_config
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import weight_reader
+from kvseek.core.config import ModelConfig, RopeScaling
+from kvseek.core.errors import ConfigError
+from kvseek.engine.model.rope import frequencies
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "eos_token_id": [7, 8],
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SCALINGS = [
+    ({"rope_type": "linear", "factor": 2.0}, RopeScaling("linear", 2.0)),
+    ({"rope_type": "llama3", **LLAMA3}, RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)),
+    ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 16}, RopeScaling("yarn", 4.0, 4096, beta_fast=16.0)),
+    ({"rope_type": "default"}, None),
+]
+
+
+@pytest.mark.parametrize("style", ["type", "rope_type", "rope_parameters"])
+@pytest.mark.parametrize(("scaling", "expected"), SCALINGS)
+def test_rope_scaling(scaling: dict[str, Any], expected: RopeScaling | None, style: str) -> None:
+    if style == "rope_parameters":
+        config = model_config(LLAMA | {"rope_parameters": {"rope_theta": 5e5, **scaling}})
+    else:
+        stated = {style if key == "rope_type" else key: value for key, value in scaling.items()}
+        config = model_config(LLAMA | {"rope_theta": 500000, "rope_scaling": stated})
+    assert config.rope_scaling == expected
+    assert config.rope_theta == 5e5
+    assert config.max_position_embeddings == (4 * 4096 if scaling["rope_type"] == "yarn" else 4096)
+
+
+def test_fields_of_each_architecture() -> None:
+    llama = model_config(LLAMA, [9, 7])
+    assert llama == ModelConfig("llama", 100, 64, 128, 2, 4, 2, 16, 1e-5, 1e4, 4096, eos_token_ids=(9, 7, 8))
+    assert model_config(LLAMA | {"num_key_value_heads": None}).num_kv_heads == 4
+    assert model_config(LLAMA | {"head_dim": 32}).head_dim == 32
+    biased = model_config(LLAMA | {"attention_bias": True})
+    assert (biased.qkv_bias, biased.output_bias, biased.qk_norm) == (True, True, False)
+    qwen2 = model_config(LLAMA | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32768})
+    assert (qwen2.architecture, qwen2.qkv_bias, qwen2.output_bias) == ("qwen2", True, False)
+    qwen3 = model_config(LLAMA | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True})
+    assert (qwen3.architecture, qwen3.qk_norm, qwen3.qkv_bias, qwen3.tie_word_embeddings) == (
+        "qwen3",
+        True,
+        False,
+        True,
+    )
+
+
+REFUSED = [
+    ({"architectures": ["GPT2LMHeadModel"]}, r"architectures = 'GPT2LMHeadModel': must be one of LlamaForCausalLM"),
+    ({"architectures": None}, "architectures = 'none'"),
+    ({"architectures": 5}, "architectures = 5: must be one of"),
+    ({"architectures": [["LlamaForCausalLM"]]}, r"architectures = \['LlamaForCausalLM'\]: must be one of"),
+    ({"eos_token_id": {"id": 2}}, "eos_token_id = {'id': 2}: must be an integer, a list of integers or null"),
+    ({"eos_token_id": [2, "end"]}, r"eos_token_id = \[2, 'end'\]: must be an integer"),
+    ({"layer_types": 2}, "layer_types = 2: must be a list"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: must be <= 1024"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type = 'longrope'"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0, "bend": 1}}, "rope_scaling: unknown key 'bend'"),
+    ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "original_max_position_embeddings = 0: must be > 0"),
+    ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn': must be an object"),
+    ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+    ({"use_sliding_window": True}, "use_sliding_window = True"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types = \['sliding_attention'\]"),
+    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config = "),
+    ({"mlp_bias": True}, "mlp_bias = True"),
+    ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    ({"num_experts": 8}, "num_experts = 8"),
+    ({"num_hidden_layers": "12"}, "num_hidden_layers = '12': must be an integer"),
+    ({"vocab_size": None}, "vocab_size is missing"),
+    ({"num_key_value_heads": 3}, "num_kv_heads = 3: must be a divisor of num_heads = 4"),
+    ({"architectures": ["Qwen3ForCausalLM"]}, "head_dim is missing"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_refused_configurations(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model_config(LLAMA | change)
+
+
+def test_refused_paths(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist; pass a Hugging Face directory"):
+        open_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    checkpoint = open_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        checkpoint.tensor("lm_head.weight")
+    with pytest.raises(ConfigError, match="cannot load the tokenizer"):
+        checkpoint.tokenizer()
+    save_file({"lm_head.weight": torch.zeros(4, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.safetensors: dtype of lm_head\.weight = I8: must be one of F32"):
+        open_checkpoint(tmp_path).tensor("lm_head.weight")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
+        _ = checkpoint.config
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_gguf_equals_the_hugging_face_checkpoint(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_checkpoint, "BLOCK_WEIGHTS", 1000)  # tensors are read in several blocks
+    model = save_random_model(tmp_path / "model", architecture)
+    expected, found = open_checkpoint(model), open_checkpoint(write_gguf(tmp_path / "m.gguf", model, architecture))
+    changes = {"rms_norm_eps": pytest.approx(1e-6), "bos_token_id": None, "pad_token_id": None}
+    assert vars(found.config) == vars(expected.config) | changes
+    tensors = load_file(model / "model.safetensors")
+    assert all(torch.equal(found.tensor(name), tensor) for name, tensor in tensors.items())
+    assert found.unused(set(tensors)) == set()
+    assert found.unused(set(tensors) - {"model.norm.weight"}) == {"output_norm.weight"}
+
+
+def test_gguf_with_llama3_rope_factors(tmp_path: Path) -> None:
+    model = save_random_model(tmp_path / "model", "llama")
+    scaled = model_config(LLAMA | {"head_dim": 32, "rope_scaling": {"type": "llama3", **LLAMA3}})
+    plain = model_config(LLAMA | {"head_dim": 32})
+    factors = frequencies(plain)[0] / frequencies(scaled)[0]
+    found = open_checkpoint(write_gguf(tmp_path / "a.gguf", model, "llama", factors)).config.rope_scaling
+    assert found is not None
+    assert dataclasses.replace(found, factor=round(found.factor, 5)) == RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)
+    with pytest.raises(ConfigError, match=r"rope_freqs\.weight = .* must be those of Llama 3\.1's scaling"):
+        _ = open_checkpoint(write_gguf(tmp_path / "b.gguf", model, "llama", factors.sqrt())).config
+
+
+def test_refused_gguf_files(tmp_path: Path) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "gpt2.gguf", "gpt2")
+    writer.add_tensor("token_embd.weight", torch.zeros(4, 4).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=r"general\.architecture = 'gpt2': must be one of llama, qwen2, qwen3"):
+        _ = open_checkpoint(tmp_path / "gpt2.gguf").config
+    (tmp_path / "text.gguf").write_text("no model at all")
+    with pytest.raises(ConfigError, match=r"must be b'GGUF'; pass a \.gguf file or a Hugging Face directory"):
+        _ = open_checkpoint(tmp_path / "text.gguf").config
+    whole = (tmp_path / "gpt2.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[:40])
+    with pytest.raises(ConfigError, match="damaged or cut short"):
+        _ = open_checkpoint(tmp_path / "cut.gguf").config
+    writer = gguf.GGUFWriter(tmp_path / "big.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=r"byte order of .*big\.gguf = 'foreign': must be this machine's"):
+        _ = open_checkpoint(tmp_path / "big.gguf").config
+
+
+def test_gguf_tokenizers_of_unknown_kind_are_refused(tmp_path: Path) -> None:
+    model = save_random_model(tmp_path / "model", "llama")
+    with pytest.raises(ConfigError, match=r"tokenizer\.ggml\.model = None: must be 'gpt2'"):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", model, "llama")).tokenizer()
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_smollm2_equals_what_transformers_reads(smollm2_gguf: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
+    checkpoint = open_checkpoint(smollm2_gguf)
+    tensors = {name: value for name, value in reference.state_dict().items() if name != "lm_head.weight"}
+    assert len(tensors) == 272
+    assert all(torch.equal(checkpoint.tensor(name), value) for name, value in tensors.items())
+
+
+@pytest.mark.model
+def test_smollm2_splits_words_as_it_was_trained(smollm2_gguf: Path) -> None:
+    tokenizer = open_checkpoint(smollm2_gguf).tokenizer()
+    assert tokenizer.tokenize("a  1931") == ["a", "ĠĠ", "1", "9", "3", "1"], "digits are words of their own"
+    assert tokenizer.tokenize("It's 5") == ["It", "'s", "Ġ", "5"]
+    text = "Log of 3 May:  wind 12 knots\n\n\tfog – ünïcode 🙂"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == 2
+
+
+def test_weight_reader(tmp_path: Path) -> None:
+    """Weights one by one, fused as in an engine; a checkpoint with tensors to spare is refused before any is read."""
+    model = save_random_model(tmp_path / "model", "llama")
+    tensors = load_file(model / "model.safetensors")
+    projections = [tensors[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"]
+    found = weight_reader(open_checkpoint(model), torch.bfloat16)("layers.1.qkv.weight")
+    assert torch.equal(found, torch.cat(projections).to(torch.bfloat16))
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 2}))
+    with pytest.raises(ConfigError, match="has no place in a llama decoder"):
+        weight_reader(open_checkpoint(model), torch.bfloat16)

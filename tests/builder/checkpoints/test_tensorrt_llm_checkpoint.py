@@ -1,0 +1,289 @@
+"""TensorRT-LLM checkpoints: the same model as its Hugging Face directory, and every error of a damaged one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.conftest import BuildEngine
+from tests.engine.model.test_logits import compare
+from tests.support.random_models import ARCHITECTURES, VOCABULARY, save_random_model
+from tests.support.tensorrt_llm_files import save_tensorrt_llm
+
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.tensorrt_llm.checkpoint import TensorRtLlmCheckpoint
+from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, write_weights
+from kvseek.core.config import ModelConfig, RopeScaling
+from kvseek.core.errors import ConfigError
+
+# Eight heads are shared by 4 ranks, two KV heads not: they are copied. The vocabulary needs padding.
+SHAPE = {"num_attention_heads": 8, "hidden_size": 256, "vocab_size": VOCABULARY + 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+QKV = "transformer.layers.1.attention.qkv.weight"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    changes: dict[str, dict[str, Any]] = {
+        "llama": {"attention_bias": True, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}}
+    }
+    return {
+        name: save_random_model(folder / name, name, **SHAPE, **changes.get(name, {}))
+        for name in (*ARCHITECTURES, "mistral")
+    }
+
+
+@pytest.fixture
+def four_ranks(models: dict[str, Path], tmp_path: Path) -> Path:
+    """A Llama checkpoint of 2 × 2 ranks that a test may damage."""
+    return save_tensorrt_llm(tmp_path / "four", models["llama"], tp=2, pp=2)
+
+
+def configure(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def names_of(config: ModelConfig) -> set[str]:
+    return {source for weight in list_weights(config) for source in weight.sources}
+
+
+SPREADS = [(1, 1, None), (2, 1, None), (4, 1, None), (4, 1, 0), (2, 1, 1), (1, 2, None), (2, 3, 0)]
+
+
+@pytest.mark.parametrize(("tp", "pp", "embedding_axis"), SPREADS)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "mistral"])
+def test_equals_the_hugging_face_checkpoint(
+    name: str, tp: int, pp: int, embedding_axis: int | None, models: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = save_tensorrt_llm(tmp_path / "trt", models[name], tp=tp, pp=pp, embedding_axis=embedding_axis)
+    expected, found = open_checkpoint(models[name]), open_checkpoint(directory)
+    assert isinstance(found, TensorRtLlmCheckpoint)
+    assert found.config == expected.config
+    assert found.config.eos_token_ids == (1,)
+    names = names_of(expected.config)
+    assert len(names) > 20
+    for tensor in names:
+        assert torch.equal(found.tensor(tensor), expected.tensor(tensor)), tensor
+    assert found.unused(names | {"lm_head.weight"}) == set()
+    assert {path.name for path in found.files} >= {"config.json", "tokenizer.json", f"rank{tp * pp - 1}.safetensors"}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits(name: str, models: dict[str, Path], tmp_path: Path, build_engine: BuildEngine) -> None:
+    directory = save_tensorrt_llm(tmp_path / "trt", models[name], tp=4, embedding_axis=0)
+    window = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--prefill_chunk_tokens", "50")
+    engine = build_engine(directory, "full", "--kernels", "reference", *window)
+    compare(models[name], engine, torch.arange(180).mul(7).remainder(100).tolist())
+
+
+def test_half_precision_is_kept(models: dict[str, Path], tmp_path: Path) -> None:
+    directory = save_tensorrt_llm(tmp_path / "trt", models["qwen3"], tp=2)
+    for rank in range(2):
+        edit(
+            directory / f"rank{rank}.safetensors",
+            lambda tensors: tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()}),
+        )
+    name = "model.layers.1.self_attn.k_proj.weight"
+    found = open_checkpoint(directory).tensor(name)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, load_file(models["qwen3"] / "model.safetensors")[name].bfloat16())
+
+
+def test_tied_embeddings_need_no_head(models: dict[str, Path], tmp_path: Path) -> None:
+    flags = {"tie_word_embeddings": False, "share_embedding_table": True}
+    directory = save_tensorrt_llm(tmp_path / "trt", models["qwen2"], **flags)
+    edit(directory / "rank0.safetensors", lambda tensors: tensors.pop("lm_head.weight"))
+    checkpoint = open_checkpoint(directory)
+    write_weights(checkpoint, tmp_path, WeightFormat(torch.float32))
+    assert checkpoint.config.tie_word_embeddings
+    configure(directory, share_embedding_table=False)
+    with pytest.raises(ConfigError, match=r"rank0\.safetensors: tensor lm_head\.weight is missing"):
+        write_weights(open_checkpoint(directory), tmp_path, WeightFormat(torch.float32))
+
+
+def test_scales_of_the_kv_cache_are_no_weights(four_ranks: Path) -> None:
+    scale = {f"transformer.layers.0.attention.kv_cache_{kind}scaling_factor": torch.ones(1) for kind in ("", "rcp_")}
+    edit(four_ranks / "rank3.safetensors", lambda tensors: tensors.update(scale))
+    configure(four_ranks, quantization={"quant_algo": None, "kv_cache_quant_algo": "FP8"})
+    checkpoint = open_checkpoint(four_ranks)
+    assert checkpoint.unused(names_of(checkpoint.config)) == set()
+    adapter = {"transformer.layers.0.attention.lora_a": torch.ones(1)}
+    edit(four_ranks / "rank3.safetensors", lambda tensors: tensors.update(adapter))
+    with pytest.raises(ConfigError, match=r"lora_a of rank3\.safetensors \(1 in all\) has no place in a llama decoder"):
+        write_weights(open_checkpoint(four_ranks), four_ranks, WeightFormat(torch.float32))
+
+
+CONFIGURATIONS = [
+    ({"architecture": "QWenForCausalLM", "qwen_type": "qwen2"}, {"architecture": "qwen2", "qkv_bias": True}),
+    ({"architecture": "QWenForCausalLM", "qwen_type": "qwen3"}, {"architecture": "qwen3", "qk_norm": True}),
+    ({"architecture": "Qwen2ForCausalLM"}, {"architecture": "qwen2", "output_bias": False}),
+    ({"architecture": "Qwen3ForCausalLM", "attn_bias": True}, {"architecture": "qwen3", "output_bias": False}),
+    ({"architecture": "MistralForCausalLM", "sliding_window": 512}, {"architecture": "llama", "sliding_window": 512}),
+    ({"num_key_value_heads": None}, {"num_kv_heads": 8}),
+    ({"head_size": None}, {"head_dim": 32}),
+    ({"attn_bias": False}, {"qkv_bias": False, "output_bias": False}),
+    ({"rotary_base": 1234}, {"rope_theta": 1234.0}),
+    ({"rotary_scaling": {"type": "llama3"}}, {"rope_scaling": RopeScaling("llama3", 8.0, 8192)}),
+    ({"rotary_scaling": {"type": "linear", "factor": 2.0}}, {"rope_scaling": RopeScaling("linear", 2.0)}),
+    ({"mapping": None}, {}),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), CONFIGURATIONS)
+def test_configurations(
+    change: dict[str, Any], expected: dict[str, Any], models: dict[str, Path], tmp_path: Path
+) -> None:
+    found = vars(open_checkpoint(save_tensorrt_llm(tmp_path / "trt", models["llama"], **change)).config)
+    assert {name: found[name] for name in expected} == expected
+
+
+REFUSED = [
+    ({"architecture": "FalconForCausalLM"}, "architecture = 'FalconForCausalLM': must be one of LlamaForCausalLM"),
+    ({"architecture": "QWenForCausalLM"}, "qwen_type = None: must be 'qwen2' or 'qwen3'"),
+    ({"architecture": "QWenForCausalLM", "qwen_type": "qwen"}, "qwen_type = 'qwen': must be 'qwen2' or 'qwen3'"),
+    ({"architecture": "Qwen2ForCausalLM", "qwen_type": "qwen3"}, "qwen_type = 'qwen3': must be 'qwen2' with"),
+    ({"architecture": "Qwen3ForCausalLM", "head_size": None}, "head_size is missing"),
+    ({"norm_epsilon": None}, "norm_epsilon is missing; convert the model again"),
+    ({"rotary_base": None}, "rotary_base is missing"),
+    ({"quantization": {"quant_algo": "W4A16_AWQ"}}, "quant_algo = 'W4A16_AWQ': must be null; convert .* without"),
+    ({"quantization": "FP8"}, "quantization = 'FP8': must be an object or null"),
+    ({"moe": {"num_experts": 8}}, r"moe\.num_experts = 8: must be 0"),
+    ({"moe_num_experts": 8}, "moe_num_experts = 8: must be 0"),
+    ({"mlp_bias": True}, "mlp_bias = True: must be False"),
+    ({"remove_duplicated_kv_heads": True}, "remove_duplicated_kv_heads = True"),
+    ({"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi': must be 'rope_gpt_neox'"),
+    ({"rotary_embedding_dim": 16}, "rotary_embedding_dim = 16: must be head_size = 32"),
+    ({"rotary_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type = 'dynamic'"),
+    ({"runtime_defaults": {"max_attention_window": [512]}}, r"max_attention_window = \[512\]: must be null"),
+    ({"hidden_act": "gelu"}, "hidden_act = 'gelu': must be 'silu'"),
+    ({"hidden_size": "256"}, "hidden_size = '256': must be an integer"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_refused_configurations(change: dict[str, Any], message: str, models: dict[str, Path], tmp_path: Path) -> None:
+    directory = save_tensorrt_llm(tmp_path / "trt", models["llama"], **change)
+    with pytest.raises(ConfigError, match=message):
+        _ = open_checkpoint(directory).config
+
+
+MAPPINGS = [
+    ({"mapping": {"tp_size": 0}}, r"mapping\.tp_size = 0: must be an integer > 0"),
+    ({"mapping": {"tp_size": 2, "pp_size": 2, "cp_size": 2}}, r"mapping\.cp_size = 2: must be 1"),
+    ({"mapping": {"tp_size": 2, "pp_size": 2, "world_size": 8}}, r"world_size = 8: must be tp_size × pp_size = 4"),
+    ({"mapping": {"tp_size": 3, "pp_size": 1}}, r"rank3\.safetensors belongs to none of the 3 ranks"),
+    ({"mapping": {"tp_size": 8}}, r"rank4\.safetensors is missing \(4 of the 8 ranks' files\)"),
+    ({"use_parallel_embedding": True, "embedding_sharding_dim": 2}, "embedding_sharding_dim = 2: must be 0 or 1"),
+    (
+        {"num_attention_heads": 9, "num_key_value_heads": 1},
+        "num_attention_heads = 9: must be a multiple of mapping.tp_size = 2",
+    ),
+    ({"num_attention_heads": 6, "num_key_value_heads": 3}, "num_key_value_heads = 3: must be a multiple or a divisor"),
+    ({"intermediate_size": 161}, "intermediate_size = 161: must be a multiple of mapping.tp_size = 2"),
+    ({"num_hidden_layers": 4}, r"layers in the ranks' files = \[2, 1\]: must be 4 together"),
+    (
+        {"use_parallel_embedding": True, "embedding_sharding_dim": 1, "hidden_size": 255, "head_size": 32},
+        "hidden_size = 255: must be a multiple of mapping.tp_size = 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), MAPPINGS)
+def test_refused_mappings(change: dict[str, Any], message: str, four_ranks: Path) -> None:
+    configure(four_ranks, **change)
+    with pytest.raises(ConfigError, match=message):
+        open_checkpoint(four_ranks).tensor("model.embed_tokens.weight")
+
+
+def drop_layer(tensors: dict[str, torch.Tensor]) -> None:
+    tensors.pop("transformer.layers.0.mlp.fc.weight")
+
+
+def shorten(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[QKV] = tensors[QKV][:-1].contiguous()
+
+
+def narrow(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[QKV] = tensors[QKV].half()
+
+
+def quantise(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[QKV] = tensors[QKV].to(torch.int8)
+
+
+def move(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["transformer.layers.0.post_layernorm.weight"] += 1
+
+
+DAMAGE = [
+    ("rank3", drop_layer, r"rank3\.safetensors: tensor transformer\.layers\.0\.mlp\.fc\.weight is missing"),
+    ("rank1", shorten, r"rank1\.safetensors: shape of .*qkv\.weight = \(191, 256\): must be \(192, 256\)"),
+    ("rank1", narrow, r"rank1\.safetensors: dtype of .*qkv\.weight = torch\.float16: must be torch\.float32 as in"),
+    ("rank0", quantise, r"rank0\.safetensors: dtype of .*qkv\.weight = I8: must be one of F32, BF16, F16"),
+    ("rank3", move, r"rank3\.safetensors: .*post_layernorm\.weight differs from that of rank2\.safetensors"),
+]
+
+
+@pytest.mark.parametrize(("rank", "damage", "message"), DAMAGE)
+def test_damaged_tensors(
+    rank: str, damage: Callable[[dict[str, torch.Tensor]], None], message: str, four_ranks: Path, tmp_path: Path
+) -> None:
+    edit(four_ranks / f"{rank}.safetensors", damage)
+    with pytest.raises(ConfigError, match=message):
+        write_weights(open_checkpoint(four_ranks), tmp_path, WeightFormat(torch.float32))
+
+
+def test_kv_heads_that_should_be_copies(models: dict[str, Path], tmp_path: Path) -> None:
+    """With four ranks and two KV heads, rank 3 repeats the KV head of rank 2."""
+    directory = save_tensorrt_llm(tmp_path / "trt", models["qwen3"], tp=4)
+    edit(directory / "rank3.safetensors", lambda tensors: tensors[QKV][-1].add_(1))
+    checkpoint = open_checkpoint(directory)
+    assert checkpoint.tensor("model.layers.1.self_attn.k_proj.weight").shape == (64, 256)
+    with pytest.raises(ConfigError, match=r"rank3\.safetensors: .*qkv\.weight differs from that of rank2"):
+        checkpoint.tensor("model.layers.1.self_attn.v_proj.weight")
+
+
+def test_files_that_cannot_be_read(four_ranks: Path) -> None:
+    last = four_ranks / "rank3.safetensors"
+    os.truncate(last, last.stat().st_size - 1)
+    with pytest.raises(ConfigError, match=r"cannot read .*rank3\.safetensors: .*; copy the checkpoint again"):
+        open_checkpoint(four_ranks).tensor("lm_head.weight")
+    last.unlink()
+    for use in (lambda checkpoint: checkpoint.files, lambda checkpoint: checkpoint.tensor("lm_head.weight")):
+        with pytest.raises(ConfigError, match=r"rank3\.safetensors is missing \(1 of the 4 ranks' files\)"):
+            use(open_checkpoint(four_ranks))
+
+
+def test_compiled_engines_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"pretrained_config": {}, "build_config": {}}))
+    with pytest.raises(ConfigError, match="is a compiled TensorRT-LLM engine; pass the checkpoint"):
+        open_checkpoint(tmp_path)
+
+
+def test_engines_of_our_own_are_refused(tmp_path: Path) -> None:
+    for document in ({"format_version": 2, "pretrained_config": {}}, {"format_version": 1, "model": {}}):
+        (tmp_path / "config.json").write_text(json.dumps(document))
+        with pytest.raises(
+            ConfigError, match="is an engine directory of kvseek; pass the checkpoint that it was built"
+        ):
+            open_checkpoint(tmp_path)

@@ -1,0 +1,322 @@
+"""GPU kernels without a GPU: they compile for every architecture and shape, and Python mirrors what they take."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.builder.compile.cubin import parameter_bytes, sections
+from tests.support.random_models import save_random_model
+from tests.support.structs import fields_of, mirrors
+
+from kvseek.builder import build
+from kvseek.builder.compile import cuda as compile_cuda
+from kvseek.builder.compile.cuda import ARCHITECTURES, Specialisation, cached_cubin, compile_cubin, specialise
+from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import ConfigError, EngineDirectoryError, KernelError
+from kvseek.core.manifest import read_manifest, verify
+from kvseek.engine.model.weight_only_kernels import SHAPES
+from kvseek.plugins.registry import METHODS
+
+KERNEL = """
+#include "plugins/attention/scale.cuh"
+extern "C" __global__ void __launch_bounds__(64) kvseek_NAME(const __grid_constant__ kvseek::ScaleArguments a) {
+    a.values[threadIdx.x] *= kvseek::SCALE * KVSEEK_HEAD_DIM + KVSEEK_GROUP * EXTRA;
+}
+"""
+HEADER = """
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+namespace kvseek {
+constexpr float SCALE = 3.0f;
+struct ScaleArguments {
+    float* values;
+    long long count;
+};
+}
+"""
+SMALL = Specialisation("float16", 128, 4, "toy", (("EXTRA", 2),))
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> list[Path]:
+    """A source tree of three kernels, one in each folder that a translation unit takes them from."""
+    files = {"plugins/attention/scale.cuh": HEADER}
+    files |= {
+        f"{folder}/kernel.cu": KERNEL for folder in ("plugins/attention", "engine", "plugins/toy", "plugins/other")
+    }
+    for name, text in files.items():
+        path = tmp_path / "sources" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.replace("NAME", Path(name).parent.name))
+    return [tmp_path / "sources"]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/kvseek"
+
+
+def config(method: str, dtype: str, head_dim: int, group_size: int, precision: str = "none") -> EngineConfig:
+    model = ModelConfig("llama", 100, 64, 96, 2, 2 * group_size, 2, head_dim, 1e-6, 1e4, 8192)
+    return EngineConfig(model, method, dtype=dtype, device="cuda", weight_only_precision=precision)
+
+
+def written_kernels(method: str, precision: str = "none") -> dict[str, str]:
+    """Name of each kernel of a method's translation unit in the sources, and of the struct that it takes.
+
+    Those of weights of 8 bits are there with such weights alone.
+    """
+    (root,) = compile_cuda.package_roots()
+    pattern = r"(kvseek_\w+)\(const __grid_constant__ kvseek::(?:\w+::)*(\w+) a\)"
+    names = compile_cuda.unit_sources(method, [root])
+    texts = [
+        (root / name).read_text() for name in names if precision != "none" or name != "engine/model/weight_only.cu"
+    ]
+    found = {kernel: arguments for text in texts for kernel, arguments in re.findall(pattern, text)}
+    if (
+        precision != "none"
+    ):  # engine/model/weight_only.cu makes these by a macro, as tests/engine/model/test_weight_only.py checks
+        found |= {shape.name: "WeightOnlyLinearArguments" for listed in SHAPES.values() for _, shape in listed}
+    return found
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_one_cubin_holds_every_kernel(roots: list[Path], arch: int) -> None:
+    image = compile_cubin(SMALL, arch, roots)
+    assert parameter_bytes(image) == {"kvseek_attention": 16, "kvseek_engine": 16, "kvseek_toy": 16}
+    assert {f".text.kvseek_{name}" for name in ("attention", "engine", "toy")} <= set(sections(image))
+
+
+def test_macros_reach_the_kernels(roots: list[Path]) -> None:
+    (roots[0] / "plugins/toy/kernel.cu").write_text(
+        "static_assert(KVSEEK_DTYPE == 2 && KVSEEK_HEAD_DIM == 128 && KVSEEK_GROUP == 4 && EXTRA == 2);\n"
+        'extern "C" __global__ void kvseek_only(const __grid_constant__ kvseek::ScaleArguments a) {}\n'
+    )
+    assert "kvseek_only" in parameter_bytes(compile_cubin(SMALL, 90, roots))
+    with pytest.raises(KernelError, match="static assertion failed"):
+        compile_cubin(Specialisation("bfloat16", 128, 4, "toy", (("EXTRA", 2),)), 90, roots)
+
+
+def test_a_broken_source_shows_the_compilers_words(roots: list[Path]) -> None:
+    (roots[0] / "engine/kernel.cu").write_text("__device__ int oops( { }\n" + "#include <no_such_header.h>\n")
+    with pytest.raises(KernelError) as caught:
+        compile_cubin(SMALL, 90, roots)
+    text = str(caught.value)
+    assert re.search(r"NVRTC \d+\.\d+ cannot compile the kernels of Specialisation\(dtype='float16'.* for sm_90", text)
+    assert "no_such_header.h" in text
+    assert "a header is missing: pip install 'kvseek[cuda]'" in text
+    assert len(text.splitlines()) <= compile_cuda.LOG_LINES + 2
+
+
+@pytest.mark.parametrize("arch", [75, 95])
+def test_an_architecture_that_cannot_be_is_refused(roots: list[Path], arch: int) -> None:
+    with pytest.raises(KernelError, match=rf"cuda_archs = {arch}: must be one of 80, .*90"):
+        compile_cubin(SMALL, arch, roots)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("cuda.core", "cuda-core is missing"),
+        ("cuda.pathfinder", "pathfinder is missing"),
+        ("cuda.bindings", "NVRTC is"),
+    ],
+)
+def test_missing_packages_are_named(
+    roots: list[Path], monkeypatch: pytest.MonkeyPatch, module: str, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # an import of it fails
+    with pytest.raises(KernelError, match=rf"{message}.*pip install 'kvseek\[cuda\]'"):
+        compile_cubin(SMALL, 90, roots)
+
+
+def test_missing_headers_are_named(roots: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import cuda.pathfinder
+
+    def nowhere(library: str) -> str | None:
+        return None if library == "cccl" else find(library)
+
+    find = cuda.pathfinder.find_nvidia_header_directory
+    monkeypatch.setattr(cuda.pathfinder, "find_nvidia_header_directory", nowhere)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(KernelError, match="nv/target is missing: pip install nvidia-cuda-cccl, or set CUDA_HOME"):
+        compile_cubin(SMALL, 90, roots)
+    headers = Path(find("cccl"))
+    (tmp_path / "toolkit/bin").mkdir(parents=True)
+    (tmp_path / "toolkit/bin/nvcc").touch(mode=0o755)
+    (tmp_path / "toolkit/include").mkdir()
+    (tmp_path / "toolkit/include/cccl").symlink_to(headers)
+    monkeypatch.setenv("PATH", str(tmp_path / "toolkit/bin"))
+    assert "kvseek_toy" in parameter_bytes(compile_cubin(SMALL, 90, roots)), "the toolkit of the nvcc on PATH"
+
+
+def test_missing_sources_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(KernelError, match="no CUDA sources below"):
+        compile_cubin(SMALL, 90, [tmp_path])
+
+
+def test_cubins_are_compiled_once(roots: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[int] = []
+
+    def counted(specialisation: Specialisation, arch: int, roots: list[Path]) -> bytes:
+        compiled.append(arch)
+        return compile_cubin(specialisation, arch, roots)
+
+    monkeypatch.setattr(compile_cuda, "compile_cubin", counted)
+
+    def get(specialisation: Specialisation = SMALL, arch: int = 90) -> bytes:
+        return cached_cubin(specialisation, arch, roots)
+
+    first = get()
+    assert get() == first == compile_cubin(SMALL, 90, roots)
+    assert compiled == [90]
+    get(arch=80)
+    get(Specialisation("float16", 64, 4, "toy", (("EXTRA", 2),)))
+    get(Specialisation("float16", 128, 4, "toy", (("EXTRA", 3),)))
+    assert "kvseek_other" in parameter_bytes(get(Specialisation("float16", 128, 4, "other", (("EXTRA", 2),))))
+    assert compiled == [90, 80, 90, 90, 90]
+    header = roots[0] / "plugins/attention/scale.cuh"
+    header.write_text(header.read_text().replace("3.0f", "5.0f"))
+    assert get() != first
+    assert len(compiled) == 6
+    assert all(re.fullmatch(r"sm_\d+-\w{16}\.cubin", path.name) for path in cache.iterdir()), "no half-written file"
+
+
+# Every dtype, head size, group size, precision of weights and architecture occurs; the rest of the product would take minutes.
+CASES = (
+    ("float32", 64, 1, "none", 80),
+    ("bfloat16", 128, 4, "int8", 89),
+    ("float16", 96, 3, "fp8", 90),
+    ("float32", 128, 8, "none", 100),
+    ("bfloat16", 256, 16, "fp8", 120),
+    ("float16", 64, 16, "int8", 80),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", list(METHODS))
+def test_kernels_compile_for_every_shape_and_architecture(method: str) -> None:
+    def make(case: tuple[str, int, int, str, int]) -> bytes:
+        *shape, arch = case
+        return compile_cubin(specialise(config(method, *shape)), arch)
+
+    (root,) = compile_cuda.package_roots()
+    own = any((root / "plugins" / method).rglob("*.cu"))
+    # The shared kernels are every method's: once is enough for 8-bit weights, and for a method without kernels of its own.
+    cases: list[tuple[str, int, int, str, int]] = list(CASES)
+    if method != "full":
+        cases = [(*case[:3], "none", case[4]) for case in CASES] if own else cases[:1]
+    with ThreadPoolExecutor(2) as pool:
+        images = list(pool.map(make, cases))
+    for case, image in zip(cases, images, strict=True):
+        assert set(parameter_bytes(image)) == set(written_kernels(method, case[3])), case
+
+
+def struct_fields(struct_name: str, method: str) -> list[tuple[str, type]]:
+    """Fields of a struct of a method's kernels as a ctypes.Structure lists them."""
+    (root,) = compile_cuda.package_roots()
+    folders = ("plugins/attention", "engine", f"plugins/{method}")
+    paths = [path for folder in folders for path in sorted((root / folder).rglob("*.cu*"))]
+    return fields_of(struct_name, paths)
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_python_mirrors_every_argument_struct(method: str) -> None:
+    sizes = parameter_bytes(compile_cubin(specialise(config(method, "bfloat16", 128, 4, "int8")), 90))
+    structures = mirrors()
+    for kernel, struct_name in written_kernels(method, "int8").items():
+        written = struct_fields(struct_name, method)
+        named = [list(mirror._fields_) for mirror in structures if mirror.__name__ == struct_name]
+        assert written in named, f"{kernel}: {struct_name}"
+        mirror = type("Mirror", (ctypes.Structure,), {"_fields_": written})
+        assert ctypes.sizeof(mirror) == sizes[kernel], f"{kernel}: {struct_name}"
+
+
+def test_shapes_that_kernels_do_not_support_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"head_dim = 80: must be a multiple of 32 up to 256.*--device cpu"):
+        specialise(config("full", "bfloat16", 80, 4))
+    with pytest.raises(ConfigError, match="num_heads / num_kv_heads = 32: must be at most 16"):
+        specialise(config("full", "bfloat16", 64, 32))
+
+
+def test_threads_may_compile_first() -> None:
+    """All architectures of an engine start to compile at once, in a process that has not imported cuda.core."""
+    code = """
+from concurrent.futures import ThreadPoolExecutor
+from kvseek.builder.compile.cuda import _compiler
+with ThreadPoolExecutor(4) as pool:
+    assert all(hasattr(core, "Program") for core in pool.map(lambda _: _compiler(), range(4)))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_importing_needs_no_cuda() -> None:
+    code = "import sys; sys.modules['cuda'] = None; import kvseek.core.cuda, kvseek.builder.build"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+
+
+def run(model: Path, output_dir: Path, *flags: str) -> int:
+    arguments = ("--model", str(model), "--output_dir", str(output_dir), "--device", "cuda", "--quiet")
+    return build.main([*arguments, *(flags if "--method" in flags else ("--method", "full", *flags))])
+
+
+@pytest.mark.usefixtures("cache")
+def test_an_engine_for_the_gpu(tmp_path: Path) -> None:
+    flags = ("--cache.offload", "always", "--dtype", "float16", "--method", "pariskv")
+    model = save_random_model(tmp_path / "model", "qwen3", head_dim=64)
+    assert run(model, tmp_path / "engine", *flags, "--cuda_archs", "90,80") == 0
+    directory = tmp_path / "engine"
+    built = read_config(directory)
+    assert (built.device, built.dtype, built.kernels, built.cache.offload) == ("cuda", "float16", "native", "always")
+    kernels = {name for name in read_manifest(directory).files if name.startswith("kernels/")}
+    assert kernels == {"kernels/sm_80.cubin", "kernels/sm_90.cubin"}
+    image = (directory / "kernels/sm_90.cubin").read_bytes()
+    assert set(parameter_bytes(image)) == set(written_kernels("pariskv"))
+    verify(directory)
+    (directory / "kernels/sm_90.cubin").write_bytes(image[:-1] + b"?")
+    with pytest.raises(EngineDirectoryError, match=r"kernels/sm_90\.cubin is corrupt"):
+        verify(directory)
+
+
+def test_a_head_size_that_a_method_cannot_index(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, tmp_path / "engine", "--method", "pariskv") == 1
+    assert "head_dim = 32: must be a multiple of 32 from 64 to 256 for ParisKV on the GPU" in capsys.readouterr().err
+    assert not (tmp_path / "engine").exists()
+
+
+@pytest.mark.usefixtures("cache")
+def test_architectures_default_to_all(model: Path, tmp_path: Path) -> None:
+    assert run(model, tmp_path / "engine") == 0
+    names = {path.name for path in (tmp_path / "engine/kernels").iterdir()}
+    assert names == {f"sm_{arch}.cubin" for arch in ARCHITECTURES}
+    fingerprint = read_manifest(tmp_path / "engine").fingerprint
+    assert run(model, tmp_path / "engine", "--cuda_archs", "90") == 0
+    assert read_manifest(tmp_path / "engine").fingerprint != fingerprint
+    assert [path.name for path in (tmp_path / "engine/kernels").iterdir()] == ["sm_90.cubin"]
+
+
+def test_a_model_that_kernels_do_not_support(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_random_model(tmp_path / "model", "llama")
+    values: dict[str, Any] = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(values | {"head_dim": 48}))
+    assert run(model, tmp_path / "engine") == 1
+    assert "head_dim = 48: must be a multiple of 32 up to 256 with device = 'cuda'" in capsys.readouterr().err

@@ -1,0 +1,321 @@
+"""`kvseek build --runtime tensorrt`: engine directories with real plans of TensorRT for RTX, of which none is run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tests.builder.tensorrt.plan_files import (
+    check_products,
+    check_profile,
+    check_weights,
+    expected_segments,
+    read_files,
+    read_index,
+)
+from tests.conftest import BuildEngine
+from tests.support.random_models import ARCHITECTURES, save_random_model
+from tests.support.tensorrt_stand_ins import with_plugin_layers
+
+from kvseek.builder import build
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.tensorrt.sizes import weight_bytes
+from kvseek.core.config_file import read_config
+from kvseek.core.manifest import read_manifest, verify
+from kvseek.plugins.tensorrt.fields import AttentionFields
+
+api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
+
+CUDA = ("--device", "cuda", "--cuda_archs", "90", "--dtype", "bfloat16")
+SEGMENTS = (*CUDA, "--runtime", "tensorrt", "--tensorrt.module", "tensorrt_rtx", "--tensorrt.form", "segments")
+LIMITS = ("--max_batch_size", "8", "--max_seq_len", "128", "--max_input_len", "100", "--prefill_chunk_tokens", "64")
+PLAN_OVERHEAD = 1 << 20  # bytes that a plan takes at most beside weights and tables: code; these take 0.7 MB each
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: save_random_model(folder / name, name) for name in ARCHITECTURES}
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cubins are of no interest here, and take longer than plans."""
+    monkeypatch.setattr(build, "cached_cubins", lambda *arguments: {90: b"cubin"})
+
+
+def run(model: Path, output_dir: Path, *flags: str) -> int:
+    return build.main(["--model", str(model), "--method", "full", "--output_dir", str(output_dir), "--quiet", *flags])
+
+
+def check_engine(directory: Path, model: Path) -> None:
+    """Fail unless an engine of segments is its model's, as far as files tell."""
+    verify(directory)
+    config, index, checkpoint = read_config(directory), read_index(directory), open_checkpoint(model)
+    assert config.model == checkpoint.config
+    assert (config.runtime, config.tensorrt.module, config.tensorrt.form) == ("tensorrt", "tensorrt_rtx", "segments")
+    assert (index["module"], index["version"], index["form"]) == ("tensorrt_rtx", api.__version__, "segments")
+    assert (index["dtype"], index["max_seq_len"]) == (config.dtype, config.max_seq_len)
+    most = max(config.max_batch_size, min(config.prefill_chunk_tokens, config.max_input_len))
+    batch = config.max_batch_size
+    assert index["limits"] == {
+        "tokens": {"minimum": 1, "optimum": batch, "maximum": most},
+        "rows": {"minimum": 1, "optimum": batch, "maximum": batch},
+    }
+    assert index["segments"] == expected_segments(config)
+    plans = read_files(directory)
+    check_profile(plans, index)
+    check_products(plans, config.model)
+    check_weights(plans, checkpoint, getattr(torch, config.dtype))
+    written = {path.relative_to(directory).as_posix() for path in directory.glob("**/*") if path.is_file()}
+    assert written == {*read_manifest(directory).files, "manifest.json"}
+    assert {name for name in written if "rank0" in name} == {
+        "rank0.plans.json",
+        *(segment["file"] for segment in index["segments"]),
+    }
+    assert not [name for name in written if name.startswith("weights")]
+    tables = config.max_seq_len * config.model.head_dim * getattr(torch, config.dtype).itemsize
+    beside = sum(len(plan) for plan in plans) - weight_bytes(config) - tables
+    assert 0 < beside < len(plans) * PLAN_OVERHEAD
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_segments(architecture: str, models: dict[str, Path], tmp_path: Path, no_kernels: None) -> None:
+    assert run(models[architecture], tmp_path / "engine", *SEGMENTS, *LIMITS) == 0
+    check_engine(tmp_path / "engine", models[architecture])
+    assert (tmp_path / "engine/kernels/sm_90.cubin").read_bytes() == b"cubin"
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_smollm2(smollm2_gguf: Path, tmp_path: Path, no_kernels: None) -> None:
+    """30 layers of a real model, whose head is tied to the embedding."""
+    assert run(smollm2_gguf, tmp_path / "engine", *SEGMENTS, "--max_seq_len", "2048", "--max_input_len", "1000") == 0
+    check_engine(tmp_path / "engine", smollm2_gguf)
+
+
+def test_needle_model(needle_folder: Path, tmp_path: Path, no_kernels: None) -> None:
+    """A trained Qwen3 model."""
+    assert run(needle_folder / "model", tmp_path / "engine", *SEGMENTS, "--max_seq_len", "4096") == 0
+    check_engine(tmp_path / "engine", needle_folder / "model")
+
+
+@pytest.fixture
+def plugin_api(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """TensorRT for RTX under the name of `tensorrt`, with plugin layers that pass on their queries."""
+    module = with_plugin_layers(api)
+    monkeypatch.setitem(sys.modules, "tensorrt", module)
+    return module
+
+
+def test_one_plan(
+    models: dict[str, Path],
+    tmp_path: Path,
+    plugin_api: Any,
+    no_kernels: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All of form "engine" but attention itself: TensorRT for RTX builds the plan, with plugin layers stood in for."""
+    directory = tmp_path / "engine"
+    limits = ("--max_batch_size", "8", "--max_seq_len", "128", "--max_input_len", "100")
+    assert run(models["qwen3"], directory, *CUDA, "--runtime", "tensorrt", *limits) == 0
+    verify(directory)
+    config, index = read_config(directory), read_index(directory)
+    assert (config.tensorrt.module, config.tensorrt.form) == ("tensorrt", "engine")
+    assert config.prefill_chunk_tokens == config.max_input_len == 100, "a prompt is one call"
+    assert (index["module"], index["version"], index["form"]) == ("tensorrt", "10.13", "engine")
+    assert index["limits"]["tokens"] == {"minimum": 1, "optimum": 8, "maximum": 100}
+    ids, logits = {"dtype": "INT32", "shape": [-1]}, {"dtype": "FLOAT", "shape": [-1, 384]}
+    inputs = dict.fromkeys(("ids", "positions", "rows"), ids)
+    assert index["segments"] == [{"file": "rank0.engine", "inputs": inputs, "outputs": {"logits": logits}}]
+    (network,) = plugin_api.networks
+    found = [(layer.name, inputs, plugin.fields) for layer, inputs, plugin in network.plugins]
+    shapes = [(-1, 6, 32), (-1, 2, 32), (-1, 2, 32)]
+    assert found == [
+        (f"layers.{layer}.attention", shapes, AttentionFields(layer, 6, 2, 32, "bfloat16")) for layer in range(3)
+    ]
+    (plan,) = read_files(directory)
+    assert len(plan) > weight_bytes(config)
+    assert b"is out of bounds [1, 100]" in plan
+    assert not (directory / "rank0").exists()
+    assert build.main(["--inspect", str(directory)]) == 0
+    text = capsys.readouterr().out
+    assert "rank0.engine" in text
+    assert "1 to 100, best at 8" in text
+
+
+def test_the_other_form_is_another_engine(
+    models: dict[str, Path], tmp_path: Path, plugin_api: Any, no_kernels: None
+) -> None:
+    directory, whole = tmp_path / "engine", (*CUDA, "--runtime", "tensorrt", "--max_seq_len", "128")
+    for form, plans in (("engine", 1), ("segments", 4), ("engine", 1)):
+        assert run(models["llama"], directory, *whole, "--tensorrt.form", form) == 0
+        verify(directory)
+        assert read_config(directory).tensorrt.form == form
+        assert len(read_files(directory)) == plans
+        assert (directory / "rank0.engine").exists() == (form == "engine")
+
+
+REFUSED = [
+    (("--tensorrt.form", "segments"), "--tensorrt.form belongs to --runtime tensorrt; --runtime is torch"),
+    (("--tensorrt.module", "tensorrt"), "--tensorrt.module belongs to --runtime tensorrt"),
+    (
+        ("--runtime", "tensorrt", "--prefill_chunk_tokens", "64"),
+        "--prefill_chunk_tokens does not go with --tensorrt.form engine, which reads a prompt in one call",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSED)
+def test_flags_that_would_be_ignored(
+    flags: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for mode in (
+        ("--output_dir", str(tmp_path / "engine")),
+        ("--plan", "--gpu_memory", "1GiB", "--host_memory", "1GiB"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            build.main(["--model", str(tmp_path), "--method", "full", *mode, *flags])
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+INVALID = [
+    (
+        ("--tensorrt.module", "tensorrt_rtx"),
+        "tensorrt.form = 'engine': must be 'segments' with module = 'tensorrt_rtx'",
+    ),
+    (("--tensorrt.module", "onnx"), "tensorrt.module = 'onnx': must be one of"),
+    (("--tensorrt.form", "layers"), "tensorrt.form = 'layers': must be one of"),
+    (("--device", "cpu"), "runtime = 'tensorrt': must be 'torch' with device = 'cpu'"),
+    (("--weight_only_precision", "int8"), "weight_only_precision = 'int8': must be 'none' with runtime = 'tensorrt'"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), INVALID)
+def test_refused_before_anything_is_written(
+    flags: tuple[str, ...],
+    message: str,
+    models: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    basis = () if "--device" in flags else CUDA
+    assert run(models["llama"], tmp_path / "engine", *basis, "--runtime", "tensorrt", *flags) == 1
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "package"), [("tensorrt", "tensorrt-cu13"), ("tensorrt_rtx", "tensorrt-rtx-cu13")])
+def test_absent_module(
+    name: str,
+    package: str,
+    models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Known before the tokenizer is read or a kernel compiled."""
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(build, "atomic_directory", None)
+    flags = (*CUDA, "--runtime", "tensorrt", "--tensorrt.module", name, "--tensorrt.form", "segments")
+    assert run(models["llama"], tmp_path / "engine", *flags) == 1
+    message = capsys.readouterr().err
+    assert f"cannot import {name}: " in message
+    assert f"pip install {package}" in message
+
+
+@pytest.fixture
+def engine(models: dict[str, Path], tmp_path: Path, no_kernels: None) -> Path:
+    assert run(models["qwen2"], tmp_path / "engine", *SEGMENTS, *LIMITS) == 0
+    return tmp_path / "engine"
+
+
+def test_built_again_with_another_version(
+    engine: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan runs with the version that built it alone; the same flags and version are up to date."""
+    first = read_manifest(engine).fingerprint
+    before = engine.stat().st_ino
+    assert run(models["qwen2"], engine, *SEGMENTS, *LIMITS) == 0
+    assert engine.stat().st_ino == before
+    newer: Any = ModuleType("tensorrt_rtx")
+    newer.__dict__.update({key: value for key, value in vars(api).items() if not key.startswith("__")})
+    newer.__version__ = "9.9"
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", newer)
+    assert run(models["qwen2"], engine, *SEGMENTS, *LIMITS) == 0
+    assert engine.stat().st_ino != before
+    assert read_manifest(engine).fingerprint != first
+    assert read_index(engine)["version"] == "9.9"
+
+
+def test_a_failure_leaves_the_old_engine(
+    engine: Path,
+    models: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = read_index(engine)
+
+    class Broken:
+        def __init__(self, logger: Any) -> None:
+            raise TypeError("factory function returned nullptr")
+
+    monkeypatch.setattr(api, "Builder", Broken)
+    assert run(models["qwen2"], engine, *SEGMENTS, *LIMITS, "--force") == 1
+    assert "cannot begin to build with tensorrt_rtx" in capsys.readouterr().err
+    assert [path.name for path in engine.parent.iterdir()] == ["engine"]
+    verify(engine)
+    assert read_index(engine) == before
+
+
+def test_inspect_and_verify(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert build.main(["--inspect", str(engine), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["plans"] == read_index(engine)
+    assert document["tensorrt"] == {"module": "tensorrt_rtx", "form": "segments"}
+    assert build.main(["--inspect", str(engine)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "runtime tensorrt",
+        f"version {api.__version__}",
+        "tokens of a call 1 to 64, best at 8",
+        "ids INT32 [*]",
+    ):
+        assert part in text
+    assert text.count("next_hidden BF16") == 2, "segments that are alike are listed together"
+    assert build.main(["--verify", str(engine)]) == 0
+    plan = engine / "rank0/segment-00002-of-00004.plan"
+    content = bytearray(plan.read_bytes())
+    content[len(content) // 2] ^= 1
+    plan.write_bytes(content)
+    capsys.readouterr()
+    assert build.main(["--verify", str(engine)]) == 1
+    assert "damaged  rank0/segment-00002-of-00004.plan" in capsys.readouterr().out
+
+
+DAMAGES = [("", "is corrupt"), ("[]", "is corrupt"), ('{"module": "tensorrt"}', "key 'version' is missing")]
+
+
+@pytest.mark.parametrize(("content", "message"), DAMAGES)
+def test_damaged_index(content: str, message: str, engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (engine / "rank0.plans.json").write_text(content)
+    assert build.main(["--inspect", str(engine)]) == 1
+    found = capsys.readouterr().err
+    assert "rank0.plans.json" in found
+    assert message in found
+    (engine / "rank0.plans.json").unlink()
+    assert build.main(["--inspect", str(engine)]) == 1
+    assert "rank0.plans.json is missing; build the engine again" in capsys.readouterr().err
+
+
+def test_torch_engines_have_no_plans(
+    models: dict[str, Path], build_engine: BuildEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = build_engine(models["llama"], "full", "--kernels", "reference")
+    assert build.main(["--inspect", str(directory), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"] is None

@@ -1,0 +1,332 @@
+"""The builder: what an engine directory holds, when it is built again, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.conftest import BuildEngine
+from tests.support.random_models import ARCHITECTURES, save_random_model
+
+from kvseek.builder import build
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, write_weights
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import ConfigError, EngineDirectoryError
+from kvseek.core.manifest import CODEBOOKS_FILE, read_manifest, verify
+from kvseek.engine.model.weights import load_weights
+from kvseek.engine.tokenizer import Tokenizer
+
+CPU = torch.device("cpu")
+SHARD = "rank0-00001-of-00001.safetensors"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+
+
+@pytest.fixture
+def engine(model: Path, tmp_path: Path, build_engine: BuildEngine) -> Path:
+    """A copy of an engine directory that a test may damage."""
+    return Path(shutil.copytree(build_engine(model, "full"), tmp_path / "engine"))
+
+
+def run(model: Path, output_dir: Path, *flags: str) -> int:
+    arguments = ("--model", str(model), "--output_dir", str(output_dir), "--kernels", "reference")
+    return build.main([*arguments, *(flags if "--method" in flags else ("--method", "full", *flags))])
+
+
+def fused(original: dict[str, torch.Tensor], layer: int, names: tuple[str, ...], kind: str) -> torch.Tensor:
+    return torch.cat([original[f"model.layers.{layer}.{name}.{kind}"] for name in names])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_weights_are_the_checkpoints(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = save_random_model(tmp_path / "model", architecture, attention_bias=architecture == "llama")
+    original = {name: tensor.to(dtype) for name, tensor in load_file(model / "model.safetensors").items()}
+    write_weights(open_checkpoint(model), tmp_path, WeightFormat(dtype))
+    weights = load_weights(tmp_path, CPU)
+    assert torch.equal(weights["embed.weight"], original["model.embed_tokens.weight"])
+    assert torch.equal(weights["norm.weight"], original["model.norm.weight"])
+    assert ("lm_head.weight" in weights) == (architecture != "qwen2"), "Qwen2's is tied to the embedding here"
+    for layer in range(3):
+        prefix, source = f"layers.{layer}.", f"model.layers.{layer}."
+        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        gate_up = ("mlp.gate_proj", "mlp.up_proj")
+        assert torch.equal(weights[prefix + "qkv.weight"], fused(original, layer, qkv, "weight"))
+        assert torch.equal(weights[prefix + "gate_up.weight"], fused(original, layer, gate_up, "weight"))
+        assert torch.equal(weights[prefix + "o.weight"], original[source + "self_attn.o_proj.weight"])
+        assert torch.equal(weights[prefix + "down.weight"], original[source + "mlp.down_proj.weight"])
+        assert torch.equal(weights[prefix + "attention_norm.weight"], original[source + "input_layernorm.weight"])
+        assert torch.equal(weights[prefix + "mlp_norm.weight"], original[source + "post_attention_layernorm.weight"])
+        if architecture != "qwen3":
+            assert torch.equal(weights[prefix + "qkv.bias"], fused(original, layer, qkv, "bias"))
+        if architecture == "llama":
+            assert torch.equal(weights[prefix + "o.bias"], original[source + "self_attn.o_proj.bias"])
+        if architecture == "qwen3":
+            assert torch.equal(weights[prefix + "q_norm.weight"], original[source + "self_attn.q_norm.weight"])
+            assert torch.equal(weights[prefix + "k_norm.weight"], original[source + "self_attn.k_norm.weight"])
+    assert {tensor.dtype for tensor in weights.values()} == {dtype}
+
+
+@pytest.mark.parametrize(("value", "fits"), [(65504.0, True), (65600.0, False), (-1e9, False)])
+def test_float16_refuses_what_it_cannot_hold(tmp_path: Path, value: float, fits: bool) -> None:
+    model = save_random_model(tmp_path / "model", "llama")
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = open_checkpoint(model)
+    if fits:
+        write_weights(checkpoint, tmp_path, WeightFormat(torch.float16))
+        return
+    message = f"layers.1.gate_up.weight holds {abs(value):g}: float16 holds at most 65504; build with --dtype bfloat16"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        write_weights(checkpoint, tmp_path, WeightFormat(torch.float16))
+    write_weights(checkpoint, tmp_path, WeightFormat(torch.bfloat16))
+
+
+def test_shards_in_and_out(tmp_path: Path) -> None:
+    model = save_random_model(tmp_path / "model", "qwen3", max_shard_size="200KB")
+    assert len(list(model.glob("model-*.safetensors"))) > 1
+    checkpoint, limit = open_checkpoint(model), 300_000
+    folders = (tmp_path / "one", tmp_path / "many")
+    sizes: list[int] = []
+    for folder, shard_bytes in zip(folders, (1 << 30, limit), strict=True):
+        folder.mkdir()
+        write_weights(checkpoint, folder, WeightFormat(torch.float32), shard_bytes, sizes.append)
+    index = json.loads((folders[1] / "rank0.index.json").read_text())
+    assert sum(sizes) == 2 * index["metadata"]["total_size"]
+    assert list(index["weight_map"]) == [weight.name for weight in list_weights(checkpoint.config)]
+    shards = sorted(folders[1].glob("*.safetensors"))
+    assert {path.name for path in shards} == set(index["weight_map"].values())
+    assert shards[0].name == f"rank0-00001-of-{len(shards):05}.safetensors"
+    assert len(shards) > 3
+    for path in shards:
+        assert sum(tensor.nbytes for tensor in load_file(path).values()) <= limit
+    one, many = (load_weights(folder, CPU) for folder in folders)
+    assert one.keys() == many.keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def mapped_file(address: int) -> str:
+    """File that is mapped at an address of this process; empty if none is."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_, name = line.split()
+        start, stop = (int(part, 16) for part in span.split("-"))
+        if start <= address < stop:
+            return name if name.startswith("/") else ""
+    return ""
+
+
+def test_weights_are_mapped_and_aligned(engine: Path) -> None:
+    weights = load_weights(engine, CPU)
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in weights.values())
+    assert mapped_file(weights["embed.weight"].data_ptr()) == str(engine / SHARD), "a view of the file, not a copy"
+
+
+def test_contents_of_an_engine_directory(model: Path, build_engine: BuildEngine) -> None:
+    flags = ("--cache.sink", "8", "--pariskv.top_k", "20", "--max_seq_len", "512", "--max_batch_size", "2")
+    directory = build_engine(model, "pariskv", *flags, "--dtype", "bfloat16")
+    verify(directory)
+    config = read_config(directory)
+    assert (config.method, config.dtype, config.kernels) == ("pariskv", "bfloat16", "native")
+    assert (config.max_seq_len, config.max_input_len, config.max_batch_size) == (512, 512, 2)
+    assert config.cache.sink == 8
+    assert config.method_config["top_k"] == 20
+    assert config.method_config["rotation_seed"] == 0, "defaults are stored too"
+    assert config.model.eos_token_ids == (1,)
+    files = set(read_manifest(directory).files)
+    assert files >= {"config.json", SHARD, "rank0.index.json", "kernels/cpu.so", CODEBOOKS_FILE}
+    assert read_manifest(directory).source_model == "llama"
+    tokenizer = Tokenizer(directory)
+    assert tokenizer.decode(tokenizer.encode("a ship, 1931 – ø")) == "a ship, 1931 – ø"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]).endswith("assistant: ")
+
+
+def test_defaults_follow_the_model(model: Path, build_engine: BuildEngine) -> None:
+    config = read_config(build_engine(model, "full"))
+    assert (config.max_seq_len, config.max_input_len, config.max_batch_size) == (1024, 1024, 4)
+    assert not (build_engine(model, "full") / CODEBOOKS_FILE).exists()
+
+
+@pytest.mark.parametrize("name", [SHARD, "tokenizer/tokenizer.json", "config.json", "kernels/cpu.so"])
+def test_a_flipped_bit_is_found(engine: Path, name: str) -> None:
+    content = bytearray((engine / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (engine / name).write_bytes(content)
+    with pytest.raises(EngineDirectoryError, match=rf"{name} is corrupt: expected SHA-256 \w{{64}}, found \w{{64}}"):
+        verify(engine)
+
+
+def test_missing_and_cut_files_are_found(engine: Path) -> None:
+    os.truncate(engine / SHARD, 1000)
+    with pytest.raises(EngineDirectoryError, match=rf"{SHARD} is corrupt: expected \d+ bytes, found 1000"):
+        verify(engine)
+    (engine / SHARD).unlink()
+    with pytest.raises(EngineDirectoryError, match=rf"{SHARD} is missing"):
+        verify(engine)
+    (engine / "manifest.json").write_text('{"files": []}')
+    with pytest.raises(EngineDirectoryError, match=r"manifest\.json is corrupt"):
+        verify(engine)
+    (engine / "manifest.json").unlink()
+    with pytest.raises(EngineDirectoryError, match=r"manifest\.json is missing.*run kvseek build"):
+        verify(engine)
+
+
+def test_building_again(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output, changed = tmp_path / "engine", ("--max_seq_len", "256")
+    first = tmp_path.stat().st_ino
+
+    def built(*flags: str) -> bool:
+        assert run(model, output, *flags) == 0
+        return "is up to date" not in capsys.readouterr().err.replace("\n", " ")
+
+    assert built()
+    first = output.stat().st_ino
+    assert not built()
+    assert output.stat().st_ino == first
+    assert built("--force")
+    assert built(*changed)
+    assert read_config(output).max_seq_len == 256
+    assert not built(*changed)
+    (output / SHARD).unlink()
+    assert built(*changed), "a damaged engine is replaced"
+    os.utime(model / "model.safetensors", ns=(1, 1))
+    assert built(*changed), "another model file"
+    assert [path.name for path in tmp_path.iterdir()] == ["engine"], "nothing else is left"
+
+
+@pytest.mark.parametrize("how", ["interrupt", "terminate", "failure"])
+def test_a_build_that_stops_leaves_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    assert run(model, tmp_path / "engine") == 0
+
+    def stop(*_: Any) -> None:
+        if how == "interrupt":
+            raise KeyboardInterrupt
+        if how == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(build, "write_manifest", stop)
+    handler = signal.getsignal(signal.SIGTERM)
+    if how == "failure":
+        assert run(model, tmp_path / "engine", "--force") == 1
+    else:
+        with pytest.raises(KeyboardInterrupt if how == "interrupt" else SystemExit):
+            run(model, tmp_path / "engine", "--force")
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
+    verify(tmp_path / "engine")
+
+
+def test_what_is_no_engine_is_left_alone(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/a.txt").write_text("mine")
+    assert run(model, tmp_path / "notes") == 1
+    assert "holds files but no engine" in capsys.readouterr().err
+    assert (tmp_path / "notes/a.txt").read_text() == "mine"
+    assert run(model, tmp_path / "notes/a.txt") == 1
+    assert "is a file; name a directory" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert run(model, tmp_path / "empty") == 0
+    verify(tmp_path / "empty")
+
+
+BAD_USAGE = [
+    (("--method", "nope"), "invalid choice: 'nope' (choose from"),
+    (("--gemm_plugin", "auto"), "unrecognized arguments: --gemm_plugin auto; known flags: --cache.full_threshold"),
+    (
+        ("--method", "flat", "--pariskv.top_k", "5"),
+        "--pariskv.top_k belongs to --method pariskv; flags of --method flat",
+    ),
+    (("--pariskv.top_k", "5"), "flags of --method full: none"),
+    (("--method", "pariskv", "--pariskv.bogus", "5"), "unrecognized arguments: --pariskv.bogus 5; known flags:"),
+    (("--cache.sink", "many"), "argument --cache.sink: invalid int value: 'many'"),
+    (("--method", "pariskv", "--pariskv.alpha_correction", "1"), "invalid boolean value: '1'"),
+    (("--method", "pariskv", "--pariskv.schedule_steps", "[1"), "invalid json_value value: '[1'"),
+    (("--max_seq", "100"), "unrecognized arguments: --max_seq 100"),
+    (("--device", "tpu"), "argument --device: invalid choice: 'tpu'"),
+    (
+        ("--device", "cuda", "--cuda_archs", "ninety"),
+        "argument --cuda_archs: invalid architectures value: 'ninety'",
+    ),
+    (("--cuda_archs", "90"), "--cuda_archs belongs to --device cuda; --device is cpu"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_USAGE)
+def test_bad_usage(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(model, tmp_path / "engine", *flags)
+    assert message in capsys.readouterr().err
+
+
+BAD_VALUES = [
+    (("--cache.local", "0"), "cache.local = 0: must be >= 1"),
+    (("--max_seq_len", "2048"), "max_seq_len = 2048: must be <= max_position_embeddings = 1024"),
+    (("--max_input_len", "900", "--max_seq_len", "800"), "max_input_len = 900: must be <= max_seq_len = 800"),
+    (("--method", "flat", "--flat.top_k", "0"), "top_k = 0: must be >= 1"),
+    (("--method", "pariskv", "--pariskv.schedule_steps", '[{"rho": 1}]'), "key 'below_tokens' is missing"),
+    (("--method", "pariskv", "--pariskv.schedule_steps", '[{"speed": 1}]'), "unknown key 'speed'"),
+    (("--dtype", "float16"), "dtype = 'float16': must be float32 or bfloat16 with device = 'cpu'"),
+    (("--device", "cuda"), "kernels = 'reference': must be 'native' with device = 'cuda'"),
+    (("--device", "cuda", "--kernels", "native", "--cuda_archs", "75"), "cuda_archs = 75: must be one of 80,"),
+    (("--device", "cuda", "--cache.offload", "never ever"), "cache.offload = 'never ever': must be one of"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_VALUES)
+def test_bad_values(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
+) -> None:
+    assert run(model, tmp_path / "engine", *flags) == 1
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_structured_flags(model: Path, tmp_path: Path) -> None:
+    steps = [{"below_tokens": 500, "rho": 0.5, "beta": 0.25}, {"below_tokens": None, "rho": 0.2, "beta": 0.1}]
+    flags = ("--pariskv.schedule_steps", json.dumps(steps), "--pariskv.alpha_correction", "false")
+    memory = ("--cache.kv_cache_host_memory_bytes", "100000000")
+    assert run(model, tmp_path / "engine", "--method", "pariskv", *flags, *memory) == 0
+    config = read_config(tmp_path / "engine")
+    assert config.method_config["schedule_steps"] == steps
+    assert config.method_config["alpha_correction"] is False
+    assert config.cache.kv_cache_host_memory_bytes == 100_000_000
+
+
+def test_config_and_weights_must_agree(tmp_path: Path) -> None:
+    model = save_random_model(tmp_path / "model", "llama")
+    path = model / "config.json"
+    original = path.read_text()
+    for change, message in (
+        ({"attention_bias": True}, "self_attn.q_proj.bias is missing in model.safetensors"),
+        ({"intermediate_size": 320}, r"safetensors: .*gate_proj.weight: shape \(160, 96\): must be \(320, 96\)"),
+        ({"num_hidden_layers": 2}, r"layers.2.input_layernorm.weight of model.safetensors \(9 in all\) has no place"),
+    ):
+        path.write_text(json.dumps(json.loads(original) | change))
+        with pytest.raises(ConfigError, match=message):
+            write_weights(open_checkpoint(model), tmp_path, WeightFormat(torch.float32))
+
+
+@pytest.mark.model
+def test_smollm2(smollm2_gguf: Path, build_engine: BuildEngine) -> None:
+    directory = build_engine(smollm2_gguf, "pariskv", "--max_batch_size", "4")
+    verify(directory)
+    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    assert 538e6 < size < 545e6, "134.5 million float32 weights and little else"
+    assert read_config(directory).max_seq_len == 8192

@@ -1,0 +1,289 @@
+"""`kvseek build --calibrate` against transformers: perplexities, windows, 16 bits, memory."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tests.conftest import ROOT
+from tests.engine.model.test_logits import load_transformers
+from tests.support.quantised_models import save_dequantised
+from tests.support.random_models import ARCHITECTURES, save_random_model, save_tokenizer
+from torch import Tensor
+
+from kvseek.builder import build
+from kvseek.builder.calibration import calibrate, perplexity
+from kvseek.builder.calibration.calibrate import Calibrator, Text, checkpoint_layers, stored_layers
+from kvseek.builder.calibration.perplexity import WindowedText
+from kvseek.builder.calibration.report import CALIBRATION_FILE, Calibration
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import ConfigError
+from kvseek.core.manifest import read_manifest, verify
+from kvseek.engine.model.layer import Head, Layer
+from kvseek.engine.tokenizer import Tokenizer
+
+CPU = torch.device("cpu")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HARBOUR_LOG = ROOT / "examples/harbour_log.txt"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+
+
+@pytest.fixture
+def text(tmp_path: Path, document: str) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(document[:2000], encoding="utf-8")
+    return path
+
+
+def run(model: Path, output_dir: Path, text: Path, *flags: str) -> int:
+    arguments = ["--model", str(model), "--method", "full", "--kernels", "reference", "--output_dir", str(output_dir)]
+    return build.main([*arguments, "--calibrate", str(text), *flags])
+
+
+def calibrated(model: Path, output_dir: Path, text: Path, *flags: str) -> Calibration:
+    assert run(model, output_dir, text, "--quiet", *flags) == 0
+    return Calibration.load(output_dir)
+
+
+@torch.inference_mode()
+def reference(model: Path, ids: list[int], window: int) -> tuple[float, Tensor]:
+    """Perplexity by transformers, and log probabilities [predictions, vocabulary]."""
+    network, rows, losses = load_transformers(model), [], []
+    for start in range(0, len(ids), window):
+        part = torch.tensor(ids[start : start + window])
+        found = network(part[None]).logits[0, :-1].log_softmax(dim=-1)
+        rows.append(found)
+        losses.append(F.nll_loss(found.double(), part[1:], reduction="sum"))
+    log_probabilities = torch.cat(rows)
+    return math.exp(sum(float(loss) for loss in losses) / len(log_probabilities)), log_probabilities
+
+
+# 257 tokens in windows of 64: the last has one token, which predicts nothing.
+@pytest.mark.parametrize(("tokens", "window"), [(300, 128), (257, 64), (2, 2), (200, 1000)])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_perplexity_is_that_of_transformers(
+    architecture: str, tokens: int, window: int, text: Path, tmp_path: Path
+) -> None:
+    model = save_random_model(tmp_path / "model", architecture)
+    flags = ("--calibrate_tokens", str(tokens), "--calibrate_window", str(window))
+    found = calibrated(model, tmp_path / "engine", text, *flags)
+    ids = Tokenizer(tmp_path / "engine").encode(text.read_text(encoding="utf-8"))
+    expected, rows = reference(model, ids[:tokens], window)
+    assert found.perplexity == pytest.approx(expected, rel=1e-4)
+    assert found.quantised is None, "nothing to compare with"
+    assert (found.text_tokens, found.tokens, found.predictions) == (len(ids), tokens, len(rows))
+    assert (found.window, found.device, found.dtype) == (min(tokens, window), DEVICE, "float32")
+    assert (found.text, found.text_sha256) == ("text.txt", hashlib.sha256(text.read_bytes()).hexdigest())
+    verify(tmp_path / "engine")
+    assert CALIBRATION_FILE in read_manifest(tmp_path / "engine").files
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_stored_weights_are_those_of_a_dequantised_model(
+    architecture: str, precision: str, text: Path, tmp_path: Path
+) -> None:
+    model = save_random_model(tmp_path / "model", architecture)
+    other = save_dequantised(model, tmp_path / "dequantised", precision)
+    flags = ("--calibrate_tokens", "300", "--calibrate_window", "128")
+    found = calibrated(model, tmp_path / "engine", text, *flags, "--weight_only_precision", precision)
+    ids = Tokenizer(tmp_path / "engine").encode(text.read_text(encoding="utf-8"))[:300]
+    (plain, before), (quantised, after) = (reference(path, ids, 128) for path in (model, other))
+    cost = found.quantised
+    assert cost is not None
+    assert found.weight_only_precision == precision
+    assert found.perplexity == pytest.approx(plain, rel=1e-4)
+    assert cost.perplexity == pytest.approx(quantised, rel=1e-4)
+    assert cost.perplexity_ratio == pytest.approx(quantised / plain, rel=1e-4)
+    divergence = (before.exp() * (before - after)).sum(dim=-1).double().mean()
+    assert 0 < cost.mean_kl_divergence == pytest.approx(float(divergence), rel=0.02)
+    same = (before.argmax(dim=-1) == after.argmax(dim=-1)).double().mean()
+    assert cost.same_token_share == pytest.approx(float(same), abs=1.01 / len(before)), "but for a tie"
+
+
+def test_int8_is_closer_than_fp8(model: Path, text: Path, tmp_path: Path) -> None:
+    """Gaussian weights lie within a few standard deviations, where 256 equal steps are finer than three bits of fraction."""
+    costs = {}
+    for precision in ("int8", "fp8"):
+        found = calibrated(model, tmp_path / precision, text, "--weight_only_precision", precision)
+        assert found.quantised is not None
+        costs[precision] = found.quantised
+    assert 0 < 4 * costs["int8"].mean_kl_divergence < costs["fp8"].mean_kl_divergence
+    assert costs["fp8"].same_token_share < costs["int8"].same_token_share < 1
+
+
+def written(model: Path, directory: Path, dtype: str, precision: str = "none") -> EngineConfig:
+    """Weights and tokenizer of an engine for a GPU, without its kernels."""
+    checkpoint = open_checkpoint(model)
+    config = EngineConfig(
+        checkpoint.config,
+        "full",
+        dtype=dtype,
+        device="cuda",
+        weight_only_precision=precision,
+        max_input_len=512,
+        max_seq_len=512,
+    )
+    directory.mkdir()
+    write_weights(checkpoint, directory, WeightFormat.of(config))
+    save_tokenizer(directory / "tokenizer")
+    return config
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits(dtype: str, model: Path, text: Path, tmp_path: Path) -> None:
+    config = written(model, tmp_path / "engine", dtype, "int8")
+    calibrator = Calibrator(Text.read(text), config, Tokenizer(tmp_path / "engine"), 300)
+    steps: list[int] = []
+    found = calibrator.run(open_checkpoint(model), tmp_path / "engine", steps.append)
+    ids = Tokenizer(tmp_path / "engine").encode(text.read_text(encoding="utf-8"))[:300]
+    expected, _ = reference(model, ids, 512)
+    assert (found.dtype, found.window, sum(steps)) == (dtype, 300, calibrator.units)
+    assert found.perplexity == pytest.approx(expected, rel=0.03)
+    assert found.quantised is not None
+    assert found.quantised.perplexity_ratio == pytest.approx(1, abs=0.03)
+
+
+def test_a_perplexity_that_is_not_finite_is_refused(model: Path, text: Path, tmp_path: Path) -> None:
+    loud = tmp_path / "loud"
+    save_dequantised(model, loud, "int8")
+    weights = load_file(loud / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"] *= 3e4
+    save_file(weights, loud / "model.safetensors", metadata={"format": "pt"})
+    config = written(loud, tmp_path / "engine", "float16")
+    calibrator = Calibrator(Text.read(text), config, Tokenizer(tmp_path / "engine"), 300)
+    with pytest.raises(
+        ConfigError, match="perplexity = nan: must be a finite number with the weights in float16; choose"
+    ):
+        calibrator.run(open_checkpoint(loud), tmp_path / "engine", lambda amount: None)
+
+
+def hidden_states(model: Path, directory: Path, ids: list[int], window: int) -> Tensor:
+    windows = WindowedText(open_checkpoint(model).config, ids, window, CPU)
+    embedding = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    return windows.hidden_states(embedding, stored_layers(directory), lambda amount: None)
+
+
+def test_windows_do_not_see_each_other(model: Path, tmp_path: Path) -> None:
+    written(model, tmp_path / "engine", "float32")
+    ids = torch.arange(150).mul(7).remainder(100).tolist()
+    together = hidden_states(model, tmp_path / "engine", ids, 64)
+    parts = [hidden_states(model, tmp_path / "engine", ids[start : start + 64], 64) for start in (0, 64, 128)]
+    assert torch.equal(together, torch.cat(parts))
+    assert not torch.allclose(together, hidden_states(model, tmp_path / "engine", ids, 150))
+
+
+def test_slices_of_the_vocabulary_projection_change_nothing(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--weight_only_precision", "fp8", "--calibrate_tokens", "200", "--calibrate_window", "90")
+    whole = calibrated(model, tmp_path / "whole", text, *flags)
+    heads: list[int] = []
+
+    class CountedHead(Head):
+        def __call__(self, x: Tensor) -> Tensor:
+            heads.append(len(x))
+            return super().__call__(x)
+
+    monkeypatch.setattr(calibrate, "Head", CountedHead)
+    monkeypatch.setattr(perplexity, "LOGIT_BYTES", 7 * 4 * open_checkpoint(model).config.vocab_size)
+    sliced = calibrated(model, tmp_path / "sliced", text, *flags)
+    assert max(heads) == 7, "logits of so many tokens at once"
+    assert sum(heads) == 2 * sliced.predictions == 2 * (200 - 3)
+    assert sliced.perplexity == pytest.approx(whole.perplexity, rel=1e-6)
+    assert sliced.quantised is not None
+    assert whole.quantised is not None
+    assert sliced.quantised.mean_kl_divergence == pytest.approx(whole.quantised.mean_kl_divergence, rel=1e-4)
+    assert sliced.quantised.same_token_share == whole.quantised.same_token_share
+
+
+def test_losses_of_distant_distributions(model: Path) -> None:
+    """By hand, where the divergence of the second from the first is far from that of the first from the second."""
+    config, generator = open_checkpoint(model).config, torch.Generator().manual_seed(3)
+    ids = torch.randint(config.vocab_size, (11,), generator=generator)
+    hidden = [torch.randn(11, config.hidden_size, generator=generator) for _ in range(2)]
+    weight = torch.randn(config.vocab_size, config.hidden_size, generator=generator) * 0.3
+    head = Head(config, torch.ones(config.hidden_size), weight)
+    steps: list[int] = []
+    found = WindowedText(config, ids.tolist(), 5, CPU).losses(head, hidden, steps.append)
+    before, after = (head(states).double().log_softmax(dim=-1) for states in hidden)
+    predicting = [0, 1, 2, 3, 5, 6, 7, 8]  # windows 0 to 4, 5 to 9, and 10
+    likely = [rows[predicting, ids[[place + 1 for place in predicting]]] for rows in (before, after)]
+    assert found.perplexities == pytest.approx([float((-rows.mean()).exp()) for rows in likely], rel=1e-5)
+    forward, backward = (
+        float((one.exp() * (one - other)).sum(dim=-1)[predicting].mean())
+        for one, other in ((before, after), (after, before))
+    )
+    assert abs(forward - backward) > 0.01 * forward
+    assert found.kl_divergence == pytest.approx(forward, rel=1e-4)
+    assert found.same_token == (before.argmax(dim=-1) == after.argmax(dim=-1))[predicting].double().mean()
+    assert len(steps) == 2
+
+
+class Live:
+    """Counts the bytes of tensors, and the layers, that exist at a time."""
+
+    def __init__(self) -> None:
+        self.bytes = self.most_bytes = self.layers = self.most_layers = 0
+
+    def counted(self, source: Callable[[int], dict[str, Tensor]]) -> Callable[[int], dict[str, Tensor]]:
+        def read(number: int) -> dict[str, Tensor]:
+            found = source(number)
+            for tensor in found.values():
+                self.bytes += tensor.nbytes
+                weakref.finalize(tensor, self._drop, tensor.nbytes)
+            self.most_bytes = max(self.most_bytes, self.bytes)
+            return found
+
+        return read
+
+    def layer(self, *arguments: Any) -> Layer:
+        made = Layer(*arguments)
+        self.layers += 1
+        self.most_layers = max(self.most_layers, self.layers)
+        weakref.finalize(made, self._drop_layer)
+        return made
+
+    def _drop(self, size: int) -> None:
+        self.bytes -= size
+
+    def _drop_layer(self) -> None:
+        self.layers -= 1
+
+
+def test_one_layer_is_in_memory_at_a_time(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_random_model(tmp_path / "model", "qwen3", num_hidden_layers=12)
+    live = Live()
+    monkeypatch.setattr(calibrate, "stored_layers", lambda *values: live.counted(stored_layers(*values)))
+    monkeypatch.setattr(calibrate, "checkpoint_layers", lambda *values: live.counted(checkpoint_layers(*values)))
+    monkeypatch.setattr(perplexity, "Layer", live.layer)
+    calibrated(model, tmp_path / "engine", text, "--weight_only_precision", "int8", "--calibrate_window", "100")
+    layer = 4 * (96 * (6 + 2 * 2) * 32 + 96 * 6 * 32 + 3 * 96 * 160 + 2 * 96 + 2 * 32)
+    assert layer <= live.most_bytes <= layer + 4 * 96, "a layer in float32, and norm.weight"
+    assert live.most_layers == 1
+    assert (live.bytes, live.layers) == (0, 0)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_smollm2(smollm2_gguf: Path, tmp_path: Path) -> None:
+    flags = ("--weight_only_precision", "int8", "--calibrate_tokens", "256")
+    found = calibrated(smollm2_gguf, tmp_path / "engine", HARBOUR_LOG, *flags)
+    assert found.quantised is not None
+    assert 5 < found.perplexity < 200, "it has read English"
+    assert found.quantised.perplexity_ratio == pytest.approx(1, abs=0.01)
+    assert found.quantised.same_token_share > 0.9

@@ -1,0 +1,154 @@
+"""`kvseek build --inspect` and `--verify`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.conftest import BuildEngine
+from tests.support.random_models import save_random_model
+
+from kvseek.builder import build, verification
+from kvseek.builder.inspection import engine_document
+from kvseek.builder.options import InspectOptions
+from kvseek.builder.verification import Fault, find_faults
+from kvseek.core.config import CONFIG_FILE, FORMAT_VERSION
+from kvseek.core.manifest import CODEBOOKS_FILE, read_manifest
+
+SHARD, INDEX = "rank0-00001-of-00001.safetensors", "rank0.index.json"
+FLAGS = ("--pariskv.top_k", "20", "--cache.sink", "8", "--max_seq_len", "512", "--kernels", "reference")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model") / "[llama]", "llama")
+
+
+@pytest.fixture
+def engine(model: Path, tmp_path: Path, build_engine: BuildEngine) -> Path:
+    """A copy of an engine directory that a test may damage."""
+    return Path(shutil.copytree(build_engine(model, "pariskv", *FLAGS), tmp_path / "engine"))
+
+
+def printed(capsys: pytest.CaptureFixture[str], *flags: object) -> tuple[int, str]:
+    status = build.main([str(flag) for flag in flags])
+    return status, capsys.readouterr().out
+
+
+def test_inspection_does_not_read_weights(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = (engine / SHARD).stat().st_size
+    (engine / SHARD).write_bytes(b"")
+    status, text = printed(capsys, "--inspect", engine)
+    assert status == 0
+    lines = [line.split() for line in text.splitlines()]
+    assert "pariskv engine of [llama], built by kvseek 0.1.0, format 2" in text
+    assert ["top_k", "20", "not", "the", "default"] in lines
+    assert ["sink", "8", "not", "the", "default"] in lines
+    assert ["rotation_seed", "0"] in lines
+    assert ["local", "256"] in lines
+    assert ["max_seq_len", "512"] in lines
+    assert ["kernels", "reference"] in lines
+    assert ["num_kv_heads", "2"] in lines
+    assert ["dtype", "float32"] in lines
+    assert any(line[:1] == [SHARD] for line in lines)
+    document = json.loads(printed(capsys, "--inspect", engine, "--json")[1])
+    assert document == engine_document(InspectOptions(engine))
+    assert document["changed"] == {"method_config": ["top_k"], "cache": ["sink"]}
+    assert document["files"][SHARD] == size
+    assert document["format_version"] == FORMAT_VERSION
+    assert document["model"]["num_layers"] == 3
+
+
+def test_inspection_lists_kernels(model: Path, build_engine: BuildEngine) -> None:
+    directory = build_engine(model, "full", "--max_seq_len", "512")
+    document = engine_document(InspectOptions(directory))
+    assert document["kernels"] == ["cpu"]
+    assert document["changed"] == {"method_config": [], "cache": []}
+    (directory / "kernels/sm_90.cubin").touch()
+    try:
+        assert engine_document(InspectOptions(directory))["kernels"] == ["sm_90", "cpu"]
+    finally:
+        (directory / "kernels/sm_90.cubin").unlink()
+
+
+def test_defaults_are_the_methods_own(model: Path, build_engine: BuildEngine) -> None:
+    directory = build_engine(model, "clusterkv", "--max_seq_len", "512", "--kernels", "reference")
+    assert engine_document(InspectOptions(directory))["changed"] == {"method_config": [], "cache": []}
+
+
+def test_an_intact_engine(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = printed(capsys, "--verify", engine)
+    assert status == 0
+    assert f"{len(read_manifest(engine).files)} files" in text
+    assert "as kvseek build wrote them" in text
+
+
+def test_all_faults_are_listed(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = read_manifest(engine)
+    shard, index = (engine / SHARD).read_bytes(), (engine / INDEX).read_bytes()
+    (engine / SHARD).write_bytes(shard[:-1] + bytes([shard[-1] ^ 1]))
+    (engine / INDEX).write_bytes(index[:-1])
+    (engine / CODEBOOKS_FILE).unlink()
+    (engine / CONFIG_FILE).unlink()
+    (engine / CONFIG_FILE).mkdir()
+    (engine / "notes").mkdir()
+    (engine / "notes/[red] mine.txt").write_text("foreign")
+    status, text = printed(capsys, "--verify", engine)
+    assert status == 1
+    lines = text.splitlines()
+    assert f"damaged  {SHARD}: expected SHA-256 {manifest.files[SHARD].sha256}, found" in text
+    assert f"damaged  {INDEX}: expected {len(index):,} bytes, found {len(index) - 1:,}" in lines
+    assert {f"missing  {CODEBOOKS_FILE}", f"missing  {CONFIG_FILE}", "foreign  notes/[red] mine.txt"} <= set(lines)
+    assert len(lines) == 6, "five faults and what to do"
+    assert lines[-1].startswith(f"{engine}: 5 of its files are not as kvseek build wrote them; build the engine again")
+
+
+def test_progress_covers_every_byte(engine: Path) -> None:
+    manifest = read_manifest(engine)
+    done: list[int] = []
+    (engine / CODEBOOKS_FILE).unlink()
+    assert find_faults(engine, manifest, done.append) == [Fault(CODEBOOKS_FILE, "missing")]
+    assert sum(done) == sum(record.size for record in manifest.files.values())
+
+
+def test_a_file_that_cannot_be_read_is_a_fault(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = verification.sha256
+
+    def read(path: Path, *arguments: object) -> str:
+        if path.name == SHARD:
+            raise OSError(5, "Input/output error")
+        return original(path, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(verification, "sha256", read)
+    (fault,) = find_faults(engine, read_manifest(engine), lambda amount: None)
+    assert (fault.name, fault.kind) == (SHARD, "damaged")
+    assert "Input/output error" in fault.detail
+
+
+@pytest.mark.parametrize("flag", ["--inspect", "--verify"])
+def test_no_engine_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert build.main([flag, str(tmp_path)]) == 1
+    assert "is no engine directory; run kvseek build" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--inspect", "x", "--method", "full"), "--method does not go with --inspect; leave it out"),
+        (("--verify", "x", "--json"), "--json does not go with --verify; leave it out"),
+        (("--model", "x", "--method", "full", "--output_dir", "y", "--json"), "goes only with --plan or --inspect"),
+        (("--model", "x"), "the following arguments are required: --method, --output_dir"),
+    ],
+)
+def test_misplaced_flags(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        build.main(flags)
+    assert message in capsys.readouterr().err
+
+
+def test_consoles_print_names_as_they_are(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    renamed = engine.rename(engine.with_name("[bold]engine"))
+    assert "[bold]engine" in printed(capsys, "--inspect", renamed)[1]
+    assert "[bold]engine" in printed(capsys, "--verify", renamed)[1]

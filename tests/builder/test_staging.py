@@ -1,0 +1,168 @@
+"""Where an engine is built: what killed builds left is removed, what live ones are at work on is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.random_models import save_random_model
+
+from kvseek.builder import build
+from kvseek.builder.atomic_directory import atomic_directory, remove_leftovers
+from kvseek.core.manifest import verify
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "engine[1]"
+
+
+@pytest.fixture(scope="module")
+def dead() -> int:
+    """Id of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def leave(output: Path, process_id: int | str, kind: str) -> Path:
+    directory = output.with_name(f".{output.name}.{process_id}.{kind}")
+    (directory / "tokenizer").mkdir(parents=True)
+    (directory / "tokenizer/tokenizer.json").write_text("{")
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["partial", "replaced"])
+def test_leftovers_of_dead_processes_go(output: Path, dead: int, kind: str) -> None:
+    output.mkdir()
+    leave(output, dead, kind)
+    remove_leftovers(output)
+    assert list(output.parent.iterdir()) == [output]
+
+
+def test_live_and_foreign_directories_stay(output: Path, dead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = output.with_name("engine")
+    stay = [
+        leave(output, os.getppid(), "replaced"),
+        leave(output, 1, "partial"),
+        leave(output, 10**30, "partial"),
+        leave(output, "draft", "partial"),
+        leave(output, dead, "backup"),
+        leave(ours, dead, "partial"),
+        leave(output.with_name("engine1"), dead, "partial"),
+    ]
+    remove_leftovers(output)
+    assert sorted(output.parent.iterdir()) == sorted(stay)
+
+    def refuse(process_id: int, number: int) -> None:
+        raise PermissionError  # what another user's process answers
+
+    leave(output, dead, "partial")
+    monkeypatch.setattr(os, "kill", refuse)
+    remove_leftovers(output)
+    assert len(list(output.parent.iterdir())) == len(stay) + 1
+
+
+def test_an_engine_that_was_moved_away_comes_back(output: Path, dead: int) -> None:
+    """A build killed after the first of its two renames leaves the old engine under another name, and nothing in its place."""
+    partial, replaced = leave(output, dead, "partial"), leave(output, dead, "replaced")
+    (replaced / "old").touch()
+    remove_leftovers(output)
+    assert list(output.parent.iterdir()) == [output]
+    assert (output / "old").exists()
+    assert not partial.exists()
+
+
+def test_leftovers_of_our_own_process_id(output: Path) -> None:
+    """In containers every build may have the same one: what bears it is an earlier build's."""
+    leave(output, os.getpid(), "partial")
+    (leave(output, os.getpid(), "replaced") / "old").touch()
+    remove_leftovers(output)
+    assert list(output.parent.iterdir()) == [output]
+    assert (output / "old").exists()
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_an_engine_comes_back_if_its_place_is_not_taken(
+    output: Path, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rename fails, or a signal comes after the first one."""
+    output.mkdir()
+    (output / "old").touch()
+    rename = Path.rename
+
+    def stop(path: Path, target: Path) -> Path:
+        if path.name.endswith("partial"):
+            raise error
+        return rename(path, target)
+
+    def build_all() -> None:
+        with atomic_directory(output) as directory:
+            (directory / "new").touch()
+
+    monkeypatch.setattr(Path, "rename", stop)
+    with pytest.raises(error):
+        build_all()
+    assert list(output.parent.iterdir()) == [output]
+    assert [path.name for path in output.iterdir()] == ["old"]
+
+
+def test_no_folder_yet(tmp_path: Path) -> None:
+    remove_leftovers(tmp_path / "nowhere/engine")
+    assert list(tmp_path.iterdir()) == []
+
+
+def fail(output: Path, beside: Path, error: type[BaseException]) -> None:
+    """Begin to build, let somebody put a file somewhere, and stop."""
+    with atomic_directory(output) as directory:
+        (directory / "file").touch()
+        beside.touch()
+        raise error
+
+
+def test_folders_above_go_with_a_failed_build(tmp_path: Path) -> None:
+    output = tmp_path / "a/b/engine"
+    (tmp_path / "notes").touch()
+    with pytest.raises(KeyboardInterrupt):
+        fail(output, tmp_path / "notes", KeyboardInterrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+    with pytest.raises(KeyError):
+        fail(output, tmp_path / "a/notes", KeyError)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["notes"], "what others put there stays"
+    with atomic_directory(output) as directory:
+        (directory / "file").touch()
+    assert (output / "file").exists()
+
+
+def test_after_a_real_kill(output: Path) -> None:
+    """A build that is killed while it writes, another that goes on beside it, and the build that cleans up."""
+    model = save_random_model(output.parent / "model", "llama")
+    script = (
+        "import pathlib, sys, time\nfrom kvseek.builder.atomic_directory import atomic_directory\n"
+        "with atomic_directory(pathlib.Path(sys.argv[1])) as directory:\n"
+        "    (directory / 'config.json').touch()\n    print('writing', flush=True)\n    time.sleep(1000)\n"
+    )
+    command = [sys.executable, "-c", script, str(output)]
+    children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        for child in children:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "writing\n"
+        left = [output.with_name(f".{output.name}.{child.pid}.partial") for child in children]
+        children[0].kill()
+        assert children[0].wait() == -signal.SIGKILL
+        assert [(directory / "config.json").is_file() for directory in left] == [True, True]
+        arguments = ["--model", str(model), "--output_dir", str(output), "--method", "full", "--kernels", "reference"]
+        assert build.main([*arguments, "--quiet"]) == 0
+        verify(output)
+        assert [directory.exists() for directory in left] == [False, True]
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    assert build.main([*arguments, "--quiet"]) == 0, "up to date"
+    assert sorted(path.name for path in output.parent.iterdir()) == ["engine[1]", "model"], "nothing else is left"

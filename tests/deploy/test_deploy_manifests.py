@@ -1,0 +1,206 @@
+"""Compose file, Prometheus' configuration, Kubernetes manifests and docs/deploy.md, compared with what the server does."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from typing import Any
+
+import pytest
+import yaml
+from tests.conftest import ROOT
+from tests.support.deployment import DOCKER, TARGETS, project, read, serve_arguments, size, target
+
+from kvseek.server import launch
+from kvseek.server.ports import Ports
+from kvseek.server.settings import ServeSettings
+
+# The launcher ends its processes one after the other: the engine, when requests have had their time, the doors, Triton.
+SHUTDOWN_SECONDS = ServeSettings().drain_seconds + 4 * launch.STOP_SECONDS
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+
+
+@pytest.fixture(scope="module")
+def deployment() -> Any:
+    return read("kubernetes/deployment.yaml")
+
+
+@pytest.fixture
+def pod(deployment: Any) -> Any:
+    return deployment["spec"]["template"]["spec"]
+
+
+@pytest.fixture
+def container(pod: Any) -> Any:
+    (only,) = pod["containers"]
+    return only
+
+
+# Compose and Prometheus
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_compose_services(name: str) -> None:
+    service = read("compose.yaml")["services"][f"kvseek-{name}"]
+    assert service["build"]["target"] == name
+    assert (DOCKER / service["build"]["context"] / "Dockerfile").resolve() == ROOT / "Dockerfile"
+    assert service["image"] == f"kvseek:{project()['project']['version']}-{name}"
+    ports = Ports()
+    assert service["ports"] == [f"127.0.0.1:{port}:{port}" for port in (ports.http, ports.grpc, ports.metrics)]
+    (engine,) = service["volumes"]
+    assert engine["target"] == str(serve_arguments(target(name).command).engine_dir)
+    assert engine["read_only"]
+    assert size(service["shm_size"]) >= 1 << 30
+    assert re.fullmatch(r"\$\{MEMORY_LIMIT:-\d+g\}", service["mem_limit"])
+    assert int(service["stop_grace_period"].rstrip("s")) > SHUTDOWN_SECONDS
+
+
+def test_only_the_gpu_service_asks_for_a_gpu_and_pinned_memory() -> None:
+    services = read("compose.yaml")["services"]
+    gpu, cpu = services["kvseek-gpu"], services["kvseek-cpu"]
+    (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    assert gpu["ulimits"] == {"memlock": -1}
+    assert "deploy" not in cpu
+    assert "ulimits" not in cpu
+
+
+def test_prometheus_scrapes_the_metrics_port() -> None:
+    services = read("compose.yaml")["services"]
+    assert re.fullmatch(r"prom/prometheus:v\d+\.\d+\.\d+", services["prometheus"]["image"])
+    for volume in services["prometheus"]["volumes"]:
+        assert (DOCKER / volume["source"]).is_file()
+    (job,) = read("prometheus.yaml")["scrape_configs"]
+    (targets,) = job["static_configs"]
+    (alias,) = services["kvseek-gpu"]["networks"]["default"]["aliases"]
+    assert targets["targets"] == [f"{alias}:{Ports().metrics}"]
+    inside = {volume["target"] for volume in services["prometheus"]["volumes"]}
+    assert set(read("prometheus.yaml")["rule_files"]) <= inside
+
+
+def test_grafana_shows_the_dashboard_over_prometheus() -> None:
+    services = read("compose.yaml")["services"]
+    grafana = services["grafana"]
+    assert re.fullmatch(r"grafana/grafana:\d+\.\d+\.\d+", grafana["image"])
+    assert grafana["profiles"] == services["prometheus"]["profiles"] == list(reversed(TARGETS))
+    assert grafana["ports"] == ["127.0.0.1:3000:3000"]
+    mounts = {volume["source"]: volume["target"] for volume in grafana["volumes"]}
+    assert all((DOCKER / source).exists() for source in mounts)
+    assert all(volume["read_only"] for volume in grafana["volumes"])
+    assert mounts["./grafana/provisioning"] == "/etc/grafana/provisioning"
+    (provider,) = read("grafana/provisioning/dashboards/kvseek.yaml")["providers"]
+    shown = mounts["./grafana/dashboard.json"]
+    assert shown.startswith(provider["options"]["path"] + "/")
+    assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == shown
+    (source,) = read("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
+    assert source["type"] == "prometheus"
+    port = services["prometheus"]["ports"][0].rpartition(":")[2]
+    assert source["url"] == f"http://prometheus:{port}"
+
+
+# Kubernetes
+
+
+def test_probes_ask_endpoints_that_exist(container: Any) -> None:
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": Ports().http, "grpc": Ports().grpc, "metrics": Ports().metrics}
+    for probe in PROBES:
+        request = container[probe]["httpGet"]
+        assert request["path"] in ("/v2/health/ready", "/v2/health/live")
+        assert request["port"] == "metrics", "clients may have taken all connections of the HTTP port"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/v2/health/ready"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/v2/health/live", "a full queue is no reason to restart"
+
+
+def test_the_server_gives_up_loading_before_kubernetes_does(container: Any, deployment: Any) -> None:
+    probe = container["startupProbe"]
+    patience = probe["periodSeconds"] * probe["failureThreshold"]
+    assert patience >= serve_arguments(target("gpu").command).ready_seconds + 300, (
+        "the launcher hashes the engine before"
+    )
+    assert deployment["spec"]["progressDeadlineSeconds"] > patience
+
+
+def test_the_server_can_end_before_it_is_killed(pod: Any, container: Any) -> None:
+    command, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == "sleep"
+    assert pod["terminationGracePeriodSeconds"] > int(seconds) + SHUTDOWN_SECONDS
+
+
+def test_memory_and_gpu_are_limited(pod: Any, container: Any) -> None:
+    resources = container["resources"]
+    assert resources["requests"] == resources["limits"]
+    assert resources["limits"]["nvidia.com/gpu"] == "1"
+    assert size(resources["limits"]["memory"]) >= 80 << 30
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+    assert size(mounts["/dev/shm"]["emptyDir"]["sizeLimit"]) >= 1 << 30
+    assert "emptyDir" in mounts["/tmp"], "the root is read-only, and the launcher writes the model repository"
+    claim = read("kubernetes/engine-volume.yaml")
+    assert mounts["/engine"]["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"], "readOnly": True}
+    assert all(mount["readOnly"] for mount in container["volumeMounts"] if mount["mountPath"] == "/engine")
+
+
+def test_pods_of_several_nodes_can_mount_the_engine() -> None:
+    (mode,) = read("kubernetes/engine-volume.yaml")["spec"]["accessModes"]
+    assert read("kubernetes/autoscaler.yaml")["spec"]["maxReplicas"] == 1 or mode in ("ReadOnlyMany", "ReadWriteMany")
+
+
+def test_the_service_reaches_the_pods(deployment: Any, container: Any) -> None:
+    service = read("kubernetes/service.yaml")
+    template = deployment["spec"]["template"]["metadata"]
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"] == template["labels"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports
+    assert template["annotations"]["prometheus.io/port"] == str(Ports().metrics)
+    assert container["image"].endswith(f"/kvseek:{project()['project']['version']}-gpu")
+
+
+def test_the_autoscaler_follows_a_metric_that_exists(deployment: Any) -> None:
+    autoscaler = read("kubernetes/autoscaler.yaml")["spec"]
+    target_ref = autoscaler["scaleTargetRef"]
+    assert (target_ref["kind"], target_ref["name"]) == (deployment["kind"], deployment["metadata"]["name"])
+    (metric,) = autoscaler["metrics"]
+    name = metric["pods"]["metric"]["name"]
+    text = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
+    (rule,) = re.findall(r"```yaml\n(rules:.*?)```", text, re.DOTALL)
+    (custom,) = yaml.safe_load(rule)["rules"]["custom"]
+    assert custom["name"]["as"] == name
+    exported = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    assert custom["seriesQuery"].partition("{")[0] in exported
+    assert int(metric["pods"]["target"]["averageValue"]) < ServeSettings().max_queue_size
+
+
+def test_the_network_policy_is_about_the_servers_pods(deployment: Any, container: Any) -> None:
+    policy = read("kubernetes/network-policy.yaml")["spec"]
+    assert policy["podSelector"]["matchLabels"] == deployment["spec"]["selector"]["matchLabels"]
+    ports = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
+    assert ports == {port["name"] for port in container["ports"]}
+    assert policy["egress"] == []
+
+
+# docs/deploy.md
+
+
+def test_the_sizes_in_the_documentation_are_computed() -> None:
+    text = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "docs/deploy.md", "exec"), {})
+    rows = printed.getvalue().splitlines()
+    assert len(rows) == 9
+    assert [line for line in text.splitlines() if re.match(r"\| \d+ × ", line)] == rows
+
+
+def test_commands_in_the_documentation_name_what_exists() -> None:
+    text = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for goal in re.findall(r"`make ([\w-]+)`|^make ([\w-]+)", text, re.MULTILINE):
+        assert re.search(rf"^{''.join(goal)}:", makefile, re.MULTILINE), goal
+    for path in re.findall(r"-f (docker/\S+)", text):
+        assert (ROOT / path).exists(), path
+    stopping = {int(seconds) for seconds in re.findall(r"--stop-timeout (\d+)", text)}
+    assert min(stopping) > SHUTDOWN_SECONDS

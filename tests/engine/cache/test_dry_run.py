@@ -1,0 +1,146 @@
+"""Bytes counted without a GPU are those that the classes allocate: on the CPU, layer by layer, and as documented."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from typing import Any
+
+import pytest
+import torch
+from tests.plugins.cases import CASES, ON_GPU
+from torch import Tensor
+
+from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.errors import ConfigError, KernelError
+from kvseek.engine.cache.dry_run import ALLOCATION_BYTES, HOPPER, META, DryRun, MetaBytes, UnloadedKernels
+from kvseek.engine.loading import IndexNeeds, make_unbound
+from kvseek.plugins.registry import get_method
+
+LLAMA = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 << 20)
+SMALL = ModelConfig("llama", 384, 256, 320, 5, 8, 2, 64, 1e-5, 1e4, 1 << 16)
+VARIANTS = [(method, fields) for method in ON_GPU for fields in ({}, *CASES[method].counted)]
+
+
+def engine(model: ModelConfig, name: str, fields: dict[str, Any], tokens: int = 8192, slots: int = 2) -> EngineConfig:
+    method = get_method(name)
+    return EngineConfig(
+        model,
+        name,
+        dataclasses.asdict(method.configure(fields)),
+        CacheConfig(**method.cache_defaults),
+        dtype="bfloat16",
+        device="cuda",
+        max_batch_size=slots,
+        max_input_len=tokens,
+        max_seq_len=tokens,
+    )
+
+
+def codebooks(config: EngineConfig) -> dict[str, Tensor]:
+    method = get_method(config.method)
+    return method.codebooks(method.configure(config.method_config), config.model.head_dim)
+
+
+def rounded(size: int) -> int:
+    return -(-size // ALLOCATION_BYTES) * ALLOCATION_BYTES
+
+
+def reachable_storages(root: object) -> dict[int, int]:
+    """Bytes by address of what the tensors below an object hold on the CPU, found without knowing what made them."""
+    found: dict[int, int] = {}
+    seen, waiting = {id(root)}, [root]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            storage = item.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        for other in gc.get_referents(item):
+            inside = isinstance(other, (Tensor, dict, list, tuple)) or type(other).__module__.startswith("kvseek.")
+            if inside and id(other) not in seen:
+                seen.add(id(other))
+                waiting.append(other)
+    found.pop(0, None)  # tensors without elements
+    return found
+
+
+@pytest.mark.parametrize(("name", "fields"), VARIANTS)
+def test_the_cpu_allocates_what_was_counted(name: str, fields: dict[str, Any]) -> None:
+    config = engine(SMALL, name, fields)
+    books, kernels = codebooks(config), UnloadedKernels(HOPPER)
+    kernels.device = torch.device("cpu")
+    for capacity, slots in ((1, 3), (3, 4)):
+        made = make_unbound(config, books, kernels, None, capacity, slots)
+        storages = reachable_storages(made)
+        for book in books.values():  # on a GPU each layer has its copy
+            assert storages.pop(book.untyped_storage().data_ptr()) == book.nbytes
+        copies = SMALL.num_layers * sum(rounded(book.nbytes) for book in books.values())
+        expected = copies + sum(rounded(size) for size in storages.values())
+        assert DryRun(books).index_bytes(config, capacity, slots) == expected > 0
+
+
+@pytest.mark.parametrize(("name", "fields"), VARIANTS)
+def test_counting_a_few_layers_counts_all(name: str, fields: dict[str, Any]) -> None:
+    config = engine(LLAMA, name, fields, 1 << 17)
+    with MetaBytes() as count:
+        made = make_unbound(config, codebooks(config), UnloadedKernels(HOPPER), None, 4, 3)
+    assert len(made[0]) == len(made[1]) == 32
+    assert DryRun(codebooks(config)).index_bytes(config, 4, 3) == count.used
+
+
+def needs(name: str, tokens: int = 1 << 17) -> IndexNeeds:
+    config = engine(LLAMA, name, {}, tokens)
+    return DryRun(codebooks(config)).index_needs(config)
+
+
+def test_the_documented_figures() -> None:
+    """docs/memory.md and the methods' READMEs, by hand: bytes a token, layer and KV head, and what layers share."""
+    heads, layers = 8, 32
+    assert needs("full").extent == 0
+    assert needs("pariskv").extent == 1024 * heads * (layers * 112 + 9 + 4 * 4)
+    assert needs("ctkvr").extent == 0
+    pages = 1024 // 8
+    assert needs("prkv").extent == heads * pages * (layers * (2 * 128 * 2 + 4) + 4 * 4)
+    clusters = 32  # of 40 keys, a multiple of 16
+    stored = 4 * 1024 + clusters * (2 * 128 + 2 * 4)
+    assert needs("clusterkv").extent == heads * (layers - 2) * (stored + clusters * 16)
+    centroids, lists = 2048 * (32 * (2 * 128 + 4)), heads * 2048 * 1280 * 4
+    hot_rows = 2 * heads * 512 * (2 * 128 * 2 + 4)
+    slot = layers * (centroids + 32 * 128 * 4 + lists + hot_rows)
+    assert slot <= needs("ctkvr").fixed / 3 <= 1.01 * slot, "three slots, and a work space that layers share"
+
+
+def test_what_is_freed_is_not_counted() -> None:
+    with MetaBytes() as count:
+        kept = torch.zeros(700, dtype=torch.uint8, device=META)
+        view = kept[5:]
+        torch.empty(1 << 20, device=META)
+        other = torch.empty(100, device="cpu")
+    assert count.used == 1024, "one tensor and its view, in whole blocks"
+    del kept
+    assert (count.used, other.numel()) == (1024, 100)
+    del view
+    assert count.used == 0
+
+
+def test_work_space_follows_the_gpu() -> None:
+    config = engine(SMALL, "pariskv", {})
+    large = DryRun(codebooks(config)).index_needs(config)
+    half = DryRun(codebooks(config), dataclasses.replace(HOPPER, multiprocessors=66)).index_needs(config)
+    assert half.extent == large.extent
+    assert half.fixed < large.fixed
+
+
+def test_what_kernels_refuse_is_refused() -> None:
+    config = engine(SMALL, "flat", {})
+    with pytest.raises(ConfigError, match="FlatIndex does not run with device = 'cuda'; choose one of full, clusterkv"):
+        DryRun({}).index_needs(config)
+    small = dataclasses.replace(HOPPER, shared_memory_per_block=16 << 10)
+    for name in ("ctkvr", "clusterkv"):
+        with pytest.raises(KernelError, match="shared memory"):
+            DryRun({}, small).index_needs(engine(SMALL, name, {}, 1 << 16))
+
+
+def test_needs_come_from_two_pools() -> None:
+    assert IndexNeeds.of(10, 13) == IndexNeeds(3, 7)
+    assert IndexNeeds.of(10, 25) == IndexNeeds(15, 0), "rounding never makes it negative"

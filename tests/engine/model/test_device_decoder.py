@@ -1,0 +1,327 @@
+"""The GPU's decoder on the CPU: PyTorch stands in for its kernels, and the CPU's decoder says what is right."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import BuildEngine
+from tests.support.device_stand_ins import CPU, TorchAttention, TorchLayer, make_decoder
+from tests.support.prefill import run_prefill
+from tests.support.random_models import ARCHITECTURES, save_random_model
+from torch import Tensor
+
+from kvseek.core.config import ModelConfig
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import ConfigError, KernelError
+from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.engine.cache.activation_memory import decode_bytes, prefill_bytes, work_bytes
+from kvseek.engine.cache.device_cache import DeviceCache
+from kvseek.engine.engine import Engine
+from kvseek.engine.loading import create_indexes, device_indexes, methods_for_device
+from kvseek.engine.model import graphed_decoder
+from kvseek.engine.model.attention import causal_attention, causal_attention_device
+from kvseek.engine.model.device_decoder import STAGES
+from kvseek.engine.model.graphs import DecodeStep, StepResult, bucket_of, buckets_for
+from kvseek.engine.model.layer_kernels import LayerKernels
+from kvseek.engine.sampling import NO_TOKEN
+from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+from kvseek.plugins.contract import Index
+from kvseek.plugins.full.device import DeviceFullIndex
+
+WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "40")
+LIMITS = ("--max_batch_size", "3", "--max_seq_len", "400", "--max_input_len", "300", "--prefill_chunk_tokens", "50")
+PROMPT = torch.arange(180).mul(7).remainder(100).tolist()
+MAX_DIFFERENCE = 2e-4
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphed_decoder, "LayerKernels", TorchLayer)
+    monkeypatch.setattr(graphed_decoder, "DeviceAttention", TorchAttention)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> dict[tuple[str, str], Path]:
+    """CPU engines by architecture and method; flat keeps few rows, so that selections matter."""
+    built = {}
+    for architecture in ARCHITECTURES:
+        model = save_random_model(tmp_path_factory.mktemp("model") / architecture, architecture)
+        for method, flags in (("full", ()), ("flat", ("--flat.top_k", "12"))):
+            flags = (*WINDOW, *LIMITS, *flags, "--kernels", "reference")
+            built[architecture, method] = build_engine(model, method, *flags)
+    return built
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("offload", ["always", "never"])
+@pytest.mark.parametrize("method", ["full", "flat"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_are_those_of_the_cpu(
+    architecture: str, method: str, offload: str, directories: dict[tuple[str, str], Path]
+) -> None:
+    directory = directories[architecture, method]
+    ours, reference = make_decoder(directory, offload), Engine.load(directory)._decoder
+    prompts = {0: PROMPT, 2: PROMPT[:25], 1: PROMPT[30:130]}  # one below full_threshold, evictions at different steps
+    for slot, prompt in prompts.items():
+        found, expected = (run_prefill(decoder, slot, prompt, 40) for decoder in (ours, reference))
+        assert (found - expected).abs().max() <= MAX_DIFFERENCE
+    for step in range(30):
+        slots = [2, 0, 1] if step % 5 else [1, 0]
+        tokens = [(step * 31 + slot * 17) % 100 for slot in slots]
+        logits, attended = ours.decode(tokens, slots)
+        expected, expected_attended = reference.decode(tokens, slots)
+        assert logits.shape == expected.shape
+        assert (logits - expected).abs().max() <= MAX_DIFFERENCE
+        assert attended == pytest.approx(expected_attended)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_greedy_requests_get_tokens_and_others_logits(directories: dict[tuple[str, str], Path]) -> None:
+    directory = directories["llama", "flat"]
+    ours, twin = make_decoder(directory), make_decoder(directory)
+    for decoder in (ours, twin):
+        for slot in range(3):
+            run_prefill(decoder, slot, PROMPT[slot:], 10)
+    drawn, attended = ours.decode_tokens([5, 6, 7], [0, 1, 2], [True, False, True])
+    logits, expected_attended = twin.decode([5, 6, 7], [0, 1, 2])
+    assert drawn[0] == int(logits[0].argmax())
+    assert isinstance(drawn[1], Tensor)
+    assert torch.equal(drawn[1], logits[1])
+    assert drawn[2] == int(logits[2].argmax())
+    assert attended == expected_attended
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_an_engine_draws_the_same_tokens_on_both(directories: dict[tuple[str, str], Path]) -> None:
+    directory = directories["qwen3", "flat"]
+    reference = Engine.load(directory)
+    engine = Engine(reference.config, make_decoder(directory), reference.tokenizer)
+    requests = [
+        Request(tuple(PROMPT[i:]), 20 + i, SamplingParams(**values))
+        for i, values in enumerate(({}, {"temperature": 0.7, "seed": 3}, {"repetition_penalty": 1.3}, {}, {}))
+    ]
+    assert engine.generate(requests) == reference.generate(requests)
+    assert engine.index_bytes_per_token == reference.index_bytes_per_token == 3 * 2 * 32 * 4
+    assert engine._cache.extents.free == engine._cache.extents.capacity
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_running_out_of_memory_ends_one_request_with_the_numbers(
+    directories: dict[tuple[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = directories["llama", "full"]
+    reference = Engine.load(directory)
+    decoder = make_decoder(directory)
+    engine = Engine(reference.config, decoder, reference.tokenizer)
+    silu_mul = decoder.ops.silu_mul
+
+    def fail_for_long(gate_up: Tensor) -> Tensor:
+        if gate_up.shape[0] >= 16:  # a chunk of the long prompt, while the short one decodes
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return silu_mul(gate_up)
+
+    for name, value in (("mem_get_info", (70, 100)), ("memory_reserved", 5), ("memory_allocated", 3)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    short, outputs = engine.submit(Request(tuple(PROMPT[:60]), 12)), list[StepOutput]()
+    while not any(output.token_id is not None for output in outputs):
+        outputs += engine.step()
+    monkeypatch.setattr(decoder.ops, "silu_mul", fail_for_long)
+    long = engine.submit(Request(tuple(PROMPT[:150]), 12))
+    while engine.has_work:
+        outputs += engine.step()
+    (failed,) = [output for output in outputs if output.request_id == long and output.finish_reason]
+    assert failed.finish_reason is FinishReason.ERROR
+    need = prefill_bytes(engine.config, torch.float32, 150)
+    assert f"CapacityError: input_lengths = 150: its prefill needs about {need:,} bytes" in failed.error
+    assert "72 are free" in failed.error
+    tokens = [output.token_id for output in outputs if output.request_id == short and output.token_id is not None]
+    assert [tokens] == reference.generate([Request(tuple(PROMPT[:60]), 12)])
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_stages_are_marked_in_order_and_hot_rows_forgotten(directories: dict[tuple[str, str], Path]) -> None:
+    decoder = make_decoder(directories["llama", "flat"])
+    run_prefill(decoder, 0, PROMPT, 10)
+    assert [attention.forgotten for attention in decoder.attentions] == [1, 1, 1]  # type: ignore[attr-defined]
+    assert decoder.attentions[0].scratch is decoder.attentions[2].scratch
+    stages: list[str] = []
+    decoder.run_layers(decoder.step(2).batch, stages.append)
+    assert stages == ["begin", *STAGES[1:-1] * 3, "head"]
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_hot_rows_are_kept_where_rows_lie_on_the_host(directories: dict[tuple[str, str], Path]) -> None:
+    directory = directories["llama", "flat"]
+    kept = [
+        [attention.options["hot_rows"] for attention in make_decoder(directory, offload).attentions]  # type: ignore[attr-defined]
+        for offload in ("always", "never")
+    ]
+    assert kept == [[True] * 3, [False] * 3]
+
+
+def test_a_method_without_device_index_is_refused_by_name(directories: dict[tuple[str, str], Path]) -> None:
+    config = read_config(directories["llama", "flat"])
+    indexes: list[Index] = list(create_indexes(config, DeviceCache(config, torch.float32, CPU, None), {}, None))
+    with pytest.raises(ConfigError, match="FlatIndex does not run with device = 'cuda'; choose one of none, or build"):
+        device_indexes(indexes)
+    assert methods_for_device(indexes[0].context) == [], "without kernels of a GPU no method makes a device index"
+    found: list[Index] = [DeviceFullIndex(index.context) for index in indexes]
+    assert device_indexes(found) == found
+
+
+def test_buckets() -> None:
+    assert buckets_for(1) == (1,)
+    assert buckets_for(3) == (1, 2, 4)
+    assert buckets_for(4) == (1, 2, 4)
+    assert buckets_for(64) == (1, 2, 4, 8, 16, 32, 64)
+    assert [bucket_of(batch) for batch in (1, 2, 3, 4, 5, 64)] == [1, 2, 4, 4, 8, 64]
+    with pytest.raises(ConfigError, match="max_batch_size = 65: must be <= 64"):
+        buckets_for(65)
+
+
+def test_requests_are_packed_in_the_order_of_their_fields() -> None:
+    state = RequestState(11, 12, 13, 14, 15, 16, 17, 18, True, (21, 22))
+    fixed = [int(getattr(state, field.name)) for field in dataclasses.fields(state) if field.name != "plan"]
+    assert pack([state]).tolist() == [[*fixed, 21, 22, 0, 0, 0, 0, 0]]
+    assert pack([]).shape == (0, 16)
+    with pytest.raises(AssertionError, match="at most 7 numbers, not 8"):
+        dataclasses.replace(state, plan=(0,) * 8).numbers()
+
+
+def test_a_step_is_padded_to_its_bucket() -> None:
+    padding = RequestState(0, 9, 0, 0, 1, 0, 0, 0, True)
+    seen: list[list[int]] = []
+
+    def run(batch: DeviceBatch) -> StepResult:
+        seen.append(batch.requests[:, 1].tolist())
+        return StepResult(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int32))
+
+    step = DecodeStep(4, padding, torch.zeros(10, 1, dtype=torch.int32), run)
+    step.launch()
+    step.load([dataclasses.replace(padding, slot=slot) for slot in (3, 1, 2)])
+    step.launch()
+    step.load([dataclasses.replace(padding, slot=5)])
+    step.launch()
+    step.load([])
+    step.launch()
+    assert seen == [[9, 9, 9, 9], [3, 1, 2, 9], [5, 9, 9, 9], [9, 9, 9, 9]]
+    assert step.batch.requests.tolist() == [list(padding.numbers())] * 4
+
+
+@pytest.mark.parametrize(("q", "n"), [(7, 7), (5, 23), (1, 9), (16, 16)])
+def test_prefill_attention_of_the_gpu_is_that_of_the_cpu(q: int, n: int) -> None:
+    torch.manual_seed(0)
+    queries, keys, values = torch.randn(6, q, 16), torch.randn(2, n, 16), torch.randn(2, n, 16)
+    found = causal_attention_device(queries, keys, values, 0.25)
+    assert found.shape == (q, 6, 16)
+    torch.testing.assert_close(found, causal_attention(queries, keys, values, 0.25), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("hidden_size", 100, "hidden_size = 100: must be a multiple of 8"),
+        ("intermediate_size", 12, "intermediate_size = 12: must be a multiple of 8"),
+        ("hidden_size", 16392, "hidden_size = 16392: must be <= 16384"),
+    ],
+)
+def test_sizes_that_the_kernels_lack_are_refused(field: str, value: int, message: str) -> None:
+    model = ModelConfig("llama", 16, 64, 64, 2, 2, 1, 32, 1e-5, 1e4, 1024)
+    with pytest.raises(KernelError, match=message):
+        LayerKernels(None, dataclasses.replace(model, **{field: value}), torch.float32, CPU, 4)  # type: ignore[arg-type]
+
+
+def test_kernels_refuse_what_they_would_misread() -> None:
+    model = ModelConfig("llama", 16, 64, 64, 2, 2, 1, 32, 1e-5, 1e4, 1024)
+    ops = LayerKernels(None, model, torch.float32, CPU, 4)  # type: ignore[arg-type]
+    with pytest.raises(KernelError, match=r"x: torch.float64 on cpu.*must be contiguous torch.float32"):
+        ops.add_rms_norm(torch.zeros(2, 64, dtype=torch.float64), None, torch.ones(64))
+    with pytest.raises(KernelError, match=r"gate_up: .*strides \(1, 2\): must be contiguous"):
+        ops.silu_mul(torch.zeros(64, 2).T)
+    with pytest.raises(KernelError, match="batch = 5: must be <= 4"):
+        ops.argmax(torch.zeros(5, 16))
+
+
+def test_work_space_grows_with_what_it_serves(directories: dict[tuple[str, str], Path]) -> None:
+    config = read_config(directories["llama", "full"])
+    least = prefill_bytes(config, torch.bfloat16, 1)
+    # Residual stream; keys and values of a layer, and twice its rows, for each further token beyond a chunk.
+    per_token = 2 * (96 + 2 * 64 + 2 * 2 * 64)
+    assert prefill_bytes(config, torch.bfloat16, 5000) - prefill_bytes(config, torch.bfloat16, 4000) == 1000 * per_token
+    assert least < prefill_bytes(config, torch.bfloat16, 50) < prefill_bytes(config, torch.float32, 50)
+    longer = dataclasses.replace(config, max_input_len=400)
+    assert work_bytes(longer, torch.bfloat16) > work_bytes(config, torch.bfloat16)
+    wider = dataclasses.replace(config, cache=dataclasses.replace(config.cache, update=config.cache.update + 1))
+    evicted = 3 * 2 * 32 * 3  # layers, KV heads, D; key, value, and the key once more
+    assert decode_bytes(wider, torch.bfloat16) - decode_bytes(config, torch.bfloat16) == 2 * evicted
+
+
+def test_no_token_is_an_error_of_its_request_alone(
+    directories: dict[tuple[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine.load(directories["llama", "full"])
+    original = engine._decoder.decode_tokens
+
+    def spoil(tokens: list[int], slots: list[int], greedy: list[bool]) -> Any:
+        drawn, attended = original(tokens, slots, greedy)
+        return [NO_TOKEN if slot == 0 else one for one, slot in zip(drawn, slots, strict=True)], attended
+
+    monkeypatch.setattr(engine._decoder, "decode_tokens", spoil)
+    bad, good = engine.submit(Request(tuple(PROMPT), 5)), engine.submit(Request(tuple(PROMPT[:9]), 5))
+    ends = {}
+    while engine.has_work:
+        ends.update({o.request_id: o for o in engine.step() if o.finish_reason})
+    assert ends[bad].finish_reason is FinishReason.ERROR
+    assert "logits: the largest is not finite, must be finite" in ends[bad].error
+    assert ends[good].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("call", ["decode", "decode_tokens"])
+def test_an_error_waits_for_the_step_that_runs(
+    directories: dict[tuple[str, str], Path], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    decoder = make_decoder(directories["llama", "flat"])
+    run_prefill(decoder, 0, PROMPT, 10)
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+
+    def interrupted(*arguments: Any) -> None:
+        assert not waited
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decoder.cache, "end_step", interrupted)
+    decoder.device = torch.device("cuda")  # of what it is to wait for; tensors stay where they are
+    with pytest.raises(KeyboardInterrupt):
+        getattr(decoder, call)([5], [0], *([[True]] if call == "decode_tokens" else []))
+    assert waited == [decoder.device]
+
+
+def test_a_gpu_engine_without_a_gpu_says_so(directories: dict[tuple[str, str], Path]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    from kvseek.engine.loading import load_decoder
+
+    directory = directories["llama", "full"]
+    config = dataclasses.replace(read_config(directory), device="cuda", kernels="native")
+    with pytest.raises(KernelError, match="no CUDA device"):
+        load_decoder(directory, config)
+
+
+def test_append_refuses_what_its_kernel_would_misread() -> None:
+    model = ModelConfig("llama", 16, 64, 64, 2, 2, 1, 32, 1e-5, 1e4, 1024)
+    ops = LayerKernels(None, model, torch.float32, CPU, 4)  # type: ignore[arg-type]
+    batch = DeviceBatch(pack([RequestState(0, 0, 0, 0, 1, 0, 0, 0, True)] * 2), torch.zeros(1, 1, dtype=torch.int32))
+    rows, window, memory = torch.zeros(2, 1, 32), torch.zeros(1, 1, 4, 2, 32), torch.zeros(2 * 32 + 1)
+    with pytest.raises(
+        KernelError, match=r"append: shape of values, .* = \(\(2, 2, 16\), 0\): must be \(\(2, 1, 32\), 0"
+    ):
+        ops.append(rows, torch.zeros(2, 2, 16), batch, window)
+    with pytest.raises(KernelError, match=r"append: shape of keys, bytes beyond .* = \(\(2, 1, 32\), 4\): must be"):
+        ops.append(memory[1:].view(2, 1, 32), rows, batch, window)
+    with pytest.raises(KernelError, match=r"values: torch.float64 on cpu"):
+        ops.append(rows, rows.double(), batch, window)

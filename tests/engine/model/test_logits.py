@@ -1,0 +1,102 @@
+"""The full engine against transformers on the same weights: logits and greedy tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import BuildEngine
+from tests.support.prefill import run_prefill
+from tests.support.random_models import ARCHITECTURES, save_random_model
+
+from kvseek.core.request import Request
+from kvseek.engine.engine import Engine
+
+MAX_DIFFERENCE = 2e-4
+GREEDY_TOKENS = 64
+
+
+def load_transformers(model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    source = {"gguf_file": model.name} if model.suffix == ".gguf" else {}
+    folder = model.parent if model.suffix == ".gguf" else model
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **source).eval()
+
+
+@torch.inference_mode()
+def greedy_transformers(reference: Any, prompt: list[int], tokens: int) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens, and the logits [tokens, vocabulary] that each was drawn from."""
+    inputs, cache, drawn, logits = torch.tensor([prompt]), None, [], []
+    for _ in range(tokens):
+        output = reference(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
+        logits.append(output.logits[0, -1])
+        drawn.append(int(logits[-1].argmax()))
+        inputs = torch.tensor([[drawn[-1]]])
+    return drawn, torch.stack(logits)
+
+
+def engine_logits(engine: Engine, prompt: list[int], forced: list[int]) -> torch.Tensor:
+    """Logits after the prompt and after each forced token but the last, by the engine's own decoder: [tokens, vocabulary]."""
+    decoder = engine._decoder
+    rows = [run_prefill(decoder, 0, prompt, len(forced))]
+    rows += [decoder.decode([token], [0])[0][0] for token in forced[:-1]]
+    decoder.cache.close(0)
+    return torch.stack(rows)
+
+
+def compare(model: Path, directory: Path, prompt: list[int]) -> None:
+    engine = Engine.load(directory)
+    tokens, expected = greedy_transformers(load_transformers(model), prompt, GREEDY_TOKENS)
+    found = engine_logits(engine, prompt, tokens)
+    assert (found - expected).abs().max() <= MAX_DIFFERENCE
+    request = Request(tuple(prompt), GREEDY_TOKENS)
+    assert engine.generate([request]) == [tokens]
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_smollm2(smollm2_gguf: Path, document: str, build_engine: BuildEngine) -> None:
+    directory = build_engine(smollm2_gguf, "full")
+    prompt = Engine.load(directory).tokenizer.encode(document)[:512]
+    assert len(prompt) == 512
+    compare(smollm2_gguf, directory, prompt)
+
+
+def test_needle_model(needle_folder: Path, build_engine: BuildEngine) -> None:
+    model = needle_folder / "model"
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(4, 2600, (2200,), generator=generator).tolist()
+    compare(model, build_engine(model, "full", "--max_seq_len", "4096", "--prefill_chunk_tokens", "700"), prompt)
+
+
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_random_models(architecture: str, kernels: str, tmp_path: Path, build_engine: BuildEngine) -> None:
+    model = save_random_model(tmp_path / "model", architecture)
+    # A short window and small chunks: the prompt crosses chunk borders and the ring wraps while decoding.
+    window = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--prefill_chunk_tokens", "50")
+    directory = build_engine(model, "full", "--kernels", kernels, *window)
+    compare(model, directory, torch.arange(180).mul(7).remainder(100).tolist())
+
+
+ROPE = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_rope_scaling(kind: str, tmp_path: Path, build_engine: BuildEngine) -> None:
+    model = save_random_model(tmp_path / "model", "llama", rope_parameters={"rope_theta": 10000.0, **ROPE[kind]})
+    compare(model, build_engine(model, "full"), torch.arange(150).mul(11).remainder(100).tolist())

@@ -1,0 +1,331 @@
+"""Weight-only quantisation without a GPU: formats, what the builder writes, what the CPU computes, what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tests.builder.planning.test_plan import planner
+from tests.conftest import BuildEngine
+from tests.support.prefill import run_prefill
+from tests.support.quantised_models import save_dequantised
+from tests.support.random_models import ARCHITECTURES, save_random_model
+from torch import Tensor
+
+from kvseek.builder import build
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, total_size, weight_reader, write_weights
+from kvseek.builder.compile.cuda import WEIGHT_NUMBERS
+from kvseek.core.config import CHOICES
+from kvseek.core.errors import ConfigError, KernelError
+from kvseek.engine.engine import Engine
+from kvseek.engine.model import weight_only_kernels
+from kvseek.engine.model.graphs import BUCKETS
+from kvseek.engine.model.weight_only import (
+    INPUTS_MULTIPLE,
+    PRECISIONS,
+    QUANTISED,
+    dequantise,
+    is_quantised,
+    quantise,
+)
+from kvseek.engine.model.weight_only_kernels import (
+    ALIGNMENT,
+    MAX_ROWS,
+    SHAPES,
+    Shape,
+    WeightOnlyKernels,
+    choose_shape,
+)
+from kvseek.engine.model.weights import load_weights
+
+CPU = torch.device("cpu")
+STORED = {"int8": (torch.int8, "I8"), "fp8": (torch.float8_e4m3fn, "F8_E4M3")}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SMALLEST_FP8 = 2.0**-9  # smallest subnormal of float8_e4m3fn
+SMALLEST_NORMAL_FP8 = 2.0**-6
+SHARED_BYTES = 99 << 10  # of a block on sm_89 and sm_120, the least of all architectures (CUDA guide)
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> Tensor:
+    """Random weights whose rows differ in magnitude by many powers of two, some of zeros, some with outliers."""
+    rows, inputs = draw(st.integers(1, 6)), draw(st.integers(1, 40))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 32)))
+    exponents = torch.tensor(draw(st.lists(st.integers(-40, 60), min_size=rows, max_size=rows)))
+    weight = torch.randn(rows, inputs, generator=generator) * 2.0 ** exponents[:, None]
+    weight *= torch.tensor(draw(st.lists(st.sampled_from([0.0, 1.0, 1.0]), min_size=rows, max_size=rows)))[:, None]
+    weight[:, 0] *= draw(st.sampled_from([0.0, 1.0, 1000.0]))
+    return weight.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
+
+
+@given(matrices())
+@settings(deadline=None)
+def test_int8_is_within_half_a_step(weight: Tensor) -> None:
+    stored, scale = quantise(weight, "int8")
+    assert (stored.dtype, scale.dtype) == (torch.int8, torch.float32)
+    assert stored.shape == weight.shape
+    assert stored.min() >= -127
+    error = (dequantise(stored, scale, torch.float64) - weight.double()).abs()
+    # A division and a product in float32 may move what lies in the middle between two steps to the other side.
+    assert (error <= scale.double()[:, None] * (0.5 + 127 * 2.0**-22)).all()
+
+
+@given(matrices())
+@settings(deadline=None)
+def test_fp8_is_within_half_a_unit_in_the_last_place(weight: Tensor) -> None:
+    stored, scale = quantise(weight, "fp8")
+    assert (stored.dtype, scale.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert stored.float().isfinite().all(), "nothing is rounded up to NaN"
+    error = (dequantise(stored, scale, torch.float64) - weight.double()).abs()
+    size, step = weight.double().abs(), scale.double()[:, None]
+    # Three bits of fraction: 2^-4 of a normal number, and half of the smallest subnormal one below them.
+    assert (error <= torch.maximum(size * 2.0**-4, step * SMALLEST_FP8 / 2) * (1 + 2.0**-20)).all()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@given(weight=matrices())
+@settings(deadline=None, max_examples=50)
+def test_a_row_has_the_range_of_the_format(precision: str, weight: Tensor) -> None:
+    stored, scale = quantise(weight, precision)
+    largest, zero = PRECISIONS[precision][1], (weight == 0).all(dim=1)
+    assert torch.equal(stored.float().abs().amax(dim=1), torch.where(zero, 0.0, largest))
+    assert (scale[zero] == 1).all()
+    assert (dequantise(stored, scale, torch.float32)[zero] == 0).all()
+    again = quantise(dequantise(stored, scale, torch.float32), precision)
+    assert torch.equal(again[0].float(), stored.float()), "what was rounded once stays"
+    torch.testing.assert_close(again[1], scale, rtol=2.0**-22, atol=0)
+
+
+def test_formats_by_hand() -> None:
+    weight = torch.tensor([[127.0, 0.5, 1.5, -2.5, -127.0, 0.49], [0.0] * 6])
+    stored, scale = quantise(weight, "int8")
+    assert stored.tolist() == [[127, 0, 2, -2, -127, 0], [0] * 6], "ties to even"
+    assert scale.tolist() == [1.0, 1.0]
+    row = [448.0, SMALLEST_NORMAL_FP8 / 2, SMALLEST_FP8, 1.4 * SMALLEST_FP8, SMALLEST_FP8 / 2, -17.0]
+    stored, scale = quantise(torch.tensor([row]), "fp8")
+    subnormal = [SMALLEST_NORMAL_FP8 / 2, SMALLEST_FP8, SMALLEST_FP8, 0.0]
+    assert stored.float().tolist() == [[448.0, *subnormal, -16.0]]
+    assert scale.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("size", [1e-45, 3e-44, 1e-38])
+def test_rows_too_small_for_a_scale_are_zeros(precision: str, size: float) -> None:
+    stored, scale = quantise(torch.tensor([[size, 0.0, -size], [1.0, 0.0, -1.0]]), precision)
+    largest = PRECISIONS[precision][1]
+    assert stored.float().tolist() == [[0.0] * 3, [largest, 0.0, -largest]]
+    assert scale.tolist()[0] == 1.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dequantised_weights_are_rounded_once(dtype: torch.dtype) -> None:
+    stored, scale = quantise(torch.randn(40, 64, generator=torch.Generator().manual_seed(1)), "int8")
+    exact = stored.double() * scale.double()[:, None]
+    assert torch.equal(dequantise(stored, scale, dtype), exact.float().to(dtype))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_weight_that_is_not_finite_is_named(
+    precision: str, value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_random_model(tmp_path / "model", "llama")
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert run(model, tmp_path / "engine", "--weight_only_precision", precision) == 1
+    message = "layers.1.gate_up.weight: row 163 holds infinity or NaN: must be finite; download the checkpoint again"
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def run(model: Path, output_dir: Path, *flags: str) -> int:
+    arguments = ("--model", str(model), "--method", "full", "--output_dir", str(output_dir), "--quiet")
+    return build.main([*arguments, *(flags if "--device" in flags else ("--kernels", "reference", *flags))])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_the_builder_stores(architecture: str, precision: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save_random_model(tmp_path / "model", architecture))
+    stored_format, written = WeightFormat(dtype, precision), []
+    write_weights(checkpoint, tmp_path, stored_format, shard_bytes=100_000, progress=written.append)
+    weights, read = load_weights(tmp_path, CPU), weight_reader(checkpoint, dtype)
+    exact = weight_reader(checkpoint, torch.float32)
+    quantised = {f"layers.{layer}.{part}.weight" for layer in range(3) for part in ("qkv", "o", "gate_up", "down")}
+    assert {weight.name for weight in list_weights(checkpoint.config) if is_quantised(weight.name)} == quantised
+    planned = [weight.name for weight in list_weights(checkpoint.config)]
+    assert set(weights) == {*planned, *(f"{name}_scale" for name in quantised)}
+    for name in planned:
+        if name not in quantised:
+            assert weights[name].dtype == dtype
+            assert torch.equal(weights[name], read(name))
+            continue
+        matrix, scale = quantise(exact(name), precision)
+        assert weights[name].dtype == STORED[precision][0]
+        assert torch.equal(weights[name].view(torch.uint8), matrix.view(torch.uint8)), "from the checkpoint's own dtype"
+        assert torch.equal(weights[f"{name}_scale"], scale)
+    size = sum(tensor.nbytes for tensor in weights.values())
+    assert sum(written) == total_size(checkpoint.config, stored_format) == size
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_shards_and_index(precision: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save_random_model(tmp_path / "model", "qwen3"))
+    write_weights(checkpoint, tmp_path, WeightFormat(torch.bfloat16, precision), shard_bytes=60_000)
+    index = json.loads((tmp_path / "rank0.index.json").read_text())
+    found: dict[str, str] = {}
+    for path in sorted(tmp_path.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as shard:
+            names = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118 (not a dictionary)
+            found |= dict.fromkeys(names, path.name)
+            for name, tensor in names.items():
+                kind = "F32" if name.endswith("_scale") else STORED[precision][1]
+                product = name.removesuffix("_scale").endswith(tuple(f".{part}.weight" for part in QUANTISED))
+                assert tensor.get_dtype() == (kind if product else "BF16")
+    assert found == index["weight_map"]
+    assert len(set(found.values())) > 3
+    for name in (weight.name for weight in list_weights(checkpoint.config) if is_quantised(weight.name)):
+        assert found[name] == found[f"{name}_scale"], "a matrix and its scales lie together"
+    assert index["metadata"]["total_size"] == total_size(checkpoint.config, WeightFormat(torch.bfloat16, precision))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_cpu_computes_with_dequantised_weights(
+    architecture: str, precision: str, dtype: str, tmp_path: Path, build_engine: BuildEngine
+) -> None:
+    model = save_random_model(tmp_path / "model", architecture)
+    other = save_dequantised(model, tmp_path / "dequantised", precision, getattr(torch, dtype))
+    flags = ("--kernels", "reference", "--dtype", dtype, "--max_seq_len", "256")
+    own = logits(build_engine(model, "full", *flags, "--weight_only_precision", precision))
+    assert torch.equal(own, logits(build_engine(other, "full", *flags)))
+    assert not torch.equal(own, logits(build_engine(model, "full", *flags)))
+
+
+def logits(directory: Path) -> Tensor:
+    """Logits after a prompt and after each of three tokens."""
+    decoder = Engine.load(directory)._decoder
+    rows = [run_prefill(decoder, 0, torch.arange(90).mul(7).remainder(100).tolist(), 3)]
+    rows += [decoder.decode([token], [0])[0][0] for token in (5, 17, 80)]
+    return torch.stack(rows)
+
+
+def test_float32_on_a_gpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_random_model(tmp_path / "model", "llama", head_dim=64)
+    flags = ("--device", "cuda", "--cuda_archs", "90", "--weight_only_precision", "int8")
+    assert run(model, tmp_path / "engine", *flags) == 1
+    message = (
+        "weight_only_precision = 'int8': must be 'none' with dtype = 'float32' on cuda; build with --dtype bfloat16"
+    )
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "intermediate_size"])
+def test_sizes_that_kernels_do_not_read_are_refused_on_a_gpu_alone(
+    field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert INPUTS_MULTIPLE == 16
+    model = save_random_model(tmp_path / "model", "llama", head_dim=64, **{field: 120})
+    flags = ("--weight_only_precision", "fp8", "--dtype", "bfloat16")
+    assert run(model, tmp_path / "engine", "--device", "cuda", "--cuda_archs", "90", *flags) == 1
+    message = f"{field} = 120: must be a multiple of 16 with weight_only_precision = 'fp8'; build with"
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert run(model, tmp_path / "engine", *flags) == 0
+
+
+@pytest.mark.parametrize("precision", ["none", *PRECISIONS])
+def test_the_memory_plan_counts_what_is_stored(precision: str, tmp_path: Path) -> None:
+    model = save_random_model(tmp_path / "model", "llama", head_dim=64)
+    write_weights(open_checkpoint(model), model, WeightFormat(torch.bfloat16, precision))
+    own = planner(model, "--weight_only_precision", precision, method="full")
+    assert own.storage.weight_bytes == sum(tensor.nbytes for tensor in load_weights(model, CPU).values())
+    small = own.storage.weight_bytes < planner(model, method="full").storage.weight_bytes
+    assert small == (precision != "none")
+
+
+def test_inspection_shows_the_precision(
+    tmp_path: Path, build_engine: BuildEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_random_model(tmp_path / "model", "llama")
+    for precision in ("fp8", "none"):
+        directory = build_engine(model, "full", "--kernels", "reference", "--weight_only_precision", precision)
+        assert build.main(["--inspect", str(directory)]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert ["weight_only_precision", precision] in lines
+
+
+def test_an_unknown_precision_is_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path, tmp_path / "engine", "--weight_only_precision", "int4")
+    assert "argument --weight_only_precision: invalid choice: 'int4' (choose from" in capsys.readouterr().err
+
+
+def test_quantise_refuses_what_is_not_finite() -> None:
+    weight = torch.ones(3, 4)
+    weight[2, 1] = float("nan")
+    with pytest.raises(ConfigError, match="row 2 holds infinity or NaN"):
+        quantise(weight, "int8")
+
+
+def test_the_precisions_are_listed_alike() -> None:
+    assert tuple(WEIGHT_NUMBERS) == CHOICES["weight_only_precision"] == ("none", *PRECISIONS)
+
+
+def test_shapes_are_those_of_the_source() -> None:
+    source = Path(weight_only_kernels.__file__).with_name("weight_only.cu").read_text(encoding="utf-8")
+    compiled = re.findall(r"^KVSEEK_WEIGHT_ONLY_LINEAR\((\d+), (\d+), (\d+)\)", source, re.MULTILINE)
+    shapes = {shape for listed in SHAPES.values() for _, shape in listed}
+    assert {Shape(*map(int, numbers)) for numbers in compiled} == shapes
+    assert max(shape.shared_bytes for shape in shapes) <= SHARED_BYTES
+    assert all(shape.rows == rows for rows, listed in SHAPES.items() for _, shape in listed)
+    assert all(listed[-1][0] == 0 for listed in SHAPES.values()), "every number of channels has a shape"
+
+
+def test_decode_steps_never_dequantise() -> None:
+    """Their graphs would hold a matrix of the engine's dtype, which no memory plan counts."""
+    assert BUCKETS[-1] <= MAX_ROWS
+
+
+@pytest.mark.parametrize(("rows", "outputs", "blocks"), [(1, 33, 3), (8, 41 * 132, 339), (64, 100, 4), (17, 64, 2)])
+def test_a_launch_covers_all_channels(rows: int, outputs: int, blocks: int) -> None:
+    launches: list[Any] = []
+    cubin: Any = SimpleNamespace(device=CPU, multiprocessors=132, launch=lambda *given, **named: launches.append(given))
+    kernels = WeightOnlyKernels(cubin, "int8", torch.bfloat16)
+    x, weight = torch.zeros(rows, 48, dtype=torch.bfloat16), torch.zeros(outputs, 48, dtype=torch.int8)
+    assert kernels.linear(x, weight, torch.ones(outputs), None).shape == (rows, outputs)
+    name, grid, threads, arguments, shared_bytes = launches.pop()
+    shape = choose_shape(rows, outputs / 132)
+    assert (name, grid, threads, shared_bytes) == (shape.name, (blocks, 1, 1), 32 * shape.warps, shape.shared_bytes)
+    assert (arguments.rows, arguments.outputs, arguments.inputs) == (rows, outputs, 48)
+    odd = torch.zeros(rows * 48 + 4, dtype=torch.bfloat16)[4:].view(rows, 48)
+    with pytest.raises(KernelError, match=f"^x: address .*: must be a multiple of {ALIGNMENT}; copy the tensor"):
+        kernels.linear(odd, weight, torch.ones(outputs), None)
+    assert not launches
+
+
+@pytest.mark.parametrize(("batch", "told"), [("32", False), ("33", True)])
+def test_a_build_says_that_large_steps_are_slower(
+    batch: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "_write_kernels", lambda *_: None)
+    model = save_random_model(tmp_path / "model", "llama")
+    flags = ("--device", "cuda", "--dtype", "bfloat16", "--weight_only_precision", "fp8", "--max_batch_size", batch)
+    arguments = ("--model", str(model), "--method", "full", "--output_dir", str(tmp_path / "engine"), *flags)
+    assert build.main(arguments) == 0
+    said = "".join(capsys.readouterr().err.split())
+    assert (f"max_batch_size={batch}:stepsofmorethan32requests" in said) == told

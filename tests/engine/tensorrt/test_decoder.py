@@ -1,0 +1,245 @@
+"""Decoders over TensorRT's networks, evaluated in NumPy, against the GPU's decoder with PyTorch in place of kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import BuildEngine
+from tests.engine.tensorrt.numpy_plans import FORMS, is_context, make_tensorrt_decoder, plans_of
+from tests.support.device_stand_ins import TorchAttention, TorchLayer, make_decoder
+from tests.support.prefill import run_prefill
+from tests.support.random_models import ARCHITECTURES, save_random_model
+from torch import Tensor
+
+from kvseek.core.config import EngineConfig, TensorRtConfig
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import CapacityError, KernelError
+from kvseek.core.request import Request, SamplingParams
+from kvseek.engine.cache.activation_memory import decode_bytes, prefill_bytes
+from kvseek.engine.engine import Engine
+from kvseek.engine.model import graphed_decoder
+from kvseek.engine.model.attention import causal_attention_device
+from kvseek.evaluation import needle
+
+api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
+
+WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "40")
+LIMITS = ("--max_batch_size", "3", "--max_seq_len", "300", "--max_input_len", "200", "--prefill_chunk_tokens", "50")
+PROMPT = torch.arange(120).mul(7).remainder(100).tolist()  # three chunks
+MAX_DIFFERENCE = 1e-3
+Made = tuple[Path, Path]  # checkpoint, and CPU engine
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphed_decoder, "LayerKernels", TorchLayer)
+    monkeypatch.setattr(graphed_decoder, "DeviceAttention", TorchAttention)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> dict[tuple[str, str], Made]:
+    """Engines by architecture and method; flat keeps few rows, so that selections matter."""
+    engines = {}
+    for architecture in ARCHITECTURES:
+        model = save_random_model(tmp_path_factory.mktemp("model") / architecture, architecture)
+        for method, flags in (("full", ()), ("flat", ("--flat.top_k", "12"))):
+            flags = (*WINDOW, *LIMITS, *flags, "--kernels", "reference")
+            engines[architecture, method] = model, build_engine(model, method, *flags)
+    return engines
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("method", "offload"), [("full", "never"), ("flat", "always")])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_are_those_of_the_torch_runtime(
+    architecture: str,
+    method: str,
+    offload: str,
+    form: str,
+    made: dict[tuple[str, str], Made],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, directory = made[architecture, method]
+    ours = make_tensorrt_decoder(api, model, directory, form, monkeypatch, offload)
+    reference = make_decoder(directory, offload)
+    prompts = {0: PROMPT, 2: PROMPT[:25], 1: PROMPT[30:90]}  # one below full_threshold, evictions at different steps
+    for slot, prompt in prompts.items():
+        found, expected = (run_prefill(decoder, slot, prompt, 20) for decoder in (ours, reference))
+        assert found.dtype == torch.float32
+        assert (found - expected).abs().max() <= MAX_DIFFERENCE
+    for step in range(18):
+        slots = [2, 0, 1] if step % 5 else [1, 0]
+        tokens = [(step * 31 + slot * 17) % 100 for slot in slots]
+        logits, attended = ours.decode(tokens, slots)
+        expected, expected_attended = reference.decode(tokens, slots)
+        assert logits.shape == expected.shape
+        assert (logits - expected).abs().max() <= MAX_DIFFERENCE
+        assert attended == pytest.approx(expected_attended)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_engine_draws_the_same_tokens(
+    form: str, made: dict[tuple[str, str], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More requests than slots, so that prompts are read beside decode steps; greedy and sampled."""
+    model, directory = made["qwen3", "flat"]
+    reference = make_decoder(directory)
+    decoder = make_tensorrt_decoder(api, model, directory, form, monkeypatch)
+    settings = ({}, {"temperature": 0.7, "seed": 3}, {"repetition_penalty": 1.3}, {})
+    requests = [Request(tuple(PROMPT[i:]), 10 + i, SamplingParams(**values)) for i, values in enumerate(settings)]
+    tokenizer = Engine.load(directory).tokenizer
+    engines = [Engine(one.config, one, tokenizer) for one in (decoder, reference)]
+    ours, expected = (engine.generate(requests) for engine in engines)
+    assert ours == expected
+    assert all(is_context(number) for plan in plans_of(decoder) for number in plan.contexts)
+    assert engines[0]._cache.extents.free == engines[0]._cache.extents.capacity
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_indexes_are_built_from_the_same_prompt(
+    form: str, made: dict[tuple[str, str], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys, and the last queries of the prompt, in memory that outlasts the call; what indexes left running is waited for."""
+    for module in ("model.prefill", "tensorrt.decoder"):
+        monkeypatch.setattr(f"kvseek.engine.{module}.LAST_QUERIES", 30)
+    model, directory = made["qwen3", "flat"]
+    built: list[list[Tensor]] = []
+    for decoder in (make_tensorrt_decoder(api, model, directory, form, monkeypatch), make_decoder(directory)):
+        given: list[Tensor] = []
+        finished: list[int] = []
+        for index in decoder.indexes:
+            monkeypatch.setattr(index, "finish_build", lambda slot, given=given, ends=finished: ends.append(len(given)))
+            monkeypatch.setattr(index, "build", lambda slot, keys, queries, given=given: given.extend((keys, queries)))
+        run_prefill(decoder, 1, PROMPT, 8)
+        assert finished == [6, 6, 6], "after keys and queries of the last layer"
+        built.append(given)
+    assert [tuple(tensor.shape) for tensor in built[0]] == [(2, 100, 32), (6, 30, 32)] * 3
+    for found, expected in zip(*built, strict=True):
+        assert found.is_contiguous() == expected.is_contiguous()
+        torch.testing.assert_close(found, expected, rtol=0, atol=MAX_DIFFERENCE)
+
+
+def test_attention_may_give_any_strides(made: dict[tuple[str, str], Made], monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's kernels of attention differ in the order of tokens and heads; plans want one."""
+
+    def heads_first(*arguments: Any) -> Tensor:
+        return causal_attention_device(*arguments).transpose(0, 1).contiguous().transpose(0, 1)
+
+    monkeypatch.setattr("kvseek.engine.tensorrt.decoder.causal_attention_device", heads_first)
+    model, directory = made["llama", "full"]
+    ours, reference = make_tensorrt_decoder(api, model, directory, "segments", monkeypatch), make_decoder(directory)
+    found, expected = (run_prefill(decoder, 0, PROMPT, 8) for decoder in (ours, reference))
+    assert (found - expected).abs().max() <= MAX_DIFFERENCE
+
+
+def progress(decoder: Any, prompt: list[int]) -> list[float]:
+    decoder.cache.open(0, len(prompt) + 8)
+    prefill, found = decoder.prefill([(0, prompt)]), []
+    while not found or found[-1] < 1:
+        prefill.advance(16)  # the units of a plan are its own
+        found.append(prefill.progress)
+    prefill.finish()
+    return found
+
+
+def test_units_of_a_prompt(made: dict[tuple[str, str], Made], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments: a layer of a chunk, each plan for all chunks before the next. One plan: one unit."""
+    model, directory = made["llama", "full"]
+    segments, whole = (make_tensorrt_decoder(api, model, directory, form, monkeypatch) for form in FORMS)
+    assert progress(segments, PROMPT) == pytest.approx(
+        [(layer * 120 + rows) / 360 for layer in range(3) for rows in (50, 100, 120)]
+    )
+    assert [len(plan.contexts) for plan in plans_of(segments)] == [3, 3, 3, 1]
+    assert progress(whole, PROMPT) == [1.0]
+    assert [plan.contexts for plan in plans_of(whole)] == [[0]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_memory_that_does_not_suffice(
+    form: str, made: dict[tuple[str, str], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that does not fit raises the engine's own error, also from within a layer that TensorRT launched."""
+    model, directory = made["llama", "full"]
+    decoder = make_tensorrt_decoder(api, model, directory, form, monkeypatch)
+
+    def fail(*arguments: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("kvseek.engine.tensorrt.decoder.causal_attention_device", fail)
+    for name, value in (("mem_get_info", (70, 100)), ("memory_reserved", 5), ("memory_allocated", 3)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    need = prefill_bytes(decoder.config, torch.float32, len(PROMPT))
+    with pytest.raises(CapacityError, match=f"input_lengths = 120: its prefill needs about {need:,} bytes"):
+        progress(decoder, PROMPT)
+
+
+def test_a_plan_without_attention_is_refused(
+    made: dict[tuple[str, str], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, directory = made["llama", "full"]
+    decoder = make_tensorrt_decoder(api, model, directory, "engine", monkeypatch)
+    run_prefill(decoder, 0, PROMPT, 8)
+    (plan,) = plans_of(decoder)
+    monkeypatch.setattr(plan, "run", lambda inputs, outputs, context: None)
+    with pytest.raises(KernelError, match=r"attention layers of the plan = \[\]: must be 0 to 2, in order"):
+        decoder.decode([5], [0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_padding_stays_within_the_tables(
+    form: str, made: dict[tuple[str, str], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three requests run in a bucket of four: the fourth's token and position are 0, whatever ran before."""
+    model, directory = made["qwen2", "full"]
+    decoder = make_tensorrt_decoder(api, model, directory, form, monkeypatch)
+    for slot in range(3):
+        run_prefill(decoder, slot, PROMPT[slot:50], 8)
+    seen: list[list[list[int]]] = []
+    first = plans_of(decoder)[0]
+    run = first.run
+
+    def watch(inputs: dict[str, Tensor], outputs: dict[str, Tensor], context: int) -> None:
+        seen.append([inputs[name].tolist() for name in ("ids", "positions")])
+        run(inputs, outputs, context)
+
+    monkeypatch.setattr(first, "run", watch)
+    decoder.decode([9, 8, 7], [0, 1, 2])
+    decoder.decode([6], [1])
+    assert seen == [[[9, 8, 7, 0], [50, 49, 48, 0]], [[6], [50]]]
+    assert first.contexts[-2:] == [4, 1]
+
+
+def test_work_space_of_plans(made: dict[tuple[str, str], Made]) -> None:
+    """What segments keep of a prompt is counted by the token; one plan keeps it in its own work space."""
+    config = read_config(made["llama", "full"][1])
+    config = dataclasses.replace(config, device="cuda", kernels="native")
+    segments, whole = (
+        dataclasses.replace(config, runtime="tensorrt", tensorrt=TensorRtConfig("tensorrt", form)) for form in FORMS
+    )
+
+    def per_token(engine: EngineConfig) -> float:
+        return (prefill_bytes(engine, torch.bfloat16, 5000) - prefill_bytes(engine, torch.bfloat16, 4000)) / 1000
+
+    rows = 3 * 2 * 64  # a layer's keys and values, and two layers' on their way to the host
+    assert per_token(segments) == 2 * (rows + 96 + 192 + 32) + 8  # hidden, attended, cosines and sines; id and position
+    assert per_token(whole) == 2 * (rows + 192) + 8  # attention's output
+    assert per_token(config) == 2 * (rows + 96)
+    more = decode_bytes(segments, torch.bfloat16) - decode_bytes(config, torch.bfloat16)
+    assert more == 4 * 2 * (32 + 2 * 384 - 2 * 96 - 3 * 160)  # float32 logits of four requests, but no MLP
+
+
+def test_needles_are_found(needle_folder: Path, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trained model answers from a context that it cannot guess, through the segments of its checkpoint."""
+    model = needle_folder / "model"
+    sizes = ("--max_seq_len", "700", "--max_batch_size", "2", "--prefill_chunk_tokens", "256")
+    directory = build_engine(model, "full", *sizes, "--kernels", "reference")
+    decoder = make_tensorrt_decoder(api, model, directory, "segments", monkeypatch)
+    engine = Engine(decoder.config, decoder, Engine.load(directory).tokenizer)
+    tasks = needle.load_tasks(needle_folder)
+    dialogues = needle.make_dialogues(tasks, "niah_single", 600, 2)
+    ((first, _), (second, _)) = needle.converse(engine, tasks, dialogues)[0]
+    assert first["exact"] == second["exact"] == 1.0

@@ -1,0 +1,285 @@
+"""The engine: how requests begin, share the machine and end, and what it reports about them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import BuildEngine
+from tests.support.random_models import save_random_model
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from kvseek.core.errors import CapacityError, EngineDirectoryError, KvseekError, QueueFullError, RequestError
+from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.engine.engine import Engine
+from kvseek.engine.model import prefill as prefill_module
+
+PROMPT = tuple(i * 13 % 101 for i in range(120))
+WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
+    model = save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+    limits = ("--max_batch_size", "2", "--max_seq_len", "400", "--max_input_len", "300", "--prefill_chunk_tokens", "64")
+    return build_engine(model, "pariskv", *WINDOW, *limits, "--pariskv.top_k", "20")
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> Engine:
+    return Engine.load(directory)
+
+
+def run(engine: Engine) -> list[StepOutput]:
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    return outputs
+
+
+def test_a_request_from_start_to_end(engine: Engine) -> None:
+    request_id = engine.submit(Request(PROMPT, 30))
+    outputs = run(engine)
+    assert {output.request_id for output in outputs} == {request_id}
+    progress = [output.prefill_progress for output in outputs if output.token_id is None]
+    assert progress == sorted(progress)
+    assert progress[-1] == 1.0
+    tokens = [output for output in outputs if output.token_id is not None]
+    assert len(tokens) == 30
+    last = tokens[-1]
+    assert last.finish_reason is FinishReason.LENGTH
+    assert last.cached_tokens == 120 + 29, "the last token drawn is not cached yet"
+    assert 20 + 4 + 16 <= last.attended_tokens <= 20 + 4 + 16 + 8
+    assert last.statistics is not None
+    assert (last.statistics.prompt_tokens, last.statistics.generated_tokens) == (120, 30)
+    assert last.statistics.ttft_seconds > 0
+    assert last.statistics.tpot_seconds > 0
+    assert 0.2 < last.statistics.attended_share < 0.5
+
+
+def test_the_end_id_ends_and_is_not_output(engine: Engine) -> None:
+    (tokens,) = engine.generate([Request(PROMPT, 30)])
+    end = tokens[10]
+    engine.submit(Request(PROMPT, 30, end_ids=(end,)))
+    outputs = run(engine)
+    assert [o.token_id for o in outputs if o.token_id is not None] == tokens[: tokens.index(end)]
+    assert outputs[-1].finish_reason is FinishReason.END_ID
+
+
+def test_a_stop_word_ends_with_the_word(engine: Engine) -> None:
+    (tokens,) = engine.generate([Request(PROMPT, 30)])
+    word = tuple(tokens[9:12])
+    engine.submit(Request(PROMPT, 30, stop_words=((99, 98, 97), word)))
+    outputs = run(engine)
+    found = [o.token_id for o in outputs if o.token_id is not None]
+    assert tuple(found[-3:]) == word
+    assert len(found) <= 12
+    assert outputs[-1].finish_reason is FinishReason.STOP_WORD
+
+
+def test_a_seed_repeats_and_differs(engine: Engine) -> None:
+    def sample(seed: int) -> list[int]:
+        return engine.generate([Request(PROMPT, 20, SamplingParams(temperature=1.0, top_p=0.9, seed=seed))])[0]
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+def test_more_requests_than_slots(engine: Engine) -> None:
+    requests = [Request(PROMPT[i:], 5 + i) for i in range(7)]
+    assert [len(tokens) for tokens in engine.generate(requests)] == [5, 6, 7, 8, 9, 10, 11]
+
+
+def test_decoding_goes_on_during_a_prefill(engine: Engine) -> None:
+    first = engine.submit(Request(PROMPT[:10], 390))  # on a loaded machine many steps make up for one that took long
+    while not any(output.token_id is not None for output in engine.step()):
+        pass
+    second = engine.submit(Request(PROMPT * 2, 2))
+    steps_that_read = 0
+    while steps_that_read < 4:  # others measure how long a step without reading takes
+        outputs = engine.step()
+        assert any(output.request_id == first and output.token_id is not None for output in outputs)
+        steps_that_read += any(output.request_id == second and output.prefill_progress < 1 for output in outputs)
+    assert all(output.request_id != second or output.token_id is None for output in outputs)
+    run(engine)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 12])
+def test_cancelling_frees_what_a_request_held(engine: Engine, steps: int) -> None:
+    expected = engine.generate([Request(PROMPT, 10)])
+    other = engine.submit(Request(PROMPT, 10))
+    cancelled = engine.submit(Request(PROMPT[5:], 50))
+    outputs = [output for _ in range(steps) for output in engine.step()]
+    end = engine.cancel(cancelled)
+    assert end is not None
+    assert end.finish_reason is FinishReason.CANCELLED
+    assert engine.cancel(cancelled) is None
+    outputs += run(engine)
+    assert [[o.token_id for o in outputs if o.request_id == other and o.token_id is not None]] == expected
+    assert engine._cache.extents.free == engine._cache.extents.capacity
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request((), 5), "input_ids = '0 tokens': must be at least one token"),
+        (Request((1,) * 301, 5), "input_lengths = 301: must be <= max_input_len = 300"),
+        (Request((1,), 0), r"max_tokens (request_output_len) = 0: must be >= 1"),
+        (Request((1,) * 300, 101), r"max_tokens (request_output_len) = 101: must be <= max_seq_len = 400"),
+        (Request((1, 5000), 5), "input_ids = 5000: must be in [0, "),
+        (Request((-1,), 5), "input_ids = -1: must be in [0, "),
+        (Request((1,), 5, end_ids=(-3,)), "end_id = -3: must be in [0, "),
+        (Request((1,), 5, stop_words=((1, 99999),)), "stop_words_list = 99999: must be in [0, "),
+        (Request((1,), 5, timeout_seconds=0.0), "timeout = 0.0: must be > 0 and <= 604800 s, a week; leave it out"),
+        (Request((1,), 5, timeout_seconds=1e10), "timeout = 10000000000.0: must be > 0 and <= 604800 s"),
+        (Request((1,), 5, timeout_seconds=float("nan")), "timeout = nan: must be > 0 and <= 604800 s"),
+    ],
+)
+def test_bad_requests_name_field_and_limit(engine: Engine, request_: Request, message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        engine.submit(request_)
+    assert message in str(caught.value)
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.1}, "temperature = -0.1: must be finite and >= 0"),
+        ({"temperature": float("nan")}, "temperature = nan"),
+        ({"top_p": 0.0}, "top_p = 0.0: must be in (0, 1]"),
+        ({"top_p": 1.01}, "top_p = 1.01: must be in (0, 1]"),
+        ({"top_k": -1}, "top_k = -1: must be >= 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0: must be in [0.01, 100.0]; 1 is no penalty"),
+        ({"repetition_penalty": 1e-38}, "repetition_penalty = 1e-38"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty = nan"),
+        ({"seed": -1}, "seed = -1"),
+    ],
+)
+def test_bad_sampling_names_field_and_limit(values: dict[str, float], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**values)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+def test_a_request_that_never_fits_is_refused_with_the_numbers(tmp_path: Path, build_engine: BuildEngine) -> None:
+    model = save_random_model(tmp_path / "model", "llama")
+    engine = Engine.load(build_engine(model, "full", "--cache.kv_cache_host_memory_bytes", "1000", *WINDOW))
+    with pytest.raises(CapacityError, match=r"= 940 tokens need 1 extents of the row pool, it has 0; shorten"):
+        engine.submit(Request((1,) * 900, 40))
+    assert len(engine.generate([Request((1,) * 15, 5)])[0]) == 5, "a request that stays in the window needs no extent"
+
+
+def test_requests_wait_for_extents(tmp_path: Path, build_engine: BuildEngine) -> None:
+    model = save_random_model(tmp_path / "model", "llama")
+    engine = Engine.load(build_engine(model, "full", *WINDOW))
+    while engine._cache.extents.free > 1:
+        engine._cache.extents._free.pop()
+    waiting = [engine.submit(Request(PROMPT, 20)) for _ in range(3)]
+    engine.step()
+    assert len(engine._scheduler.running) == 1
+    finished = [o.request_id for o in run(engine) if o.finish_reason is FinishReason.LENGTH]
+    assert finished == waiting
+
+
+def test_slots_without_extents_are_no_room_in_the_queue(tmp_path: Path, build_engine: BuildEngine) -> None:
+    """Slots count as room while the queue's head can get one, and not while it waits for extents."""
+    model = save_random_model(tmp_path / "model", "llama")
+    engine = Engine.load(build_engine(model, "full", *WINDOW, "--max_batch_size", "4"), max_queue_size=2)
+    while engine._cache.extents.free > 1:
+        engine._cache.extents._free.pop()
+    running = engine.submit(Request(PROMPT, 20))
+    waiting = [engine.submit(Request(PROMPT, 20))]
+    engine.step()
+    assert (engine.running, engine.waiting) == (1, 1)
+    waiting.append(engine.submit(Request(PROMPT, 20)))
+    with pytest.raises(QueueFullError, match="2 requests wait for a slot"):
+        engine.submit(Request(PROMPT, 20))
+    for request in waiting:
+        engine.cancel(request)
+    engine.cancel(running)
+    for _ in range(6):  # there is nobody else: four slots, and room for two that wait
+        engine.submit(Request(PROMPT, 2))
+    with pytest.raises(QueueFullError, match="2 requests wait for a slot"):
+        engine.submit(Request(PROMPT, 2))
+    assert len([o for o in run(engine) if o.finish_reason is FinishReason.LENGTH]) == 6
+
+
+def test_a_failing_prefill_ends_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, good = engine._decoder, engine.generate([Request(PROMPT, 10)])
+    original = decoder.store_layer
+
+    def fail_for_one(number: int, slot: int, *rest: object) -> None:
+        if decoder.cache.tokens[slot] == 33:
+            raise MemoryError("no more room")
+        original(number, slot, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(decoder, "store_layer", fail_for_one)
+    first, second = engine.submit(Request(PROMPT, 10)), engine.submit(Request(PROMPT[:33], 10))
+    outputs = run(engine)
+    (failed,) = [output for output in outputs if output.request_id == second and output.finish_reason]
+    assert failed.finish_reason is FinishReason.ERROR
+    assert failed.error == "MemoryError: no more room"
+    assert [o.token_id for o in outputs if o.request_id == first and o.token_id is not None] == good[0]
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises((EngineDirectoryError, KvseekError), match="nowhere"):
+        Engine.load(tmp_path / "nowhere")
+
+
+def test_a_prefill_keeps_no_more_than_it_needs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries that the index does not want, and a layer's keys and values, are gone before the next are made."""
+    decoder: Any = engine._decoder
+    unwanted: list[StorageWeakRef] = []
+    rows: list[StorageWeakRef] = []
+    stored: list[int] = []
+    prefill_chunk, new_rows, store_layer = decoder.prefill_chunk, decoder.new_rows, decoder.store_layer
+
+    def chunk(number: int, prompt: torch.Tensor, start: int, stop: int, *arguments: Any) -> torch.Tensor:
+        assert all(queries.expired() for queries in unwanted)
+        queries: torch.Tensor = prefill_chunk(number, prompt, start, stop, *arguments)
+        if stop <= 240 - 70:
+            unwanted.append(StorageWeakRef(queries.untyped_storage()))
+        return queries
+
+    def allocate(tokens: int) -> torch.Tensor:
+        assert all(old.expired() for old in rows[: len(rows) // 2 * 2]), "of the layers before"
+        new: torch.Tensor = new_rows(tokens)
+        rows.append(StorageWeakRef(new.untyped_storage()))
+        return new
+
+    def store(number: int, slot: int, keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor) -> None:
+        stored.append(queries.shape[1])
+        store_layer(number, slot, keys, values, queries)
+
+    monkeypatch.setattr(prefill_module, "LAST_QUERIES", 70)
+    for name, own in (("prefill_chunk", chunk), ("new_rows", allocate), ("store_layer", store)):
+        monkeypatch.setattr(decoder, name, own)
+    engine.generate([Request(PROMPT * 2, 1)])
+    layers = engine.config.model.num_layers
+    assert len(unwanted) == 2 * layers, "of 240 tokens in chunks of 64, two chunks end before the last 70"
+    assert len(rows) == 2 * layers
+    assert stored == [70] * layers
+
+
+def test_a_failing_admission_ends_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, extents = engine.generate([Request(PROMPT, 10)]), engine._cache.extents
+    upload, calls = extents._upload, []
+
+    def fail_once(slot: int, row: torch.Tensor) -> None:
+        calls.append(slot)
+        if len(calls) == 1:
+            raise RuntimeError("CUDA error: out of memory")
+        upload(slot, row)
+
+    monkeypatch.setattr(extents, "_upload", fail_once)
+    first, second = engine.submit(Request(PROMPT, 10)), engine.submit(Request(PROMPT, 10))
+    outputs = run(engine)
+    assert (outputs[0].request_id, outputs[0].finish_reason) == (first, FinishReason.ERROR)
+    assert outputs[0].error == "RuntimeError: CUDA error: out of memory"
+    assert [o.token_id for o in outputs if o.request_id == second and o.token_id is not None] == good[0]
+    assert extents.free == extents.capacity
+    assert sorted(engine._scheduler._free_slots) == [0, 1]

@@ -1,0 +1,234 @@
+"""What an error inside a step ends: the requests that it concerns, and no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import BuildEngine
+from tests.support.random_models import save_random_model
+
+from kvseek.core.errors import CapacityError, ErrorCode
+from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.engine.engine import Engine
+
+WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
+LIMITS = ("--max_batch_size", "2", "--max_seq_len", "400", "--max_input_len", "300", "--prefill_chunk_tokens", "64")
+PROMPT = tuple(i * 13 % 101 for i in range(120))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
+    model = save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+    return build_engine(model, "flat", *WINDOW, *LIMITS, "--flat.top_k", "12")
+
+
+@pytest.fixture
+def engine(directory: Path) -> Engine:
+    return Engine.load(directory)
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # tensors are small
+
+
+def run(engine: Engine) -> list[StepOutput]:
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    return outputs
+
+
+def end_of(outputs: list[StepOutput], request: int) -> StepOutput:
+    (end,) = [output for output in outputs if output.request_id == request and output.finish_reason is not None]
+    assert [output for output in outputs if output.request_id == request][-1] is end
+    return end
+
+
+def tokens_of(outputs: list[StepOutput], request: int) -> list[int | None]:
+    return [output.token_id for output in outputs if output.request_id == request and output.token_id is not None]
+
+
+def assert_everything_came_back(engine: Engine) -> None:
+    assert engine._cache.extents.free == engine._cache.extents.capacity
+    assert sorted(engine._scheduler._free_slots) == list(range(engine.config.max_batch_size))
+    assert engine._cache.tokens == [0] * engine.config.max_batch_size
+
+
+def failing_once(function: Any, error: Exception, number: int = 1) -> Any:
+    """`function`, but its call of this number raises."""
+    calls = []
+
+    def call(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == number:
+            raise error
+        return function(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("method", ["select", "refresh"])
+def test_an_index_that_fails_ends_the_requests_of_the_step(
+    method: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests decode; a third waits for a slot. After the failure it gets one, and the tokens that it should."""
+    (expected,) = engine.generate([Request(PROMPT[7:], 10)])
+    error = RuntimeError("a row is missing")
+    index = engine._decoder.indexes[1]
+    failed, outputs = [engine.submit(Request(PROMPT, 200)), engine.submit(Request(PROMPT[3:], 200))], list[StepOutput]()
+    waiting = engine.submit(Request(PROMPT[7:], 10))
+    while len(engine._scheduler.decoding()) < 2:
+        outputs += engine.step()
+    monkeypatch.setattr(index, method, failing_once(getattr(index, method), error, 4))
+    outputs += run(engine)
+    for request in failed:
+        end = end_of(outputs, request)
+        assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.INTERNAL)
+        assert end.error == "RuntimeError: a row is missing"
+    assert tokens_of(outputs, waiting) == expected
+    assert_everything_came_back(engine)
+
+
+def test_a_failing_step_spares_the_prompt_that_is_read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (expected,) = engine.generate([Request(PROMPT * 2, 10)])
+    first, outputs = engine.submit(Request(PROMPT, 300 - 20)), list[StepOutput]()
+    while not any(output.token_id is not None for output in outputs):
+        outputs += engine.step()
+    reading = engine.submit(Request(PROMPT * 2, 10))
+    while not any(output.request_id == reading and output.prefill_progress < 1 for output in outputs):
+        outputs += engine.step()
+    index = engine._decoder.indexes[0]
+    monkeypatch.setattr(index, "select", failing_once(index.select, RuntimeError("lost")))
+    outputs += run(engine)
+    assert end_of(outputs, first).finish_reason is FinishReason.ERROR
+    assert tokens_of(outputs, reading) == expected
+    assert_everything_came_back(engine)
+
+
+def test_an_admission_that_finds_no_extents_ends_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (expected,) = engine.generate([Request(PROMPT, 10)])
+    cache = engine._cache
+    error = CapacityError("120 tokens need 1 more extents, 0 are free")
+    monkeypatch.setattr(cache, "open", failing_once(cache.open, error))
+    refused, served = engine.submit(Request(PROMPT, 20)), engine.submit(Request(PROMPT, 10))
+    outputs = run(engine)
+    end = end_of(outputs, refused)
+    assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.INTERNAL), "the scheduler said that it fits"
+    assert end.error.startswith("CapacityError: 120 tokens need 1 more extents")
+    assert tokens_of(outputs, served) == expected
+    assert_everything_came_back(engine)
+
+
+@pytest.mark.parametrize(
+    "error", [CapacityError("its prefill needs 9 bytes"), MemoryError(), torch.OutOfMemoryError("CUDA out of memory")]
+)
+@pytest.mark.parametrize("step", ["prefill", "decode"])
+def test_running_out_of_memory_is_no_fault_of_the_client(
+    step: str, error: Exception, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "store_layer" if step == "prefill" else "decode_tokens"
+    monkeypatch.setattr(engine._decoder, name, failing_once(getattr(engine._decoder, name), error))
+    request = engine.submit(Request(PROMPT, 10))
+    end = end_of(run(engine), request)
+    assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
+    assert_everything_came_back(engine)
+
+
+def test_a_step_that_fails_reports_no_upkeep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.submit(Request(PROMPT, 20))
+    while not engine.step_report.refresh_seconds:
+        engine.step()
+    monkeypatch.setattr(engine._decoder, "decode_tokens", failing_once(None, RuntimeError("lost")))
+    engine.step()
+    assert (engine.step_report.decode_batch, engine.step_report.refresh_seconds) == (1, 0.0), (
+        "not that of the step before"
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("after", ["prefill", "decode"])
+def test_logits_that_are_no_numbers_end_their_request(
+    after: str, temperature: float, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN in the logits of a prompt's last token, or in those of one request of a step."""
+    (expected,) = engine.generate([Request(PROMPT[:50], 12)])
+    decoder: Any = engine._decoder
+    head = decoder.head
+
+    class Head:
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = head(x)
+            if after == "decode" and x.shape[0] == 2:
+                logits[0] = torch.nan
+            if after == "prefill" and decoder.cache.tokens[0] == 70 and x.shape[0] == 1 and not done:
+                done.append(True)
+                logits[:] = torch.nan
+            return logits
+
+    done: list[bool] = []
+    monkeypatch.setattr(decoder, "head", Head())
+    bad = engine.submit(Request(PROMPT[:70], 12, SamplingParams(temperature=temperature)))
+    good = engine.submit(Request(PROMPT[:50], 12))
+    outputs = run(engine)
+    end = end_of(outputs, bad)
+    assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.INTERNAL), "no client can have caused it"
+    assert "must be finite" in end.error
+    assert tokens_of(outputs, good) == expected
+    assert_everything_came_back(engine)
+
+
+def test_a_slot_that_cannot_be_freed_fails_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a CUDA error no call succeeds: requests are not ended one by one as if the next could go on."""
+    dead = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def fail(*arguments: Any) -> Any:
+        raise dead
+
+    engine.submit(Request(PROMPT, 20))
+    while not engine._scheduler.decoding():
+        engine.step()
+    monkeypatch.setattr(engine._decoder, "refresh", fail)
+    monkeypatch.setattr(engine._cache, "close", fail)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        engine.step()
+
+
+def test_cancelling_and_timing_out_while_prompts_are_read(engine: Engine) -> None:
+    """A prompt that ends half-way frees its slot, and the next request in it gets the tokens that it should."""
+    (expected,) = engine.generate([Request(PROMPT[5:], 10)])
+    first, outputs = engine.submit(Request(PROMPT, 200)), list[StepOutput]()
+    while not any(output.token_id is not None for output in outputs):
+        outputs += engine.step()
+    for limit in (None, 1e-3):
+        reading = engine.submit(Request(PROMPT * 2, 10, timeout_seconds=None))
+        while not any(output.request_id == reading and output.prefill_progress < 1 for output in outputs):
+            outputs += engine.step()
+        if limit is None:
+            end = engine.cancel(reading)
+            assert end is not None
+            assert end.finish_reason is FinishReason.CANCELLED
+        else:
+            (sequence,) = [one for one in engine._scheduler.running if one.request_id == reading]
+            sequence.statistics.submitted_at -= 1000.0
+            object.__setattr__(sequence.request, "timeout_seconds", limit)
+            outputs += engine.step()
+            assert end_of(outputs, reading).finish_reason is FinishReason.TIMEOUT
+        late = engine.submit(Request(PROMPT[5:], 10))
+        while not any(output.request_id == late and output.finish_reason for output in outputs):
+            outputs += engine.step()
+        assert tokens_of(outputs, late) == expected
+    engine.cancel(first)
+    assert_everything_came_back(engine)
+
+
+def test_a_higher_priority_gets_the_next_slot(engine: Engine) -> None:
+    running = [engine.submit(Request(PROMPT[:30], 5)) for _ in range(2)]
+    engine.step()
+    low, middle, high = (engine.submit(Request(PROMPT[:30], 5, priority=priority)) for priority in (0, 128, 255))
+    outputs = run(engine)
+    started = [output.statistics for output in outputs if output.finish_reason and output.statistics is not None]
+    assert len(started) == len(running) + 3
+    begin = {output.request_id: output.statistics.started_at for output in outputs if output.statistics is not None}
+    assert begin[high] <= begin[middle] <= begin[low]

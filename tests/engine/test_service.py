@@ -1,0 +1,210 @@
+"""The engine thread: callbacks, cancellation, shutdown, and isolation of callers from each other."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.conftest import BuildEngine
+from tests.support.random_models import save_random_model
+
+from kvseek.core.errors import ErrorCode, RequestError, UnavailableError
+from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.engine.service import EngineService
+
+PROMPT = tuple(i * 13 % 101 for i in range(60))
+TIMEOUT = 60.0
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
+    return build_engine(save_random_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3"), "full")
+
+
+@pytest.fixture
+def service(directory: Path) -> Iterator[EngineService]:
+    service = EngineService.load(directory)
+    yield service
+    service.close()
+
+
+def collect(outputs: queue.Queue[StepOutput]) -> list[StepOutput]:
+    found = [outputs.get(timeout=TIMEOUT)]
+    while found[-1].finish_reason is None:
+        found.append(outputs.get(timeout=TIMEOUT))
+    return found
+
+
+def test_many_threads_submit_at_once(service: EngineService) -> None:
+    answers: dict[int, list[int | None]] = {}
+
+    def ask(number: int) -> None:
+        outputs: queue.Queue[StepOutput] = queue.Queue()
+        service.submit(Request(PROMPT[number:], 5 + number), outputs.put)
+        answers[number] = [o.token_id for o in collect(outputs) if o.token_id is not None]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert [len(answers[number]) for number in range(8)] == [5 + number for number in range(8)]
+
+
+def test_bad_requests_raise_in_the_caller(service: EngineService) -> None:
+    with pytest.raises(RequestError, match="input_ids"):
+        service.submit(Request((), 5), lambda output: None)
+
+
+def test_cancel(service: EngineService) -> None:
+    outputs: queue.Queue[StepOutput] = queue.Queue()
+    cancelled = threading.Event()
+
+    def hold(output: StepOutput) -> None:
+        outputs.put(output)
+        if output.token_id is not None:
+            cancelled.wait(TIMEOUT)  # the request does not end before
+
+    handle = service.submit(Request(PROMPT, 400), hold)
+    while outputs.get(timeout=TIMEOUT).token_id is None:
+        pass
+    service.cancel(handle)
+    cancelled.set()
+    assert collect(outputs)[-1].finish_reason is FinishReason.CANCELLED
+    service.cancel(handle)  # a second time: nothing happens
+
+
+def test_a_failing_callback_cancels_its_request_only(service: EngineService) -> None:
+    def fail(output: StepOutput) -> None:
+        raise RuntimeError("the stream is gone")
+
+    outputs: queue.Queue[StepOutput] = queue.Queue()
+    service.submit(Request(PROMPT, 400), fail)
+    service.submit(Request(PROMPT, 20), outputs.put)
+    assert collect(outputs)[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_closing_ends_requests_and_refuses_new_ones(service: EngineService) -> None:
+    outputs: queue.Queue[StepOutput] = queue.Queue()
+
+    def slowly(output: StepOutput) -> None:
+        time.sleep(0.02)
+        outputs.put(output)
+
+    service.submit(Request(PROMPT, 400), slowly)
+    service.close()
+    assert collect(outputs)[-1].finish_reason is FinishReason.CANCELLED
+    with pytest.raises(UnavailableError, match="shutting down"):
+        service.submit(Request(PROMPT, 5), outputs.put)
+
+
+class BrokenEngine:
+    """Takes requests, but neither a step nor a cancellation succeeds, as after a CUDA error."""
+
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def __init__(self) -> None:
+        self.requests, self.ids, self.stepping, self.go_on = 0, itertools.count(1), threading.Event(), threading.Event()
+
+    @property
+    def has_work(self) -> bool:
+        return self.requests > 0
+
+    def prepare(self, request: Request) -> Any:
+        if request.max_tokens == 13:
+            raise MemoryError("no room for a sampler")
+        return SimpleNamespace(request_id=next(self.ids))
+
+    def enqueue(self, sequence: Any) -> None:
+        self.requests += 1
+
+    def cancel_waiting(self, request_id: int, reason: FinishReason) -> None:
+        return
+
+    def cancel(self, request_id: int, reason: FinishReason) -> StepOutput:
+        raise self.error
+
+    def next_deadline(self) -> None:
+        return
+
+    def expire(self) -> list[StepOutput]:
+        return []
+
+    def step(self) -> list[StepOutput]:
+        self.stepping.set()
+        assert self.go_on.wait(TIMEOUT)
+        raise self.error
+
+
+def test_an_engine_that_fails_ends_all_requests_and_refuses_new_ones() -> None:
+    engine: Any = BrokenEngine()
+    service = EngineService(engine)
+    outputs: list[queue.Queue[StepOutput]] = [queue.Queue() for _ in range(4)]
+    handles = [service.submit(Request(PROMPT, 5), outputs[0].put)]
+    assert engine.stepping.wait(TIMEOUT)
+    handles += [service.submit(Request(PROMPT, 5), one.put) for one in outputs[1:]]  # these have not been started
+    service.cancel(handles[3])
+    engine.go_on.set()
+    for one in outputs:
+        (end,) = collect(one)
+        assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
+        assert "the engine has failed (RuntimeError: CUDA error: an illegal memory access" in end.error
+    with pytest.raises(UnavailableError, match=r"has failed \(RuntimeError: CUDA error.*start the server again"):
+        service.submit(Request(PROMPT, 5), outputs[0].put)
+    service.close()
+    assert all(one.empty() for one in outputs), "each request ends once"
+
+
+def test_an_engine_that_fails_while_closing_ends_its_requests() -> None:
+    engine: Any = BrokenEngine()
+    service = EngineService(engine)
+    outputs: queue.Queue[StepOutput] = queue.Queue()
+    engine.step = list  # nothing happens
+    service.submit(Request(PROMPT, 5), outputs.put)
+    service.close()
+    assert "illegal memory access" in collect(outputs)[-1].error
+
+
+def test_a_request_that_cannot_be_started_ends_alone() -> None:
+    engine: Any = BrokenEngine()
+    service = EngineService(engine)
+    outputs: queue.Queue[StepOutput] = queue.Queue()
+    with pytest.raises(MemoryError, match="no room for a sampler"):
+        service.submit(Request(PROMPT, 13), outputs.put)
+    service.submit(Request(PROMPT, 5), outputs.put)
+    assert engine.stepping.wait(TIMEOUT), "the service goes on"
+    engine.go_on.set()
+    service.close()
+
+
+ONE_POOL = """
+import os, sys
+from pathlib import Path
+from kvseek.core.request import Request, SamplingParams
+from kvseek.engine.sampling import Sampler
+from kvseek.engine.service import EngineService
+
+before = len(os.listdir("/proc/self/task"))
+service = EngineService.load(Path(sys.argv[1]), threads=2)
+Sampler(SamplingParams(repetition_penalty=1.5), 1_000_000, range(100_000))  # made by the thread that submits
+service.submit(Request(tuple(range(60)), 4), lambda output: None)
+service.drain(60)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def test_only_the_engines_thread_keeps_openmp_threads(directory: Path) -> None:
+    """With more of them than cores all would sleep between parallel loops: steps take 1.5 times as long."""
+    result = subprocess.run(
+        [sys.executable, "-c", ONE_POOL, str(directory)], capture_output=True, text=True, check=True
+    )
+    assert int(result.stdout) == 3, "the engine's thread, its second OpenMP thread, and the timer's"

@@ -1,0 +1,257 @@
+"""What callers get while the engine is busy: full queues, cancellations, time limits, and the end of the service."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.conftest import BuildEngine
+from tests.support.random_models import save_random_model
+
+from kvseek.core.errors import ErrorCode, QueueFullError, UnavailableError
+from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.engine.engine import Engine
+from kvseek.engine.service import EngineService
+
+PROMPT = tuple(i * 13 % 101 for i in range(60))
+TIMEOUT = 60.0
+Outputs = queue.Queue[StepOutput]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
+    model = save_random_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+    return build_engine(model, "full", "--max_batch_size", "1", "--max_seq_len", "1000")
+
+
+class SlowEngine:
+    """An engine whose steps begin only when `go_on` is set."""
+
+    def __init__(self, directory: Path, max_queue_size: int | None = None) -> None:
+        self.engine = Engine.load(directory, max_queue_size=max_queue_size)
+        self.stepping, self.go_on = threading.Event(), threading.Event()
+        self.step, self.engine.step = self.engine.step, self.slow_step  # type: ignore[method-assign]
+
+    def slow_step(self) -> list[StepOutput]:
+        self.stepping.set()
+        assert self.go_on.wait(TIMEOUT)
+        return self.step()
+
+
+@pytest.fixture
+def slow(directory: Path) -> Iterator[tuple[EngineService, SlowEngine]]:
+    """A service in the middle of a long step, with one slot and room for one that waits beside the one that will get it."""
+    engine = SlowEngine(directory, max_queue_size=1)
+    service = EngineService(engine.engine)
+    yield service, engine
+    engine.go_on.set()
+    service.close()
+
+
+def end_of(outputs: Outputs) -> StepOutput:
+    """The last output; there is no other behind it."""
+    while (output := outputs.get(timeout=TIMEOUT)).finish_reason is None:
+        pass
+    assert outputs.empty()
+    return output
+
+
+def submit(service: EngineService, tokens: int = 5, timeout: float | None = None) -> tuple[int, Outputs]:
+    outputs: Outputs = queue.Queue()
+    return service.submit(Request(PROMPT, tokens, timeout_seconds=timeout), outputs.put), outputs
+
+
+def test_a_full_queue_refuses_at_once(slow: tuple[EngineService, SlowEngine]) -> None:
+    service, engine = slow
+    accepted = [submit(service) for _ in range(2)]
+    assert engine.stepping.wait(TIMEOUT)
+    with pytest.raises(QueueFullError, match="1 requests wait"):
+        submit(service)
+    assert (service.waiting, service.running) == (2, 0)
+    engine.go_on.set()
+    for _, outputs in accepted:
+        assert end_of(outputs).finish_reason is FinishReason.LENGTH
+    submit(service)
+
+
+def test_waiting_requests_are_cancelled_during_a_long_step(slow: tuple[EngineService, SlowEngine]) -> None:
+    service, engine = slow
+    (_, first), (handle, second) = submit(service), submit(service)
+    assert engine.stepping.wait(TIMEOUT)
+    service.cancel(handle)
+    assert end_of(second).finish_reason is FinishReason.CANCELLED
+    service.cancel(handle)  # a second time: nothing happens
+    submit(service)  # there is room again
+    engine.go_on.set()
+    assert end_of(first).finish_reason is FinishReason.LENGTH
+    assert second.empty()
+
+
+def test_waiting_requests_expire_during_a_long_step(slow: tuple[EngineService, SlowEngine]) -> None:
+    service, engine = slow
+    _, first = submit(service)
+    assert engine.stepping.wait(TIMEOUT)
+    begun = time.perf_counter()
+    _, second = submit(service, timeout=0.2)
+    end = end_of(second)
+    assert 0.2 <= time.perf_counter() - begun < 5
+    assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.TIMEOUT)
+    assert end.error.startswith(
+        "TimeoutExpiredError: timeout = 0.2 s: passed while the request waited for its turn, for 0."
+    )
+    engine.go_on.set()
+    assert end_of(first).finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("seconds", [1e9, 1e10, 1e300])
+def test_the_timer_survives_what_cannot_be_waited_for(slow: tuple[EngineService, SlowEngine], seconds: float) -> None:
+    """Such a limit is refused, but one that came in all the same must not end the thread that all others need."""
+    service, engine = slow
+    _, first = submit(service)
+    assert engine.stepping.wait(TIMEOUT)
+    soon, engine.engine.next_deadline = engine.engine.next_deadline, lambda: seconds  # type: ignore[method-assign]
+    submit(service, timeout=1000.0)
+    time.sleep(0.1)  # the timer waits
+    engine.engine.next_deadline = soon  # type: ignore[method-assign]
+    service.cancel(service._handles()[-1])
+    _, second = submit(service, timeout=0.2)
+    assert end_of(second).code is ErrorCode.TIMEOUT
+    engine.go_on.set()
+    assert end_of(first).finish_reason is FinishReason.LENGTH
+
+
+def test_the_timer_survives_errors(slow: tuple[EngineService, SlowEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    service, engine = slow
+    submit(service)
+    assert engine.stepping.wait(TIMEOUT)
+    expire, calls = engine.engine.expire, list[int]()
+
+    def fail_once() -> list[StepOutput]:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("a clock failed")
+        return expire()
+
+    monkeypatch.setattr(engine.engine, "expire", fail_once)
+    _, second = submit(service, timeout=0.2)
+    assert end_of(second).code is ErrorCode.TIMEOUT
+
+
+@pytest.mark.parametrize("seconds", [1e10, float("inf")])
+def test_draining_may_take_any_time(directory: Path, seconds: float) -> None:
+    service = EngineService.load(directory)
+    _, outputs = submit(service, 20)
+    service.drain(seconds)
+    assert end_of(outputs).finish_reason is FinishReason.LENGTH
+    service.close()
+
+
+def test_a_running_request_ends_with_what_it_has(slow: tuple[EngineService, SlowEngine]) -> None:
+    """Its limit passes when it has some tokens, however slow the machine is: the engine's clock is told."""
+    service, engine = slow
+    outputs: Outputs = queue.Queue()
+    tokens = list[int]()
+
+    def late(output: StepOutput) -> None:
+        if output.token_id is not None:
+            tokens.append(output.token_id)
+        if len(tokens) == 3 and output.finish_reason is None:
+            (sequence,) = engine.engine._scheduler.running
+            sequence.statistics.submitted_at -= 2000.0
+        outputs.put(output)
+
+    service.submit(Request(PROMPT, 900, timeout_seconds=1000.0), late)
+    engine.go_on.set()
+    end = end_of(outputs)
+    assert end.finish_reason is FinishReason.TIMEOUT
+    assert len(tokens) == 3
+    assert service.running == 0
+
+
+def test_draining_lets_requests_end(directory: Path) -> None:
+    service = EngineService.load(directory)
+    requests = [submit(service, 20) for _ in range(3)]
+    service.drain(TIMEOUT)
+    assert [end_of(outputs).finish_reason for _, outputs in requests] == [FinishReason.LENGTH] * 3
+    with pytest.raises(UnavailableError, match="the server is shutting down: no further requests"):
+        submit(service)
+    answered = threading.Event()
+    service.call(answered.set)
+    assert answered.wait(TIMEOUT), "the engine's thread goes on until close"
+    service.close()
+
+
+def test_draining_ends_what_is_left(slow: tuple[EngineService, SlowEngine]) -> None:
+    service, engine = slow
+    running: Outputs = queue.Queue()
+    has_token = threading.Event()
+
+    def hold(output: StepOutput) -> None:
+        running.put(output)
+        if output.token_id is not None:
+            has_token.set()
+            time.sleep(0.02)  # 900 tokens take longer than the drain takes to begin, on any machine
+
+    service.submit(Request(PROMPT, 900), hold)
+    _, waiting = submit(service, 900)
+    engine.go_on.set()
+    assert has_token.wait(TIMEOUT)
+    service.drain(0.0)
+    assert end_of(running).finish_reason is FinishReason.SHUTDOWN
+    assert end_of(waiting).finish_reason is FinishReason.SHUTDOWN
+    assert (service.waiting, service.running) == (0, 0)
+
+
+def test_a_call_shows_whether_the_engine_takes_turns(slow: tuple[EngineService, SlowEngine]) -> None:
+    service, engine = slow
+    answered = threading.Event()
+    submit(service)
+    assert engine.stepping.wait(TIMEOUT)
+    service.call(answered.set)
+    assert not answered.wait(0.2), "the step is not over"
+    engine.go_on.set()
+    assert answered.wait(TIMEOUT)
+    service.call(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    outputs = submit(service)[1]
+    assert end_of(outputs).finish_reason is FinishReason.LENGTH, "what it raises is its own affair"
+
+
+def test_every_request_ends_once_whoever_ends_it(directory: Path) -> None:
+    """Cancellations, time limits, a bounded queue and a drain at the same time."""
+    service = EngineService.load(directory, max_queue_size=30)
+    ends: list[tuple[int, FinishReason]] = []
+    accepted: list[int] = []
+    refused: list[Exception] = []
+
+    def ask(number: int) -> None:
+        for i in range(12):
+            name = number * 100 + i
+
+            def record(output: StepOutput, name: int = name) -> None:
+                if output.finish_reason is not None:
+                    ends.append((name, output.finish_reason))
+
+            try:
+                limit = 0.05 if i % 3 == 0 else None
+                handle = service.submit(Request(PROMPT[:9], 3 + i, timeout_seconds=limit), record)
+            except (QueueFullError, UnavailableError) as error:
+                refused.append(error)
+                continue
+            accepted.append(name)
+            if i % 4 == 1:
+                service.cancel(handle)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    service.drain(0.3)
+    assert sorted(name for name, _ in ends) == sorted(accepted)
+    assert len(accepted) + len(refused) == 72
+    assert service._engine._cache.extents.free == service._engine._cache.extents.capacity
+    service.close()

@@ -1,0 +1,314 @@
+"""The drift evaluation: what it overhears, what it compares it with, and its report on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conftest import BuildEngine
+from tests.plugins.cases import CASES, SELECTING, method_flags
+from tests.support.random_models import save_random_model
+from torch import Tensor
+
+from kvseek.core.errors import RequestError
+from kvseek.core.extents import ExtentTable
+from kvseek.core.request import Request, SamplingParams
+from kvseek.engine.engine import Engine
+from kvseek.evaluation import drift
+from kvseek.evaluation.overhear import Heard, Listener, _Overheard, recall_of, single_rows
+from kvseek.evaluation.selection_quality import Quality, compare_fresh, measure
+from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+from kvseek.plugins.contract import DeviceIndex, IndexContext
+from kvseek.plugins.registry import get_method
+from kvseek.plugins.selection import DeviceSelection, Selection
+
+WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
+LIMITS = ("--max_batch_size", "1", "--max_seq_len", "1024", "--max_input_len", "200")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("drift") / "model", "llama")
+
+
+def test_the_upper_bound_has_full_recall(model: Path, build_engine: BuildEngine, tmp_path: Path) -> None:
+    """flat selects the exact top k: anything but 1 would mean that queries, rows and keys are of different steps."""
+    directory = build_engine(model, "flat", *WINDOW, *LIMITS, "--flat.top_k", "12")
+    report = run(directory, tmp_path, "--steps", "60", "--every", "3", "--layers", "0,2")
+    assert len(report["samples"]) == 20
+    for sample in report["samples"]:
+        assert list(sample["layers"]) == [0, 2]
+        for quality in sample["layers"].values():
+            assert quality["recall"] == 1.0
+            assert quality["mass"] == pytest.approx(quality["exact_mass"], abs=1e-6)
+    assert report["by_thousand"][0]["mass_ratio"] == pytest.approx(1, abs=1e-6)
+    assert [(row["recall"], row["fresh_recall"], row["same_rows"]) for row in report["fresh_index"]] == [(1, 1, 1)] * 4
+    assert report["last_minus_first_thousand"] is None  # a single thousand
+
+
+def test_recall_and_memory_by_step(
+    model: Path, build_engine: BuildEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = build_engine(model, "pariskv", *WINDOW, *LIMITS, "--pariskv.top_k", "12")
+    output = tmp_path / "results" / "drift.json"
+    flags = ["--steps", "120", "--every", "10", "--output", str(output)]
+    assert drift.main([*command(directory, tmp_path), *flags, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads(output.read_text(encoding="utf-8"))
+    assert [sample["step"] for sample in report["samples"]] == list(range(10, 121, 10))
+    assert report["steps"] == 120
+    assert (report["prompt_tokens"], report["follow"]) == (100, False)
+    for sample in report["samples"]:
+        assert sample["cached_tokens"] == 100 + sample["step"]
+        assert 0 <= sample["cached_tokens"] - sample["retrieval_tokens"] - 4 - 16 <= 8
+        assert list(sample["layers"]) == ["0", "1", "2"]
+        for quality in sample["layers"].values():
+            assert 0.3 < quality["recall"] <= 1
+            assert 0 < quality["mass"] <= quality["exact_mass"] + 1e-6 <= 1 + 1e-6
+        assert sample["resident"] > 50e6
+        assert (sample["device"], sample["extents"]) == (0, 1)
+    # Evicted in pieces and indexed beside the steps, keys have the codes that they have when indexed at once.
+    assert [(row["step"], row["layer"]) for row in report["fresh_index"]] == [
+        (s, n) for s in (10, 120) for n in (0, 1, 2)
+    ]
+    for row in report["fresh_index"]:
+        assert row["same_rows"] == 1
+        assert row["fresh_recall"] == row["recall"]
+    assert drift.main([*command(directory, tmp_path), *flags]) == 0
+    assert "fresh index" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_following_feeds_the_document(
+    temperature: str, model: Path, build_engine: BuildEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cached keys of layer 0 depend on token and position alone: they must be those of a prompt of the same tokens."""
+    directory = build_engine(model, "pariskv", *WINDOW, *LIMITS, "--pariskv.top_k", "12")
+    listeners: list[Listener] = []
+    heard: list[Heard] = []
+
+    def listen(engine: Engine, layers: list[int]) -> Listener:
+        listeners.append(Listener(engine, layers))
+        return listeners[-1]
+
+    def keep(last: Heard, *settings: object) -> Quality:
+        heard.append(last)
+        return Quality(1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(drift, "Listener", listen)
+    monkeypatch.setattr(drift, "measure", keep)
+    flags = ["--layers", "0", "--every", "60", "--temperature", temperature, "--follow"]
+    followed = drift.run(drift.parse([*command(directory, tmp_path), *flags, "--steps", "60"]))
+    # The same document as a prompt of 159 tokens, and one step more.
+    flags = [*flags[:2], "--every", "1", "--follow", "--steps", "1", "--prompt_tokens", "159"]
+    drift.run(drift.parse([*command(directory, tmp_path), *flags]))
+    assert followed["follow"] is True
+    decoded, prompted = heard
+    n = min(decoded.keys.shape[1], prompted.keys.shape[1])
+    assert n >= 130  # 96 are the prompt's
+    torch.testing.assert_close(decoded.keys[:, :n], prompted.keys[:, :n], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(decoded.queries, prompted.queries, rtol=1e-4, atol=1e-4)
+
+
+def test_the_script_ends_in_draws() -> None:
+    sampler = drift.ScriptedSampler(SamplingParams(), 4, (1,), [3, 1])
+    assert not sampler.greedy
+    assert [sampler.sample(torch.tensor([0.0, 0.0, 5.0, 0.0])) for _ in range(3)] == [3, 1, 2]
+    with pytest.raises(RequestError, match="must be finite"):
+        drift.ScriptedSampler(SamplingParams(), 4, (1,), [3]).sample(torch.tensor([0.0, float("nan")]))
+
+
+def test_the_needle_document_is_followed(needle_folder: Path, build_engine: BuildEngine) -> None:
+    limits = ("--max_batch_size", "1", "--max_seq_len", "700", "--cache.full_threshold", "512")
+    window = ("--cache.sink", "16", "--cache.local", "64", "--cache.update", "32")
+    directory = build_engine(needle_folder / "model", "pariskv", *limits, *window, "--pariskv.top_k", "50")
+    flags = ["--prompt_tokens", "520", "--steps", "100", "--every", "20", "--follow"]
+    report = drift.run(drift.parse(["--engine_dir", str(directory), "--needle", str(needle_folder), *flags]))
+    assert [sample["cached_tokens"] for sample in report["samples"]] == [540, 560, 580, 600, 620]
+    assert report["by_thousand"][0]["recall"] > 0.85
+    assert report["by_thousand"][0]["mass_ratio"] > 0.98
+    assert all(row["same_rows"] == 1 for row in report["fresh_index"])
+
+
+def command(directory: Path, folder: Path) -> list[str]:
+    text = folder / "text.txt"
+    text.write_text("the harbour master wrote the log at dusk. " * 40, encoding="utf-8")
+    return ["--engine_dir", str(directory), "--text", str(text), "--prompt_tokens", "100"]
+
+
+def run(directory: Path, folder: Path, *flags: str) -> dict[str, object]:
+    return drift.run(drift.parse([*command(directory, folder), *flags]))
+
+
+def test_thousands_are_compared() -> None:
+    def sample(step: int, recall: float) -> drift.Sample:
+        layers = {0: Quality(recall, recall / 2, 0.5), 1: Quality(recall - 0.1, recall / 2, 0.5)}
+        return drift.Sample(step, step, step, layers, 0, 0, 1)
+
+    summary = drift.summarise([sample(1, 0.9), sample(1000, 0.7), sample(1001, 0.5), sample(2500, 0.4)], 2500)
+    spans = [(span["first_step"], span["samples"]) for span in summary["by_thousand"]]
+    assert spans == [(1, 2), (1001, 1), (2001, 1)]
+    assert [span["recall"] for span in summary["by_thousand"]] == pytest.approx([0.75, 0.45, 0.35])
+    assert [span["mass_ratio"] for span in summary["by_thousand"]] == pytest.approx([0.8, 0.5, 0.4])
+    change = {"recall": 0.35 - 0.75, "mass_ratio": 0.4 - 0.8, "exact_mass": 0}
+    assert summary["last_minus_first_thousand"] == pytest.approx(change)
+
+
+def test_recall_counts_rows_of_the_exact_top() -> None:
+    """Two KV heads; scores ascend with the position in one and descend in the other. Entries of -1 are none."""
+    n, dim = 50, 8
+    keys = torch.zeros(2, n, dim)
+    keys[0, :, 0] = torch.arange(n).float()
+    keys[1, :, 0] = -torch.arange(n).float()
+    queries = torch.zeros(4, dim)
+    queries[:, 0] = 1
+    rows = torch.tensor([[45, 46, 47, 48, 49], [0, 1, 2, -1, -1]], dtype=torch.int32)
+    assert recall_of(Heard(queries, rows, keys, 1.0), 5, "mean") == pytest.approx((1.0 + 0.6) / 2)
+    assert recall_of(Heard(queries, rows - rows - 1, keys, 1.0), 5, "mean") == 0
+
+
+def test_attention_on_the_selected_rows() -> None:
+    """One KV head of two query heads; of each, two rows share nearly all attention. Rows of both heads are the top 3."""
+    keys = torch.zeros(1, 20, 8)
+    keys[0, [4, 5], 0] = 20.0
+    keys[0, [4, 6], 1] = 20.0
+    queries = torch.eye(2, 8)
+    both = Heard(queries, torch.tensor([[4, 5, 6]], dtype=torch.int32), keys, 1.0)
+    one = Heard(queries, torch.tensor([[-1, 5, 0]], dtype=torch.int32), keys, 1.0)
+    for heard, recall, mass in ((both, 1.0, 1.0), (one, 1 / 3, 1 / 4)):
+        quality = measure(heard, 3, "softmax_mean")
+        assert (quality.recall, quality.mass, quality.exact_mass) == pytest.approx((recall, mass, 1.0), abs=1e-4)
+
+
+def test_a_fresh_index_shows_what_the_running_one_lost() -> None:
+    """The running index misses a row that one built from the same keys finds."""
+    method = get_method("flat")
+    settings = method.configure({"top_k": 2})
+    cpu = torch.device("cpu")
+    context = IndexContext(0, 1, 1, 4, 1.0, settings, {}, ExtentTable(1, 1, 1), [3], torch.float32, cpu, library=None)
+    keys = torch.eye(4)[None, [0, 1, 2, 3]] * torch.tensor([3.0, 2.0, 1.0, 0.0])[:, None]
+    heard = Heard(torch.ones(1, 4), torch.tensor([[0, 2]], dtype=torch.int32), keys, 1.0)
+    compared = compare_fresh(heard, method.create(context), "flat", 2, "softmax_mean")
+    assert (compared.recall, compared.fresh_recall, compared.same_rows) == (0.5, 1.0, 0.5)
+
+
+class GraphIndex(DeviceIndex):
+    """Selects the best positions of queries [1, H, D] among fixed scores: enough to be overheard."""
+
+    def plan(self, length: int) -> tuple[int, ...]:
+        return ()
+
+    def attended(self, length: int) -> int:
+        return 2
+
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None: ...
+
+    def stage(self, slot: int, start: int, keys: Tensor) -> None: ...
+
+    def commit(self, slot: int, start: int, count: int) -> None: ...
+
+    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> DeviceSelection | None:
+        return DeviceSelection(queries.topk(2, dim=-1).indices.int())
+
+    @property
+    def bytes_per_token(self) -> float:
+        return 0.0
+
+
+def test_device_selections_are_copied() -> None:
+    """A graph overwrites its tensors at the next step: what was heard must not change with them."""
+    table = ExtentTable(1, 1, 1)
+    cpu = torch.device("cpu")
+    index = GraphIndex(IndexContext(0, 1, 1, 4, 1.0, None, {}, table, [4], torch.float32, cpu, library=None))
+    overheard = _Overheard(index, lambda: torch.zeros(1))
+    batch = DeviceBatch(pack([RequestState(0, 0, 4, 0, 0, 0, 0, 4, False)]), table.device_table)
+    queries = torch.tensor([[[1.0, 5.0, 3.0, 2.0]]])
+    selection = index.launch_select(queries, batch)
+    assert selection is not None
+    rows = selection.rows
+    assert rows.tolist() == [[[1, 2]]]
+    queries.zero_(), rows.zero_()
+    assert overheard.queries is not None
+    assert overheard.rows is not None
+    assert (overheard.queries.tolist(), overheard.rows.tolist()) == ([[[1.0, 5.0, 3.0, 2.0]]], [[[1, 2]]])
+
+
+def test_keys_are_those_before_the_upkeep() -> None:
+    """A method may move rows between two steps; only the keys of a step that is measured are copied."""
+    table, keys = ExtentTable(1, 1, 1), torch.zeros(1, 2, 4)
+    context = IndexContext(0, 1, 1, 4, 1.0, None, {}, table, [4], torch.float32, torch.device("cpu"), library=None)
+
+    class Moving(GraphIndex):
+        def refresh(self, slots: object) -> None:
+            keys.add_(1)
+
+    index = Moving(context)
+    overheard = _Overheard(index, keys.clone)
+    index.refresh([0])
+    assert overheard.keys is None
+    overheard.wanted = True
+    index.refresh([0])
+    index.refresh([0])
+    assert keys.unique().tolist() == [3]
+    assert overheard.keys is not None
+    assert overheard.keys.unique().tolist() == [1]
+
+
+def test_pages_are_heard_row_by_row() -> None:
+    rows = torch.tensor([[[1, -1, 0]]], dtype=torch.int32)
+    assert single_rows(Selection(rows, 1, (2,)), 9) is rows
+    assert single_rows(Selection(rows, 2, (3,)), 3).tolist() == [[[2, -1, -1, -1, 0, 1]]]
+
+
+@pytest.mark.parametrize("method", SELECTING)
+def test_every_method_is_overheard(method: str, model: Path, build_engine: BuildEngine, tmp_path: Path) -> None:
+    """Selected rows are of the region and hold no more than the exact ones, though rows move and layers are dense."""
+    directory = build_engine(model, method, *WINDOW, *LIMITS, *method_flags(method, CASES[method].sparse))
+    report = run(directory, tmp_path, "--steps", "60", "--every", "4")
+    assert len(report["samples"]) == 15
+    for sample in report["samples"]:
+        for quality in sample["layers"].values():
+            assert 0 < quality["mass"] <= quality["exact_mass"] + 1e-6
+    assert report["by_thousand"][0]["recall"] > 0
+
+
+def test_listening_changes_no_token(model: Path, build_engine: BuildEngine) -> None:
+    directory = build_engine(model, "pariskv", *WINDOW, *LIMITS, "--pariskv.top_k", "12")
+    request = Request(tuple(range(5, 105)), 30, SamplingParams(temperature=1.0, seed=3))
+    plain, overheard = Engine.load(directory), Engine.load(directory)
+    Listener(overheard, [0, 1])
+    assert plain.generate([request]) == overheard.generate([request])
+
+
+BAD = {
+    "steps": (["--steps", "0"], "--steps = 0: must be >= 1"),
+    "layers": (["--layers", "0,3"], "--layers = '0,3': must be a comma list of layers below 3"),
+    "short text": (["--prompt_tokens", "5000"], "--prompt_tokens = 5000: the document must have 5000 tokens, "),
+    "short document": (
+        ["--steps", "4000", "--follow"],
+        "--prompt_tokens = 100 and --steps = 4000 with --follow: the document must have 4100 tokens, ",
+    ),
+    "no sparse step": (["--steps", "2", "--every", "7"], "--steps = 2: no step that was measured attended sparsely"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_settings_are_named(
+    case: str, model: Path, build_engine: BuildEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = build_engine(model, "pariskv", *WINDOW, *LIMITS, "--pariskv.top_k", "12")
+    flags, message = BAD[case]
+    assert drift.main([*command(directory, tmp_path), *flags]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_method_that_selects_everything_is_refused(
+    model: Path, build_engine: BuildEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = build_engine(model, "full", *WINDOW, *LIMITS)
+    assert drift.main(command(directory, tmp_path)) == 1
+    assert "method 'full': must have a field top_k" in capsys.readouterr().err

@@ -1,0 +1,130 @@
+"""`kvseek bench --device cuda` and the benchmark of rows kept on the device, from command line to table, on a tiny shape.
+
+No test here asserts how long anything takes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvseek.benchmarks import decode, device_cache_hits, shapes
+from kvseek.core.config import ModelConfig
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = ModelConfig("llama", 1000, 512, 1024, 4, 8, 2, 64, 1e-5, 1e4, 512)
+WINDOW = 64 + 256  # sink and local window, which no method selects from
+STAGES = {"norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "silu", "down", "head"}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "tiny", SHAPE)
+
+
+def run(tmp_path: Path, *flags: str) -> dict[str, Any]:
+    output = tmp_path / "results" / "run.json"
+    sizes = ["--host_gib", "1", "--steps", "6", "--block", "4", "--methods", "full,pariskv"]
+    assert decode.main(["--shape", "tiny", *sizes, "--output", str(output), *flags]) == 0
+    document: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return document
+
+
+def test_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = run(tmp_path, "--contexts", "4096,5000", "--batches", "1,2", "--offload", "always,never")
+    always, never = document["phases"]
+    names = (["full never", "pariskv always hot", "pariskv always"], ["full never", "pariskv never"])
+    for phase, expected in zip((always, never), names, strict=True):
+        assert phase["errors"] == phase["skipped"] == []
+        sizes = [(cell["context"], cell["batch"]) for cell in phase["cells"]]
+        assert sizes == [(4096, 1), (4096, 2), (5000, 1), (5000, 2)]
+        for cell in phase["cells"]:
+            assert [entry["name"] for entry in cell["results"]] == expected
+            for entry in cell["results"]:
+                check_entry(entry, cell)
+            check = cell["synthetic_queries"]["pariskv"]
+            assert 0 < check["overlap"] < 1
+            assert 0.1 < check["recall"] < 1
+            assert 0.1 < check["mass"] <= check["best_mass"] * 1.001
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in ("pariskv always hot", "floor: ", "5,000 tokens × 2")), printed
+
+
+def check_entry(entry: dict[str, Any], cell: dict[str, Any]) -> None:
+    selects, on_host = entry["method"] == "pariskv", "always" in entry["name"]
+    assert len(entry["samples"]) == entry["wall_seconds"]["count"] >= 6
+    assert all(seconds > 0 for seconds in entry["samples"])
+    assert entry["tokens_per_second"] == pytest.approx(cell["batch"] / entry["step_seconds"]["median"])
+    assert entry["to_baseline"] == pytest.approx(entry["step_seconds"]["median"] / entry["baseline_seconds"])
+    assert entry["to_floor"] == pytest.approx(entry["step_seconds"]["median"] / entry["floor"]["total"])
+    assert entry["host_layers"] == (SHAPE.num_layers if on_host else 0)
+    assert entry["stages"].keys() >= STAGES
+    assert entry["attended_tokens"] == (100 if selects else cell["context"] - WINDOW)
+    assert (0 < entry["overlap"] < 1) if selects else entry["overlap"] is None
+    assert (entry["index_bytes"] > 0) == selects
+    if selects:
+        assert 0 <= entry["hit_rate"] < 1
+        assert entry["hot_rows"] or entry["hit_rate"] == 0
+    assert cell["context"] < entry["cached_tokens"] <= cell["context"] + 256, "no timed step evicts"
+
+
+def test_what_does_not_fit_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (phase,) = run(tmp_path, "--contexts", "4096,20000", "--host_gib", "0.02")["phases"]
+    assert [cell["context"] for cell in phase["cells"]] == [4096]
+    assert "rows in host memory exceed the limit" in phase["skipped"][0]["reason"]
+    assert "20,000 × 1 does not fit" in capsys.readouterr().out
+    flags = ["--shape", "tiny", "--methods", "full,pariskv", "--contexts", "20000", "--host_gib", "0.02"]
+    assert decode.main(flags) == 1
+    assert "no cell fits (20000 × 1: does not fit" in capsys.readouterr().err
+
+
+def test_auto_takes_the_baseline_of_another_phase(tmp_path: Path) -> None:
+    document = run(tmp_path, "--contexts", "4096", "--offload", "auto", "--hot_rows", "on")
+    never, auto = document["phases"]
+    assert (never["offload"], auto["offload"]) == ("never", "auto")
+    (entry,) = auto["cells"][0]["results"]
+    assert entry["host_layers"] == 0, "all fits"
+    assert entry["baseline_of_another_phase"]
+
+
+def test_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = run(tmp_path, "--throughput", "--contexts", "4096", "--batches", "1,2")
+    found = [(entry["method"], entry["batch"]) for entry in document["results"]]
+    assert {method for method, _ in found} == {"full", "pariskv"}
+    for entry in document["results"]:
+        assert entry["tokens_per_second"] == pytest.approx(entry["batch"] / entry["step_seconds"]["median"])
+    assert [peak["method"] for peak in document["peaks"]] == ["full", "pariskv"]
+    assert "the baseline's peak" in capsys.readouterr().out
+
+
+def test_prefill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = run(tmp_path, "--prefill", "--contexts", "4096,5000", "--repeats", "2")
+    assert [(entry["method"], entry["tokens"]) for entry in document["results"]] == [
+        (method, tokens) for tokens in (4096, 5000) for method in ("full", "pariskv")
+    ]
+    assert all(entry["seconds"]["count"] >= 2 and math.isfinite(entry["to_baseline"]) for entry in document["results"])
+    assert "prefill" in capsys.readouterr().out
+
+
+def test_rows_kept_on_the_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "results" / "hits.json"
+    flags = ["--shape", "tiny", "--context", "4096", "--budget", "60", "--steps", "12", "--output", str(output)]
+    assert device_cache_hits.main([*flags, "--methods", "pariskv,clusterkv:cache_steps=0"]) == 0
+    document = json.loads(output.read_text(encoding="utf-8"))
+    hot, cold, other = document["results"]
+    names = ["pariskv hot", "pariskv", "clusterkv:cache_steps=0"]
+    assert [entry["name"] for entry in (hot, cold, other)] == names
+    assert 0.1 < hot["hit_rate"] < 1, "neighbouring steps look for the same topic"
+    assert cold["hit_rate"] == other["hit_rate"] == 0
+    assert all(len(entry["samples"]) == 12 and min(entry["samples"]) > 0 for entry in (hot, cold, other))
+    assert cold["speed_up"] == pytest.approx(1)
+    assert document["methods"]["pariskv"]["settings"]["top_k"] == 60
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in (*names, "60 rows", "found on the device")), printed
+    assert device_cache_hits.main(["--methods", "pariskv", "--shape", "tiny", "--host_gib", "0.0001"]) == 1
+    assert "rows in host memory exceed" in capsys.readouterr().err

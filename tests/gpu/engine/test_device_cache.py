@@ -1,0 +1,165 @@
+"""DeviceCache on a GPU: copies overlap, nothing waits on the host, and kernels find the rows where they are told to.
+
+Streams are held up by kernels that only wait, so that whatever is not ordered runs in the wrong order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.support.cache_twins import DIM, KV_HEADS, LAYERS, Twins, make_config, rows_of
+from torch import Tensor
+
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.streams import SideStream, Ticket
+from kvseek.engine.cache import device_cache
+from kvseek.engine.cache.host_pool import HostPool
+
+pytestmark = pytest.mark.gpu
+
+SIDE_CYCLES = 50_000_000  # about 25 ms: longer than two decode steps of these tests
+STEP_CYCLES = 4_000_000  # about 2 ms: longer than any copy or kernel here takes
+
+
+class SlowStream(SideStream):
+    """Holds every piece of work up, so that the current stream runs ahead of it."""
+
+    def run(self, work: Callable[[], None]) -> Ticket:
+        def held_up() -> None:
+            torch.cuda._sleep(SIDE_CYCLES)
+            work()
+
+        return super().run(held_up)
+
+
+@contextmanager
+def no_host_waits() -> Iterator[None]:
+    """Raise if PyTorch makes the host wait for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def as_kernels_read(twins: Twins, layer: int) -> Tensor:
+    """The layer's rows [extents, G, 1024, 2, D] by rows_pointer and extent_stride alone."""
+    cache, item = twins.cache, 4
+    shape = (cache.plan.capacity, KV_HEADS, EXTENT_TOKENS, 2, DIM)
+    inner = (EXTENT_TOKENS * 2 * DIM, 2 * DIM, DIM, 1)
+    strides = tuple(stride * item for stride in (cache.extent_stride(layer), *inner))
+    described = {"shape": shape, "strides": strides, "typestr": "<f4", "data": (cache.rows_pointer(layer), False)}
+    exporter = SimpleNamespace(__cuda_array_interface__={**described, "version": 3})
+    return torch.as_tensor(exporter, device=twins.device)
+
+
+@pytest.mark.parametrize("device_layers", [0, 1, LAYERS])
+@pytest.mark.parametrize("slow", ["side streams", "current stream"])
+def test_the_same_as_the_synchronous_cache(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, device_layers: int, slow: str
+) -> None:
+    if slow == "side streams":
+        monkeypatch.setattr(device_cache, "SideStream", SlowStream)
+    cycles = STEP_CYCLES if slow == "current stream" else 0
+    config = make_config(4, 2, 8, device_layers=device_layers)
+    twins = Twins(config, device, delay=lambda: torch.cuda._sleep(cycles))
+    assert twins.cache.evict_ahead == 2
+    for request, (slot, prompt, steps) in enumerate([(0, 1037, 12), (2, 2050, 9), (0, 30, 30), (1, 1500, 20)]):
+        twins.close(slot)
+        for _ in twins.prefill(request, slot, prompt, 3000):
+            twins.step()
+        for _ in range(steps):
+            twins.step()
+        twins.check_contents()
+
+
+def test_a_cancelled_prompt_does_not_reach_the_next_owner_of_its_extents(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_cache, "SideStream", SlowStream)
+    twins = Twins(make_config(4, 8, 8, offload="always"), device)
+    next(twins.prefill(1, 0, 1500, 1500))  # layer 0 is on its way to the host
+    twins.close(0)
+    twins.cache.adopt(1, 1500)
+    keys = rows_of(2, 0, torch.arange(1488)).to(device)
+    rows = torch.stack((keys, -keys), dim=2)
+    twins.cache.write_rows(0, 1, 0, rows)
+    assert torch.equal(twins.cache.read_rows(0, 1, 1488), rows.cpu())
+
+
+def test_the_host_never_waits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_cache, "SideStream", SlowStream)
+    twins = Twins(make_config(4, 12, 8, device_layers=1), device)
+    cache, indexes = twins.cache, twins.indexes
+    keys = rows_of(0, 0, torch.arange(1500)).to(device)
+    cache.open(0, 2000)  # the first upload of a table row allocates pinned memory
+    cache.close(0)
+    with no_host_waits():
+        cache.open(0, 2000)
+        cache.begin_prefill(0, 1500)
+        for layer in range(LAYERS):
+            cache.write_prompt(layer, 0, keys, keys)
+            indexes[layer].build(0, keys[:, 4:1488], keys)
+        cache.finish_prompt(0)
+        for _ in range(20):
+            cache.begin_step([0], indexes)
+            cache.end_step([0], indexes)
+        assert cache.lengths[0] == 1500 - 4 - 12 + 2 * 8
+        cache.close(0)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("device_layers", [0, 1, LAYERS])
+def test_kernels_find_the_rows(device: torch.device, device_layers: int) -> None:
+    twins = Twins(make_config(4, 12, 8, device_layers=device_layers), device)
+    for _ in twins.prefill(0, 1, 2500, 3000):
+        pass
+    for _ in range(30):
+        twins.step()
+    torch.cuda.synchronize()
+    length, extents = twins.cache.lengths[1], twins.cache.extents
+    for layer in range(LAYERS):
+        rows = extents.read(as_kernels_read(twins, layer), 1, length)
+        assert rows.is_cuda
+        expected = rows_of(0, layer, torch.arange(4, 4 + length))
+        assert torch.equal(rows.cpu(), torch.stack((expected, -expected), dim=2))
+    assert torch.equal(extents.device_table.cpu(), extents.table)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_host_pool_is_pinned_and_takes_strided_rows(device: torch.device, dtype: torch.dtype) -> None:
+    pool = HostPool(4, 3, 8, 128, dtype, device)
+    assert pool.rows.is_pinned()
+    pool.rows.fill_(torch.nan)
+    rows = torch.randn(2, 8, 300, 2, 128, device=device).to(dtype)
+    pool.write(2, 1, slice(700, 900), rows[:, :, 50:250])
+    pool.write(3, 0, slice(0, 1), rows[:1, :, 7:8])
+    torch.cuda.synchronize()
+    assert torch.equal(pool.rows[2, 1:, :, 700:900], rows[:, :, 50:250].cpu())
+    assert torch.equal(pool.rows[3, 0, :, 0], rows[0, :, 7].cpu())
+    assert pool.rows.isnan().sum() == pool.rows.numel() - (2 * 8 * 200 + 8) * 2 * 128
+
+
+def test_index_work_that_fails_ends_with_its_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_cache, "SideStream", SlowStream)
+    twins = Twins(make_config(4, 12, 8, offload="always"), device)
+    for _ in twins.prefill(0, 0, 1500, 2000):
+        pass
+
+    def fail(slot: int, start: int, keys: Tensor) -> None:
+        raise RuntimeError("broken")  # of memory that is short, the eviction would be tried again
+
+    monkeypatch.setattr(twins.indexes[1], "stage", fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        twins.step()
+    twins.close(0)
+    monkeypatch.undo()
+    for _ in twins.prefill(1, 0, 1500, 2000):
+        pass
+    for _ in range(30):
+        twins.step()
+    twins.check_contents()

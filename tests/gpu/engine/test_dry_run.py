@@ -1,0 +1,55 @@
+"""What `kvseek build --plan` counts on the meta device is what loading measures on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from tests.plugins.cases import ON_GPU
+
+from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvseek.engine.cache.dry_run import DryRun, GpuTraits
+from kvseek.engine.loading import measured_index_bytes, needs_cpu_library
+from kvseek.plugins.registry import get_method
+
+pytestmark = pytest.mark.gpu
+
+MODEL = ModelConfig("llama", 384, 512, 640, 4, 8, 2, 128, 1e-5, 1e4, 1 << 18)
+TOKENS = 1 << 17
+# A block of PyTorch's allocator may be larger than what was asked for, by what it does not split off.
+SPARE_BYTES = 2 << 20
+KEPT_BYTES = 64 << 10  # of constants that methods keep on a device once made
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+def test_counted_bytes_are_measured_bytes(name: str) -> None:
+    from kvseek.builder.compile.cpu import cached_cpu_library
+    from kvseek.builder.compile.cuda import cached_cubin, specialise
+    from kvseek.core.cpu_library import CpuLibrary
+    from kvseek.core.cuda import CudaKernels
+
+    method = get_method(name)
+    settings = method.configure({})
+    config = EngineConfig(
+        MODEL,
+        name,
+        dataclasses.asdict(settings),
+        CacheConfig(**method.cache_defaults),
+        dtype="bfloat16",
+        device="cuda",
+        max_batch_size=3,
+        max_input_len=TOKENS,
+        max_seq_len=TOKENS,
+    )
+    major, minor = torch.cuda.get_device_capability()
+    kernels = CudaKernels(cached_cubin(specialise(config), 10 * major + minor))
+    library = CpuLibrary(cached_cpu_library()) if needs_cpu_library(config) else None
+    books = method.codebooks(settings, MODEL.head_dim)
+    traits = GpuTraits("this", kernels.capability, kernels.multiprocessors, kernels.shared_memory_per_block)
+    dry = DryRun(books, traits)
+    for capacity in (1, 64):
+        on_gpu = {key: tensor.to(kernels.device) for key, tensor in books.items()}
+        measured = measured_index_bytes(config, on_gpu, kernels, library, capacity)
+        counted = dry.index_bytes(config, capacity, config.max_batch_size + 1)
+        assert counted - KEPT_BYTES <= measured <= counted * 1.02 + SPARE_BYTES

@@ -1,0 +1,282 @@
+"""Engines on the GPU against engines on the CPU: logits, tokens, graphs, memory, and what never waits."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import BuildEngine
+from tests.support.prefill import run_prefill
+from tests.support.random_models import ARCHITECTURES, save_random_model
+from torch import Tensor
+
+from kvseek.core.errors import CapacityError, ConfigError
+from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.engine.engine import Engine
+from kvseek.engine.model.device_decoder import STAGES, DeviceDecoder
+from kvseek.engine.service import EngineService
+
+pytestmark = pytest.mark.gpu
+
+WINDOW = ("--cache.sink", "4", "--cache.local", "32", "--cache.update", "16", "--cache.full_threshold", "40")
+LIMITS = ("--max_batch_size", "3", "--max_seq_len", "1000", "--max_input_len", "900", "--prefill_chunk_tokens", "50")
+PROMPT = torch.arange(180).mul(7).remainder(100).tolist()
+SLOTS = {0: PROMPT, 2: PROMPT[:25], 1: PROMPT[30:130]}  # one below full_threshold, evictions at different steps
+STEPS = 40
+ON_CPU = ("--kernels", "reference")  # needs no compiler
+MAX_DIFFERENCE = 5e-4  # of float32 logits of size 1: sums in another order
+TOKENS = [[(step * 31 + slot * 17) % 100 for slot in SLOTS] for step in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Random checkpoints; heads of 64 channels where the architecture lets one choose."""
+    sizes: dict[str, dict[str, int]] = {
+        "llama": {"head_dim": 64},
+        "qwen2": {"hidden_size": 384},
+        "qwen3": {"head_dim": 64},
+    }
+    folder = tmp_path_factory.mktemp("models")
+    return {name: save_random_model(folder / name, name, **sizes[name]) for name in ARCHITECTURES}
+
+
+@pytest.fixture(scope="module")
+def on_gpu(build_engine: BuildEngine) -> BuildEngine:
+    """Build an engine for this GPU."""
+    major, minor = torch.cuda.get_device_capability()
+
+    def make(model: Path, method: str, *flags: str) -> Path:
+        return build_engine(model, method, "--device", "cuda", "--cuda_archs", f"{major}{minor}", *flags)
+
+    return make
+
+
+def run_all(decoder: Any) -> tuple[Tensor, list[list[float]]]:
+    """Logits of the prompts and of every step, one after the other, and what each step attended to."""
+    rows = [run_prefill(decoder, slot, prompt, STEPS)[None] for slot, prompt in SLOTS.items()]
+    attended = []
+    for tokens in TOKENS:
+        logits, share = decoder.decode(tokens, list(SLOTS))
+        rows.append(logits)
+        attended.append(share)
+    for slot in SLOTS:
+        decoder.cache.close(slot)
+    return torch.cat(rows), attended
+
+
+def eager(engine: Engine, **options: bool) -> DeviceDecoder:
+    """A second decoder over an engine's weights, cache and indexes."""
+    old = engine._decoder
+    assert isinstance(old, DeviceDecoder)
+    return DeviceDecoder(old.config, old.weights, old.cache, old.indexes, old.ops._kernels, graphs=False, **options)
+
+
+@pytest.mark.parametrize("offload", ["always", "never", "auto"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_dense_logits_are_those_of_the_cpu(
+    architecture: str, offload: str, models: dict[str, Path], build_engine: BuildEngine, on_gpu: BuildEngine
+) -> None:
+    flags = (*WINDOW, *LIMITS)
+    expected, expected_attended = run_all(
+        Engine.load(build_engine(models[architecture], "full", *flags, *ON_CPU))._decoder
+    )
+    engine = Engine.load(on_gpu(models[architecture], "full", *flags, "--cache.offload", offload))
+    found, attended = run_all(engine._decoder)
+    assert (found - expected).abs().max() <= MAX_DIFFERENCE
+    assert attended == [pytest.approx(share) for share in expected_attended]
+
+
+@pytest.mark.parametrize("offload", ["always", "never"])
+def test_selecting_everything_is_dense(offload: str, models: dict[str, Path], on_gpu: BuildEngine) -> None:
+    flags = (*WINDOW, *LIMITS, "--cache.offload", offload)
+    full, _ = run_all(Engine.load(on_gpu(models["llama"], "full", *flags))._decoder)
+    found, attended = run_all(
+        Engine.load(on_gpu(models["llama"], "pariskv", *flags, "--pariskv.top_k", "300"))._decoder
+    )
+    assert (found - full).abs().max() <= MAX_DIFFERENCE
+    assert max(attended[-1]) == len(PROMPT) + STEPS
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_and_hot_rows_change_nothing(dtype: str, models: dict[str, Path], on_gpu: BuildEngine) -> None:
+    flags = (*WINDOW, *LIMITS, "--pariskv.top_k", "20", "--dtype", dtype, "--cache.offload", "always")
+    engine = Engine.load(on_gpu(models["qwen3"], "pariskv", *flags))
+    expected, attended = run_all(engine._decoder)
+    assert max(attended[-1]) < len(PROMPT) / 2, "rows were selected"
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    for options in ({"hot_rows": True}, {"hot_rows": False}):
+        found, found_attended = run_all(eager(engine, **options))
+        assert (found - expected).abs().max() <= tolerance
+        assert found_attended == attended
+
+
+def test_most_logits_of_selected_rows_are_those_of_the_cpu(
+    models: dict[str, Path], build_engine: BuildEngine, on_gpu: BuildEngine
+) -> None:
+    flags = (*WINDOW, *LIMITS, "--pariskv.top_k", "40")
+    expected, expected_attended = run_all(
+        Engine.load(build_engine(models["llama"], "pariskv", *flags, *ON_CPU))._decoder
+    )
+    found, attended = run_all(Engine.load(on_gpu(models["llama"], "pariskv", *flags))._decoder)
+    assert attended == [pytest.approx(share) for share in expected_attended]
+    # Estimates round differently, so that the last rows of a selection may differ; most logits do not notice.
+    differences = (found - expected).abs().max(dim=1).values
+    assert differences.median() <= MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits_are_close(
+    dtype: str, models: dict[str, Path], build_engine: BuildEngine, on_gpu: BuildEngine
+) -> None:
+    flags = (*WINDOW, *LIMITS)
+    expected, _ = run_all(Engine.load(build_engine(models["qwen3"], "full", *flags, *ON_CPU))._decoder)
+    found, _ = run_all(Engine.load(on_gpu(models["qwen3"], "full", *flags, "--dtype", dtype))._decoder)
+    error = (found - expected).norm() / expected.norm()
+    assert error <= {"bfloat16": 5e-2, "float16": 1e-2}[dtype]
+
+
+@pytest.fixture(scope="module")
+def engine(models: dict[str, Path], on_gpu: BuildEngine) -> Engine:
+    flags = (*WINDOW, *LIMITS, "--pariskv.top_k", "20", "--cache.offload", "always")
+    return Engine.load(on_gpu(models["llama"], "pariskv", *flags))
+
+
+def run(engine: Engine) -> list[StepOutput]:
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    return outputs
+
+
+def test_tokens_do_not_depend_on_company(engine: Engine) -> None:
+    requests = [Request(tuple(PROMPT[i * 9 :]), 30 + i) for i in range(7)]
+    alone = [engine.generate([request])[0] for request in requests]
+    assert engine.generate(requests) == alone
+    assert engine._cache.extents.free == engine._cache.extents.capacity
+
+
+def test_greedy_tokens_are_those_of_the_logits(engine: Engine) -> None:
+    decoder = engine._decoder
+    for slot, prompt in SLOTS.items():
+        run_prefill(decoder, slot, prompt, 10)
+    tokens, _ = decoder.decode_tokens([1, 2, 3], [0, 1, 2], [True, False, True])
+    for slot, prompt in SLOTS.items():
+        decoder.cache.close(slot)
+        run_prefill(decoder, slot, prompt, 10)
+    logits, _ = decoder.decode([1, 2, 3], [0, 1, 2])
+    assert tokens[0] == int(logits[0].argmax())
+    assert isinstance(tokens[1], Tensor)
+    torch.testing.assert_close(tokens[1], logits[1], rtol=0, atol=1e-5)
+    assert tokens[2] == int(logits[2].argmax())
+    for slot in SLOTS:
+        decoder.cache.close(slot)
+
+
+def test_a_seed_repeats(engine: Engine) -> None:
+    request = Request(tuple(PROMPT), 20, SamplingParams(temperature=1.0, top_p=0.9, seed=4))
+    assert engine.generate([request]) == engine.generate([request])
+
+
+def test_cancelling_during_prefill_and_decoding_leaves_others_alone(engine: Engine) -> None:
+    (expected,) = engine.generate([Request(tuple(PROMPT), 60)])
+    for steps in (2, 40, 55):
+        kept, dropped = engine.submit(Request(tuple(PROMPT), 60)), engine.submit(Request(tuple(PROMPT[3:]), 70))
+        outputs = [output for _ in range(steps) for output in engine.step()]
+        engine.cancel(dropped)
+        late = engine.submit(Request(tuple(PROMPT[50:]), 5))  # takes the slot and the extents that were given back
+        outputs += run(engine)
+        assert [o.token_id for o in outputs if o.request_id == kept and o.token_id is not None] == expected
+        assert any(o.request_id == late and o.finish_reason is FinishReason.LENGTH for o in outputs)
+    assert engine._cache.extents.free == engine._cache.extents.capacity
+
+
+def test_running_out_of_memory_ends_one_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = engine._decoder
+    assert isinstance(decoder, DeviceDecoder)
+    (expected,) = engine.generate([Request(tuple(PROMPT[:60]), 30)])
+    silu_mul = decoder.ops.silu_mul
+
+    def greedy_for_memory(gate_up: Tensor) -> Tensor:
+        if gate_up.shape[0] >= 16:  # a chunk of the long prompt, while the short request decodes
+            torch.empty(1 << 50, dtype=torch.uint8, device=gate_up.device)
+        return silu_mul(gate_up)
+
+    short, outputs = engine.submit(Request(tuple(PROMPT[:60]), 30)), list[StepOutput]()
+    while not any(output.token_id is not None for output in outputs):
+        outputs += engine.step()
+    monkeypatch.setattr(decoder.ops, "silu_mul", greedy_for_memory)
+    long = engine.submit(Request(tuple(PROMPT[:150]), 12))
+    outputs += run(engine)
+    (failed,) = [output for output in outputs if output.request_id == long and output.finish_reason]
+    assert failed.finish_reason is FinishReason.ERROR
+    assert failed.error.startswith("CapacityError: input_lengths = 150: its prefill needs about ")
+    assert [o.token_id for o in outputs if o.request_id == short and o.token_id is not None] == expected
+
+
+@contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_nothing_waits_for_the_device_but_tokens(engine: Engine) -> None:
+    decoder = engine._decoder
+    decoder.cache.open(0, len(PROMPT) + 60)
+    prefill = decoder.prefill([(0, PROMPT)])
+    with waiting_forbidden():
+        while prefill.progress < 1:
+            prefill.advance(50)
+    prefill.finish()
+    with waiting_forbidden():  # evictions of 16 tokens come and go
+        for step in range(50):
+            decoder.decode_tokens([step], [0], [True])
+    decoder.cache.close(0)
+
+
+def test_stages_cover_the_step(engine: Engine) -> None:
+    decoder = engine._decoder
+    assert isinstance(decoder, DeviceDecoder)
+    stages: list[str] = []
+    step = decoder.step(2)
+    step.load([])  # what an earlier test loaded names slots that are closed now
+    decoder.run_layers(step.batch, stages.append)
+    assert stages == ["begin", *STAGES[1:-1] * len(decoder.layers), "head"]
+
+
+def test_a_service_generates_from_its_own_thread(models: dict[str, Path], on_gpu: BuildEngine, engine: Engine) -> None:
+    flags = (*WINDOW, *LIMITS, "--pariskv.top_k", "20", "--cache.offload", "always")
+    service = EngineService.load(on_gpu(models["llama"], "pariskv", *flags))
+    outputs: queue.Queue[StepOutput] = queue.Queue()
+    try:
+        service.submit(Request(tuple(PROMPT), 20), outputs.put)
+        found = [outputs.get(timeout=60)]
+        while found[-1].finish_reason is None:
+            found.append(outputs.get(timeout=60))
+    finally:
+        service.close()
+    tokens = [output.token_id for output in found if output.token_id is not None]
+    assert [tokens] == engine.generate([Request(tuple(PROMPT), 20)])
+
+
+def test_rows_that_exceed_the_device_are_refused_with_the_numbers(tmp_path: Path, on_gpu: BuildEngine) -> None:
+    longest = 1 << 24
+    model = save_random_model(tmp_path / "model", "llama", head_dim=64, max_position_embeddings=longest)
+    flags = ("--max_batch_size", "64", "--max_seq_len", str(longest), "--cache.offload", "never")
+    with pytest.raises(
+        CapacityError, match=r"device memory: weights [\d,]+, windows [\d,]+, work space [\d,]+, index of"
+    ):
+        Engine.load(on_gpu(model, "full", *flags))
+
+
+def test_a_method_without_device_index_is_refused(models: dict[str, Path], on_gpu: BuildEngine) -> None:
+    pattern = r"FlatIndex does not run with device = 'cuda'; choose one of full, clusterkv, ctkvr, pariskv, prkv"
+    with pytest.raises(ConfigError, match=pattern):
+        Engine.load(on_gpu(models["llama"], "flat", *WINDOW, *LIMITS))

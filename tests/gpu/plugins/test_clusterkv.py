@@ -1,0 +1,216 @@
+"""ClusterKV's selection on the GPU against the reference with the same clusters: scores, rows, evictions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.gpu.plugins.clusterkv_pairs import (
+    KV_HEADS,
+    batch_of,
+    copy_clusters,
+    make_context,
+    make_pair,
+    poison,
+    random_keys,
+)
+from torch import Tensor
+
+from kvseek.plugins.clusterkv.config import Config
+from kvseek.plugins.clusterkv.device import CudaIndex
+from kvseek.plugins.clusterkv.reference import ReferenceIndex, expand, rows_taken
+from kvseek.plugins.shared.group import query_lanes
+
+pytestmark = pytest.mark.gpu
+
+# dtype, head_dim, group size, group_reduce
+SHAPES = [
+    ("bfloat16", 128, 4, "softmax_mean"),
+    ("float16", 64, 3, "softmax_mean"),
+    ("float32", 96, 1, "max"),
+    ("bfloat16", 256, 8, "max"),
+    ("float32", 128, 16, "softmax_mean"),
+    ("float16", 32, 16, "softmax_mean"),
+    ("float16", 128, 7, "mean"),
+    ("bfloat16", 64, 2, "mean"),
+]
+
+
+def device_values(expected: ReferenceIndex, found: CudaIndex, slot: int) -> tuple[Tensor, Tensor]:
+    """Scores that the first kernel left, float32 [G, lanes, C], and the values of the clusters that they give, [G, C]."""
+    count = expected.counts[slot]
+    scores = found.workspace.scores[slot].flatten(1, 2)[:, :count].transpose(1, 2).cpu()
+    if expected.config.group_reduce == "mean":
+        return scores, scores[:, 0]
+    weights = (scores.double() * torch.log(torch.tensor(2.0, dtype=torch.float64))).softmax(dim=-1)
+    return scores, weights.amax(dim=1) if expected.config.group_reduce == "max" else weights.mean(dim=1)
+
+
+def check_request(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, slot: int, rows: Tensor) -> None:
+    """Scores agree with the reference; given the scores, clusters are taken whole by value, and the last is cut."""
+    config, n = expected.config, expected.context.lengths[slot]
+    lanes = query_lanes(queries.view(KV_HEADS, -1, queries.shape[-1]), config.group_reduce)
+    sizes, starts = (expected.read_clusters(array, slot) for array in (expected.sizes, expected.starts))
+    exact = lanes @ expected.read_clusters(expected.centroids, slot).float().transpose(1, 2)
+    scale = 1.0 if config.group_reduce == "mean" else expected.context.scaling * 1.4426950408889634
+    scores, values = device_values(expected, found, slot)
+    held = (sizes > 0)[:, None].expand_as(exact)
+    torch.testing.assert_close(scores[held], (exact * scale)[held], rtol=1e-4, atol=1e-4)
+    assert (scores[~held] == -torch.inf).all()
+    kept = min(n, config.top_k)
+    assert (rows[:, kept:] == -1).all()
+    listed = expected.context.extents.read(expected.places, slot, n)
+    for head in range(KV_HEADS):
+        own = rows[head, :kept].long()
+        assert len(set(own.tolist())) == kept, "no row twice"
+        # Rows by cluster, from where they stand in the sorted list.
+        place_of = torch.empty(n, dtype=torch.long)
+        place_of[listed[head].long()] = torch.arange(n)
+        cluster = torch.searchsorted((starts + sizes)[head].long().contiguous(), place_of[own], right=True)
+        taken = torch.zeros(len(sizes[head]), dtype=torch.long).index_add_(0, cluster, torch.ones_like(cluster))
+        assert (taken <= sizes[head]).all()
+        cut = ((taken > 0) & (taken < sizes[head])).nonzero()[:, 0]
+        assert len(cut) <= 1, "only the last cluster is cut"
+        again = expand(starts[head, None], taken[None], config.top_k)[0, :kept]
+        assert torch.equal(listed[head, again], rows[head, :kept]), "clusters ascend, and begin with their first rows"
+        last = values[head][taken > 0].min()
+        left = values[head][(taken == 0) & (sizes[head] > 0)]
+        assert len(left) == 0 or left.max() <= last + 1e-4 * last.abs() + 1e-30, "no better cluster was left"
+        if len(cut):
+            assert values[head][cut[0]] <= last + 1e-4 * last.abs(), "the cut one is the last"
+
+
+@pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [33_000, 3]], ids=str)
+@pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), SHAPES)
+def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[int]) -> None:
+    torch.manual_seed(dim + group + len(lengths))
+    config = Config(group_reduce=reduce, top_k=300, tokens_per_cluster=40, iterations=3)
+    expected, found = make_pair(config, dtype, dim, group, lengths)
+    queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
+    slots = list(reversed(range(len(lengths))))
+    selection = found.select(queries.cuda(), slots)
+    assert selection.counts == tuple(min(300, lengths[slot]) for slot in slots)
+    for request, slot in enumerate(slots):
+        check_request(expected, found, queries[request], slot, selection.rows[request].cpu())
+
+
+def test_rows_are_the_references_where_scores_are_far_apart() -> None:
+    torch.manual_seed(1)
+    config = Config(group_reduce="max", top_k=1000)
+    expected, found = make_pair(config, "float32", 128, 4, [20_000, 4000])
+    queries = torch.randn(2, KV_HEADS * 4, 128)
+    assert torch.equal(found.select(queries.cuda(), [0, 1]).rows.cpu(), expected.select(queries, [0, 1]).rows)
+
+
+@pytest.mark.parametrize("per_cluster", [1, 3])
+@pytest.mark.parametrize("top_k", [1, 700, 5000])
+def test_tiny_clusters_take_as_many_as_the_budget_needs(per_cluster: int, top_k: int) -> None:
+    """Up to 5,000 clusters are taken, in several rounds of the block; clusters without keys are passed over."""
+    torch.manual_seed(top_k)
+    config = Config(tokens_per_cluster=per_cluster, top_k=top_k, iterations=2)
+    expected, found = make_pair(config, "bfloat16", 64, 2, [6000, 2000])
+    queries = torch.randn(2, KV_HEADS * 2, 64).bfloat16()
+    rows = found.select(queries.cuda(), [0, 1]).rows.cpu()
+    for slot in range(2):
+        check_request(expected, found, queries[slot], slot, rows[slot])
+
+
+@pytest.mark.parametrize("reduce", ["mean", "softmax_mean"])
+def test_equal_scores_are_cut_by_number(reduce: str) -> None:
+    """All centroids are the same, more than one block compares at once: the digits of their numbers decide."""
+    config = Config(tokens_per_cluster=8, top_k=777, group_reduce=reduce)
+    expected, found = make_pair(config, "bfloat16", 64, 2, [16_000])
+    expected.centroids.fill_(0.5)
+    copy_clusters(found, expected)
+    queries = torch.randn(1, KV_HEADS * 2, 64).bfloat16()
+    sizes, starts = (expected.read_clusters(array, 0) for array in (expected.sizes, expected.starts))
+    entries = expand(starts, rows_taken(torch.zeros(sizes.shape), sizes, 777), 777)
+    listed = expected.context.extents.read(expected.places, 0, 16_000)
+    assert torch.equal(found.select(queries.cuda(), [0]).rows[0].cpu(), listed.gather(1, entries))
+
+
+@pytest.mark.parametrize("tokens_per_cluster", [80, 500])
+def test_one_cluster_larger_than_the_budget(tokens_per_cluster: int) -> None:
+    torch.manual_seed(4)
+    config = Config(tokens_per_cluster=tokens_per_cluster, top_k=60, iterations=2)
+    expected, found = make_pair(config, "bfloat16", 128, 4, [70_000 if tokens_per_cluster == 500 else 79])
+    queries = torch.randn(1, KV_HEADS * 4, 128).bfloat16()
+    check_request(expected, found, queries[0], 0, found.select(queries.cuda(), [0]).rows[0].cpu())
+
+
+def test_a_request_does_not_depend_on_its_batch() -> None:
+    torch.manual_seed(6)
+    lengths = [9000, 300, 40_000, 81]
+    _, found = make_pair(Config(iterations=2), "bfloat16", 128, 4, lengths)
+    queries = torch.randn(4, KV_HEADS * 4, 128, device="cuda").bfloat16()
+    together = found.select(queries, [0, 1, 2, 3]).rows
+    scores = found.workspace.scores.clone()
+    for slot in range(4):
+        alone = found.select(queries[slot, None], [slot]).rows
+        assert torch.equal(alone[0], together[slot])
+        used = -(-found.reference.counts[slot] // 32)
+        assert torch.equal(found.workspace.scores[slot, :, :used], scores[slot, :, :used])
+
+
+def test_evicted_keys_become_visible_when_they_are_committed() -> None:
+    """Growth by evictions on the GPU: clusters of their own, and some that join the last cluster."""
+    torch.manual_seed(5)
+    old, update, times = 1500, 40, 6
+    keys = random_keys(old + update * times, 64, "bfloat16")
+    config = Config(top_k=100, tokens_per_cluster=80)
+    context = make_context(config, "bfloat16", 64, 2, [old], "cuda", room=update * times)
+    index = CudaIndex(context)
+    poison(index)
+    index.build(0, keys[:, :old].cuda(), keys.cuda())
+    index.finish_build(0)
+    expected = ReferenceIndex(make_context(config, "bfloat16", 64, 2, [old], "cpu", room=update * times))
+    queries = torch.randn(1, KV_HEADS * 2, 64).bfloat16()
+    for number in range(times):
+        start = old + number * update
+        before = index.select(queries.cuda(), [0]).rows
+        index.stage(0, start, keys[:, start : start + update].cuda())
+        assert torch.equal(index.select(queries.cuda(), [0]).rows, before)
+        index.commit(0, start, update)
+        context.lengths[0] = expected.context.lengths[0] = start + update
+        for name in ("centroids", "sizes", "starts", "places", "clusters"):
+            getattr(expected, name).copy_(getattr(index.reference, name))
+        expected.counts[:] = index.reference.counts
+        check_request(expected, index, queries[0], 0, index.select(queries.cuda(), [0]).rows[0].cpu())
+        sizes = expected.read_clusters(expected.sizes, 0)
+        assert (sizes.sum(dim=1) == start + update).all()
+    assert expected.counts == [1500 // config.tokens_per_cluster + 3]
+    listed = expected.context.extents.read(expected.places, 0, old + update * times)
+    assert torch.equal(listed.sort(dim=1).values, torch.arange(old + update * times).int().expand(KV_HEADS, -1))
+    last, places = expected.read_clusters(expected.centroids, 0)[:, -1], listed[:, -2 * update :].long()
+    means = torch.stack([keys[head, places[head]].float().mean(dim=0) for head in range(KV_HEADS)])
+    assert int(expected.read_clusters(expected.sizes, 0)[0, -1]) == 2 * update
+    torch.testing.assert_close(last.float(), means, rtol=0.02, atol=0.02)
+
+
+def test_a_slot_may_be_closed_while_its_prompt_is_clustered() -> None:
+    """What is still running writes to the extents that the slot had, and nowhere else."""
+    torch.manual_seed(7)
+    n = 5000
+    index = CudaIndex(make_context(Config(), "bfloat16", 64, 2, [n], "cuda"))
+    poison(index)
+    keys, extents = random_keys(n, 64, "bfloat16").cuda(), index.context.extents
+    owned = extents.table[0].tolist()
+    index.build(0, keys, keys)
+    extents.release(0)
+    index.finish_build(0)
+    places = index.reference.places.cpu()
+    listed = places[owned].transpose(0, 1).flatten(1)[:, :n]
+    assert torch.equal(listed.sort(dim=1).values, torch.arange(n, dtype=torch.int32).expand(KV_HEADS, -1))
+    assert (places[[extent for extent in range(extents.capacity) if extent not in owned]] == -7).all()
+
+
+def test_dense_layers_select_nothing_and_keep_nothing() -> None:
+    index = CudaIndex(make_context(Config(), "bfloat16", 64, 2, [2000], "cuda", room=320, layer=1))
+    keys = random_keys(2320, 64, "bfloat16").cuda()
+    index.build(0, keys[:, :2000], keys)
+    index.finish_build(0)
+    index.extend(0, keys[:, 2000:])
+    queries = torch.randn(1, KV_HEADS * 2, 64, device="cuda").bfloat16()
+    assert index.launch_select(queries, batch_of(index, [2100], [0])) is None
+    assert index.attended(2000) == 2000
+    assert index.select(queries, [0]).counts == (2000,)
+    assert index.recent is None

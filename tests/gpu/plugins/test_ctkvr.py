@@ -1,0 +1,283 @@
+"""CTkvr's decode step on the GPU against the PyTorch reference: recall, rerank, centroid update, host cores, graphs.
+
+Scores are sums in another order than the reference's, so places may change seats where the logarithms of their weights
+agree to TOLERANCE: what is compared are the values of the places, exactly where they differ by more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.gpu.plugins.attention.random_cache import RandomCache
+from tests.gpu.plugins.ctkvr_pairs import (
+    CENTROID_ARRAYS,
+    CUDA,
+    KV_HEADS,
+    Twin,
+    build,
+    copy_centroids,
+    keys_of,
+    make_cache,
+    make_index,
+    random_queries,
+)
+from torch import Tensor
+
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.plugins.attention.device import DeviceAttention
+from kvseek.plugins.batch import DeviceBatch, RequestState
+from kvseek.plugins.ctkvr.config import Config
+from kvseek.plugins.ctkvr.device import CudaIndex
+from kvseek.plugins.selection import DeviceSelection
+
+pytestmark = pytest.mark.gpu
+
+SMALL = Config(top_k=48, centroids=24, recent=64, execution="uva")
+# dtype, head_dim, group size
+SHAPES = [
+    ("bfloat16", 128, 4),
+    ("float16", 64, 3),
+    ("float32", 128, 1),
+    ("bfloat16", 64, 8),
+    ("float32", 96, 16),
+    ("float16", 256, 9),
+]
+
+
+@pytest.mark.parametrize("lengths", [[1, 47, 300], [48, 49], [5003, 1025, 1024], [70_001, 3]], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_selections_and_updates_are_the_references(shape: tuple[str, int, int], lengths: list[int]) -> None:
+    torch.manual_seed(shape[1] + len(lengths))
+    cache = make_cache(shape, lengths)
+    index = make_index(shape, SMALL, cache)
+    for slot, length in enumerate(lengths):
+        build(index, cache, slot, length)
+    twin = Twin(index, cache)
+    for _ in range(3):
+        twin.step(random_queries(index, len(lengths)), list(reversed(range(len(lengths)))))
+
+
+def check_prompt(index: CudaIndex, slot: int, queries: Tensor) -> None:
+    """A slot's centroids and what belongs to them are those of the prompt's queries [H, w, D]."""
+    count = int(index.written[slot, 0])
+    assert (index.written[slot] == count).all()
+    found, last = index.reference, queries[:, queries.shape[1] - count :].double()
+    means = last.mean(dim=1) if count and index.config.centred else torch.zeros_like(last[:, 0])
+    torch.testing.assert_close(found.means[slot].double(), means, rtol=1e-5, atol=1e-5)
+    centroids = found.centroids[slot, :, :count].double()
+    expected = torch.nn.functional.normalize(last - means[:, None], dim=-1)
+    assert (centroids - expected).abs().max() <= max(torch.finfo(index.context.dtype).eps, 1e-5)
+    offsets = (centroids * means[:, None]).sum(dim=-1)
+    torch.testing.assert_close(found.offsets[slot, :, :count].double(), offsets, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_each_prompt_brings_its_own_mean(shape: tuple[str, int, int], centred: bool) -> None:
+    """Centroids as built, steps after them, and the next request's prompt in the same slot."""
+    torch.manual_seed(8)
+    cache = make_cache(shape, [900, 5000])
+    index = make_index(shape, replace(SMALL, centred=centred), cache)
+    twin = Twin(index, cache)
+    for sign in (1, -2):
+        for slot, length in enumerate(cache.lengths):
+            index.context.lengths[slot] = length
+            queries = (sign * random_queries(index, 400)).transpose(0, 1)
+            index.build(slot, keys_of(cache, slot, length), queries)
+            check_prompt(index, slot, queries)
+        for _ in range(3):
+            twin.step(sign * random_queries(index, 2), [1, 0])
+    assert (index.reference.means[:2].abs().amax() > 1) == centred
+
+
+def test_a_region_that_grew_from_nothing_has_no_mean() -> None:
+    torch.manual_seed(9)
+    shape = SHAPES[0]
+    cache = make_cache(shape, [400])
+    index = make_index(shape, SMALL, cache)
+    build(index, cache, 0, 400)
+    assert (index.reference.means[0] != 0).any()
+    index.context.lengths[0] = 0  # another request
+    index.build(0, keys_of(cache, 0, 0), random_queries(index, 5).transpose(0, 1))
+    assert (index.reference.means[0] == 0).all()
+    twin = Twin(index, cache)
+    for length in (60, 64, 100, 400):
+        index.context.lengths[0] = length
+        twin.step(random_queries(index, 1), [0])
+    assert (index.reference.offsets[0, :, :4] == 0).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_twenty_steps_with_new_places_and_a_full_ring(shape: tuple[str, int, int]) -> None:
+    torch.manual_seed(2)
+    cache = make_cache(shape, [2100, 700])
+    index = make_index(shape, replace(SMALL, centroids=7, probes=4), cache)
+    for slot, length in enumerate(cache.lengths):
+        build(index, cache, slot, length, room=600)
+    twin = Twin(index, cache)
+    for _ in range(20):
+        twin.step(random_queries(index, 2), [1, 0])
+        for slot in range(2):
+            index.context.lengths[slot] += 30
+    assert index.written[:2].min() == 20 + 7, "the ring went round"
+
+
+def test_long_regions_and_many_candidates() -> None:
+    """Bits of 300,000 places; candidates that shared memory does not hold; all probes taken."""
+    torch.manual_seed(3)
+    shape = SHAPES[1]
+    cache = make_cache(shape, [300_001])
+    config = Config(top_k=512, centroids=2048, recent=24_000, probes=9, execution="uva")
+    index = make_index(shape, config, cache)
+    assert index.workspace.keys is not None
+    build(index, cache, 0, 300_001, room=30_000)
+    index.context.lengths[0] = 300_001
+    Twin(index, cache).step(random_queries(index, 1), [0])
+    everything = make_index(shape, replace(config, centroids=9), cache)
+    build(everything, cache, 0, 300_001)
+    Twin(everything, cache).step(random_queries(everything, 1), [0])
+
+
+def test_rows_in_host_memory_are_read_where_they_lie() -> None:
+    torch.manual_seed(4)
+    shape = SHAPES[0]
+    cache = make_cache(shape, [3000, 900], host_rows=True)
+    index = make_index(shape, SMALL, cache)
+    for slot, length in enumerate(cache.lengths):
+        build(index, cache, slot, length)
+    Twin(index, cache).step(random_queries(index, 2), [1, 0])
+
+
+def test_equal_keys_are_taken_in_order() -> None:
+    shape = SHAPES[0]
+    cache = make_cache(shape, [4000])
+    cache.rows.copy_(torch.randn(KV_HEADS, 1, 2, shape[1], device=CUDA))
+    index = make_index(shape, SMALL, cache)
+    build(index, cache, 0, 4000, room=200)
+    index.context.lengths[0] = 4000
+    rows = index.select(random_queries(index, 1), [0]).rows[0]
+    assert torch.equal(rows, index.workspace.recalled[0, :, :48])
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_company_changes_nothing(shape: tuple[str, int, int]) -> None:
+    torch.manual_seed(5)
+    lengths = [3000, 900, 20, 12_000, 5000]
+    cache = make_cache(shape, lengths)
+    index = make_index(shape, replace(SMALL, update=False), cache)
+    for slot, length in enumerate(lengths):
+        build(index, cache, slot, length)
+    queries = random_queries(index, 5)
+    together = index.select(queries, list(range(5))).rows
+    order = [3, 0, 4, 1, 2]
+    assert torch.equal(index.select(queries[order], order).rows, together[order])
+    for slot in range(5):
+        assert torch.equal(index.select(queries[slot, None], [slot]).rows[0], together[slot])
+
+
+def test_a_captured_selection_follows_requests_and_skips_dense_ones() -> None:
+    torch.manual_seed(6)
+    shape, lengths = SHAPES[0], [3000, 40_000, 12_000]
+    cache = make_cache(shape, lengths)
+    index = make_index(shape, SMALL, cache)
+    for slot, length in enumerate(lengths):
+        build(index, cache, slot, length)
+    queries = random_queries(index, 4)
+    states = [RequestState(0, slot, 0, 0, 0, 0, 0, n, False) for slot, n in enumerate(lengths)]
+    batch = cache.batch([*states, cache.padding()])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows = index.launch_select(queries, batch).rows
+    twin = Twin(index, cache)
+    for order in ([0, 1, 2], [2, 0, 1]):
+        batch.requests.copy_(cache.batch([*(states[slot] for slot in order), cache.padding()]).requests)
+        queries.copy_(random_queries(index, 4))
+        changing = (*(getattr(index.reference, name) for name in CENTROID_ARRAYS), index.written)
+        saved = [array.clone() for array in changing]
+        expected = twin.step(queries[:3].clone(), order)
+        for array, old in zip(changing, saved, strict=True):
+            array.copy_(old)
+        rows.fill_(-9)
+        graph.replay()
+        assert torch.equal(rows[:3], expected)
+        assert (rows[3] == -9).all(), "nothing is selected for a dense request"
+    dense = [replace(state, dense=True) for state in states]
+    before = index.written.clone()
+    batch.requests.copy_(cache.batch([*dense, cache.padding()]).requests)
+    graph.replay()
+    assert torch.equal(index.written, before), "its query becomes no centroid"
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("shape", [*SHAPES[:4], SHAPES[5]], ids=str)
+def test_host_cores_attend_as_the_gpu_does(shape: tuple[str, int, int], captured: bool, library: CpuLibrary) -> None:
+    torch.manual_seed(7)
+    lengths = [3000, 1000, 700, 5001]
+    cache = make_cache(shape, lengths, host_rows=True)
+    on_gpu = make_index(shape, SMALL, cache)
+    on_host = make_index(shape, replace(SMALL, execution="cpu"), cache, library)
+    for slot, length in enumerate(lengths):
+        build(on_gpu, cache, slot, length)
+    copy_centroids(on_gpu.reference, on_host.reference)
+    on_host.written.copy_(on_gpu.written)
+    on_host.prompted.copy_(on_gpu.prompted)
+    on_host.listed.copy_(on_gpu.listed)
+    states = [cache.request(slot, 16, 30, 50, 0, dense=slot == 2) for slot in (1, 3, 2, 0)]
+    batch = cache.batch([*states, cache.padding()])
+    queries = random_queries(on_gpu, 5)
+    attentions = [make_attention(index, cache, queries, batch) for index in (on_gpu, on_host)]
+    written = on_host.written[2].clone()
+
+    def run() -> Tensor:
+        selection = on_host.launch_select(queries, batch)
+        return on_host.launch_attend(queries, batch, cache.window, selection, attentions[1])
+
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            found = run()
+    for _ in range(4):
+        queries.copy_(random_queries(on_gpu, 5))
+        selection = on_gpu.launch_select(queries, batch)
+        expected = on_gpu.launch_attend(queries, batch, cache.window, selection, attentions[0])
+        if captured:
+            graph.replay()
+        else:
+            found = run()
+        torch.cuda.synchronize()
+        on_host.refresh([0, 1, 3])
+        limit = 1e-4 if shape[0] == "float32" else 2e-2
+        torch.testing.assert_close(found.float(), expected.float(), rtol=limit, atol=limit)
+        assert torch.equal(on_host.written, on_gpu.written)
+        first, second = (index.reference.lists[[0, 1, 3]] for index in (on_host, on_gpu))
+        common = (first[..., None] == second[..., None, :]).any(dim=-1)
+        assert common.float().mean() >= 0.999, "only places whose values agree to rounding differ"
+        for name in ("centroids", "offsets"):  # rings of 24 are full, so that nothing is poison
+            first, second = (getattr(index.reference, name)[[0, 1, 3]].float() for index in (on_host, on_gpu))
+            torch.testing.assert_close(first, second, rtol=0, atol=max(1e-4, torch.finfo(queries.dtype).eps))
+    assert torch.equal(on_host.written[2], written), "the query of a dense request becomes no centroid"
+
+
+def make_attention(index: CudaIndex, cache: RandomCache, queries: Tensor, batch: DeviceBatch) -> DeviceAttention:
+    """What the engine makes of an index's first, dense launch."""
+    context = index.context
+    padding = cache.batch([cache.padding()])
+    selection = index.launch_select(queries[:1], padding)
+    assert isinstance(selection, DeviceSelection)
+    return DeviceAttention(
+        index._kernels,
+        num_heads=context.num_heads,
+        kv_heads=KV_HEADS,
+        head_dim=context.head_dim,
+        dtype=context.dtype,
+        window_rows=cache.window.shape[2],
+        sink=cache.sink,
+        slots=cache.window.shape[0],
+        entries=selection.rows.shape[2],
+        max_batch=batch.size,
+        scaling=context.scaling,
+        device=CUDA,
+        hot_rows=False,
+    )

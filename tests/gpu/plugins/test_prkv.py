@@ -1,0 +1,277 @@
+"""PRKV's CUDA kernels against the PyTorch reference: order, boxes, pages, the store."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.gpu.plugins.prkv_world import (
+    KV_HEADS,
+    SHAPES,
+    World,
+    attend,
+    check_attended,
+    load_kernels,
+    make_pair,
+    random_rows,
+    token_numbers,
+)
+from torch import Tensor
+
+from kvseek.plugins.prkv.config import Config
+from kvseek.plugins.prkv.device import CudaIndex
+from kvseek.plugins.prkv.observe import observe
+from kvseek.plugins.prkv.reference import page_lanes, page_scores
+from kvseek.plugins.prkv.static import observation_scores
+from kvseek.plugins.shared.group import reduce_scores
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("rule", ["fixed", "auto"])
+@pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page"), SHAPES)
+def test_prompts_are_arranged_as_by_the_reference(
+    dtype: str, dim: int, group: int, reduce: str, page: int, rule: str
+) -> None:
+    torch.manual_seed(dim + group)
+    config = Config(top_k=512, page=page, group_reduce=reduce, share_rule=rule)
+    expected, found = make_pair(config, dtype, dim, group, [1, 1023, 1025, 5000])
+    for slot, n in enumerate([1, 1023, 1025, 5000]):
+        want, have = expected.arrays.static_rows[slot].item(), found.arrays.static_rows[slot].item()
+        assert abs(want - have) <= (page if rule == "auto" and n > 512 else 0), "a tie in the overlap may move a page"
+        tokens = token_numbers(found.places(slot))
+        assert torch.equal(tokens.sort(dim=1).values, torch.arange(n).expand(KV_HEADS, -1)), "a permutation"
+        behind = tokens[:, have:]
+        assert (behind.diff(dim=1) > 0).all(), "the others keep their order"
+        same = [
+            len(set(a.tolist()) & set(b.tolist()))
+            for a, b in zip(tokens[:, :have], token_numbers(expected.places(slot))[:, :have], strict=True)
+        ]
+        assert all(count >= 0.97 * min(want, have) for count in same), "near ties alone differ"
+        keys = found.places(slot)[:, :, 0]
+        boxes = found.arrays.by_page(found.arrays.boxes, slot, n).cpu()
+        for number in range(-(-n // page)):
+            own = keys[:, number * page : (number + 1) * page]
+            assert torch.equal(boxes[:, number], torch.stack((own.amin(dim=1), own.amax(dim=1)), dim=1))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "radius"), [([600, 513], 1.0), ([5000, 1024, 1025], 0.4), ([70_000, 3], 0.5)], ids=str
+)
+@pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page"), SHAPES)
+def test_selection(dtype: str, dim: int, group: int, reduce: str, page: int, lengths: list[int], radius: float) -> None:
+    torch.manual_seed(dim + group + len(lengths))
+    config = Config(top_k=512, page=page, group_reduce=reduce, box_radius=radius)
+    found = World(config, dtype, dim, group, lengths)
+    for slot, n in enumerate(lengths):
+        found.prompt(slot, random_rows(n, dim, found.dtype), torch.randn(KV_HEADS * group, 100, dim).to(found.dtype))
+    queries = (2 * torch.randn(len(lengths), KV_HEADS * group, dim)).to(found.dtype)
+    slots = list(reversed(range(len(lengths))))
+    selection = found.index.select(queries.cuda(), slots)
+    assert selection.counts == tuple(min(512, lengths[slot]) for slot in slots)
+    for request, slot in enumerate(slots):
+        check_request(found, queries[request], slot, selection.rows[request].cpu())
+
+
+@pytest.mark.parametrize("config", [Config(), Config(top_k=4096, page=8, static_share=0.0)], ids=["default", "most"])
+def test_selection_of_many_pages(config: Config) -> None:
+    """More than 32 pages, and as many as threads: each thread is a group of its own (best.cuh)."""
+    torch.manual_seed(6)
+    lengths = [5000, 70_000]
+    world = World(config, "bfloat16", 128, 4, lengths)
+    for slot, n in enumerate(lengths):
+        world.prompt(slot, random_rows(n, 128, world.dtype), torch.randn(KV_HEADS * 4, 64, 128).bfloat16())
+    queries = (2 * torch.randn(2, KV_HEADS * 4, 128)).bfloat16()
+    rows = world.index.select(queries.cuda(), [0, 1]).rows.cpu()
+    for slot in range(2):
+        check_request(world, queries[slot], slot, rows[slot])
+
+
+def check_request(world: World, queries: Tensor, slot: int, rows: Tensor) -> None:
+    """Static places, then whole pages that no better page was passed over for."""
+    config, n = world.config, world.context.lengths[slot]
+    static, page = int(world.arrays.static_rows[slot].item()), config.page
+    assert torch.equal(rows[:, :static], torch.arange(static, dtype=torch.int32).expand(KV_HEADS, -1))
+    boxes = world.arrays.by_page(world.arrays.boxes, slot, n).cpu()[:, static // page :]
+    lanes = page_lanes(queries.view(KV_HEADS, -1, world.dim), config.group_reduce)
+    values = reduce_scores(page_scores(lanes, boxes, config.box_radius), config.group_reduce, world.context.scaling)
+    wanted = min(boxes.shape[1], (config.top_k - static) // page)
+    for head in range(KV_HEADS):
+        chosen = rows[head, static:].view(-1, page)
+        pages = chosen[:wanted, 0] // page
+        assert (pages.diff() > 0).all(), "pages ascend"
+        places = pages[:, None] * page + torch.arange(page)
+        assert torch.equal(chosen[:wanted], torch.where(places < n, places, -1).int()), "pages are whole"
+        assert (chosen[wanted:] == -1).all()
+        picked = torch.zeros(boxes.shape[1], dtype=torch.bool)
+        picked[pages.long() - static // page] = True
+        smallest = torch.where(picked, values[head], torch.inf).min()
+        largest = torch.where(picked, -torch.inf, values[head]).max()
+        # Bounds are sums of products that cancel: their rounding is that of the largest terms.
+        tolerance = 1e-4 * values[head].abs().max()
+        assert largest <= smallest + tolerance
+
+
+def test_the_store_serves_what_was_selected_before() -> None:
+    torch.manual_seed(1)
+    world = World(Config(top_k=256, static_share=0.25, page=16), "bfloat16", 64, 3, [3000, 4001])
+    for slot, n in enumerate(world.context.lengths):
+        world.prompt(slot, random_rows(n, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
+    queries = torch.randn(2, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
+    index, slots = world.index, [1, 0]
+    assert isinstance(index, CudaIndex)
+    for step in range(4):
+        selection = index.launch_select(queries if step < 2 else -queries, world.batch(slots, step))
+        assert selection.cached is not None
+        hits, exists = selection.cached >= 0, selection.rows >= 0
+        assert not (hits & ~exists).any()
+        if step == 0:
+            assert not hits.any()
+        if step in (1, 3):
+            assert torch.equal(hits, exists), "the same pages again: all are there"
+        if step == 2:
+            assert hits[:, :, :64].all(), "static rows stay"
+            assert (~hits & exists).any(), "other pages are read"
+        rows = attend(world, selection, slots)
+        for request, slot in enumerate(slots):
+            check_attended(world, slot, world.context.lengths[slot], selection.rows[request].cpu(), rows[request])
+    index.forget(0)
+    selection = index.launch_select(queries, world.batch(slots, 9))
+    assert selection.cached is not None
+    assert not (selection.cached[1] >= 0).any(), "another prompt finds nothing"
+
+
+def test_a_set_that_is_all_static_is_stored_before_it_is_found() -> None:
+    """The store has no pages; a slot's first step reads every row from the pool."""
+    torch.manual_seed(7)
+    world = World(Config(top_k=1024, static_share=1.0), "bfloat16", 64, 3, [3000])
+    index = world.index
+    assert isinstance(index, CudaIndex)
+    queries = torch.randn(1, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
+    for prompt in range(20):
+        world.prompt(0, random_rows(3000, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
+        for step in range(2):
+            selection = index.launch_select(queries, world.batch([0], 2 * prompt + step))
+            assert selection.cached is not None
+            assert (selection.cached >= 0).all() if step else (selection.cached == -1).all()
+            check_attended(world, 0, 3000, selection.rows[0].cpu(), attend(world, selection, [0])[0])
+
+
+def test_rows_on_the_device_need_no_store() -> None:
+    world = World(Config(top_k=256, static_share=0.25, page=16), "bfloat16", 64, 3, [3000], on_host=False)
+    world.prompt(0, random_rows(3000, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
+    queries = torch.randn(1, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
+    assert isinstance(world.index, CudaIndex)
+    selection = world.index.launch_select(queries, world.batch([0], 0))
+    assert selection.store is None
+    assert selection.cached is None
+    check_attended(world, 0, 3000, selection.rows[0].cpu(), attend(world, selection, [0])[0])
+
+
+def test_a_selection_outside_of_a_step_leaves_no_trace() -> None:
+    world = World(Config(top_k=256, static_share=0.25, page=16), "bfloat16", 64, 3, [3000])
+    world.prompt(0, random_rows(3000, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
+    queries = torch.randn(1, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
+    recent = world.arrays.recent.clone()
+    rows = world.index.select(queries, [0]).rows
+    assert torch.equal(world.arrays.recent, recent)
+    assert not world.arrays.by_page(world.arrays.picked, 0, 3000).any()
+    assert isinstance(world.index, CudaIndex)
+    selection = world.index.launch_select(queries, world.batch([0], 7))
+    assert torch.equal(selection.rows, rows)
+    assert selection.cached is not None
+    assert (selection.cached == -1).all(), "no page was kept"
+    assert torch.equal(world.arrays.recent[0, 7], queries[0])
+    assert world.arrays.by_page(world.arrays.picked, 0, 3000).sum() == KV_HEADS * (256 - 64) // 16
+
+
+def test_evicted_keys_become_visible_when_they_are_committed() -> None:
+    torch.manual_seed(2)
+    old, new = 1003, 256
+    rows = random_rows(old + new, 128, torch.bfloat16)
+    queries = torch.randn(KV_HEADS * 4, 64, 128).bfloat16()
+    world = World(Config(top_k=256), "bfloat16", 128, 4, [old], room=new)
+    world.prompt(0, rows[:, :old], queries)
+    probe = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
+    before = world.index.select(probe, [0]).rows
+    boxes = world.arrays.by_page(world.arrays.boxes, 0, old)
+    index = world.index
+    assert isinstance(index, CudaIndex)
+    index.stage(0, old, rows[:, old:, 0].cuda())
+    assert torch.equal(index.select(probe, [0]).rows, before)
+    assert torch.equal(world.arrays.by_page(world.arrays.boxes, 0, old), boxes), "not even the last page has changed"
+    world.context.lengths[0] = old + new
+    index.commit(0, old, new)
+    world.context.extents.write(world.pool, 0, old, rows[:, old:])
+    keys, page = world.places(0)[:, :, 0], world.config.page
+    assert old % page, "some keys join a page that others began"
+    found = world.arrays.by_page(world.arrays.boxes, 0, old + new).cpu()
+    for number in range(found.shape[1]):
+        own = keys[:, number * page : (number + 1) * page]
+        assert torch.equal(found[:, number], torch.stack((own.amin(dim=1), own.amax(dim=1)), dim=1)), number
+
+
+def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None:
+    torch.manual_seed(3)
+    lengths = [3000, 40_000, 12_000]
+    world = World(Config(), "bfloat16", 128, 4, lengths)
+    for slot, n in enumerate(lengths):
+        world.prompt(slot, random_rows(n, 128, world.dtype), torch.randn(KV_HEADS * 4, 64, 128).bfloat16())
+    queries = torch.randn(3, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
+    index = world.index
+    assert isinstance(index, CudaIndex)
+    batch = world.batch([0, 1, 2], 0)
+    want = index.launch_select(queries, batch).rows.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows = index.launch_select(queries, batch).rows
+    rows.fill_(-9)
+    graph.replay()
+    assert torch.equal(rows, want)
+    world.context.lengths[1] = 2000
+    batch.requests.copy_(world.batch([1, 2, 0], 1, dense=[0]).requests)
+    rows.fill_(-9)
+    graph.replay()
+    assert (rows[2] == -9).all(), "nothing is selected for a dense request"
+    assert torch.equal(rows[:2], index.select(queries[:2], [1, 2]).rows)
+    assert rows[0].max() < 2000
+
+
+@pytest.mark.parametrize("n", [20_000, 530_000])
+def test_equal_pages_are_taken_in_order(n: int) -> None:
+    """All scores are equal."""
+    world = World(Config(static_share=0.0), "bfloat16", 64, 2, [n])
+    rows = torch.ones(KV_HEADS, n, 2, 64, dtype=torch.bfloat16)
+    world.prompt(0, rows, torch.randn(KV_HEADS * 2, 64, 64).bfloat16())
+    queries = torch.randn(1, KV_HEADS * 2, 64, dtype=torch.bfloat16, device="cuda")
+    chosen = world.index.select(queries, [0]).rows[0].cpu()
+    assert torch.equal(chosen, torch.arange(1024, dtype=torch.int32).expand(KV_HEADS, -1))
+
+
+def test_good_pages_that_one_thread_ranks() -> None:
+    """Each 512th page is good, from 63 pages on: few threads rank them all, and more reach the limit than there is room."""
+    torch.manual_seed(5)
+    n, page = 512 * 8 * 40, 8
+    world = World(Config(top_k=512, page=page, static_share=0.0), "bfloat16", 64, 2, [n])
+    rows = random_rows(n, 64, world.dtype)
+    numbers = torch.arange(n) // page
+    rows[:, numbers % 512 < 63, 0] = (2 + 0.01 * torch.randn(KV_HEADS, int((numbers % 512 < 63).sum()), 64)).bfloat16()
+    rows[:, numbers % 512 >= 63, 0] = -2
+    world.prompt(0, rows, torch.randn(KV_HEADS * 2, 64, 64).bfloat16())
+    queries = (0.1 + torch.rand(1, KV_HEADS * 2, 64)).bfloat16()
+    check_request(world, queries[0], 0, world.index.select(queries.cuda(), [0]).rows[0].cpu())
+
+
+@pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page"), SHAPES)
+def test_observation_scores(dtype: str, dim: int, group: int, reduce: str, page: int) -> None:
+    torch.manual_seed(dim)
+    kernels = load_kernels(Config(top_k=512, page=page, group_reduce=reduce), dtype, dim, group)
+    numbers = getattr(torch, dtype)
+    for n, window in ((1, 3), (203, 20), (10_000, 64)):
+        keys = torch.randn(KV_HEADS, n, 2, dim).to(numbers)[:, :, 0]
+        queries = (2 * torch.randn(KV_HEADS * group, window + 5, dim)).to(numbers)[:, 5:]
+        valid = torch.tensor([n // 2, n], dtype=torch.int32)
+        mask = torch.arange(n) < valid[:, None]
+        found = observe(kernels, queries.cuda(), keys.cuda(), dim**-0.5, valid.cuda()).cpu()
+        torch.testing.assert_close(found, observation_scores(queries, keys, dim**-0.5, mask), rtol=1e-3, atol=1e-7)
+        found = observe(kernels, queries.cuda(), keys.cuda(), dim**-0.5).cpu()
+        torch.testing.assert_close(found, observation_scores(queries, keys, dim**-0.5), rtol=1e-3, atol=1e-7)

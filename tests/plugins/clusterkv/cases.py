@@ -1,0 +1,15 @@
+"""ClusterKV in the tests that every method goes through."""
+
+from __future__ import annotations
+
+from tests.plugins.cases import MethodCases, NeedleCase
+
+CASES = MethodCases(
+    sparse={"top_k": 12, "tokens_per_cluster": 8, "dense_layers": 1},
+    index={"top_k": 64, "tokens_per_cluster": 16},
+    on_gpu={"clusterkv": {"top_k": 64, "tokens_per_cluster": 16, "dense_layers": 1}},
+    counted=({"cache_steps": 0, "dense_layers": 3}, {"dense_layers": 9}),
+    losses={"top_k": 64, "tokens_per_cluster": 40},
+    recall=0.935,
+    needle=NeedleCase(margin=17.0),  # one wrong answer of six
+)

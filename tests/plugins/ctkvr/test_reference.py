@@ -1,0 +1,242 @@
+"""CTkvr's definition: lists, recall and rerank, and the fields of its configuration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.plugins.ctkvr.bench import DIM, GROUP, SMALL, Bench, exact_rows, make, one_query
+from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries
+from torch import Tensor
+
+from kvseek.core.errors import ConfigError, KernelError
+from kvseek.plugins.ctkvr.build import build_lists, largest
+from kvseek.plugins.ctkvr.config import Config
+from kvseek.plugins.ctkvr.method import create, needs_cpu_library
+from kvseek.plugins.ctkvr.reference import ReferenceIndex
+
+# Lists.
+
+
+def test_a_list_ranks_by_the_largest_softmax_weight_of_the_group() -> None:
+    # Head 0 scores 9, 8, 0, 0 and head 1 scores 0, 0, 2, -9: by scores place 2 would be third, by weights it is first.
+    keys = torch.tensor([[[9.0, 0.0], [8.0, 0.0], [0.0, 2.0], [0.0, -9.0]]])
+    queries = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+    weights = (queries[:, 0] @ keys[0].T).softmax(dim=1).amax(dim=0)
+    assert weights.argsort(descending=True).tolist() == [2, 0, 1, 3]
+    assert build_lists(queries, keys, 3, 1.0).tolist() == [[[2, 0, 1]]]
+    assert build_lists(queries, keys, 6, 1.0).tolist() == [[[2, 0, 1, 3, -1, -1]]]
+
+
+def test_ties_go_to_the_lowest_place() -> None:
+    keys = torch.ones(1, 9, 4)
+    keys[0, 6] = 2
+    assert build_lists(torch.ones(2, 1, 4), keys, 4, 0.5).tolist() == [[[6, 0, 1, 2]]]
+    values = torch.tensor([[-1.0, 3.0, -torch.inf, 3.0, 0.0, -2.0, 3.0]])
+    assert largest(values, 2).tolist() == [[1, 3]]
+    assert largest(values, 7).tolist() == [[1, 3, 6, 4, 0, 5, 2]]
+
+
+@pytest.mark.parametrize("tile", [1, 3, 16, 50])
+def test_tiles_change_nothing(tile: int) -> None:
+    # Small integers: products are exact however a matrix product adds them.
+    keys = random_keys(333, 16).round()
+    queries = random_queries(KV_HEADS * GROUP, 37, 16).mul(2).round()
+    assert torch.equal(build_lists(queries, keys, 40, 0.25, tile), build_lists(queries, keys, 40, 0.25))
+
+
+def test_small_weights_still_have_an_order() -> None:
+    keys = torch.tensor([[[400.0], [1.0], [3.0], [2.0]]])  # weights e^-397 and less are 0 in float32
+    assert build_lists(torch.ones(1, 1, 1), keys, 4, 1.0).tolist() == [[[0, 2, 3, 1]]]
+
+
+def test_no_keys_give_empty_lists() -> None:
+    assert build_lists(torch.ones(2, 3, 8), torch.empty(1, 0, 8), 5, 1.0).tolist() == [[[-1] * 5] * 3]
+
+
+# Selection.
+
+
+def definition(bench: Bench, query: Tensor, slot: int) -> list[list[int]]:
+    """Rows by the words of METHODS.md, in float64 and Python."""
+    index, config, n = bench.index, bench.index.config, bench.context.lengths[slot]
+    rows = []
+    for head in range(KV_HEADS):
+        lanes = range(head * GROUP, (head + 1) * GROUP)
+        stored = index.centroids[slot, :, : min(index.written[slot], index.ring)].double()
+        differences = query.double()
+        if config.centred:
+            first = min(config.centroids, math.ceil(index.listed[slot] / config.centroid_divisor))
+            differences = differences - bench.prompts[slot][:, -first:].double().mean(dim=1)
+        by_head = [(stored[h] @ differences[h] / differences[h].norm()).tolist() for h in lanes]
+        cosines = [max(values) for values in zip(*by_head, strict=True)]
+        order = sorted(range(len(cosines)), key=lambda c: (-cosines[c], c))
+        held = range(max(0, index.written[slot] - index.ring), index.prompted[slot])
+        nearest = [c for c in order if c in held][: config.probes // 2 if config.keep_prompt else 0]
+        nearest += [c for c in order if c not in nearest][: config.probes - len(nearest)]
+        recalled = {p for c in nearest for p in index.lists[slot, head, c].tolist() if p >= 0}
+        recalled |= {p for p in range(index.listed[slot], n) if p >= n - config.recent}
+        places = sorted(recalled)
+        keys = bench.keys(slot)[head, places].double()
+        weights = torch.stack([(keys @ query[h].double() * DIM**-0.5).softmax(dim=0) for h in lanes]).amax(dim=0)
+        best = sorted(range(len(places)), key=lambda i: (-float(weights[i]), places[i]))[: config.top_k]
+        rows.append(sorted(places[i] for i in best))
+    return rows
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("grown", [0, 7, 100])
+def test_selection_follows_the_definition(grown: int, centred: bool) -> None:
+    bench = make(replace(SMALL, centred=centred), [777, 1500], room=grown)
+    for slot in range(2):
+        if grown:
+            bench.grow(slot, random_keys(grown, DIM, seed=5))
+        for seed in range(4):
+            query = one_query(seed)
+            expected = definition(bench, query, slot)
+            assert bench.step(query, slot).tolist() == expected
+
+
+@pytest.mark.parametrize("keep_prompt", [True, False])
+def test_half_of_the_probes_are_of_the_prompt_until_none_is_left(keep_prompt: bool) -> None:
+    bench = make(replace(SMALL, probes=5, centroids=12, keep_prompt=keep_prompt), [777])
+    index, query = bench.index, one_query(0)
+    for step in range(16):
+        query = query + 0.1 * one_query(step)  # the newest centroids are the nearest
+        held = [c for c in range(12) if max(0, index.written[0] - 12) <= c < index.prompted[0]]
+        assert len(held) == max(0, 12 - step)
+        probed = index.probe(query, 0)
+        for head in range(KV_HEADS):
+            assert probed[head].unique().shape == (5,)
+            of_prompt = sum(c in held for c in probed[head].tolist())
+            assert of_prompt >= min(2, len(held)) or not keep_prompt
+            if 5 <= step <= 9:
+                assert of_prompt == (2 if keep_prompt else 0), "the others are nearer"
+        expected = definition(bench, query, 0)
+        assert bench.step(query).tolist() == expected
+    assert index.prompted == [12]
+
+
+def test_lists_are_of_the_last_queries_oldest_first() -> None:
+    bench = make(SMALL, [777], queries=300)
+    assert bench.index.written == [49], "ceil(777 / 16)"
+    lists = build_lists(bench.prompts[0][:, -49:], bench.keys(0), 50, DIM**-0.5)
+    assert torch.equal(bench.index.lists[0, :, :49], lists)
+
+
+@pytest.mark.parametrize(("tokens", "queries", "expected"), [(1, 5, 1), (777, 10, 10), (6, 500, 1), (0, 500, 0)])
+def test_few_tokens_or_queries_give_few_centroids(tokens: int, queries: int, expected: int) -> None:
+    bench = make(SMALL, [tokens], queries=queries)
+    assert bench.index.written == [expected]
+
+
+def test_a_region_without_queries_is_refused() -> None:
+    bench = Bench(SMALL, [random_keys(30, DIM)])
+    with pytest.raises(KernelError, match="queries: 0 for 30 retrieval keys: must be at least 1"):
+        bench.build(0, torch.empty(KV_HEADS * GROUP, 0, DIM))
+
+
+@pytest.mark.parametrize("n", [1, 19, 20])
+def test_regions_of_at_most_top_k_tokens_are_selected_whole(n: int) -> None:
+    bench = make(SMALL, [n])
+    selection = bench.index.select(random_queries(1, KV_HEADS * GROUP, DIM), [0])
+    assert selection.counts == (n,)
+    assert selection.rows.tolist() == [[[*range(n), *[-1] * (20 - n)]] * KV_HEADS]
+    before = list(bench.index.written)
+    bench.index.refresh([0])
+    assert bench.index.written == before, "such queries become no centroids"
+
+
+def test_all_rows_whatever_the_lists_hold() -> None:
+    bench = make(Config(top_k=500, recent=500), [490], room=10)
+    bench.index.lists.fill_(-1)
+    bench.grow(0, random_keys(10, DIM, seed=3))
+    assert bench.step(random_queries(1, KV_HEADS * GROUP, DIM)[0]).tolist() == [list(range(500))] * KV_HEADS
+
+
+def test_wide_lists_make_the_choice_exact() -> None:
+    bench = make(Config(top_k=20, recent=20, recall_factor=40), [777])
+    query = random_queries(1, KV_HEADS * GROUP, DIM)[0]
+    assert torch.equal(bench.step(query).long(), exact_rows(query, bench.keys(0), 20))
+
+
+def test_a_result_does_not_depend_on_the_batch() -> None:
+    lengths = [777, 15, 1500, 1024]
+    bench = make(SMALL, lengths)
+    queries = random_queries(4, KV_HEADS * GROUP, DIM)
+    together = bench.index.select(queries, [0, 1, 2, 3])
+    assert together.counts == (20, 15, 20, 20)
+    for slots in ([3, 1], [2], [0, 2, 1]):
+        part = bench.index.select(queries[slots], slots)
+        assert torch.equal(part.rows, together.rows[slots])
+
+
+def test_a_zero_query_has_a_selection() -> None:
+    bench = make(replace(SMALL, centred=False), [777])
+    query = torch.zeros(KV_HEADS * GROUP, DIM)
+    assert bench.index.probe(query, 0).tolist() == [[0, 1, 2]] * KV_HEADS
+    rows = bench.step(query)
+    assert (rows >= 0).all()
+    assert (rows.diff(dim=1) > 0).all()
+    assert torch.equal(bench.index.centroids[0, :, 49], query)
+
+
+# Fields.
+
+
+def test_rho_is_rounded_up_in_decimals() -> None:
+    assert Config().rho == 1280
+    assert Config(top_k=1024).rho == 2560
+    assert Config(top_k=10, recall_factor=1.1).rho == 11
+    assert Config(top_k=3, recall_factor=2.5).rho == 8
+
+
+def test_recent_follows_top_k() -> None:
+    assert Config().recent == 1024
+    assert Config(top_k=4096).recent == 4096
+    assert Config(top_k=20, recent=24).recent == 24
+
+
+def test_sizes_of_a_slot() -> None:
+    config = Config()
+    assert (config.ring(1 << 17), config.list_width(1 << 17), config.recall_capacity(1 << 17)) == (2048, 1280, 11264)
+    assert (config.ring(4096), config.list_width(600), config.recall_capacity(600)) == (256, 600, 600)
+    assert config.prompt_centroids(131_072, 2048) == 2048
+    assert config.prompt_centroids(1601, 2048) == 101
+
+
+def test_bytes_of_a_slot() -> None:
+    index = ReferenceIndex(make_context(SMALL, DIM, GROUP, [10]))
+    assert index.bytes_per_token == 0
+    heads = KV_HEADS * GROUP
+    centroids, offsets, lists, means = 512 * heads * DIM * 4, 512 * heads * 4, 512 * KV_HEADS * 50 * 4, heads * DIM * 4
+    assert index.bytes_per_slot == centroids + offsets + lists + means
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"centroids": 2049}, "centroids = 2049: must be between 1 and 2048"),
+        ({"centroids": 0}, "centroids = 0"),
+        ({"centroid_divisor": 0}, "centroid_divisor = 0: must be >= 1"),
+        ({"recall_factor": 0.5}, "recall_factor = 0.5: must be finite and >= 1"),
+        ({"recall_factor": float("inf")}, "recall_factor = inf"),
+        ({"top_k": 0}, "top_k = 0: must be >= 1"),
+        ({"probes": 0}, "probes = 0: must be between 1 and centroids = 2048"),
+        ({"probes": 5, "centroids": 4}, "probes = 5"),
+        ({"top_k": 2000, "recent": 1024}, "recent = 1024: must be >= top_k = 2000"),
+        ({"recent": -1}, "recent = -1"),
+        ({"execution": "gpu"}, "execution = 'gpu': must be one of"),
+    ],
+)
+def test_bad_fields_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config(**fields)  # type: ignore[arg-type]
+
+
+def test_the_method_without_compiled_kernels() -> None:
+    assert isinstance(create(make_context(SMALL, DIM, GROUP, [10])), ReferenceIndex)
+    assert needs_cpu_library(Config())
+    assert not needs_cpu_library(Config(execution="uva"))

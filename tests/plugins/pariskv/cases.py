@@ -1,0 +1,15 @@
+"""ParisKV in the tests that every method goes through."""
+
+from __future__ import annotations
+
+from tests.plugins.cases import MethodCases, NeedleCase
+
+CASES = MethodCases(
+    sparse={"top_k": 12},
+    index={"top_k": 64},
+    on_gpu={"pariskv": {"top_k": 40}},
+    counted=({"group_reduce": "mean", "top_k": 33},),
+    losses={"top_k": 4},
+    recall=0.97,
+    needle=NeedleCase(margin=1.0, tasks="all", most_attended=0.2),  # 1 of 100 is one wrong answer of multi_turn's 16
+)

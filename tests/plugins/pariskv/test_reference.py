@@ -1,0 +1,118 @@
+"""The rows that ParisKV's PyTorch reference selects: its definition written out with plain loops, and its laws."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.plugins.index_cases import KV_HEADS, make_context, make_flat, make_index, random_keys, random_queries
+from torch import Tensor
+
+from kvseek.plugins.pariskv import codebook
+from kvseek.plugins.pariskv.config import Config, ScheduleStep
+from kvseek.plugins.pariskv.reference import ReferenceIndex
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS
+
+
+def select_by_hand(index: ReferenceIndex, query: Tensor, head: int) -> list[int]:
+    """Votes and rerank for the queries [g, D] of one KV head (plugins/pariskv/README.md, items 2 and 3)."""
+    config, n = index.config, index.context.lengths[0]
+    read = index.context.extents.read
+    ids, codes, weights = (read(array, 0, n)[head] for array in (index.ids, index.codes, index.weights))
+    rho, _ = config.schedule(n)
+    budget = math.ceil(rho * n)
+    lanes = query.mean(dim=0, keepdim=True) if config.group_reduce == "mean" else query
+    lanes = codebook.rotate(lanes, index.signs)
+    votes = torch.zeros(len(lanes), n, dtype=torch.int64)
+    for lane, block in ((lane, block) for lane in range(len(lanes)) for block in range(index.blocks)):
+        part = lanes[lane, 8 * block : 8 * block + 8].double()
+        scores = [sum(float(-q if c >> j & 1 else q) for j, q in enumerate(part)) for c in range(256)]
+        preceding = 0
+        for centroid in sorted(range(256), key=lambda c: (-scores[c], c)):
+            members = ids[:, block] == centroid
+            shares = ((6, 0.05), (5, 0.15), (4, 0.30), (3, 0.50), (2, 0.75), (1, 1.0))
+            votes[lane, members] += next((tier for tier, share in shares if preceding < share * budget), 0)
+            preceding += int(members.sum())
+    best = votes.max(dim=0).values.tolist()
+    count = config.candidates(n)
+    candidates = sorted(sorted(range(n), key=lambda i: (-best[i], i))[:count])
+    vectors = codebook.dequantise(codes, index.levels) * weights.float().repeat_interleave(8, dim=-1)
+    scores_of = lanes @ vectors[candidates].T
+    if config.group_reduce == "mean":
+        values = scores_of[0]
+    else:
+        softmax = (scores_of * index.context.scaling).softmax(dim=-1)
+        values = softmax.max(dim=0).values if config.group_reduce == "max" else softmax.mean(dim=0)
+    kept = sorted(range(count), key=lambda i: (-float(values[i]), i))[: config.top_k]
+    return sorted(candidates[i] for i in kept)
+
+
+class TestSelect:
+    @pytest.mark.parametrize("group_reduce", GROUP_REDUCTIONS)
+    @pytest.mark.parametrize(("head_dim", "group", "n"), [(64, 3, 700), (80, 2, 1100), (16, 1, 300)])
+    def test_equals_the_definition(self, group_reduce: str, head_dim: int, group: int, n: int) -> None:
+        steps = (ScheduleStep(1000, 0.3, 0.2), ScheduleStep(None, 0.2, 0.1))
+        config = Config(top_k=23, group_reduce=group_reduce, schedule_steps=steps)
+        index = make_index(config, head_dim, group, random_keys(n, head_dim))
+        queries = random_queries(2, KV_HEADS * group, head_dim)
+        selection = index.select(queries, [0, 0])
+        assert (selection.rows.dtype, selection.block, selection.counts) == (torch.int32, 1, (23, 23))
+        for request in range(2):
+            for head in range(KV_HEADS):
+                query = queries[request, head * group : (head + 1) * group]
+                assert selection.rows[request, head].tolist() == select_by_hand(index, query, head)
+
+    @pytest.mark.parametrize("group_reduce", GROUP_REDUCTIONS)
+    @pytest.mark.parametrize("n", [1, 99, 100, 101, 1500])
+    def test_rows_ascend_and_short_regions_are_whole(self, group_reduce: str, n: int) -> None:
+        index = make_index(Config(group_reduce=group_reduce), 64, 2, random_keys(n, 64))
+        selection = index.select(random_queries(1, KV_HEADS * 2, 64), [0])
+        assert selection.rows.shape == (1, KV_HEADS, 100)
+        assert selection.counts == (min(100, n),)
+        for rows in selection.rows[0].tolist():
+            held, padding = rows[: min(100, n)], rows[min(100, n) :]
+            assert held == sorted(set(held))
+            assert held[0] >= 0
+            assert held[-1] < n
+            assert set(padding) <= {-1}
+            assert n > 100 or held == list(range(n))
+
+    @given(n=st.integers(101, 700), scale=st.floats(0.01, 100.0), seed=st.integers(0, 99))
+    @settings(max_examples=15, deadline=None)
+    def test_scaling_all_keys_changes_nothing_for_averaged_queries(self, n: int, scale: float, seed: int) -> None:
+        keys, queries = random_keys(n, 16, seed), random_queries(1, KV_HEADS, 16, seed)
+        scale = 2.0 ** round(math.log2(scale))  # a power of two, so that rounding commutes
+        config = Config(top_k=20, group_reduce="mean")
+        rows = [make_index(config, 16, 1, k).select(queries, [0]).rows for k in (keys, keys * scale)]
+        assert torch.equal(*rows)
+
+    def test_requests_and_slots_do_not_mix(self) -> None:
+        lengths = [1300, 0, 400]
+        index = ReferenceIndex(make_context(Config(), 64, 2, lengths))
+        keys = {slot: random_keys(lengths[slot], 64, seed=slot) for slot in (0, 2)}
+        for slot in (2, 0):
+            index.build(slot, keys[slot], torch.empty(0))
+        queries = random_queries(2, KV_HEADS * 2, 64)
+        both = index.select(queries, [0, 2]).rows
+        assert torch.equal(both, index.select(queries.flip(0), [2, 0]).rows.flip(0))
+        for request, slot in enumerate((0, 2)):
+            alone = make_index(Config(), 64, 2, keys[slot])
+            assert torch.equal(both[request], alone.select(queries[request : request + 1], [0]).rows[0])
+
+    def test_equal_keys_are_taken_from_the_front(self) -> None:
+        index = make_index(Config(top_k=10), 64, 1, random_keys(1, 64).expand(-1, 500, -1))
+        assert index.select(random_queries(1, KV_HEADS, 64), [0]).rows[0, 0].tolist() == list(range(10))
+
+    @pytest.mark.parametrize("group_reduce", GROUP_REDUCTIONS)
+    def test_finds_most_of_the_exact_top_k(self, group_reduce: str) -> None:
+        keys, queries = random_keys(4000, 64), random_queries(4, KV_HEADS * 2, 64)
+        found = make_index(Config(group_reduce=group_reduce), 64, 2, keys).select(queries, [0] * 4).rows
+        exact = make_flat(100, group_reduce, keys, 2).select(queries, [0] * 4).rows
+        shared = [
+            len(set(a) & set(b))
+            for a, b in zip(found.flatten(0, 1).tolist(), exact.flatten(0, 1).tolist(), strict=True)
+        ]
+        assert sum(shared) / len(shared) > 75

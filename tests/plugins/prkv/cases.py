@@ -1,0 +1,15 @@
+"""PRKV in the tests that every method goes through."""
+
+from __future__ import annotations
+
+from tests.plugins.cases import MethodCases, NeedleCase
+
+CASES = MethodCases(
+    sparse={"top_k": 32, "page": 8, "window_queries": 8, "update_interval": 16},
+    index={"top_k": 64, "page": 8},
+    on_gpu={"prkv": {"top_k": 128}},
+    counted=({"cache_steps": 0, "page": 16},),
+    losses={"top_k": 64, "page": 16},
+    recall=0.90,
+    needle=NeedleCase(margin=17.0),  # one wrong answer of six
+)

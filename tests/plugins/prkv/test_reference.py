@@ -1,0 +1,337 @@
+"""PRKV's reference: static sets, boxes, pages, updates, and what the contract promises."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries
+from torch import Tensor
+
+from kvseek.core.config import ModelConfig
+from kvseek.core.errors import ConfigError
+from kvseek.plugins.contract import LayerRows
+from kvseek.plugins.prkv.config import Config
+from kvseek.plugins.prkv.costs import costs
+from kvseek.plugins.prkv.device import cuda_defines
+from kvseek.plugins.prkv.reference import ReferenceIndex, update_is_due
+from kvseek.plugins.prkv.static import (
+    automatic_count,
+    candidates,
+    largest,
+    observation_scores,
+    pair_exchange,
+    static_first,
+)
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS
+
+GROUP, DIM = 3, 32
+SMALL = Config(top_k=64, static_share=0.25, page=8, window_queries=4, update_interval=8)
+
+
+class Case:
+    """An index over slots with rows in a pool of its own; values are the keys' tokens."""
+
+    def __init__(self, config: Config, lengths: list[int], room: int = 0) -> None:
+        capacity = sum(-(-(n + room) // 1024) for n in lengths)
+        self.context = make_context(config, DIM, GROUP, list(lengths), max(8, capacity))
+        for slot, n in enumerate(lengths):
+            self.context.extents.reserve(slot, n + room)
+        self.pool = torch.full((self.context.extents.capacity, KV_HEADS, 1024, 2, DIM), torch.nan)
+        self.index = ReferenceIndex(self.context)
+        self.index.bind(LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)))
+
+    def rows(self, keys: Tensor, first: int = 0) -> Tensor:
+        tokens = torch.arange(first, first + keys.shape[1]).float()
+        return torch.stack((keys, tokens[:, None].expand_as(keys)), dim=2)
+
+    def prompt(self, slot: int, keys: Tensor, queries: Tensor) -> Tensor | None:
+        self.context.lengths[slot] = keys.shape[1]
+        self.index.forget(slot)
+        order = self.index.arrange(slot, keys, queries)
+        rows = self.rows(keys)
+        if order is not None:
+            rows = rows.gather(1, order[..., None, None].expand_as(rows))
+        self.context.extents.write(self.pool, slot, 0, rows)
+        self.index.build(slot, rows[:, :, 0], queries)
+        return order
+
+    def extend(self, slot: int, keys: Tensor) -> None:
+        first = self.context.lengths[slot]
+        self.context.lengths[slot] += keys.shape[1]
+        self.context.extents.write(self.pool, slot, first, self.rows(keys, first))
+        self.index.extend(slot, keys)
+
+    def tokens(self, slot: int) -> Tensor:
+        """Token of each place, int64 [G, n]."""
+        rows = self.context.extents.read(self.pool, slot, self.context.lengths[slot])
+        return rows[:, :, 1, 0].long()
+
+    def selected(self, queries: Tensor, slot: int) -> Tensor:
+        """Pages that a step selects, int32 [G, entries]."""
+        return self.index.select(queries, [slot]).rows[0]
+
+    def check_boxes(self, slot: int) -> None:
+        n, page = self.context.lengths[slot], self.index.config.page
+        keys = self.context.extents.read(self.pool, slot, n)[:, :, 0]
+        boxes = self.index.by_page(self.index.boxes, slot, n)
+        for number in range(boxes.shape[1]):
+            own = keys[:, number * page : (number + 1) * page]
+            assert torch.equal(boxes[:, number], torch.stack((own.amin(dim=1), own.amax(dim=1)), dim=1)), number
+
+
+def window(queries: int = 10, seed: int = 5) -> Tensor:
+    return random_queries(KV_HEADS * GROUP, queries, DIM, seed)
+
+
+def test_observation_scores_are_mean_softmax_weights() -> None:
+    keys, queries = random_keys(700, DIM), window()
+    found = observation_scores(queries, keys, 0.2)
+    for head in range(KV_HEADS):
+        weights = (queries[head * GROUP : (head + 1) * GROUP] @ keys[head].T * 0.2).softmax(dim=-1)
+        torch.testing.assert_close(found[head], weights.mean(dim=(0, 1)))
+
+
+def test_observation_scores_do_not_depend_on_how_keys_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, queries = random_keys(1100, DIM), window()
+    valid = torch.rand(KV_HEADS, 1100, generator=torch.Generator().manual_seed(0)) > 0.3
+    whole = observation_scores(queries, keys, 0.2, valid)
+    monkeypatch.setattr("kvseek.plugins.prkv.static.SCORE_BYTES", 1)  # 256 keys at a time
+    torch.testing.assert_close(observation_scores(queries, keys, 0.2, valid), whole)
+    assert (whole[~valid] == -1).all()
+    poisoned = keys.masked_fill(~valid[..., None], torch.nan)
+    torch.testing.assert_close(observation_scores(queries, poisoned, 0.2, valid), whole)
+
+
+def test_the_largest_are_marked_ties_by_lowest_index() -> None:
+    values = torch.tensor([[3.0, 1.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 1.0]])
+    marked = largest(values, torch.tensor(2), 4)
+    assert marked.tolist() == [[True, False, True, False, False], [True, False, False, False, True]]
+    assert not largest(values, torch.tensor(0), 4).any()
+    assert largest(values, torch.tensor(5), 9).all()
+
+
+def test_static_tokens_come_first_and_nothing_else_moves() -> None:
+    static = torch.tensor([[False, True, False, True, False], [True, False, False, False, True]])
+    assert static_first(static).tolist() == [[1, 3, 0, 2, 4], [0, 4, 1, 2, 3]]
+
+
+def test_a_hand_made_exchange() -> None:
+    """Places 0-3 are static; of candidates 0-3, 6, 8, 9 the places 1, 6, 9 and 2 are chosen."""
+    places = torch.tensor([[0, 1, 2, 3, 9, 6, 8]])
+    chosen = torch.tensor([[False, True, True, False, True, True, False]])
+    homes = torch.tensor([[30, 1, 2, 7]])
+    leaving, entering = pair_exchange(chosen, places, homes, torch.tensor(4))
+    assert leaving.tolist() == [[3, 0, -1, -1]], "by where they come from: 7 before 30"
+    assert entering.tolist() == [[6, 9, -1, -1]]
+
+
+def test_a_static_set_may_grow() -> None:
+    places, chosen = torch.arange(12)[None], torch.zeros(1, 12, dtype=torch.bool)
+    chosen[0, [0, 3, 5, 11]] = True
+    leaving, entering = pair_exchange(chosen, places, torch.arange(6)[None], torch.tensor(4))
+    assert leaving.tolist() == [[1, 2, -1, -1, -1, -1]]
+    assert entering.tolist() == [[5, 11, -1, -1, -1, -1]]
+
+
+def test_candidates_are_the_first_places_and_the_pages_picked_most() -> None:
+    picked = torch.tensor([[9, 9, 0, 4, 1, 4, 0]], dtype=torch.int32)
+    config = Config(top_k=64, static_share=0.25, page=8, update_pages=3)  # 16 static rows: two pages
+    places, counts = candidates(config, picked, 56)
+    assert places[0, ::8].tolist() == [0, 8, 24, 40, 32]
+    assert counts.all()
+    places, counts = candidates(Config(top_k=64, static_share=0.25, page=8), picked, 56)
+    assert places.shape == (1, 56)
+    assert counts[0, ::8].tolist() == [True, True, True, True, True, False, False]
+    places, counts = candidates(Config(top_k=64, static_share=0.25, page=8, update_scope="all"), picked, 56)
+    assert places[0].sort().values.tolist() == list(range(56))
+    assert counts.all()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("rule", ["fixed", "auto"])
+def test_arrange_only_reorders(share: float, rule: str) -> None:
+    config = Config(top_k=64, page=8, static_share=share, share_rule=rule, window_queries=4)
+    case, n, queries = Case(config, [501]), 501, window()
+    keys = random_keys(n, DIM)
+    case.prompt(0, keys, queries)
+    static = int(case.index.static_rows[0])
+    if rule == "fixed":
+        assert static == 64 * share
+    assert static % 8 == 0
+    assert static <= 64
+    tokens = case.tokens(0)
+    assert torch.equal(tokens.sort(dim=1).values, torch.arange(n).expand(KV_HEADS, -1))
+    assert (tokens[:, :static].diff() > 0).all()
+    assert (tokens[:, static:].diff() > 0).all()
+    scores = observation_scores(queries[:, -4:], keys, case.context.scaling)
+    for head in range(KV_HEADS):
+        best = scores[head].argsort(descending=True, stable=True)[:static].sort().values
+        assert torch.equal(tokens[head, :static], best)
+    case.check_boxes(0)
+
+
+def test_the_automatic_share_is_the_overlap_of_first_and_last_query() -> None:
+    """Both queries rank the keys alike: all of the top k is static. Opposite queries share nothing."""
+    keys = random_keys(400, DIM)
+    same = window(1).expand(-1, 5, -1).contiguous()
+    assert automatic_count(same, keys, 0.2, 64, 8) == 64
+    opposite = torch.cat((same[:, :4], -same[:, :1]), dim=1)
+    assert automatic_count(opposite, keys, 0.2, 64, 8) == 0
+
+
+@pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
+def test_the_page_of_a_loud_key_is_selected(reduce: str) -> None:
+    config = Config(top_k=32, static_share=0.25, page=8, group_reduce=reduce, window_queries=4)
+    case = Case(config, [1000])
+    keys, queries = 0.1 * random_keys(1000, DIM), random_queries(1, KV_HEADS * GROUP, DIM)
+    direction = queries.view(KV_HEADS, GROUP, DIM).mean(dim=1)
+    keys[:, 777] = 9 * direction
+    case.prompt(0, keys, -window())
+    place = (case.tokens(0) == 777).int().argmax(dim=1)
+    pages = case.selected(queries, 0)
+    assert ((pages == (place // 8)[:, None]).sum(dim=1) == 1).all()
+    assert pages.shape == (KV_HEADS, 4)
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 33, 64])
+def test_everything_is_kept_when_it_fits(n: int) -> None:
+    case = Case(SMALL, [n])
+    case.prompt(0, random_keys(n, DIM), window())
+    pages = case.selected(random_queries(1, KV_HEADS * GROUP, DIM), 0)
+    held = -(-n // 8)
+    assert torch.equal(pages[:, :held], torch.arange(held, dtype=torch.int32).expand(KV_HEADS, -1))
+    assert (pages[:, held:] == -1).all()
+
+
+def test_a_batch_changes_nothing() -> None:
+    lengths = [300, 900, 501]
+    case, alone = Case(SMALL, lengths), Case(SMALL, lengths)
+    queries = random_queries(3, KV_HEADS * GROUP, DIM)
+    for number, n in enumerate(lengths):
+        for one in (case, alone):
+            one.prompt(number, random_keys(n, DIM, number), window(seed=number))
+    together = case.index.select(queries, [2, 0, 1])
+    assert together.counts == (64, 64, 64)
+    for request, slot in enumerate((2, 0, 1)):
+        assert torch.equal(alone.selected(queries[request : request + 1], slot), together.rows[request])
+
+
+def test_an_update_is_a_fresh_choice() -> None:
+    """Scope "all": the rows that come first are those that a prompt with the same last queries would put there."""
+    config = Config(top_k=64, static_share=0.25, page=8, window_queries=4, update_interval=8, update_scope="all")
+    case, n = Case(config, [640]), 640
+    keys = random_keys(n, DIM)
+    case.prompt(0, keys, window())
+    before = case.tokens(0)
+    queries = random_queries(8, KV_HEADS * GROUP, DIM, seed=9)
+    for step in range(8):
+        case.index.select(queries[step : step + 1], [0])
+        case.index.refresh([0])
+    after, fresh = case.tokens(0), Case(config, [640])
+    fresh.prompt(0, keys, queries[4:].transpose(0, 1))
+    assert not torch.equal(before, after)
+    assert torch.equal(after[:, :16].sort(dim=1).values, fresh.tokens(0)[:, :16])
+    assert torch.equal(after.sort(dim=1).values, before.sort(dim=1).values)
+    moved = (before != after).sum(dim=1)
+    assert (moved <= 32).all(), "at most two places for each new static row"
+    case.check_boxes(0)
+
+
+def test_a_selected_scope_reads_selected_pages_alone() -> None:
+    case = Case(Config(top_k=64, static_share=0.25, page=8, window_queries=4, update_interval=8), [640])
+    case.prompt(0, random_keys(640, DIM), window())
+    before, picked = case.tokens(0), torch.zeros(KV_HEADS, 80, dtype=torch.bool)
+    for step in range(8):
+        pages = case.selected(random_queries(1, KV_HEADS * GROUP, DIM, seed=step), 0).long()
+        picked.scatter_(1, pages, True)
+        case.index.refresh([0])
+    moved = before != case.tokens(0)
+    assert moved.any()
+    assert not moved[~picked.repeat_interleave(8, dim=1)].any()
+    assert not case.index.by_page(case.index.picked, 0, 640).any(), "counted anew"
+    case.check_boxes(0)
+
+
+def test_growth_with_updates() -> None:
+    """From a prompt without a single page to 5,000 tokens: places only grow, boxes stay exact."""
+    case = Case(SMALL, [5], room=5100)
+    keys = random_keys(5105, DIM)
+    case.prompt(0, keys[:, :5], window())
+    assert int(case.index.static_rows[0]) == 0
+    for step in range(170):
+        case.index.select(random_queries(1, KV_HEADS * GROUP, DIM, seed=step), [0])
+        case.index.refresh([0])
+        first = 5 + 30 * step
+        case.extend(0, keys[:, first : first + 30])
+    assert case.context.lengths[0] == 5105
+    assert int(case.index.static_rows[0]) == 16
+    tokens = case.tokens(0)
+    assert torch.equal(tokens.sort(dim=1).values, torch.arange(5105).expand(KV_HEADS, -1))
+    found = case.context.extents.read(case.pool, 0, 5105)[:, :, 0]
+    assert torch.equal(found, keys.gather(1, tokens[..., None].expand_as(keys)))
+    case.check_boxes(0)
+
+
+def test_a_slot_is_used_again() -> None:
+    case, queries = Case(SMALL, [900]), random_queries(1, KV_HEADS * GROUP, DIM)
+    case.prompt(0, random_keys(900, DIM), window())
+    for _ in range(6):
+        case.index.select(queries, [0])
+        case.index.refresh([0])
+    fresh, keys = Case(SMALL, [500]), random_keys(500, DIM, seed=3)
+    for one in (case, fresh):
+        one.prompt(0, keys, window(seed=8))
+    for _ in range(9):
+        assert torch.equal(case.selected(queries, 0), fresh.selected(queries, 0))
+        for one in (case, fresh):
+            one.index.refresh([0])
+    assert torch.equal(case.tokens(0), fresh.tokens(0))
+
+
+def test_updates_of_layers_take_turns() -> None:
+    config = Config()
+    for layer in (0, 1, 31, 79):
+        due = [step for step in range(1, 600) if update_is_due(config, layer, step)]
+        assert due[0] >= 64
+        assert all(b - a == 128 for a, b in itertools.pairwise(due))
+    assert update_is_due(config, 0, 128)
+    assert not update_is_due(config, 1, 128)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_k": 44}, r"top_k = 44: must be a positive multiple of page = 8"),
+        ({"page": 24}, r"page = 24: must be one of \(8, 16, 32, 64, 128\)"),
+        ({"static_share": 1.5}, r"static_share = 1.5: must be in \[0, 1\]"),
+        ({"share_rule": "half"}, "share_rule = 'half'"),
+        ({"box_radius": -0.1}, r"box_radius = -0.1: must be in \[0, 1\]"),
+        ({"update_interval": 63}, "update_interval = 63: must be >= window_queries = 64"),
+        ({"update_scope": "none"}, "update_scope = 'none'"),
+        ({"update_pages": 0}, "update_pages = 0"),
+        ({"cache_steps": 2}, "cache_steps = 2: must be 0 or 1"),
+        ({"group_reduce": "sum"}, "group_reduce = 'sum'"),
+    ],
+)
+def test_bad_fields_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config(**fields)  # type: ignore[arg-type]
+
+
+def test_shapes_that_the_gpu_does_not_support() -> None:
+    with pytest.raises(ConfigError, match="head_dim = 80: must be a multiple of 32 up to 256"):
+        cuda_defines(Config(), 80, 4)
+    with pytest.raises(ConfigError, match="top_k = 8192: must be at most 512 pages of 8 rows"):
+        cuda_defines(Config(top_k=8192, page=8), 128, 4)
+
+
+def test_costs() -> None:
+    model = ModelConfig("llama", 100, 64, 96, 2, 8, 2, 128, 1e-6, 1e4, 1 << 20)
+    found = costs(Config(), model, 131_072, 2)
+    assert (found.rows, found.device_rows, found.neighbours) == (1024, 512, 8)
+    assert found.index_bytes == (131_072 - 512) / 8 * 512
+    assert costs(Config(), model, 1000, 2).rows == 1000
+    index = ReferenceIndex(make_context(Config(), 128, 4, [10]))
+    assert index.bytes_per_token == KV_HEADS * (2 * 128 * 4 + 4) / 8

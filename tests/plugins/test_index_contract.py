@@ -1,0 +1,105 @@
+"""One matrix for the indexes of all methods, without a model: regions of every size, long growth, other slots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.plugins.cases import CASES
+from tests.plugins.retrieval_region import HEADS, KV_HEADS, Region, topical
+
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.plugins.registry import get_method
+
+KEEP = 64  # rows that settings `index` of the cases keep
+EVICTED = 40
+SIZES = (0, 1, 2, 31, 64, 65, 257, 1023, 1025)
+GROWN_KEEP = 256
+MASS = 0.45  # of what exact top-k keeps after long growth; a random choice of the rows keeps less than a tenth
+
+
+@pytest.fixture(params=["native", "reference"])
+def kernels(request: pytest.FixtureRequest, library: CpuLibrary) -> CpuLibrary | None:
+    return library if request.param == "native" else None
+
+
+@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize("size", SIZES)
+def test_regions_of_every_size_and_their_first_growth(method: str, size: int, kernels: CpuLibrary | None) -> None:
+    region = Region(method, CASES[method].index, library=kernels)
+    keys, queries = topical(size + 3 * EVICTED, 1)
+    region.prefill(0, keys[:, :size], queries[: max(1, size)].transpose(0, 1), 3 * EVICTED)
+    for start in range(size, size + 3 * EVICTED, EVICTED):
+        if start:
+            check_counts(method, region, region.step(queries[start : start + 1], [0])[0])
+        region.evict(0, keys[:, start : start + EVICTED])
+    check_counts(method, region, region.step(queries[-1:], [0])[0])
+
+
+def check_counts(method: str, region: Region, tokens: list[torch.Tensor]) -> None:
+    n = region.lengths[0]
+    if CASES[method].dense or n <= KEEP:
+        assert [head.tolist() for head in tokens] == [list(range(n))] * KV_HEADS, "all of a small region"
+    for head in tokens:
+        assert 1 <= len(head) <= max(KEEP, n if CASES[method].dense else 0)
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_selections_do_not_depend_on_company_slots_or_history(method: str, kernels: CpuLibrary | None) -> None:
+    regions = [Region(method, CASES[method].index, slots=3, library=kernels) for _ in range(2)]
+    prompts = {owner: topical(size, owner) for owner, size in ((0, 700), (1, 333), (2, 1100))}
+    places = {0: 2, 1: 0, 2: 1}  # slots of the second region
+    regions[1].prefill(0, *(part if i == 0 else part.transpose(0, 1) for i, part in enumerate(topical(900, 9))), 200)
+    regions[1].step(topical(1, 9)[1], [0])  # another request had the slot before
+    for owner, (keys, queries) in prompts.items():
+        regions[0].prefill(owner, keys, queries.transpose(0, 1), 200)
+    for owner in (2, 0, 1):
+        keys, queries = prompts[owner]
+        regions[1].prefill(places[owner], keys, queries.transpose(0, 1), 200)
+    for step in range(6):
+        queries = torch.stack([prompts[owner][1][100 + step] for owner in range(3)])
+        alone = [regions[0].step(queries[owner : owner + 1], [owner])[0] for owner in range(3)]
+        together = regions[1].step(queries.flip(0), [places[owner] for owner in (2, 1, 0)])[::-1]
+        for one, other in zip(alone, together, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        for owner in range(3) if step == 3 else ():
+            new = topical(EVICTED, 50 + owner)[0]
+            regions[0].evict(owner, new)
+            regions[1].evict(places[owner], new)
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_growth_over_5000_generated_tokens(method: str, library: CpuLibrary) -> None:
+    """Evictions come as the method asks the engine for them; runs of a topic are as long as a generated cluster."""
+    cases = CASES[method]
+    evicted = get_method(method).cache_defaults.get("update", EVICTED)
+    prompt, total = 300, 300 + 16 * 320
+    keys, queries = topical(total, 4, run=80)
+    settings = {**cases.index, **({} if cases.dense else {"top_k": GROWN_KEEP})}
+    sparse = Region(method, settings, slots=1, max_tokens=total + 100, library=library)
+    exact = Region("flat", {"top_k": GROWN_KEEP}, slots=1, max_tokens=total + 100)
+    whole = Region(method, {**cases.index, **cases.everything}, slots=1, max_tokens=total + 100, library=library)
+    for region in (sparse, exact, whole):
+        region.prefill(0, keys[:, :prompt], queries[:prompt].transpose(0, 1), total - prompt)
+    ratios = []
+    for start in range(prompt, total, evicted):
+        query = queries[start : start + 1]
+        for region in (sparse, exact, whole):
+            region.evict(0, keys[:, start : start + evicted])
+        kept = [region.mass(query[0], 0, region.step(query, [0])[0]) for region in (sparse, exact, whole)]
+        assert kept[2] == pytest.approx(1.0, abs=1e-5)
+        ratios.append(kept[0] / kept[1])
+    assert len(ratios) == (total - prompt) // evicted
+    late = torch.tensor(ratios[-len(ratios) // 3 :])
+    assert late.mean() >= MASS, f"{method} keeps {late.mean():.3f} of the mass that exact top-k keeps"
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_keeping_everything_is_everything_after_other_requests(method: str, kernels: CpuLibrary | None) -> None:
+    cases = CASES[method]
+    region = Region(method, {**cases.index, **cases.everything}, slots=2, library=kernels)
+    for size in (1500, 40, 777):
+        keys, queries = topical(size, size)
+        region.prefill(1, keys, queries.transpose(0, 1), EVICTED)
+        region.evict(1, topical(EVICTED, 3)[0])
+        (tokens,) = region.step(torch.randn(1, HEADS, 32, generator=torch.Generator().manual_seed(size)), [1])
+        assert [head.tolist() for head in tokens] == [list(range(size + EVICTED))] * KV_HEADS

@@ -1,0 +1,137 @@
+"""The gRPC door in front of a toy Triton: what becomes of a call when its client leaves, and what is not passed on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from tests.server.doors.test_grpc_checks import SCHEMAS, request
+from tritonclient.grpc import service_pb2
+
+from kvseek.server.grpc_call import SERVICE
+from kvseek.server.grpc_door import GrpcDoor
+
+SECONDS = 30.0
+
+
+class ToyTriton:
+    """Answers a request once, and ends its stream when a model would: its client has said so, or has left."""
+
+    def __init__(self) -> None:
+        self.calls = 0  # opened
+        self.ends: list[str] = []  # how streams with requests of clients have ended
+        self._left: dict[str, asyncio.Event] = {}
+
+    async def infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        self.calls += 1
+        names = []
+        try:
+            async for data in requests:
+                request = service_pb2.ModelInferRequest.FromString(data)
+                name = request.parameters["kvseek_call"].string_param
+                left = self._left.setdefault(name, asyncio.Event())
+                if request.parameters["kvseek_leave"].bool_param:
+                    left.set()
+                    return
+                names.append(name)
+                await context.write(service_pb2.ModelStreamInferResponse().SerializeToString())
+            for name in names:
+                await self._left[name].wait()
+            self.ends.append("told")
+        except asyncio.CancelledError:
+            self.ends.append("cancelled")
+            raise
+
+    async def config(self, _: bytes, __: Any) -> bytes:
+        response = service_pb2.ModelConfigResponse()
+        response.config.name = "tensorrt_llm"
+        response.config.parameters["socket"].string_value = "/somewhere/private.sock"
+        return bytes(response.SerializeToString())
+
+
+class Ready:
+    def obstacles(self) -> list[str]:
+        return []
+
+
+@asynccontextmanager
+async def doors() -> AsyncIterator[tuple[ToyTriton, grpc.aio.Channel, GrpcDoor]]:
+    toy, server = ToyTriton(), grpc.aio.server()
+    handlers = {
+        "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(toy.infer),
+        "ModelConfig": grpc.unary_unary_rpc_method_handler(toy.config),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    door = GrpcDoor(f"127.0.0.1:{port}", Ready(), SCHEMAS)  # type: ignore[arg-type]
+    own = await door.start("127.0.0.1", 0, 1 << 20)
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{own}")
+    try:
+        yield toy, channel, door
+    finally:
+        await channel.close()
+        await door.close()
+        await server.stop(0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def run(test: Callable[[ToyTriton, grpc.aio.Channel, GrpcDoor], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with doors() as parts:
+            await test(*parts)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("half_closed", [False, True])
+def test_the_call_of_a_client_that_leaves_is_told_and_not_cancelled(half_closed: bool) -> None:
+    """Triton 2.51 crashes of cancelled calls."""
+
+    async def test(toy: ToyTriton, channel: grpc.aio.Channel, door: GrpcDoor) -> None:
+        for _ in range(20):
+            call = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")()
+            await call.write(request().SerializeToString())
+            await call.read()
+            if half_closed:
+                await call.done_writing()
+            call.cancel()
+        await until(lambda: len(toy.ends) == 20)
+        assert set(toy.ends) == {"told"}
+        await until(lambda: not door.open)
+
+    run(test)
+
+
+def test_a_client_that_sends_nothing_opens_no_call() -> None:
+    async def test(toy: ToyTriton, channel: grpc.aio.Channel, door: GrpcDoor) -> None:
+        idle, empty = (channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")() for _ in range(2))
+        await empty.done_writing()
+        assert await empty.read() is grpc.aio.EOF
+        await until(lambda: door.open == 1)
+        idle.cancel()
+        await until(lambda: not door.open)
+        assert not toy.calls
+
+    run(test)
+
+
+def test_a_models_configuration_names_no_files() -> None:
+    async def test(_: ToyTriton, channel: grpc.aio.Channel, __: GrpcDoor) -> None:
+        question = service_pb2.ModelConfigRequest(name="tensorrt_llm").SerializeToString()
+        answer = await channel.unary_unary(f"/{SERVICE}/ModelConfig")(question)
+        config = service_pb2.ModelConfigResponse.FromString(answer).config
+        assert config.name == "tensorrt_llm"
+        assert not config.parameters
+
+    run(test)

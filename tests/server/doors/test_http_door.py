@@ -1,0 +1,251 @@
+"""The HTTP door over a real engine process: answers, refusals, and requests that end with their clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from tests.conftest import BuildEngine
+from tests.support.door_processes import SECONDS, Door, doors, engine_process, events, reply, wait_for
+from tests.support.random_models import save_random_model
+
+from kvseek.client.http_client import HttpClient
+from kvseek.client.options import GenerateOptions
+from kvseek.core.request import Request
+from kvseek.engine.engine import Engine
+from kvseek.server.engine_client import EngineClient
+from kvseek.server.messages import Pong
+from kvseek.server.served_request import TEXT_MODEL, TOKEN_MODEL
+from kvseek.server.settings import ServeSettings
+
+PROMPT = "the quick brown fox jumps over the lazy dog " * 4
+SETTINGS = ServeSettings(threads=1, max_queue_size=4, drain_seconds=3.0)
+SLOTS, QUEUE = 3, 4
+WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
+TEXT = {"text_input": PROMPT, "max_tokens": 12, "end_id": -1, "exclude_input_in_output": True}
+TOKENS = {"input_ids": [5, 6, 7, 8], "request_output_len": 6, "end_id": -1}
+ENDLESS = {"text_input": PROMPT, "max_tokens": 19_000, "end_id": -1}  # some minutes
+STREAM = ENDLESS | {"stream": True}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
+    model = save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama", max_position_embeddings=20_000)
+    limits = ("--max_batch_size", str(SLOTS), "--max_seq_len", "20000", "--max_input_len", "800")
+    return build_engine(model, "pariskv", *WINDOW, *limits, "--pariskv.top_k", "20")
+
+
+@pytest.fixture(scope="module")
+def engine_socket(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("run") / "engine.sock"
+    with engine_process(directory, path, SETTINGS):
+        yield path
+
+
+@pytest.fixture(scope="module")
+def door(directory: Path, engine_socket: Path) -> Iterator[Door]:
+    with doors(directory, engine_socket, SETTINGS) as door:
+        yield door
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> Engine:
+    return Engine.load(directory)
+
+
+def load(path: Path) -> tuple[int, int]:
+    """Requests of an engine process that run and that wait."""
+
+    async def ask() -> Pong:
+        client = EngineClient(path, asyncio.get_running_loop())
+        try:
+            while not client.connected:
+                await asyncio.sleep(0.002)
+            return await client.ping()
+        finally:
+            client.close()
+
+    pong = asyncio.run(ask())
+    return pong.running, pong.waiting
+
+
+@contextlib.contextmanager
+def busy(door: Door, engine_socket: Path, waiting: int = 0) -> Iterator[list[socket.socket]]:
+    """All slots taken, and so many requests waiting, until the end."""
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(door.send(f"{TEXT_MODEL}/generate_stream", STREAM)) for _ in range(SLOTS)]
+        wait_for(lambda: load(engine_socket) == (SLOTS, 0))
+        clients += [stack.enter_context(door.send(f"{TEXT_MODEL}/generate", ENDLESS)) for _ in range(waiting)]
+        wait_for(lambda: load(engine_socket) == (SLOTS, waiting))
+        yield clients
+    wait_for(lambda: load(engine_socket) == (0, 0))
+
+
+def test_answers_are_the_engines(door: Door, engine: Engine) -> None:
+    ids = engine.tokenizer.encode(PROMPT)
+    (tokens,) = engine.generate([Request(tuple(ids), 12)])
+    answer = door.post(f"{TEXT_MODEL}/versions/1/generate", TEXT).json()
+    assert answer["text_output"] == engine.tokenizer.decode(tokens)
+    assert (answer["model_name"], answer["model_version"]) == (TEXT_MODEL, "1")
+    (tokens,) = engine.generate([Request((5, 6, 7, 8), 6)])
+    answer = door.post(f"{TOKEN_MODEL}/generate", TOKENS | {"id": "mine"}).json()
+    assert (answer["output_ids"], answer["sequence_length"], answer["id"]) == ([5, 6, 7, 8, *tokens], 10, "mine")
+
+
+def test_streams_have_an_event_a_token(door: Door, engine: Engine) -> None:
+    (tokens,) = engine.generate([Request((5, 6, 7, 8), 6)])
+    with door.post(f"{TOKEN_MODEL}/generate_stream", TOKENS | {"streaming": True}, stream=True) as response:
+        assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        found = list(events(response))
+    assert [event["output_ids"] for event in found] == tokens
+    assert [event["finish_reason"] for event in found] == [""] * 5 + ["length"]
+    options = GenerateOptions(max_tokens=12, end_id=-1, return_prefill_progress=True)
+    chunks = list(HttpClient(f"127.0.0.1:{door.port}", SECONDS).generate_stream(PROMPT, options))
+    assert "".join(chunk.text for chunk in chunks) == door.post(f"{TEXT_MODEL}/generate", TEXT).json()["text_output"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        (f"{TEXT_MODEL}/generate", TEXT | {"max_tokens": 2**40}, 400, "max_tokens = 1099511627776: must be in"),
+        (f"{TEXT_MODEL}/generate", TEXT | {"max_tokens": 0}, 400, "(request_output_len) = 0: must be >= 1"),
+        (f"{TEXT_MODEL}/generate", TEXT | {"max_tokens": 30_000}, 400, "must be <= max_seq_len = 20000"),
+        (f"{TEXT_MODEL}/generate", TEXT | {"text_input": "word " * 1300}, 400, "must be <= max_input_len = 800"),
+        (f"{TEXT_MODEL}/generate_stream", TEXT | {"top_p": 0}, 400, "top_p = 0.0: must be in (0, 1]"),
+        (f"{TEXT_MODEL}/generate", TEXT | {"stream": True}, 400, "stream = true: must be false with generate"),
+        (f"{TOKEN_MODEL}/generate", TOKENS | {"input_ids": [99_999]}, 400, "input_ids = 99999: must be in [0, "),
+        (f"{TEXT_MODEL}/generate", b"[" * 300_000, 400, "not a JSON object"),
+        (f"{TEXT_MODEL}/generate", b'{"text_input":' + b"[" * 600_000, 400, "nests too deeply"),
+        (f"{TEXT_MODEL}/generate", b"x" * (2 << 20), 413, "must be <= "),
+        ("nothing/generate", TEXT, 404, "model nothing is not found"),
+        (f"{TEXT_MODEL}/versions/2/generate", TEXT, 404, "has no version 2"),
+        (f"{TEXT_MODEL}/infer", {}, 400, "use generate or generate_stream"),
+    ],
+)
+def test_bad_requests_are_refused(door: Door, path: str, body: Any, status: int, message: str) -> None:
+    response = door.post(path, body)
+    assert response.status_code == status
+    assert message in response.json()["error"]
+
+
+def test_administration_is_closed(door: Door) -> None:
+    for method, path, status in (
+        ("POST", "/repository/index", 403),
+        ("POST", "/repository/models/tensorrt_llm/unload", 403),
+        ("POST", "/systemsharedmemory/region/x/register", 403),
+        ("POST", f"/models/{TEXT_MODEL}/trace/setting", 403),
+        ("POST", "/logging", 403),
+        ("GET", "/anything", 404),
+        ("GET", f"/models/{TEXT_MODEL}/generate", 405),
+        ("GET", "/models/nothing/ready", 404),
+    ):
+        response = requests.request(method, f"{door.url}{path}", timeout=SECONDS)
+        assert (response.status_code, "error" in response.json()) == (status, True), path
+
+
+def test_bodies_in_tiny_chunks(door: Door) -> None:
+    connection = door.connect(f"{TEXT_MODEL}/generate", b"", "Transfer-Encoding: chunked")
+    body = json.dumps(TEXT).encode()
+    spaces = b"1\r\n \r\n" * 1000
+    for _ in range(600):
+        connection.sendall(spaces)
+    connection.sendall(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+    status, answer = reply(connection)
+    assert (status, answer["finish_reason"]) == (200, "length")
+
+
+def test_compressed_bodies_and_announced_sizes_are_refused_before_they_are_read(door: Door) -> None:
+    path = f"{TEXT_MODEL}/generate"
+    assert reply(door.connect(path, b"x", "Content-Encoding: gzip", "Content-Length: 9"))[0] == 415
+    status, answer = reply(door.connect(path, b"", "Content-Length: 99999999999"))
+    assert (status, answer["error"][:35]) == (413, "the body has 99999999999 bytes: mus")
+
+
+@pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
+def test_a_client_that_leaves_cancels_its_request(door: Door, engine_socket: Path, endpoint: str) -> None:
+    connection = door.send(f"{TEXT_MODEL}/{endpoint}", STREAM if endpoint == "generate_stream" else ENDLESS)
+    wait_for(lambda: load(engine_socket) == (1, 0))
+    if endpoint == "generate_stream":
+        assert connection.recv(20).startswith(b"HTTP/1.1 200")
+    connection.close()
+    wait_for(lambda: load(engine_socket) == (0, 0), 2.0)
+
+
+@pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
+def test_a_client_that_leaves_the_queue_cancels_its_request(door: Door, engine_socket: Path, endpoint: str) -> None:
+    with busy(door, engine_socket):
+        connection = door.send(f"{TEXT_MODEL}/{endpoint}", STREAM if endpoint == "generate_stream" else ENDLESS)
+        wait_for(lambda: load(engine_socket) == (SLOTS, 1))
+        connection.close()
+        wait_for(lambda: load(engine_socket) == (SLOTS, 0), 2.0)
+
+
+def test_a_text_with_too_many_tokens_is_refused_by_its_beginning(door: Door) -> None:
+    response = door.post(f"{TEXT_MODEL}/generate", TEXT | {"text_input": "zq " * 2_333})
+    assert response.status_code == 400
+    assert re.search(
+        r"tokens in its first [\d,]+ of 6,999 characters: must be <= max_input_len", response.json()["error"]
+    )
+
+
+def test_a_full_queue_refuses_with_429(door: Door, engine_socket: Path) -> None:
+    with busy(door, engine_socket, waiting=QUEUE), ThreadPoolExecutor(8) as pool:
+        path = f"{TEXT_MODEL}/generate_stream"
+        for response in pool.map(lambda _: door.post(path, STREAM), range(16)):
+            assert response.status_code == 429
+            assert response.headers["Retry-After"]
+            assert "max_queue_size" in response.json()["error"]
+    assert door.post(f"{TEXT_MODEL}/generate", TEXT).status_code == 200
+
+
+def test_many_clients_at_once_get_their_own_answers(door: Door) -> None:
+    bodies = [TOKENS | {"input_ids": [5 + i, 6, 7]} for i in range(QUEUE)]  # more could find the queue full
+    expected = [door.post(f"{TOKEN_MODEL}/generate", body).json() for body in bodies]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        assert list(pool.map(lambda body: door.post(f"{TOKEN_MODEL}/generate", body).json(), bodies)) == expected
+
+
+def test_stop_ends_the_request_of_the_same_id(door: Door, engine_socket: Path) -> None:
+    endless = TOKENS | {"request_output_len": 19_000, "id": "long"}
+    connection = door.send(f"{TOKEN_MODEL}/generate", endless)
+    wait_for(lambda: load(engine_socket) == (1, 0))
+    assert door.post(f"{TOKEN_MODEL}/generate", TOKENS | {"stop": True, "id": "long"}).status_code == 200
+    status, answer = reply(connection)
+    assert (status, answer["finish_reason"]) == (200, "cancelled")
+
+
+def test_a_time_limit_in_the_queue_is_a_504(door: Door, engine_socket: Path) -> None:
+    with busy(door, engine_socket):
+        assert door.post(f"{TEXT_MODEL}/generate", TEXT | {"timeout": 0.3}).status_code == 504
+
+
+def test_metrics_without_triton(door: Door) -> None:
+    lines = door.metrics().splitlines()
+    assert 'kvseek:up{process="engine"} 1' in lines
+    assert 'kvseek:up{process="triton"} 0' in lines
+    assert any(line.startswith("kvseek:generation_tokens_total") for line in lines)
+
+
+def test_sigterm_lets_responses_finish_when_the_engine_drains(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    with engine_process(directory, path, SETTINGS) as engine, doors(directory, path, SETTINGS) as door:
+        wait_for(lambda: door.post(f"{TOKEN_MODEL}/generate", TOKENS).status_code == 200)
+        with door.post(f"{TEXT_MODEL}/generate_stream", STREAM, stream=True) as response:
+            stream = events(response)
+            next(stream)
+            engine.send_signal(signal.SIGTERM)
+            door.process.send_signal(signal.SIGTERM)
+            *_, last = stream
+        assert last["finish_reason"] == "shutdown"
+        assert engine.wait(SECONDS) == 0
+        assert door.process.wait(5.0) == 0

@@ -1,0 +1,140 @@
+"""A Triton model as a door, over a real engine process. Only the module that exists inside Triton alone is a stand-in."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.conftest import BuildEngine
+from tests.support.door_processes import engine_process, wait_for
+from tests.support.random_models import save_random_model
+
+from kvseek.server.settings import ServeSettings
+from kvseek.server.status import INTERNAL
+from kvseek.server.triton_door import TritonDoor
+
+FINAL = 1
+CODES = SimpleNamespace(INVALID_ARG=1, UNAVAILABLE=2, CANCELLED=3, INTERNAL=4)
+
+
+class TritonError(Exception):
+    INVALID_ARG, UNAVAILABLE, CANCELLED, INTERNAL = 1, 2, 3, 4
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.message, self.code = message, code
+
+
+TRITON = SimpleNamespace(
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
+    TritonError=TritonError,
+    Tensor=lambda name, value: (name, value),
+    InferenceResponse=lambda tensors=(), error=None: SimpleNamespace(values=dict(tensors), error=error),
+)
+
+
+class ToyRequest:
+    """A request of tensorrt_llm, and what is sent for it."""
+
+    def __init__(self, count: int, request_id: str = "", **parameters: Any) -> None:
+        values = {"input_ids": [[5, 6, 7]], "request_output_len": [[count]], "end_id": [[-1]]}
+        self._tensors = {name: np.array(value, np.int32) for name, value in values.items()} | {
+            "streaming": np.array([[True]])
+        }
+        self._id, self._parameters = request_id, parameters
+        self.responses: list[Any] = []
+        self.ended = threading.Event()
+
+    def inputs(self) -> list[Any]:
+        return [
+            SimpleNamespace(name=lambda name=name: name, as_numpy=lambda value=value: value)
+            for name, value in self._tensors.items()
+        ]
+
+    def request_id(self) -> str:
+        return self._id
+
+    def parameters(self) -> str:
+        return json.dumps(self._parameters)
+
+    def get_response_sender(self) -> Any:
+        return self
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        if response is not None:
+            self.responses.append(response)
+        if flags == FINAL:
+            self.ended.set()
+
+    @property
+    def reason(self) -> str:
+        return str(self.responses[-1].values["finish_reason"][0, 0].decode()) if self.responses else ""
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Iterator[TritonDoor]:
+    folder = tmp_path_factory.mktemp("door")
+    model = save_random_model(folder / "llama", "llama", max_position_embeddings=20_000)
+    directory = build_engine(model, "full", "--max_batch_size", "2", "--max_seq_len", "20000")
+    parameters = {"engine_dir": str(directory), "socket": str(folder / "engine.sock"), "max_queue_size": "8"}
+    config = {
+        "name": "tensorrt_llm",
+        "parameters": {name: {"string_value": value} for name, value in parameters.items()},
+    }
+    with engine_process(directory, folder / "engine.sock", ServeSettings(threads=1)):
+        door = TritonDoor(TRITON, {"model_config": json.dumps(config)})
+        wait_for(lambda: door._client.connected)
+        yield door
+        door.finalize()
+
+
+def running(door: TritonDoor, request: ToyRequest) -> ToyRequest:
+    door.execute([request])
+    wait_for(lambda: request.responses)
+    return request
+
+
+def test_a_late_request_of_a_client_that_has_left_ends_no_other(door: TritonDoor) -> None:
+    """Its id may be another client's too."""
+    other = running(door, ToyRequest(19_000, "same", kvseek_call="b"))
+    door.execute([ToyRequest(4, "same", kvseek_call="a", kvseek_leave=True)])
+    late = ToyRequest(4, "same", kvseek_call="a")
+    door.execute([late])
+    assert late.ended.is_set()
+    assert not late.responses
+    count = len(other.responses)
+    wait_for(lambda: len(other.responses) > count + 5)
+    door.execute([ToyRequest(4, "same", kvseek_call="b", kvseek_leave=True)])
+    wait_for(other.ended.is_set)
+    assert other.reason == "cancelled"
+
+
+def test_stop_ends_the_requests_of_an_id(door: TritonDoor) -> None:
+    kept, stopped = running(door, ToyRequest(19_000, "kept")), running(door, ToyRequest(19_000, "stopped"))
+    stopper = ToyRequest(4, "stopped")
+    stopper._tensors["stop"] = np.array([[True]])
+    door.execute([stopper])
+    wait_for(stopped.ended.is_set)
+    assert stopper.ended.is_set()
+    assert not kept.ended.is_set()
+    stopper = ToyRequest(4, "kept")
+    stopper._tensors["stop"] = np.array([[True]])
+    door.execute([stopper])
+    wait_for(kept.ended.is_set)
+
+
+def test_exceptions_that_nobody_has_foreseen_stay_inside(door: TritonDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise ValueError("/private/path")
+
+    monkeypatch.setattr(type(door._factory), "make", fail)
+    request = ToyRequest(4)
+    door.execute([request])
+    wait_for(request.ended.is_set)
+    (response,) = request.responses
+    assert response.error.message == f"INTERNAL: {INTERNAL}"

@@ -1,0 +1,99 @@
+"""A door's connection to a real engine process: what is counted while there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+from tests.conftest import BuildEngine
+from tests.support.door_processes import SECONDS, engine_process
+from tests.support.random_models import save_random_model
+
+from kvseek.core.errors import ErrorCode, UnavailableError
+from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.server.engine_client import EngineClient
+from kvseek.server.messages import Submit, frame
+from kvseek.server.settings import ServeSettings
+
+SETTINGS = ServeSettings(threads=1)
+
+
+async def connected(client: EngineClient, wanted: bool) -> None:
+    async with asyncio.timeout(SECONDS):
+        while client.connected is not wanted:
+            await asyncio.sleep(0.01)
+
+
+def test_requests_that_met_no_engine_are_counted_by_the_next_one(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine
+) -> None:
+    directory = build_engine(save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama"), "full")
+    path = tmp_path / "engine.sock"
+
+    async def run() -> str:
+        client = EngineClient(path, asyncio.get_running_loop())
+        ends: list[StepOutput] = []
+        with engine_process(directory, path, SETTINGS) as process:  # dies without requests: there is nothing to count
+            await connected(client, True)
+            process.kill()
+            await connected(client, False)
+        with engine_process(directory, path, SETTINGS) as process:
+            await connected(client, True)
+            first = asyncio.Event()
+            client.submit(Request((1, 2, 3), 400), lambda output: (first.set(), ends.append(output)))
+            await first.wait()
+            process.kill()
+            await connected(client, False)
+        assert (ends[-1].finish_reason, ends[-1].code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
+        with pytest.raises(UnavailableError):
+            client.submit(Request((1, 2, 3), 4), ends.append)
+        client.refused(ErrorCode.UNAVAILABLE)  # as the door does with what `submit` raises
+        client.refused(ErrorCode.INVALID)
+        await asyncio.sleep(0)
+        with engine_process(directory, path, SETTINGS):
+            await connected(client, True)
+            text = await client.read_metrics()
+        client.close()
+        return text
+
+    text = asyncio.run(run())
+    counts = dict(re.findall(r'kvseek:requests_total\{.*outcome="(\w+)"\} (\S+)', text))
+    assert (counts["unavailable"], counts["invalid"]) == ("2.0", "1.0")
+
+
+def test_a_door_that_goes_takes_no_outputs_of_another_along(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine
+) -> None:
+    """Outputs of many requests are sent together: those of doors that have just gone must not stop the others."""
+    model = save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+    directory = build_engine(model, "full", "--max_batch_size", "4")
+    path = tmp_path / "engine.sock"
+
+    async def run() -> None:
+        kept = EngineClient(path, asyncio.get_running_loop())
+        await connected(kept, True)
+        for _ in range(30):
+            tokens, ended = list[int](), asyncio.Event()
+
+            def take(output: StepOutput, tokens: list[int] = tokens, ended: asyncio.Event = ended) -> None:
+                if output.token_id is not None:
+                    tokens.append(output.token_id)
+                if output.finish_reason is not None:
+                    ended.set()
+
+            leaving = [await asyncio.open_unix_connection(str(path)) for _ in range(3)]
+            for _, writer in leaving:
+                writer.write(frame(Submit(1, Request((7, 8, 9), 400))))
+            kept.submit(Request((1, 2, 3), 40), take)
+            await asyncio.sleep(0.005)
+            for _, writer in leaving:
+                writer.transport.abort()
+            async with asyncio.timeout(SECONDS):
+                await ended.wait()
+            assert len(tokens) == 40
+        kept.close()
+
+    with engine_process(directory, path, SETTINGS):
+        asyncio.run(run())

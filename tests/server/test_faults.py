@@ -1,0 +1,189 @@
+"""Faults of a real server: killed and stopped processes, damaged files, a full disk, no extents left, shutdown."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+from tests.server.soak.engine import MAX_SEQ_LEN, build_soak_engine
+from tests.server.soak.runner import ENDED
+from tests.support.live_server import LiveServer, live_server, serve_command
+from tests.support.server_streams import TIMEOUT, Stream, tokens, wait_for
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+PROMPT, SHORT, LONG = tuple(range(5, 45)), 8, 2900  # LONG takes many seconds, so that it runs when something happens
+ROUTES = ("grpc", "http_stream")
+ERROR_SECONDS = 2.0  # from the death of a process to the errors of its clients
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_soak_engine(tmp_path_factory.mktemp("soak"), "full", extents=12)
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with live_server(directory, tmp_path_factory.mktemp("log") / "server.log", "--restarts", "20") as server:
+        yield server
+
+
+def running(server: LiveServer, route: str, count: int = LONG) -> Stream:
+    stream = tokens(server, route, PROMPT, count)
+    wait_for(lambda: stream.count or stream.ended_at, "the first token")
+    assert stream.count, stream.error
+    return stream
+
+
+def check_serves(server: LiveServer) -> list[int]:
+    """Both doors give the same tokens; one that has to connect to a process again may take a little. Returns them."""
+    found = []
+    for route in ROUTES:
+        wait_for(
+            lambda route=route: tokens(server, route, PROMPT, SHORT).join().count == SHORT, f"served by {route}", 20
+        )
+        found.append(tokens(server, route, PROMPT, SHORT).join().ids)
+    assert found[0] == found[1]
+    assert len(found[0]) == SHORT
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "breaks"),
+    [
+        ("engine", ROUTES),
+        ("doors", ROUTES),
+        ("triton", ("grpc",)),
+        ("tensorrt_llm", ("grpc",)),
+        ("tensorrt_llm_bls", ("grpc",)),
+    ],
+)
+def test_a_killed_process_is_started_again_and_its_clients_are_told(
+    server: LiveServer, name: str, breaks: tuple[str, ...]
+) -> None:
+    expected = check_serves(server)
+    streams = {route: running(server, route) for route in ROUTES}
+    pid = server.kill(name)
+    killed_at = time.monotonic()
+    for route in breaks:
+        stream = streams[route].join()
+        assert ENDED.search(stream.error), f"{route}: {stream.error!r}"
+        if name != "tensorrt_llm_bls":  # not the model of these requests: Triton first ends its other work
+            assert stream.ended_at - killed_at < ERROR_SECONDS, f"{route} was told late"
+    server.wait_replaced(name, pid)
+    server.wait_ready()
+    assert check_serves(server) == expected
+    for route in set(ROUTES) - set(breaks):
+        streams[route].leave()
+        assert streams[route].count > SHORT, "a stream that does not need the process goes on"
+
+
+def test_nothing_outlives_the_launcher(directory: Path, tmp_path: Path) -> None:
+    with live_server(directory, tmp_path / "server.log") as server:
+        others = [pid for name, pid in server.process_ids().items() if name != "serve"]
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait(TIMEOUT)
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in others), "the end of all processes")
+
+
+def test_a_stopped_engine_is_not_ready_until_it_goes_on(server: LiveServer) -> None:
+    ready = f"http://{server.http_url}/v2/health/ready"
+    pid = server.kill("engine", signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        status = 200
+        while status == 200 and time.monotonic() - began < 30:
+            status = requests.get(ready, timeout=30).status_code
+        assert status == 503
+        assert time.monotonic() - began < 15
+        live = requests.get(f"http://{server.http_url}/v2/health/live", timeout=5).status_code
+        assert live == 200, "a server that may come back is not to be killed"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(server.is_ready, "ready again", 20)
+    check_serves(server)
+
+
+def damage(directory: Path) -> None:
+    """Replace a byte of the weights; by another file, as the one in use must stay as it is."""
+    (weights,) = (path for path in directory.rglob("*.safetensors") if path.stat().st_size > 10_000)
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 0x40
+    copy = weights.with_suffix(".new")
+    copy.write_bytes(data)
+    copy.replace(weights)
+
+
+def test_a_damaged_engine_does_not_start(directory: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(directory, tmp_path / "engine"))
+    damage(copy)
+    result = subprocess.run(serve_command(copy), capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert result.returncode == 1
+    assert re.search(r"error: .*\.safetensors", result.stderr), result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_engine_damaged_while_it_is_served_ends_the_server_after_its_restarts(
+    directory: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(directory, tmp_path / "engine"))
+    log = tmp_path / "server.log"
+    with live_server(copy, log, "--restarts", "2") as server:
+        damage(copy)
+        check_serves(server)
+        server.kill("engine")
+        assert server.process.wait(TIMEOUT) == 1
+    errors = log.with_suffix(".errors").read_text()
+    assert "after 2 restarts in a row (--restarts)" in errors
+    assert ".safetensors" in errors, "the end of the log says why"
+
+
+def test_a_full_log_disk_does_not_matter(directory: Path, tmp_path: Path) -> None:
+    with live_server(directory, tmp_path / "server.log", "--log", "/dev/full") as server:
+        check_serves(server)
+        pid = server.kill("engine")
+        server.wait_replaced("engine", pid)
+        server.wait_ready()
+        check_serves(server)
+        assert server.stop() == 0
+
+
+def test_requests_wait_for_extents_and_those_that_can_never_fit_are_refused(tmp_path: Path) -> None:
+    directory = build_soak_engine(tmp_path, "full", extents=2)
+    with live_server(directory, tmp_path / "server.log") as server:
+        prompts = [tuple((7 * i + 3 * j) % 380 for i in range(1400)) for j in range(6)]
+        streams = [tokens(server, ROUTES[j % 2], prompt, 40) for j, prompt in enumerate(prompts)]  # two extents each
+        too_long = tokens(server, "grpc", PROMPT, MAX_SEQ_LEN - len(PROMPT)).join()
+        assert "kv_cache_host_memory_bytes" in too_long.error
+        for stream, prompt in zip(streams, prompts, strict=True):
+            assert stream.join().count == 40, stream.error
+            assert stream.ids == tokens(server, "grpc", prompt, 40).join().ids
+        assert server.metric("kvseek:num_requests_running") == 0
+
+
+def test_sigterm_lets_streams_finish_and_ends_the_others_as_shutdown(directory: Path, tmp_path: Path) -> None:
+    with live_server(directory, tmp_path / "server.log", "--drain_seconds", "2") as server:
+        long = [running(server, route) for route in ROUTES]
+        short = [running(server, route, 60) for route in ROUTES]
+        server.process.terminate()
+        wait_for(lambda: not server.is_ready(), "not ready any more", 5)
+        late = [tokens(server, route, PROMPT, SHORT) for route in ROUTES]
+        assert [stream.join().reason for stream in long] == ["shutdown", "shutdown"]
+        assert all(0 < stream.count < LONG for stream in long)
+        assert [stream.join().reason for stream in short] == ["length", "length"]
+        for stream in late:
+            assert not stream.join().pieces
+            assert ENDED.search(stream.error), stream.error
+            assert stream.status in (0, 503)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.process.wait(TIMEOUT)
+        assert server.process.returncode == 0

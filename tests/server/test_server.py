@@ -1,0 +1,351 @@
+"""End to end through a real tritonserver: streaming, HTTP, concurrency, bad input, cancellation, shutdown."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import requests
+import tritonclient.grpc as grpc
+from tests.conftest import BuildEngine
+from tests.support.random_models import save_random_model
+
+from kvseek.client import chat
+from kvseek.client.errors import ClientError
+from kvseek.client.grpc_client import GrpcClient
+from kvseek.client.http_client import NO_KEEP_ALIVE, HttpClient
+from kvseek.client.options import GenerateOptions
+from kvseek.core.request import Request
+from kvseek.engine.engine import Engine
+from kvseek.server.launch import RunningServer, main, running_server
+from kvseek.server.settings import ServeSettings
+
+pytestmark = pytest.mark.server
+
+PROMPT = "the quick brown fox jumps over the lazy dog " * 12
+LONG = GenerateOptions(max_tokens=300, end_id=-1)
+SHORT = GenerateOptions(max_tokens=12, end_id=-1)
+WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
+TIMEOUT = 60.0
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
+    model = save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama", max_position_embeddings=2048)
+    limits = ("--max_batch_size", "3", "--max_seq_len", "1200", "--max_input_len", "800")
+    return build_engine(model, "pariskv", *WINDOW, *limits, "--pariskv.top_k", "20")
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log") / "server.log"
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path, log: Path) -> Iterator[RunningServer]:
+    with running_server(directory, settings=ServeSettings(threads=1), log=log, verbose=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> Engine:
+    return Engine.load(directory)
+
+
+def grpc_client(server: RunningServer) -> GrpcClient:
+    return GrpcClient(server.grpc_url, TIMEOUT)
+
+
+def answer(server: RunningServer, prompt: str = PROMPT, options: GenerateOptions = SHORT) -> str:
+    return "".join(chunk.text for chunk in grpc_client(server).generate_stream(prompt, options))
+
+
+def test_streamed_text_is_the_engines(server: RunningServer, engine: Engine) -> None:
+    ids = engine.tokenizer.encode(PROMPT)
+    (expected,) = engine.generate([Request(tuple(ids), 12)])
+    chunks = list(grpc_client(server).generate_stream(PROMPT, SHORT))
+    assert "".join(chunk.text for chunk in chunks) == engine.tokenizer.decode(expected)
+    assert [chunk.num_output_tokens for chunk in chunks] == list(range(1, 13))
+    last = chunks[-1]
+    assert last.finish_reason == "length"
+    assert last.num_input_tokens == len(ids)
+    assert last.cached_tokens == len(ids) + 11
+    assert 0 < last.attended_tokens < last.cached_tokens
+
+
+def test_http_generate_and_generate_stream(server: RunningServer) -> None:
+    client, expected = HttpClient(server.http_url, TIMEOUT), answer(server)
+    assert client.generate(PROMPT, SHORT).text == expected
+    assert "".join(chunk.text for chunk in client.generate_stream(PROMPT, SHORT)) == expected
+
+
+def test_a_plain_tensorrt_llm_request_over_http(server: RunningServer) -> None:
+    url = f"http://{server.http_url}/v2/models/tensorrt_llm_bls/generate"
+    body = {"text_input": PROMPT, "max_tokens": 12, "end_id": -1, "bad_words": "", "stop_words": ""}
+    reply = requests.post(url, json=body, headers=NO_KEEP_ALIVE, timeout=TIMEOUT).json()
+    assert reply["text_output"] == PROMPT + answer(server), "TensorRT-LLM's models echo the prompt unless told not to"
+
+
+def token_request(server: RunningServer, **values: Any) -> list[dict[str, np.ndarray]]:
+    """Responses of tensorrt_llm to tensors given as name=(dtype, list)."""
+    responses: list[Any] = []
+    ended = threading.Event()
+
+    def collect(result: Any, error: Any) -> None:
+        responses.append(error or result)
+        if error or result.get_response().parameters["triton_final_response"].bool_param:
+            ended.set()
+
+    with grpc.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(collect)
+        inputs = []
+        for name, (dtype, data) in values.items():
+            array = np.array([data], dtype={"INT32": np.int32, "BOOL": bool, "FP32": np.float32}[dtype])
+            inputs.append(grpc.InferInput(name, list(array.shape), dtype))
+            inputs[-1].set_data_from_numpy(array)
+        client.async_stream_infer("tensorrt_llm", inputs, enable_empty_final_response=True)
+        assert ended.wait(TIMEOUT)
+        client.stop_stream()
+    for response in responses:
+        if isinstance(response, Exception):
+            raise response
+    assert responses[-1].get_response().outputs, "the last response is the end: no empty one follows it"
+    return [
+        {o.name: r.as_numpy(o.name) for o in r.get_response().outputs} for r in responses if r.get_response().outputs
+    ]
+
+
+def test_token_ids_streaming_and_not(server: RunningServer, engine: Engine) -> None:
+    (expected,) = engine.generate([Request((5, 6, 7, 8), 6)])
+    base = {
+        "input_ids": ("INT32", [5, 6, 7, 8]),
+        "input_lengths": ("INT32", [4]),
+        "request_output_len": ("INT32", [6]),
+        "end_id": ("INT32", [-1]),
+    }
+    streamed = token_request(server, **base, streaming=("BOOL", [True]))
+    assert [int(r["output_ids"].item()) for r in streamed] == expected
+    assert all(r["output_ids"].shape == (1, 1, 1) and r["sequence_length"].tolist() == [[1]] for r in streamed)
+    (whole,) = token_request(server, **base)
+    assert whole["output_ids"].tolist() == [[[5, 6, 7, 8, *expected]]]
+    assert whole["sequence_length"].tolist() == [[10]]
+    (bare,) = token_request(server, **base, exclude_input_in_output=("BOOL", [True]))
+    assert bare["output_ids"].tolist() == [[expected]]
+    first_two = expected[:2]
+    stop = np.array([first_two, [2, -1]]).tolist()
+    (stopped,) = token_request(
+        server, **base, stop_words_list=("INT32", stop), exclude_input_in_output=("BOOL", [True])
+    )
+    assert stopped["output_ids"].tolist() == [[first_two]]
+
+
+def test_stop_words_cut_the_text(server: RunningServer) -> None:
+    whole = answer(server, options=replace(SHORT, max_tokens=30))
+    word = whole[len(whole) // 2 :][:3]
+    cut = answer(server, options=replace(SHORT, max_tokens=30, stop_words=(word,)))
+    assert cut == whole[: whole.index(word)]
+
+
+def test_streams_run_at_once_and_do_not_mix(server: RunningServer) -> None:
+    prompts = [PROMPT[i:] for i in range(5)]
+    expected = [answer(server, prompt) for prompt in prompts]
+    with ThreadPoolExecutor(5) as pool:
+        assert list(pool.map(lambda prompt: answer(server, prompt), prompts)) == expected
+
+
+def test_prefill_progress_only_when_asked_for(server: RunningServer) -> None:
+    client = grpc_client(server)
+    options = replace(SHORT, return_prefill_progress=True)
+    progress = [c.prefill_progress for c in client.generate_stream(PROMPT, options) if not c.num_output_tokens]
+    assert progress == sorted(progress)
+    assert progress[-1] == 1.0
+    assert all(c.num_output_tokens for c in client.generate_stream(PROMPT, SHORT))
+
+
+BAD = [
+    ("", SHORT, "text_input is empty"),
+    ("word " * 1400, SHORT, "must be <= max_input_len = 800"),
+    ("word " * 2000, SHORT, "text_input has 10,000 bytes: must be <= 7,200, max_input_len tokens of the .* longest"),
+    (PROMPT, replace(SHORT, max_tokens=0), r"max_tokens \(request_output_len\) = 0: must be >= 1"),
+    (PROMPT, replace(SHORT, max_tokens=-4), r"max_tokens \(request_output_len\) = -4: must be >= 1"),
+    (PROMPT, replace(SHORT, max_tokens=5000), "must be <= max_seq_len = 1200"),
+    (PROMPT, replace(SHORT, temperature=-1.0), "temperature = -1.0: must be finite and >= 0"),
+    (PROMPT, replace(SHORT, top_p=0.0), r"top_p = 0.0: must be in \(0, 1\]"),
+    (PROMPT, replace(SHORT, top_p=1.5), r"top_p = 1.5: must be in \(0, 1\]"),
+    (PROMPT, replace(SHORT, top_k=-2), "top_k = -2: must be >= 0"),
+    (PROMPT, replace(SHORT, end_id=10**6), r"end_id = 1000000: must be in \[0, "),
+]
+
+
+def test_bad_input_is_refused_and_other_streams_go_on(server: RunningServer) -> None:
+    expected = answer(server, options=LONG)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(answer, server, PROMPT, LONG)
+        for prompt, options, message in BAD:
+            with pytest.raises(ClientError, match=message):
+                answer(server, prompt, options)
+            with pytest.raises(ClientError, match=message):
+                HttpClient(server.http_url, TIMEOUT).generate(prompt, options)
+        assert other.result(TIMEOUT) == expected
+
+
+def test_bad_bytes_and_bad_ids_are_refused(server: RunningServer) -> None:
+    tensor = grpc.InferInput("text_input", [1, 1], "BYTES")
+    tensor.set_data_from_numpy(np.array([[b"ab\xff"]], dtype=object))
+    length = grpc.InferInput("max_tokens", [1, 1], "INT32")
+    length.set_data_from_numpy(np.array([[4]], dtype=np.int32))
+    errors: list[Any] = []
+    replied = threading.Event()
+    with grpc.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(lambda result, error: (errors.append(error), replied.set()))
+        client.async_stream_infer("tensorrt_llm_bls", [tensor, length])
+        assert replied.wait(TIMEOUT)
+        client.stop_stream()
+    assert "text_input: byte 2 (0xff) is not UTF-8" in errors[0].message()
+    with pytest.raises(Exception, match=r"input_ids = 999999: must be in \[0, "):
+        token_request(server, input_ids=("INT32", [5, 999999]), request_output_len=("INT32", [3]))
+    assert answer(server), "the server goes on"
+
+
+def test_a_misspelt_field_is_refused(server: RunningServer) -> None:
+    url = f"http://{server.http_url}/v2/models/tensorrt_llm_bls/generate"
+    body = {"text_input": PROMPT, "max_tokens": 4, "temprature": 1}
+    reply = requests.post(url, json=body, headers=NO_KEEP_ALIVE, timeout=TIMEOUT)
+    assert (reply.status_code, reply.json()["error"].split(";")[0]) == (
+        400,
+        "temprature: tensorrt_llm_bls has no such input",
+    )
+
+
+def test_prompts_are_not_logged(server: RunningServer, log: Path) -> None:
+    """Neither those that are served nor those that are refused, with --log_verbose."""
+    secret = "the harbour master's password is Lady-Trelawny-412"
+    too_long, cold = secret * 400, replace(SHORT, temperature=-1.0)
+    for client in (grpc_client(server), HttpClient(server.http_url, TIMEOUT)):
+        assert list(client.generate_stream(secret, SHORT))
+        for prompt, options in ((too_long, SHORT), (secret, cold)):
+            with pytest.raises(ClientError):
+                list(client.generate_stream(prompt, options))
+    text = log.read_text(errors="replace")
+    assert "tensorrt_llm_bls" in text, "requests are logged"
+    assert "Trelawny" not in text
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_chat_prints_the_answer(server: RunningServer, protocol: str, capsys: pytest.CaptureFixture[str]) -> None:
+    url = server.grpc_url if protocol == "grpc" else server.http_url
+    flags = ["--protocol", protocol, "--url", url, "--timeout", str(TIMEOUT)]
+    flags += ["--prompt", PROMPT, "--no-chat_template", "--end_id", "-1"]
+    assert chat.main([*flags, "--max_tokens", "12", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["text"] == answer(server)
+    assert (shown["output_tokens"], shown["finish_reason"]) == (12, "length")
+    assert 0 < shown["attended_tokens_per_step"] < shown["cached_tokens_per_step"]
+    assert chat.main([*flags, "--temperature", "-1"]) == 1
+    assert "error: temperature = -1.0: must be finite and >= 0" in capsys.readouterr().err
+
+
+def metric(server: RunningServer, name: str) -> float:
+    """The sum of a metric over its labels."""
+    text = requests.get(f"http://{server.metrics_url}/metrics", timeout=TIMEOUT).text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name}{{"))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http", "http without streaming"])
+def test_a_client_that_leaves_ends_generation(server: RunningServer, protocol: str) -> None:
+    tokens = metric(server, "kvseek:generation_tokens_total")
+    if protocol == "grpc":
+        streams = [grpc_client(server).generate_stream(PROMPT, LONG) for _ in range(3)]  # all slots
+    elif protocol == "http":
+        streams = [HttpClient(server.http_url, TIMEOUT).generate_stream(PROMPT, LONG) for _ in range(3)]
+    else:
+        url = f"http://{server.http_url}/v2/models/tensorrt_llm_bls/generate"
+        body = {"text_input": PROMPT, "max_tokens": 300, "end_id": -1}
+        for _ in range(3):
+            with pytest.raises(requests.Timeout):
+                requests.post(url, json=body, headers=NO_KEEP_ALIVE, timeout=0.1)
+        streams = []
+    for stream in streams:
+        next(stream)
+    for stream in streams:
+        stream.close()  # type: ignore[attr-defined]
+    wait_for(lambda: metric(server, "kvseek:num_requests_running") == 0)
+    assert metric(server, "kvseek:generation_tokens_total") - tokens < 2 * LONG.max_tokens, "3 x were asked for"
+
+
+def test_metrics_count_tokens(server: RunningServer) -> None:
+    before = metric(server, "kvseek:generation_tokens_total")
+    answer(server)
+    assert metric(server, "kvseek:generation_tokens_total") - before == 12
+
+
+def test_a_busy_port_is_named(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["--engine_dir", str(directory), "--grpc_port", str(port), "--http_port", "0"]) == 1
+    assert f"--grpc_port = {port}: cannot listen on 127.0.0.1" in capfd.readouterr().err
+
+
+def serve(directory: Path) -> list[str]:
+    command = [sys.executable, "-m", "kvseek.cli.main", "serve", "--engine_dir", str(directory)]
+    return [*command, "--http_port", "0", "--grpc_port", "0", "--metrics_port", "0", "--threads", "1"]
+
+
+def test_serve_ends_cleanly_on_sigterm(directory: Path) -> None:
+    with subprocess.Popen(serve(directory), stdout=subprocess.PIPE, text=True, cwd="/") as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline().startswith("ready: gRPC 127.0.0.1:")
+        threads = Path(f"/proc/{launcher.pid}/task").iterdir()
+        children = [child for thread in threads for child in (thread / "children").read_text().split()]
+        assert len(children) == 3
+        launcher.terminate()
+        assert launcher.wait(TIMEOUT) == 0
+    assert not any(os.path.exists(f"/proc/{child}") for child in children)
+
+
+def test_a_container_listens_on_all_addresses_and_logs_to_standard_output(directory: Path) -> None:
+    command = [*serve(directory), "--host", "0.0.0.0", "--log", "-"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        lines = []
+        for line in launcher.stdout:
+            lines.append(line)
+            if line.startswith("ready: "):
+                break
+        port = lines[-1].partition("HTTP 0.0.0.0:")[2].partition(",")[0]
+        assert requests.get(f"http://127.0.0.1:{port}/v2/health/ready", timeout=TIMEOUT).status_code == 200
+        launcher.terminate()
+        rest = launcher.stdout.read()
+        assert launcher.wait(TIMEOUT) == 0
+    assert any("Started GRPCInferenceService" in line for line in lines)
+    assert "unloaded" in rest, "the log goes on to the end"
+
+
+@pytest.mark.parametrize("log", ["-", "server.log"])
+def test_a_start_that_takes_too_long_is_given_up(directory: Path, tmp_path: Path, log: str) -> None:
+    command = [*serve(directory), "--ready_seconds", "0.1", "--log", log]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT, cwd=tmp_path)
+    assert result.returncode == 1
+    assert "error: the server is not ready after 0.1 s, see --ready_seconds; its log " in result.stderr
+    assert f"log {'is above' if log == '-' else 'ends:'}" in result.stderr
