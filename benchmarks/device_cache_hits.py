@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvseek.engine.cache.device_cache import DeviceCache
     from kvseek.engine.model.graphs import DecodeStep, StepResult
     from kvseek.plugins.attention.device import DeviceAttention
-    from kvseek.plugins.batch import DeviceBatch
+    from kvseek.plugins.batch import Batch
     from kvseek.plugins.contract import DeviceIndex
 
 LAYERS = 4  # the last one is timed: methods may attend densely in the first ones
@@ -86,7 +86,7 @@ class LayerRun:
             step.capture(stage_stream(self.queries.device), torch.cuda.graph_pool_handle())
         return step
 
-    def _launch(self, batch: DeviceBatch) -> StepResult:
+    def _launch(self, batch: Batch) -> StepResult:
         from kvseek.engine.model.graphs import StepResult
 
         self._clock.restart()

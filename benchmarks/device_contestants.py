@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from kvseek.engine.model.device_decoder import DeviceDecoder
     from kvseek.engine.model.graphs import StepResult
     from kvseek.plugins.attention.device import DeviceAttention
-    from kvseek.plugins.batch import DeviceBatch
+    from kvseek.plugins.batch import Batch
     from kvseek.plugins.contract import DeviceIndex
-    from kvseek.plugins.selection import DeviceSelection
+    from kvseek.plugins.selection import Selection
 
 STAGE_REPEATS = 9  # replays of the graph that times stages; the median counts
 OVERLAP_STEPS = 9  # steps whose selections are compared with the step before
@@ -108,7 +108,7 @@ class DeviceContestant:
 
         clock = StageClock()
 
-        def run(batch: DeviceBatch) -> StepResult:
+        def run(batch: Batch) -> StepResult:
             clock.restart()
             return self.decoder.run_layers(batch, clock.mark)
 
@@ -212,7 +212,7 @@ def overheard(indexes: Sequence[DeviceIndex]) -> Iterator[list[Tensor]]:
     def listen(index: DeviceIndex) -> None:
         select = index.launch_select
 
-        def heard(queries: Tensor, batch: DeviceBatch) -> DeviceSelection | None:
+        def heard(queries: Tensor, batch: Batch) -> Selection | None:
             selection = select(queries, batch)
             if selection is not None:
                 selections.append(selection.rows.clone())

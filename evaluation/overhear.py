@@ -12,10 +12,10 @@ from torch import Tensor
 from kvseek.core.errors import ConfigError
 from kvseek.engine.cache.host_cache import Cache
 from kvseek.engine.engine import Engine
-from kvseek.plugins.batch import DeviceBatch
+from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import DeviceIndex, Index
 from kvseek.plugins.flat.method import exact_top_k
-from kvseek.plugins.selection import DeviceSelection, Selection
+from kvseek.plugins.selection import Selection, Selection
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Overheard:
             self._select = index.select
             index.select = self._on_cpu  # type: ignore[method-assign]
 
-    def _on_device(self, queries: Tensor, batch: DeviceBatch) -> DeviceSelection | None:
+    def _on_device(self, queries: Tensor, batch: Batch) -> Selection | None:
         selection = self._launch_select(queries, batch)
         self._keep(queries, None if selection is None else selection.rows)
         return selection

@@ -1,40 +1,63 @@
-"""The requests of a decode step as GPU kernels read them (plugins/shared/batch.cuh).
+"""The requests of a decode step, as indexes and attention read them on any device (plugins/shared/batch.cuh).
 
 The kernels of a captured graph get the same arguments at every replay. What varies from step to step lies in one int32
-array in device memory, which the host uploads before each step: 16 numbers a request.
+array, 16 numbers a request, which the engine writes before each step: into device memory on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
 
 REQUEST_FIELDS = 16
-PLAN_FIELDS = 7  # of those, the method's own
+METHOD_NUMBERS = 7  # of those, the method's own
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RequestState:
-    """One request of a decode step; the fields of `Request` in batch.cuh, in order."""
+    """One request of a decode step; the fields of `Request` in batch.cuh, in order.
 
-    token: int
+    Attributes
+    ----------
+    token : int
+        Id of the token that the step reads; of no use to a method.
+    slot : int
+    position : int
+        Of that token in the sequence.
+    write_row : int
+        Window row that receives the token's key and value.
+    sink_rows : int
+        Window rows of the sink that hold a token, from row 0 on.
+    ring_first, ring_rows : int
+        First row of the ring that holds a token, counted from the ring's start, and how many do; they wrap.
+    length : int
+        Tokens of the retrieval region.
+    dense : bool
+        The request attends to every row: nothing is selected for it.
+    numbers : tuple of int
+        Effort.numbers of the method for this length, at most 7.
+    """
+
+    token: int = 0
     slot: int
-    position: int
-    write_row: int
-    sink_rows: int
-    ring_first: int
-    ring_rows: int
+    position: int = 0
+    write_row: int = 0
+    sink_rows: int = 0
+    ring_first: int = 0
+    ring_rows: int = 0
     length: int
-    dense: bool
-    plan: tuple[int, ...] = ()
+    dense: bool = False
+    numbers: tuple[int, ...] = ()
 
-    def numbers(self) -> tuple[int, ...]:
-        """The 16 numbers that the kernels read."""
-        plan = self.plan
-        assert len(plan) <= PLAN_FIELDS, f"a method's plan has at most {PLAN_FIELDS} numbers, not {len(plan)}"
+    def packed(self) -> tuple[int, ...]:
+        """The 16 numbers that kernels read."""
+        own = self.numbers
+        assert len(own) <= METHOD_NUMBERS, f"a method has at most {METHOD_NUMBERS} numbers, not {len(own)}"
         return (  # field by field: dataclasses.astuple copies deeply, in every step for every request
             self.token,
             self.slot,
@@ -45,34 +68,64 @@ class RequestState:
             self.ring_rows,
             self.length,
             int(self.dense),
-            *plan,
-            *(0,) * (PLAN_FIELDS - len(plan)),
+            *own,
+            *(0,) * (METHOD_NUMBERS - len(own)),
         )
 
 
-def pack(requests: Sequence[RequestState]) -> Tensor:
-    """Requests as the kernels read them: int32 [batch, 16] on the CPU."""
-    return torch.tensor([request.numbers() for request in requests], dtype=torch.int32).view(
-        len(requests), REQUEST_FIELDS
-    )
+_COLUMNS = {field.name: number for number, field in enumerate(fields(RequestState))}
+
+
+def pack(states: Sequence[RequestState]) -> Tensor:
+    """Requests as kernels read them: int32 [batch, 16] on the CPU."""
+    return torch.tensor([state.packed() for state in states], dtype=torch.int32).view(len(states), REQUEST_FIELDS)
 
 
 @dataclass(frozen=True)
-class DeviceBatch:
-    """What the kernels of a decode step read about its requests.
+class Batch:
+    """The requests of a decode step.
+
+    On a GPU the numbers change under a captured graph, so a selection that a graph holds passes on the two tensors and
+    looks at nothing else. References and the CPU's kernels read the rest, which waits for a GPU's stream.
 
     Attributes
     ----------
-    requests : Tensor, int32 [batch, 16], on the GPU
-        Packed RequestState.
-    table : Tensor, int32 [slots, max_extents], on the GPU
+    requests : Tensor, int32 [batch, 16], on the engine's device
+        Packed RequestStates.
+    table : Tensor, int32 [slots, max_extents], on the engine's device
         Extents of each slot.
     """
 
     requests: Tensor
     table: Tensor
 
+    @classmethod
+    def of(cls, states: Sequence[RequestState], table: Tensor) -> Self:
+        """The batch of these requests, on the device of `table`."""
+        return cls(pack(states).to(table.device), table)
+
     @property
     def size(self) -> int:
         """Requests of the batch, those that only fill up a graph's bucket included."""
         return self.requests.shape[0]
+
+    def column(self, name: str) -> Tensor:
+        """A field of RequestState of all requests: contiguous int32 [batch], where `requests` is."""
+        return self.requests[:, _COLUMNS[name]].contiguous()
+
+    @cached_property
+    def slots(self) -> list[int]:
+        """Slot of each request."""
+        return self._listed("slot")
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Retrieval tokens of each request."""
+        return self._listed("length")
+
+    def part(self, requests: Sequence[int]) -> Batch:
+        """The batch of some of the requests, by their numbers."""
+        return Batch(self.requests[list(requests)], self.table)
+
+    def _listed(self, name: str) -> list[int]:
+        return [int(number) for number in self.requests[:, _COLUMNS[name]].tolist()]

@@ -6,24 +6,30 @@ retrieval rows to attend to. Adding a method: docs/add_a_method.md.
 
 Symbols: H query heads, G KV heads, D head size, n retrieval tokens of a slot. Keys and queries are what attention
 sees: after RoPE and, for Qwen3, after QK-norm. KV head j serves query heads j*H/G .. (j+1)*H/G - 1.
+
+An engine on a GPU calls an index on the device's streams, and `select` and `attend` while it captures a decode step as a
+CUDA graph. There they are a fixed sequence of kernel launches: they must not synchronise, must depend on nothing but their
+arguments' shapes, read all that varies between steps from the `Batch`, and skip requests whose `dense` field is set. The
+upload of `Batch.requests` lies between a selection and what `build`, `publish` and `refresh` launched: kernels may read
+what those wrote before they wait for the kernel before them (plugins/shared/overlap.cuh).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.attention.device import DeviceAttention
+from kvseek.core.streams import Ticket
 
-from .batch import DeviceBatch, RequestState, pack
-from .selection import DeviceSelection, Selection
+from .batch import Batch
+from .selection import Selection
 
 if TYPE_CHECKING:  # only engines of the GPU load the CUDA packages
     from kvseek.core.cuda import CudaKernels
@@ -56,21 +62,23 @@ class LayerRows:
 
 @dataclass(frozen=True)
 class IndexContext:
-    """What an index is built for. The same for every layer but `layer`."""
+    """What an index is made for. The same for every layer but `layer` and `rows`."""
 
     layer: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scaling: float  # softmax scale, 1/sqrt(D)
-    config: Any  # the method's own config dataclass
-    codebooks: dict[str, Tensor]  # what the method's `codebooks` function gave when the engine was built
+    config: Any  # the method's own Config
+    codebooks: dict[str, Tensor]  # what Traits.codebooks gave when the engine was built
     extents: ExtentTable
     lengths: list[int]  # retrieval tokens per slot; kept by the cache, read-only for an index
     dtype: torch.dtype
     device: torch.device
-    library: CpuLibrary | None  # compiled CPU kernels; None on the CPU: run the PyTorch reference
-    cuda: CudaKernels | None = None  # kernels of the GPU; the index is a DeviceIndex if they are given
+    library: CpuLibrary | None = None  # compiled CPU kernels; None on the CPU: run the PyTorch reference
+    cuda: CudaKernels | None = None  # kernels of the GPU; None on the CPU
+    # None while memory is divided, before rows are placed: allocate what rows in host memory would take, the most.
+    rows: LayerRows | None = None
     shared: dict[str, Any] = field(default_factory=dict)  # one dictionary for all layers: work space they take turns in
 
     @property
@@ -78,147 +86,158 @@ class IndexContext:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def rows_on_host(self) -> bool:
+        """Whether the layer's rows lie in host memory, or may."""
+        return self.rows is None or self.rows.on_host
+
+
+@dataclass(frozen=True)
+class Built:
+    """What `Index.build` leaves to the engine.
+
+    Attributes
+    ----------
+    order : Tensor, int64 [G, n], or None
+        Per KV head, the retrieval token of each *place*: a permutation in which the engine writes the prompt's rows to the
+        pool. None: token order. Tokens that leave the window later always come last.
+    ticket : Ticket or None
+        Work that still runs on a side stream. The engine waits for it before the first decode step of the slot and before
+        the slot receives another prompt, and lets the works of few layers run at a time.
+    """
+
+    order: Tensor | None = None
+    ticket: Ticket | None = None
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a decode step does over a retrieval region of a given length.
+
+    Attributes
+    ----------
+    rows : float
+        Rows that a KV head attends to, mean over the KV heads. As many as the region has: the layer attends densely.
+    numbers : tuple of int
+        At most 7 numbers that the method's kernels find in the batch (RequestState.numbers), the same in all layers.
+    """
+
+    rows: float
+    numbers: tuple[int, ...] = ()
+
+
+class Attention(Protocol):
+    """Attention of one layer over the window and the retrieval rows, wherever they lie."""
+
+    def __call__(self, queries: Tensor, batch: Batch, selection: Selection | None) -> Tensor:
+        """Queries [batch, H, D] to outputs [batch, H, D], over the window and what is selected (None: every row)."""
+
 
 class Index(ABC):
     """Retrieval index of one layer over the retrieval regions of all slots.
 
     A retrieval row is known by its *place*: its number in the order in which the pool holds the rows of a slot and KV
-    head. Places follow the tokens, unless `arrange` asks for another order; rows that leave the window come last.
+    head. Places follow the tokens, unless `build` asked for another order.
     """
 
     def __init__(self, context: IndexContext) -> None:
         self.context = context
-        self.rows: LayerRows | None = None
-
-    def bind(self, rows: LayerRows) -> None:
-        """Tell the index where its layer's rows lie; once, before anything is built."""
-        self.rows = rows
-
-    def forget(self, slot: int) -> None:  # noqa: B027  most methods have nothing under way
-        """Drop what is under way for a slot, which is about to receive another prompt."""
-
-    def arrange(self, slot: int, keys: Tensor, queries: Tensor) -> Tensor | None:
-        """Choose the order in which the pool holds a prompt's rows, before they are written; arguments as for `build`.
-
-        Returns
-        -------
-        Tensor, int64 [G, n], or None
-            Per KV head, the retrieval token of each place: a permutation. None: token order.
-        """
-        return None
-
-    @abstractmethod
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
-        """Index a slot after this layer's prefill, replacing whatever the slot held.
-
-        May leave work running on a side stream of the device; it keeps the tensors it reads, a copy of the slot's row of
-        `extents.device_table` among them: a cancelled request's row is cleared without a wait for that work.
-
-        Parameters
-        ----------
-        keys : Tensor [G, n, D]
-            Retrieval keys by place; `context.lengths[slot]` is n already. n may be 0.
-        queries : Tensor [H, w, D]
-            The last w <= 2048 queries of the prompt.
-        """
-
-    def finish_build(self, slot: int) -> None:  # noqa: B027  most methods build at once
-        """Make the current stream wait for what `build` left running; the prompt's last layer has been built."""
-
-    @abstractmethod
-    def extend(self, slot: int, keys: Tensor) -> None:
-        """Append keys [G, u, D] that just left the window; `context.lengths[slot]` counts them already."""
-
-    @abstractmethod
-    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
-        """Choose rows for queries [batch, H, D] of the given slots. Every slot holds at least one retrieval token."""
-
-    def refresh(self, slots: Sequence[int]) -> None:  # noqa: B027  most methods have no upkeep
-        """Do upkeep that is due, off the critical path, between steps.
-
-        On a GPU: start side work that is due, and publish on the current stream what has ended since, so that a step
-        sees the old state or the new one.
-        """
 
     @property
     @abstractmethod
     def bytes_per_token(self) -> float:
         """Index bytes per retrieval token, all KV heads of this layer."""
 
-
-class DeviceIndex(Index):
-    """An index whose selection is a fixed sequence of kernel launches, so that a CUDA graph can hold it.
-
-    Everything that varies between decode steps is read from a DeviceBatch; `launch_select` must not synchronise, must
-    not depend on anything but its arguments' shapes, and skips requests whose `dense` field is set.
-    """
-
     @abstractmethod
-    def plan(self, length: int) -> tuple[int, ...]:
-        """Numbers that the kernels need about a retrieval region of `length` tokens: at most 7, the same in all layers."""
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+        """Index a slot after this layer's prefill, replacing whatever the slot held or had under way.
 
-    @abstractmethod
-    def attended(self, length: int) -> int:
-        """Rows of a retrieval region of `length` tokens that one KV head attends to (mean over the KV heads)."""
-
-    @abstractmethod
-    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> DeviceSelection | None:
-        """Choose rows for queries [batch, H, D].
-
-        None, whatever the queries: this layer attends densely. The upload of `batch.requests` lies between it and what
-        `build`, `commit` and `refresh` launched: kernels may read what those wrote before they wait for the kernel
-        before them (plugins/shared/overlap.cuh).
-        """
-
-    def launch_attend(
-        self,
-        queries: Tensor,
-        batch: DeviceBatch,
-        window: Tensor,
-        selection: DeviceSelection | None,
-        attention: DeviceAttention,
-    ) -> Tensor:
-        """Attend over window and selection: queries [batch, H, D] to outputs [batch, H, D]. As `launch_select` launches.
+        Work that it leaves running on a side stream reads a copy of the slot's row of `extents.device_table`: a cancelled
+        request's row is cleared without a wait for that work.
 
         Parameters
         ----------
-        window : Tensor [slots, G, window, 2, D]
-            The layer's windows.
-        attention : DeviceAttention
-            The common kernel, which reads rows wherever they lie.
-        """
-        assert self.rows is not None, "the engine binds every index"
-        rows = self.rows
-        return attention.launch(
-            queries, batch, window, rows.pointer, rows.extent_stride, selection, on_host=rows.on_host
-        )
-
-    @abstractmethod
-    def stage(self, slot: int, start: int, keys: Tensor) -> None:
-        """Encode keys [G, u, D] for retrieval positions start .. start + u - 1, invisible to `launch_select` as yet.
-
-        Runs on the current stream, which may be a side stream: it must touch nothing that decode steps read.
+        keys : Tensor [G, n, D]
+            Retrieval keys in token order; `context.lengths[slot]` is n already. n may be 0.
+        queries : Tensor [H, w, D]
+            The last w <= 2048 queries of the prompt.
         """
 
     @abstractmethod
-    def commit(self, slot: int, start: int, count: int) -> None:
-        """Make staged positions visible; `context.lengths[slot]` counts them from now on. Runs between steps."""
+    def append(self, slot: int, start: int, keys: Tensor) -> None:
+        """Take in keys [G, u, D] of the places start .. start + u - 1, which will leave the window: as yet invisible.
 
-    def extend(self, slot: int, keys: Tensor) -> None:
-        """See Index.extend."""
-        start = self.context.lengths[slot] - keys.shape[1]
-        self.stage(slot, start, keys)
-        self.commit(slot, start, keys.shape[1])
+        On a GPU it runs on a side stream beside decode steps: it must touch nothing that they read.
+        """
 
-    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
-        """See Index.select: one launch outside of any graph."""
-        lengths = [self.context.lengths[slot] for slot in slots]
-        states = [
-            RequestState(0, slot, length, 0, 0, 0, 0, length, False, self.plan(length))
-            for slot, length in zip(slots, lengths, strict=True)
-        ]
-        batch = DeviceBatch(pack(states).to(queries.device), self.context.extents.device_table)
-        selection = self.launch_select(queries.contiguous(), batch)
-        if selection is None:
-            return Selection.everything(lengths, self.context.num_kv_heads, queries.device)
-        return Selection(selection.rows, 1, tuple(self.attended(length) for length in lengths))
+    def publish(self, slot: int, start: int, count: int) -> None:  # noqa: B027  of most, the length says it all
+        """Let selections see the places that `append` took in last; `context.lengths[slot]` counts them from now on.
+
+        Runs between steps.
+        """
+
+    @abstractmethod
+    def effort(self, length: int) -> Effort:
+        """What a step does over a retrieval region of `length` >= 1 tokens."""
+
+    @abstractmethod
+    def select(self, queries: Tensor, batch: Batch) -> Selection | None:
+        """Choose rows for queries [batch, H, D]; every request that is not dense has at least one retrieval token.
+
+        None, whatever the queries: this layer attends to every row.
+        """
+
+    def attend(self, queries: Tensor, batch: Batch, selection: Selection | None, attention: Attention) -> Tensor:
+        """Attend over window and selection: queries [batch, H, D] to outputs [batch, H, D].
+
+        Most methods leave it to `attention`, the engine's own.
+        """
+        return attention(queries, batch, selection)
+
+    def refresh(self, slots: Sequence[int]) -> None:  # noqa: B027  most methods have no upkeep
+        """Do upkeep that is due after a decode step of these slots, off the critical path.
+
+        On a GPU: start side work that is due, and publish on the current stream what has ended since, so that a step
+        sees the old state or the new one.
+        """
+
+    def hit_rate(self) -> float | None:
+        """Share of the rows selected so far that the method's own store held; None if it has none. For metrics."""
+        return None
+
+
+def _no_codebooks(head_dim: int) -> dict[str, Tensor]:
+    return {}
+
+
+def _no_macros(head_dim: int, group_size: int) -> dict[str, int]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the engine and the builder must know of a method before an index exists, for one Config of it.
+
+    Attributes
+    ----------
+    devices : tuple of str
+        Devices that it runs on: "cpu", "cuda".
+    dense_layers : int
+        First layers that attend to every row: on a GPU their rows lie on the device, whatever cache.offload says.
+    cache_defaults : mapping
+        Defaults of CacheConfig fields where the method wants others than the engine's.
+    cpu_library_on_gpu : bool
+        Its index for the GPU calls compiled code of the CPU (kernels/cpu.so).
+    codebooks : callable
+        Of the head size: tensors by name that the builder computes once and stores beside the weights.
+    cuda_macros : callable
+        Of head size and group size: macros that the method's GPU kernels are compiled with, beside those of
+        builder/compile/cuda.py. Raises ConfigError for sizes that the kernels do not support.
+    """
+
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    dense_layers: int = 0
+    cache_defaults: Mapping[str, Any] = field(default_factory=dict)
+    cpu_library_on_gpu: bool = False
+    codebooks: Callable[[int], dict[str, Tensor]] = _no_codebooks
+    cuda_macros: Callable[[int, int], dict[str, int]] = _no_macros

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
 from kvseek.engine.cache.device_cache import DeviceCache
-from kvseek.plugins.batch import DeviceBatch
+from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import DeviceIndex
 
 from .attention import causal_attention_device
@@ -83,7 +83,7 @@ class DeviceDecoder(GraphedDecoder, Decoder):
         return q
 
     @torch.inference_mode()
-    def run_layers(self, batch: DeviceBatch, marker: Marker | None = None) -> StepResult:
+    def run_layers(self, batch: Batch, marker: Marker | None = None) -> StepResult:
         """Launch a decode step on the current stream, kernel by kernel; reads nothing back.
 
         Parameters
@@ -106,7 +106,7 @@ class DeviceDecoder(GraphedDecoder, Decoder):
         self,
         number: int,
         layer: Layer,
-        batch: DeviceBatch,
+        batch: Batch,
         x: Tensor,
         delta: Tensor | None,
         rotation: Rotation,

@@ -19,7 +19,7 @@ from kvseek.engine.cache.activation_memory import prefill_bytes
 from kvseek.engine.cache.device_cache import DeviceCache
 from kvseek.plugins.attention.device import DeviceAttention
 from kvseek.plugins.attention.splits import AttentionScratch
-from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+from kvseek.plugins.batch import Batch, RequestState, pack
 from kvseek.plugins.contract import DeviceIndex
 
 from .decoder import BaseDecoder
@@ -58,7 +58,7 @@ class GraphedDecoder(BaseDecoder):
         self._pool: Any = None
 
     @abstractmethod
-    def run_layers(self, batch: DeviceBatch) -> StepResult:
+    def run_layers(self, batch: Batch) -> StepResult:
         """Launch a decode step on the current stream, kernel by kernel; reads nothing back."""
 
     # Prefill: units of work, all on the current stream. Only `Prefill.finish` waits for the device.
@@ -188,7 +188,7 @@ def make_attentions(
     """
     model, slots = config.model, table.shape[0]
     padding = RequestState(0, slots - 1, 0, 0, 1, 0, 0, 0, dense=True)
-    batch = DeviceBatch(pack([padding]).to(table.device), table)
+    batch = Batch(pack([padding]).to(table.device), table)
     queries = torch.zeros(1, model.num_heads, model.head_dim, dtype=dtype, device=table.device)
     attentions: list[DeviceAttention] = []
     scratch: dict[int, AttentionScratch] = {}  # layers that select alike take turns in one

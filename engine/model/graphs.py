@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.errors import ConfigError
-from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+from kvseek.plugins.batch import Batch, RequestState, pack
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # batch sizes that steps exist for
 
@@ -59,12 +59,12 @@ class DecodeStep:
     """
 
     def __init__(
-        self, size: int, padding: RequestState, table: Tensor, run: Callable[[DeviceBatch], StepResult]
+        self, size: int, padding: RequestState, table: Tensor, run: Callable[[Batch], StepResult]
     ) -> None:
         self.size, self._run = size, run
         with torch.inference_mode(False):  # `load` may be called in that mode or not
             self._padding = pack([padding])
-            self.batch = DeviceBatch(self._padding.repeat(size, 1).to(table.device), table)
+            self.batch = Batch(self._padding.repeat(size, 1).to(table.device), table)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: StepResult | None = None
 

@@ -21,7 +21,7 @@ from .rope import frequencies
 
 if TYPE_CHECKING:
     from kvseek.core.cuda import CudaKernels
-    from kvseek.plugins.batch import DeviceBatch
+    from kvseek.plugins.batch import Batch
 
 # As in layer.cu and append.cu.
 NORM_THREADS = 512
@@ -129,7 +129,7 @@ class LayerKernels:
         self._best = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._arrived = torch.zeros(max_batch, dtype=torch.int32, device=device)
 
-    def step_begin(self, batch: DeviceBatch, embed: Tensor) -> tuple[Tensor, Rotation]:
+    def step_begin(self, batch: Batch, embed: Tensor) -> tuple[Tensor, Rotation]:
         """Embeddings [batch, hidden] of the requests' tokens, from embed [vocabulary, hidden], and their rotation."""
         x = embed.new_empty(batch.size, embed.shape[1])
         cosines = torch.empty(batch.size, self.model.head_dim // 2, device=self.device)
@@ -170,7 +170,7 @@ class LayerKernels:
     def rope_append(
         self,
         qkv: Tensor,
-        batch: DeviceBatch,
+        batch: Batch,
         rotation: Rotation,
         window: Tensor,
         q_norm: Tensor | None,
@@ -204,7 +204,7 @@ class LayerKernels:
         self._launch("kvseek_rope_append", self._rope_grid(qkv.shape[0]), ROPE_WARPS * WARP, arguments)
         return queries
 
-    def append(self, keys: Tensor, values: Tensor, batch: DeviceBatch, window: Tensor) -> None:
+    def append(self, keys: Tensor, values: Tensor, batch: Batch, window: Tensor) -> None:
         """Put keys, rotated already, and values [batch, G, D] into a layer's window, as `rope_append` does."""
         shape = (batch.size, self.model.num_kv_heads, self.model.head_dim)
         for name, tensor in (("keys", keys), ("values", values)):

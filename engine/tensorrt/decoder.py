@@ -23,7 +23,7 @@ from kvseek.engine.model.decoder import BaseDecoder, LayerwiseDecoder
 from kvseek.engine.model.graphed_decoder import GraphedDecoder
 from kvseek.engine.model.graphs import StepResult
 from kvseek.engine.model.prefill import LAST_QUERIES, Prefill, Prompts
-from kvseek.plugins.batch import DeviceBatch, RequestState
+from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.contract import DeviceIndex
 from kvseek.plugins.tensorrt.serving import Attend
 
@@ -62,14 +62,14 @@ class TensorRtDecoder(GraphedDecoder):
         self._start_steps(kernels, hot_rows, graphs)
         self._rows = torch.arange(self.buckets[-1], dtype=torch.int32, device=self.device)
 
-    def _attend_step(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, batch: DeviceBatch) -> Tensor:
+    def _attend_step(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
         """A layer's attention in a decode step: queries [batch, H, D], keys and values [batch, G, D] to [batch, H, D]."""
         window, index = self.cache.window[layer], self.indexes[layer]
         self.ops.append(keys, values, batch, window)
         selection = index.launch_select(queries, batch)
         return index.launch_attend(queries, batch, window, selection, self.attentions[layer])
 
-    def _tokens_of(self, batch: DeviceBatch) -> Tensors:
+    def _tokens_of(self, batch: Batch) -> Tensors:
         """Token ids and positions of a batch, int32 [batch]. Copies: plans take no columns, and no odd addresses."""
         return {"ids": batch.requests[:, TOKEN].clone(), "positions": batch.requests[:, POSITION].clone()}
 
@@ -154,7 +154,7 @@ class SegmentsDecoder(TensorRtDecoder, LayerwiseDecoder[list[Chunk]]):
         return self._to_logits(last, 1, OUTSIDE_OF_GRAPHS)
 
     @torch.inference_mode()
-    def run_layers(self, batch: DeviceBatch) -> StepResult:
+    def run_layers(self, batch: Batch) -> StepResult:
         """See GraphedDecoder.run_layers. The size of the batch must be a bucket."""
         tokens, state, size = self._tokens_of(batch), Tensors(), batch.size
         for layer in range(self.model.num_layers):
@@ -272,7 +272,7 @@ class WholeDecoder(TensorRtDecoder):
         self.store_layer(layer, slot, own_keys, own_values, last)
 
     @torch.inference_mode()
-    def run_layers(self, batch: DeviceBatch) -> StepResult:
+    def run_layers(self, batch: Batch) -> StepResult:
         """See GraphedDecoder.run_layers. The size of the batch must be a bucket."""
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:

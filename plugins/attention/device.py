@@ -8,14 +8,16 @@ from __future__ import annotations
 import ctypes
 import math
 from ctypes import c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvseek.core.errors import KernelError
-from kvseek.plugins.batch import REQUEST_FIELDS, DeviceBatch
-from kvseek.plugins.selection import DeviceSelection
+from kvseek.plugins.batch import REQUEST_FIELDS, Batch
+from kvseek.plugins.contract import LayerRows
+from kvseek.plugins.selection import Selection
 
 from .splits import MAX_RETRIEVAL_SPLITS, THREADS, AttentionScratch, HeadTiles, ScratchSize, Splits, address
 
@@ -127,11 +129,11 @@ class DeviceAttention:
     def launch(
         self,
         queries: Tensor,
-        batch: DeviceBatch,
+        batch: Batch,
         window: Tensor,
         rows_pointer: int,
         extent_stride: int,
-        selection: DeviceSelection | None,
+        selection: Selection | None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         on_host: bool = False,
@@ -148,7 +150,7 @@ class DeviceAttention:
             e · extent_stride + (j · 1024 + p mod 1024) · 2D numbers from there: the key, then the value.
         extent_stride : int
             Numbers from one extent to the next.
-        selection : DeviceSelection or None
+        selection : Selection or None
             Of `entries` entries per KV head, what it says of requests with `dense` set is not read. None: all are dense.
             Entries without a row may stand anywhere; if there are no others, the window alone is attended to.
         out : Tensor [batch, H, D], optional
@@ -224,7 +226,7 @@ class DeviceAttention:
         heads = splits * lists * self.tiles.heads
         return ScratchSize(heads * self.head_dim, 2 * heads, lists * self.max_batch)
 
-    def _describe(self, selection: DeviceSelection, arguments: AttendArguments) -> None:
+    def _describe(self, selection: Selection, arguments: AttendArguments) -> None:
         """Tell the kernel what is selected, and which rows the device holds already."""
         arguments.selected = address(selection.rows)
         if selection.store is not None:
@@ -233,9 +235,7 @@ class DeviceAttention:
         else:
             arguments.hot_rows, arguments.hot_tags = address(self.hot_rows), address(self.hot_tags)
 
-    def _check_launch(
-        self, queries: Tensor, batch: DeviceBatch, window: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+    def _check_launch(self, queries: Tensor, batch: Batch, window: Tensor, out: Tensor, lse: Tensor | None) -> None:
         _require(1 <= batch.size <= self.max_batch, "batch", batch.size, f"1 to {self.max_batch}", "raise max_batch")
         shape = (batch.size, self.num_heads, self.head_dim)
         _check_tensor("queries", queries, self.dtype, shape)
@@ -247,7 +247,7 @@ class DeviceAttention:
         rows = (window.shape[0], self.kv_heads, self.window_rows, 2, self.head_dim)
         _check_tensor("window", window, self.dtype, rows)
 
-    def _check_selection(self, selection: DeviceSelection, batch: int) -> None:
+    def _check_selection(self, selection: Selection, batch: int) -> None:
         shape = (batch, self.kv_heads, self.entries)
         _check_tensor("selection.rows", selection.rows, torch.int32, shape)
         store = selection.store
@@ -258,6 +258,27 @@ class DeviceAttention:
             if tensor is not None:
                 _require(store is not None, name, tuple(tensor.shape), "None without a store", "give the store as well")
                 _check_tensor(name, tensor, torch.int32, shape)
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """Attention of one layer over its window and its rows; an Attention of plugins/contract.py.
+
+    Attributes
+    ----------
+    kernel : DeviceAttention
+    window : Tensor [slots, G, window, 2, D], on the device
+    rows : LayerRows
+    """
+
+    kernel: DeviceAttention
+    window: Tensor
+    rows: LayerRows
+
+    def __call__(self, queries: Tensor, batch: Batch, selection: Selection | None, lse: Tensor | None = None) -> Tensor:
+        """See Attention; `lse` as of DeviceAttention.launch."""
+        where = (self.window, self.rows.pointer, self.rows.extent_stride)
+        return self.kernel.launch(queries, batch, *where, selection, lse=lse, on_host=self.rows.on_host)
 
 
 def _check_shape(num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
-from kvseek.plugins.layer_cache import LayerCache
+from kvseek.plugins.batch import Batch
 from kvseek.plugins.selection import Selection
 
 MAX_HEAD_DIM = 256
@@ -25,11 +25,10 @@ class AttendArguments(ctypes.Structure):
     """Arguments of kvseek_attend, as in rows.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("queries", "out", "slots", "window", "window_tokens", "rows", "table")),
-        *((name, c_void_p) for name in ("lengths", "selected")),
+        *((name, c_void_p) for name in ("queries", "out", "requests", "window", "rows", "table", "selected")),
         *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim")),
         *((name, c_int64) for name in ("window_rows", "window_stride", "sink", "extent_stride", "max_extents")),
-        *((name, c_int64) for name in ("entries", "block", "bfloat16", "threads")),
+        *((name, c_int64) for name in ("entries", "page", "bfloat16", "threads")),
         ("scaling", c_double),
     )
 
@@ -40,10 +39,18 @@ def kernel(library: CpuLibrary) -> ctypes._NamedFuncPointer:
     return library.function("kvseek_attend", c_void_p)
 
 
-def attend_native(
-    queries: Tensor, selection: Selection, cache: LayerCache, scaling: float, library: CpuLibrary
+def attend(
+    queries: Tensor,
+    batch: Batch,
+    selection: Selection | None,
+    window: Tensor,
+    rows: Tensor,
+    *,
+    sink: int,
+    scaling: float,
+    library: CpuLibrary,
 ) -> Tensor:
-    """Attend over the window and the selected retrieval rows: what attention.attend_reference computes.
+    """Attend over the window and the selected retrieval rows: what reference.attend computes.
 
     Scores, softmax and sums are float32. The result of a request does not depend on the rest of the batch nor on the
     number of threads, to the bit.
@@ -51,7 +58,11 @@ def attend_native(
     Parameters
     ----------
     queries : Tensor [batch, H, D]
-        float32 or bfloat16 as the cache, on the CPU. D is a multiple of 8 up to 256, H/G at most 16.
+        float32 or bfloat16 as the rows, on the CPU. D is a multiple of 8 up to 256, H/G at most 16.
+    selection : Selection or None
+        None: every row. With a selection no request may be dense.
+    window, rows, sink
+        As of reference.attend.
 
     Returns
     -------
@@ -62,29 +73,27 @@ def attend_native(
     KernelError
         On a shape, dtype or device that the kernel does not support.
     """
-    window, rows, selected = cache.window, cache.rows, selection.rows
-    if not (queries.is_cpu and window.is_cpu and rows.is_cpu and selected.is_cpu):
-        _refuse("device", queries.device, "the CPU, as are cache and selection")
+    selected = None if selection is None else selection.rows.contiguous()
+    tensors = [queries, batch.requests, window, rows, *([] if selected is None else [selected])]
+    if not all(tensor.is_cpu for tensor in tensors):
+        _refuse("device", queries.device, "the CPU, as are batch, cache and selection")
     layout = _layout(
-        (queries.shape, queries.dtype, selected.shape, selected.dtype),
+        (queries.shape, queries.dtype, *((None, None) if selected is None else (selected.shape, selected.dtype))),
         (window.shape, window.stride(), window.dtype, rows.stride(), rows.dtype),
     )
-    queries, selected = queries.contiguous(), selected.contiguous()
+    queries = queries.contiguous()
     out = torch.empty_like(queries)
-    slots = (ctypes.c_int32 * len(cache.slots))(*cache.slots)
     arguments = AttendArguments.from_buffer_copy(layout)
     arguments.queries = queries.data_ptr()
     arguments.out = out.data_ptr()
-    arguments.slots = ctypes.addressof(slots)
+    arguments.requests = pointer(batch.requests)
     arguments.window = window.data_ptr()
-    arguments.window_tokens = pointer(cache.window_tokens)
     arguments.rows = rows.data_ptr()
-    arguments.table = pointer(cache.table)
-    arguments.lengths = pointer(cache.lengths)
-    arguments.selected = selected.data_ptr()
-    arguments.sink = cache.sink
-    arguments.max_extents = cache.table.shape[1]
-    arguments.block = selection.block
+    arguments.table = pointer(batch.table)
+    arguments.selected = None if selected is None else pointer(selected)
+    arguments.sink = sink
+    arguments.max_extents = batch.table.shape[1]
+    arguments.page = 1 if selection is None else selection.page
     arguments.threads = torch.get_num_threads()
     arguments.scaling = scaling
     kernel(library)(ctypes.byref(arguments))
@@ -94,7 +103,7 @@ def attend_native(
 @lru_cache(maxsize=64)
 def _layout(query: tuple[Any, ...], cache: tuple[Any, ...]) -> bytes:
     # Checked and laid out once for a combination of shapes: this runs in every layer of every step.
-    (batch, heads, dim), dtype, (_, _, entries), entry_dtype = query
+    (batch, heads, dim), dtype, selected, entry_dtype = query
     (_, kv_heads, window_rows, _, _), window_stride, window_dtype, rows_stride, rows_dtype = cache
     group = heads // kv_heads
     if dtype not in (torch.float32, torch.bfloat16):
@@ -105,7 +114,7 @@ def _layout(query: tuple[Any, ...], cache: tuple[Any, ...]) -> bytes:
         _refuse("head_dim", dim, f"a multiple of 8 up to {MAX_HEAD_DIM}")
     if not 1 <= group <= MAX_GROUP_SIZE:
         _refuse("query heads per KV head", group, f"1 to {MAX_GROUP_SIZE}")
-    if entry_dtype is not torch.int32:
+    if entry_dtype not in (None, torch.int32):
         _refuse("selection dtype", entry_dtype, "int32")
     for name, strides, tokens in (("window", window_stride, window_rows), ("rows", rows_stride, EXTENT_TOKENS)):
         if strides[1:] != (tokens * 2 * dim, 2 * dim, dim, 1):
@@ -119,7 +128,7 @@ def _layout(query: tuple[Any, ...], cache: tuple[Any, ...]) -> bytes:
             window_rows=window_rows,
             window_stride=window_stride[0],
             extent_stride=rows_stride[0],
-            entries=entries,
+            entries=1 if selected is None else selected[2],
             bfloat16=dtype is torch.bfloat16,
         )
     )

@@ -3,25 +3,25 @@
 
 #include <cstdint>
 
+#include "../shared/request.h"
+
 namespace kvseek {
 
 constexpr int64_t EXTENT_TOKENS = 1024;
 
-// Mirrored field by field in attend.py. Row: K [dim], V [dim]. Strides are in elements.
+// Mirrored field by field in native.py. Row: K [dim], V [dim]. Strides are in elements.
 struct AttendArguments {
-    const void* queries;           // [batch, kv_heads * group, dim]
-    void* out;                     // same shape and type
-    const int32_t* slots;          // [batch]
-    const void* window;            // [slots, kv_heads, window_rows, 2, dim], contiguous but for the slot stride
-    const int32_t* window_tokens;  // [batch, 3]: sink rows, first ring row, ring rows
-    const void* rows;              // [extents, kv_heads, 1024, 2, dim], contiguous but for the extent stride
-    const int32_t* table;          // [slots, max_extents]
-    const int32_t* lengths;        // [batch] retrieval tokens
-    const int32_t* selected;       // [batch, kv_heads, entries], negative: none
+    const void* queries;      // [batch, kv_heads * group, dim]
+    void* out;                // same shape and type
+    const Request* requests;  // [batch]
+    const void* window;       // [slots, kv_heads, window_rows, 2, dim], contiguous but for the slot stride
+    const void* rows;         // [extents, kv_heads, 1024, 2, dim], contiguous but for the extent stride
+    const int32_t* table;     // [slots, max_extents]
+    const int32_t* selected;  // [batch, kv_heads, entries], negative: none; null: every row, as one entry
     int64_t batch, kv_heads, group, dim;
     int64_t window_rows, window_stride, sink;
     int64_t extent_stride, max_extents;
-    int64_t entries, block;
+    int64_t entries, page;
     int64_t bfloat16;  // rows, queries and out are bfloat16, else float32
     int64_t threads;
     double scaling;
@@ -29,26 +29,29 @@ struct AttendArguments {
 
 namespace {
 
-// Retrieval positions [first, end) of an entry; empty for a negative entry and beyond the region.
+// Places [first, end) of an entry; empty for a negative entry and beyond the region.
 struct Span {
     int64_t first, end;
 };
 
-inline Span entry_span(const AttendArguments& a, int32_t entry, int64_t length) {
+inline Span entry_span(const AttendArguments& a, const int32_t* entries, int64_t number, int64_t length) {
+    if (entries == nullptr) return {0, length};
+    const int32_t entry = entries[number];
     if (entry < 0) return {0, 0};
-    const int64_t first = entry * a.block, end = first + a.block < length ? first + a.block : length;
+    const int64_t first = entry * a.page, end = first + a.page < length ? first + a.page : length;
     return {first, end > first ? end : first};
 }
 
 inline const int32_t* entries_of(const AttendArguments& a, int64_t request, int64_t head) {
-    return a.selected + (request * a.kv_heads + head) * a.entries;
+    return a.selected == nullptr ? nullptr : a.selected + (request * a.kv_heads + head) * a.entries;
 }
 
 inline int64_t count_rows(const AttendArguments& a, int64_t request, int64_t head) {
     const int32_t* entries = entries_of(a, request, head);
-    int64_t rows = a.window_tokens[request * 3] + a.window_tokens[request * 3 + 2];
+    const Request& read = a.requests[request];
+    int64_t rows = read.sink_rows + read.ring_rows;
     for (int64_t entry = 0; entry < a.entries; entry++) {
-        const Span span = entry_span(a, entries[entry], a.lengths[request]);
+        const Span span = entry_span(a, entries, entry, read.length);
         rows += span.end - span.first;
     }
     return rows;
@@ -61,15 +64,15 @@ class RowCursor {
     RowCursor(const AttendArguments& a, int64_t request, int64_t head)
         : a_(a),
           entries_(entries_of(a, request, head)),
-          table_(a.table + a.slots[request] * a.max_extents),
-          length_(a.lengths[request]),
+          table_(a.table + a.requests[request].slot * a.max_extents),
+          length_(a.requests[request].length),
           row_(2 * a.dim),
-          window_(static_cast<const T*>(a.window) + a.slots[request] * a.window_stride + head * a.window_rows * row_),
+          window_(static_cast<const T*>(a.window) + a.requests[request].slot * a.window_stride + head * a.window_rows * row_),
           retrieval_(static_cast<const T*>(a.rows) + head * EXTENT_TOKENS * row_),
-          ring_first_(a.window_tokens[request * 3 + 1]),
-          ring_left_(a.window_tokens[request * 3 + 2]) {
+          ring_first_(a.requests[request].ring_first),
+          ring_left_(a.requests[request].ring_rows) {
         next_ = window_;
-        run_ = a.window_tokens[request * 3];
+        run_ = a.requests[request].sink_rows;
     }
 
     void skip(int64_t count) {
@@ -109,7 +112,7 @@ class RowCursor {
         }
         while (position_ == end_) {
             if (entry_ == a_.entries) return false;
-            const Span span = entry_span(a_, entries_[entry_++], length_);
+            const Span span = entry_span(a_, entries_, entry_++, length_);
             position_ = span.first;
             end_ = span.end;
         }

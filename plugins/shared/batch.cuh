@@ -1,24 +1,12 @@
-// What every kernel of a decode step reads about the requests of its batch. Mirrors plugins/batch.py.
+// What every kernel of a decode step reads about the requests of its batch.
 //
 // The kernels of a captured graph get the same arguments at every replay: whatever varies from step to step lies in
 // this array in device memory, which the host uploads before each step.
 #pragma once
 
-namespace kvseek {
+#include "plugins/shared/request.h"
 
-struct Request {
-    int token;       // last token, the decoder's input
-    int slot;        // row of the window, the extent table and the index's per-slot arrays
-    int position;    // of `token` in the sequence
-    int write_row;   // window row that receives its key and value
-    int sink_rows;   // window rows 0 .. sink_rows - 1 are valid
-    int ring_first;  // first valid ring row, counted from the ring's start
-    int ring_rows;   // valid ring rows from there; they wrap. Counts the row of `token`
-    int length;      // tokens in the retrieval region
-    int dense;       // attend to the whole retrieval region: no selection was made
-    int plan[7];     // the method's own numbers (DeviceIndex.plan)
-};
-static_assert(sizeof(Request) == 64, "plugins/batch.py uploads 16 integers a request");
+namespace kvseek {
 
 constexpr int EXTENT_TOKENS = 1024;
 

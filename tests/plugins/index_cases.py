@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.contract import IndexContext
+from kvseek.plugins.batch import Batch, RequestState
+from kvseek.plugins.contract import Index, IndexContext
 from kvseek.plugins.flat import config as flat_config
 from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.pariskv import codebook
 from kvseek.plugins.pariskv.config import Config
 from kvseek.plugins.pariskv.reference import ReferenceIndex
+from kvseek.plugins.selection import Selection
 
 KV_HEADS = 2
 
@@ -33,8 +37,32 @@ def make_context(config: object, head_dim: int, group: int, lengths: list[int], 
         lengths=lengths,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        library=None,
     )
+
+
+def select(index: Index, queries: Tensor, slots: Sequence[int]) -> Selection | None:
+    """What an index selects for queries [batch, H, D] of these slots, none of them dense."""
+    context = index.context
+    states = []
+    for slot in slots:
+        length = context.lengths[slot]
+        states.append(RequestState(slot=slot, length=length, numbers=index.effort(length).numbers if length else ()))
+    return index.select(queries, Batch.of(states, context.extents.device_table))
+
+
+def select_rows(index: Index, queries: Tensor, slots: Sequence[int]) -> Selection:
+    """The same of an index that does not attend densely."""
+    selection = select(index, queries, slots)
+    assert selection is not None, "this index selects"
+    return selection
+
+
+def extend(index: Index, slot: int, keys: Tensor) -> None:
+    """Keys [G, u, D] that left the window, as the engine hands them over; `lengths` does not count them yet."""
+    start, count = index.context.lengths[slot], keys.shape[1]
+    index.append(slot, start, keys)
+    index.context.lengths[slot] += count
+    index.publish(slot, start, count)
 
 
 def random_keys(n: int, head_dim: int, seed: int = 0) -> Tensor:

@@ -7,7 +7,6 @@ thousands of tokens without a model. Every value vector names its slot and token
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +14,8 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.attention.host import selected_positions
+from kvseek.plugins.attention.reference import selected_places
+from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.contract import Index, IndexContext, LayerRows
 from kvseek.plugins.registry import get_method
 from kvseek.plugins.selection import Selection
@@ -49,59 +49,69 @@ class Region:
             head_dim=DIM,
             scaling=DIM**-0.5,
             config=config,
-            codebooks=chosen.codebooks(config, DIM),
+            codebooks=chosen.traits(config).codebooks(DIM),
             extents=self.extents,
             lengths=self.lengths,
             dtype=torch.float32,
             device=torch.device("cpu"),
             library=library,
+            rows=LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)),
         )
-        self.index: Index = chosen.create(replace(self.context))
-        self.index.bind(LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)))
+        self.index: Index = chosen.create(self.context)
 
     def prefill(self, slot: int, keys: Tensor, queries: Tensor, room: int = 0) -> None:
         """Give a slot a prompt: keys [G, n, D], its last queries [H, w, D], room for `room` tokens more."""
         n = keys.shape[1]
         self.extents.release(slot)
         self.extents.reserve(slot, n + room)
-        self.index.forget(slot)
         self.lengths[slot], self.keys[slot] = n, keys.clone()
-        order = self.index.arrange(slot, keys, queries)
-        if order is not None:
-            assert torch.equal(order.sort(dim=1).values, torch.arange(n).expand(KV_HEADS, n)), "a permutation"
-            keys = keys.gather(1, order[..., None].expand_as(keys))
-        self._write(slot, 0, keys, torch.arange(n).expand(KV_HEADS, n) if order is None else order)
-        self.index.build(slot, keys, queries)
-        self.index.finish_build(slot)
+        built = self.index.build(slot, keys, queries)
+        if built.ticket is not None:
+            built.ticket.wait()
+        tokens = torch.arange(n).expand(KV_HEADS, n)
+        if built.order is not None:
+            assert torch.equal(built.order.sort(dim=1).values, tokens), "a permutation"
+            tokens = built.order
+        self._write(slot, 0, keys.gather(1, tokens[..., None].expand_as(keys)), tokens)
 
     def evict(self, slot: int, keys: Tensor) -> None:
         """Append keys [G, u, D] that left the window."""
         start, count = self.lengths[slot], keys.shape[1]
         self._write(slot, start, keys, torch.arange(start, start + count).expand(KV_HEADS, count))
         self.keys[slot] = torch.cat([self.keys[slot], keys], dim=1)
+        self.index.append(slot, start, keys)
         self.lengths[slot] += count
-        self.index.extend(slot, keys)
+        self.index.publish(slot, start, count)
+
+    def batch(self, slots: list[int]) -> Batch:
+        """A decode step of these slots, none of them dense."""
+        efforts = [self.index.effort(self.lengths[slot]) for slot in slots]
+        states = [
+            RequestState(slot=slot, length=self.lengths[slot], numbers=effort.numbers)
+            for slot, effort in zip(slots, efforts, strict=True)
+        ]
+        return Batch.of(states, self.extents.table)
 
     def step(self, queries: Tensor, slots: list[int]) -> list[list[Tensor]]:
         """Select for queries [batch, H, D], then refresh: the tokens selected, ascending, by request and KV head.
 
-        Checks what every selection must be: entries in range, none twice, as many rows as `counts` says, and rows of the
+        Checks what every selection must be: entries in range, none twice, as many rows as `effort` says, and rows of the
         slot's own tokens with the keys that belong to them.
         """
-        selection = self.index.select(queries, slots)
+        selection = self.index.select(queries, self.batch(slots))
         tokens = [[self._tokens(selection, r, slot, head) for head in range(KV_HEADS)] for r, slot in enumerate(slots)]
-        for request, per_head in enumerate(tokens):
+        for per_head, slot in zip(tokens, slots, strict=True):
             mean = sum(len(head) for head in per_head) / KV_HEADS
-            # A count may take a page that is not full for a full one.
-            assert 0 <= selection.counts[request] - mean < selection.block, "counts are the rows attended to"
+            page = 1 if selection is None else selection.page
+            # The effort may take a page that is not full for a full one.
+            assert 0 <= self.index.effort(self.lengths[slot]).rows - mean < page, "the effort is the rows attended to"
         self.index.refresh(slots)
         return tokens
 
-    def _tokens(self, selection: Selection, request: int, slot: int, head: int) -> Tensor:
+    def _tokens(self, selection: Selection | None, request: int, slot: int, head: int) -> Tensor:
         n = self.lengths[slot]
-        entries = selection.rows[request, head]
-        assert int(entries.max()) * selection.block < n
-        places = selected_positions(selection, request, head, n)
+        assert selection is None or int(selection.rows[request, head].max()) * selection.page < n
+        places = selected_places(selection, request, head, n)
         rows = self.extents.read(self.pool, slot, n)[head, places]
         owners, tokens = rows[:, 1, 0].long(), rows[:, 1, 1].long()
         assert (owners == slot).all()

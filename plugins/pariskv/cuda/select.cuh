@@ -13,7 +13,7 @@ namespace pariskv {
 // Results that grow with the region lie in extents, as the index does: entry i of a task is in the row of position i.
 struct SelectArguments {
     const Number* queries;       // [batch, kv_heads * GROUP, HEAD_DIM]
-    const Request* requests;     // [batch]; plan[0]: keys that earn tiers, ceil(rho n); plan[1]: candidates
+    const Request* requests;     // [batch]; numbers[0]: keys that earn tiers, ceil(rho n); numbers[1]: candidates
     const int* table;            // [slots, max_extents]
     const unsigned char* ids;    // [extents, kv_heads, 1024, BLOCKS]
     const unsigned char* codes;  // [extents, kv_heads, 1024, CODE_BYTES]
@@ -54,8 +54,8 @@ struct Task {
 
     __device__ __forceinline__ bool idle() const { return request.dense != 0; }
     __device__ __forceinline__ int length() const { return request.length; }
-    __device__ __forceinline__ int budget() const { return request.plan[0]; }
-    __device__ __forceinline__ int candidates() const { return request.plan[1]; }
+    __device__ __forceinline__ int budget() const { return request.numbers[0]; }
+    __device__ __forceinline__ int candidates() const { return request.numbers[1]; }
     // Row of a position, counted in positions: less than 2^32 of them fit a GPU (device.py checks it), and a product
     // with the bytes of a row is then one instruction.
     __device__ __forceinline__ unsigned extent(const SelectArguments& a, int number) const {
