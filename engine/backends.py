@@ -13,7 +13,7 @@ from torch import Tensor
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.tensorrt_api import TensorRtRuntime, load_runtime
-from kvseek.engine.cache.device_cache import DeviceCache
+from kvseek.engine.cache.host_cache.device_cache import DeviceCache
 from kvseek.engine.model.device_decoder import DeviceDecoder
 from kvseek.engine.model.graphed_decoder import GraphedDecoder
 from kvseek.engine.model.graphs import buckets_for

@@ -18,8 +18,8 @@ from kvseek.core.cpu_library import LIBRARY_FILE, CpuLibrary
 from kvseek.core.errors import CapacityError, ConfigError, KvseekError
 from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.core.manifest import CODEBOOKS_FILE
-from kvseek.engine.cache.host_cache import Cache
-from kvseek.engine.cache.memory_layout import MemoryPlan, plan_memory
+from kvseek.engine.cache.host_cache.host_cache import Cache
+from kvseek.engine.cache.memory_layout import MemoryLayout, divide_memory
 from kvseek.engine.model import bfloat16
 from kvseek.engine.model.decoder import BaseDecoder
 from kvseek.engine.model.torch_decoder import Decoder
@@ -66,7 +66,7 @@ def _load_cpu(directory: Path, config: EngineConfig, codebooks: dict[str, Tensor
 
 def _load_cuda(directory: Path, config: EngineConfig, codebooks: dict[str, Tensor]) -> BaseDecoder:
     from kvseek.core.cuda import CudaKernels
-    from kvseek.engine.cache.device_cache import DeviceCache
+    from kvseek.engine.cache.host_cache.device_cache import DeviceCache
 
     from .backends import load_backend
 
@@ -75,7 +75,7 @@ def _load_cuda(directory: Path, config: EngineConfig, codebooks: dict[str, Tenso
     try:
         library = CpuLibrary(directory / LIBRARY_FILE) if needs_cpu_library(config) else None
         backend = load_backend(directory, config, device)
-        plan = plan_device_memory(config, backend.footprint, codebooks, kernels, library)
+        plan = divide_device_memory(config, backend.footprint, codebooks, kernels, library)
         cache = DeviceCache(config, dtype, device, plan.device_row_bytes)
         indexes = device_indexes(create_indexes(config, cache, codebooks, library, kernels))
         decoder = backend.decoder(cache, indexes, kernels)
@@ -176,13 +176,13 @@ def methods_for_device(context: IndexContext) -> list[str]:
     return names
 
 
-def plan_device_memory(
+def divide_device_memory(
     config: EngineConfig,
     footprint: Footprint,
     codebooks: dict[str, Tensor],
     kernels: CudaKernels,
     library: CpuLibrary | None = None,
-) -> MemoryPlan:
+) -> MemoryLayout:
     """Divide what the GPU has free, the loaded weights or plans included; raises CapacityError with the bytes of each part.
 
     What a method allocates is measured rather than asked for: its indexes and the attentions are made twice, for pools of
@@ -193,7 +193,7 @@ def plan_device_memory(
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     device_bytes = free + torch.cuda.memory_allocated(device) + footprint.outside
-    return plan_measured(config, IndexNeeds.of(one, two), device_bytes, footprint.weights, footprint.plan_work)
+    return divide_measured(config, IndexNeeds.of(one, two), device_bytes, footprint.weights, footprint.plan_work)
 
 
 @dataclass(frozen=True)
@@ -217,9 +217,9 @@ class IndexNeeds:
         return cls(two - one, max(0, 2 * one - two))
 
 
-def plan_measured(
+def divide_measured(
     config: EngineConfig, needs: IndexNeeds, device_bytes: int, weight_bytes: int, plan_work_bytes: int = 0
-) -> MemoryPlan:
+) -> MemoryLayout:
     """Divide `device_bytes`, weights included.
 
     What indexes and attentions need whatever is cached counts as work space; so does `plan_work_bytes`, that of TensorRT's
@@ -228,7 +228,7 @@ def plan_measured(
     from kvseek.engine.cache.activation_memory import work_bytes
 
     dtype = getattr(torch, config.dtype)
-    return plan_memory(
+    return divide_memory(
         config,
         dtype,
         device_bytes=device_bytes,

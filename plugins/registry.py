@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.fields import from_dict
 
@@ -58,3 +59,9 @@ def get_method(name: str) -> Method:
     if name not in METHODS:
         raise ConfigError(f"method = {name!r}: unknown; choose one of {', '.join(METHODS)}")
     return Method(name, METHODS[name])
+
+
+def method_traits(config: EngineConfig) -> Traits:
+    """Traits of an engine's method with the engine's settings of it."""
+    method = get_method(config.method)
+    return method.traits(method.configure(config.method_config))

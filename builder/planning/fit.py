@@ -22,8 +22,8 @@ from kvseek.core.errors import CapacityError, KernelError
 from kvseek.core.extents import extents_for
 from kvseek.engine.cache.dry_run import DryRun
 from kvseek.engine.cache.host_pool import can_pin
-from kvseek.engine.cache.memory_layout import MemoryPlan, layer_extent_bytes, plan_rows, retrieval_tokens, window_bytes
-from kvseek.engine.loading import IndexNeeds, plan_measured
+from kvseek.engine.cache.memory_layout import MemoryLayout, layer_extent_bytes, lay_out_rows, retrieval_tokens, window_bytes
+from kvseek.engine.loading import IndexNeeds, divide_measured
 from kvseek.engine.model.graphs import BUCKETS
 from kvseek.plugins.registry import get_method
 
@@ -41,7 +41,7 @@ class Attempt:
 
     Attributes
     ----------
-    memory : MemoryPlan or None
+    memory : MemoryLayout or None
         How loading would divide the device's memory; None if loading would refuse the engine.
     needs : IndexNeeds or None
         What its indexes take; None if its kernels refuse the length.
@@ -53,7 +53,7 @@ class Attempt:
 
     context: int
     batch: int
-    memory: MemoryPlan | None = None
+    memory: MemoryLayout | None = None
     needs: IndexNeeds | None = None
     limit: str | None = None
     reason: str = ""
@@ -185,7 +185,7 @@ class FitSearch:
         except KernelError as error:
             return Attempt(context, batch, limit=KERNELS, reason=str(error))
         try:
-            memory = plan_measured(config, needs, options.gpu_memory, self.storage.weight_bytes)
+            memory = divide_measured(config, needs, options.gpu_memory, self.storage.weight_bytes)
         except CapacityError as error:
             return Attempt(context, batch, None, needs, self._short(config), str(error))
         wanted, held = self._admitted(config), memory.rows.capacity
@@ -206,7 +206,7 @@ class FitSearch:
     def _short(self, config: EngineConfig) -> str:
         """What to blame for too few extents: budgets that would be too small on any GPU, or the device."""
         try:
-            enough = plan_rows(config, self.dtype, None).capacity >= self._admitted(config)
+            enough = lay_out_rows(config, self.dtype, None).capacity >= self._admitted(config)
         except CapacityError:
             enough = False
         return DEVICE if enough else BUDGET

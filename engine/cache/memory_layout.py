@@ -13,10 +13,11 @@ import torch
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import extents_for
+from kvseek.plugins.registry import method_traits
 
 
 @dataclass(frozen=True)
-class RowPlan:
+class RowLayout:
     """The row pool.
 
     Attributes
@@ -48,13 +49,13 @@ class RowPlan:
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
+class MemoryLayout:
     """Device memory of an engine, in bytes.
 
     `device_row_bytes` is what DeviceCache takes: the most that rows may use, of which `rows.device_bytes` are used.
     """
 
-    rows: RowPlan
+    rows: RowLayout
     device_row_bytes: int
     weight_bytes: int
     index_bytes: int
@@ -89,8 +90,13 @@ def window_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     return rows * 2 * model.head_dim * dtype.itemsize
 
 
-def plan_rows(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int | None) -> RowPlan:
-    """Decide where the rows go.
+def host_rows(config: EngineConfig, dtype: torch.dtype) -> RowLayout:
+    """All rows in host memory: those of an engine on the CPU."""
+    return _layout(config, dtype, 0, None)
+
+
+def lay_out_rows(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int | None) -> RowLayout:
+    """Decide where the rows of an engine on a GPU go.
 
     `offload` "always" puts no layer on the device but those that attend densely, which would read all of their rows over
     PCIe in every step; "never" puts all there; "auto" chooses the number of layers that gives the most extents, and of
@@ -109,8 +115,8 @@ def plan_rows(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int | 
     layers, cache = config.model.num_layers, config.cache
     dense = min(dense_layers(config), layers)
     choices = {"always": [dense], "never": [layers], "auto": list(range(dense, layers + 1))}[cache.offload]
-    plans = [_plan(config, dtype, device_layers, device_row_bytes) for device_layers in choices]
-    best = max(plans, key=lambda plan: (plan.capacity, plan.device_layers))
+    layouts = [_layout(config, dtype, device_layers, device_row_bytes) for device_layers in choices]
+    best = max(layouts, key=lambda layout: (layout.capacity, layout.device_layers))
     if best.capacity == 0 and extents_wanted(config) > 0:
         raise CapacityError(
             f"one extent of {EXTENT_TOKENS} tokens needs {layers * best.layer_bytes:,} bytes of rows in {layers} layers; "
@@ -129,13 +135,10 @@ def plan_rows(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int | 
 
 def dense_layers(config: EngineConfig) -> int:
     """First layers that the engine's method attends to densely."""
-    from kvseek.plugins.registry import get_method  # plugins import the engine
-
-    method = get_method(config.method)
-    return method.dense_layers(method.configure(config.method_config))
+    return method_traits(config).dense_layers
 
 
-def _plan(config: EngineConfig, dtype: torch.dtype, device_layers: int, device_row_bytes: int | None) -> RowPlan:
+def _layout(config: EngineConfig, dtype: torch.dtype, device_layers: int, device_row_bytes: int | None) -> RowLayout:
     """The most extents with rows of `device_layers` layers on the device."""
     cache, layer_bytes = config.cache, layer_extent_bytes(config, dtype)
     host_layers = config.model.num_layers - device_layers
@@ -146,10 +149,10 @@ def _plan(config: EngineConfig, dtype: torch.dtype, device_layers: int, device_r
     for budget, layers in budgets:
         if budget is not None and layers:
             capacity = min(capacity, budget // (layers * layer_bytes))
-    return RowPlan(capacity, device_layers, host_layers, layer_bytes)
+    return RowLayout(capacity, device_layers, host_layers, layer_bytes)
 
 
-def plan_memory(
+def divide_memory(
     config: EngineConfig,
     dtype: torch.dtype,
     *,
@@ -157,7 +160,7 @@ def plan_memory(
     weight_bytes: int,
     work_bytes: int,
     index_bytes_per_token: float,
-) -> MemoryPlan:
+) -> MemoryLayout:
     """Divide device memory among weights, windows, work space, index and rows.
 
     Parameters
@@ -172,39 +175,39 @@ def plan_memory(
     Raises
     ------
     CapacityError
-        If the parts do not fit, with the bytes of each; or as `plan_rows`.
+        If the parts do not fit, with the bytes of each; or as `lay_out_rows`.
     """
     windows = window_bytes(config, dtype)
     free = device_bytes - weight_bytes - work_bytes - windows
     if free < 0:
-        none = RowPlan(0, 0, config.model.num_layers, layer_extent_bytes(config, dtype))
-        raise _does_not_fit(MemoryPlan(none, 0, weight_bytes, 0, windows, work_bytes), device_bytes)
+        none = RowLayout(0, 0, config.model.num_layers, layer_extent_bytes(config, dtype))
+        raise _does_not_fit(MemoryLayout(none, 0, weight_bytes, 0, windows, work_bytes), device_bytes)
 
     def index_bytes(capacity: int) -> int:
         return round(config.model.num_layers * index_bytes_per_token * EXTENT_TOKENS) * capacity
 
     # The index grows with the extents and leaves the rest to rows. Fewer bytes never give more extents, so the index of
-    # the second plan fits in what the first one's index takes.
-    most = _plan_within(config, dtype, max(0, free))
+    # the second layout fits in what the first one's index takes.
+    most = _layout_within(config, dtype, max(0, free))
     left = max(0, free - index_bytes(most.capacity))
-    rows = _plan_within(config, dtype, left)
-    plan = MemoryPlan(rows, left, weight_bytes, index_bytes(rows.capacity), windows, work_bytes)
-    if plan.device_bytes > device_bytes:
-        raise _does_not_fit(plan, device_bytes)
-    return plan
+    rows = _layout_within(config, dtype, left)
+    layout = MemoryLayout(rows, left, weight_bytes, index_bytes(rows.capacity), windows, work_bytes)
+    if layout.device_bytes > device_bytes:
+        raise _does_not_fit(layout, device_bytes)
+    return layout
 
 
-def _plan_within(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int) -> RowPlan:
-    """As plan_rows, but rows that offload "never" has no room for are left to the caller's sum of all parts."""
-    return plan_rows(config, dtype, None if config.cache.offload == "never" else device_row_bytes)
+def _layout_within(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int) -> RowLayout:
+    """As lay_out_rows, but rows that offload "never" has no room for are left to the caller's sum of all parts."""
+    return lay_out_rows(config, dtype, None if config.cache.offload == "never" else device_row_bytes)
 
 
-def _does_not_fit(plan: MemoryPlan, device_bytes: int) -> CapacityError:
-    tokens = plan.rows.capacity * EXTENT_TOKENS
-    remedy = "" if plan.rows.host_layers else "choose offload 'auto', or "
+def _does_not_fit(layout: MemoryLayout, device_bytes: int) -> CapacityError:
+    tokens = layout.rows.capacity * EXTENT_TOKENS
+    remedy = "" if layout.rows.host_layers else "choose offload 'auto', or "
     return CapacityError(
-        f"device memory: weights {plan.weight_bytes:,}, windows {plan.window_bytes:,}, work space {plan.work_bytes:,}, index of "
-        f"{tokens:,} tokens {plan.index_bytes:,} and rows {plan.rows.device_bytes:,} are {plan.device_bytes:,} bytes, "
+        f"device memory: weights {layout.weight_bytes:,}, windows {layout.window_bytes:,}, work space {layout.work_bytes:,}, index of "
+        f"{tokens:,} tokens {layout.index_bytes:,} and rows {layout.rows.device_bytes:,} are {layout.device_bytes:,} bytes, "
         f"{device_bytes:,} are available; {remedy}lower max_batch_size, max_seq_len, prefill_chunk_tokens or "
         "kv_cache_host_memory_bytes (it limits the tokens that are indexed)"
     )

@@ -10,7 +10,7 @@ from typing import ClassVar, Generic, TypeVar
 from torch import Tensor
 
 from kvseek.core.config import EngineConfig
-from kvseek.engine.cache.host_cache import Cache
+from kvseek.engine.cache.host_cache.host_cache import Cache
 from kvseek.plugins.contract import Index
 
 from .prefill import LayerwisePrefill, Prefill, Prompts

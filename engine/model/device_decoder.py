@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
-from kvseek.engine.cache.device_cache import DeviceCache
+from kvseek.engine.cache.host_cache.device_cache import DeviceCache
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import DeviceIndex
 

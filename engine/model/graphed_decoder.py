@@ -16,7 +16,7 @@ from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import CapacityError
 from kvseek.core.streams import wait_on_error
 from kvseek.engine.cache.activation_memory import prefill_bytes
-from kvseek.engine.cache.device_cache import DeviceCache
+from kvseek.engine.cache.host_cache.device_cache import DeviceCache
 from kvseek.plugins.attention.device import DeviceAttention
 from kvseek.plugins.attention.splits import AttentionScratch
 from kvseek.plugins.batch import Batch, RequestState, pack

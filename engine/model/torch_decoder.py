@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.engine.cache.host_cache import Cache
+from kvseek.engine.cache.host_cache.host_cache import Cache
 from kvseek.engine.sampling import greedy_token
 from kvseek.plugins.attention.host import attend
 from kvseek.plugins.contract import Index

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
-from kvseek.engine.cache.device_cache import DeviceCache
+from kvseek.engine.cache.host_cache.device_cache import DeviceCache
 from kvseek.engine.model.attention import causal_attention_device
 from kvseek.engine.model.decoder import BaseDecoder, LayerwiseDecoder
 from kvseek.engine.model.graphed_decoder import GraphedDecoder

@@ -35,7 +35,7 @@ from kvseek.benchmarks.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_b
 from kvseek.benchmarks.synthetic import Spectrum, SyntheticKeys
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
-from kvseek.engine.cache.memory_layout import plan_rows
+from kvseek.engine.cache.memory_layout import lay_out_rows
 from kvseek.engine.model.layer import Layer
 
 CPU = torch.device("cpu")
@@ -219,7 +219,7 @@ class TestPlan:
         for offload in {0: ("always", "auto"), 32: ("never", "auto")}.get(layers, ("auto",)):
             config = config_for(LLAMA_3_1_8B, "pariskv", 786_432, 4)
             budgeted = with_budget(config, offload, extents, needs.row_extent, layers)
-            plan = plan_rows(budgeted, torch.bfloat16, extents * needs.row_extent // 32 * layers)
+            plan = lay_out_rows(budgeted, torch.bfloat16, extents * needs.row_extent // 32 * layers)
             assert (plan.capacity, plan.device_layers, plan.host_layers) == (extents, layers, 32 - layers)
 
 

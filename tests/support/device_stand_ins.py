@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.config_file import read_config
-from kvseek.engine.cache.device_cache import DeviceCache
+from kvseek.engine.cache.host_cache.device_cache import DeviceCache
 from kvseek.engine.loading import create_indexes
 from kvseek.engine.model import layer_kernels
 from kvseek.engine.model.device_decoder import DeviceDecoder

@@ -24,7 +24,7 @@ from kvseek.builder.sizes import memory_size, readable
 from kvseek.core.errors import CapacityError
 from kvseek.core.request import Request
 from kvseek.core.statistics import RequestStatistics
-from kvseek.engine.cache.device_cache import DeviceCache
+from kvseek.engine.cache.host_cache.device_cache import DeviceCache
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.queue import RequestQueue
 from kvseek.engine.sampling import Sampler
@@ -311,9 +311,9 @@ def test_sizes() -> None:
 
 def test_loading_says_what_does_not_fit(small: Path) -> None:
     """Weights, windows and work space alone exceed the device: the message names them, whatever the method."""
-    from kvseek.engine.loading import IndexNeeds, plan_measured
+    from kvseek.engine.loading import IndexNeeds, divide_measured
 
     for method in ("full", "clusterkv"):
         own = planner(small, method=method)
         with pytest.raises(CapacityError, match=r"weights 2,000, windows [\d,]+, work space .* 1,000 are available"):
-            plan_measured(own.config(8192, 1), IndexNeeds(0, 0), 1000, 2000)
+            divide_measured(own.config(8192, 1), IndexNeeds(0, 0), 1000, 2000)

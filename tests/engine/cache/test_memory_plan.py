@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError
-from kvseek.engine.cache.memory_layout import MemoryPlan, plan_memory, plan_rows, window_bytes
+from kvseek.engine.cache.memory_layout import MemoryLayout, divide_memory, lay_out_rows, window_bytes
 
 MODEL = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 << 20)
 LAYER_EXTENT = 8 * 1024 * 2 * 128 * 2  # 4 MiB
@@ -27,7 +27,7 @@ def config(offload: str = "auto", host: int | None = None, device: int | None = 
 
 
 def rows(*arguments: object, budget: int | None, **fields: object) -> tuple[int, int, int]:
-    plan = plan_rows(config(*arguments, **fields), torch.bfloat16, budget)  # type: ignore[arg-type]
+    plan = lay_out_rows(config(*arguments, **fields), torch.bfloat16, budget)  # type: ignore[arg-type]
     assert plan.layer_bytes == LAYER_EXTENT
     assert plan.host_layers + plan.device_layers == 32
     assert plan.device_bytes == plan.capacity * plan.device_layers * LAYER_EXTENT
@@ -48,7 +48,7 @@ def test_the_policies() -> None:
 def test_layers_that_attend_densely_keep_their_rows_on_the_device() -> None:
     def layers(offload: str, dense: int, budget: int | None) -> tuple[int, int]:
         own = dataclasses.replace(config(offload), method="clusterkv", method_config={"dense_layers": dense})
-        made = plan_rows(own, torch.bfloat16, budget)
+        made = lay_out_rows(own, torch.bfloat16, budget)
         return made.capacity, made.device_layers
 
     assert layers("always", 2, None) == (256, 2)
@@ -81,10 +81,10 @@ def test_what_cannot_be_held_is_refused_with_numbers() -> None:
         rows("always", budget=None, host=128 * (1 << 20) - 1)
 
 
-def plan(offload: str = "auto", device_gib: float = 80, index: float = 900.0, **fields: int) -> MemoryPlan:
+def plan(offload: str = "auto", device_gib: float = 80, index: float = 900.0, **fields: int) -> MemoryLayout:
     sizes = {"weight_bytes": 16 * GIB, "work_bytes": 2 * GIB, "index_bytes_per_token": index}
     device_bytes = int(device_gib * GIB)
-    return plan_memory(config(offload, **fields), torch.bfloat16, device_bytes=device_bytes, **sizes)  # type: ignore[arg-type]
+    return divide_memory(config(offload, **fields), torch.bfloat16, device_bytes=device_bytes, **sizes)  # type: ignore[arg-type]
 
 
 def test_device_memory_is_divided() -> None:
@@ -135,7 +135,7 @@ def test_a_plan_keeps_all_limits(
     assert host is None or made.rows.host_bytes <= host
     assert device is None or offload == "always" or made.rows.device_bytes <= device
     own = config(offload, **fields)  # type: ignore[arg-type]
-    assert plan_rows(own, torch.bfloat16, made.device_row_bytes) == made.rows, "what DeviceCache will do"
+    assert lay_out_rows(own, torch.bfloat16, made.device_row_bytes) == made.rows, "what DeviceCache will do"
     if made.rows.device_layers < 32 and offload == "auto" and host is None and device is None:
         more = dataclasses.replace(made.rows, device_layers=made.rows.device_layers + 1)
         assert made.device_bytes - made.rows.device_bytes + more.device_bytes > int(device_gib * GIB), (

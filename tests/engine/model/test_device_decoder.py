@@ -19,7 +19,7 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.cache.activation_memory import decode_bytes, prefill_bytes, work_bytes
-from kvseek.engine.cache.device_cache import DeviceCache
+from kvseek.engine.cache.host_cache.device_cache import DeviceCache
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading import create_indexes, device_indexes, methods_for_device
 from kvseek.engine.model import graphed_decoder

@@ -10,17 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.tensorrt.fake_tensorrt import Engine, FakeTensorRt
-from tests.support.device_stand_ins import TorchAttention, TorchLayer, make_parts
+from tests.engine.tensorrt.fake_tensorrt import FakeTensorRt
 from tests.support.random_models import save_random_model
 
-from kvseek.builder.tensorrt.sizes import limits_of
+from kvseek.builder.tensorrt.plans import limits_of
 from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.errors import EngineDirectoryError, KernelError
 from kvseek.engine import loading
-from kvseek.engine.backends import Footprint, load_backend, load_plans
-from kvseek.engine.model import graphed_decoder
-from kvseek.engine.tensorrt.decoder import SegmentsDecoder, WholeDecoder
+from kvseek.engine.backends import Footprint, load_backend
 from kvseek.engine.tensorrt.plan_index import PLANS_FILE, check_version, read_plan_index
 
 CPU = torch.device("cpu")
@@ -60,12 +57,6 @@ def write(directory: Path, config: EngineConfig, **changes: Any) -> EngineConfig
 
 def sizes(optimum: int, maximum: int, minimum: int = 1) -> dict[str, int]:
     return {"minimum": minimum, "optimum": optimum, "maximum": maximum}
-
-
-def fake(config: EngineConfig, directory: Path) -> Any:
-    files = [entry.file for entry in read_plan_index(directory, config).segments]
-    engines = {file.encode(): Engine(file, 1000 * number) for number, file in enumerate(files, 1)}
-    return FakeTensorRt(engines, config.tensorrt.module)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -155,35 +146,6 @@ def test_a_module_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Monk
         load_backend(tmp_path, config, CPU)
 
 
-@pytest.fixture(scope="module")
-def cpu_engine(tmp_path_factory: pytest.TempPathFactory, build_engine: Any) -> Path:
-    model = save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
-    flags = ("--max_batch_size", "3", "--max_seq_len", "300", "--max_input_len", "200", "--prefill_chunk_tokens", "50")
-    engine: Path = build_engine(model, "full", *flags, "--kernels", "reference")
-    return engine
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_loading(form: str, cpu_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A context for what no graph captures and one a bucket, for every plan; the plugin is known before plans load."""
-    monkeypatch.setattr(graphed_decoder, "LayerKernels", TorchLayer)
-    monkeypatch.setattr(graphed_decoder, "DeviceAttention", TorchAttention)
-    settings = TensorRtConfig(FORMS[form], form)
-    config, cache, indexes = make_parts(cpu_engine, runtime="tensorrt", tensorrt=settings)
-    api = fake(write(tmp_path, config), tmp_path)
-    registered: list[int] = []
-    monkeypatch.setattr("kvseek.plugins.tensorrt.plugin.register", lambda given: registered.append(len(given.loggers)))
-    backend = load_plans(tmp_path, config, CPU, api)
-    assert registered == ([0] if form == "engine" else [])
-    assert [len(plan._contexts) for plan in backend.session.plans] == [4] * len(backend.session.plans)
-    assert set(backend.session.plans[0]._contexts) == {0, 1, 2, 4}
-    size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.suffix in (".plan", ".engine"))
-    work = {"engine": 1000, "segments": 4000}[form]
-    assert backend.footprint == Footprint(size, outside=size, plan_work=work)
-    decoder = backend.decoder(cache, indexes, None)  # type: ignore[arg-type]
-    assert type(decoder) is {"engine": WholeDecoder, "segments": SegmentsDecoder}[form]
-
-
 def test_plans_leave_less_room_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch knows nothing of the plans' weights, which are gone from what is free; their work space it has allocated."""
     config = make_config("segments")
@@ -197,7 +159,7 @@ def test_plans_leave_less_room_for_rows(monkeypatch: pytest.MonkeyPatch) -> None
         "torch": Footprint(1000),
         "plans": Footprint(1000, outside=1000, plan_work=3000),
     }.items():
-        rows[name] = loading.plan_device_memory(config, footprint, {}, kernels).device_row_bytes
+        rows[name] = loading.divide_device_memory(config, footprint, {}, kernels).device_row_bytes
     assert rows["none"] - rows["torch"] == 1000
     assert rows["none"] - rows["plans"] == 3000
 
@@ -206,8 +168,8 @@ def test_an_index_that_the_builder_wrote(tmp_path: Path) -> None:
     """Three requests, so a bucket of four: what `kvseek build` writes is read, and is of the installed TensorRT."""
     api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
     from kvseek.builder.checkpoints.open import open_checkpoint
-    from kvseek.builder.checkpoints.weights import weight_reader
     from kvseek.builder.tensorrt.plans import write_plans
+    from kvseek.builder.checkpoints.weights import weight_reader
 
     checkpoint = open_checkpoint(save_random_model(tmp_path / "model", "qwen3"))
     config = dataclasses.replace(make_config("segments"), model=checkpoint.config)

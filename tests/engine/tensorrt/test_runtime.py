@@ -9,10 +9,8 @@ import pytest
 import torch
 from tests.engine.tensorrt.fake_tensorrt import DataType, Engine, FakeTensorRt, TensorIOMode, aligned
 
-from kvseek.core import streams
 from kvseek.core.errors import EngineDirectoryError, KernelError
 from kvseek.core.streams import SideStream
-from kvseek.engine.tensorrt import session as tensorrt_runtime
 from kvseek.engine.tensorrt.session import Plan, Session
 
 CPU = torch.device("cpu")
@@ -23,18 +21,6 @@ def make_plan(**options: Any) -> tuple[Plan, Engine]:
     engine = Engine(**options)
     api: Any = FakeTensorRt()
     return Plan(api, engine, aligned(1000, dtype=torch.uint8), SideStream(CPU), CONTEXTS), engine
-
-
-def test_a_call_goes_to_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, engine = make_plan()
-    monkeypatch.setattr(tensorrt_runtime, "stream_handle", lambda device: 77)
-    first, second = ({"x": aligned(n, 4)} for n in (3, 8))
-    out = {"y": aligned(3, 3)}
-    plan.run(first, out, 4)
-    plan.run(second, {"y": aligned(8, 3)})
-    zero, four = (context.launches for context in engine.contexts)
-    assert four == [(77, {"x": first["x"].data_ptr(), "y": out["y"].data_ptr()}, {"x": (3, 4)})]
-    assert [shapes for _, _, shapes in zero] == [{"x": (8, 4)}]
 
 
 def test_shapes_that_stay_are_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,29 +34,6 @@ def test_shapes_that_stay_are_not_set_again(monkeypatch: pytest.MonkeyPatch) -> 
         plan.run({"x": aligned(n, 4)}, {"y": aligned(n, 3)})
     assert asked == [(2, 4), (3, 4), (2, 4)]
     assert [shapes["x"][0] for _, _, shapes in context.launches] == [2, 2, 3, 2]
-
-
-def test_on_the_default_stream_a_call_takes_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorRT makes the host wait for what it is to run on the default stream."""
-    plan, engine = make_plan()
-    hops: list[int] = []
-    run = plan._side.run
-
-    def watch(work: Any) -> Any:
-        hops.append(len(engine.contexts[0].launches))
-        return run(work)
-
-    monkeypatch.setattr(plan._side, "run", watch)
-    for default in (False, True):
-        monkeypatch.setattr(tensorrt_runtime, "on_default_stream", lambda device, default=default: default)
-        plan.run({"x": aligned(1, 4)}, {"y": aligned(1, 3)})
-    assert hops == [1], "the second call alone"
-    assert len(engine.contexts[0].launches) == 2
-
-
-def test_streams_of_the_cpu() -> None:
-    assert not streams.on_default_stream(CPU)
-    assert streams.stream_handle(CPU) == 0
 
 
 WRONG = {
@@ -120,11 +83,6 @@ def test_what_tensorrt_refuses_is_an_error(method: str) -> None:
         plan.run({"x": aligned(2, 4)}, {"y": aligned(2, 3)})
 
 
-def test_no_context_is_an_error() -> None:
-    with pytest.raises(KernelError, match="cannot make an execution context"):
-        make_plan(refuses=("create_execution_context",))
-
-
 def test_a_type_that_the_builder_does_not_write() -> None:
     engine, api = Engine(), FakeTensorRt()
     engine.tensors["x"] = (TensorIOMode.INPUT, DataType.UINT8, (-1, 4))
@@ -158,20 +116,6 @@ def test_files_that_are_no_plans(tmp_path: Path) -> None:
             Session(api, [tmp_path / name], CPU, CONTEXTS)
     with pytest.raises(KernelError, match=r"other: tensorrt_rtx 1\.7\.1: not a plan of this GPU; a plan runs on"):
         Session(api, [tmp_path / "other"], CPU, CONTEXTS)
-
-
-def test_no_runtime_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    api: Any = FakeTensorRt()
-
-    def refuse(logger: Any) -> None:
-        logger.log(1, "no CUDA device")
-        raise TypeError("factory function returned nullptr")
-
-    monkeypatch.setattr(api, "Runtime", refuse)
-    with pytest.raises(
-        KernelError, match=r"cannot begin to run plans with tensorrt_rtx 1\.7\.1: no CUDA device \(.*nullptr"
-    ):
-        Session(api, [tmp_path / "plan"], CPU, CONTEXTS)
 
 
 def test_the_real_module_has_what_is_used(tmp_path: Path) -> None:

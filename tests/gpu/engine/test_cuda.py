@@ -129,6 +129,17 @@ def test_refused_launches_leave_the_gpu_usable(kernels: CudaKernels) -> None:
     assert torch.equal(values, torch.full_like(values, 2.0))
 
 
+class Longer(ctypes.Structure):
+    _fields_ = (*ScaleArguments._fields_, ("more", ctypes.c_int64))
+
+
+def test_what_does_not_match_a_kernel_is_refused(kernels: CudaKernels) -> None:
+    with pytest.raises(KernelError, match="kernel 'kvseek_three' is not among kvseek_scale, kvseek_trap; build"):
+        kernels.launch("kvseek_three", (1, 1, 1), 128, ScaleArguments())
+    with pytest.raises(KernelError, match="Longer has 32 bytes: kvseek_scale takes 24; make both list the same fields"):
+        kernels.launch("kvseek_scale", (1, 1, 1), 128, Longer())
+
+
 def test_a_new_thread_may_launch(kernels: CudaKernels) -> None:
     values = torch.ones(100, device=kernels.device)
     torch.cuda.synchronize()

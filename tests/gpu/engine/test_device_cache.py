@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.streams import SideStream, Ticket
-from kvseek.engine.cache import device_cache
+from kvseek.engine.cache.host_cache import device_cache
 from kvseek.engine.cache.host_pool import HostPool
 
 pytestmark = pytest.mark.gpu
@@ -142,6 +142,21 @@ def test_the_host_pool_is_pinned_and_takes_strided_rows(device: torch.device, dt
     assert torch.equal(pool.rows[2, 1:, :, 700:900], rows[:, :, 50:250].cpu())
     assert torch.equal(pool.rows[3, 0, :, 0], rows[0, :, 7].cpu())
     assert pool.rows.isnan().sum() == pool.rows.numel() - (2 * 8 * 200 + 8) * 2 * 128
+
+
+@pytest.mark.parametrize("stride", [(1 << 29) - 1, 1 << 29])
+def test_runs_further_apart_than_a_strided_copy_allows(device: torch.device, stride: int) -> None:
+    """The driver's strided copies step over less than 2 GiB: beyond that each KV head travels alone."""
+    pool = HostPool(2, 1, 2, 4, torch.float32, device)
+    pool.rows.zero_()
+    memory = torch.empty(stride + 3 * 8, device=device)
+    rows = memory.as_strided((1, 2, 3, 2, 4), (stride, stride, 8, 4, 1))
+    rows.copy_(torch.randn(rows.shape))
+    pool.write(1, 0, slice(5, 8), rows)
+    torch.cuda.synchronize()
+    expected = torch.zeros_like(pool.rows)
+    expected[1, :, :, 5:8] = rows.cpu()
+    assert torch.equal(pool.rows, expected)
 
 
 def test_index_work_that_fails_ends_with_its_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,33 +141,6 @@ def test_a_batch_is_one_wave_of_parts_that_are_alike(batch: int, entries: int) -
     assert largest <= 4 * least
 
 
-def test_a_store_takes_the_place_of_hot_rows() -> None:
-    attention = make()
-    store = torch.zeros(5, 8, 40, 2, 128, dtype=torch.bfloat16)
-    cached, keep, lse = indices(attention), indices(attention), torch.zeros(2, 32)
-    launch(attention, selection=DeviceSelection(indices(attention), store, cached, keep), lse=lse)
-    launch(attention, selection=DeviceSelection(indices(attention), store))
-    first, second = (arguments for *_, arguments in attention.kernels.launches)  # type: ignore[attr-defined]
-    assert (first.store, first.cached, first.keep) == (store.data_ptr(), cached.data_ptr(), keep.data_ptr())
-    assert (first.store_rows, first.hot_rows, first.hot_tags, first.lse) == (40, None, None, lse.data_ptr())
-    assert (second.store, second.cached, second.keep, second.lse) == (store.data_ptr(), None, None, None)
-
-
-def test_launch_describes_what_it_is_given() -> None:
-    attention = make()
-    out = launch(attention)
-    assert out.shape == (2, 32, 128)
-    ((name, grid, threads, arguments),) = attention.kernels.launches  # type: ignore[attr-defined]
-    splits = attention.splits(2)
-    assert (name, grid, threads) == ("kvseek_attend", (splits.total, 8, 2), 128)
-    assert arguments.out == out.data_ptr()
-    assert arguments.hot_rows == attention.hot_rows.data_ptr()  # type: ignore[union-attr]
-    assert (arguments.window_stride, arguments.table_stride) == (8 * 576 * 2 * 128, 3)
-    assert arguments.scale == pytest.approx(128**-0.5 * 1.4426950408889634)
-    launch(attention, selection=None)
-    assert attention.kernels.launches[1][3].hot_rows is None  # type: ignore[attr-defined]
-
-
 def test_layers_share_scratch_memory_if_it_is_large_enough() -> None:
     first = make()
     assert make(scratch=first.scratch).scratch is first.scratch

@@ -15,9 +15,9 @@ from tests.support.tensorrt_stand_ins import DataType, PluginTensorDesc, stand_i
 from torch import Tensor
 
 from kvseek.core.errors import CapacityError, KernelError
-from kvseek.plugins.tensorrt.fields import AttentionFields
 from kvseek.plugins.tensorrt.plugin import register, serving
-from kvseek.plugins.tensorrt.tensors import ELEMENTS, device_tensor
+from kvseek.plugins.tensorrt.fields import AttentionFields
+from kvseek.plugins.tensorrt.tensors import ELEMENTS
 
 API = stand_in_tensorrt()
 STREAM = 0xC0FFEE
@@ -64,58 +64,6 @@ def enqueue(plugin: Any, own: list[Tensor]) -> None:
     found = [PluginTensorDesc(tuple(tensor.shape), kind) for tensor in own]
     addresses = [tensor.data_ptr() for tensor in own]
     assert plugin.enqueue(found[:3], found[3:], addresses[:3], addresses[3:], 0, STREAM) is None
-
-
-@pytest.mark.parametrize("dtype", ELEMENTS)
-def test_attends_in_place(dtype: str, streams: list[int]) -> None:
-    own, seen = tensors(dtype), []
-
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        seen.append((layer, [tensor.data_ptr() for tensor in (queries, keys, values, out)], list(streams)))
-        assert all(torch.equal(a, b) for a, b in zip((queries, keys, values), own, strict=False))
-        assert {tensor.dtype for tensor in (queries, keys, values, out)} == {ELEMENTS[dtype].torch}
-        out.copy_(queries + keys.repeat_interleave(2, dim=1) * values.repeat_interleave(2, dim=1))
-
-    expected = own[0] + (own[1] * own[2]).repeat_interleave(2, dim=1)
-    with serving(attend):
-        enqueue(make(dtype=dtype), own)
-    assert torch.equal(own[3], expected)
-    assert seen == [(3, [tensor.data_ptr() for tensor in own], [STREAM])]
-    assert streams == []
-
-
-def test_memory_is_contiguous_in_the_shape_given() -> None:
-    memory = torch.arange(24, dtype=torch.float32)
-    view = device_tensor(memory.data_ptr(), (2, 3, 4), "float32")
-    assert torch.equal(view, memory.view(2, 3, 4))
-    view[1, 2, 3] = -1
-    assert memory[23] == -1
-
-
-def test_memory_of_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch would copy it, and a result written into the copy would be lost."""
-    own = tensors()
-    plain = torch.as_tensor
-    monkeypatch.setattr(torch, "as_tensor", lambda memory, device: plain(memory, device=device).clone())
-    with (
-        pytest.raises(KernelError, match=r"memory at 0x\w+ of an attention layer is not on the current device"),
-        serving(ignore),
-    ):
-        enqueue(make(), own)
-
-
-def test_outside_of_serving_it_fails() -> None:
-    own = tensors()
-    before = own[3].clone()
-    with pytest.raises(
-        KernelError, match=r"attention of layer 3 is enqueued outside of serving\(\): run the plan within"
-    ):
-        enqueue(make(), own)
-    with serving(ignore):
-        pass
-    with pytest.raises(KernelError, match="outside of serving"):
-        enqueue(make(), own)
-    assert torch.equal(own[3], before)
 
 
 def test_another_thread_does_not_serve() -> None:
@@ -197,10 +145,3 @@ def test_an_inner_failure_is_not_the_outer_ones() -> None:
         with pytest.raises(CapacityError), serving(full):
             swallow(make())
         enqueue(make(), tensors())
-
-
-def test_every_class_of_tensorrt_is_constructed() -> None:
-    """The bindings refuse objects of which a base class was not constructed, and do not construct them in turn."""
-    plugin = {"IPluginV3", "IPluginV3OneCore", "IPluginV3OneBuild", "IPluginV3OneRuntime"}
-    assert make().constructed == make().clone().constructed == plugin
-    assert register(API).__dict__["constructed"] == {"IPluginCreatorV3One"}

@@ -1,0 +1,267 @@
+"""The four-region cache: sink | retrieval | local | update buffer, in token order (ParisKV paper, fig. 5).
+
+Sink, local and update buffer are the *window*, one tensor per layer on the engine's device. Tokens that leave it go to
+the retrieval region, rows [K(D) | V(D)] in the extents of a pool, in host memory or on the device. The local window and
+the update buffer share a ring: the token at position p >= sink lies in window row sink + (p - sink) mod (local + update),
+so nothing is moved when tokens pass from the buffer to the local window.
+
+Nothing here waits for a GPU. Rows travel on side streams: those of a prompt while the next layer computes, those that will
+leave the window some steps before they do (docs/memory.md). On the CPU the same code runs at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvseek.core.config import CacheConfig, EngineConfig
+from kvseek.core.errors import CapacityError
+from kvseek.core.extents import ExtentTable, extents_for
+from kvseek.core.streams import InFlight, SideStream, Ticket
+from kvseek.plugins.batch import RequestState
+from kvseek.plugins.contract import Index
+
+from .memory_layout import retrieval_tokens
+from .row_storage import RowStorage
+
+EVICT_AHEAD = 32  # most decode steps between the copy of rows that leave the window and the step where they leave
+COPIES_IN_FLIGHT = 2  # layers of a prompt whose rows wait on the device for their copy to the host
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """Tokens that leave the window of a slot, for the places start .. start + count - 1 of its retrieval region."""
+
+    slot: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class PreparedEviction:
+    """Tokens whose rows and index entries are written, or being written, but that are still in the window."""
+
+    eviction: Eviction
+    ticket: Ticket
+
+
+class Cache:
+    """Windows and retrieval regions of all slots, and what happens when tokens pass from one to the other.
+
+    Attributes
+    ----------
+    window : Tensor [layers, slots + 1, G, window, 2, D], on the engine's device
+        Window rows, K then V.
+    rows : RowStorage
+        Rows of the retrieval regions.
+    extents : ExtentTable
+        Which extents of `rows` a slot has.
+    tokens, lengths : list of int, one per slot
+        Cached tokens in all, and of those, tokens in the retrieval region.
+    padding_slot : int
+        The last slot: it holds one token, which every request that only fills up a batch overwrites.
+    """
+
+    def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device, rows: RowStorage) -> None:
+        """Allocate the windows; raises CapacityError if the device's memory does not suffice."""
+        self.config: CacheConfig = config.cache
+        self.rows = rows
+        self.ring = self.config.local + self.config.update
+        self.padding_slot = config.max_batch_size
+        slots = config.max_batch_size + 1
+        max_extents = extents_for(max(0, config.max_seq_len - self.config.sink))
+        self.extents = ExtentTable(slots, max_extents, rows.layout.capacity, device)
+        self.window = _windows(config, slots, dtype, device)
+        self.tokens, self.lengths = [0] * slots, [0] * slots
+        self.tokens[self.padding_slot] = 1
+        # On the CPU preparing an eviction beside the steps would gain nothing.
+        self.evict_ahead = min(EVICT_AHEAD, self.config.update, self.config.local) if device.type == "cuda" else 0
+        self._offload_stream, self._evict_stream = SideStream(device), SideStream(device)
+        self._offloads = InFlight(COPIES_IN_FLIGHT)
+        self._prepared: dict[int, PreparedEviction] = {}
+
+    def extents_needed(self, tokens: int) -> int:
+        """Extents that a request needs to grow to `tokens` tokens."""
+        return extents_for(self.retrieval_tokens(tokens))
+
+    def retrieval_tokens(self, tokens: int) -> int:
+        """Most tokens that the retrieval region holds when a request has `tokens` tokens."""
+        return retrieval_tokens(self.config, tokens)
+
+    def open(self, slot: int, tokens: int) -> None:
+        """Reserve the extents that a request needs to grow to `tokens` tokens; raises CapacityError."""
+        self.extents.reserve(slot, self.retrieval_tokens(tokens))
+
+    def close(self, slot: int) -> None:
+        """Forget a slot and give its extents back; what is still being written to them ends before they are used again.
+
+        All later writes to the extents follow the current stream, so it is enough that this one waits.
+        """
+        self.finish_prompt(slot)
+        prepared = self._prepared.pop(slot, None)
+        if prepared is not None:
+            prepared.ticket.wait()
+        self.extents.release(slot)
+        self.tokens[slot] = self.lengths[slot] = 0
+
+    # A prompt, layer by layer.
+
+    def begin_prefill(self, slot: int, tokens: int) -> None:
+        """Set the lengths of a slot that is about to receive a prompt of `tokens` tokens, layer by layer."""
+        self.tokens[slot] = tokens
+        self.lengths[slot] = self.retrieval_tokens(tokens)
+
+    def write_prompt(self, layer: int, slot: int, keys: Tensor, values: Tensor, order: Tensor | None = None) -> None:
+        """Store a layer's prompt rows, keys and values [G, tokens, D], in window and pool. Both may be overwritten then.
+
+        Rows for the host are copied on a side stream: `finish_prompt` must come before they are read.
+
+        Parameters
+        ----------
+        order : Tensor, int64 [G, n], or None
+            Retrieval token of each place of the pool (Built.order); None: token order.
+        """
+        self._offloads.make_room()
+        rows = torch.stack((keys, values), dim=2)
+        self._write_prompt_window(layer, slot, rows)
+        rows = self._retrieval_rows(slot, rows, order)
+        spans = self.extents.spans(slot, 0, self.lengths[slot])
+        if layer < self.rows.layout.device_layers:
+            self.rows.write(layer, rows[None], spans)
+        elif spans:
+            work = self._offload_stream.run(lambda: self.rows.write(layer, rows[None], spans), read=(rows,))
+            self._offloads.add(slot, work)
+
+    def finish_prompt(self, slot: int) -> None:
+        """Make the current stream wait until the rows of the slot's prompt are in the pool."""
+        self._offloads.finish(slot)
+
+    # Decode steps.
+
+    def begin_step(self, slots: Sequence[int], indexes: Sequence[Index]) -> list[Eviction]:
+        """Count one more token per slot; of full rings, the oldest `update` tokens pass to the retrieval region first.
+
+        Returns what passed. The current stream waits for the copies and index entries that `end_step` started; those
+        that it did not start are made here.
+        """
+        passed = []
+        for slot in slots:
+            if self._in_ring(slot) == self.ring:
+                passed.append(self._evict(slot, indexes))
+            self.tokens[slot] += 1
+        return passed
+
+    def end_step(self, slots: Sequence[int], indexes: Sequence[Index]) -> None:
+        """Start, beside the current stream, the evictions that are due within `evict_ahead` steps.
+
+        Call it when the step has been launched; its results need not be there. The index work must neither read nor
+        write what decode steps and other slots use (Index.append). An eviction that device memory does not suffice for
+        now is tried again, at the latest by the `begin_step` in which it is due.
+        """
+        if not self.evict_ahead:
+            return
+        for slot in slots:
+            near = self._in_ring(slot) >= self.ring - self.evict_ahead
+            # A request that ends before its ring is full has no extents for what it will not evict.
+            if near and slot not in self._prepared and self.extents.room(slot) >= self.lengths[slot] + self.config.update:
+                try:
+                    self._prepare(slot, indexes)
+                except torch.OutOfMemoryError:  # the step itself has been launched: its requests go on
+                    logger.warning("no device memory to prepare the next eviction of slot %d ahead of time", slot)
+
+    def state(self, slot: int, token: int, numbers: tuple[int, ...], dense: bool) -> RequestState:
+        """What indexes and attention read about a request whose last token, `token`, `begin_step` has just counted."""
+        position = self.tokens[slot] - 1
+        return RequestState(
+            token=token,
+            slot=slot,
+            position=position,
+            write_row=self._window_row(position),
+            sink_rows=min(self.config.sink, self.tokens[slot]),
+            ring_first=self.lengths[slot] % self.ring,
+            ring_rows=self._in_ring(slot),
+            length=self.lengths[slot],
+            dense=dense,
+            numbers=numbers,
+        )
+
+    def padding_state(self) -> RequestState:
+        """A request that fills up a graph's bucket: its one token is the only one that it attends to."""
+        return self.state(self.padding_slot, 0, (), dense=True)
+
+    def _in_ring(self, slot: int) -> int:
+        """Tokens of a slot in local window and update buffer."""
+        return max(0, self.tokens[slot] - self.config.sink) - self.lengths[slot]
+
+    def _window_row(self, position: int) -> int:
+        sink = self.config.sink
+        return position if position < sink else sink + (position - sink) % self.ring
+
+    def _retrieval_rows(self, slot: int, rows: Tensor, order: Tensor | None) -> Tensor:
+        """Those of a prompt's rows [G, tokens, 2, D] that go to the pool, [G, n, 2, D] by place."""
+        sink, n = self.config.sink, self.lengths[slot]
+        retrieval = rows[:, sink : sink + n]
+        return retrieval if order is None else retrieval.gather(1, order[..., None, None].expand_as(retrieval))
+
+    def _write_prompt_window(self, layer: int, slot: int, rows: Tensor) -> None:
+        """Store those of a prompt's rows [G, tokens, 2, D] that stay in the window."""
+        sink, n = self.config.sink, self.lengths[slot]
+        window = self.window[layer, slot]
+        window[:, :sink][:, : rows.shape[1]] = rows[:, :sink]
+        recent = torch.arange(n, max(n, rows.shape[1] - sink), device=window.device)  # counted from the ring's first token
+        window[:, sink + recent % self.ring] = rows[:, sink + recent]
+
+    def _evict(self, slot: int, indexes: Sequence[Index]) -> Eviction:
+        """Let the oldest `update` tokens of a full ring pass to the retrieval region."""
+        if slot not in self._prepared:
+            self._prepare(slot, indexes)
+        prepared = self._prepared.pop(slot)
+        prepared.ticket.wait()
+        eviction = prepared.eviction
+        self.lengths[slot] += eviction.count
+        for index in indexes:
+            index.publish(slot, eviction.start, eviction.count)
+        return eviction
+
+    def _prepare(self, slot: int, indexes: Sequence[Index]) -> None:
+        """Copy the oldest `update` ring rows to the pool and into the indexes. They stay in the window until `_evict`.
+
+        `evict_ahead` <= local keeps the ring from holding fewer than that many tokens.
+        """
+        eviction = Eviction(slot, self.lengths[slot], self.config.update)
+        stop = eviction.start + eviction.count
+        if stop > self.extents.room(slot):
+            raise CapacityError(
+                f"slot {slot} with {self.tokens[slot]} tokens needs room for {stop} retrieval tokens, "
+                f"{self.extents.room(slot)} are reserved; open it for more tokens"
+            )
+        spans = self.extents.spans(slot, eviction.start, stop)
+
+        def work() -> None:
+            leaving = torch.arange(eviction.start, stop, device=self.window.device) % self.ring + self.config.sink
+            rows = self.window[:, slot].index_select(2, leaving)
+            self.rows.write(0, rows, spans)
+            keys = rows[:, :, :, 0].contiguous()
+            for layer, index in enumerate(indexes):
+                index.append(slot, eviction.start, keys[layer])
+
+        self._prepared[slot] = PreparedEviction(eviction, self._evict_stream.run(work))
+
+
+def _windows(config: EngineConfig, slots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    model = config.model
+    shape = (model.num_layers, slots, model.num_kv_heads, config.cache.window, 2, model.head_dim)
+    try:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        raise CapacityError(
+            f"cannot allocate {math.prod(shape) * dtype.itemsize:,} bytes on {device} for the windows of {slots} "
+            f"slots ({str(error).splitlines()[0]}); lower max_batch_size, cache.local or cache.update"
+        ) from None

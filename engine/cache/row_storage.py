@@ -1,0 +1,68 @@
+"""Full rows of the retrieval regions, wherever they lie: the first layers' on the device, the others' in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig
+from kvseek.core.errors import CapacityError
+from kvseek.plugins.contract import LayerRows
+
+from .host_pool import HostPool
+from .memory_layout import RowLayout
+
+Span = tuple[int, slice, slice]  # extent, places in it, places in what is written (ExtentTable.spans)
+
+
+class RowStorage:
+    """The memory of the row pool. Which extent belongs to whom is the cache's business.
+
+    Attributes
+    ----------
+    layout : RowLayout
+        Extents, and the layers (the first ones) whose rows lie on the device.
+    device_rows : Tensor [extents, device layers, G, 1024, 2, D], on the device
+    pool : HostPool
+        Rows of the other layers.
+    """
+
+    def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device, layout: RowLayout) -> None:
+        """Allocate the rows; raises CapacityError if the memory of host or device does not suffice."""
+        model = config.model
+        self.layout = layout
+        self.pool = HostPool(layout.capacity, layout.host_layers, model.num_kv_heads, model.head_dim, dtype, device)
+        self.device_rows = _device_rows(layout, self.pool.rows.shape[2:], dtype, device)
+
+    def of_layer(self, layer: int) -> LayerRows:
+        """Where a layer's rows lie, for its index and its attention."""
+        layout, on_device = self.layout, layer < self.layout.device_layers
+        rows, number = (self.device_rows, layer) if on_device else (self.pool.rows, layer - layout.device_layers)
+        base = self.device_rows.data_ptr() if on_device else self.pool.device_pointer
+        layers = layout.device_layers if on_device else layout.host_layers
+        stride = layers * layout.layer_bytes // rows.element_size()
+        return LayerRows(rows[:, number], base + number * layout.layer_bytes, stride)
+
+    def write(self, first_layer: int, rows: Tensor, spans: Sequence[Span]) -> None:
+        """Write rows [layers, G, n, 2, D] of layers first_layer, ... on the current stream."""
+        d = self.layout.device_layers
+        on_device = min(max(0, d - first_layer), rows.shape[0])
+        for extent, inside, source in spans:
+            piece = rows[:, :, source]
+            if on_device:
+                self.device_rows[extent, first_layer : first_layer + on_device, :, inside] = piece[:on_device]
+            if on_device < rows.shape[0]:
+                self.pool.write(extent, first_layer + on_device - d, inside, piece[on_device:])
+
+
+def _device_rows(layout: RowLayout, row_shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    try:
+        return torch.empty((layout.capacity, layout.device_layers, *row_shape), dtype=dtype, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        raise CapacityError(
+            f"cannot allocate {layout.device_bytes:,} bytes on {device} for the rows of {layout.device_layers} layers and "
+            f"{layout.capacity * EXTENT_TOKENS:,} tokens ({str(error).splitlines()[0]}); lower "
+            "cache.kv_cache_device_memory_bytes, max_batch_size or max_seq_len, or choose offload 'always'"
+        ) from None
