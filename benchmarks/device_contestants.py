@@ -28,7 +28,7 @@ from .probe import elapsed_seconds, timing_event
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvseek.engine.cache.host_cache.device_cache import DeviceCache
+    from kvseek.engine.cache.cache import Cache
     from kvseek.engine.model.device_decoder import DeviceDecoder
     from kvseek.engine.model.graphs import StepResult
     from kvseek.plugins.attention.device import DeviceAttention

@@ -18,7 +18,7 @@ from .device_setup import Bench, lay_out
 from .timing import Samples, interleave
 
 if TYPE_CHECKING:
-    from kvseek.engine.cache.host_cache.device_cache import DeviceCache
+    from kvseek.engine.cache.cache import Cache
     from kvseek.engine.model.device_decoder import DeviceDecoder
 
 

@@ -22,7 +22,7 @@ from .retrieval_check import check_retrieval
 from .timing import Samples, interleave
 
 if TYPE_CHECKING:
-    from kvseek.engine.cache.host_cache.device_cache import DeviceCache
+    from kvseek.engine.cache.cache import Cache
     from kvseek.measurement.variants import Variant
 
     from .device_filling import Filler

@@ -32,7 +32,7 @@ from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.core.errors import KvseekError
 from kvseek.core.manifest import CODEBOOKS_FILE, write_manifest
-from kvseek.engine.loading import needs_cpu_library
+from kvseek.engine.loading.load import needs_cpu_library
 from kvseek.engine.model.weight_only import FASTER_ROWS, NONE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.plugins.registry import get_method

@@ -52,7 +52,7 @@ class Request:
 
     `end_id` ends the request when drawn and is not part of the output; None: only max_tokens and stop words end it.
     `stop_words` are token sequences; output that ends with one stops there (it stays in the output of token ids).
-    `priority`, 0 to 255, says who starts first when requests wait: the larger, as in TensorRT-LLM (engine/queue.py).
+    `priority`, 0 to 255, says who starts first when requests wait: the larger, as in TensorRT-LLM (engine/schedule/queue.py).
     `timeout_seconds` counts from submission: a request that still waits then ends with an error, one that runs ends with
     what it has and FinishReason.TIMEOUT; at most a week; None: no limit of its own.
     """

@@ -18,15 +18,15 @@ from kvseek.core.manifest import verify
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics, StepReport
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
-from kvseek.engine.model.decoder import BaseDecoder
+from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.schedule.endings import ended, expired, failed
+from kvseek.engine.schedule.queue import RequestQueue
+from kvseek.engine.schedule.reading import PromptReader, Reading
+from kvseek.engine.schedule.sampling import Sampler, accept
+from kvseek.engine.schedule.scheduler import Scheduler
+from kvseek.engine.schedule.sequence import Sequence
 
-from .endings import ended, expired, failed
-from .loading import load_decoder
-from .queue import RequestQueue
-from .reading import PromptReader, Reading
-from .sampling import Sampler, accept
-from .scheduler import Scheduler
-from .sequence import Sequence
+from .decoder import Decoder
 from .tokenizer import Tokenizer
 
 MAX_NUM_TOKENS = 8192
@@ -58,7 +58,7 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        decoder: BaseDecoder,
+        decoder: Decoder,
         tokenizer: Tokenizer,
         max_queue_size: int | None = None,
         max_num_tokens: int = MAX_NUM_TOKENS,
@@ -66,14 +66,14 @@ class Engine:
         if max_num_tokens < 1:
             raise ConfigError(f"max_num_tokens = {max_num_tokens}: must be >= 1; {MAX_NUM_TOKENS} is the default")
         self.config, self.tokenizer = config, tokenizer
-        self._decoder, self._cache = decoder, decoder.cache
+        self.decoder, self._cache = decoder, decoder.cache
         self._queue = RequestQueue(max_queue_size)
         self._scheduler = Scheduler(decoder.cache, config.max_batch_size, self._queue)
         self._reader = PromptReader(decoder, max_num_tokens)
         self._ids = itertools.count(1)
         self._token_layers = 0  # that all steps have read
         self._report = StepReport()
-        self._meter = UsageMeter(decoder.cache, decoder.indexes)
+        self._meter = UsageMeter(decoder.cache, decoder.retrieval.indexes)
         self._refresh_seconds = 0.0  # of the last step with decoding requests, 0 if it failed before
         self.on_step: Callable[[StepReport], None] | None = None
 
@@ -108,7 +108,7 @@ class Engine:
     @property
     def index_bytes_per_token(self) -> float:
         """Bytes that the method's indexes of all layers and KV heads keep per retrieval token."""
-        return sum(index.bytes_per_token for index in self._decoder.indexes)
+        return sum(index.bytes_per_token for index in self.decoder.retrieval.indexes)
 
     @property
     def has_work(self) -> bool:
@@ -244,14 +244,14 @@ class Engine:
         greedy = [s.sampler.greedy for s in sequences]
         self._refresh_seconds = 0.0
         try:
-            drawn, attended = self._decoder.decode_tokens(tokens, slots, greedy)
+            drawn, attended = self.decoder.decode_tokens(tokens, slots, greedy)
         except Exception as error:  # the step's caches are in doubt: its requests end, waiting ones go on
             return [self._fail(sequence, error) for sequence in sequences]
         self._meter.count(slots, attended)  # before slots are closed
         outputs = [self._take_token(s, one, share) for s, one, share in zip(sequences, drawn, attended, strict=True)]
         kept, begun = [s for s in sequences if s in self._scheduler.running], time.perf_counter()
         try:
-            self._decoder.refresh([sequence.slot for sequence in kept])
+            self.decoder.refresh([sequence.slot for sequence in kept])
         except Exception as error:  # their indexes are in doubt; other requests have their own
             outputs += [self._fail(sequence, error) for sequence in kept]
         self._refresh_seconds = time.perf_counter() - begun

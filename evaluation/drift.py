@@ -28,7 +28,7 @@ from torch import Tensor
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.engine import Engine
-from kvseek.engine.sampling import Sampler
+from kvseek.engine.schedule.sampling import Sampler
 from kvseek.evaluation.overhear import Listener
 from kvseek.evaluation.selection_quality import Quality, compare_fresh, group_reduction, measure
 from kvseek.measurement.machine import describe, resident_bytes

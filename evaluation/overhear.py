@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.errors import ConfigError
-from kvseek.engine.cache.host_cache.host_cache import Cache
+from kvseek.engine.cache.cache import Cache
 from kvseek.engine.engine import Engine
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import DeviceIndex, Index

@@ -35,6 +35,9 @@ if TYPE_CHECKING:  # only engines of the GPU load the CUDA packages
     from kvseek.core.cuda import CudaKernels
 
 
+LAST_QUERIES = 2048  # most queries of a prompt that Index.build is given
+
+
 @dataclass(frozen=True)
 class LayerRows:
     """Where the full rows of a layer's retrieval region lie.
@@ -160,7 +163,7 @@ class Index(ABC):
         keys : Tensor [G, n, D]
             Retrieval keys in token order; `context.lengths[slot]` is n already. n may be 0.
         queries : Tensor [H, w, D]
-            The last w <= 2048 queries of the prompt.
+            The last w <= LAST_QUERIES queries of the prompt.
         """
 
     @abstractmethod

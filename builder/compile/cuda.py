@@ -29,7 +29,7 @@ from .cache import cache_folder
 
 ARCHITECTURES = (80, 89, 90, 100, 120)  # A100; L4, L40, RTX 40; H100, H200; B200; RTX 50
 DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2}  # plugins/shared/numbers.cuh
-WEIGHT_NUMBERS = {NONE: 0, "int8": 1, "fp8": 2}  # engine/model/weight_formats.cuh
+WEIGHT_NUMBERS = {NONE: 0, "int8": 1, "fp8": 2}  # engine/model/cuda/weight_formats.cuh
 HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_GROUP_SIZE = 32, 256, 16  # plugins/attention/attend_arguments.cuh
 # No fast math: softmax relies on infinities, and poisoned rows must show. Contraction into fused multiply-add stays on:
 # kernels whose order of roundings matters say so with intrinsics.

@@ -1,7 +1,7 @@
 """Which engines fit into a GPU's memory, without the GPU: what `kvseek build --plan` asks.
 
 No answer comes from a formula of its own. Each is the division of the memory that loading would make
-(engine/cache/memory_layout.py), with the bytes of the indexes counted on the meta device (engine/cache/dry_run.py), and the
+(engine/cache/memory_layout.py), with the bytes of the indexes counted on the meta device (engine/loading/dry_run.py), and the
 extents that admission would reserve.
 """
 
@@ -20,10 +20,10 @@ from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError, KernelError
 from kvseek.core.extents import extents_for
-from kvseek.engine.cache.dry_run import DryRun
+from kvseek.engine.loading.dry_run import DryRun
 from kvseek.engine.cache.host_pool import can_pin
 from kvseek.engine.cache.memory_layout import MemoryLayout, layer_extent_bytes, lay_out_rows, retrieval_tokens, window_bytes
-from kvseek.engine.loading import IndexNeeds, divide_measured
+from kvseek.engine.loading.load import IndexNeeds, divide_measured
 from kvseek.engine.model.graphs import BUCKETS
 from kvseek.plugins.registry import get_method
 

@@ -14,7 +14,7 @@ from kvseek.builder.printing import Column, print_json, table
 from kvseek.builder.sizes import readable
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.engine.cache.activation_memory import work_bytes
-from kvseek.engine.cache.dry_run import HOPPER
+from kvseek.engine.loading.dry_run import HOPPER
 
 from .fit import Attempt, FitSearch, Most
 

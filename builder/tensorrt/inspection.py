@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from kvseek.builder.printing import Column, table
-from kvseek.engine.tensorrt.plan_index import parse_plan_index
+from kvseek.engine.tensorrt.plan_files import parse_plan_index
 
 
 def read_plans(directory: Path) -> dict[str, Any]:

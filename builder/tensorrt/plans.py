@@ -15,7 +15,7 @@ import torch
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.engine.tensorrt.messages import logger, why
-from kvseek.engine.tensorrt.plan_index import PLANS_FILE, PlanEntry, PlanIndex, PlanLimits, Sizes
+from kvseek.engine.tensorrt.plan_files import PLANS_FILE, PlanEntry, PlanIndex, PlanLimits, Sizes
 from kvseek.plugins.tensorrt.plugin import add_attention_layer
 
 from .api import ITensor, Network, TensorRt

@@ -7,7 +7,7 @@ import math
 from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, total_size
 from kvseek.core.config import EngineConfig
 from kvseek.engine.model.graphs import buckets_for
-from kvseek.engine.tensorrt.plan_index import PlanLimits, Sizes
+from kvseek.engine.tensorrt.plan_files import PlanLimits, Sizes
 
 
 def limits_of(config: EngineConfig) -> PlanLimits:

@@ -6,14 +6,14 @@ import torch
 
 from kvseek.core.config import EngineConfig
 from kvseek.engine.model.graphs import buckets_for
-from kvseek.engine.model.prefill import LAST_QUERIES
 from kvseek.engine.model.weight_only import NONE
+from kvseek.plugins.contract import LAST_QUERIES
 
 # What cannot be counted: cuBLAS work spaces (32 MiB a stream on Hopper), graphs, and blocks that the allocator splits.
 RESERVE_BYTES = 1 << 30
 TOKEN_BYTES = 8  # of a prompt's token for a plan: its id and position
 LOGITS_BYTES = 4  # of a plan's logit
-ROW_COPIES = 2  # layers of a prompt whose rows wait for their copy to the host (device_cache.py)
+ROW_COPIES = 2  # layers of a prompt whose rows wait for their copy to the host (cache.py)
 
 
 def prefill_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:

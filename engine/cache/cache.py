@@ -170,7 +170,11 @@ class Cache:
         for slot in slots:
             near = self._in_ring(slot) >= self.ring - self.evict_ahead
             # A request that ends before its ring is full has no extents for what it will not evict.
-            if near and slot not in self._prepared and self.extents.room(slot) >= self.lengths[slot] + self.config.update:
+            if (
+                near
+                and slot not in self._prepared
+                and self.extents.room(slot) >= self.lengths[slot] + self.config.update
+            ):
                 try:
                     self._prepare(slot, indexes)
                 except torch.OutOfMemoryError:  # the step itself has been launched: its requests go on
@@ -215,7 +219,9 @@ class Cache:
         sink, n = self.config.sink, self.lengths[slot]
         window = self.window[layer, slot]
         window[:, :sink][:, : rows.shape[1]] = rows[:, :sink]
-        recent = torch.arange(n, max(n, rows.shape[1] - sink), device=window.device)  # counted from the ring's first token
+        recent = torch.arange(
+            n, max(n, rows.shape[1] - sink), device=window.device
+        )  # counted from the ring's first token
         window[:, sink + recent % self.ring] = rows[:, sink + recent]
 
     def _evict(self, slot: int, indexes: Sequence[Index]) -> Eviction:

@@ -9,7 +9,7 @@ import torch
 
 from kvseek.plugins.contract import Index
 
-from .host_cache import Cache
+from .cache import Cache
 
 
 @dataclass(frozen=True)
@@ -42,29 +42,29 @@ class UsageMeter:
 
     def __init__(self, cache: Cache, indexes: Sequence[Index]) -> None:
         self._cache = cache
-        self._row_copies = cache.window.shape[2] * cache.plan.host_layers  # rows of a token in host memory
+        # Rows of a token in host memory that a step may have to fetch. On the CPU nothing lies anywhere else.
+        self._row_copies = cache.window.shape[2] * cache.rows.layout.host_layers
         self._host_rows = 0
-        rates = (getattr(index, "hit_rate", None) for index in indexes)
-        self._hit_rates = [rate for rate in rates if rate is not None]
+        self._indexes = indexes
         # A stream of its own: on the engine's the counters would be read after the steps that have been launched.
         device = cache.window.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def usage(self) -> CacheUsage:
         """What holds now. Reads 16 bytes a layer from the device if the method counts hits; steps do not wait for it."""
-        extents, plan = self._cache.extents, self._cache.plan
+        extents, layout = self._cache.extents, self._cache.rows.layout
         free = extents.free
         return CacheUsage(
             extents_used=extents.capacity - free,
             extents_free=free,
-            device_extent_bytes=plan.device_layers * plan.layer_bytes,
-            host_extent_bytes=plan.host_layers * plan.layer_bytes,
+            device_extent_bytes=layout.device_layers * layout.layer_bytes,
+            host_extent_bytes=layout.host_layers * layout.layer_bytes,
             host_rows=self._host_rows,
             store_hit_ratio=self._hit_ratio(),
         )
 
     def count(self, slots: Sequence[int], attended: Sequence[float]) -> None:
-        """Count a decode step, `attended` as BaseDecoder.decode returns it."""
+        """Count a decode step, `attended` as Steps.decode returns it."""
         if self._row_copies:
             tokens, lengths = self._cache.tokens, self._cache.lengths
             rows = sum(share - tokens[slot] + lengths[slot] for slot, share in zip(slots, attended, strict=True))
@@ -72,5 +72,5 @@ class UsageMeter:
 
     def _hit_ratio(self) -> float | None:
         with torch.cuda.stream(self._stream):  # None: does nothing
-            found = [share for share in (rate() for rate in self._hit_rates) if share is not None]
+            found = [rate for rate in (index.hit_rate() for index in self._indexes) if rate is not None]
         return sum(found) / len(found) if found else None

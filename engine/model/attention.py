@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvseek.plugins.attention.host import merge
+from kvseek.plugins.attention.reference import merge
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:

@@ -58,9 +58,7 @@ class DecodeStep:
         Launches the step for a batch and returns its results; must not synchronise.
     """
 
-    def __init__(
-        self, size: int, padding: RequestState, table: Tensor, run: Callable[[Batch], StepResult]
-    ) -> None:
+    def __init__(self, size: int, padding: RequestState, table: Tensor, run: Callable[[Batch], StepResult]) -> None:
         self.size, self._run = size, run
         with torch.inference_mode(False):  # `load` may be called in that mode or not
             self._padding = pack([padding])

@@ -1,4 +1,4 @@
-"""Launches the kernels of engine/model/layer.cu and append.cu: what a layer computes besides products, selection and attention.
+"""Launches cuda/layer.cu and cuda/append.cu: what a layer computes besides products, selection and attention.
 
 Every function launches on the current stream, can be captured in a CUDA graph, allocates what it returns and reads
 nothing back. Tensors are contiguous, on the GPU and of the engine's dtype unless said otherwise. Arithmetic is in

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .decoder import BaseDecoder, LayerwiseDecoder
+from kvseek.core.errors import CapacityError
+from kvseek.engine.cache.activation_memory import prefill_bytes
+from kvseek.engine.retrieval import Retrieval
+from kvseek.plugins.contract import LAST_QUERIES
 
-LAST_QUERIES = 2048  # prompt queries that an index sees at build (plugins/contract.py)
-
+Prompt = TypeVar("Prompt")
 Prompts = Sequence[tuple[int, Sequence[int]]]  # slot and token ids of each
 
 
@@ -67,7 +68,7 @@ def attend_pieces(
 
 
 class Prefill(ABC):
-    """Reads prompts in units of work; made by BaseDecoder.prefill. To give it up, let go of it.
+    """Reads prompts in units of work; made by PromptModel.prefill. To give it up, let go of it.
 
     Attributes
     ----------
@@ -76,11 +77,11 @@ class Prefill(ABC):
         The tokens of prompt i are rows borders[i] .. borders[i + 1] - 1 of the pack.
     """
 
-    def __init__(self, decoder: BaseDecoder, prompts: Prompts) -> None:
+    def __init__(self, retrieval: Retrieval, prompts: Prompts) -> None:
         self.slots = tuple(slot for slot, _ in prompts)
         self.ids = [token for _, ids in prompts for token in ids]
         self.borders = tuple(accumulate((len(ids) for _, ids in prompts), initial=0))
-        self._decoder, self._begun = decoder, False
+        self.retrieval, self._begun = retrieval, False
         self.dropped: set[int] = set()
 
     @property
@@ -99,26 +100,33 @@ class Prefill(ABC):
 
     @torch.inference_mode()
     def advance(self, max_tokens: int) -> int:
-        """Run one unit of work over at most `max_tokens` tokens, unless the decoder has units of a fixed size.
+        """Run one unit of work over at most `max_tokens` tokens, unless the model has units of a fixed size.
 
-        Returns the work done: tokens, times the layers that they passed. What it raises ends the prefill.
+        Returns the work done: tokens, times the layers that they passed. What it raises ends the prefill: CapacityError
+        if the device's memory does not suffice, and others are not affected.
         """
         with self._guard():
             if not self._begun:
                 self._begun = True
                 for slot, (first, stop) in zip(self.slots, pairwise(self.borders), strict=True):
                     if slot not in self.dropped:
-                        self._decoder.expect(slot, stop - first)
+                        self.retrieval.expect(slot, stop - first)
             return self._advance(max_tokens)
 
     @torch.inference_mode()
     def finish(self) -> Tensor:
-        """Logits of each prompt's last token, float32 [prompts, vocabulary], once the progress is 1."""
+        """Logits of each prompt's last token, float32 [prompts, vocabulary] on the CPU, once the progress is 1.
+
+        Then the first decode step of the prompts may be launched.
+        """
+        kept = [slot for slot in self.slots if slot not in self.dropped]
         with self._guard():
-            kept = [slot for slot in self.slots if slot not in self.dropped]
             for slot in kept:
-                self._decoder.finish_indexes(slot)
-            return self._decoder.hand_over(kept, self._logits())
+                self.retrieval.finish_indexes(slot)
+            logits = self._logits().cpu()  # the first tokens need not wait for the rows to reach the host
+            for slot in kept:
+                self.retrieval.finish_rows(slot)
+            return logits
 
     @abstractmethod
     def _advance(self, max_tokens: int) -> int:
@@ -128,17 +136,62 @@ class Prefill(ABC):
     def _logits(self) -> Tensor:
         """Logits of each prompt's last token, float32 [prompts, vocabulary], where they were computed."""
 
-    def _guard(self) -> AbstractContextManager[None]:
-        return self._decoder.reading(self.tokens)
+    @contextmanager
+    def _guard(self) -> Generator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise does_not_fit(self.retrieval, self.tokens) from None
+
+
+def does_not_fit(retrieval: Retrieval, tokens: int) -> CapacityError:
+    """The error of a prefill of `tokens` tokens for which the device's memory did not suffice."""
+    window = retrieval.cache.window
+    free, _ = torch.cuda.mem_get_info(window.device)
+    idle = torch.cuda.memory_reserved(window.device) - torch.cuda.memory_allocated(window.device)
+    needed = prefill_bytes(retrieval.config, window.dtype, tokens)
+    return CapacityError(
+        f"input_lengths = {tokens}: its prefill needs about {needed:,} bytes of device memory, {free + idle:,} are free; "
+        "shorten the prompt, or build with a smaller prefill_chunk_tokens or cache.kv_cache_device_memory_bytes"
+    )
+
+
+class LayerwiseModel(ABC, Generic[Prompt]):
+    """Reads prompts layer by layer (LayerwisePrefill). `Prompt` is what it keeps of them from one layer to the next."""
+
+    reads_packs: ClassVar[bool] = True
+
+    def __init__(self, retrieval: Retrieval) -> None:
+        self.retrieval, self.config, self.model = retrieval, retrieval.config, retrieval.config.model
+        self.scaling = self.model.head_dim**-0.5
+
+    def prefill(self, prompts: Prompts) -> Prefill:
+        """See PromptModel.prefill."""
+        return LayerwisePrefill(self, self.retrieval, prompts)
+
+    @abstractmethod
+    def begin_prompt(self, prefill: Prefill) -> Prompt:
+        """What the first layer begins with."""
+
+    @abstractmethod
+    def read_chunk(self, layer: int, prompt: Prompt, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
+        """One layer over rows start .. stop - 1, whose keys and values it adds to those of all rows, [G, n, D].
+
+        Returns the chunk's queries, [H, stop - start, D].
+        """
+
+    @abstractmethod
+    def prompt_logits(self, prompt: Prompt) -> Tensor:
+        """Logits of each prompt's last token, float32 [prompts, vocabulary]; all layers are done."""
 
 
 class LayerwisePrefill(Prefill):
     """Reads layer by layer, in units of one layer and one chunk of tokens; a pack of several prompts in one chunk."""
 
-    def __init__(self, decoder: LayerwiseDecoder[Any], prompts: Prompts) -> None:
-        super().__init__(decoder, prompts)
-        self._owner, self._layers = decoder, decoder.model.num_layers
-        self._prompt: Any = None  # what the decoder keeps of it from layer to layer
+    def __init__(self, model: LayerwiseModel[Any], retrieval: Retrieval, prompts: Prompts) -> None:
+        super().__init__(retrieval, prompts)
+        self._model, self._layers = model, model.model.num_layers
+        self._prompt: Any = None  # what the model keeps of it from layer to layer
         self._layer, self._row = 0, 0  # the next unit begins here
         self._rows: tuple[Tensor, Tensor] | None = None  # keys and values of the layer
         self._queries: list[Tensor] = []  # of the layer, those that its index will see
@@ -150,13 +203,13 @@ class LayerwisePrefill(Prefill):
 
     def _advance(self, max_tokens: int) -> int:
         if self._prompt is None:
-            self._prompt = self._owner.begin_prompt(self)
+            self._prompt = self._model.begin_prompt(self)
         if self._rows is None:
-            self._rows = self._owner.new_rows(self.tokens), self._owner.new_rows(self.tokens)
+            self._rows = self.retrieval.new_rows(self.tokens), self.retrieval.new_rows(self.tokens)
         start = self._row
-        size = max_tokens if self._owner.reads_packs else self._owner.config.prefill_chunk_tokens
+        size = max_tokens if self._model.reads_packs else self._model.config.prefill_chunk_tokens
         stop = self.tokens if len(self.slots) > 1 else min(start + size, self.tokens)
-        queries = self._owner.prefill_chunk(self._layer, self._prompt, start, stop, *self._rows)
+        queries = self._model.read_chunk(self._layer, self._prompt, start, stop, *self._rows)
         # An index of a single prompt sees its last queries; those of a pack are all in this chunk.
         part = queries if len(self.slots) > 1 else queries[:, max(0, self.tokens - LAST_QUERIES - start) :]
         if part.shape[1] > 0:  # an empty part would keep the queries of its chunk
@@ -173,7 +226,7 @@ class LayerwisePrefill(Prefill):
         for slot, (first, stop) in zip(self.slots, pairwise(self.borders), strict=True):
             if slot not in self.dropped:
                 own = keys[:, first:stop], values[:, first:stop]
-                self._owner.store_layer(self._layer, slot, *own, self._last_queries(first, stop))
+                self.retrieval.store_layer(self._layer, slot, *own, self._last_queries(first, stop))
         self._layer, self._row = self._layer + 1, 0
         self._rows, self._queries = None, []  # before the next layer allocates its own
 
@@ -184,4 +237,4 @@ class LayerwisePrefill(Prefill):
         return self._queries[0][:, first:stop][:, -LAST_QUERIES:].contiguous()
 
     def _logits(self) -> Tensor:
-        return self._owner.prompt_logits(self._prompt)
+        return self._model.prompt_logits(self._prompt)

@@ -1,4 +1,4 @@
-"""Launches the kernels of engine/model/weight_only.cu: products with weights of 8 bits.
+"""Launches the kernels of engine/model/cuda/weight_only.cu: products with weights of 8 bits.
 
 Functions launch on the current stream, can be captured in a CUDA graph and read nothing back. Tensors are contiguous and on
 the kernels' GPU.

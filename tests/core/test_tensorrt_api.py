@@ -21,7 +21,7 @@ from kvseek.builder.tensorrt.sizes import limits_of, plan_count, weight_bytes
 from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.tensorrt_api import PACKAGES
-from kvseek.engine.tensorrt.plan_index import Sizes
+from kvseek.engine.tensorrt.plan_files import Sizes
 
 
 @pytest.fixture(scope="module")

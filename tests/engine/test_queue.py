@@ -9,9 +9,9 @@ import pytest
 from kvseek.core.errors import ConfigError, QueueFullError
 from kvseek.core.request import Request
 from kvseek.core.statistics import RequestStatistics
-from kvseek.engine.queue import LEVEL_SECONDS, RequestQueue
-from kvseek.engine.sampling import Sampler
-from kvseek.engine.sequence import Sequence
+from kvseek.engine.schedule.queue import LEVEL_SECONDS, RequestQueue
+from kvseek.engine.schedule.sampling import Sampler
+from kvseek.engine.schedule.sequence import Sequence
 
 
 def make(

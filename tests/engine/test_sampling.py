@@ -8,7 +8,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarp
 
 from kvseek.core.errors import RequestError
 from kvseek.core.request import SamplingParams
-from kvseek.engine.sampling import Sampler, candidates, penalise
+from kvseek.engine.schedule.sampling import Sampler, candidates, penalise
 
 VOCABULARY = 500
 seeds = st.integers(0, 2**32 - 1)

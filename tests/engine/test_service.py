@@ -190,7 +190,7 @@ ONE_POOL = """
 import os, sys
 from pathlib import Path
 from kvseek.core.request import Request, SamplingParams
-from kvseek.engine.sampling import Sampler
+from kvseek.engine.schedule.sampling import Sampler
 from kvseek.engine.service import EngineService
 
 before = len(os.listdir("/proc/self/task"))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
-from kvseek.engine.cache.host_cache.device_cache import DeviceCache
-from kvseek.engine.cache.host_cache.host_cache import Cache
+from kvseek.engine.cache.cache import Cache
+from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import layer_extent_bytes
 from kvseek.plugins.batch import DeviceBatch
 from kvseek.plugins.contract import DeviceIndex, IndexContext

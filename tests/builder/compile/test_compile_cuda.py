@@ -82,12 +82,12 @@ def written_kernels(method: str, precision: str = "none") -> dict[str, str]:
     pattern = r"(kvseek_\w+)\(const __grid_constant__ kvseek::(?:\w+::)*(\w+) a\)"
     names = compile_cuda.unit_sources(method, [root])
     texts = [
-        (root / name).read_text() for name in names if precision != "none" or name != "engine/model/weight_only.cu"
+        (root / name).read_text() for name in names if precision != "none" or name != "engine/model/cuda/weight_only.cu"
     ]
     found = {kernel: arguments for text in texts for kernel, arguments in re.findall(pattern, text)}
     if (
         precision != "none"
-    ):  # engine/model/weight_only.cu makes these by a macro, as tests/engine/model/test_weight_only.py checks
+    ):  # engine/model/cuda/weight_only.cu makes these by a macro, as tests/engine/model/test_weight_only.py checks
         found |= {shape.name: "WeightOnlyLinearArguments" for listed in SHAPES.values() for _, shape in listed}
     return found
 

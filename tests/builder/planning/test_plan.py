@@ -24,12 +24,12 @@ from kvseek.builder.sizes import memory_size, readable
 from kvseek.core.errors import CapacityError
 from kvseek.core.request import Request
 from kvseek.core.statistics import RequestStatistics
-from kvseek.engine.cache.host_cache.device_cache import DeviceCache
+from kvseek.engine.cache.cache import Cache
 from kvseek.engine.model.weights import load_weights
-from kvseek.engine.queue import RequestQueue
-from kvseek.engine.sampling import Sampler
-from kvseek.engine.scheduler import Scheduler
-from kvseek.engine.sequence import Sequence
+from kvseek.engine.schedule.queue import RequestQueue
+from kvseek.engine.schedule.sampling import Sampler
+from kvseek.engine.schedule.scheduler import Scheduler
+from kvseek.engine.schedule.sequence import Sequence
 
 GIB, MIB = 1 << 30, 1 << 20
 CPU = torch.device("cpu")
@@ -311,7 +311,7 @@ def test_sizes() -> None:
 
 def test_loading_says_what_does_not_fit(small: Path) -> None:
     """Weights, windows and work space alone exceed the device: the message names them, whatever the method."""
-    from kvseek.engine.loading import IndexNeeds, divide_measured
+    from kvseek.engine.loading.load import IndexNeeds, divide_measured
 
     for method in ("full", "clusterkv"):
         own = planner(small, method=method)

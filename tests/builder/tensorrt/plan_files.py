@@ -12,7 +12,7 @@ import torch
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.weights import list_weights, weight_reader
 from kvseek.core.config import EngineConfig, ModelConfig
-from kvseek.engine.tensorrt.plan_index import PLANS_FILE
+from kvseek.engine.tensorrt.plan_files import PLANS_FILE
 
 
 def read_index(directory: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from kvseek.builder.checkpoints.weights import weight_reader
 from kvseek.builder.tensorrt.plans import write_plans
 from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.core.errors import ConfigError, KernelError
-from kvseek.engine.tensorrt.plan_index import PLANS_FILE
+from kvseek.engine.tensorrt.plan_files import PLANS_FILE
 
 api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import ExtentTable
-from kvseek.engine.cache.host_cache.host_cache import Cache
+from kvseek.engine.cache.cache import Cache
 
 MODEL = ModelConfig("llama", 16, 8, 8, 2, 2, 1, 2, 1e-5, 1e4, 1 << 20)
 

@@ -20,7 +20,7 @@ from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import CapacityError
 from kvseek.core.streams import SideStream, Ticket
 from kvseek.engine.cache.host_cache import device_cache
-from kvseek.engine.cache.host_cache.device_cache import COPIES_IN_FLIGHT, DeviceCache
+from kvseek.engine.cache.cache import COPIES_IN_FLIGHT, DeviceCache
 
 
 class LateTicket(Ticket):

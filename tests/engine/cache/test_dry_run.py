@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
-from kvseek.engine.cache.dry_run import ALLOCATION_BYTES, HOPPER, META, DryRun, MetaBytes, UnloadedKernels
-from kvseek.engine.loading import IndexNeeds, make_unbound
+from kvseek.engine.loading.dry_run import ALLOCATION_BYTES, HOPPER, META, DryRun, MetaBytes, UnloadedKernels
+from kvseek.engine.loading.load import IndexNeeds, make_unbound
 from kvseek.plugins.registry import get_method
 
 LLAMA = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 << 20)

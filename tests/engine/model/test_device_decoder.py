@@ -19,15 +19,15 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.cache.activation_memory import decode_bytes, prefill_bytes, work_bytes
-from kvseek.engine.cache.host_cache.device_cache import DeviceCache
+from kvseek.engine.cache.cache import Cache
 from kvseek.engine.engine import Engine
-from kvseek.engine.loading import create_indexes, device_indexes, methods_for_device
+from kvseek.engine.loading.load import create_indexes, device_indexes, methods_for_device
 from kvseek.engine.model import graphed_decoder
 from kvseek.engine.model.attention import causal_attention, causal_attention_device
 from kvseek.engine.model.device_decoder import STAGES
 from kvseek.engine.model.graphs import DecodeStep, StepResult, bucket_of, buckets_for
 from kvseek.engine.model.layer_kernels import LayerKernels
-from kvseek.engine.sampling import NO_TOKEN
+from kvseek.engine.schedule.sampling import NO_TOKEN
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 from kvseek.plugins.contract import Index
 from kvseek.plugins.full.device import DeviceFullIndex
@@ -304,7 +304,7 @@ def test_an_error_waits_for_the_step_that_runs(
 def test_a_gpu_engine_without_a_gpu_says_so(directories: dict[tuple[str, str], Path]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    from kvseek.engine.loading import load_decoder
+    from kvseek.engine.loading.load import load_decoder
 
     directory = directories["llama", "full"]
     config = dataclasses.replace(read_config(directory), device="cuda", kernels="native")

@@ -17,8 +17,8 @@ from kvseek.builder.tensorrt.plans import limits_of
 from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.errors import EngineDirectoryError, KernelError
 from kvseek.engine import loading
-from kvseek.engine.backends import Footprint, load_backend
-from kvseek.engine.tensorrt.plan_index import PLANS_FILE, check_version, read_plan_index
+from kvseek.engine.loading.runtime import Footprint, load_backend
+from kvseek.engine.tensorrt.plan_files import PLANS_FILE, check_version, read_plan_index
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig("llama", 384, 96, 160, 3, 6, 2, 32, 1e-6, 1e4, 1024)

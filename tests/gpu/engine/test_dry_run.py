@@ -9,8 +9,8 @@ import torch
 from tests.plugins.cases import ON_GPU
 
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
-from kvseek.engine.cache.dry_run import DryRun, GpuTraits
-from kvseek.engine.loading import measured_index_bytes, needs_cpu_library
+from kvseek.engine.loading.dry_run import DryRun, GpuTraits
+from kvseek.engine.loading.load import measured_index_bytes, needs_cpu_library
 from kvseek.plugins.registry import get_method
 
 pytestmark = pytest.mark.gpu

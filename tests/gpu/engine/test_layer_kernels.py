@@ -13,7 +13,7 @@ from torch import Tensor
 from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.engine.model.layer_kernels import LayerKernels, Rotation
 from kvseek.engine.model.rope import RotaryEmbedding, rotate
-from kvseek.engine.sampling import NO_TOKEN
+from kvseek.engine.schedule.sampling import NO_TOKEN
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 SILENCE_SECONDS = (
-    400.0  # without a piece of an answer: it is lost; priority 0 may wait 255 s for others (engine/queue.py)
+    400.0  # without a piece of an answer: it is lost; priority 0 may wait 255 s for others (engine/schedule/queue.py)
 )
 ROUTES = ("grpc", "http_stream", "http_generate")
 CLIENT_ROUTES = ("kvseek_grpc", "kvseek_http", "kvseek_http_stream")  # kvseek.client: text, and only to the end

@@ -1,4 +1,4 @@
-"""Decoders whose products, norms, rotation, embedding and head are TensorRT plans; attention, cache and steps stay kvseek's.
+"""Models whose products, norms, rotation, embedding and head are TensorRT plans; attention, cache and steps stay kvseek's.
 
 docs/tensorrt.md says what the plans take and give. A captured step runs its plans in contexts of its own, numbered by the
 bucket: replays rely on what a context was given when it was captured.
@@ -8,29 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from kvseek.core.config import EngineConfig
-from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
-from kvseek.engine.cache.host_cache.device_cache import DeviceCache
 from kvseek.engine.model.attention import causal_attention_device
-from kvseek.engine.model.decoder import BaseDecoder, LayerwiseDecoder
-from kvseek.engine.model.graphed_decoder import GraphedDecoder
-from kvseek.engine.model.graphs import StepResult
-from kvseek.engine.model.prefill import LAST_QUERIES, Prefill, Prompts
-from kvseek.plugins.batch import Batch, RequestState
-from kvseek.plugins.contract import DeviceIndex
+from kvseek.engine.model.graphs import StepResult, buckets_for
+from kvseek.engine.model.kernel_model import to_device
+from kvseek.engine.model.layer_kernels import LayerKernels
+from kvseek.engine.model.prefill import LayerwiseModel, Prefill, Prompts
+from kvseek.engine.retrieval import Retrieval
+from kvseek.plugins.batch import Batch
+from kvseek.plugins.contract import LAST_QUERIES
 from kvseek.plugins.tensorrt.serving import Attend
 
 from .session import OUTSIDE_OF_GRAPHS
 
 Tensors = dict[str, Tensor]
-TOKEN, POSITION = ([field.name for field in fields(RequestState)].index(name) for name in ("token", "position"))
 FIRST_PLAN = ("queries", "keys", "values", "next_hidden", "cos", "sin")  # outputs of segment 0
 NEXT_PLANS = FIRST_PLAN[:4]  # and of those after it, but the last
 
@@ -43,45 +40,36 @@ class Runner(Protocol):
     ) -> None: ...
 
 
-class TensorRtDecoder(GraphedDecoder):
-    """What both forms have in common."""
+class PlanTensors:
+    """The tensors that plans take and give, and what surrounds attention in a decode step: common to both forms."""
 
-    reads_packs: ClassVar[bool] = False  # a plan takes neither several prompts nor a part of the rows of another
+    def __init__(self, retrieval: Retrieval, ops: LayerKernels) -> None:
+        self.retrieval, self.ops, self.model = retrieval, ops, retrieval.config.model
+        window = retrieval.cache.window
+        self.device, self.dtype = window.device, window.dtype
+        self.rows = torch.arange(
+            buckets_for(retrieval.config.max_batch_size)[-1], dtype=torch.int32, device=self.device
+        )
 
-    def _start(
-        self,
-        config: EngineConfig,
-        cache: DeviceCache,
-        indexes: Sequence[DeviceIndex],
-        kernels: CudaKernels,
-        hot_rows: bool,
-        graphs: bool,
-    ) -> None:
-        """Arguments and errors as of DeviceDecoder."""
-        BaseDecoder.__init__(self, config, cache, indexes)
-        self._start_steps(kernels, hot_rows, graphs)
-        self._rows = torch.arange(self.buckets[-1], dtype=torch.int32, device=self.device)
-
-    def _attend_step(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
+    def attend_step(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
         """A layer's attention in a decode step: queries [batch, H, D], keys and values [batch, G, D] to [batch, H, D]."""
-        window, index = self.cache.window[layer], self.indexes[layer]
-        self.ops.append(keys, values, batch, window)
-        selection = index.launch_select(queries, batch)
-        return index.launch_attend(queries, batch, window, selection, self.attentions[layer])
+        self.ops.append(keys, values, batch, self.retrieval.cache.window[layer])
+        return self.retrieval.attend(layer, queries, batch)
 
-    def _tokens_of(self, batch: Batch) -> Tensors:
+    def tokens_of(self, batch: Batch) -> Tensors:
         """Token ids and positions of a batch, int32 [batch]. Copies: plans take no columns, and no odd addresses."""
-        return {"ids": batch.requests[:, TOKEN].clone(), "positions": batch.requests[:, POSITION].clone()}
+        return {"ids": batch.column("token"), "positions": batch.column("position")}
 
-    def _tokens_from(self, ids: Sequence[int], start: int) -> Tensors:
+    def tokens_from(self, ids: Sequence[int], start: int) -> Tensors:
         """The same of a prompt's tokens from position `start` on."""
         positions = torch.arange(start, start + len(ids), dtype=torch.int32, device=self.device)
-        return {"ids": self._to_device(ids, torch.int32), "positions": positions}
+        return {"ids": to_device(ids, torch.int32, self.device), "positions": positions}
 
-    def _new_logits(self, rows: int) -> Tensor:
+    def new_logits(self, rows: int) -> Tensor:
+        """Room for logits, float32 [rows, vocabulary]."""
         return torch.empty(rows, self.model.vocab_size, device=self.device)
 
-    def _result(self, logits: Tensor) -> StepResult:
+    def result(self, logits: Tensor) -> StepResult:
         """Of logits in float32; rounding is exact, for the head computed them in the engine's dtype."""
         own = logits.to(self.dtype)
         return StepResult(own, self.ops.argmax(own))
@@ -103,43 +91,33 @@ class Chunk:
     state: Tensors
 
 
-class SegmentsDecoder(TensorRtDecoder, LayerwiseDecoder[list[Chunk]]):
+class SegmentsModel(LayerwiseModel[list[Chunk]]):
     """Runs one plan from each layer's attention to the next; attention runs between the plans.
 
     Parameters
     ----------
     plans : sequence of Runner
         One more than the model has layers.
-    hot_rows, graphs : bool
-        As of DeviceDecoder, which raises alike.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        plans: Sequence[Runner],
-        cache: DeviceCache,
-        indexes: Sequence[DeviceIndex],
-        kernels: CudaKernels,
-        *,
-        hot_rows: bool = True,
-        graphs: bool = True,
-    ) -> None:
-        self._start(config, cache, indexes, kernels, hot_rows, graphs)
-        self._plans = plans
+    reads_packs: ClassVar[bool] = False  # a plan takes neither several prompts nor a part of the rows of another
+
+    def __init__(self, plans: Sequence[Runner], retrieval: Retrieval, ops: LayerKernels) -> None:
+        super().__init__(retrieval)
+        self._plans, self._tensors = plans, PlanTensors(retrieval, ops)
 
     def begin_prompt(self, prefill: Prefill) -> list[Chunk]:
-        """See LayerwiseDecoder."""
+        """See LayerwiseModel."""
         ids, size = prefill.ids, self.config.prefill_chunk_tokens
         starts = range(0, len(ids), size)
-        return [Chunk(self._tokens_from(ids[start : start + size], start), {}) for start in starts]
+        return [Chunk(self._tensors.tokens_from(ids[start : start + size], start), {}) for start in starts]
 
-    def prefill_chunk(
-        self, number: int, prompt: list[Chunk], start: int, stop: int, keys: Tensor, values: Tensor
+    def read_chunk(
+        self, layer: int, prompt: list[Chunk], start: int, stop: int, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """See LayerwiseDecoder."""
+        """See LayerwiseModel."""
         chunk = prompt[start // self.config.prefill_chunk_tokens]
-        made = self._to_attention(number, chunk.tokens, chunk.state, stop - start, OUTSIDE_OF_GRAPHS)
+        made = self._to_attention(layer, chunk.tokens, chunk.state, stop - start, OUTSIDE_OF_GRAPHS)
         for whole, name in ((keys, "keys"), (values, "values")):
             whole[:, start:stop] = made[name].transpose(0, 1)
         queries = made["queries"].transpose(0, 1)
@@ -148,19 +126,20 @@ class SegmentsDecoder(TensorRtDecoder, LayerwiseDecoder[list[Chunk]]):
         return queries
 
     def prompt_logits(self, prompt: list[Chunk]) -> Tensor:
-        """See LayerwiseDecoder."""
+        """See LayerwiseModel."""
         # Copies: a row inside of a chunk is at no address that a plan takes.
         last = {name: prompt[-1].state[name][-1:].clone() for name in ("attended", "hidden")}
         return self._to_logits(last, 1, OUTSIDE_OF_GRAPHS)
 
     @torch.inference_mode()
     def run_layers(self, batch: Batch) -> StepResult:
-        """See GraphedDecoder.run_layers. The size of the batch must be a bucket."""
-        tokens, state, size = self._tokens_of(batch), Tensors(), batch.size
+        """See StepModel.run_layers. The size of the batch must be a bucket."""
+        tokens, state, size = self._tensors.tokens_of(batch), Tensors(), batch.size
         for layer in range(self.model.num_layers):
             made = self._to_attention(layer, tokens, state, size, size)
-            state["attended"] = self._attend_step(layer, made["queries"], made["keys"], made["values"], batch)
-        return self._result(self._to_logits(state, size, size))
+            rows = made["queries"], made["keys"], made["values"]
+            state["attended"] = self._tensors.attend_step(layer, *rows, batch)
+        return self._tensors.result(self._to_logits(state, size, size))
 
     def _to_attention(self, layer: int, tokens: Tensors, state: Tensors, count: int, context: int) -> Tensors:
         """Run the plan that ends at a layer's attention; returns what attention takes.
@@ -176,8 +155,8 @@ class SegmentsDecoder(TensorRtDecoder, LayerwiseDecoder[list[Chunk]]):
 
     def _to_logits(self, state: Tensors, count: int, context: int) -> Tensor:
         """Run the last plan for `count` tokens, all of them wanted: float32 [count, vocabulary]."""
-        inputs = {"attended": state["attended"], "hidden": state["hidden"], "rows": self._rows[:count]}
-        logits = self._new_logits(count)
+        inputs = {"attended": state["attended"], "hidden": state["hidden"], "rows": self._tensors.rows[:count]}
+        logits = self._tensors.new_logits(count)
         self._plans[-1].run(inputs, {"logits": logits}, context)
         return logits
 
@@ -192,15 +171,15 @@ class SegmentsDecoder(TensorRtDecoder, LayerwiseDecoder[list[Chunk]]):
             "cos": (1, model.head_dim // 2),
             "sin": (1, model.head_dim // 2),
         }
-        return {name: self.cache.window.new_empty(tokens, *shapes[name]) for name in names}
+        return {name: self.retrieval.cache.window.new_empty(tokens, *shapes[name]) for name in names}
 
 
 class WholePrefill(Prefill):
     """Reads one prompt in one unit."""
 
-    def __init__(self, decoder: WholeDecoder, prompts: Prompts) -> None:
-        super().__init__(decoder, prompts)
-        self._owner = decoder
+    def __init__(self, model: WholeModel, retrieval: Retrieval, prompts: Prompts) -> None:
+        super().__init__(retrieval, prompts)
+        self._model = model
         self._last: Tensor | None = None  # logits of the last token, [1, vocabulary]
 
     @property
@@ -209,15 +188,15 @@ class WholePrefill(Prefill):
         return 0.0 if self._last is None else 1.0
 
     def _advance(self, max_tokens: int) -> int:
-        self._last = self._owner.read_prompt(self.slots[0], self.ids)
-        return self.tokens * self._owner.model.num_layers
+        self._last = self._model.read_prompt(self.slots[0], self.ids)
+        return self.tokens * self.retrieval.config.model.num_layers
 
     def _logits(self) -> Tensor:
         assert self._last is not None, "the prompt has been read"
         return self._last
 
 
-class WholeDecoder(TensorRtDecoder):
+class WholeModel:
     """Runs one plan, whose attention layers call back while TensorRT launches them.
 
     A prompt is one call of the plan, so one unit of work: TensorRT's work space holds the activations of all its tokens.
@@ -226,29 +205,24 @@ class WholeDecoder(TensorRtDecoder):
     ----------
     plan : Runner
     serving : callable
-        That of plugins/tensorrt/plugin.py: within it, attention layers that TensorRT launches call a function.
-    hot_rows, graphs : bool
-        As of DeviceDecoder, which raises alike.
+        That of plugins/tensorrt/serving.py: within it, attention layers that TensorRT launches call a function.
     """
+
+    reads_packs: ClassVar[bool] = False  # a plan takes one prompt
 
     def __init__(
         self,
-        config: EngineConfig,
         plan: Runner,
         serving: Callable[[Attend], AbstractContextManager[None]],
-        cache: DeviceCache,
-        indexes: Sequence[DeviceIndex],
-        kernels: CudaKernels,
-        *,
-        hot_rows: bool = True,
-        graphs: bool = True,
+        retrieval: Retrieval,
+        ops: LayerKernels,
     ) -> None:
-        self._start(config, cache, indexes, kernels, hot_rows, graphs)
-        self._plan, self._serving = plan, serving
+        self._plan, self._serving, self._retrieval = plan, serving, retrieval
+        self._tensors, self._model = PlanTensors(retrieval, ops), retrieval.config.model
 
     def prefill(self, prompts: Prompts) -> Prefill:
-        """See BaseDecoder.prefill."""
-        return WholePrefill(self, prompts)
+        """See PromptModel.prefill."""
+        return WholePrefill(self, self._retrieval, prompts)
 
     def read_prompt(self, slot: int, prompt_ids: Sequence[int]) -> Tensor:
         """Read a prompt; returns the logits of its last token, float32 [1, vocabulary]."""
@@ -256,36 +230,37 @@ class WholeDecoder(TensorRtDecoder):
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
             self._read_layer(layer, slot, queries, keys, values, out)
 
-        rows = self._to_device([len(prompt_ids) - 1], torch.int32)
-        return self._call(self._tokens_from(prompt_ids, 0), rows, attend, OUTSIDE_OF_GRAPHS)
+        rows = to_device([len(prompt_ids) - 1], torch.int32, self._tensors.device)
+        return self._call(self._tensors.tokens_from(prompt_ids, 0), rows, attend, OUTSIDE_OF_GRAPHS)
 
     def _read_layer(self, layer: int, slot: int, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """Attention of a layer over a whole prompt of n tokens, and its rows: queries, out [n, H, D], keys, values [n, G, D].
 
         The rows are copied first: they outlast the call, TensorRT's memory does not.
         """
-        n = keys.shape[0]
-        own_keys = self.new_rows(n).copy_(keys.transpose(0, 1))
-        own_values = self.new_rows(n).copy_(values.transpose(0, 1))
-        out.copy_(causal_attention_device(queries.transpose(0, 1), own_keys, own_values, self.scaling))
+        n, scaling = keys.shape[0], self._model.head_dim**-0.5
+        own_keys = self._retrieval.new_rows(n).copy_(keys.transpose(0, 1))
+        own_values = self._retrieval.new_rows(n).copy_(values.transpose(0, 1))
+        out.copy_(causal_attention_device(queries.transpose(0, 1), own_keys, own_values, scaling))
         last = queries[-LAST_QUERIES:].transpose(0, 1).clone(memory_format=torch.contiguous_format)
-        self.store_layer(layer, slot, own_keys, own_values, last)
+        self._retrieval.store_layer(layer, slot, own_keys, own_values, last)
 
     @torch.inference_mode()
     def run_layers(self, batch: Batch) -> StepResult:
-        """See GraphedDecoder.run_layers. The size of the batch must be a bucket."""
+        """See StepModel.run_layers. The size of the batch must be a bucket."""
+        tensors = self._tensors
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-            out.copy_(self._attend_step(layer, queries, keys, values, batch))
+            out.copy_(tensors.attend_step(layer, queries, keys, values, batch))
 
-        return self._result(self._call(self._tokens_of(batch), self._rows[: batch.size], attend, batch.size))
+        return tensors.result(self._call(tensors.tokens_of(batch), tensors.rows[: batch.size], attend, batch.size))
 
     def _call(self, tokens: Tensors, rows: Tensor, attend: Attend, context: int) -> Tensor:
         """Logits of the wanted rows, float32 [rows, vocabulary]; raises what `attend` raises.
 
         Also raises KernelError unless every layer attended, once and in order.
         """
-        logits, served = self._new_logits(rows.shape[0]), list[int]()
+        logits, served = self._tensors.new_logits(rows.shape[0]), list[int]()
 
         def serve(layer: int, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
             attend(layer, queries, keys, values, out)
@@ -293,8 +268,8 @@ class WholeDecoder(TensorRtDecoder):
 
         with self._serving(serve):
             self._plan.run({**tokens, "rows": rows}, {"logits": logits}, context)
-        if served != list(range(self.model.num_layers)):
-            last = self.model.num_layers - 1
+        if served != list(range(self._model.num_layers)):
+            last = self._model.num_layers - 1
             raise KernelError(
                 f"attention layers of the plan = {served}: must be 0 to {last}, in order; build the engine again"
             )

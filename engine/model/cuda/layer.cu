@@ -3,7 +3,7 @@
 //
 // These kernels move little: at batch 1 a launch is latency, not bandwidth. So one launch does all that can be done
 // without leaving a row, and what a reduction needs later is loaded before it. engine/model/layer_kernels.py launches them.
-#include "engine/model/window_row.cuh"
+#include "engine/model/cuda/window_row.cuh"
 #include "plugins/shared/batch.cuh"
 #include "plugins/shared/numbers.cuh"
 #include "plugins/shared/overlap.cuh"

@@ -13,7 +13,7 @@
 #if KVSEEK_DTYPE == 0
 #error "weights of 8 bits are multiplied with numbers of 16 bits"
 #endif
-#include "engine/model/weight_formats.cuh"
+#include "engine/model/cuda/weight_formats.cuh"
 #include "plugins/shared/instructions.cuh"
 
 namespace kvseek {

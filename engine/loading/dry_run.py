@@ -19,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
-from kvseek.engine.loading import IndexNeeds, make_unbound
+from kvseek.engine.cache.memory_layout import dense_layers
 
-from .memory_layout import dense_layers
+from .indexes import IndexMaker
+from .memory import IndexNeeds, make_without_rows
 
 META = torch.device("meta")
 ALLOCATION_BYTES = 512  # the CUDA allocator of PyTorch counts every tensor in multiples of it
@@ -140,7 +141,7 @@ class DryRun:
         part = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=layers))
         count = MetaBytes()
         with count:
-            made = make_unbound(part, self._codebooks, self._kernels, None, capacity, slots)
+            made = make_without_rows(IndexMaker(part, self._codebooks, None, self._kernels), capacity, slots)
         used = count.used
         del made  # not before it is counted
         return used

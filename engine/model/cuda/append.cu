@@ -1,6 +1,6 @@
 // Puts keys and values that something else rotated, such as a TensorRT plan, into the window. engine/model/layer_kernels.py
 // launches it.
-#include "engine/model/window_row.cuh"
+#include "engine/model/cuda/window_row.cuh"
 #include "plugins/shared/numbers.cuh"
 #include "plugins/shared/overlap.cuh"
 

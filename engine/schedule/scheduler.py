@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from kvseek.engine.cache.host_cache.host_cache import Cache
+from kvseek.engine.cache.cache import Cache
 
 from .queue import RequestQueue
 from .sequence import Sequence

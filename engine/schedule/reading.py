@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvseek.engine.model.decoder import BaseDecoder
+from kvseek.engine.decoder import Decoder
 from kvseek.engine.model.prefill import Prefill
 
 from .pacing import Pacing
@@ -73,8 +73,8 @@ class PromptReader:
         What the last `read` did.
     """
 
-    def __init__(self, decoder: BaseDecoder, max_num_tokens: int) -> None:
-        self._decoder, self._layers = decoder, decoder.model.num_layers
+    def __init__(self, decoder: Decoder, max_num_tokens: int) -> None:
+        self._decoder, self._layers = decoder, decoder.config.model.num_layers
         self._chunk = min(decoder.config.prefill_chunk_tokens, max_num_tokens)
         self._pack_tokens = min(self._chunk, decoder.config.max_input_len)
         self._budget = max_num_tokens * self._layers
@@ -153,7 +153,7 @@ class PromptReader:
         chosen, tokens = list[Sequence](), 0
         for sequence in waiting:
             tokens += len(sequence.request.prompt_ids)
-            alone = sequence.request_id in self._alone or not self._decoder.reads_packs
+            alone = sequence.request_id in self._alone or not self._decoder.model.reads_packs
             if chosen and (alone or tokens > limit):
                 break
             chosen.append(sequence)

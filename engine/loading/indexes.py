@@ -1,0 +1,176 @@
+"""Makes the index and the attention of every layer: for an engine, and for counting what they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvseek.core.config import EngineConfig
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.core.errors import ConfigError
+from kvseek.core.extents import ExtentTable
+from kvseek.engine.cache.cache import Cache
+from kvseek.engine.model.graphs import buckets_for
+from kvseek.engine.retrieval import Retrieval
+from kvseek.plugins.attention.device import DeviceAttention, LayerAttention
+from kvseek.plugins.attention.host import HostAttention
+from kvseek.plugins.attention.splits import AttentionScratch
+from kvseek.plugins.batch import Batch, RequestState
+from kvseek.plugins.contract import Index, IndexContext, LayerRows
+from kvseek.plugins.registry import METHODS, get_method, method_traits
+
+if TYPE_CHECKING:  # only engines of the GPU load the CUDA packages
+    from kvseek.core.cuda import CudaKernels
+
+
+@dataclass(frozen=True)
+class IndexMaker:
+    """What the indexes of an engine are made of, whatever cache they are made for.
+
+    Attributes
+    ----------
+    codebooks : dict of Tensor
+        What Traits.codebooks gave when the engine was built.
+    library : CpuLibrary or None
+        Compiled CPU kernels.
+    kernels : CudaKernels or None
+        Those of the GPU; None on the CPU.
+    """
+
+    config: EngineConfig
+    codebooks: dict[str, Tensor]
+    library: CpuLibrary | None = None
+    kernels: CudaKernels | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError if the method does not run on the engine's device, naming those that do."""
+        device = self.config.device
+        if device in method_traits(self.config).devices:
+            return
+        others = [name for name in METHODS if device in get_method(name).traits(get_method(name).configure({})).devices]
+        other = "cpu" if device == "cuda" else "cuda"
+        raise ConfigError(
+            f"method = {self.config.method!r} does not run with device = {device!r}; choose one of "
+            f"{', '.join(others) or 'none'}, or build with --device {other}"
+        )
+
+    def make(self, extents: ExtentTable, lengths: list[int], rows: list[LayerRows] | None) -> list[Index]:
+        """One index per layer over retrieval regions of `lengths` tokens in `extents`; rows None: not placed as yet."""
+        method, model, config = get_method(self.config.method), self.config.model, self.config
+        settings, shared = method.configure(config.method_config), dict[str, Any]()
+        return [
+            method.create(
+                IndexContext(
+                    layer=layer,
+                    num_heads=model.num_heads,
+                    num_kv_heads=model.num_kv_heads,
+                    head_dim=model.head_dim,
+                    scaling=model.head_dim**-0.5,
+                    config=settings,
+                    codebooks=self.codebooks,
+                    extents=extents,
+                    lengths=lengths,
+                    dtype=getattr(torch, config.dtype),
+                    device=extents.device,
+                    library=self.library,
+                    cuda=self.kernels,
+                    rows=None if rows is None else rows[layer],
+                    shared=shared,
+                )
+            )
+            for layer in range(model.num_layers)
+        ]
+
+    def over(self, cache: Cache) -> list[Index]:
+        """The indexes of a cache."""
+        layers = range(self.config.model.num_layers)
+        return self.make(cache.extents, cache.lengths, [cache.rows.of_layer(layer) for layer in layers])
+
+
+def host_retrieval(config: EngineConfig, cache: Cache, indexes: list[Index], library: CpuLibrary | None) -> Retrieval:
+    """Retrieval on the CPU."""
+    attentions = [
+        HostAttention(
+            cache.window[layer],
+            cache.rows.of_layer(layer).pool,
+            config.cache.sink,
+            config.model.head_dim**-0.5,
+            library,
+        )
+        for layer in range(config.model.num_layers)
+    ]
+    return Retrieval(config, cache, indexes, attentions)
+
+
+def device_retrieval(
+    config: EngineConfig, cache: Cache, indexes: list[Index], kernels: CudaKernels, *, hot_rows: bool = True
+) -> Retrieval:
+    """Retrieval on a GPU.
+
+    Parameters
+    ----------
+    hot_rows : bool
+        In layers whose rows lie in host memory, keep those of each slot's last step on the device
+        (plugins/attention/device.py).
+
+    Raises
+    ------
+    KernelError
+        If the attention kernel does not support a shape of the model.
+    """
+    model, dtype = config.model, cache.window.dtype
+    # Rows that lie on the device need no copy of the last step's.
+    hot_from = cache.rows.layout.device_layers if hot_rows else model.num_layers
+    made = make_attentions(config, kernels, indexes, cache.extents.device_table, dtype, hot_from)
+    attentions = [
+        LayerAttention(attention, cache.window[layer], cache.rows.of_layer(layer))
+        for layer, attention in enumerate(made)
+    ]
+    return Retrieval(config, cache, indexes, attentions, [one for one in made if one.hot_rows is not None])
+
+
+def make_attentions(
+    config: EngineConfig,
+    kernels: CudaKernels,
+    indexes: list[Index],
+    table: Tensor,
+    dtype: torch.dtype,
+    hot_from: int = 0,
+) -> list[DeviceAttention]:
+    """Attention of every layer; those from `hot_from` on keep hot rows.
+
+    `table` int32 [slots, max_extents] is the cache's, the padding slot its last. How much an index selects shows when it
+    is launched once, on a padding request.
+    """
+    model, slots = config.model, table.shape[0]
+    batch = Batch.of([RequestState(slot=slots - 1, sink_rows=1, length=0, dense=True)], table)
+    queries = torch.zeros(1, model.num_heads, model.head_dim, dtype=dtype, device=table.device)
+    attentions: list[DeviceAttention] = []
+    scratch: dict[int, AttentionScratch] = {}  # layers that select alike take turns in one
+    for layer, index in enumerate(indexes):
+        selection = index.select(queries, batch)
+        entries = 0 if selection is None else selection.rows.shape[2]
+        stored = selection is not None and selection.store is not None  # the method keeps rows itself
+        attentions.append(
+            DeviceAttention(
+                kernels,
+                num_heads=model.num_heads,
+                kv_heads=model.num_kv_heads,
+                head_dim=model.head_dim,
+                dtype=dtype,
+                window_rows=config.cache.window,
+                sink=config.cache.sink,
+                slots=slots,
+                entries=entries,
+                max_batch=buckets_for(config.max_batch_size)[-1],
+                scaling=model.head_dim**-0.5,
+                device=table.device,
+                hot_rows=layer >= hot_from and not stored,
+                scratch=scratch.get(entries),
+            )
+        )
+        scratch.setdefault(entries, attentions[-1].scratch)
+    return attentions

@@ -1,0 +1,82 @@
+"""From an engine directory to a decoder: on the CPU, or on a GPU whose memory is divided first (docs/gpu.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kvseek.core.config import EngineConfig
+from kvseek.core.cpu_library import LIBRARY_FILE, CpuLibrary
+from kvseek.core.errors import CapacityError, KvseekError
+from kvseek.core.manifest import CODEBOOKS_FILE
+from kvseek.engine.cache.cache import Cache
+from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
+from kvseek.engine.cache.row_storage import RowStorage
+from kvseek.engine.decoder import Decoder
+from kvseek.engine.model import bfloat16
+from kvseek.engine.model.host_steps import HostSteps
+from kvseek.engine.model.torch_model import TorchModel
+from kvseek.engine.model.weights import load_weights
+from kvseek.plugins.registry import method_traits
+
+from .indexes import IndexMaker, device_retrieval, host_retrieval
+
+GIB = 1 << 30
+
+
+def load_decoder(directory: Path, config: EngineConfig) -> Decoder:
+    """Load the decoder of an engine directory onto the device of its configuration; raises as `Engine.load`."""
+    path = directory / CODEBOOKS_FILE
+    codebooks = load_file(path) if path.exists() else {}
+    library = CpuLibrary(directory / LIBRARY_FILE) if needs_cpu_library(config) else None
+    return (_load_cuda if config.device == "cuda" else _load_cpu)(directory, config, codebooks, library)
+
+
+def needs_cpu_library(config: EngineConfig) -> bool:
+    """Whether an engine calls compiled code of the CPU: with native kernels on the CPU, or if the method's GPU index does."""
+    return method_traits(config).cpu_library_on_gpu if config.device == "cuda" else config.kernels == "native"
+
+
+def _load_cpu(
+    directory: Path, config: EngineConfig, codebooks: dict[str, Tensor], library: CpuLibrary | None
+) -> Decoder:
+    device, dtype = torch.device("cpu"), getattr(torch, config.dtype)
+    if not bfloat16.usable() and dtype is torch.bfloat16:
+        raise KvseekError(
+            "dtype = 'bfloat16': this processor cannot multiply it; build the engine with --dtype float32"
+        )
+    maker = IndexMaker(config, codebooks, library)
+    cache = Cache(config, dtype, device, RowStorage(config, dtype, device, host_rows(config, dtype)))
+    retrieval = host_retrieval(config, cache, maker.over(cache), library)
+    model = TorchModel(load_weights(directory, device), retrieval)
+    return Decoder(model, retrieval, HostSteps(model, retrieval))
+
+
+def _load_cuda(
+    directory: Path, config: EngineConfig, codebooks: dict[str, Tensor], library: CpuLibrary | None
+) -> Decoder:
+    from kvseek.core.cuda import CudaKernels
+
+    from .memory import divide_device_memory
+    from .runtime import load_runtime
+
+    kernels = CudaKernels.load(directory)
+    device, dtype = kernels.device, getattr(torch, config.dtype)
+    maker = IndexMaker(config, codebooks, library, kernels)
+    try:
+        runtime = load_runtime(directory, config, device)
+        layout = lay_out_rows(config, dtype, divide_device_memory(maker, runtime.footprint).device_row_bytes)
+        cache = Cache(config, dtype, device, RowStorage(config, dtype, device, layout))
+        decoder = runtime.decoder(device_retrieval(config, cache, maker.over(cache), kernels), kernels)
+        decoder.steps.prepare()
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise CapacityError(
+            f"device memory: the engine does not fit on {device} ({free / GIB:.2f} of {total / GIB:.2f} GiB are free): "
+            f"{str(error).splitlines()[0]} Stop what else runs there, or lower max_batch_size, max_seq_len, "
+            "prefill_chunk_tokens or cache.kv_cache_device_memory_bytes"
+        ) from None
+    return decoder

@@ -1,0 +1,104 @@
+"""Divides a GPU's memory when an engine is loaded, after measuring what its indexes and attentions take (docs/memory.md)."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig
+from kvseek.core.extents import ExtentTable, extents_for
+from kvseek.engine.cache.activation_memory import work_bytes
+from kvseek.engine.cache.memory_layout import MemoryLayout, divide_memory
+from kvseek.plugins.attention.device import DeviceAttention
+from kvseek.plugins.contract import Index
+
+from .indexes import IndexMaker, make_attentions
+
+if TYPE_CHECKING:
+    from .runtime import Footprint
+
+
+@dataclass(frozen=True)
+class IndexNeeds:
+    """Bytes that the indexes and attentions of all layers take on the device.
+
+    Attributes
+    ----------
+    extent : int
+        Of each extent of the pool.
+    fixed : int
+        Of the slots, and of what all layers share.
+    """
+
+    extent: int
+    fixed: int
+
+    @classmethod
+    def of(cls, one: int, two: int) -> IndexNeeds:
+        """From their bytes for pools of one and of two extents."""
+        return cls(two - one, max(0, 2 * one - two))
+
+
+def divide_device_memory(maker: IndexMaker, footprint: Footprint) -> MemoryLayout:
+    """Divide what the GPU has free, the loaded weights or plans included; raises CapacityError with the bytes of each part.
+
+    What a method allocates is measured rather than asked for: its indexes and the attentions are made twice, for pools of
+    one and of two extents, and thrown away.
+    """
+    assert maker.kernels is not None, "an engine on a GPU has kernels"
+    device = maker.kernels.device
+    one, two = (_measured_bytes(maker, capacity) for capacity in (1, 2))
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    device_bytes = free + torch.cuda.memory_allocated(device) + footprint.outside
+    return divide_measured(maker.config, IndexNeeds.of(one, two), device_bytes, footprint.weights, footprint.plan_work)
+
+
+def divide_measured(
+    config: EngineConfig, needs: IndexNeeds, device_bytes: int, weight_bytes: int, plan_work_bytes: int = 0
+) -> MemoryLayout:
+    """Divide `device_bytes`, weights included.
+
+    What indexes and attentions need whatever is cached counts as work space; so does `plan_work_bytes`, that of TensorRT's
+    plans.
+    """
+    dtype = getattr(torch, config.dtype)
+    return divide_memory(
+        config,
+        dtype,
+        device_bytes=device_bytes,
+        weight_bytes=weight_bytes,
+        work_bytes=work_bytes(config, dtype) + needs.fixed + plan_work_bytes,
+        index_bytes_per_token=needs.extent / config.model.num_layers / EXTENT_TOKENS,
+    )
+
+
+def make_without_rows(maker: IndexMaker, capacity: int, slots: int) -> tuple[list[Index], list[DeviceAttention]]:
+    """Indexes and attentions of all layers for a pool of `capacity` extents whose rows have no place as yet.
+
+    Which layers' rows lie in host memory follows from their size, so each index keeps what it would keep for rows in host
+    memory (a store, hot rows): the most that a layer takes. A few KB a request that come with the rows are part of the
+    work space's reserve.
+    """
+    assert maker.kernels is not None, "an engine on a GPU has kernels"
+    device, config = maker.kernels.device, maker.config
+    extents = ExtentTable(slots, extents_for(config.max_seq_len), capacity, device)
+    indexes = maker.make(extents, [0] * slots, None)
+    attentions = make_attentions(config, maker.kernels, indexes, extents.device_table, getattr(torch, config.dtype))
+    return indexes, attentions
+
+
+def _measured_bytes(maker: IndexMaker, capacity: int) -> int:
+    """Bytes of the indexes and attentions of all layers for a pool of `capacity` extents."""
+    assert maker.kernels is not None, "an engine on a GPU has kernels"
+    device = maker.kernels.device
+    gc.collect()  # indexes of one engine refer to each other
+    before = torch.cuda.memory_allocated(device)
+    made = make_without_rows(maker, capacity, maker.config.max_batch_size + 1)
+    used = torch.cuda.memory_allocated(device) - before
+    del made
+    gc.collect()
+    return used

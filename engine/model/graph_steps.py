@@ -1,0 +1,99 @@
+"""Decode steps on a GPU, whatever computes a layer's products: batches, buckets, CUDA graphs, and what the host waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvseek.core.streams import wait_on_error
+from kvseek.engine.retrieval import Retrieval
+from kvseek.plugins.batch import Batch
+
+from .graphs import DecodeStep, HostCopy, StepResult, bucket_of, buckets_for
+
+
+class StepModel(Protocol):
+    """What a decode step computes: engine/model/kernel_model.py, and those of TensorRT's plans."""
+
+    def run_layers(self, batch: Batch) -> StepResult:
+        """Launch a decode step on the current stream, kernel by kernel; reads nothing back."""
+
+
+class GraphSteps:
+    """Runs the decode steps of a model as CUDA graphs; Steps of engine/decoder.py.
+
+    Parameters
+    ----------
+    graphs : bool
+        Capture decode steps as CUDA graphs, each when its batch size first comes; False launches kernel by kernel.
+
+    Raises
+    ------
+    ConfigError
+        If max_batch_size exceeds the largest bucket.
+    """
+
+    def __init__(self, model: StepModel, retrieval: Retrieval, *, graphs: bool = True) -> None:
+        self._model, self._retrieval, self._graphs = model, retrieval, graphs
+        self._device = retrieval.cache.window.device
+        self.buckets = buckets_for(retrieval.config.max_batch_size)
+        self._steps: dict[int, DecodeStep] = {}
+        self._replaced: list[DecodeStep] = []  # PyTorch takes no captures into a memory pool that nobody uses any more
+        self._capture_stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+
+    @torch.inference_mode()
+    def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
+        """See Steps.decode."""
+        with wait_on_error(self._device):
+            result, attended = self._launch(tokens, slots)
+            self._retrieval.end_step(slots)
+            return result.logits[: len(slots)].float().cpu(), attended
+
+    @torch.inference_mode()
+    def decode_tokens(
+        self, tokens: Sequence[int], slots: Sequence[int], greedy: Sequence[bool]
+    ) -> tuple[list[Tensor | int], list[float]]:
+        """See Steps.decode_tokens: for greedy requests only token ids leave the device."""
+        sampled = [request for request, own in enumerate(greedy) if not own]
+        with wait_on_error(self._device):
+            result, attended = self._launch(tokens, slots)
+            copies = HostCopy([result.tokens, *(result.logits[request] for request in sampled)])
+            self._retrieval.end_step(slots)  # what it starts runs beside the step
+            chosen, *rows = copies.wait()
+        drawn: list[Tensor | int] = list(chosen.tolist()[: len(slots)])
+        for request, row in zip(sampled, rows, strict=True):
+            drawn[request] = row.float()
+        return drawn, attended
+
+    def step(self, size: int) -> DecodeStep:
+        """The decode step for a bucket, captured when it is first asked for."""
+        if size not in self._steps:
+            cache = self._retrieval.cache
+            step = DecodeStep(size, cache.padding_state(), cache.extents.device_table, self._model.run_layers)
+            if self._graphs:
+                self._capture(step)
+            self._steps[size] = step
+        return self._steps[size]
+
+    def prepare(self) -> None:
+        """See Steps.prepare."""
+        self._replaced += self._steps.values()
+        self._steps.clear()
+        for size in self.buckets:
+            self.step(size)
+
+    def _launch(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[StepResult, list[float]]:
+        step = self.step(bucket_of(len(slots)))
+        states, attended = self._retrieval.begin_step(tokens, slots)
+        step.load(states)
+        return step.launch(), attended
+
+    def _capture(self, step: DecodeStep) -> None:
+        if self._capture_stream is None:
+            self._capture_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._pool = torch.cuda.graph_pool_handle()
+        step.capture(self._capture_stream, self._pool)

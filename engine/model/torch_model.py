@@ -1,0 +1,119 @@
+"""The decoder on the CPU: Llama, Qwen2 and Qwen3 in PyTorch. layer.py has what a layer computes around attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvseek.engine.retrieval import Retrieval
+from kvseek.plugins.batch import Batch
+
+from .attention import causal_attention
+from .layer import Head, Layer
+from .prefill import LayerwiseModel, Prefill, attend_pieces, pieces_of
+from .rope import RotaryEmbedding
+
+Attend = Callable[[int, Tensor], Tensor]
+"""Attention of a decode step: layer, queries [batch, H, D] to outputs [batch, H, D]."""
+Rotation = tuple[Tensor, Tensor]  # cosines and sines of tokens
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What is kept of a pack of prompts, or of one, from layer to layer.
+
+    Attributes
+    ----------
+    residual : Tensor [rows, hidden]
+        The residual stream, which every layer changes in place.
+    borders : tuple of int
+        As Prefill.borders.
+    rotation : pair of Tensor, or None
+        Cosines and sines of all rows of a pack, in which positions begin anew with every prompt; None: one prompt, whose
+        positions are its rows.
+    """
+
+    residual: Tensor
+    borders: tuple[int, ...]
+    rotation: Rotation | None
+
+    @classmethod
+    def begin(cls, residual: Tensor, borders: tuple[int, ...], rotation: Callable[[int, int], Rotation]) -> Stream:
+        """Of embeddings [rows, hidden]; `rotation` gives cosines and sines of positions start .. stop - 1."""
+        lengths = [stop - start for start, stop in pairwise(borders)]
+        if len(lengths) == 1:
+            return cls(residual, borders, None)
+        cos, sin = rotation(0, max(lengths))
+        return cls(residual, borders, (torch.cat([cos[:n] for n in lengths]), torch.cat([sin[:n] for n in lengths])))
+
+    def last(self) -> Tensor:
+        """The last row of each prompt, [prompts, hidden]."""
+        # Slices rather than an index: a list of rows would be copied to a GPU, and the host would wait for it.
+        rows = [self.residual[stop - 1 : stop] for stop in self.borders[1:]]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def rotation_of(self, start: int, stop: int, rotation: Callable[[int, int], Rotation]) -> Rotation:
+        """Cosines and sines of rows start .. stop - 1."""
+        if self.rotation is None:
+            return rotation(start, stop)
+        cos, sin = self.rotation
+        return cos[start:stop], sin[start:stop]
+
+
+class TorchModel(LayerwiseModel[Stream]):
+    """Runs prompts and decode steps with PyTorch.
+
+    Parameters
+    ----------
+    weights : dict of str to Tensor
+        As engine/model/weights.py loads them.
+    """
+
+    def __init__(self, weights: dict[str, Tensor], retrieval: Retrieval) -> None:
+        super().__init__(retrieval)
+        self.embed = weights["embed.weight"]
+        lm_head = self.embed if self.model.tie_word_embeddings else weights["lm_head.weight"]
+        self.layers = [Layer(self.model, weights, number) for number in range(self.model.num_layers)]
+        self.head = Head(self.model, weights["norm.weight"], lm_head)
+        self.rope = RotaryEmbedding(self.model, self.embed.device)
+
+    def begin_prompt(self, prefill: Prefill) -> Stream:
+        """See LayerwiseModel."""
+        return Stream.begin(self._embed(prefill.ids), prefill.borders, self.rope)
+
+    def read_chunk(self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
+        """See LayerwiseModel."""
+        x = prompt.residual[start:stop]
+        q, k, v = self.layers[layer].project(x, *prompt.rotation_of(start, stop, self.rope))
+        keys[:, start:stop], values[:, start:stop] = k.transpose(0, 1), v.transpose(0, 1)
+        q = q.transpose(0, 1)
+        pieces = pieces_of(prompt.borders, start, stop)
+        out = attend_pieces(causal_attention, q, keys, values, self.scaling, pieces)
+        prompt.residual[start:stop] = self.layers[layer].finish(x, out.flatten(1))
+        return q
+
+    def prompt_logits(self, prompt: Stream) -> Tensor:
+        """See LayerwiseModel."""
+        return self.head(prompt.last())
+
+    def run_layers(self, batch: Batch, attend: Attend) -> Tensor:
+        """Logits of a decode step, float32 [batch, vocabulary]; writes each token's rows to the window."""
+        positions, slots = batch.column("position").tolist(), batch.column("slot").long()
+        write_rows = batch.column("write_row").long()
+        cos, sin = self.rope.at(positions)
+        x = self._embed(batch.column("token").tolist())
+        for number, layer in enumerate(self.layers):
+            q, k, v = layer.project(x, cos, sin)
+            window = self.retrieval.cache.window[number]
+            window[slots, :, write_rows] = torch.stack((k, v), dim=2)
+            x = layer.finish(x, attend(number, q).flatten(1))
+        return self.head(x)
+
+    def _embed(self, ids: Sequence[int]) -> Tensor:
+        """Embeddings of token ids, [tokens, hidden]."""
+        return F.embedding(torch.tensor(ids, device=self.embed.device), self.embed)

@@ -1,0 +1,130 @@
+"""What the layers of a model see of cache, indexes and attention: rows go in, attended outputs come out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from torch import Tensor
+
+from kvseek.core.config import EngineConfig
+from kvseek.core.streams import InFlight
+from kvseek.engine.cache.cache import Cache
+from kvseek.plugins.attention.device import DeviceAttention
+from kvseek.plugins.batch import Batch, RequestState
+from kvseek.plugins.contract import Attention, Effort, Index
+
+from .observer import Observer
+
+BUILDS_IN_FLIGHT = 2  # layers of a prompt that are indexed on side streams at a time: each keeps its keys
+
+
+class Retrieval:
+    """A cache, and one index and one attention per layer over it.
+
+    Parameters
+    ----------
+    attentions : sequence of Attention
+        One per layer, over the windows and rows of `cache`.
+    hot_rows : sequence of DeviceAttention
+        Those attentions of a GPU that keep rows of a slot's last step, which the slot's next prompt invalidates.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        cache: Cache,
+        indexes: Sequence[Index],
+        attentions: Sequence[Attention],
+        hot_rows: Sequence[DeviceAttention] = (),
+    ) -> None:
+        self.config, self.cache, self.indexes, self.attentions = config, cache, indexes, attentions
+        self.observer = Observer()
+        self._hot_rows = hot_rows
+        self._builds = InFlight(BUILDS_IN_FLIGHT)
+        self._effort = lru_cache(maxsize=1024)(self._effort_of)  # lengths change at evictions alone
+
+    # A prompt: `expect`, then `store_layer` of every layer in order, then `finish_indexes`; `finish_rows` before a step.
+
+    def expect(self, slot: int, tokens: int) -> None:
+        """Prepare a slot for a prompt of `tokens` tokens."""
+        self._builds.finish(slot)  # of a prompt that was given up
+        for attention in self._hot_rows:
+            attention.forget(slot)
+        self.cache.begin_prefill(slot, tokens)
+
+    def new_rows(self, tokens: int) -> Tensor:
+        """Room for the keys or the values of a layer, [G, tokens, D]."""
+        model = self.config.model
+        return self.cache.window.new_empty(model.num_kv_heads, tokens, model.head_dim)
+
+    def store_layer(self, layer: int, slot: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        """Index a prompt's layer and write its rows: keys and values [G, n, D], its last queries [H, w, D]."""
+        sink, length = self.cache.config.sink, self.cache.lengths[slot]
+        self._builds.make_room()
+        built = self.indexes[layer].build(slot, keys[:, sink : sink + length], queries)
+        if built.ticket is not None:
+            self._builds.add(slot, built.ticket)
+        self.cache.write_prompt(layer, slot, keys, values, built.order)
+
+    def finish_indexes(self, slot: int) -> None:
+        """Make the current stream wait for what the indexes left running; the prompt's last layer has been stored."""
+        self._builds.finish(slot)
+
+    def finish_rows(self, slot: int) -> None:
+        """Make the current stream wait for the prompt's rows."""
+        self.cache.finish_prompt(slot)
+
+    # A decode step: `begin_step`, `attend` in every layer, `end_step`, and `refresh` between steps.
+
+    def begin_step(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[list[RequestState], list[float]]:
+        """Count one more token per slot.
+
+        Returns
+        -------
+        states : list of RequestState
+            What indexes and attention read about each request.
+        attended : list of float
+            Cached tokens that one KV head attends to in the step, averaged over the layers.
+        """
+        self.cache.begin_step(slots, self.indexes)
+        states, attended = [], []
+        for token, slot in zip(tokens, slots, strict=True):
+            length = self.cache.lengths[slot]
+            effort = self._effort(length)
+            dense = self.cache.tokens[slot] < self.cache.config.full_threshold or effort.rows >= length
+            state = self.cache.state(slot, token, effort.numbers, dense)
+            states.append(state)
+            attended.append(state.sink_rows + state.ring_rows + (length if dense else effort.rows))
+        return states, attended
+
+    def attend(self, layer: int, queries: Tensor, batch: Batch) -> Tensor:
+        """Select and attend: queries [batch, H, D] to outputs [batch, H, D]."""
+        index = self.indexes[layer]
+        selection = index.select(queries, batch)
+        self.observer.selected(layer, queries, batch, selection)
+        self.observer.part_ended("select")
+        out = index.attend(queries, batch, selection, self.attentions[layer])
+        self.observer.part_ended("attend")
+        return out
+
+    def attend_densely(self, layer: int, queries: Tensor, batch: Batch) -> Tensor:
+        """The same for requests that all attend to every row, on the CPU: no index takes part."""
+        return self.attentions[layer](queries, batch, None)
+
+    def end_step(self, slots: Sequence[int]) -> None:
+        """Start what may run beside a step that has been launched."""
+        self.cache.end_step(slots, self.indexes)
+
+    def refresh(self, slots: Sequence[int]) -> None:
+        """Let the indexes do upkeep that is due for these slots."""
+        self.observer.step_ended(slots)
+        for index in self.indexes:
+            index.refresh(slots)
+
+    def _effort_of(self, length: int) -> Effort:
+        """What a step does over a region of `length` tokens, its rows averaged over the layers."""
+        if length == 0:
+            return Effort(0.0)
+        efforts = [index.effort(length) for index in self.indexes]
+        return Effort(sum(effort.rows for effort in efforts) / len(efforts), efforts[0].numbers)

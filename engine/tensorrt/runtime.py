@@ -1,0 +1,69 @@
+"""Engines whose products are TensorRT plans: the one entry to this folder (engine/loading/runtime.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvseek.core.config import EngineConfig
+from kvseek.core.cuda import CudaKernels
+from kvseek.core.tensorrt_api import TensorRtRuntime as Api
+from kvseek.core.tensorrt_api import load_runtime as load_api
+from kvseek.engine.decoder import Decoder
+from kvseek.engine.loading.runtime import Footprint, layer_kernels
+from kvseek.engine.model.graph_steps import GraphSteps
+from kvseek.engine.model.graphs import buckets_for
+from kvseek.engine.retrieval import Retrieval
+
+from .models import SegmentsModel, WholeModel
+from .plan_files import check_version, read_plan_index
+from .session import OUTSIDE_OF_GRAPHS, Session
+
+
+@dataclass(frozen=True)
+class TensorRtRuntime:
+    """TensorRT plans and the bytes of their files, which are weights above all; a Runtime of engine/loading/runtime.py."""
+
+    config: EngineConfig
+    session: Session
+    file_bytes: int
+
+    @property
+    def footprint(self) -> Footprint:
+        """See Runtime."""
+        return Footprint(self.file_bytes, outside=self.file_bytes, plan_work=self.session.memory.nbytes)
+
+    def decoder(self, retrieval: Retrieval, kernels: CudaKernels) -> Decoder:
+        """See Runtime."""
+        plans, ops = self.session.plans, layer_kernels(retrieval, kernels)
+        if self.config.tensorrt.form == "segments":
+            segments = SegmentsModel(plans, retrieval, ops)
+            return Decoder(segments, retrieval, GraphSteps(segments, retrieval))
+        from kvseek.plugins.tensorrt.serving import serving
+
+        whole = WholeModel(plans[0], serving, retrieval, ops)
+        return Decoder(whole, retrieval, GraphSteps(whole, retrieval))
+
+
+def load_plans(directory: Path, config: EngineConfig, device: torch.device, api: Api | None = None) -> TensorRtRuntime:
+    """Load the plans of an engine directory; `api`: TensorRT's Python API, that of config.tensorrt.module if left out.
+
+    Raises
+    ------
+    EngineDirectoryError
+        If files are missing or malformed, or plans are of another version of TensorRT than is installed.
+    KernelError
+        If TensorRT cannot be imported, or cannot load a plan.
+    """
+    api = load_api(config.tensorrt.module) if api is None else api
+    index = read_plan_index(directory, config)
+    check_version(index, api)
+    if index.form == "engine":
+        from kvseek.plugins.tensorrt.plugin import register
+
+        register(api)  # a plan with plugin layers loads only where they are known
+    files = [directory / entry.file for entry in index.segments]
+    contexts = (OUTSIDE_OF_GRAPHS, *buckets_for(config.max_batch_size))
+    return TensorRtRuntime(config, Session(api, files, device, contexts), sum(file.stat().st_size for file in files))
