@@ -62,18 +62,26 @@ def test_the_readme_shows_the_picture() -> None:
     assert f"({PICTURE.relative_to(ROOT)})" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_readme_states_what_the_picture_shows() -> None:
+def test_the_first_screen_states_what_was_measured() -> None:
+    """Seven requests of full, eight of full, eight of pariskv: milliseconds a step and layers in host memory."""
     words = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    stated = re.search(
-        r"At 512K tokens on one H200, .*?`pariskv` takes ([\d.]+) ms .*?dense attention takes ([\d.]+) ms", words
+    sentences = (
+        r"seven such requests takes (?P<full_7>\S+) ms\. ",
+        r"values of (?P<layers_full>\d+) of the 32 layers in host memory, a step takes (?P<full_8>\S+) ms\. ",
+        r"takes (?P<pariskv_8>\S+) ms with the method `pariskv`, and (?P<layers_pariskv>\d+) of the 32 layers",
     )
+    stated = re.search(".*".join(sentences), words)
     assert stated is not None
-    names = str(ElementTree.parse(PICTURE).findtext(f"{SVG}metadata")).split()
-    (host,) = [panel for panel in plot.chart([plot.RESULTS / name for name in names]).panels if "host" in panel.heading]
-    found = [
-        point.milliseconds for method in ("pariskv", "full") for point in host.lines[method] if point.context == 2**19
-    ]
-    assert [f"{milliseconds:.1f}" for milliseconds in found] == list(stated.groups())
+    results = json.loads((plot.RESULTS / "throughput-h200-llama-3.1-8b.json").read_text())["results"]
+    measured = {(found["method"], found["batch"]): found for found in results}
+    steps = {key: found["step_seconds"]["median"] * 1e3 for key, found in measured.items()}
+    assert stated.groupdict() == {
+        "full_7": f"{steps['full', 7]:.0f}",
+        "full_8": f"{steps['full', 8]:.0f}",
+        "layers_full": str(measured["full", 8]["host_layers"]),
+        "pariskv_8": f"{steps['pariskv', 8]:.1f}",
+        "layers_pariskv": str(measured["pariskv", 8]["host_layers"]),
+    }
 
 
 def test_markers_lie_where_the_results_say(tmp_path: Path) -> None:
