@@ -1,4 +1,4 @@
-"""Draw milliseconds per decode step by context, from result files of the GPU benchmark, as an SVG.
+"""Draw milliseconds per decode step by context, from result files of the GPU benchmark, as an SVG; print them as a table.
 
     python benchmarks/plot.py
     python benchmarks/plot.py RESULT.json ... --output PICTURE.svg
@@ -112,8 +112,26 @@ def source(paths: Sequence[Path], documents: Sequence[dict[str, Any]]) -> tuple[
     )
 
 
+def table(drawn: Chart) -> str:
+    """The points as Markdown: a line for each panel and method, milliseconds and in brackets the ratio to the baseline's."""
+    contexts = sorted({point.context for point in drawn.points})
+    lines = [["", *(f"{context:,} tokens" for context in contexts)], ["---"] * (1 + len(contexts))]
+    for panel in drawn.panels:
+        for method, line in panel.lines.items():
+            cells = {point.context: _cell(point) for point in line}
+            lines.append(
+                [f"`{method}` ({panel.heading}; {panel.note})", *(cells.get(context, "") for context in contexts)]
+            )
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _cell(point: Point) -> str:
+    compared = point.method != BASELINE and point.ratio is not None
+    return f"{point.milliseconds:.2f}" + (f" ({point.ratio:.2f})" if compared else "")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the picture; returns 0, or 1 where the result files do not make one."""
+    """Write the picture and print its points; returns 0, or 1 where the result files do not make one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "results", nargs="*", type=Path, default=list(DEFAULTS), help="result files (default: those above)"
@@ -123,12 +141,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     try:
-        picture = draw(chart(arguments.results))
+        drawn = chart(arguments.results)
+        picture = draw(drawn)
     except PlotError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     arguments.output.write_text(picture, encoding="utf-8")
-    print(f"{arguments.output}: {len(picture):,} bytes")
+    print(f"{table(drawn)}\n\n{arguments.output}")
     return 0
 
 

@@ -130,7 +130,7 @@ def draw(chart: Chart) -> str:
 def description(chart: Chart) -> str:
     """Every point in words, for readers who do not see the picture."""
     return " ".join(
-        f"{panel.heading}, {method}: {', '.join(f'{_tokens(point.context)} {point.milliseconds:.2f} ms' for point in line)}."
+        f"{panel.heading} ({panel.note}), {method}: {', '.join(f'{_tokens(point.context)} {point.milliseconds:.2f} ms' for point in line)}."
         for panel in chart.panels
         for method, line in panel.lines.items()
     )

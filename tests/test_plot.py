@@ -84,7 +84,7 @@ def test_the_first_screen_states_what_was_measured() -> None:
     }
 
 
-def test_markers_lie_where_the_results_say(tmp_path: Path) -> None:
+def test_markers_lie_where_the_results_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = {
         16384: [entry("full", 10), entry("fast", 5, 0.5), entry("fast", 4, 0.4, hot=True)],
         32768: [entry("full", 20), entry("fast", 6, 0.3)],
@@ -92,6 +92,10 @@ def test_markers_lie_where_the_results_say(tmp_path: Path) -> None:
     }
     file, picture = result_file(tmp_path / "one.json", cells), tmp_path / "one.svg"
     assert plot.main([str(file), "--output", str(picture)]) == 0
+    assert capsys.readouterr().out.splitlines()[2:4] == [
+        "| `full` (Keys and values in GPU memory; all methods) | 10.00 | 20.00 | 40.00 |",
+        "| `fast` (Keys and values in GPU memory; all methods) | 5.00 (0.50) | 6.00 (0.30) |  |",
+    ]
     found = markers(picture)
     assert set(found) == {
         "full, 16,384 tokens: 10.000 ms, 1.000 × full",
