@@ -129,11 +129,12 @@ def draw(chart: Chart) -> str:
 
 def description(chart: Chart) -> str:
     """Every point in words, for readers who do not see the picture."""
-    return " ".join(
-        f"{panel.heading} ({panel.note}), {method}: {', '.join(f'{_tokens(point.context)} {point.milliseconds:.2f} ms' for point in line)}."
-        for panel in chart.panels
-        for method, line in panel.lines.items()
-    )
+    sentences = []
+    for panel in chart.panels:
+        for method, line in panel.lines.items():
+            times = ", ".join(f"{_tokens(point.context)} {point.milliseconds:.2f} ms" for point in line)
+            sentences.append(f"{panel.heading} ({panel.note}), {method}: {times}.")
+    return " ".join(sentences)
 
 
 def spread(wanted: Sequence[float], distance: float) -> list[float]:
