@@ -98,7 +98,7 @@ class LayerRun:
 
 def measure(bench: Bench, variant: Variant, cache: DeviceCache, filler: Filler, cell: Cell) -> list[dict[str, Any]]:
     """A variant with hot rows and without, or once if its rows are not the common attention's to keep."""
-    from kvseek.engine.model.graphed_decoder import make_attentions
+    from kvseek.engine.model.torch_model.graphed_decoder import make_attentions
 
     config, steps = bench.config(variant, [cell]), bench.arguments.steps + WARMUP
     lay_out(cache, config)

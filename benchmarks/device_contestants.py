@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvseek.engine.cache.cache import Cache
-    from kvseek.engine.model.device_decoder import DeviceDecoder
+    from kvseek.engine.model.torch_model.device_decoder import DeviceDecoder
     from kvseek.engine.model.graphs import StepResult
     from kvseek.plugins.attention.device import DeviceAttention
     from kvseek.plugins.batch import Batch

@@ -19,7 +19,7 @@ from .timing import Samples, interleave
 
 if TYPE_CHECKING:
     from kvseek.engine.cache.cache import Cache
-    from kvseek.engine.model.device_decoder import DeviceDecoder
+    from kvseek.engine.model.torch_model.device_decoder import DeviceDecoder
 
 
 def run_prefill(bench: Bench, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvseek.core.cpu_library import CpuLibrary
     from kvseek.core.cuda import CudaKernels
     from kvseek.engine.cache.cache import Cache
-    from kvseek.engine.model.device_decoder import DeviceDecoder
+    from kvseek.engine.model.torch_model.device_decoder import DeviceDecoder
     from kvseek.plugins.contract import DeviceIndex
 
 ROOM = 256  # tokens that a request may grow by: more than are timed
@@ -188,7 +188,7 @@ class Bench:
         hot_rows: bool,
     ) -> DeviceDecoder:
         """A decoder of the random weights; several may share a cache and indexes."""
-        from kvseek.engine.model.device_decoder import DeviceDecoder
+        from kvseek.engine.model.torch_model.device_decoder import DeviceDecoder
 
         config, kernels = self.config(variant, cells), self.kernels(variant)
         tensors = self._tensors[variant.weight_only_precision]
@@ -197,7 +197,7 @@ class Bench:
     def allocated(self, variant: Variant, extents: int, batch: int) -> int:
         """Device bytes of a variant's indexes and attentions over a pool of `extents` extents in host memory."""
         from kvseek.engine.cache.cache import Cache
-        from kvseek.engine.model.graphed_decoder import make_attentions
+        from kvseek.engine.model.torch_model.graphed_decoder import make_attentions
 
         cells = [Cell(max(cell.context for cell in self.cells), batch)]
         config = self.config(variant, cells)

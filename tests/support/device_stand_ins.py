@@ -16,7 +16,7 @@ from kvseek.core.config_file import read_config
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.loading.load import create_indexes
 from kvseek.engine.model import layer_kernels
-from kvseek.engine.model.device_decoder import DeviceDecoder
+from kvseek.engine.model.torch_model.device_decoder import DeviceDecoder
 from kvseek.engine.model.layer_kernels import LayerKernels
 from kvseek.engine.model.rope import rotate
 from kvseek.engine.model.weights import load_weights
@@ -26,7 +26,7 @@ from kvseek.plugins.batch import DeviceBatch
 from kvseek.plugins.contract import DeviceIndex, IndexContext
 from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.full.device import DeviceFullIndex
-from kvseek.plugins.layer_cache import LayerCache
+from kvseek.plugins.batch import LayerCache
 from kvseek.plugins.selection import DeviceSelection, Selection
 
 CPU = torch.device("cpu")

@@ -22,9 +22,9 @@ from kvseek.engine.cache.activation_memory import decode_bytes, prefill_bytes, w
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.load import create_indexes, device_indexes, methods_for_device
-from kvseek.engine.model import graphed_decoder
+from kvseek.engine.model.torch_model import graphed_decoder
 from kvseek.engine.model.attention import causal_attention, causal_attention_device
-from kvseek.engine.model.device_decoder import STAGES
+from kvseek.engine.model.torch_model.device_decoder import STAGES
 from kvseek.engine.model.graphs import DecodeStep, StepResult, bucket_of, buckets_for
 from kvseek.engine.model.layer_kernels import LayerKernels
 from kvseek.engine.schedule.sampling import NO_TOKEN

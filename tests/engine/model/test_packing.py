@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.engine import Engine
-from kvseek.engine.model import graphed_decoder
+from kvseek.engine.model.torch_model import graphed_decoder
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "60", "--cache.update", "8", "--cache.full_threshold", "40")
 LIMITS = ("--max_batch_size", "5", "--max_seq_len", "600", "--max_input_len", "500", "--prefill_chunk_tokens", "150")

@@ -21,7 +21,7 @@ from kvseek.core.errors import CapacityError, KernelError
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.cache.activation_memory import decode_bytes, prefill_bytes
 from kvseek.engine.engine import Engine
-from kvseek.engine.model import graphed_decoder
+from kvseek.engine.model.torch_model import graphed_decoder
 from kvseek.engine.model.attention import causal_attention_device
 from kvseek.evaluation import needle
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.streams import SideStream, Ticket
-from kvseek.engine.cache.host_cache import device_cache
+from kvseek.engine.cache.cache.host_cache import device_cache
 from kvseek.engine.cache.host_pool import HostPool
 
 pytestmark = pytest.mark.gpu

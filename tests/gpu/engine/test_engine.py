@@ -18,7 +18,7 @@ from torch import Tensor
 from kvseek.core.errors import CapacityError, ConfigError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.device_decoder import STAGES, DeviceDecoder
+from kvseek.engine.model.torch_model.device_decoder import STAGES, DeviceDecoder
 from kvseek.engine.service import EngineService
 
 pytestmark = pytest.mark.gpu

@@ -23,7 +23,7 @@ from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.plugins.attention.host import attend_reference
 from kvseek.plugins.attention.native import attend_native
-from kvseek.plugins.layer_cache import LayerCache
+from kvseek.plugins.batch import LayerCache
 from kvseek.plugins.selection import Selection
 
 SINK, RING = 4, 40

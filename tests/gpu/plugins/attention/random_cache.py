@@ -11,7 +11,7 @@ from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import ExtentTable
 from kvseek.plugins.attention.host import attend_reference
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
-from kvseek.plugins.layer_cache import LayerCache
+from kvseek.plugins.batch import LayerCache
 from kvseek.plugins.selection import Selection
 
 POISON = float("nan")  # what memory that must not be read holds
