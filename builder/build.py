@@ -95,8 +95,7 @@ def build_engine(options: BuildOptions) -> bool:
     remove_leftovers(output_dir)
     text = None if options.calibrate is None else Text.read(options.calibrate)
     config = options.engine_config(checkpoint.config)
-    sources = [*checkpoint.sources, *filter(None, [options.calibrate])]
-    build_fingerprint = fingerprint(options.settings | _tensorrt_version(config), sources)
+    build_fingerprint = _fingerprint(options, checkpoint, config)
     if not options.force and up_to_date(output_dir, build_fingerprint):
         console.print(f"{options.output_dir} is up to date; --force builds it again")
         return False
@@ -113,6 +112,17 @@ def build_engine(options: BuildOptions) -> bool:
     size = sum(path.stat().st_size for path in output_dir.rglob("*") if path.is_file())
     console.print(f"{options.output_dir}: {options.method} engine of {options.model.name}, {size / 1e6:,.0f} MB")
     return True
+
+
+def engine_fingerprint(options: BuildOptions) -> str:
+    """The fingerprint that an engine of these options would have now; raises as `build_engine` before it writes."""
+    checkpoint = open_checkpoint(options.model, options.tokenizer)
+    return _fingerprint(options, checkpoint, options.engine_config(checkpoint.config))
+
+
+def _fingerprint(options: BuildOptions, checkpoint: Checkpoint, config: EngineConfig) -> str:
+    sources = [*checkpoint.sources, *filter(None, [options.calibrate])]
+    return fingerprint(options.settings | _tensorrt_version(config), sources)
 
 
 def _print_advice(config: EngineConfig, console: Console) -> None:
