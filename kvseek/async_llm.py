@@ -7,7 +7,7 @@ import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from kvseek.core.request import DEFAULT_PRIORITY, StepOutput
 
@@ -25,10 +25,6 @@ class AsyncLLM(BaseLLM):
     A task that is cancelled, or leaves the iteration, has its request cancelled. Parameters and errors of the constructor are
     those of LLM; it takes seconds, or minutes when it builds, so call it before the loop starts or with `asyncio.to_thread`.
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._makers = ThreadPoolExecutor(MAKERS, thread_name_prefix="kvseek-tokenise")
 
     def generate(
         self,
@@ -76,6 +72,10 @@ class AsyncLLM(BaseLLM):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+    @functools.cached_property
+    def _makers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(MAKERS, thread_name_prefix="kvseek-tokenise")
 
     async def _run(self, make: Callable[[], Generation]) -> AsyncGenerator[OutputPiece, None]:
         """Make a request in a thread, submit it and give its pieces; it is cancelled if the iteration is left before its end."""
