@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -50,6 +51,8 @@ class EngineSource:
 
         assert self.options is not None
         with _locked(self.directory):
+            if self.directory.is_dir() and not (self.directory / MANIFEST_FILE).is_file():
+                shutil.rmtree(self.directory)  # what a cleaner of caches has left over: the builder would not replace it
             build_engine(self.options)
 
 

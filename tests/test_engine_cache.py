@@ -97,6 +97,14 @@ def test_a_damaged_entry_is_built_again(
     assert entries(cache) == [directory.name]
 
 
+def test_an_entry_without_its_manifest_is_built_again(model: Path, tmp_path: Path) -> None:
+    """As cleaners leave it that delete old files one by one."""
+    directory = engine_source(model, QUICK, tmp_path / "cache", quiet=True).directory
+    (directory / "manifest.json").unlink()
+    assert engine_source(model, QUICK, tmp_path / "cache", quiet=True).directory == directory
+    assert (directory / "manifest.json").is_file()
+
+
 def test_those_who_build_at_once_take_turns(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Locks belong to open files, so threads stand for processes."""
     found: list[Path] = []
