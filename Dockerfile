@@ -5,6 +5,7 @@
 FROM scratch AS source
 COPY pyproject.toml setup.py constraints.txt README.md LICENSE /
 COPY docker/install.py docker/healthcheck.py /docker/
+COPY kvseek /kvseek
 COPY core /core
 COPY engine /engine
 COPY plugins /plugins

@@ -11,8 +11,6 @@ BIN := $(VENV)/bin
 MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 ENGINE := .cache/engines/smollm2-pariskv
 QUESTION ?= How many passengers did the Lady Trelawny land?
-PACKAGES := core engine plugins builder server client cli measurement evaluation benchmarks
-LINKS := .cache/types
 SERVER_THREADS := $(if $(THREADS),--threads $(THREADS))
 
 .PHONY: demo serve test test-gpu soak fuzz check check-install lint types links format install model engine clean
@@ -47,16 +45,17 @@ check-install: install ## the Dockerfile's installation of target cpu without Do
 lint: install links
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	PYTHONPATH=$(LINKS) $(BIN)/lint-imports --no-logo
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-links: # mypy and import-linter find packages by folder, not through an editable install
-	@mkdir -p $(LINKS)/kvseek
-	@for folder in $(PACKAGES); do ln -sfn $(CURDIR)/$$folder $(LINKS)/kvseek/$$folder; done
+links: # mypy and import-linter look for kvseek.core in the folder kvseek, not through an editable install
+	@find kvseek -maxdepth 1 -type l -delete
+	@for file in [a-z]*/__init__.py; do folder=$${file%/*}; \
+	    case $$folder in kvseek | tests) ;; *) ln -s ../$$folder kvseek/$$folder ;; esac; done
 
 types: install links
-	MYPYPATH=$(LINKS) $(BIN)/mypy $(PACKAGES:%=-p kvseek.%)
+	$(BIN)/mypy -p kvseek
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -145,6 +145,11 @@ def build_engine(options: BuildOptions) -> bool:
     return True
 
 
+def engine_fingerprint(options: BuildOptions) -> str:
+    """The fingerprint that an engine of these options would have now; raises as `build_engine` before it writes."""
+    return _Build.of(options, open_checkpoint(options.model, options.tokenizer)).fingerprint
+
+
 def _print_advice(config: EngineConfig, console: Console) -> None:
     """Say what was asked for and costs more than it seems to."""
     if config.weight_only_precision != NONE and config.device == "cuda" and config.max_batch_size > FASTER_ROWS:

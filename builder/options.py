@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kvseek.builder.compile.cuda import ARCHITECTURES
 from kvseek.builder.flags import CALIBRATE_TOKENS, LIMITS, FlagParser
 from kvseek.core.config import CHOICES, CacheConfig, EngineConfig, ModelConfig, TensorRtConfig
-from kvseek.core.fields import from_dict
+from kvseek.core.errors import ConfigError
+from kvseek.core.fields import from_dict, read_fields, refuse_unknown
 from kvseek.plugins.registry import METHODS, get_method
 
 DEFAULT_MAX_SEQ_LEN = 131_072  # tokens; a longer default would reserve host memory that few requests use
@@ -127,8 +128,45 @@ def parse(argv: Sequence[str] | None) -> Options:
     if missing := [f"--{name}" for name in wanted if name not in values]:
         parser.error(f"the following arguments are required{' with --plan' * (mode == 'plan')}: {', '.join(missing)}")
     _refuse_other_methods(parser, values)
-    _refuse_other_runtimes(parser, values)
-    return _fit_options(parser, values) if mode == "plan" else _build_options(parser, values)
+    _refuse_other_runtimes(parser.error, values)
+    return _fit_options(parser, values) if mode == "plan" else _build_options(parser.error, values)
+
+
+def build_options(values: Mapping[str, Any]) -> BuildOptions:
+    """An engine to build from Python values instead of flags.
+
+    Parameters
+    ----------
+    values : mapping of str to Any
+        "model", "method" and "output_dir", and what is not to be the default: the other flags of `kvseek build` by their
+        names, without those of calibration. "cache", "method_config" and "tensorrt" are dictionaries of their fields.
+
+    Raises
+    ------
+    ConfigError
+        On an unknown name, a value of the wrong type, or one that the other values would leave without effect. Values
+        out of range are found by `EngineOptions.engine_config`.
+    """
+    groups = ("cache", "method_config", "tensorrt")
+    known = ("model", "output_dir", "method", "tokenizer", *CHOICES, *LIMITS, "cuda_archs", *groups, "quiet")
+    refuse_unknown(dict(values), known, "build options")
+    get_method(values["method"])  # raises if it is unknown
+    flat = {name: value for name, value in values.items() if name not in groups}
+    read_fields(EngineConfig, (*CHOICES, *LIMITS), flat, "build options")
+    for group in groups:
+        fields = values.get(group, {})
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"{group} = {fields!r}: must be a dictionary of its fields, such as {{'sink': 64}}")
+        prefix = values["method"] if group == "method_config" else group
+        flat |= {f"{prefix}.{name}": value for name, value in fields.items()}
+    if not flat.get("quiet"):
+        flat.pop("quiet", None)  # as a flag, which is there or is not
+    _refuse_other_runtimes(_raise, flat)
+    return _build_options(_raise, flat)
+
+
+def _raise(message: str) -> NoReturn:
+    raise ConfigError(message.replace("--", ""))  # these are arguments, not flags
 
 
 def _refuse_misplaced(parser: FlagParser, mode: str, values: dict[str, Any]) -> None:
@@ -157,29 +195,29 @@ def _refuse_other_methods(parser: FlagParser, values: dict[str, Any]) -> None:
             )
 
 
-def _refuse_other_runtimes(parser: FlagParser, values: dict[str, Any]) -> None:
+def _refuse_other_runtimes(error: Callable[[str], NoReturn], values: dict[str, Any]) -> None:
     """End with a message if a flag was given that the runtime would ignore."""
     given, runtime = _below(values, "tensorrt"), values.get("runtime", EngineConfig.runtime)
     if given and runtime != "tensorrt":
         name = next(iter(given))
-        parser.error(f"--tensorrt.{name} belongs to --runtime tensorrt; --runtime is {runtime}: leave the flag out")
+        error(f"--tensorrt.{name} belongs to --runtime tensorrt; --runtime is {runtime}: leave the flag out")
     if runtime == "tensorrt" and "calibrate" in values:
-        parser.error("--calibrate belongs to --runtime torch: plans hold the weights as they are; leave it out")
+        error("--calibrate belongs to --runtime torch: plans hold the weights as they are; leave it out")
     whole = runtime == "tensorrt" and given.get("form", TensorRtConfig.form) == "engine"
     if whole and "prefill_chunk_tokens" in values:
-        parser.error(
+        error(
             "--prefill_chunk_tokens does not go with --tensorrt.form engine, which reads a prompt in one call; leave it "
             "out, or build with --tensorrt.form segments"
         )
 
 
-def _build_options(parser: FlagParser, values: dict[str, Any]) -> BuildOptions:
+def _build_options(error: Callable[[str], NoReturn], values: dict[str, Any]) -> BuildOptions:
     engine = _engine_values(values)
     if "cuda_archs" in values and engine["device"] != "cuda":
-        parser.error(f"--cuda_archs belongs to --device cuda; --device is {engine['device']}")
+        error(f"--cuda_archs belongs to --device cuda; --device is {engine['device']}")
     archs = values.get("cuda_archs", ARCHITECTURES if engine["device"] == "cuda" else ())
     if "calibrate" not in values and (alone := [name for name in CALIBRATE if name in values]):
-        parser.error(f"--{alone[0]} goes only with --calibrate TEXT; leave it out, or name a text")
+        error(f"--{alone[0]} goes only with --calibrate TEXT; leave it out, or name a text")
     engine |= {name: name in values for name in BUILD_ONLY}
     engine |= {name: values[name] for name in CALIBRATE if name in values}
     return BuildOptions(**engine, output_dir=values["output_dir"], cuda_archs=archs)

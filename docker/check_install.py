@@ -61,7 +61,7 @@ def copy(source: Path, target: Path) -> None:
     """A file or folder of the checkout, without what .dockerignore leaves out."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+        shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
     else:
         shutil.copy(source, target)
 

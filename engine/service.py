@@ -74,6 +74,11 @@ class EngineService:
         self._engine.on_step = function
 
     @property
+    def engine(self) -> Engine:
+        """The engine. It belongs to the service's thread: only what says that it is safe from any thread may be called."""
+        return self._engine
+
+    @property
     def config(self) -> EngineConfig:
         """Configuration of the engine."""
         return self._engine.config

@@ -15,15 +15,16 @@ import json
 import sys
 import time
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kvseek import LLM, SamplingParams
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError, KvseekError
-from kvseek.core.request import FinishReason, Request
-from kvseek.engine.engine import Engine
+from kvseek.core.request import FinishReason
 from kvseek.evaluation.long_dialogue import make_long_dialogue
 from kvseek.measurement.machine import describe
 from kvseek.measurement.output import write_result
@@ -97,52 +98,37 @@ def make_dialogues(tasks: ModuleType, task: str, length: int, count: int, rounds
     return dialogues
 
 
-def answer(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], list[float]]:
-    """Generate for all requests, as many at a time as the engine batches: token ids and attended shares."""
-    tokens: dict[int, list[int]] = {engine.submit(request): [] for request in requests}
-    shares = dict.fromkeys(tokens, 1.0)
-    while engine.has_work:
-        for output in engine.step():
-            if output.finish_reason is FinishReason.ERROR:
-                raise KvseekError(f"request {output.request_id} failed: {output.error}")
-            if output.token_id is not None:
-                tokens[output.request_id].append(output.token_id)
-            if output.statistics is not None:
-                shares[output.request_id] = output.statistics.attended_share
-    return list(tokens.values()), list(shares.values())
-
-
-def converse(
-    engine: Engine, tasks: ModuleType, dialogues: Sequence[Dialogue]
-) -> list[list[tuple[dict[str, float], float]]]:
-    """Ask round after round; earlier questions and the engine's own answers stand in the prompt of the next.
+def converse(llm: LLM, tasks: ModuleType, dialogues: Sequence[Dialogue]) -> list[list[tuple[dict[str, float], float]]]:
+    """Ask round after round; earlier questions and the model's own answers stand in the prompt of the next.
 
     Returns the score of tasks.py and the attended share, by round and dialogue.
     """
     histories = [list(dialogue.context) for dialogue in dialogues]
     results = []
     for number in range(len(dialogues[0].rounds)):
-        requests = []
+        params = []
         for history, dialogue in zip(histories, dialogues, strict=True):
             _, question, gold = dialogue.rounds[number]
             history += question
-            requests.append(Request(tuple(history), len(gold) + EXTRA_TOKENS, stop_words=((tasks.DOT,),)))
-        answers, shares = answer(engine, requests)
+            limit = len(gold) + EXTRA_TOKENS
+            params.append(SamplingParams(max_tokens=limit, ignore_eos=True, stop_token_ids=(tasks.DOT,)))
         scored = []
-        for history, dialogue, ids, share in zip(histories, dialogues, answers, shares, strict=True):
+        for history, dialogue, output in zip(histories, dialogues, llm.generate(histories, params), strict=True):
+            full_stop = [tasks.DOT] if output.finish_reason == FinishReason.END_ID else []
+            ids = [*output.token_ids, *full_stop]  # the right answers have it too
             history += ids
             kind, _, gold = dialogue.rounds[number]
-            scored.append((tasks.score(kind, gold, ids), share))
+            scored.append((tasks.score(kind, gold, ids), output.attended_share))
         results.append(scored)
     return results
 
 
-def check_lengths(engine: Engine, name: str, dialogues: Sequence[Dialogue]) -> None:
-    """Raise ConfigError if the engine is built for shorter requests, or its model has too few positions."""
+def check_lengths(config: EngineConfig, name: str, dialogues: Sequence[Dialogue]) -> None:
+    """Raise ConfigError if an engine is built for shorter requests, or its model has too few positions."""
     longest = max(dialogue.longest for dialogue in dialogues)
-    positions = engine.config.model.max_position_embeddings
+    positions = config.model.max_position_embeddings
     for field_name in ("max_input_len", "max_seq_len"):
-        limit = getattr(engine.config, field_name)
+        limit = getattr(config, field_name)
         if longest > limit:
             remedy = f"build with --{field_name} {longest} or more"
             if longest > positions:
@@ -151,13 +137,13 @@ def check_lengths(engine: Engine, name: str, dialogues: Sequence[Dialogue]) -> N
 
 
 def evaluate(
-    engine: Engine, name: str, tasks: ModuleType, task: str, length: int, count: int, rounds_asked: int = ROUNDS
+    llm: LLM, name: str, tasks: ModuleType, task: str, length: int, count: int, rounds_asked: int = ROUNDS
 ) -> Cell:
     """Ask an engine the questions of one task at one length."""
     dialogues = make_dialogues(tasks, task, length, count, rounds_asked)
-    check_lengths(engine, name, dialogues)
+    check_lengths(llm.config, name, dialogues)
     start = time.perf_counter()
-    rounds = converse(engine, tasks, dialogues)
+    rounds = converse(llm, tasks, dialogues)
     cell = Cell(task, length, name, seconds=time.perf_counter() - start)
     scores = [score for scored in rounds for score, _ in scored]
     cell.questions = len(scores)
@@ -175,12 +161,12 @@ def percent(values: Sequence[float]) -> float:
     return 100.0 * sum(values) / len(values)
 
 
-def engine_names(directories: Sequence[Path], engines: Sequence[Engine]) -> list[str]:
+def engine_names(directories: Sequence[Path], configs: Sequence[EngineConfig]) -> list[str]:
     """What to call each engine: its method; with the settings that differ where methods repeat, or else its directory."""
-    methods = [engine.config.method for engine in engines]
+    methods = [config.method for config in configs]
     names = [
-        method if methods.count(method) == 1 else described(engine.config)
-        for method, engine in zip(methods, engines, strict=True)
+        method if methods.count(method) == 1 else described(config)
+        for method, config in zip(methods, configs, strict=True)
     ]
     return names if len(set(names)) == len(names) else [str(directory) for directory in directories]
 
@@ -245,15 +231,23 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     chosen, lengths = chosen_questions(arguments, tasks.TASKS, default_n=25, a_length=4096)
     if arguments.rounds < 1:
         raise ConfigError(f"--rounds = {arguments.rounds}: must be >= 1; {ROUNDS} is the default")
-    engines = [Engine.load(directory, arguments.threads) for directory in arguments.engine_dir]
-    names = engine_names(arguments.engine_dir, engines)
-    configs = {name: dataclasses.asdict(engine.config) for name, engine in zip(names, engines, strict=True)}
+    with ExitStack() as stack:
+        llms = [stack.enter_context(LLM(path, threads=arguments.threads)) for path in arguments.engine_dir]
+        return ask_all(arguments, tasks, chosen, lengths, llms)
+
+
+def ask_all(
+    arguments: argparse.Namespace, tasks: ModuleType, chosen: Sequence[str], lengths: Sequence[int], llms: Sequence[LLM]
+) -> dict[str, Any]:
+    """Ask the questions of the chosen tasks at all lengths; the document, whose cells are Cells."""
+    names = engine_names(arguments.engine_dir, [llm.config for llm in llms])
+    configs = {name: dataclasses.asdict(llm.config) for name, llm in zip(names, llms, strict=True)}
     head = {"evaluation": "needle", "machine": describe(), "rounds": arguments.rounds, "engines": configs}
     cells: list[Cell] = []
     for length in lengths:
         for task in chosen:
-            for name, engine in zip(names, engines, strict=True):
-                cell = evaluate(engine, name, tasks, task, length, arguments.n, arguments.rounds)
+            for name, llm in zip(names, llms, strict=True):
+                cell = evaluate(llm, name, tasks, task, length, arguments.n, arguments.rounds)
                 cells.append(cell)
                 print(f"{task} {length} {name}: exact {cell.exact:.1f} ({cell.seconds:.0f} s)", file=sys.stderr)
             if arguments.output:

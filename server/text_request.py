@@ -8,6 +8,7 @@ from typing import Any
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
 from kvseek.core.request import FinishReason, StepOutput
+from kvseek.engine.text_output import TextOutput
 from kvseek.engine.tokenizer import Tokenizer
 
 from .translation import (
@@ -61,29 +62,21 @@ class TextRequest:
         }
         echo = not self.streaming and not scalar(tensors, "exclude_input_in_output", False)
         self._text = prompt if echo else ""
-        self._words = tokenizer.stream(stop_words)
-        self._output_tokens = 0
+        self._output = TextOutput(tokenizer, stop_words)
 
     def push(self, output: StepOutput) -> Iterator[dict[str, Any]]:
         """See ServedRequest."""
-        reason = output.finish_reason or ""
-        if output.token_id is None and not reason:
+        if output.token_id is None and output.finish_reason is None:
             if self._wants["return_prefill_progress"]:
                 yield self._chunk("", "", output)
             return
         if self.ended:
             return  # tokens drawn before the cancellation arrived
-        new = ""
-        if output.token_id is not None:
-            self._output_tokens += 1
-            new += self._words.push(output.token_id)
-        if reason:
-            new += self._words.finish()
-        if self._words.stopped:
-            reason, self.ended = FinishReason.STOP_WORD.value, True
-        self._text += new
-        if self.streaming or reason:
-            yield self._chunk(self._text, reason, output)
+        self._text += self._output.push(output)
+        reason = self._output.finish_reason
+        self.ended = reason is FinishReason.STOP_WORD
+        if self.streaming or reason is not None:
+            yield self._chunk(self._text, reason or "", output)
             self._text = ""
 
     def _chunk(self, text_output: str, reason: str, output: StepOutput) -> dict[str, Any]:
@@ -97,7 +90,7 @@ class TextRequest:
         if self._wants["return_num_input_tokens"]:
             chunk["num_input_tokens"] = len(self.request.prompt_ids)
         if self._wants["return_num_output_tokens"]:
-            chunk["num_output_tokens"] = self._output_tokens
+            chunk["num_output_tokens"] = len(self._output.token_ids)
         return chunk
 
 

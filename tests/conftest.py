@@ -19,6 +19,8 @@ SMOLLM2 = ROOT / ".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 NEEDLE = ROOT.parent / "shared/needle"
 BuildEngine = Callable[..., Path]
 
+if not Path(str(build.__file__)).resolve().is_relative_to(ROOT):
+    pytest.exit(f"kvseek.builder.build is {build.__file__}, not this checkout's: run make install, or make links", 3)
 bfloat16.usable()  # before any test multiplies matrices
 
 

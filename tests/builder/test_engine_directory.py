@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_inspection_does_not_read_weights(engine: Path, capsys: pytest.CaptureFi
     status, text = printed(capsys, "--inspect", engine)
     assert status == 0
     lines = [line.split() for line in text.splitlines()]
-    assert "pariskv engine of [llama], built by kvseek 0.1.0, format 2" in text
+    assert f"pariskv engine of [llama], built by kvseek {version('kvseek')}, format 2" in text
     assert ["top_k", "20", "not", "the", "default"] in lines
     assert ["sink", "8", "not", "the", "default"] in lines
     assert ["rotation_seed", "0"] in lines

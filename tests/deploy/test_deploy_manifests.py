@@ -204,3 +204,15 @@ def test_commands_in_the_documentation_name_what_exists() -> None:
         assert (ROOT / path).exists(), path
     stopping = {int(seconds) for seconds in re.findall(r"--stop-timeout (\d+)", text)}
     assert min(stopping) > SHUTDOWN_SECONDS
+
+
+def test_all_places_name_the_projects_version() -> None:
+    """pyproject.toml decides; what cannot read it follows."""
+    version = project()["project"]["version"]
+    images = "docker/compose.yaml", "docker/kubernetes/deployment.yaml", "docs/deploy.md"
+    for name in images:
+        assert set(re.findall(r"kvseek:(\d[\d.]*)-[cg]pu", (ROOT / name).read_text())) == {version}, name
+    assert f'"version": "{version}"' in (ROOT / "docs/builder.md").read_text()
+    newest = re.search(r"^## \[(\d[\d.]*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -11,8 +12,9 @@ from tests.conftest import BuildEngine
 from tests.plugins.cases import CASES
 from tests.support.random_models import VOCABULARY, save_random_model
 
+from kvseek import LLM, SamplingParams
+from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
-from kvseek.engine.engine import Engine
 from kvseek.evaluation import needle
 
 LENGTH = 4096
@@ -32,9 +34,10 @@ def score(kind: str, gold: list[int], got: list[int]) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Engine:
+def llm(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Iterator[LLM]:
     model = save_random_model(tmp_path_factory.mktemp("needle") / "model", "qwen3")
-    return Engine.load(build_engine(model, "full", "--max_seq_len", "300", "--max_batch_size", "2"))
+    with LLM(build_engine(model, "full", "--max_seq_len", "300", "--max_batch_size", "2")) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def tasks() -> ModuleType:
     return module
 
 
-def test_later_rounds_see_the_generated_answers(engine: Engine, tasks: ModuleType) -> None:
+def test_later_rounds_see_the_generated_answers(llm: LLM, tasks: ModuleType) -> None:
     """Two dialogues of three rounds: the right answers are generated step by step as one growing prompt."""
     dialogues, expected = [], []
     for number in range(2):
@@ -52,44 +55,46 @@ def test_later_rounds_see_the_generated_answers(engine: Engine, tasks: ModuleTyp
         history, rounds = list(context), []
         for question in ([70, 71], [80], [90, 91, 92]):
             history += question
-            ids = greedy(engine, history, 4 + needle.EXTRA_TOKENS, tasks.DOT)
+            ids = greedy(llm, history, 4 + needle.EXTRA_TOKENS, tasks.DOT)
             rounds.append(("one", question, [0, 0, 0, 0]))
             expected.append(ids)
             history += ids
         dialogues.append(needle.Dialogue(context, rounds))
     given = []
     tasks.score = lambda kind, gold, got: given.append(got) or score(kind, gold, got)
-    results = needle.converse(engine, tasks, dialogues)
+    results = needle.converse(llm, tasks, dialogues)
     tasks.score = score
     assert [len(scored) for scored in results] == [2, 2, 2]
     assert given == [expected[dialogue * 3 + number] for number in range(3) for dialogue in range(2)]
 
 
-def greedy(engine: Engine, prompt: list[int], limit: int, dot: int) -> list[int]:
-    (ids,) = engine.generate([needle.Request(tuple(prompt), limit)])
+def greedy(llm: LLM, prompt: list[int], limit: int, dot: int) -> list[int]:
+    (output,) = llm.generate(prompt, SamplingParams(max_tokens=limit, ignore_eos=True))
+    ids = list(output.token_ids)
     return ids[: ids.index(dot) + 1] if dot in ids else ids
 
 
-def test_an_answer_ends_with_its_full_stop(engine: Engine, tasks: ModuleType) -> None:
+def test_an_answer_ends_with_its_full_stop(llm: LLM, tasks: ModuleType) -> None:
     """The token that ends an answer belongs to it, as in the right answers."""
     prompt = [5, *range(10, 60)]
-    (ids,) = engine.generate([needle.Request(tuple(prompt), 12)])
+    (output,) = llm.generate(prompt, SamplingParams(max_tokens=12, ignore_eos=True))
+    ids = list(output.token_ids)
     ending = Tasks("tasks")
     ending.DOT, ending.score = ids[2], score
     gold = ids[: ids.index(ids[2]) + 1]
     ((right, share),), ((wrong, _),) = (
-        needle.converse(engine, ending, [needle.Dialogue(prompt, [("one", [], answer)])])[0]
+        needle.converse(llm, ending, [needle.Dialogue(prompt, [("one", [], answer)])])[0]
         for answer in (gold, [*gold[:-1], 0])
     )
     assert (right, share) == ({"exact": 1.0, "part": 1.0}, 1.0)
     assert wrong == {"exact": 0.0, "part": (len(gold) - 1) / len(gold)}
 
 
-def test_too_long_questions_are_refused_before_any_is_asked(engine: Engine) -> None:
+def test_too_long_questions_are_refused_before_any_is_asked(llm: LLM) -> None:
     dialogue = needle.Dialogue([1] * 280, [("one", [2] * 10, [3] * 5)])
     assert dialogue.longest == 280 + 10 + 5 + needle.EXTRA_TOKENS
     with pytest.raises(ConfigError, match=r"max_input_len = 300: must be >= 303 .* build with --max_input_len 303"):
-        needle.check_lengths(engine, "full", [dialogue])
+        needle.check_lengths(llm.config, "full", [dialogue])
 
 
 def test_the_folder_is_named_if_it_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,11 +157,11 @@ def test_too_many_rounds_are_named(needle_folder: Path) -> None:
         needle.make_dialogues(tasks, "multi_turn", 1024, 8, 64)
 
 
-def test_a_model_without_the_positions_is_named(engine: Engine) -> None:
+def test_a_model_without_the_positions_is_named(llm: LLM) -> None:
     """Building longer would not help: the length has to come down."""
     dialogue = needle.Dialogue([1] * 1010, [("one", [2] * 10, [3] * 5)])
     with pytest.raises(ConfigError, match=r"the model has 1024 positions: lower --lengths by 9$"):
-        needle.check_lengths(engine, "full", [dialogue])
+        needle.check_lengths(llm.config, "full", [dialogue])
 
 
 def test_long_dialogues_are_shown_by_eight_rounds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,11 +178,11 @@ def test_engines_of_one_method_are_told_apart(
     pages = ("--prkv.static_share", "0")
     model = needle_folder / "model"
     directories = [build_engine(model, "prkv", *flags), build_engine(model, "prkv", *flags, *pages)]
-    engines = [Engine.load(directory) for directory in directories]
+    configs = [read_config(directory) for directory in directories]
     names = ["prkv top_k=128", "prkv top_k=128 static_share=0.0"]
-    assert needle.engine_names(directories, engines) == names
-    assert needle.engine_names(directories[:1], engines[:1]) == ["prkv"]
-    assert needle.engine_names([tmp_path, tmp_path / "b"], [engines[0]] * 2) == [str(tmp_path), str(tmp_path / "b")]
+    assert needle.engine_names(directories, configs) == names
+    assert needle.engine_names(directories[:1], configs[:1]) == ["prkv"]
+    assert needle.engine_names([tmp_path, tmp_path / "b"], [configs[0]] * 2) == [str(tmp_path), str(tmp_path / "b")]
     output = tmp_path / "results" / "needle.json"
     given = [word for directory in directories for word in ("--engine_dir", str(directory))]
     given += ["--needle", str(needle_folder), "--lengths", "600", "--n", "1", "--output", str(output)]

@@ -17,13 +17,11 @@ pytestmark = pytest.mark.slow
 
 SERVE = """
 import json, sys
-from pathlib import Path
 import kvseek.plugins.toy as toy
-from kvseek.engine.engine import Engine
-from kvseek.core.request import Request
-engine = Engine.load(Path(sys.argv[1]))
-(tokens,) = engine.generate([Request(tuple(range(5, 305)), 8)])
-print(json.dumps({"method": engine.config.method, "tokens": len(tokens), "from": toy.__file__}))
+from kvseek import LLM, SamplingParams
+with LLM(sys.argv[1]) as llm:
+    (output,) = llm.generate(range(5, 305), SamplingParams(max_tokens=8, ignore_eos=True))
+    print(json.dumps({"method": llm.config.method, "tokens": len(output.token_ids), "from": toy.__file__}))
 """
 
 
@@ -41,7 +39,7 @@ def test_a_folder_is_all_that_a_method_takes(tmp_path: Path) -> None:
     for name in (*folders, "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             copy.mkdir(exist_ok=True)
             shutil.copy(source, copy / name)

@@ -1,6 +1,7 @@
 """tensorrt_llm: token ids to token ids. A door of the engine process; server/triton_door.py has the code."""
 
 import logging
+from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
@@ -8,12 +9,12 @@ from kvseek.server.triton_door import TritonDoor
 
 
 class TritonPythonModel:
-    def initialize(self, args):
+    def initialize(self, args: dict[str, str]) -> None:
         logging.basicConfig(level=logging.INFO)
         self.door = TritonDoor(pb_utils, args)
 
-    def execute(self, requests):
+    def execute(self, requests: list[Any]) -> None:
         self.door.execute(requests)
 
-    def finalize(self):
+    def finalize(self) -> None:
         self.door.finalize()

@@ -241,5 +241,13 @@ def test_needles_are_found(needle_folder: Path, build_engine: BuildEngine, monke
     engine = Engine(decoder.config, decoder, Engine.load(directory).tokenizer)
     tasks = needle.load_tasks(needle_folder)
     dialogues = needle.make_dialogues(tasks, "niah_single", 600, 2)
-    ((first, _), (second, _)) = needle.converse(engine, tasks, dialogues)[0]
-    assert first["exact"] == second["exact"] == 1.0
+    asked = [(dialogue.context, *dialogue.rounds[0]) for dialogue in dialogues]
+    requests = [
+        Request((*context, *question), len(gold) + 8, stop_words=((tasks.DOT,),))
+        for context, _, question, gold in asked
+    ]
+    answers = engine.generate(requests)
+    assert [tasks.score(kind, gold, ids)["exact"] for (_, kind, _, gold), ids in zip(asked, answers, strict=True)] == [
+        1,
+        1,
+    ]

@@ -1,0 +1,47 @@
+"""The text of one request while the engine's outputs arrive. The server's doors and the Python API both use this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvseek.core.request import FinishReason, StepOutput
+
+from .tokenizer import Tokenizer
+
+
+class TextOutput:
+    """Turns the outputs of one request into pieces of text, and ends the text before the first stop word.
+
+    A stop word is found in the text, whatever tokens it is spelt with. The engine does not know it: whoever passes the
+    outputs on cancels the request when `finish_reason` is set although the engine goes on.
+
+    Parameters
+    ----------
+    stop_words : sequence of str
+        Texts that end the output and are not part of it; raises RequestError on an empty one.
+
+    Attributes
+    ----------
+    token_ids : list of int
+        Tokens so far, those that spell a stop word included.
+    finish_reason : FinishReason or None
+        Why the text has ended: STOP_WORD, or what the engine says. None: it has not.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_words: Sequence[str] = ()) -> None:
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._words = tokenizer.stream(stop_words)
+
+    def push(self, output: StepOutput) -> str:
+        """Take one output of the engine; returns the text that is certain now. Nothing comes after the end."""
+        if self.finish_reason is not None:
+            return ""  # tokens drawn before the cancellation arrived
+        text = ""
+        if output.token_id is not None:
+            self.token_ids.append(output.token_id)
+            text = self._words.push(output.token_id)
+        if output.finish_reason is not None:
+            text += self._words.finish()
+        self.finish_reason = FinishReason.STOP_WORD if self._words.stopped else output.finish_reason
+        return text

@@ -1,0 +1,99 @@
+"""AsyncLLM: LLM for programs on asyncio, such as servers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+from kvseek.core.request import DEFAULT_PRIORITY, StepOutput
+
+from .base_llm import BaseLLM, Message, Prompt
+from .generation import Generation, GenerationError
+from .outputs import OutputPiece
+from .sampling_params import SamplingParams
+
+MAKERS = 2  # threads that tokenise, beside the event loop: more would take the engine's cores
+
+
+class AsyncLLM(BaseLLM):
+    """LLM for programs on asyncio: one prompt a call, any number of calls at once, computed together in batches.
+
+    A task that is cancelled, or leaves the iteration, has its request cancelled. Parameters and errors of the constructor are
+    those of LLM; it takes seconds, or minutes when it builds, so call it before the loop starts or with `asyncio.to_thread`.
+    """
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = DEFAULT_PRIORITY,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[OutputPiece, None]:
+        """Continue a prompt, a text or token ids: its pieces as they come; the last one has the whole `output`.
+
+        Parameters and errors are those of LLM.generate.
+        """
+        params = sampling_params or SamplingParams()
+        make = functools.partial(self._generation, 0, prompt, params, priority=priority, timeout=timeout)
+        return self._run(make)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = DEFAULT_PRIORITY,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[OutputPiece, None]:
+        """Answer one conversation, as `generate` does with a prompt; LLM.chat says what messages are."""
+        params = sampling_params or SamplingParams()
+
+        def make() -> Generation:
+            text = self.tokenizer.apply_chat_template(messages)
+            return self._generation(0, text, params, templated=True, priority=priority, timeout=timeout)
+
+        return self._run(make)
+
+    async def close(self) -> None:
+        """End all requests and free the engine; no thread is left. May be called again."""
+        if self._finalizer.alive:
+            await asyncio.get_running_loop().run_in_executor(self._makers, self._close)
+            self._makers.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @functools.cached_property
+    def _makers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(MAKERS, thread_name_prefix="kvseek-tokenise")
+
+    async def _run(self, make: Callable[[], Generation]) -> AsyncGenerator[OutputPiece, None]:
+        """Make a request in a thread, submit it and give its pieces; it is cancelled if the iteration is left before its end."""
+        self._check_open()
+        loop = asyncio.get_running_loop()
+        generation = await loop.run_in_executor(self._makers, make)
+        arrived: asyncio.Queue[StepOutput] = asyncio.Queue()
+
+        def on_output(output: StepOutput) -> None:  # in the engine's thread
+            loop.call_soon_threadsafe(arrived.put_nowait, output)
+
+        handle = self._service.submit(generation.request, on_output)
+        try:
+            while generation.output is None:
+                piece = generation.push(await arrived.get())
+                if piece is not None:
+                    yield piece
+        finally:
+            self._service.cancel(handle)  # nothing happens if it has ended
+        if generation.output.error:
+            raise GenerationError([generation.output])

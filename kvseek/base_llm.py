@@ -1,0 +1,181 @@
+"""What the synchronous and the asynchronous API share: the engine in its thread, and requests from prompts."""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import CapacityError, EngineDirectoryError, RequestError, UnavailableError
+from kvseek.core.request import DEFAULT_PRIORITY, Request
+from kvseek.engine.engine import MAX_NUM_TOKENS, Engine
+from kvseek.engine.service import EngineService
+from kvseek.engine.tokenizer import Tokenizer
+
+from .engine_cache import EngineSource, engine_source
+from .generation import Generation
+from .sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]  # text or token ids
+Message = Mapping[str, str]  # with "role" and "content"
+PathLike = str | os.PathLike[str]
+
+
+class BaseLLM:
+    """A model that is loaded into this process; see LLM for the parameters and errors.
+
+    Attributes
+    ----------
+    engine_dir : Path
+        The engine directory: the one that was given, or the cache's.
+    """
+
+    def __init__(
+        self,
+        model: PathLike,
+        *,
+        method: str | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        max_seq_len: int | None = None,
+        max_batch_size: int | None = None,
+        tokenizer: PathLike | None = None,
+        cache_dir: PathLike | None = None,
+        threads: int | None = None,
+        max_num_tokens: int = MAX_NUM_TOKENS,
+        quiet: bool = False,
+        **build_options: Any,
+    ) -> None:
+        named = {
+            "method": method,
+            "device": device,
+            "dtype": dtype,
+            "max_seq_len": max_seq_len,
+            "max_batch_size": max_batch_size,
+            "tokenizer": tokenizer,
+        }
+        options = {name: value for name, value in named.items() if value is not None} | build_options
+        source = engine_source(model, options, cache_dir, quiet)
+        self.engine_dir = source.directory
+        self._service = _load(source, threads, max_num_tokens)
+        # Also when the object is dropped, or the program ends without `close`: the engine's thread ends before PyTorch does.
+        self._finalizer = weakref.finalize(self, self._service.close)
+
+    @property
+    def config(self) -> EngineConfig:
+        """Configuration of the engine: model, method, cache and limits."""
+        return self._service.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the engine; may be used from any thread."""
+        return self._service.tokenizer
+
+    @property
+    def engine(self) -> Engine:
+        """The engine itself, for measurements. It belongs to a thread of its own: its docstrings say what others may call."""
+        return self._service.engine
+
+    def _close(self) -> None:
+        """End all requests, and the engine's thread. May be called again."""
+        self._finalizer()
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise UnavailableError("the LLM is closed: no further requests; make another one")
+
+    def _generation(
+        self,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        templated: bool = False,
+        priority: int = DEFAULT_PRIORITY,
+        timeout: float | None = None,
+    ) -> Generation:
+        """A request that the engine can serve, not submitted yet; `templated` text has its special tokens already.
+
+        Raises RequestError or CapacityError if the engine can never serve it, UnavailableError if it is closed.
+        """
+        self._check_open()
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params = {params!r}: must be a kvseek.SamplingParams; make one")
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.tokenizer.encode(prompt, not templated) if isinstance(prompt, str) else _token_ids(prompt)
+        ends = () if params.ignore_eos else self.config.model.eos_token_ids
+        request = Request(
+            prompt_ids=tuple(ids),
+            max_tokens=params.max_tokens,
+            sampling=params,
+            end_ids=(*ends, *params.stop_token_ids),
+            priority=priority,
+            timeout_seconds=timeout,
+        )
+        self.engine.check(request)
+        return Generation(index, text, request, self.tokenizer, params.stop)
+
+    def _generations(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, **options: Any
+    ) -> list[Generation]:
+        """`_generation` of every prompt; an error of one among several names it."""
+        each = _one_each(params, len(prompts))
+        generations = []
+        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                generations.append(self._generation(index, prompt, own, **options))
+            except (RequestError, CapacityError) as error:
+                if len(prompts) == 1:
+                    raise
+                raise type(error)(f"prompts[{index}]: {error}; no prompt has been started") from None
+        return generations
+
+
+def _load(source: EngineSource, threads: int | None, max_num_tokens: int) -> EngineService:
+    """Load the engine; an entry of the cache that is damaged is built again."""
+    try:
+        return EngineService.load(source.directory, threads, None, max_num_tokens)
+    except EngineDirectoryError as error:
+        if source.options is None:
+            raise
+        if not source.options.quiet:
+            print(f"{error}; building it again", file=sys.stderr)
+    source.build()
+    return EngineService.load(source.directory, threads, None, max_num_tokens)
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    """Sampling parameters of each prompt; raises RequestError if there are not as many as prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence):
+        raise RequestError(f"sampling_params = {params!r}: must be a kvseek.SamplingParams; make one")
+    if len(params) != count:
+        raise RequestError(
+            f"sampling_params has {len(params)} entries: must be one for all prompts, or {count}, one for each; leave some out"
+        )
+    return params
+
+
+def _token_ids(ids: Sequence[int]) -> list[int]:
+    """Token ids as Python integers; raises RequestError if they are something else."""
+    try:
+        return [operator.index(number) for number in ids]
+    except TypeError:
+        raise RequestError(f"prompt = {ids!r:.80}: must be a text or a sequence of token ids; convert it") from None
+
+
+def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Prompts as a list: one text or one sequence of token ids is a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    try:
+        operator.index(listed[0])
+    except (IndexError, TypeError):  # no prompt; a text, or a sequence of ids
+        return listed
+    return [listed]

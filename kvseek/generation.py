@@ -1,0 +1,99 @@
+"""One request of the Python API: prompt and parameters to a request of the engine, the engine's outputs to pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvseek.core.errors import KvseekError, UnavailableError
+from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.statistics import RequestStatistics
+from kvseek.engine.text_output import TextOutput
+from kvseek.engine.tokenizer import Tokenizer
+
+from .outputs import OutputPiece, RequestOutput
+
+CLOSED = "the LLM was closed before the request had ended: no text follows; keep it open until its requests have ended"
+
+
+class GenerationError(KvseekError):
+    """Requests failed while they were running; raised when all that were given together have ended, so nothing is lost.
+
+    Attributes
+    ----------
+    outputs : list of RequestOutput
+        Of all prompts, in their order. Those that failed have an `error`, and what was generated before it.
+    """
+
+    def __init__(self, outputs: Sequence[RequestOutput]) -> None:
+        failed = [output for output in outputs if output.error]
+        first = failed[0]
+        super().__init__(
+            f"{len(failed)} of {len(outputs)} requests failed, the first is prompts[{first.index}]: {first.error}; "
+            "the outputs of the others are in this error's `outputs`"
+        )
+        self.outputs = list(outputs)
+
+
+class Generation:
+    """A request and what has come of it so far.
+
+    Attributes
+    ----------
+    request : Request
+        For the engine.
+    output : RequestOutput or None
+        The complete output; None before the end.
+    """
+
+    def __init__(
+        self, index: int, prompt: str | None, request: Request, tokenizer: Tokenizer, stop: Sequence[str]
+    ) -> None:
+        self.index, self.request = index, request
+        self.output: RequestOutput | None = None
+        self._prompt = prompt
+        self._words = TextOutput(tokenizer, stop)
+        self._text: list[str] = []
+        self._cached: list[int] = []  # tokens in the cache, at each decode step
+        self._attended: list[float] = []  # of those, attended to
+        self._statistics: RequestStatistics | None = None
+
+    def push(self, output: StepOutput) -> OutputPiece | None:
+        """Take an output of the engine: the piece that it gives; None for progress in reading the prompt, and after the end.
+
+        The engine does not know stop texts, and goes on after one: whoever calls this cancels the request then.
+        """
+        if self.output is not None or (output.token_id is None and output.finish_reason is None):
+            return None
+        if output.finish_reason in (FinishReason.CANCELLED, FinishReason.SHUTDOWN):  # not by this request's caller
+            output = replace(output, finish_reason=FinishReason.ERROR, error=f"{UnavailableError.__name__}: {CLOSED}")
+        if output.statistics is not None:
+            self._statistics = output.statistics
+        if output.cached_tokens:
+            self._cached.append(output.cached_tokens)
+            self._attended.append(output.attended_tokens)
+        text = self._words.push(output)
+        self._text.append(text)
+        ids = () if output.token_id is None else (output.token_id,)
+        reason = self._words.finish_reason
+        if reason is not None:
+            self.output = self._complete(reason, output.error if reason is FinishReason.ERROR else "")
+        return OutputPiece(self.index, text, ids, reason, self.output)
+
+    def _complete(self, reason: FinishReason, error: str) -> RequestOutput:
+        steps = max(1, len(self._cached))
+        times = self._statistics
+        return RequestOutput(
+            index=self.index,
+            prompt=self._prompt,
+            prompt_token_ids=self.request.prompt_ids,
+            text="".join(self._text),
+            token_ids=tuple(self._words.token_ids),
+            finish_reason=reason,
+            attended_tokens=sum(self._attended) / steps,
+            cached_tokens=sum(self._cached) / steps,
+            queue_seconds=0.0 if times is None else times.queue_seconds,
+            ttft_seconds=0.0 if times is None else times.ttft_seconds,
+            tpot_seconds=0.0 if times is None else times.tpot_seconds,
+            error=error,
+        )

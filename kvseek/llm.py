@@ -1,0 +1,222 @@
+"""LLM: a model in this process, and what it generates."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Literal, Self, overload
+
+from kvseek.core.request import DEFAULT_PRIORITY, StepOutput
+
+from .base_llm import BaseLLM, Message, Prompt, prompt_list
+from .generation import Generation, GenerationError
+from .outputs import OutputPiece, RequestOutput
+from .sampling_params import SamplingParams
+
+Conversations = Sequence[Message] | Sequence[Sequence[Message]]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM(BaseLLM):
+    """A model that is loaded into this process; use it in a `with` statement, or call `close`.
+
+    Any number of threads may call `generate` and `chat` at once; what they ask for is computed together, in batches.
+
+    Parameters
+    ----------
+    model : str or path
+        An engine directory of `kvseek build`; a checkpoint that it reads (docs/builder.md); or a name on the Hugging Face hub,
+        whose files must be in Hugging Face's cache (`hf download NAME`). Of a checkpoint an engine is built into a cache
+        folder, and found there the next time.
+    method : str, optional
+        What runs inside attention: full, flat, pariskv, ctkvr, clusterkv or prkv; pariskv if left out.
+    device, dtype : str, optional
+        "cpu" or "cuda"; "float32", "bfloat16" or, on cuda, "float16". cpu and float32 if left out.
+    max_seq_len : int, optional
+        Most tokens of a prompt and its answer; what the model allows, at most 131,072, if left out.
+    max_batch_size : int, optional
+        Most requests that are computed together; 4 if left out.
+    tokenizer : path, optional
+        Folder of the tokenizer, for checkpoints that come without one.
+    **build_options
+        Further options of `kvseek build` by their names: max_input_len, prefill_chunk_tokens, kernels,
+        weight_only_precision, runtime, cuda_archs; method_config, cache and tensorrt are dictionaries, such as
+        ``method_config={"top_k": 200}`` for ``--pariskv.top_k 200``.
+    cache_dir : path, optional
+        Folder of the engines that are built; ``~/.cache/kvseek/engines`` if left out.
+    threads : int, optional
+        CPU threads of the whole process (torch.set_num_threads).
+    max_num_tokens : int
+        Most prompt tokens that one step of the engine reads.
+    quiet : bool
+        Print no progress of building.
+
+    Raises
+    ------
+    ConfigError
+        There is no such model, or an option is unknown, out of range, or given for an engine directory, which has its own.
+    EngineDirectoryError
+        The engine directory is incomplete or damaged. An entry of the cache is built again instead.
+    KernelError, CapacityError
+        The engine's kernels cannot be compiled or do not run here; it does not fit into memory.
+    """
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        stream: Literal[False] = False,
+        priority: int = DEFAULT_PRIORITY,
+        timeout: float | None = None,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        stream: Literal[True],
+        priority: int = DEFAULT_PRIORITY,
+        timeout: float | None = None,
+    ) -> Iterator[OutputPiece]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        stream: bool = False,
+        priority: int = DEFAULT_PRIORITY,
+        timeout: float | None = None,
+    ) -> list[RequestOutput] | Iterator[OutputPiece]:
+        """Continue prompts.
+
+        Parameters
+        ----------
+        prompts : str, sequence of int, or a sequence of these
+            Texts or token ids. Texts get the special tokens with which the model expects a text to begin; ids get none.
+        sampling_params : SamplingParams, or a sequence of them
+            For all prompts, or one for each.
+        stream : bool
+            Give pieces as they come, those of different prompts mixed; leaving the iteration cancels what has not ended.
+        priority : int
+            0 to 255: of requests that wait, those with larger numbers start first.
+        timeout : float, optional
+            Seconds from the start. A request that still waits then fails, one that runs ends with what it has.
+
+        Returns
+        -------
+        list of RequestOutput, in the order of the prompts, or with `stream` an iterator of OutputPiece
+
+        Raises
+        ------
+        RequestError, CapacityError
+            The engine can never serve one of the prompts: raised at once, before any is started.
+        GenerationError
+            Requests failed while they ran: raised when all have ended, with the outputs of all.
+        UnavailableError
+            The LLM is closed, or its engine has failed.
+        """
+        listed = prompt_list(prompts)
+        return self._answer(self._generations(listed, sampling_params, priority=priority, timeout=timeout), stream)
+
+    @overload
+    def chat(
+        self,
+        messages: Conversations,
+        sampling_params: Params = None,
+        *,
+        stream: Literal[False] = False,
+        priority: int = DEFAULT_PRIORITY,
+        timeout: float | None = None,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversations,
+        sampling_params: Params = None,
+        *,
+        stream: Literal[True],
+        priority: int = DEFAULT_PRIORITY,
+        timeout: float | None = None,
+    ) -> Iterator[OutputPiece]: ...
+
+    def chat(
+        self,
+        messages: Conversations,
+        sampling_params: Params = None,
+        *,
+        stream: bool = False,
+        priority: int = DEFAULT_PRIORITY,
+        timeout: float | None = None,
+    ) -> list[RequestOutput] | Iterator[OutputPiece]:
+        """Answer conversations, written down by the model's own chat template.
+
+        Parameters
+        ----------
+        messages : sequence of messages, or a sequence of conversations
+            A message is a dictionary with "role" and "content"; a conversation is a sequence of them.
+        sampling_params, stream, priority, timeout
+            As of `generate`, and so are what is returned and raised. RequestError also if the model has no chat template,
+            or the template refuses the messages.
+        """
+        single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations: Sequence[Sequence[Message]] = [messages] if single else messages  # type: ignore[assignment, list-item]
+        texts = [self.tokenizer.apply_chat_template(conversation) for conversation in conversations]
+        generations = self._generations(texts, sampling_params, templated=True, priority=priority, timeout=timeout)
+        return self._answer(generations, stream)
+
+    def close(self) -> None:
+        """End all requests and free the engine; no thread is left. May be called again."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _answer(self, generations: Sequence[Generation], stream: bool) -> list[RequestOutput] | Iterator[OutputPiece]:
+        pieces = self._run(generations)
+        if stream:
+            return pieces
+        outputs = [piece.output for piece in pieces if piece.output is not None]
+        return sorted(outputs, key=lambda output: output.index)
+
+    def _run(self, generations: Sequence[Generation]) -> Iterator[OutputPiece]:
+        """Submit requests and give their pieces; what has not ended when the iteration is left is cancelled."""
+        arrived: SimpleQueue[tuple[int, StepOutput]] = SimpleQueue()
+        handles: dict[int, int] = {}  # of the requests that have not ended, by index
+        ended: list[RequestOutput] = []
+        try:
+            for generation in generations:
+                on_output = functools.partial(_put, arrived, generation.index)
+                handles[generation.index] = self._service.submit(generation.request, on_output)
+            while handles:
+                index, output = arrived.get()
+                piece = generations[index].push(output)
+                if piece is None:
+                    continue
+                if piece.output is not None:
+                    ended.append(piece.output)
+                    handle = handles.pop(index)
+                    if output.finish_reason is None:  # a stop text came, of which the engine does not know
+                        self._service.cancel(handle)
+                yield piece
+        finally:
+            for handle in handles.values():
+                self._service.cancel(handle)
+        if any(output.error for output in ended):
+            raise GenerationError(sorted(ended, key=lambda output: output.index))
+
+
+def _put(arrived: SimpleQueue[tuple[int, StepOutput]], index: int, output: StepOutput) -> None:
+    arrived.put((index, output))

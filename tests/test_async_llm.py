@@ -1,0 +1,120 @@
+"""kvseek.AsyncLLM: what LLM gives, from coroutines; tasks that are cancelled cancel their requests."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from conftest import BuildEngine
+from random_models import save_random_model
+
+from kvseek import LLM, AsyncLLM, GenerationError, OutputPiece, RequestError, RequestOutput, SamplingParams
+from kvseek.core.errors import UnavailableError
+
+PROMPTS = ["the harbour master wrote the log", "one ship", "the light was lit at dusk", "1931"]
+CONVERSATION = [{"role": "user", "content": "who wrote the log"}]
+GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
+LONG = SamplingParams(max_tokens=900, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
+    return build_engine(save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama"), "full")
+
+
+def run(directory: Path, use: Callable[[AsyncLLM], Awaitable[None]]) -> None:
+    """Call a coroutine function with an LLM; no thread may be left."""
+
+    async def main() -> None:
+        async with AsyncLLM(directory) as llm:
+            await use(llm)
+            await settle(llm)
+
+    before = threading.enumerate()
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert threading.enumerate() == before
+
+
+async def settle(llm: AsyncLLM) -> None:
+    while llm.engine.running or llm.engine.waiting:
+        await asyncio.sleep(0.01)
+
+
+async def last(pieces: AsyncIterator[OutputPiece]) -> RequestOutput:
+    found = [piece async for piece in pieces]
+    output = found[-1].output
+    assert output is not None
+    assert output.text == "".join(piece.text for piece in found)
+    return output
+
+
+def test_outputs_are_those_of_an_llm(directory: Path) -> None:
+    with LLM(directory) as llm:
+        expected = [(output.prompt, output.text, output.token_ids) for output in llm.generate(PROMPTS, GREEDY)]
+        (answer,) = llm.chat(CONVERSATION, GREEDY)
+
+    async def use(llm: AsyncLLM) -> None:
+        found = await asyncio.gather(*(last(llm.generate(prompt, GREEDY)) for prompt in PROMPTS))
+        assert [(output.prompt, output.text, output.token_ids) for output in found] == expected
+        assert (await last(llm.chat(CONVERSATION, GREEDY))).text == answer.text
+
+    run(directory, use)
+
+
+def test_a_cancelled_task_cancels_its_request(directory: Path) -> None:
+    async def use(llm: AsyncLLM) -> None:
+        tasks = [asyncio.create_task(last(llm.generate(prompt, LONG))) for prompt in PROMPTS * 2]
+        while not (llm.engine.running and llm.engine.waiting):
+            await asyncio.sleep(0.01)
+        for task in tasks[1:]:
+            task.cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(one) for one in done] == [RequestOutput, *[asyncio.CancelledError] * 7]
+        assert len(done[0].token_ids) == 900  # type: ignore[union-attr]
+
+    run(directory, use)
+
+
+def test_leaving_the_iteration_cancels_the_request(directory: Path) -> None:
+    async def use(llm: AsyncLLM) -> None:
+        async with aclosing(llm.generate(PROMPTS[0], LONG)) as pieces:
+            async for _ in pieces:
+                break
+        await settle(llm)
+        (output,) = [piece.output async for piece in llm.generate("one", SamplingParams(max_tokens=1))]
+        assert output is not None
+
+    run(directory, use)
+
+
+def test_a_stop_text_ends_the_request(directory: Path) -> None:
+    async def use(llm: AsyncLLM) -> None:
+        whole = await last(llm.generate(PROMPTS[0], GREEDY))
+        word = whole.text[5:8]
+        output = await last(llm.generate(PROMPTS[0], SamplingParams(max_tokens=900, ignore_eos=True, stop=word)))
+        assert (output.text, output.finish_reason) == (whole.text[: whole.text.index(word)], "stop_word")
+
+    run(directory, use)
+
+
+def test_errors(directory: Path) -> None:
+    async def use(llm: AsyncLLM) -> None:
+        with pytest.raises(RequestError, match="input_ids"):
+            await last(llm.generate([]))
+        with pytest.raises(GenerationError, match="TimeoutExpiredError"):
+            await last(llm.generate("log", timeout=1e-6))
+        going_on = asyncio.create_task(last(llm.generate("log", LONG)))
+        while not llm.engine.running:
+            await asyncio.sleep(0.01)
+        await llm.close()
+        await llm.close()
+        with pytest.raises(GenerationError, match="the LLM was closed"):
+            await going_on
+        with pytest.raises(UnavailableError, match="the LLM is closed"):
+            await last(llm.generate("log"))
+
+    run(directory, use)

@@ -1,0 +1,354 @@
+"""kvseek.LLM: what it generates beside the bare engine, its pieces, its errors, and what it leaves behind."""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import BuildEngine
+from random_models import SPECIAL_TOKENS, save_random_model
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+import kvseek
+from kvseek import LLM, GenerationError, KvseekError, OutputPiece, RequestError, RequestOutput, SamplingParams
+from kvseek.core.errors import UnavailableError
+from kvseek.core.request import Request
+from kvseek.engine.engine import Engine
+from kvseek.engine.schedule.sampling import Sampler
+
+PROMPTS = [[i * 13 % 101 + 3 for i in range(number, number + 90)] for number in range(6)]
+SPARSE = ["--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32"]
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+LONG = SamplingParams(max_tokens=800, ignore_eos=True)
+TIMEOUT = 60.0
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
+    """An engine whose tokenizer begins every text with a special token."""
+    model = save_random_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+    begin_texts(model)
+    return build_engine(model, "pariskv", *SPARSE, "--pariskv.top_k", "20")
+
+
+def begin_texts(model: Path) -> None:
+    from tokenizers import processors
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    begin = SPECIAL_TOKENS[0]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, 0)]
+    )
+    tokenizer.save_pretrained(model)
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> Iterator[LLM]:
+    with LLM(directory) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(directory: Path) -> list[list[int]]:
+    """What the engine alone draws for PROMPTS."""
+    return Engine.load(directory).generate([Request(tuple(ids), GREEDY.max_tokens) for ids in PROMPTS])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def without_times(output: RequestOutput | None) -> dict[str, Any]:
+    return {name: value for name, value in vars(output).items() if not name.endswith("_seconds")}
+
+
+# What is generated
+
+
+def test_outputs_are_the_engines(llm: LLM, expected: list[list[int]]) -> None:
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert [list(output.token_ids) for output in outputs] == expected
+    assert [output.index for output in outputs] == list(range(6))
+    assert [list(output.prompt_token_ids) for output in outputs] == PROMPTS
+    assert [output.text for output in outputs] == [llm.tokenizer.decode(ids) for ids in expected]
+    for output in outputs:
+        assert (output.prompt, output.finish_reason, output.error) == (None, "length", "")
+        assert output.cached_tokens == pytest.approx(90 + 12)  # the mean of 91 to 113
+        assert 0 < output.attended_tokens < 60
+        assert output.attended_share == output.attended_tokens / output.cached_tokens
+        assert 0 < output.ttft_seconds < TIMEOUT
+        assert output.queue_seconds < output.ttft_seconds
+        assert 0 < output.tpot_seconds < TIMEOUT
+
+
+def test_prompts_run_as_a_batch(llm: LLM) -> None:
+    widths: list[int] = []
+    llm.engine.on_step = lambda report: widths.append(report.decode_batch)
+    llm.generate(PROMPTS, GREEDY)
+    llm.engine.on_step = None
+    assert max(widths) == llm.config.max_batch_size
+
+
+def test_forms_of_prompts(llm: LLM, expected: list[list[int]]) -> None:
+    text = "the harbour master"
+    ids = llm.tokenizer.encode(text)
+    assert ids[0] == 0
+    assert llm.generate([], GREEDY) == []
+    for prompts in (PROMPTS[0], tuple(PROMPTS[0]), np.array(PROMPTS[0]), np.array([PROMPTS[0]]), [PROMPTS[0]]):
+        (output,) = llm.generate(prompts, GREEDY)
+        assert list(output.token_ids) == expected[0]
+    (alone,) = llm.generate(text, GREEDY)
+    both = llm.generate([text, ids], GREEDY)
+    assert [output.prompt for output in both] == [text, None]
+    for output in both:
+        assert list(output.prompt_token_ids) == ids
+        assert (output.token_ids, output.text) == (alone.token_ids, alone.text)
+
+
+def test_a_parameter_set_for_each_prompt(llm: LLM, expected: list[list[int]]) -> None:
+    params = [SamplingParams(max_tokens=2 + number, ignore_eos=True) for number in range(6)]
+    outputs = llm.generate(PROMPTS, params)
+    assert [list(output.token_ids) for output in outputs] == [ids[: 2 + n] for n, ids in enumerate(expected)]
+    drawn = [SamplingParams(max_tokens=8, temperature=1.5, seed=seed, ignore_eos=True) for seed in (1, 2, 1)]
+    first, other, again = (output.token_ids for output in llm.generate([PROMPTS[0]] * 3, drawn))
+    assert first == again != other
+
+
+def test_pieces_add_up_to_the_outputs(llm: LLM) -> None:
+    outputs = llm.generate(PROMPTS, GREEDY)
+    pieces: list[list[OutputPiece]] = [[] for _ in PROMPTS]
+    for piece in llm.generate(PROMPTS, GREEDY, stream=True):
+        pieces[piece.index].append(piece)
+    for own, output in zip(pieces, outputs, strict=True):
+        assert "".join(piece.text for piece in own) == output.text
+        assert [token for piece in own for token in piece.token_ids] == list(output.token_ids)
+        assert [piece.finish_reason for piece in own] == [None] * 23 + ["length"]
+        assert [piece.output for piece in own[:-1]] == [None] * 23
+        assert without_times(own[-1].output) == without_times(output)
+
+
+def test_a_conversation_is_written_by_the_template(llm: LLM) -> None:
+    """Without a second special token at the beginning: the template has written it."""
+    conversation = [{"role": "user", "content": "who wrote the log"}]
+    text = llm.tokenizer.apply_chat_template(conversation)
+    (output,) = llm.chat(conversation, GREEDY)
+    assert output.prompt == text
+    assert list(output.prompt_token_ids) == llm.tokenizer.encode(text, add_special_tokens=False)
+    assert output.prompt_token_ids[:2].count(0) == 1
+    longer = [*conversation, {"role": "assistant", "content": "he did"}, {"role": "user", "content": "when"}]
+    several = llm.chat([conversation, longer], GREEDY)
+    assert without_times(several[0]) == without_times(output)
+    assert "he did" in str(several[1].prompt)
+    streamed = [piece.text for piece in llm.chat(conversation, GREEDY, stream=True)]
+    assert "".join(streamed) == output.text
+
+
+# What ends a request
+
+
+def test_a_stop_text_ends_the_output(llm: LLM) -> None:
+    (whole,) = llm.generate([PROMPTS[0]], LONG)
+    word = whole.text[20:23]
+    for stop in (word, [word, "not in it at all"]):
+        params = SamplingParams(max_tokens=800, ignore_eos=True, stop=stop)
+        (output,) = llm.generate([PROMPTS[0]], params)
+        assert output.finish_reason == "stop_word"
+        assert output.text == whole.text[: whole.text.index(word)]
+        assert output.token_ids == whole.token_ids[: len(output.token_ids)]
+    wait_until(lambda: llm.engine.running == 0)  # the engine does not go on to the 800th token
+
+
+def test_tokens_that_end_the_output(llm: LLM, expected: list[list[int]]) -> None:
+    ids = expected[0]
+    params = SamplingParams(max_tokens=24, ignore_eos=True, stop_token_ids=[ids[9], ids[12]])
+    (output,) = llm.generate([PROMPTS[0]], params)
+    assert output.finish_reason == "end_id"
+    assert list(output.token_ids) == ids[: min(ids.index(ids[9]), ids.index(ids[12]))]
+
+
+def test_the_models_own_end_tokens(directory: Path, llm: LLM) -> None:
+    (end,) = llm.config.model.eos_token_ids
+    bent = SamplingParams(max_tokens=800, temperature=3.0, seed=4)  # so flat that the end token is drawn some time
+    free = SamplingParams(max_tokens=800, temperature=3.0, seed=4, ignore_eos=True)
+    ended, went_on = (llm.generate(PROMPTS[0], params)[0] for params in (bent, free))
+    assert (ended.finish_reason, went_on.finish_reason) == ("end_id", "length")
+    at = went_on.token_ids.index(end)
+    assert ended.token_ids == went_on.token_ids[:at]
+
+
+# Errors
+
+
+def test_parameters_are_refused_by_name() -> None:
+    with pytest.raises(
+        RequestError, match=r"^n = 2: SamplingParams has no such parameter, .* it has temperature, top_k"
+    ):
+        SamplingParams(n=2)  # type: ignore[call-arg]
+    with pytest.raises(RequestError, match=r"top_p = 1\.5: must be in"):
+        SamplingParams(top_p=1.5)
+    assert SamplingParams(stop="a", stop_token_ids=[1]) == SamplingParams(stop=("a",), stop_token_ids=(1,))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([PROMPTS[0], []], GREEDY, r"prompts\[1\]: input_ids = '0 tokens': must be at least one token"),
+        ([PROMPTS[0], [5, 4000]], GREEDY, r"prompts\[1\]: input_ids = 4000: must be in \[0, 384\)"),
+        ([[5.5]], GREEDY, r"prompt = \[5.5\]: must be a text or a sequence of token ids"),
+        ("log", SamplingParams(max_tokens=5000), r"max_tokens .* = 5000: must be <= max_seq_len = 1024"),
+        ("log", SamplingParams(max_tokens=0), r"max_tokens .* = 0: must be >= 1"),
+        ("log", SamplingParams(stop=""), r"stop_words = '': must be non-empty"),
+        (["log", "log"], [GREEDY], "sampling_params has 1 entries: must be one for all prompts, or 2"),
+        ("log", {"max_tokens": 5}, r"sampling_params = .*: must be a kvseek.SamplingParams"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_runs(
+    llm: LLM, prompts: Any, params: Any, message: str
+) -> None:
+    before = llm.engine.step_report.number
+    for stream in (False, True):
+        with pytest.raises(RequestError, match=message):
+            llm.generate(prompts, params, stream=stream)
+    assert llm.engine.step_report.number == before
+
+
+def test_priority_and_timeout_are_the_engines(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="priority = 300"):
+        llm.generate("log", GREEDY, priority=300)
+    with pytest.raises(RequestError, match="timeout = 0"):
+        llm.chat([{"role": "user", "content": "log"}], GREEDY, timeout=0)
+    with pytest.raises(GenerationError, match=r"1 of 1 requests failed.*TimeoutExpiredError: timeout = 1e-06 s"):
+        llm.generate("log", GREEDY, timeout=1e-6)
+
+
+def test_a_request_that_fails_takes_no_other_with_it(
+    llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = Sampler.sample
+    drawn: list[int] = []
+
+    def fail(self: Sampler, logits: Tensor) -> int:
+        if self.greedy:  # the others' first tokens
+            return sample(self, logits)
+        drawn.append(sample(self, logits))
+        if len(drawn) == 4:
+            raise RuntimeError("not a number")
+        return drawn[-1]
+
+    monkeypatch.setattr(Sampler, "sample", fail)
+    params = [GREEDY, SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True), GREEDY]
+    with pytest.raises(
+        GenerationError, match=r"^1 of 3 requests failed, the first is prompts\[1\]: .*not a number"
+    ) as raised:
+        llm.generate(PROMPTS[:3], params)
+    good, bad, other = raised.value.outputs
+    assert [list(good.token_ids), list(other.token_ids)] == [expected[0], expected[2]]
+    assert list(bad.token_ids) == drawn[:3]
+    assert (bad.finish_reason, bad.text) == ("error", llm.tokenizer.decode(drawn[:3]))
+    assert "not a number" in bad.error
+    assert not good.error
+
+    drawn.clear()
+    streamed: list[int] = []
+    with pytest.raises(GenerationError):
+        streamed.extend(  # what came before the error is kept
+            token
+            for piece in llm.generate(PROMPTS[:3], params, stream=True)
+            if piece.index == 2
+            for token in piece.token_ids
+        )
+    assert streamed == expected[2]
+
+
+# Threads, and what is left behind
+
+
+def test_threads_share_an_llm(llm: LLM, expected: list[list[int]]) -> None:
+    found: dict[int, list[int]] = {}
+
+    def ask(number: int) -> None:
+        found[number] = list(llm.generate([PROMPTS[number]], GREEDY)[0].token_ids)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert [found[number] for number in range(6)] == expected
+
+
+def test_leaving_a_stream_cancels_its_requests(llm: LLM) -> None:
+    for piece in llm.generate(PROMPTS, LONG, stream=True):
+        assert piece.output is None
+        break
+    wait_until(lambda: llm.engine.running == llm.engine.waiting == 0)
+
+
+def test_a_keyboard_interrupt_cancels_the_requests(llm: LLM) -> None:
+    timer = threading.Timer(0.3, _thread.interrupt_main)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS * 50, LONG)
+    timer.join()
+    wait_until(lambda: llm.engine.running == llm.engine.waiting == 0)
+    assert len(llm.generate(PROMPTS[0], GREEDY)[0].token_ids) == 24
+
+
+def test_close_ends_threads_and_requests(directory: Path) -> None:
+    before = threading.enumerate()
+    llm = LLM(directory)
+    pieces = llm.generate(PROMPTS, LONG, stream=True)
+    next(pieces)
+    llm.close()
+    llm.close()
+    assert threading.enumerate() == before
+    with pytest.raises(
+        GenerationError, match=r"6 of 6 requests failed.* the LLM was closed before the request had ended"
+    ):
+        list(pieces)
+    with pytest.raises(UnavailableError, match="the LLM is closed"):
+        llm.generate("log")
+
+
+def test_an_llm_that_is_dropped_is_closed(directory: Path) -> None:
+    before = threading.enumerate()
+    llm = LLM(directory)
+    assert len(threading.enumerate()) > len(before)
+    del llm
+    gc.collect()
+    assert threading.enumerate() == before
+
+
+# The package's names
+
+
+def test_importing_kvseek_is_cheap() -> None:
+    """A server's door needs kvseek.core; PyTorch takes seconds and hundreds of megabytes."""
+    program = (
+        "import sys, kvseek.core.request, kvseek.core.config_file\n"
+        "from kvseek import RequestError, __version__\n"
+        "assert 'LLM' in dir(kvseek)\n"
+        "print(__version__, sorted({'torch', 'transformers', 'rich'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert shown == f"{kvseek.__version__} []\n"
+
+
+def test_public_names() -> None:
+    assert all(hasattr(kvseek, name) for name in kvseek.__all__)
+    assert issubclass(GenerationError, KvseekError)
+    with pytest.raises(AttributeError, match="module 'kvseek' has no attribute 'LMM'; it has LLM, AsyncLLM"):
+        _ = kvseek.LMM
