@@ -27,6 +27,12 @@ BuildEngine = Callable[..., Path]
 bfloat16.usable()  # before any test multiplies matrices
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """One thread again, where the test before chose another number."""
+    torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     skip = pytest.mark.skip(reason="needs a CUDA device")
     if not torch.cuda.is_available():
