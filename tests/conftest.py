@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
 from pathlib import Path
+
+# One thread a process, those of test servers too: tensors are small, and OpenMP's threads busily wait for each other where
+# they share cores with another process (a test of 1 s takes 11 s). To be set before anything loads OpenMP.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -22,6 +27,12 @@ BuildEngine = Callable[..., Path]
 if not Path(str(build.__file__)).resolve().is_relative_to(ROOT):
     pytest.exit(f"kvseek.builder.build is {build.__file__}, not this checkout's: run make install, or make links", 3)
 bfloat16.usable()  # before any test multiplies matrices
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """One thread again, where the test before chose another number."""
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,15 +69,6 @@ def document() -> str:
 def library() -> CpuLibrary:
     """The compiled CPU kernels of this checkout."""
     return CpuLibrary(cached_cpu_library())
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Compute with one thread: threads that share their cores with other programs wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

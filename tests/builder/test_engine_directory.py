@@ -149,7 +149,10 @@ def test_misplaced_flags(capsys: pytest.CaptureFixture[str], flags: tuple[str, .
     assert message in capsys.readouterr().err
 
 
-def test_consoles_print_names_as_they_are(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_consoles_print_names_as_they_are(
+    engine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")  # or lines are cut where the path is long
     renamed = engine.rename(engine.with_name("[bold]engine"))
     assert "[bold]engine" in printed(capsys, "--inspect", renamed)[1]
     assert "[bold]engine" in printed(capsys, "--verify", renamed)[1]

@@ -30,9 +30,6 @@ def engine(directory: Path) -> Engine:
     return Engine.load(directory)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # tensors are small
-
-
 def run(engine: Engine) -> list[StepOutput]:
     outputs = []
     while engine.has_work:

@@ -27,8 +27,6 @@ from kvseek.plugins.selection import DeviceSelection, Selection
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
 LIMITS = ("--max_batch_size", "1", "--max_seq_len", "1024", "--max_input_len", "200")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -54,7 +54,7 @@ def checkpoints(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Pat
     }
 
 
-def test_all_kinds(checkpoints: dict[str, Path], build_engine: BuildEngine, one_thread: None) -> None:
+def test_all_kinds(checkpoints: dict[str, Path], build_engine: BuildEngine) -> None:
     """Bit for bit: equal weights take the same way through the same code."""
     tokenizer = ("--tokenizer", str(checkpoints["hugging_face"]))
     logits: dict[str, torch.Tensor] = {}

@@ -205,19 +205,23 @@ CASES = (
 )
 
 
+def has_kernels(method: str) -> bool:
+    (root,) = compile_cuda.package_roots()
+    return any((root / "plugins" / method).glob("*.cu"))
+
+
+# The shared kernels are every method's: `full`, which has none of its own, stands for them, and for 8-bit weights.
+COMPILED = ["full", *filter(has_kernels, METHODS)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", COMPILED)
 def test_kernels_compile_for_every_shape_and_architecture(method: str) -> None:
     def make(case: tuple[str, int, int, str, int]) -> bytes:
         *shape, arch = case
         return compile_cubin(specialise(config(method, *shape)), arch)
 
-    (root,) = compile_cuda.package_roots()
-    own = any((root / "plugins" / method).rglob("*.cu"))
-    # The shared kernels are every method's: once is enough for 8-bit weights, and for a method without kernels of its own.
-    cases: list[tuple[str, int, int, str, int]] = list(CASES)
-    if method != "full":
-        cases = [(*case[:3], "none", case[4]) for case in CASES] if own else cases[:1]
+    cases = CASES if method == "full" else [(*case[:3], "none", case[4]) for case in CASES]
     with ThreadPoolExecutor(2) as pool:
         images = list(pool.map(make, cases))
     for case, image in zip(cases, images, strict=True):
@@ -232,11 +236,12 @@ def struct_fields(struct_name: str, method: str) -> list[tuple[str, type]]:
     return fields_of(struct_name, paths)
 
 
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", COMPILED)
 def test_python_mirrors_every_argument_struct(method: str) -> None:
-    sizes = parameter_bytes(compile_cubin(specialise(config(method, "bfloat16", 128, 4, "int8")), 90))
+    precision = "int8" if method == "full" else "none"
+    sizes = parameter_bytes(compile_cubin(specialise(config(method, "bfloat16", 128, 4, precision)), 90))
     structures = mirrors()
-    for kernel, struct_name in written_kernels(method, "int8").items():
+    for kernel, struct_name in written_kernels(method, precision).items():
         written = struct_fields(struct_name, method)
         named = [list(mirror._fields_) for mirror in structures if mirror.__name__ == struct_name]
         assert written in named, f"{kernel}: {struct_name}"

@@ -25,8 +25,6 @@ POISONS = ("nan", "huge", "random")
 # Of an index's objects: what it is given, the pool, and what the GPU and host cores hand to each other within a step.
 NOT_KEPT = ("HostBuffers", "IndexContext", "LayerRows")
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # tensors are small
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +16,11 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import CapacityError, KernelError
+from kvseek.core.errors import KernelError
 from kvseek.core.request import Request, SamplingParams
-from kvseek.engine.cache.activation_memory import decode_bytes, prefill_bytes
+from kvseek.engine import graphed_decoder
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.torch_model import graphed_decoder
-from kvseek.engine.model.attention import causal_attention_device
-from kvseek.evaluation import needle
+from kvseek.engine.cache.activation_memory import decode_bytes, prefill_bytes
 
 api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
 
@@ -99,84 +96,6 @@ def test_an_engine_draws_the_same_tokens(
     assert engines[0]._cache.extents.free == engines[0]._cache.extents.capacity
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_indexes_are_built_from_the_same_prompt(
-    form: str, made: dict[tuple[str, str], Made], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Keys, and the last queries of the prompt, in memory that outlasts the call; what indexes left running is waited for."""
-    for module in ("model.prefill", "tensorrt.decoder"):
-        monkeypatch.setattr(f"kvseek.engine.{module}.LAST_QUERIES", 30)
-    model, directory = made["qwen3", "flat"]
-    built: list[list[Tensor]] = []
-    for decoder in (make_tensorrt_decoder(api, model, directory, form, monkeypatch), make_decoder(directory)):
-        given: list[Tensor] = []
-        finished: list[int] = []
-        for index in decoder.indexes:
-            monkeypatch.setattr(index, "finish_build", lambda slot, given=given, ends=finished: ends.append(len(given)))
-            monkeypatch.setattr(index, "build", lambda slot, keys, queries, given=given: given.extend((keys, queries)))
-        run_prefill(decoder, 1, PROMPT, 8)
-        assert finished == [6, 6, 6], "after keys and queries of the last layer"
-        built.append(given)
-    assert [tuple(tensor.shape) for tensor in built[0]] == [(2, 100, 32), (6, 30, 32)] * 3
-    for found, expected in zip(*built, strict=True):
-        assert found.is_contiguous() == expected.is_contiguous()
-        torch.testing.assert_close(found, expected, rtol=0, atol=MAX_DIFFERENCE)
-
-
-def test_attention_may_give_any_strides(made: dict[tuple[str, str], Made], monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's kernels of attention differ in the order of tokens and heads; plans want one."""
-
-    def heads_first(*arguments: Any) -> Tensor:
-        return causal_attention_device(*arguments).transpose(0, 1).contiguous().transpose(0, 1)
-
-    monkeypatch.setattr("kvseek.engine.tensorrt.decoder.causal_attention_device", heads_first)
-    model, directory = made["llama", "full"]
-    ours, reference = make_tensorrt_decoder(api, model, directory, "segments", monkeypatch), make_decoder(directory)
-    found, expected = (run_prefill(decoder, 0, PROMPT, 8) for decoder in (ours, reference))
-    assert (found - expected).abs().max() <= MAX_DIFFERENCE
-
-
-def progress(decoder: Any, prompt: list[int]) -> list[float]:
-    decoder.cache.open(0, len(prompt) + 8)
-    prefill, found = decoder.prefill([(0, prompt)]), []
-    while not found or found[-1] < 1:
-        prefill.advance(16)  # the units of a plan are its own
-        found.append(prefill.progress)
-    prefill.finish()
-    return found
-
-
-def test_units_of_a_prompt(made: dict[tuple[str, str], Made], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments: a layer of a chunk, each plan for all chunks before the next. One plan: one unit."""
-    model, directory = made["llama", "full"]
-    segments, whole = (make_tensorrt_decoder(api, model, directory, form, monkeypatch) for form in FORMS)
-    assert progress(segments, PROMPT) == pytest.approx(
-        [(layer * 120 + rows) / 360 for layer in range(3) for rows in (50, 100, 120)]
-    )
-    assert [len(plan.contexts) for plan in plans_of(segments)] == [3, 3, 3, 1]
-    assert progress(whole, PROMPT) == [1.0]
-    assert [plan.contexts for plan in plans_of(whole)] == [[0]]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_memory_that_does_not_suffice(
-    form: str, made: dict[tuple[str, str], Made], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A prompt that does not fit raises the engine's own error, also from within a layer that TensorRT launched."""
-    model, directory = made["llama", "full"]
-    decoder = make_tensorrt_decoder(api, model, directory, form, monkeypatch)
-
-    def fail(*arguments: Any) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr("kvseek.engine.tensorrt.decoder.causal_attention_device", fail)
-    for name, value in (("mem_get_info", (70, 100)), ("memory_reserved", 5), ("memory_allocated", 3)):
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    need = prefill_bytes(decoder.config, torch.float32, len(PROMPT))
-    with pytest.raises(CapacityError, match=f"input_lengths = 120: its prefill needs about {need:,} bytes"):
-        progress(decoder, PROMPT)
-
-
 def test_a_plan_without_attention_is_refused(
     made: dict[tuple[str, str], Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,24 +149,3 @@ def test_work_space_of_plans(made: dict[tuple[str, str], Made]) -> None:
     assert per_token(config) == 2 * (rows + 96)
     more = decode_bytes(segments, torch.bfloat16) - decode_bytes(config, torch.bfloat16)
     assert more == 4 * 2 * (32 + 2 * 384 - 2 * 96 - 3 * 160)  # float32 logits of four requests, but no MLP
-
-
-def test_needles_are_found(needle_folder: Path, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trained model answers from a context that it cannot guess, through the segments of its checkpoint."""
-    model = needle_folder / "model"
-    sizes = ("--max_seq_len", "700", "--max_batch_size", "2", "--prefill_chunk_tokens", "256")
-    directory = build_engine(model, "full", *sizes, "--kernels", "reference")
-    decoder = make_tensorrt_decoder(api, model, directory, "segments", monkeypatch)
-    engine = Engine(decoder.config, decoder, Engine.load(directory).tokenizer)
-    tasks = needle.load_tasks(needle_folder)
-    dialogues = needle.make_dialogues(tasks, "niah_single", 600, 2)
-    asked = [(dialogue.context, *dialogue.rounds[0]) for dialogue in dialogues]
-    requests = [
-        Request((*context, *question), len(gold) + 8, stop_words=((tasks.DOT,),))
-        for context, _, question, gold in asked
-    ]
-    answers = engine.generate(requests)
-    assert [tasks.score(kind, gold, ids)["exact"] for (_, kind, _, gold), ids in zip(asked, answers, strict=True)] == [
-        1,
-        1,
-    ]

@@ -133,7 +133,6 @@ def check_choice(expected: ReferenceIndex, found: NativeIndex, queries: Tensor, 
                 )
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("dim", "alpha"), [(8, True), (20, True), (64, True), (64, False), (128, True), (256, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_encoding_equals_the_reference(
@@ -168,7 +167,6 @@ SHAPES = [
 ]
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("steps", [EFFORT, NO_RERANK], ids=["rerank", "no_rerank"])
 @pytest.mark.parametrize("group_reduce", GROUP_REDUCTIONS)
 @pytest.mark.parametrize(("dim", "group", "dtype"), SHAPES)
