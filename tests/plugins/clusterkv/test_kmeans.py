@@ -49,7 +49,7 @@ def make(config: Config, head_dim: int, tokens: int) -> tuple[DeviceKMeans, Reco
         5, 2 * KV_HEADS, KV_HEADS, head_dim, 1.0, config, {}, table, [0, tokens], torch.bfloat16, device, None
     )
     kernels: Any = RecordedKernels()
-    shape = (40, KV_HEADS, config.slots_per_extent)
+    shape = (40, KV_HEADS, config.clusters_per_extent)
     sizes = torch.zeros(shape, dtype=torch.int32)
     arrays = ClusterArrays(torch.zeros(*shape, head_dim), sizes, sizes.clone(), torch.zeros(40, KV_HEADS, 1024))
     return DeviceKMeans(context, config, kernels), kernels, arrays
@@ -144,7 +144,7 @@ def test_few_keys_take_one_launch() -> None:
         "first_place": 2500,
         "first_cluster": 31,
     }
-    wanted |= {"head_stride": 256, "token_stride": 256 * KV_HEADS, "slots_per_extent": 32, "kv_heads": KV_HEADS}
+    wanted |= {"head_stride": 256, "token_stride": 256 * KV_HEADS, "clusters_per_extent": 32, "kv_heads": KV_HEADS}
     assert {field: getattr(arguments, field) for field in wanted} == wanted
     assert arguments.keys == keys.data_ptr()
     assert arguments.places == arrays.places.data_ptr()
@@ -198,9 +198,10 @@ def test_a_slot_may_be_closed_while_its_prompt_is_clustered(tokens: int) -> None
     index, extents = CudaIndex(context), context.extents
     owned = extents.table[1].tolist()
     keys = torch.zeros(KV_HEADS, tokens, 64, dtype=torch.bfloat16)
-    index.build(1, keys, keys)
+    built = index.build(1, keys, keys)
     extents.release(1)
     assert extents.table[1].max() == -1
+    assert built.ticket is not None, "the engine keeps it, and it keeps what the kernels read"
     assert kernels.launches
     for _, _, arguments in kernels.launches:
         read = (ctypes.c_int32 * len(owned)).from_address(arguments.table)
