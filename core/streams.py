@@ -50,7 +50,7 @@ class SideStream:
         """
         if self._stream is None:
             work()
-            return Ticket(self._device, None)
+            return Ticket(self._device, None, read)
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.plugins.shared.group import require_group_reduce
 
-# An eviction of 320 generated tokens is clustered by itself; the first 16 tokens never are (paper, section III-B).
+# An eviction of so many generated tokens is clustered by itself (paper, section III-B).
 GENERATED_TOKENS = 320
-CACHE_DEFAULTS = {"update": GENERATED_TOKENS, "sink": 16}
-SLOT_STEP = 16  # cluster slots of an extent are a multiple of this
+CLUSTER_STEP = 16  # the clusters that an extent has room for are a multiple of this
 MOST_ROWS = 65_535  # of a step's selection per KV head: kernels keep cluster sizes, cut at top_k, in 16 bits
 
 
@@ -61,11 +60,11 @@ class Config:
         require(0 <= self.cache_steps <= 8, "cache_steps", self.cache_steps, "between 0 and 8", "1 is the default")
 
     @property
-    def slots_per_extent(self) -> int:
+    def clusters_per_extent(self) -> int:
         """Clusters that an extent has room for: its share at the faster of the two rates, and 2 for rounding up."""
         prompt = -(-EXTENT_TOKENS // self.tokens_per_cluster)
         generated = -(-EXTENT_TOKENS * self.clusters_per_update // GENERATED_TOKENS)
-        return -(-(max(prompt, generated) + 2) // SLOT_STEP) * SLOT_STEP
+        return -(-(max(prompt, generated) + 2) // CLUSTER_STEP) * CLUSTER_STEP
 
     def prompt_clusters(self, tokens: int) -> int:
         """Clusters of a prompt of `tokens` retrieval tokens: tokens / tokens_per_cluster, rounded down, at least 1."""

@@ -49,7 +49,7 @@ class KMeansArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("table", "centroids", "sizes", "starts", "places")),
         *((name, c_int64) for name in ("head_stride", "token_stride")),
         *((name, c_int32) for name in ("kv_heads", "tokens", "clusters", "rounds", "round", "label_stride")),
-        *((name, c_int32) for name in ("first_place", "first_cluster", "slots_per_extent")),
+        *((name, c_int32) for name in ("first_place", "first_cluster", "clusters_per_extent")),
     )
 
 
@@ -59,8 +59,8 @@ class ClusterArrays:
 
     Attributes
     ----------
-    centroids : Tensor [extents, G, slots_per_extent, D], dtype of the cache
-    sizes, starts : Tensor, int32 [extents, G, slots_per_extent]
+    centroids : Tensor [extents, G, clusters_per_extent, D], dtype of the cache
+    sizes, starts : Tensor, int32 [extents, G, clusters_per_extent]
     places : Tensor, int32 [extents, G, 1024]
     """
 
@@ -145,7 +145,7 @@ class DeviceKMeans:
                 label_stride=stride,
                 first_place=first_place,
                 first_cluster=first_cluster,
-                slots_per_extent=self._config.slots_per_extent,
+                clusters_per_extent=self._config.clusters_per_extent,
             )
         )
         return work["changed"]
@@ -200,7 +200,7 @@ class DeviceKMeans:
                 f"clusters = {clusters}: must be at most {MOST_CLUSTERS}, as labels are 16 bits; raise tokens_per_cluster"
             )
         room = context.extents.room(slot)
-        cluster_room = room // EXTENT_TOKENS * self._config.slots_per_extent
+        cluster_room = room // EXTENT_TOKENS * self._config.clusters_per_extent
         if first_place + keys.shape[1] > room or first_cluster + clusters > cluster_room:
             raise KernelError(
                 f"slot {slot} has room for {room} places and {cluster_room} clusters: too few for {keys.shape[1]} keys from "

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from functools import partial
 
-from kvseek.plugins.contract import Index, IndexContext
+from kvseek.plugins.contract import Index, IndexContext, Traits
 
-from .config import Config
-from .costs import costs
-from .device import CudaIndex, cuda_defines
+from .config import GENERATED_TOKENS, Config
+from .device import CudaIndex, cuda_macros
 from .reference import ReferenceIndex
-from .stages import stages
-
-__all__ = ["codebooks", "costs", "create", "cuda_defines", "stages"]
 
 
-def codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:
-    """The builder has nothing to compute."""
-    return {}
+def traits(config: Config) -> Traits:
+    """What the engine and the builder must know: the first 16 tokens are never clustered (paper, section III-B)."""
+    return Traits(
+        dense_layers=config.dense_layers,
+        cache_defaults={"update": GENERATED_TOKENS, "sink": 16},
+        cuda_macros=partial(cuda_macros, config),
+    )
 
 
 def create(context: IndexContext) -> Index:

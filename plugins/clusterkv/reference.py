@@ -6,7 +6,7 @@ the rows of the best clusters until the budget is filled. ClusterKV paper, secti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.plugins.contract import Index, IndexContext
+from kvseek.plugins.batch import Batch
+from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.group import query_lanes, reduce_scores
 
@@ -44,11 +45,27 @@ class Clustering:
     order: Tensor
 
 
+@dataclass(frozen=True)
+class Appended:
+    """What evicted keys became that queries do not see yet: new clusters, or keys that are to join the last one.
+
+    Attributes
+    ----------
+    clusters : int
+        New clusters, which follow those that queries see.
+    total : Tensor, float32 [G, D], or None
+        Sum of the keys that are to join; None if they became clusters.
+    """
+
+    clusters: int = 0
+    total: Tensor | None = None
+
+
 class ReferenceIndex(Index):
-    """One layer's clusters. The first `dense_layers` layers have none: they select every row.
+    """One layer's clusters. The first `dense_layers` layers have none: they attend to every row.
 
     The clusters of a slot are numbered in the order in which they were made, the prompt's first, and are as many in every
-    KV head. Cluster c lies in the slot's extent c / S at c mod S, where S = config.slots_per_extent. With E extents and
+    KV head. Cluster c lies in the slot's extent c / S at c mod S, where S = config.clusters_per_extent. With E extents and
     G KV heads:
 
     Attributes
@@ -65,7 +82,11 @@ class ReferenceIndex(Index):
         Clusters of each slot that queries see.
     counts, prompt_tokens : list of int, one per slot
         The same on the host, and the tokens that `build` clustered.
+    clusterer : callable or None
+        What CudaIndex clusters by, with the arguments of `cluster`; None: PyTorch.
     """
+
+    clusterer: Callable[[int, Tensor, int, int, int], object] | None = None
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
@@ -73,129 +94,143 @@ class ReferenceIndex(Index):
         self.dense = context.layer < self.config.dense_layers
         extents, heads, device = context.extents, context.num_kv_heads, context.device
         capacity = 0 if self.dense else extents.capacity
-        shape = (capacity, heads, self.config.slots_per_extent)
+        shape = (capacity, heads, self.config.clusters_per_extent)
         self.centroids = torch.empty((*shape, context.head_dim), dtype=context.dtype, device=device)
         self.sizes = torch.empty(shape, dtype=torch.int32, device=device)
         self.starts = torch.empty_like(self.sizes)
         self.places = torch.empty((capacity, heads, EXTENT_TOKENS), dtype=torch.int32, device=device)
         self.clusters = torch.zeros(extents.slots, dtype=torch.int32, device=device)
         self.counts, self.prompt_tokens = [0] * extents.slots, [0] * extents.slots
+        self._appended: dict[int, Appended] = {}
 
     @property
     def bytes_per_token(self) -> float:
-        """A place per token; centroid, size and start per cluster slot. Nothing in a dense layer."""
+        """A place per token; centroid, size and start per cluster that extents have room for. Nothing in a dense layer."""
         if self.dense:
             return 0.0
         cluster = self.context.head_dim * self.context.dtype.itemsize + 2 * 4
-        per_head = 4 + self.config.slots_per_extent * cluster / EXTENT_TOKENS
+        per_head = 4 + self.config.clusters_per_extent * cluster / EXTENT_TOKENS
         return self.context.num_kv_heads * per_head
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
         """See Index.build; the queries are not used."""
         self.begin(slot, keys.shape[1])
         if self.counts[slot]:
-            self._append(slot, 0, 0, keys)
-        self.publish(slot)
-
-    def extend(self, slot: int, keys: Tensor) -> None:
-        """See Index.extend. An eviction too small for a cluster of its own joins the slot's last cluster."""
-        if self.dense:
-            return
-        start = self.context.lengths[slot] - keys.shape[1]
-        first = self.counts[slot]
-        self.counts[slot] = first + self.new_clusters(slot, start, keys.shape[1])
-        if self.counts[slot] > first:
-            self._append(slot, start, first, keys)
-        else:
-            self.write_run(slot, start, keys.shape[1])
-            self.join(slot, keys.float().sum(dim=1), keys.shape[1])
-        self.publish(slot)
+            self.cluster(slot, keys, 0, 0, self.counts[slot])
+        self.show_clusters(slot)
+        return Built()
 
     def begin(self, slot: int, tokens: int) -> None:
         """Note on the host that a slot now holds a prompt of `tokens` retrieval tokens and the clusters they get."""
+        self._appended.pop(slot, None)
         self.prompt_tokens[slot] = tokens
         self.counts[slot] = 0 if self.dense else self.config.prompt_clusters(tokens)
 
-    def publish(self, slot: int) -> None:
+    def show_clusters(self, slot: int) -> None:
         """Let queries see the clusters that the host counts."""
         self.clusters[slot].fill_(self.counts[slot])
 
-    def new_clusters(self, slot: int, start: int, tokens: int) -> int:
-        """Clusters that an eviction of `tokens` tokens from place `start` on adds; 0: it joins the last cluster."""
-        generated = start - self.prompt_tokens[slot]
-        return self.config.generated_clusters(generated + tokens) - self.config.generated_clusters(generated)
+    def append(self, slot: int, start: int, keys: Tensor) -> None:
+        """See Index.append. An eviction too small for a cluster of its own joins the slot's last cluster."""
+        if self.dense:
+            return
+        added = self._new_clusters(slot, start, keys.shape[1])
+        if added:  # beyond the slot's count: queries do not see them
+            self.cluster(slot, keys, start, self.counts[slot], added)
+            self._appended[slot] = Appended(clusters=added)
+        else:
+            self._write_run(slot, start, keys.shape[1])
+            self._appended[slot] = Appended(total=keys.sum(dim=1, dtype=torch.float32))
 
-    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
-        """Rows of the best clusters: queries [batch, H, D] to rows int32 [batch, G, top_k].
+    def publish(self, slot: int, start: int, count: int) -> None:
+        """See Index.publish."""
+        if self.dense:
+            return
+        appended = self._appended.pop(slot)
+        if appended.total is None:
+            self.counts[slot] += appended.clusters
+            self.show_clusters(slot)
+        else:
+            self._join(slot, appended.total, count)
+
+    def effort(self, length: int) -> Effort:
+        """See Index.effort: the budget, or all rows of a dense layer. The kernels need no numbers."""
+        return Effort(length if self.dense else min(self.config.top_k, length))
+
+    def select(self, queries: Tensor, batch: Batch) -> Selection | None:
+        """Rows of the best clusters: queries [batch, H, D] to rows int32 [batch, G, top_k]. None in a dense layer.
 
         Clusters ascend by number, rows by place inside a cluster; -1 fills up when the region holds fewer than top_k.
         """
-        kv_heads, top_k = self.context.num_kv_heads, self.config.top_k
-        lengths = [self.context.lengths[slot] for slot in slots]
         if self.dense:
-            return Selection.everything(lengths, kv_heads, queries.device)
-        rows = torch.stack(
-            [
-                self._rows(queries[request].reshape(kv_heads, -1, queries.shape[-1]), slot)
-                for request, slot in enumerate(slots)
-            ]
-        )
-        return Selection(rows, 1, tuple(min(top_k, length) for length in lengths))
+            return None
+        grouped = queries.reshape(batch.size, self.context.num_kv_heads, -1, queries.shape[-1])
+        requests = zip(grouped, batch.slots, batch.lengths, strict=True)
+        return Selection(torch.stack([self._rows(*request) for request in requests]))
 
     def read_clusters(self, array: Tensor, slot: int) -> Tensor:
         """Entries of the slot's clusters in `array` [E, G, S, ...]: a copy, [G, clusters, ...]."""
-        extents, inside = self._cluster_slots(slot, 0, self.counts[slot])
+        extents, inside = self._entries(slot, 0, self.counts[slot])
         return array[extents, :, inside].transpose(0, 1)
 
     def write_clusters(self, array: Tensor, slot: int, first: int, values: Tensor) -> None:
         """Write `values` [G, c, ...] as the entries of clusters first .. first + c - 1 into `array` [E, G, S, ...]."""
-        extents, inside = self._cluster_slots(slot, first, values.shape[1])
+        extents, inside = self._entries(slot, first, values.shape[1])
         array[extents, :, inside] = values.transpose(0, 1).to(array.dtype)
 
-    def _cluster_slots(self, slot: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+    def _entries(self, slot: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Extents of the clusters first .. first + count - 1 of a slot, and their numbers inside: int64 [count] each."""
         numbers = torch.arange(first, first + count)
-        extents = self.context.extents.table[slot, numbers // self.config.slots_per_extent]
+        extents = self.context.extents.table[slot, numbers // self.config.clusters_per_extent]
         device = self.context.device
-        return extents.long().to(device), (numbers % self.config.slots_per_extent).to(device)
+        return extents.long().to(device), (numbers % self.config.clusters_per_extent).to(device)
 
-    def _append(self, slot: int, start: int, first: int, keys: Tensor) -> None:
-        """Cluster keys [G, n, D] of places start, ... by themselves into clusters first .. counts[slot] - 1."""
-        config, tokens = self.config, keys.shape[1]
-        chosen = initial_keys(config.seed, self.context.layer, tokens, self.counts[slot] - first)
+    def _new_clusters(self, slot: int, start: int, tokens: int) -> int:
+        """Clusters that an eviction of `tokens` tokens from place `start` on adds; 0: it joins the last cluster."""
+        generated = start - self.prompt_tokens[slot]
+        return self.config.generated_clusters(generated + tokens) - self.config.generated_clusters(generated)
+
+    def cluster(self, slot: int, keys: Tensor, first_place: int, first_cluster: int, clusters: int) -> None:
+        """Cluster keys [G, n, D] of the places first_place, ... by themselves, into clusters first_cluster, ... ."""
+        if self.clusterer is not None:
+            self.clusterer(slot, keys, first_place, first_cluster, clusters)
+            return
+        config = self.config
+        chosen = initial_keys(config.seed, self.context.layer, keys.shape[1], clusters)
         found = cluster_keys(keys, chosen.to(keys.device), config.iterations)
-        self.context.extents.write(self.places, slot, start, found.order + start)
-        self.write_clusters(self.centroids, slot, first, found.centroids)
-        self.write_clusters(self.sizes, slot, first, found.sizes)
-        self.write_clusters(self.starts, slot, first, found.starts + start)
+        self.context.extents.write(self.places, slot, first_place, found.order + first_place)
+        self.write_clusters(self.centroids, slot, first_cluster, found.centroids)
+        self.write_clusters(self.sizes, slot, first_cluster, found.sizes)
+        self.write_clusters(self.starts, slot, first_cluster, found.starts + first_place)
 
-    def write_run(self, slot: int, start: int, tokens: int) -> None:
+    def _write_run(self, slot: int, start: int, tokens: int) -> None:
         """Write places start .. start + tokens - 1 as they come: those of keys that join the slot's last cluster."""
         places = torch.arange(start, start + tokens, dtype=torch.int32, device=self.context.device)
         self.context.extents.write(self.places, slot, start, places.expand(self.context.num_kv_heads, -1))
 
-    def join(self, slot: int, total: Tensor, tokens: int) -> None:
+    def _join(self, slot: int, total: Tensor, tokens: int) -> None:
         """Count `tokens` keys, whose sum is `total` [G, D], to the slot's last cluster, whose places they follow."""
         last = self.counts[slot] - 1
-        extent = int(self.context.extents.table[slot, last // self.config.slots_per_extent])
-        inside = last % self.config.slots_per_extent
+        extent = int(self.context.extents.table[slot, last // self.config.clusters_per_extent])
+        inside = last % self.config.clusters_per_extent
         sizes, means = self.sizes[extent, :, inside], self.centroids[extent, :, inside]  # views: [G] and [G, D]
         before = sizes[:, None].float()
         means.copy_((before * means.float() + total) / (before + tokens))
         sizes.add_(tokens)
 
-    def _rows(self, queries: Tensor, slot: int) -> Tensor:
+    def _rows(self, queries: Tensor, slot: int, length: int) -> Tensor:
         # queries [G, g, D] to rows int32 [G, top_k]
         sizes = self.read_clusters(self.sizes, slot)
         lanes = query_lanes(queries, self.config.group_reduce)
         scores = lanes @ self.read_clusters(self.centroids, slot).float().transpose(1, 2)
         scores = scores.masked_fill(sizes[:, None] == 0, -torch.inf)
-        return self.rows_of_best(reduce_scores(scores, self.config.group_reduce, self.context.scaling), slot)
+        return self.rows_of_best(reduce_scores(scores, self.config.group_reduce, self.context.scaling), slot, length)
 
-    def rows_of_best(self, values: Tensor, slot: int) -> Tensor:
+    def rows_of_best(self, values: Tensor, slot: int, length: int) -> Tensor:
         """Places that the clusters with the largest values [G, clusters] hold: int32 [G, top_k], -1 fills up."""
         taken = rows_taken(values, self.read_clusters(self.sizes, slot), self.config.top_k)
         entries = expand(self.read_clusters(self.starts, slot), taken, self.config.top_k)
-        places = self.context.extents.read(self.places, slot, self.context.lengths[slot])
+        places = self.context.extents.read(self.places, slot, length)
         return torch.where(entries < 0, -1, places.gather(1, entries.clamp(min=0)))
 
 

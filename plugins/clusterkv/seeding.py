@@ -12,7 +12,7 @@ _SEEDS = 2**63
 
 
 def initial_keys(seed: int, layer: int, tokens: int, clusters: int) -> Tensor:
-    """Positions of the keys that are the first centroids, chosen at random without repetition.
+    """Numbers of the keys that are the first centroids, chosen at random without repetition.
 
     They depend on nothing else, above all not on the slot or the batch, and are the same for all KV heads.
 

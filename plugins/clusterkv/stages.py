@@ -27,7 +27,7 @@ def stages(index: Index, query: Tensor, slot: int) -> Stages:
         lanes = query_lanes(query.view(kv_heads, -1, query.shape[-1]), reduction)
         best = best_scores(clusterkv, lanes, slot)
         values = reduce_scores(best, reduction, clusterkv.context.scaling)
-        kept = by_place(clusterkv.rows_of_best(values, slot), n)
+        kept = by_place(clusterkv.rows_of_best(values, slot, n), n)
     return Stages((Stage("clusters", kept, ideal=True),), last="centroids")
 
 

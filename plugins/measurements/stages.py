@@ -84,5 +84,6 @@ def require_index(index: Index, kind: type[Kind]) -> Kind:
 
 def stored_keys(index: Index, slot: int) -> Tensor:
     """Keys of a slot's retrieval region by place, from the row pool: float32 [G, n, D]."""
-    assert index.rows is not None, "whoever made the index has bound it"
-    return index.context.extents.read(index.rows.pool, slot, index.context.lengths[slot])[:, :, 0].float()
+    context = index.context
+    assert context.rows is not None, "an index that has built a slot has rows"
+    return context.extents.read(context.rows.pool, slot, context.lengths[slot])[:, :, 0].float()

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from kvseek.core.config import require
-from kvseek.core.errors import KernelError
-from kvseek.plugins.batch import DeviceBatch, RequestState, pack
-from kvseek.plugins.contract import DeviceIndex, IndexContext, LayerRows
-from kvseek.plugins.selection import DeviceSelection, Selection
+from kvseek.plugins.batch import Batch
+from kvseek.plugins.contract import Built, Effort, Index, IndexContext
+from kvseek.plugins.selection import Selection
+from kvseek.plugins.shared.arguments import pointers, require_fit
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 from .config import Config
 from .observe import observe, require_rows
-from .reference import ReferenceIndex, update_is_due
+from .reference import ReferenceIndex, ordered
 from .store import RowStore, cached_pages
 from .update import Updater
 
@@ -80,12 +80,20 @@ class Workspace:
         return self._by_tasks[tasks]
 
 
-class CudaIndex(DeviceIndex):
-    """The index of one layer. Boxes, static sets and exchanges are the reference's; bounds differ by rounding."""
+class CudaIndex(Index):
+    """The index of one layer. Boxes, static sets and exchanges are the reference's; bounds differ by rounding.
+
+    Attributes
+    ----------
+    reference : ReferenceIndex
+        Owns the arrays, and chooses static sets.
+    store : RowStore or None
+        Rows that stay on the device; None if the layer keeps none.
+    """
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
-        self.reference = ReferenceIndex(context)  # owns the arrays
+        self.reference = ReferenceIndex(context)
         self.config: Config = context.config
         assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
         self._kernels = context.cuda
@@ -95,57 +103,31 @@ class CudaIndex(DeviceIndex):
             lanes = 1 if self.config.group_reduce == "mean" else context.group_size
             context.shared["prkv"] = Workspace(context, lanes, self.reference.pages_of_extent)
         self.workspace: Workspace = context.shared["prkv"]
-        self._pending = torch.empty(
-            (context.extents.slots, context.num_kv_heads, 2, context.head_dim),
-            dtype=context.dtype,
-            device=context.device,
-        )
-        keeps = self.config.most_static + cached_pages(self.config) > 0
-        self.store = RowStore(context) if keeps else None  # of use until `bind` says that the rows are on the device
-        self._updater: Updater | None = None
-        self._steps = [0] * context.extents.slots
+        keeps = context.rows_on_host and self.config.most_static + cached_pages(self.config) > 0
+        self.store = RowStore(context) if keeps else None
+        self.updater = Updater(context, self.reference, self.store)
 
     @property
     def bytes_per_token(self) -> float:
         """See ReferenceIndex.bytes_per_token."""
         return self.reference.bytes_per_token
 
-    def bind(self, rows: LayerRows) -> None:
-        """See Index.bind."""
-        super().bind(rows)
-        if not rows.on_host:
-            self.store = None
-        self._updater = Updater(self.context, self.reference, rows, self.store)
+    def effort(self, length: int) -> Effort:
+        """See ReferenceIndex.effort."""
+        return self.reference.effort(length)
 
-    def forget(self, slot: int) -> None:
-        """See Index.forget."""
-        self.reference.forget(slot)
-        if self._updater is not None:
-            self._updater.forget(slot)
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+        """See ReferenceIndex.build; nothing is read back. The store gets the static rows with the attention of the first step."""
+        self.updater.forget(slot)
         if self.store is not None:
             self.store.forget(slot)
-
-    def plan(self, length: int) -> tuple[int, ...]:
-        """The kernels need no numbers."""
-        return ()
-
-    def attended(self, length: int) -> int:
-        """Rows of a region that a KV head attends to."""
-        return min(self.config.top_k, length)
-
-    def arrange(self, slot: int, keys: Tensor, queries: Tensor) -> Tensor | None:
-        """See ReferenceIndex.arrange; nothing is read back."""
-        return self.reference.arrange(slot, keys, queries)
-
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
-        """See Index.build. The store gets the static rows with the attention of the first step."""
-        self._steps[slot] = 0
-        self.reference.start(slot, queries)
+        order = self.reference.begin(slot, keys, queries)
         if keys.shape[1]:
-            self.stage(slot, 0, keys)
+            self.append(slot, 0, ordered(keys, order))
+        return Built(order=order)
 
-    def stage(self, slot: int, start: int, keys: Tensor) -> None:
-        """See DeviceIndex.stage: boxes of new pages, and what is to join the last page."""
+    def append(self, slot: int, start: int, keys: Tensor) -> None:
+        """See Index.append: boxes of new pages, and what is to join the last page."""
         require_rows("keys", keys, self.context.dtype)
         arguments = self._box_arguments(slot, start)
         arguments.keys, arguments.tokens = keys.data_ptr(), keys.shape[1]
@@ -154,82 +136,76 @@ class CudaIndex(DeviceIndex):
         grid = (-(-items // BOX_THREADS), self.context.num_kv_heads, 1)
         self._kernels.launch("kvseek_prkv_boxes", grid, BOX_THREADS, arguments)
 
-    def commit(self, slot: int, start: int, count: int) -> None:
-        """See DeviceIndex.commit: keys join the page that others began. New pages show by the length alone."""
+    def publish(self, slot: int, start: int, count: int) -> None:
+        """See Index.publish: keys join the page that others began. New pages show by the length alone."""
         if start % self.config.page:
             grid = (self.context.num_kv_heads, 1, 1)
             self._kernels.launch("kvseek_prkv_join", grid, self.context.head_dim, self._box_arguments(slot, start))
 
     def refresh(self, slots: Sequence[int]) -> None:
         """See Index.refresh: publish prepared updates, start those that are due."""
-        updater = self._updater
-        assert updater is not None, "the engine binds every index"
         for slot in slots:
-            if len(updater):
-                updater.publish(slot)
-            self._steps[slot] += 1
-            if update_is_due(self.config, self.context.layer, self._steps[slot]):
+            if len(self.updater):
+                self.updater.publish(slot)
+            if self.reference.count_step(slot):
                 try:
-                    updater.start(slot)
+                    self.updater.start(slot)
                 except torch.OutOfMemoryError:  # the old static set serves on
                     logger.warning("no device memory to choose a static set for slot %d; tried again later", slot)
 
-    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> DeviceSelection:
-        """See DeviceIndex.launch_select: one kernel. Static places come first, then those of pages, ascending."""
-        return self._launch_select(queries, batch, live=True)
+    def select(self, queries: Tensor, batch: Batch) -> Selection:
+        """See Index.select: one kernel. Static places come first, then those of pages, ascending.
 
-    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
-        """See Index.select; leaves no trace: no attention need follow that fills the store."""
-        if queries.dtype is not self.context.dtype or not queries.is_cuda:
-            limit = f"{self.context.dtype} on the GPU, as the index was made for"
-            raise KernelError(f"queries: {queries.dtype} on {queries.device}: must be {limit}")
-        lengths = [self.context.lengths[slot] for slot in slots]
-        states = [RequestState(0, slot, n, 0, 0, 0, 0, n, False) for slot, n in zip(slots, lengths, strict=True)]
-        batch = DeviceBatch(pack(states).to(queries.device), self.context.extents.device_table)
-        rows = self._launch_select(queries.contiguous(), batch, live=False).rows
-        return Selection(rows, 1, tuple(self.attended(length) for length in lengths))
-
-    def _launch_select(self, queries: Tensor, batch: DeviceBatch, live: bool) -> DeviceSelection:
-        """`live`: record queries, count pages, and use and fill the store."""
-        heads, top_k, arrays = self.context.num_kv_heads, self.config.top_k, self.reference
-        scratch = self.workspace(batch.size, self._kernels.multiprocessors)
-        shape, store = (batch.size, heads, top_k), self.store if live else None
-        rows = torch.empty(shape, dtype=torch.int32, device=queries.device)
-        arguments = SelectArguments(
-            **_pointers(arrays, "boxes", "static_rows"),
-            **_pointers(self.workspace, "scores"),
-            queries=queries.data_ptr(),
-            requests=batch.requests.data_ptr(),
-            table=batch.table.data_ptr(),
-            normalisers=scratch["normalisers"].data_ptr(),
-            finished=scratch["finished"].data_ptr(),
-            rows=rows.data_ptr(),
-            kv_heads=heads,
-            max_extents=batch.table.shape[1],
-            top_k=top_k,
-            window_queries=self.config.window_queries,
-            static_room=self.config.most_static,
-            scaling=self.context.scaling,
-            near=(1 + self.config.box_radius) / 2,
-            far=(1 - self.config.box_radius) / 2,
+        It records the queries, counts the pages, and takes the rows that the store is to keep for stored: the attention of
+        the same step must follow. Raises KernelError for queries of another dtype or device than the cache's.
+        """
+        require_fit("queries", queries, self.context)
+        queries = queries.contiguous()
+        rows = torch.empty(
+            (batch.size, self.context.num_kv_heads, self.config.top_k), dtype=torch.int32, device=queries.device
         )
-        if live:
-            arguments.picked, arguments.recent = arrays.picked.data_ptr(), arrays.recent.data_ptr()
-        selection = DeviceSelection(rows)
-        if store is not None:
-            selection = DeviceSelection(rows, store.rows, torch.empty_like(rows), torch.empty_like(rows))
-            arguments.static_held, arguments.held = store.static_held.data_ptr(), store.held.data_ptr()
-            arguments.cached, arguments.keep = _address(selection.cached), _address(selection.keep)
-            arguments.held_pages = store.held.shape[2]
-        grid = (scratch["chunks"], batch.size * heads, 1)
+        selection = Selection(rows)
+        if self.store is not None:
+            selection = Selection(rows, 1, self.store.rows, torch.empty_like(rows), torch.empty_like(rows))
+        scratch = self.workspace(batch.size, self._kernels.multiprocessors)
+        grid = (scratch["chunks"], batch.size * self.context.num_kv_heads, 1)
+        arguments = self._select_arguments(queries, batch, selection, scratch)
         self._kernels.launch("kvseek_prkv_select", grid, self._threads, arguments, overlap=True)
         return selection
+
+    def _select_arguments(
+        self, queries: Tensor, batch: Batch, selection: Selection, scratch: dict[str, Any]
+    ) -> SelectArguments:
+        config, store = self.config, self.store
+        arguments = SelectArguments(
+            **pointers(self.reference, "boxes", "static_rows", "picked", "recent"),
+            **pointers(self.workspace, "scores"),
+            **pointers(batch, "requests", "table"),
+            queries=queries.data_ptr(),
+            normalisers=scratch["normalisers"].data_ptr(),
+            finished=scratch["finished"].data_ptr(),
+            rows=selection.rows.data_ptr(),
+            kv_heads=self.context.num_kv_heads,
+            max_extents=batch.table.shape[1],
+            top_k=config.top_k,
+            window_queries=config.window_queries,
+            static_room=config.most_static,
+            scaling=self.context.scaling,
+            near=(1 + config.box_radius) / 2,
+            far=(1 - config.box_radius) / 2,
+        )
+        if store is not None:
+            stored = pointers(store, "static_held", "held") | pointers(selection, "cached", "keep")
+            for name, number in stored.items():
+                setattr(arguments, name, number)
+            arguments.held_pages = store.held.shape[2]
+        return arguments
 
     def _box_arguments(self, slot: int, start: int) -> BoxArguments:
         arguments = BoxArguments(
             table=self.context.extents.device_table[slot].data_ptr(),
             boxes=self.reference.boxes.data_ptr(),
-            pending=self._pending[slot].data_ptr(),
+            pending=self.reference.pending[slot].data_ptr(),
             kv_heads=self.context.num_kv_heads,
             first=start,
         )
@@ -243,7 +219,7 @@ def select_threads(head_dim: int) -> int:
     return 512 if head_dim <= 128 else 256
 
 
-def cuda_defines(config: Config, head_dim: int, group_size: int) -> dict[str, int]:
+def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int]:
     """Macros that layout.cuh expects; raises ConfigError on what the kernels do not support."""
     limit = "a multiple of 32 up to 256 for PRKV on the GPU"
     require(head_dim % 32 == 0 and head_dim <= 256, "head_dim", head_dim, limit, "build with --device cpu")
@@ -255,11 +231,3 @@ def cuda_defines(config: Config, head_dim: int, group_size: int) -> dict[str, in
         "PRKV_PAGES": pages,
         "PRKV_REDUCTION": GROUP_REDUCTIONS.index(config.group_reduce),
     }
-
-
-def _pointers(owner: object, *names: str) -> dict[str, int]:
-    return {name: getattr(owner, name).data_ptr() for name in names}
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

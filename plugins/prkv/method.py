@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from functools import partial
 
-from kvseek.plugins.contract import Index, IndexContext
+from kvseek.plugins.contract import Index, IndexContext, Traits
 
 from .config import Config
-from .costs import costs
-from .device import CudaIndex, cuda_defines
+from .device import CudaIndex, cuda_macros
 from .reference import ReferenceIndex
-from .stages import stages
-
-__all__ = ["codebooks", "costs", "create", "cuda_defines", "stages"]
 
 
-def codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:
-    """The builder has nothing to compute."""
-    return {}
+def traits(config: Config) -> Traits:
+    """What the engine and the builder must know."""
+    return Traits(cuda_macros=partial(cuda_macros, config))
 
 
 def create(context: IndexContext) -> Index:

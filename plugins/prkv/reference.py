@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.plugins.contract import Index, IndexContext
+from kvseek.plugins.batch import Batch
+from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.group import best_positions, query_lanes, reduce_scores
 
@@ -40,6 +41,8 @@ class ReferenceIndex(Index):
         Where in the sequence the rows of the first S places belong, about: what pairs them with places at an update.
     recent : Tensor [slots, w, H, D]
         The last queries, in any order.
+    pending : Tensor [slots, G, 2, D]
+        Box of the keys that are to join a page that others began, from `append` to `publish`.
     targets : list of Tensor, int64 scalar
         Static rows that each slot is to have as soon as it holds so many.
     observe : callable
@@ -62,6 +65,8 @@ class ReferenceIndex(Index):
         self.homes = torch.zeros(homes, dtype=torch.int32, device=device)
         recent = (slots, config.window_queries, context.num_heads, context.head_dim)
         self.recent = torch.zeros(recent, dtype=context.dtype, device=device)
+        joining = (slots, context.num_kv_heads, 2, context.head_dim)
+        self.pending = torch.empty(joining, dtype=context.dtype, device=device)
         self.targets: list[Tensor] = [torch.full((), config.fixed_static, device=device)] * slots
         self._selected = [0] * slots  # queries that `recent` has received
         self._steps = [0] * slots  # decode steps since the prompt
@@ -72,14 +77,24 @@ class ReferenceIndex(Index):
         box = 2 * self.context.head_dim * self.context.dtype.itemsize
         return self.context.num_kv_heads * (box + self.picked.itemsize) / self.config.page
 
-    def forget(self, slot: int) -> None:
-        """See Index.forget: no row is static until `arrange` says so."""
-        self.static_rows[slot] = 0
+    def effort(self, length: int) -> Effort:
+        """See Index.effort: static rows and those of pages fill the budget. The kernels need no numbers."""
+        return Effort(min(self.config.top_k, length))
 
-    def arrange(self, slot: int, keys: Tensor, queries: Tensor) -> Tensor | None:
-        """See Index.arrange: the static tokens first, both they and the others in token order."""
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+        """See Index.build: the static tokens come first, both they and the others in token order."""
+        order = self.begin(slot, keys, queries)
+        self._enclose(slot, 0, ordered(keys, order))
+        return Built(order=order)
+
+    def begin(self, slot: int, keys: Tensor, queries: Tensor) -> Tensor | None:
+        """Choose a prompt's static set and the order of its rows, and begin to count steps and pages; arguments of `build`.
+
+        Reads nothing back from a device. Returns the order, int64 [G, n], or None for token order.
+        """
+        self._start(slot, queries)
         config, n = self.config, keys.shape[1]
-        self.forget(slot)
+        self.static_rows[slot] = 0
         self.homes[slot] = torch.arange(config.most_static, device=keys.device)  # of rows yet to come: as they come
         if config.most_static == 0 or n < config.page:
             self.targets[slot] = torch.full((), config.fixed_static, device=keys.device)
@@ -97,17 +112,8 @@ class ReferenceIndex(Index):
         self.homes[slot, :, :known] = order[:, :known].int()
         return order
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
-        """See Index.build."""
-        self.start(slot, queries)
-        self._enclose(slot, 0, keys)
-
-    def extend(self, slot: int, keys: Tensor) -> None:
-        """See Index.extend: new rows fill the last page up, then new pages."""
-        self._enclose(slot, self.context.lengths[slot] - keys.shape[1], keys)
-
-    def start(self, slot: int, queries: Tensor) -> None:
-        """Begin to count steps and pages, with the prompt's last queries as the recent ones (repeated if too few)."""
+    def _start(self, slot: int, queries: Tensor) -> None:
+        # The prompt's last queries are the recent ones, repeated if they are too few.
         window, extents = self.config.window_queries, self.context.extents
         self._selected[slot] = self._steps[slot] = 0
         self.picked.index_fill_(0, self.extents_of(slot, extents.room(slot)), 0)
@@ -115,21 +121,29 @@ class ReferenceIndex(Index):
             last = queries[:, -window:].transpose(0, 1)
             self.recent[slot] = last[torch.arange(window, device=queries.device) % last.shape[0]]
 
+    def append(self, slot: int, start: int, keys: Tensor) -> None:
+        """See Index.append: new rows fill the last page up, then new pages, which show by the length alone."""
+        joining = min(-start % self.config.page, keys.shape[1])
+        if joining:
+            self.pending[slot] = box_of(keys[:, :joining])
+        self._enclose(slot, start + joining, keys[:, joining:])
+
+    def publish(self, slot: int, start: int, count: int) -> None:
+        """See Index.publish: rows join the page that others began."""
+        if start % self.config.page:
+            box, joining = self._box(slot, start // self.config.page), self.pending[slot]
+            box[:, 0] = torch.minimum(box[:, 0], joining[:, 0])
+            box[:, 1] = torch.maximum(box[:, 1], joining[:, 1])
+
     def extents_of(self, slot: int, places: int) -> Tensor:
         """Numbers of the extents that hold the first places of a slot, int64, where the arrays are."""
         return self.context.extents.device_table[slot, : -(-places // EXTENT_TOKENS)].long()
 
     def _enclose(self, slot: int, start: int, keys: Tensor) -> None:
-        """Let the boxes of places start .. enclose keys [G, u, D]."""
-        page, stop = self.config.page, start + keys.shape[1]
-        for number in range(start // page, -(-stop // page)):
-            first = max(0, number * page - start)
-            inside = keys[:, first : number * page + page - start]
-            box = self._box(slot, number)
-            low, high = inside.amin(dim=1), inside.amax(dim=1)
-            if number * page < start:
-                low, high = torch.minimum(low, box[:, 0]), torch.maximum(high, box[:, 1])
-            box[:, 0], box[:, 1] = low, high
+        """Write the boxes of the pages from place `start` on, which begins one, that keys [G, u, D] fill."""
+        page = self.config.page
+        for first in range(0, keys.shape[1], page):
+            self._box(slot, (start + first) // page).copy_(box_of(keys[:, first : first + page]))
 
     def _box(self, slot: int, number: int) -> Tensor:
         """Box of a page, [G, 2, D], to be written to."""
@@ -141,27 +155,27 @@ class ReferenceIndex(Index):
         own = array.index_select(0, self.extents_of(slot, places)).transpose(0, 1)
         return own.flatten(1, 2)[:, : -(-places // self.config.page)]
 
-    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
+    def select(self, queries: Tensor, batch: Batch) -> Selection:
         """Static pages and the best of the others: queries [batch, H, D] to pages int32 [batch, G, top_k / page].
 
         Pages ascend; -1 fills up when the region holds fewer.
         """
         kv_heads, config = self.context.num_kv_heads, self.config
-        entries = config.top_k // config.page
-        rows = torch.full((len(slots), kv_heads, entries), -1, dtype=torch.int32, device=queries.device)
-        for request, slot in enumerate(slots):
+        shape = (batch.size, kv_heads, config.top_k // config.page)
+        rows = torch.full(shape, -1, dtype=torch.int32, device=queries.device)
+        for request, (slot, length) in enumerate(zip(batch.slots, batch.lengths, strict=True)):
             grouped = queries[request].reshape(kv_heads, -1, queries.shape[-1])
-            pages = self._pages(grouped, slot)
+            pages = self._pages(grouped, slot, length)
             rows[request, :, : pages.shape[1]] = pages.int()
             self.recent[slot, self._selected[slot] % config.window_queries] = queries[request]
             self._selected[slot] += 1
-        return Selection(rows, config.page, tuple(min(config.top_k, self.context.lengths[slot]) for slot in slots))
+        return Selection(rows, config.page)
 
-    def _pages(self, queries: Tensor, slot: int) -> Tensor:
+    def _pages(self, queries: Tensor, slot: int, length: int) -> Tensor:
         # queries [G, g, D] to ascending pages int64 [G, min(top_k / page, pages)]; counts those that are not static
-        config, n = self.config, self.context.lengths[slot]
+        config = self.config
         static = int(self.static_rows[slot]) // config.page
-        boxes = self.by_page(self.boxes, slot, n)[:, static:]
+        boxes = self.by_page(self.boxes, slot, length)[:, static:]
         bounds = page_scores(page_lanes(queries, config.group_reduce), boxes, config.box_radius)
         values = reduce_scores(bounds, config.group_reduce, self.context.scaling)
         chosen = best_positions(values, config.top_k // config.page - static) + static
@@ -174,9 +188,13 @@ class ReferenceIndex(Index):
     def refresh(self, slots: Sequence[int]) -> None:
         """See Index.refresh: a new static set, every `update_interval` steps of a slot."""
         for slot in slots:
-            self._steps[slot] += 1
-            if update_is_due(self.config, self.context.layer, self._steps[slot]):
+            if self.count_step(slot):
                 self._update(slot)
+
+    def count_step(self, slot: int) -> bool:
+        """Count a decode step of a slot; whether an update of its static set is due after it."""
+        self._steps[slot] += 1
+        return update_is_due(self.config, self.context.layer, self._steps[slot])
 
     @torch.inference_mode()
     def _update(self, slot: int) -> None:
@@ -184,7 +202,6 @@ class ReferenceIndex(Index):
         whole = self.context.lengths[slot] // config.page * config.page
         if config.most_static == 0 or whole == 0:
             return
-        assert self.rows is not None, "the engine binds every index"
         places, valid = candidates(config, self.by_page(self.picked, slot, whole), whole)
         keys = self._read(slot, places)[:, :, 0]
         queries = self.recent[slot].transpose(0, 1)
@@ -198,30 +215,40 @@ class ReferenceIndex(Index):
 
     def _read(self, slot: int, places: Tensor) -> Tensor:
         """Rows of the pool at places [G, m]: [G, m, 2, D] (a copy)."""
-        assert self.rows is not None, "the engine binds every index"
-        return self.rows.pool[self._where(slot, places)]
-
-    def _where(self, slot: int, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         extents = self.context.extents.table[slot][places // EXTENT_TOKENS].long()
         heads = torch.arange(places.shape[0], device=places.device)[:, None].expand_as(places)
-        return extents, heads, places % EXTENT_TOKENS
+        return self._pool[extents, heads, places % EXTENT_TOKENS]
+
+    @property
+    def _pool(self) -> Tensor:
+        assert self.context.rows is not None, "an index without rows only tells what memory it takes"
+        return self.context.rows.pool
 
     def _exchange(self, slot: int, leaving: Tensor, entering: Tensor) -> None:
         """Let rows change places in pairs, and take the boxes of the pages that rows came from anew."""
-        assert self.rows is not None, "the engine binds every index"
-        page = self.config.page
+        page, pool = self.config.page, self._pool
         for head in range(leaving.shape[0]):
             pairs = leaving[head] >= 0
             first, second = leaving[head, pairs], entering[head, pairs]
             both, swapped = torch.cat((first, second)), torch.cat((second, first))
             extents = self.context.extents.table[slot].long()
-            rows = self.rows.pool[extents[swapped // EXTENT_TOKENS], head, swapped % EXTENT_TOKENS]
-            self.rows.pool[extents[both // EXTENT_TOKENS], head, both % EXTENT_TOKENS] = rows
+            rows = pool[extents[swapped // EXTENT_TOKENS], head, swapped % EXTENT_TOKENS]
+            pool[extents[both // EXTENT_TOKENS], head, both % EXTENT_TOKENS] = rows
             self.homes[slot, head, first] = second.int()
             for number in sorted(set((both // page).tolist())):
                 extent, offset = int(extents[number // self.pages_of_extent]), number % self.pages_of_extent
-                keys = self.rows.pool[extent, head, offset * page : (offset + 1) * page, 0]
-                self.boxes[extent, head, offset] = torch.stack((keys.amin(dim=0), keys.amax(dim=0)))
+                keys = pool[extent, head, offset * page : (offset + 1) * page, 0]
+                self.boxes[extent, head, offset] = box_of(keys[None])[0]
+
+
+def ordered(keys: Tensor, order: Tensor | None) -> Tensor:
+    """Keys [G, n, D] by place: `order` int64 [G, n] says which token has each place; None: token order."""
+    return keys if order is None else keys.gather(1, order[..., None].expand_as(keys))
+
+
+def box_of(keys: Tensor) -> Tensor:
+    """Smallest and largest number of each channel among keys [G, n, D], n >= 1: [G, 2, D]."""
+    return torch.stack((keys.amin(dim=1), keys.amax(dim=1)), dim=1)
 
 
 def update_is_due(config: Config, layer: int, steps: int) -> bool:

@@ -12,17 +12,18 @@ from .config import Config
 class RowStore:
     """Static rows and pages of each slot's last steps, of one layer.
 
-    A page stays where it is while steps select it, and longer if no other needs its place; its rows come there with the
-    attention of the step that selects it first (DeviceSelection.keep). With S the most static rows and C pages:
+    The store has room for C pages, in *frames*. A page stays in its frame while steps select it, and longer if no other needs
+    the frame; its rows come there with the attention of the step that selects it first (Selection.keep). S is the
+    most static rows.
 
     Attributes
     ----------
     rows : Tensor [slots, G, S + C * page, 2, D]
-        The static rows by place, then the pages.
+        The static rows by place, then the frames.
     static_held : Tensor, int32 [slots, G]
-        Static rows that are there.
+        How many static rows are there.
     held : Tensor, int32 [slots, G, C]
-        Page that each place for a page holds, or -1.
+        Number of the page in each frame, or -1.
     """
 
     def __init__(self, context: IndexContext) -> None:
@@ -35,7 +36,7 @@ class RowStore:
         self.held = torch.full((*heads, pages), -1, dtype=torch.int32, device=device)
 
     def forget(self, slot: int) -> None:
-        """Let no row of a slot be found."""
+        """Empty a slot's part, which held another request's rows: its next step reads all rows from the pool."""
         self.static_held[slot] = 0
         self.held[slot] = -1
 

@@ -92,10 +92,10 @@ class Update:
 
 
 class Updater:
-    """Updates of one layer. `store` is None if the layer's rows lie on the device."""
+    """Updates of one layer. `store` is None if the layer keeps no rows beside its pool."""
 
-    def __init__(self, context: IndexContext, arrays: ReferenceIndex, rows: LayerRows, store: RowStore | None) -> None:
-        self._context, self._arrays, self._rows, self._store = context, arrays, rows, store
+    def __init__(self, context: IndexContext, arrays: ReferenceIndex, store: RowStore | None) -> None:
+        self._context, self._arrays, self._store = context, arrays, store
         assert context.cuda is not None, "made by an index of CUDA kernels"
         self._kernels = context.cuda
         if "prkv_side" not in context.shared:
@@ -137,6 +137,11 @@ class Updater:
     def __len__(self) -> int:
         """Updates that are under way."""
         return len(self._under_way)
+
+    @property
+    def _rows(self) -> LayerRows:
+        assert self._context.rows is not None, "an index without rows only tells what memory it takes"
+        return self._context.rows
 
     def _prepare(self, slot: int, update: Update) -> Exchange:
         config, arrays, scaling = self._arrays.config, self._arrays, self._context.scaling

@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_sizes(const SelectArguments& a, const Selec
     const int extents = (task.request.length + EXTENT_TOKENS - 1) / EXTENT_TOKENS;
     for (int i = threadIdx.x; i < extents; i += CHOOSE_THREADS) arrays.table[i] = task.table[i];
     for (int c = threadIdx.x; c < clusters; c += CHOOSE_THREADS)
-        arrays.rows[c] = static_cast<unsigned short>(min(a.sizes[task.cluster_row(a, c)], a.top_k));
+        arrays.rows[c] = static_cast<unsigned short>(min(a.sizes[task.cluster_entry(a, c)], a.top_k));
     for (int i = threadIdx.x; i < BINS; i += CHOOSE_THREADS) memory.histogram[i] = 0;
     if (threadIdx.x == 0) memory.found = 0;
 }
@@ -179,8 +179,8 @@ __device__ __forceinline__ Cut find_cut(const SelectArguments& a, int clusters, 
             const ClusterKey key = arrays.key(c);
             if (key >> shift != prefix || !arrays.rows[c]) continue;
             atomicAdd(&memory.histogram[(key >> next) & (BINS - 1)], arrays.rows[c]);
-            const int place = atomicAdd(&memory.finalist_count, 1);
-            if (place < FINALISTS) memory.finalists[place] = key, memory.finalist_rows[place] = arrays.rows[c];
+            const int number = atomicAdd(&memory.finalist_count, 1);
+            if (number < FINALISTS) memory.finalists[number] = key, memory.finalist_rows[number] = arrays.rows[c];
         }
         __syncthreads();
         const int count = memory.finalist_count;
@@ -205,17 +205,17 @@ __device__ __forceinline__ int list_taken(const Cut& cut, int clusters, const Ch
         own += __popc(__ballot_sync(~0u, arrays.taken(c + lane, clusters, cut)));
     if (lane == 0) memory.warp_counts[warp] = own;
     __syncthreads();
-    int place = 0, all = 0;
+    int next = 0, all = 0;
 #pragma unroll
     for (int w = 0; w < CHOOSE_WARPS; ++w) {
-        place += w < warp ? memory.warp_counts[w] : 0;
+        next += w < warp ? memory.warp_counts[w] : 0;
         all += memory.warp_counts[w];
     }
     for (int c = warp * each; c < (warp + 1) * each; c += 32) {
         const bool taken = arrays.taken(c + lane, clusters, cut);
         const unsigned votes = __ballot_sync(~0u, taken);
-        if (taken) arrays.list[place + __popc(votes & ((1u << lane) - 1))] = c + lane;
-        place += __popc(votes);
+        if (taken) arrays.list[next + __popc(votes & ((1u << lane) - 1))] = c + lane;
+        next += __popc(votes);
     }
     __syncthreads();
     return all;
@@ -236,17 +236,17 @@ __device__ __forceinline__ int place_taken(const SelectArguments& a, const Selec
         const int first = selected + block_prefix_sum<CHOOSE_THREADS>(rows, memory.sums, total);
         selected += total;
         if (i >= count) continue;
-        const long long row = task.cluster_row(a, cluster);
+        const long long entry = task.cluster_entry(a, cluster);
         arrays.first[i] = first;
-        arrays.begin[i] = a.starts[row];
+        arrays.begin[i] = a.starts[entry];
         if (!a.recent) continue;
-        const int4 last = a.recent[row];  // step, first row in the store, rows
+        const int4 last = a.recent[entry];  // position, first row in the store, rows
         // The store holds what the last cache_steps steps selected: this step overwrites what was there before.
         const bool there = static_cast<unsigned>(position - 1 - last.x) < static_cast<unsigned>(a.cache_steps);
         arrays.stored[i] = last.y;
         arrays.held[i] = there ? min(last.z, rows) : 0;
         if (there) atomicAdd(&memory.found, arrays.held[i]);
-        a.recent[row] = make_int4(position, buffer + first, rows, 0);
+        a.recent[entry] = make_int4(position, buffer + first, rows, 0);
     }
     __syncthreads();
     return selected;
@@ -258,7 +258,7 @@ __device__ __forceinline__ void write_rows(const SelectArguments& a, const Selec
     const long long out = static_cast<long long>(task.number) * a.top_k;
     const int buffer = task.request.position % (a.cache_steps + 1) * a.top_k;
     for (int entry = threadIdx.x; entry < a.top_k; entry += CHOOSE_THREADS) {
-        int row = -1, cached = -1;
+        int place = -1, cached = -1;
         if (entry < selected) {
             int low = 0, high = count;  // the last cluster that begins at `entry` or before it is `low`
             while (high - low > 1) {
@@ -266,13 +266,13 @@ __device__ __forceinline__ void write_rows(const SelectArguments& a, const Selec
                 (arrays.first[middle] <= entry ? low : high) = middle;
             }
             const int inside = entry - arrays.first[low];
-            row = a.places[extent_row(arrays.table, a.kv_heads, task.head, arrays.begin[low] + inside)];
+            place = a.places[extent_row(arrays.table, a.kv_heads, task.head, arrays.begin[low] + inside)];
             if (a.recent && inside < arrays.held[low]) cached = arrays.stored[low] + inside;
         }
-        a.rows[out + entry] = row;
+        a.rows[out + entry] = place;
         if (!a.recent) continue;
         a.cached[out + entry] = cached;
-        a.keep[out + entry] = row < 0 ? -1 : buffer + entry;
+        a.keep[out + entry] = place < 0 ? -1 : buffer + entry;
     }
 }
 

@@ -30,8 +30,8 @@ struct KMeansArguments {
     int* summed;             // [kv_heads, clusters] keys in these sums
     unsigned* arrivals;      // [kv_heads] blocks of an assign kernel that are done
     const int* table;        // extents of the slot
-    Number* centroids;       // [extents, kv_heads, slots_per_extent, HEAD_DIM] means of keys
-    int* sizes;              // [extents, kv_heads, slots_per_extent]
+    Number* centroids;       // [extents, kv_heads, clusters_per_extent, HEAD_DIM] means of keys
+    int* sizes;              // [extents, kv_heads, clusters_per_extent]
     int* starts;             // the same shape: where a cluster begins in the slot's places
     int* places;             // [extents, kv_heads, 1024] ordered by cluster and then by place
     long long head_stride;   // of keys, in numbers
@@ -40,7 +40,7 @@ struct KMeansArguments {
     int round;         // of this launch
     int label_stride;  // a multiple of 8; labels past the last key belong to no cluster
     int first_place, first_cluster;
-    int slots_per_extent;
+    int clusters_per_extent;
 };
 
 constexpr int DIM = KVSEEK_HEAD_DIM;
@@ -86,11 +86,11 @@ __device__ __forceinline__ const Number* key_of(const KMeansArguments& a, int he
     return a.keys + head * a.head_stride + token * a.token_stride;
 }
 
-// Row of a cluster of this clustering in arrays [extents, kv_heads, slots_per_extent, ...].
-__device__ __forceinline__ long long cluster_row(const KMeansArguments& a, int head, int cluster) {
+// Entry of a cluster of this clustering in arrays [extents, kv_heads, clusters_per_extent, ...].
+__device__ __forceinline__ long long cluster_entry(const KMeansArguments& a, int head, int cluster) {
     const int number = a.first_cluster + cluster;
-    const long long extent = a.table[number / a.slots_per_extent];
-    return (extent * a.kv_heads + head) * a.slots_per_extent + number % a.slots_per_extent;
+    const long long extent = a.table[number / a.clusters_per_extent];
+    return (extent * a.kv_heads + head) * a.clusters_per_extent + number % a.clusters_per_extent;
 }
 
 __device__ __forceinline__ __half* direction_of(const KMeansArguments& a, int head, int cluster) {

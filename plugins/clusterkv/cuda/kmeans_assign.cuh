@@ -16,8 +16,8 @@ constexpr int STEPS = DIM / 16;            // products along a key
 constexpr int TILES = DIM <= 128 ? 2 : 1;  // of 16 keys in a warp's registers
 constexpr int WARP_KEYS = 16 * TILES;
 constexpr int BLOCK_KEYS = WARPS * WARP_KEYS;
-constexpr int STAGED = DIM <= 128 ? 64 : 32;  // directions in one half of shared memory
-constexpr int ASSIGN_BYTES = 2 * STAGED * DIRECTION * static_cast<int>(sizeof(__half));
+constexpr int LOADED = DIM <= 128 ? 64 : 32;  // directions in one half of shared memory
+constexpr int ASSIGN_BYTES = 2 * LOADED * DIRECTION * static_cast<int>(sizeof(__half));
 
 // Keys of one warp as operand a of the product, and the nearest direction of each so far. With g = lane / 4 and
 // t = lane % 4 a lane has numbers 2t, 2t+1, 2t+8, 2t+9 of each 16, of keys g and g + 8 of each tile.
@@ -76,16 +76,16 @@ struct KeyTiles {
 
     // Compare with `count` directions in shared memory, the first of them cluster `first`. Rows past the last
     // direction repeat it up to a multiple of 16: an equal score of a higher number changes nothing.
-    __device__ __forceinline__ void compare(const __half* staged, int first, int count) {
+    __device__ __forceinline__ void compare(const __half* loaded, int first, int count) {
         // This lane's address in the four matrices of a step: directions 0-7 and 8-15, two times 8 columns.
-        const __half* corner = staged + (lane % 8 + lane / 16 * 8) * DIRECTION + lane / 8 % 2 * 8;
+        const __half* corner = loaded + (lane % 8 + lane / 16 * 8) * DIRECTION + lane / 8 % 2 * 8;
 #pragma unroll 1
         for (int row = 0; row < count; row += 16, corner += 16 * DIRECTION) {
             float scores[TILES][2][4];  // [tile] [direction + 0 or 8] [key g or g + 8] [direction 2t or 2t + 1]
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int its = row + 8 * (i / 2) + 2 * t + i % 2;
-                const float bias = *reinterpret_cast<const float*>(staged + its * DIRECTION + DIM);
+                const float bias = *reinterpret_cast<const float*>(loaded + its * DIRECTION + DIM);
 #pragma unroll
                 for (int tile = 0; tile < TILES; ++tile)
                     scores[tile][i / 2][i % 2] = scores[tile][i / 2][2 + i % 2] = bias;
@@ -127,10 +127,10 @@ struct KeyTiles {
 };
 
 // Start to copy directions first .. into shared memory, the last one again where there are no more.
-__device__ __forceinline__ void stage_directions(const KMeansArguments& a, int head, int first, __half* to) {
+__device__ __forceinline__ void load_directions(const KMeansArguments& a, int head, int first, __half* to) {
     constexpr int PIECES = DIRECTION / 8;  // of 16 bytes
     if (first < a.clusters)
-        for (int i = threadIdx.x; i < STAGED * PIECES; i += THREADS) {
+        for (int i = threadIdx.x; i < LOADED * PIECES; i += THREADS) {
             const int row = i / PIECES, offset = i % PIECES * 8;
             copy_async_16(to + row * DIRECTION + offset,
                           direction_of(a, head, min(first + row, a.clusters - 1)) + offset);
@@ -142,14 +142,14 @@ __device__ __forceinline__ void stage_directions(const KMeansArguments& a, int h
 // holds ASSIGN_BYTES.
 __device__ __forceinline__ void assign_part(const KMeansArguments& a, int head, int block, int round, __half* shared) {
     const int first = block * BLOCK_KEYS + threadIdx.x / WARP * WARP_KEYS;
-    stage_directions(a, head, 0, shared);
+    load_directions(a, head, 0, shared);
     KeyTiles keys;
     keys.load(a, head, first, round);
-    for (int cluster = 0, half = 0; cluster < a.clusters; cluster += STAGED, half ^= 1) {
+    for (int cluster = 0, half = 0; cluster < a.clusters; cluster += LOADED, half ^= 1) {
         await_copy_groups<0>();
         __syncthreads();  // these directions are there, and nobody reads the ones before them any more
-        stage_directions(a, head, cluster + STAGED, shared + (half ^ 1) * STAGED * DIRECTION);
-        keys.compare(shared + half * STAGED * DIRECTION, cluster, min(STAGED, a.clusters - cluster));
+        load_directions(a, head, cluster + LOADED, shared + (half ^ 1) * LOADED * DIRECTION);
+        keys.compare(shared + half * LOADED * DIRECTION, cluster, min(LOADED, a.clusters - cluster));
     }
     keys.agree();
     unsigned short* labels = a.labels + static_cast<long long>(head) * a.label_stride;

@@ -44,19 +44,19 @@ __device__ __forceinline__ int list_keys(const unsigned short* labels, int label
     }
     if (!__any_sync(EVERYONE, wanted != 0)) return listed;
     const int count = __popc(wanted);
-    int place = count;  // of the last key of this lane, after the scan
+    int next = count;  // number in the list behind that of the last key of this lane, after the scan
 #pragma unroll
     for (int step = 1; step < WARP; step *= 2) {
-        const int other = __shfl_up_sync(EVERYONE, place, step);
-        if (lane >= step) place += other;
+        const int other = __shfl_up_sync(EVERYONE, next, step);
+        if (lane >= step) next += other;
     }
-    const int total = __shfl_sync(EVERYONE, place, WARP - 1);
-    place += listed - count;
+    const int total = __shfl_sync(EVERYONE, next, WARP - 1);
+    next += listed - count;
 #pragma unroll
     for (int i = 0; i < LABELS; ++i)
         if (wanted >> i & 1) {
             const unsigned own = (words[i / 2] >> 16 * (i % 2) & 0xffff) - first;
-            found[place++] = static_cast<unsigned>(key + i) * OWN + own;
+            found[next++] = static_cast<unsigned>(key + i) * OWN + own;
         }
     return listed + total;
 }
@@ -168,11 +168,11 @@ __device__ __forceinline__ void mean_part(const KMeansArguments& a, int head, in
 #pragma unroll
         for (int i = 0; i < EACH; ++i) sum[i] += space.sums[w][warp][column_of(i, lane)];
     }
-    const long long row = cluster_row(a, head, cluster);
+    const long long entry = cluster_entry(a, head, cluster);
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
-        a.centroids[row * DIM + column_of(i, lane)] = from_float<Number>(keys > 0 ? sum[i] / keys : 0.0f);
-    if (lane == 0) a.sizes[row] = keys;
+        a.centroids[entry * DIM + column_of(i, lane)] = from_float<Number>(keys > 0 ? sum[i] / keys : 0.0f);
+    if (lane == 0) a.sizes[entry] = keys;
 }
 
 }  // namespace kmeans

@@ -16,7 +16,8 @@ struct OrderSpace {
 // Keys of all clusters before `first`, of this clustering. All threads of a block.
 __device__ __forceinline__ int keys_before(const KMeansArguments& a, int head, int first, OrderSpace& space) {
     int sum = 0;
-    for (int cluster = threadIdx.x; cluster < first; cluster += THREADS) sum += a.sizes[cluster_row(a, head, cluster)];
+    for (int cluster = threadIdx.x; cluster < first; cluster += THREADS)
+        sum += a.sizes[cluster_entry(a, head, cluster)];
 #pragma unroll
     for (int mask = 1; mask < WARP; mask *= 2) sum += __shfl_xor_sync(EVERYONE, sum, mask);
     if (threadIdx.x % WARP == 0) space.before[threadIdx.x / WARP] = sum;
@@ -50,7 +51,7 @@ __device__ __forceinline__ void order_part(const KMeansArguments& a, int head, i
         if (lane >= step) clusters_before += other;
     }
     next += clusters_before - all;
-    if (warp == 0 && lane < OWN && first + lane < a.clusters) a.starts[cluster_row(a, head, first + lane)] = next;
+    if (warp == 0 && lane < OWN && first + lane < a.clusters) a.starts[cluster_entry(a, head, first + lane)] = next;
     next += earlier;
     look_through(a, head, first, begin, end, 1, found, [&](int listed) {
         next = number_keys(found, listed, next, [&](int number, int key) {

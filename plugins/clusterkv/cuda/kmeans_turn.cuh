@@ -1,8 +1,8 @@
 // K-means, second half of a round: lists of keys by cluster, and from them the new directions.
 //
-// A key has a place in the list of its cluster by an atomic counter, so lists have no fixed order. Sums do not depend
-// on it: they are integers, of unit keys counted in steps of 1 / ONE. That makes work easy to share out. A warp has
-// CHUNK entries of the list, whatever clusters they are of, and hands in a sum for each; the warp that brings a
+// A key finds its number in the list of its cluster by an atomic counter, so lists have no fixed order. Sums do not
+// depend on it: they are integers, of unit keys counted in steps of 1 / ONE. That makes work easy to share out. A warp
+// has CHUNK entries of the list, whatever clusters they are of, and hands in a sum for each; the warp that brings a
 // cluster's last key turns its direction. So a cluster of half of all keys costs what others do, and every row is read
 // once.
 #pragma once
@@ -51,8 +51,8 @@ __device__ __forceinline__ bool is_last_block(const KMeansArguments& a, int head
 __device__ __forceinline__ void place_key(const KMeansArguments& a, int head, int token) {
     const long long row = static_cast<long long>(head) * a.label_stride;
     const int cluster = a.labels[row + token];
-    const int place = atomicAdd(a.cursors + head * a.clusters + cluster, 1);
-    a.list[row + place] = make_uint2(token, cluster);
+    const int number = atomicAdd(a.cursors + head * a.clusters + cluster, 1);
+    a.list[row + number] = make_uint2(token, cluster);
 }
 
 // Sum of unit keys of one cluster, in a warp.

@@ -57,9 +57,9 @@ struct UnitRows {
             const int inside = p * ROW_GROUPS + group, cluster = unit * UNIT + inside;
             sizes[p] = 0;
             if (inside >= UNIT || cluster >= clusters) continue;
-            const long long row = task.cluster_row(a, cluster);
-            sizes[p] = a.sizes[row];
-            if (offset < KEY_DIM) numbers[p].load(a.centroids + row * KEY_DIM + offset);
+            const long long entry = task.cluster_entry(a, cluster);
+            sizes[p] = a.sizes[entry];
+            if (offset < KEY_DIM) numbers[p].load(a.centroids + entry * KEY_DIM + offset);
         }
     }
 };

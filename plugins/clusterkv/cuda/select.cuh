@@ -11,7 +11,8 @@
 namespace kvseek {
 namespace clusterkv {
 
-constexpr int SLOTS = CLUSTERKV_SLOTS;          // clusters that an extent has room for (Config.slots_per_extent)
+constexpr int EXTENT_CLUSTERS =
+    CLUSTERKV_CLUSTERS_PER_EXTENT;              // clusters that an extent has room for (Config.clusters_per_extent)
 constexpr int QUERY_LANES = CLUSTERKV_LANES;    // queries that are scored: their mean, or all heads of the group
 constexpr int REDUCTION = CLUSTERKV_REDUCTION;  // plugins/shared/group.py
 enum { MEAN = 0, MAX = 1, SOFTMAX_MEAN = 2 };   // as it lists them
@@ -30,13 +31,13 @@ struct SelectArguments {
     const Request* requests;  // [batch]
     const int* table;         // [slots, max_extents]
     const int* clusters;      // [slots] of each slot that may be selected
-    const Number* centroids;  // [extents, kv_heads, SLOTS, KEY_DIM]
-    const int* sizes;         // [extents, kv_heads, SLOTS]
-    const int* starts;        // [extents, kv_heads, SLOTS] first entry of a cluster in the slot's places
+    const Number* centroids;  // [extents, kv_heads, EXTENT_CLUSTERS, KEY_DIM]
+    const int* sizes;         // [extents, kv_heads, EXTENT_CLUSTERS]
+    const int* starts;        // [extents, kv_heads, EXTENT_CLUSTERS] first entry of a cluster in the slot's places
     const int* places;        // [extents, kv_heads, 1024] places of the pool, sorted by cluster
     float* scores;            // [slots, kv_heads, units, UNIT, QUERY_LANES] of each cluster, as powers of two
     float2* statistics;       // [slots, kv_heads, units, QUERY_LANES] largest score, sum of the powers relative to it
-    int4* recent;             // [extents, kv_heads, SLOTS] where the store holds a cluster; null: nothing is stored
+    int4* recent;  // [extents, kv_heads, EXTENT_CLUSTERS] where the store holds a cluster; null: nothing is stored
     unsigned long long* counters;  // [2] rows found in the store, and not
     int* rows;                     // [batch, kv_heads, top_k] places, -1 at the end
     int* cached;                   // [batch, kv_heads, top_k] row of the store, or -1: it does not hold this row
@@ -61,9 +62,10 @@ struct SelectTask {
 
     __device__ __forceinline__ bool idle() const { return request.dense != 0; }
     __device__ __forceinline__ int clusters(const SelectArguments& a) const { return a.clusters[request.slot]; }
-    // Where a cluster lies in arrays [extents, kv_heads, SLOTS, ...], counted in clusters.
-    __device__ __forceinline__ long long cluster_row(const SelectArguments& a, int cluster) const {
-        return (static_cast<long long>(table[cluster / SLOTS]) * a.kv_heads + head) * SLOTS + cluster % SLOTS;
+    // Where a cluster lies in arrays [extents, kv_heads, EXTENT_CLUSTERS, ...], counted in clusters.
+    __device__ __forceinline__ long long cluster_entry(const SelectArguments& a, int cluster) const {
+        return (static_cast<long long>(table[cluster / EXTENT_CLUSTERS]) * a.kv_heads + head) * EXTENT_CLUSTERS +
+               cluster % EXTENT_CLUSTERS;
     }
     // Where the work space of this slot and head begins, counted in units.
     __device__ __forceinline__ long long first_unit(const SelectArguments& a) const {

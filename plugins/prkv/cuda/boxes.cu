@@ -10,7 +10,7 @@ struct BoxArguments {
     const int* table;        // [max_extents] of the slot
     Number* boxes;           // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
     Number* pending;         // [kv_heads, 2, HEAD_DIM] of the slot: keys that are to join a page that others began
-    int* held;               // [kv_heads, held_pages] of the slot: page in each place of the store; null: no store
+    int* held;               // [kv_heads, held_pages] of the slot: page in each frame of the store; null: no store
     long long head_stride;   // numbers from one KV head to the next
     long long token_stride;  // numbers from one token to the next
     int kv_heads, tokens;

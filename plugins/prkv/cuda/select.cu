@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
     await_earlier_kernels();
     if (idle) return;
     bounds.load_queries(a, task);
-    if (a.recent && blockIdx.x == 0) record_queries(a, task);
+    if (blockIdx.x == 0) record_queries(a, task);
     for (; tiles.left(); tiles.number += tiles.stride) {
         const int first = tiles.number * TILE;
         float* scores = a.scores + task.entry(a, first) * LANES;

@@ -16,16 +16,16 @@ struct SelectArguments {
     float* scores;            // [extents, kv_heads, PAGES_OF_EXTENT, LANES] of the pages
     float2* normalisers;      // [tasks, chunks, LANES] largest exponent, sum of the powers relative to it
     int* finished;            // [tasks] CTAs that are done; 0 between launches
-    int* picked;              // [extents, kv_heads, PAGES_OF_EXTENT] selections of each page; null: not counted
-    Number* recent;           // [slots, window_queries, kv_heads * GROUP, HEAD_DIM]; null: not recorded
+    int* picked;              // [extents, kv_heads, PAGES_OF_EXTENT] selections of each page
+    Number* recent;           // [slots, window_queries, kv_heads * GROUP, HEAD_DIM] last queries
     int* static_held;         // [slots, kv_heads] static rows that the store holds; null: there is no store
-    int* held;                // [slots, kv_heads, held_pages] page that each page of the store holds, or -1
+    int* held;                // [slots, kv_heads, held_pages] page in each frame of the store, or -1
     int* rows;                // [batch, kv_heads, top_k] result
     int* cached;              // [batch, kv_heads, top_k] result, if there is a store
     int* keep;                // [batch, kv_heads, top_k] result, if there is a store
     int kv_heads, max_extents, top_k, window_queries;
-    int held_pages;   // pages that the store has room for, of a slot and KV head
-    int static_room;  // static rows that it has room for: the pages come behind them
+    int held_pages;   // frames of the store, of a slot and KV head: each has room for a page
+    int static_room;  // static rows that it has room for: the frames come behind them
     float scaling;    // softmax scale
     float near, far;  // (1 ± box_radius) / 2: what q times a box's nearer and farther number counts
 };

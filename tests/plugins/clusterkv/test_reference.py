@@ -8,14 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries
+from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_keys, random_queries, select, select_rows
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.fields import from_dict
-from kvseek.plugins.clusterkv.config import CACHE_DEFAULTS, Config
+from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.costs import costs
+from kvseek.plugins.clusterkv.method import traits
 from kvseek.plugins.clusterkv.reference import ReferenceIndex, cluster_keys, expand, rows_taken
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
@@ -34,9 +35,8 @@ def built(config: Config, keys: Tensor, group: int = 2, layer: int = 5) -> Refer
 
 
 def grow(index: ReferenceIndex, slot: int, keys: Tensor) -> None:
-    index.context.lengths[slot] += keys.shape[1]
-    index.context.extents.reserve(slot, index.context.lengths[slot])
-    index.extend(slot, keys)
+    index.context.extents.reserve(slot, index.context.lengths[slot] + keys.shape[1])
+    extend(index, slot, keys)
 
 
 def places(index: ReferenceIndex, slot: int) -> Tensor:
@@ -90,7 +90,7 @@ def test_a_cluster_may_lose_all_its_keys() -> None:
     assert found.sizes.tolist() == [[6, 0, 0]] * KV_HEADS, "equal keys go to the first of equal directions"
     assert (found.centroids[:, 1:] == 0).all()
     index = built(Config(tokens_per_cluster=2, top_k=4), keys)
-    rows = index.select(torch.ones(1, 4, DIM), [0]).rows
+    rows = select_rows(index, torch.ones(1, 4, DIM), [0]).rows
     assert rows.tolist() == [[[0, 1, 2, 3]] * KV_HEADS]
 
 
@@ -149,9 +149,9 @@ def test_any_region(n: int, top_k: int, seed: int, reduce: str) -> None:
     keys = random_keys(n, DIM, seed)
     index = built(Config(top_k=top_k, tokens_per_cluster=11, group_reduce=reduce), keys)
     check_invariants(index, 0, keys)
-    selection = index.select(random_queries(1, 2 * KV_HEADS, DIM, seed), [0])
+    selection = select_rows(index, random_queries(1, 2 * KV_HEADS, DIM, seed), [0])
     kept = min(n, top_k)
-    assert selection.counts == (kept,)
+    assert index.effort(n).rows == kept
     assert (selection.rows[..., kept:] == -1).all()
     for rows in selection.rows[0, :, :kept].tolist():
         assert len(set(rows)) == kept
@@ -161,7 +161,7 @@ def test_any_region(n: int, top_k: int, seed: int, reduce: str) -> None:
 def test_the_best_clusters_are_those_of_the_largest_inner_products() -> None:
     keys, query = random_keys(400, DIM), random_queries(1, KV_HEADS, DIM)
     index = built(Config(top_k=60, tokens_per_cluster=20), keys, group=1)
-    rows = index.select(query, [0]).rows[0]
+    rows = select_rows(index, query, [0]).rows[0]
     for head in range(KV_HEADS):
         scores = index.read_clusters(index.centroids, 0)[head] @ query[0, head]
         sizes, starts = index.read_clusters(index.sizes, 0)[head], index.read_clusters(index.starts, 0)[head]
@@ -181,10 +181,10 @@ def test_neither_batch_nor_slot_matter() -> None:
     for slot, length in enumerate(lengths):
         other.build(2 - slot, random_keys(length, DIM, slot), NO_QUERIES)
     queries = random_queries(3, 2 * KV_HEADS, DIM)
-    together = index.select(queries, [0, 1, 2]).rows
+    together = select_rows(index, queries, [0, 1, 2]).rows
     for request in range(3):
-        assert torch.equal(together[request], index.select(queries[request, None], [request]).rows[0])
-    assert torch.equal(together.flip(0), other.select(queries.flip(0), [0, 1, 2]).rows)
+        assert torch.equal(together[request], select_rows(index, queries[request, None], [request]).rows[0])
+    assert torch.equal(together.flip(0), select_rows(other, queries.flip(0), [0, 1, 2]).rows)
 
 
 def test_the_seed_and_the_layer_choose_the_first_centroids() -> None:
@@ -202,8 +202,8 @@ def test_the_seed_and_the_layer_choose_the_first_centroids() -> None:
 
 def test_first_layers_are_dense() -> None:
     index = built(Config(top_k=4), random_keys(200, DIM), layer=1)
-    selection = index.select(random_queries(1, 2 * KV_HEADS, DIM), [0])
-    assert (selection.block, selection.counts) == (EXTENT_TOKENS, (200,))
+    assert select(index, random_queries(1, 2 * KV_HEADS, DIM), [0]) is None
+    assert index.effort(200).rows == 200
     grow(index, 0, random_keys(20, DIM))
     assert index.centroids.numel() == index.places.numel() == 0
     assert index.bytes_per_token == 0
@@ -246,9 +246,33 @@ def test_five_thousand_generated_tokens() -> None:
         grow(index, 0, keys[:, start : start + 320])
     check_invariants(index, 0, keys)
     assert index.counts[0] == 1000 // 80 + 16 * 4
-    rows = index.select(topic.expand(1, 2 * KV_HEADS, -1), [0]).rows[0]
+    rows = select_rows(index, topic.expand(1, 2 * KV_HEADS, -1), [0]).rows[0]
     late = set(range(keys.shape[1] - 40, keys.shape[1]))
     assert all(late <= set(own) for own in rows.tolist()), "what was said last is found"
+
+
+@pytest.mark.parametrize("update", [40, 320])
+def test_appended_keys_become_visible_when_they_are_published(update: int) -> None:
+    """Those of a cluster of their own, and those that join the last cluster."""
+    keys, queries = random_keys(300 + update, DIM), random_queries(1, 2 * KV_HEADS, DIM)
+    index = built(Config(top_k=1000, tokens_per_cluster=50), keys[:, :300])
+    index.context.extents.reserve(0, 300 + update)
+    before = select_rows(index, queries, [0]).rows
+    index.append(0, 300, keys[:, 300:])
+    assert torch.equal(select_rows(index, queries, [0]).rows, before)
+    check_invariants(index, 0, keys[:, :300])
+    index.context.lengths[0] += update
+    index.publish(0, 300, update)
+    check_invariants(index, 0, keys)
+
+
+def test_what_was_appended_for_another_request_is_dropped() -> None:
+    index, keys = built(Config(top_k=10, tokens_per_cluster=10), random_keys(300, DIM, 1)), random_keys(90, DIM, 2)
+    index.append(0, 300, random_keys(40, DIM, 3))
+    index.context.lengths[0] = 50
+    index.build(0, keys[:, :50], NO_QUERIES)
+    extend(index, 0, keys[:, 50:])
+    check_invariants(index, 0, keys)
 
 
 def test_a_slot_is_built_again_from_nothing() -> None:
@@ -260,7 +284,7 @@ def test_a_slot_is_built_again_from_nothing() -> None:
     check_invariants(index, 0, again)
     query = random_queries(1, 2 * KV_HEADS, DIM)
     fresh = built(Config(top_k=10, tokens_per_cluster=10), again)
-    assert torch.equal(index.select(query, [0]).rows, fresh.select(query, [0]).rows)
+    assert torch.equal(select_rows(index, query, [0]).rows, select_rows(fresh, query, [0]).rows)
 
 
 @settings(max_examples=200, deadline=None)
@@ -275,7 +299,7 @@ def test_clusters_fit_the_extents(per_cluster: int, per_update: int, prompt: int
     clusters = config.prompt_clusters(prompt) + config.generated_clusters(generated)
     tokens = prompt + generated
     assert clusters <= config.most_clusters(tokens)
-    assert clusters <= -(-tokens // EXTENT_TOKENS) * config.slots_per_extent
+    assert clusters <= -(-tokens // EXTENT_TOKENS) * config.clusters_per_extent
     assert config.prompt_clusters(prompt) <= prompt
     added = config.generated_clusters(generated + 7) - config.generated_clusters(generated)
     assert 0 <= added <= 7
@@ -283,9 +307,10 @@ def test_clusters_fit_the_extents(per_cluster: int, per_update: int, prompt: int
 
 def test_default_sizes() -> None:
     config, paper = Config(), Config(tokens_per_cluster=80)
-    assert (config.slots_per_extent, config.prompt_clusters(32_768), config.generated_clusters(320)) == (32, 819, 4)
-    assert (paper.slots_per_extent, paper.prompt_clusters(32_768)) == (16, 409)
-    assert CACHE_DEFAULTS == {"update": 320, "sink": 16}
+    assert (config.clusters_per_extent, config.prompt_clusters(32_768), config.generated_clusters(320)) == (32, 819, 4)
+    assert (paper.clusters_per_extent, paper.prompt_clusters(32_768)) == (16, 409)
+    assert traits(config).cache_defaults == {"update": 320, "sink": 16}
+    assert traits(Config(dense_layers=5)).dense_layers == 5
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
-from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries
+from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_keys, random_queries, select_rows
 from torch import Tensor
 
 from kvseek.core.config import ModelConfig
@@ -14,7 +15,7 @@ from kvseek.core.errors import ConfigError
 from kvseek.plugins.contract import LayerRows
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.costs import costs
-from kvseek.plugins.prkv.device import cuda_defines
+from kvseek.plugins.prkv.method import traits
 from kvseek.plugins.prkv.reference import ReferenceIndex, update_is_due
 from kvseek.plugins.prkv.static import (
     automatic_count,
@@ -35,33 +36,29 @@ class Case:
 
     def __init__(self, config: Config, lengths: list[int], room: int = 0) -> None:
         capacity = sum(-(-(n + room) // 1024) for n in lengths)
-        self.context = make_context(config, DIM, GROUP, list(lengths), max(8, capacity))
+        context = make_context(config, DIM, GROUP, list(lengths), max(8, capacity))
         for slot, n in enumerate(lengths):
-            self.context.extents.reserve(slot, n + room)
-        self.pool = torch.full((self.context.extents.capacity, KV_HEADS, 1024, 2, DIM), torch.nan)
+            context.extents.reserve(slot, n + room)
+        self.pool = torch.full((context.extents.capacity, KV_HEADS, 1024, 2, DIM), torch.nan)
+        self.context = replace(context, rows=LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)))
         self.index = ReferenceIndex(self.context)
-        self.index.bind(LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)))
 
     def rows(self, keys: Tensor, first: int = 0) -> Tensor:
         tokens = torch.arange(first, first + keys.shape[1]).float()
         return torch.stack((keys, tokens[:, None].expand_as(keys)), dim=2)
 
-    def prompt(self, slot: int, keys: Tensor, queries: Tensor) -> Tensor | None:
+    def prompt(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         self.context.lengths[slot] = keys.shape[1]
-        self.index.forget(slot)
-        order = self.index.arrange(slot, keys, queries)
+        order = self.index.build(slot, keys, queries).order
         rows = self.rows(keys)
         if order is not None:
             rows = rows.gather(1, order[..., None, None].expand_as(rows))
         self.context.extents.write(self.pool, slot, 0, rows)
-        self.index.build(slot, rows[:, :, 0], queries)
-        return order
 
     def extend(self, slot: int, keys: Tensor) -> None:
         first = self.context.lengths[slot]
-        self.context.lengths[slot] += keys.shape[1]
         self.context.extents.write(self.pool, slot, first, self.rows(keys, first))
-        self.index.extend(slot, keys)
+        extend(self.index, slot, keys)
 
     def tokens(self, slot: int) -> Tensor:
         """Token of each place, int64 [G, n]."""
@@ -70,7 +67,7 @@ class Case:
 
     def selected(self, queries: Tensor, slot: int) -> Tensor:
         """Pages that a step selects, int32 [G, entries]."""
-        return self.index.select(queries, [slot]).rows[0]
+        return select_rows(self.index, queries, [slot]).rows[0]
 
     def check_boxes(self, slot: int) -> None:
         n, page = self.context.lengths[slot], self.index.config.page
@@ -151,7 +148,7 @@ def test_candidates_are_the_first_places_and_the_pages_picked_most() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("rule", ["fixed", "auto"])
-def test_arrange_only_reorders(share: float, rule: str) -> None:
+def test_a_prompt_is_only_reordered(share: float, rule: str) -> None:
     config = Config(top_k=64, page=8, static_share=share, share_rule=rule, window_queries=4)
     case, n, queries = Case(config, [501]), 501, window()
     keys = random_keys(n, DIM)
@@ -212,10 +209,9 @@ def test_a_batch_changes_nothing() -> None:
     for number, n in enumerate(lengths):
         for one in (case, alone):
             one.prompt(number, random_keys(n, DIM, number), window(seed=number))
-    together = case.index.select(queries, [2, 0, 1])
-    assert together.counts == (64, 64, 64)
+    together = select_rows(case.index, queries, [2, 0, 1]).rows
     for request, slot in enumerate((2, 0, 1)):
-        assert torch.equal(alone.selected(queries[request : request + 1], slot), together.rows[request])
+        assert torch.equal(alone.selected(queries[request : request + 1], slot), together[request])
 
 
 def test_an_update_is_a_fresh_choice() -> None:
@@ -227,7 +223,7 @@ def test_an_update_is_a_fresh_choice() -> None:
     before = case.tokens(0)
     queries = random_queries(8, KV_HEADS * GROUP, DIM, seed=9)
     for step in range(8):
-        case.index.select(queries[step : step + 1], [0])
+        case.selected(queries[step : step + 1], 0)
         case.index.refresh([0])
     after, fresh = case.tokens(0), Case(config, [640])
     fresh.prompt(0, keys, queries[4:].transpose(0, 1))
@@ -254,6 +250,21 @@ def test_a_selected_scope_reads_selected_pages_alone() -> None:
     case.check_boxes(0)
 
 
+@pytest.mark.parametrize("evicted", [2, 5, 40])
+def test_appended_keys_become_visible_when_they_are_published(evicted: int) -> None:
+    """Boxes of pages that steps see, one of them begun, are as they were until then."""
+    case, keys, queries = Case(SMALL, [501]), random_keys(501 + evicted, DIM), random_queries(1, KV_HEADS * GROUP, DIM)
+    case.prompt(0, keys[:, :501], window())
+    before, boxes = case.selected(queries, 0), case.index.by_page(case.index.boxes, 0, 501)
+    case.context.extents.write(case.pool, 0, 501, case.rows(keys[:, 501:], 501))
+    case.index.append(0, 501, keys[:, 501:])
+    assert torch.equal(case.selected(queries, 0), before)
+    assert torch.equal(case.index.by_page(case.index.boxes, 0, 501), boxes)
+    case.context.lengths[0] += evicted
+    case.index.publish(0, 501, evicted)
+    case.check_boxes(0)
+
+
 def test_growth_with_updates() -> None:
     """From a prompt without a single page to 5,000 tokens: places only grow, boxes stay exact."""
     case = Case(SMALL, [5], room=5100)
@@ -261,7 +272,7 @@ def test_growth_with_updates() -> None:
     case.prompt(0, keys[:, :5], window())
     assert int(case.index.static_rows[0]) == 0
     for step in range(170):
-        case.index.select(random_queries(1, KV_HEADS * GROUP, DIM, seed=step), [0])
+        case.selected(random_queries(1, KV_HEADS * GROUP, DIM, seed=step), 0)
         case.index.refresh([0])
         first = 5 + 30 * step
         case.extend(0, keys[:, first : first + 30])
@@ -278,7 +289,7 @@ def test_a_slot_is_used_again() -> None:
     case, queries = Case(SMALL, [900]), random_queries(1, KV_HEADS * GROUP, DIM)
     case.prompt(0, random_keys(900, DIM), window())
     for _ in range(6):
-        case.index.select(queries, [0])
+        case.selected(queries, 0)
         case.index.refresh([0])
     fresh, keys = Case(SMALL, [500]), random_keys(500, DIM, seed=3)
     for one in (case, fresh):
@@ -322,9 +333,9 @@ def test_bad_fields_are_refused(fields: dict[str, object], message: str) -> None
 
 def test_shapes_that_the_gpu_does_not_support() -> None:
     with pytest.raises(ConfigError, match="head_dim = 80: must be a multiple of 32 up to 256"):
-        cuda_defines(Config(), 80, 4)
+        traits(Config()).cuda_macros(80, 4)
     with pytest.raises(ConfigError, match="top_k = 8192: must be at most 512 pages of 8 rows"):
-        cuda_defines(Config(top_k=8192, page=8), 128, 4)
+        traits(Config(top_k=8192, page=8)).cuda_macros(128, 4)
 
 
 def test_costs() -> None:

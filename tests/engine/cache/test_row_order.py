@@ -1,4 +1,4 @@
-"""Rows in an order that an index asks for (Index.arrange): other places, the same attention."""
+"""Rows in an order that an index asks for (Built.order): other places, the same attention."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.support.random_models import save_random_model
 from torch import Tensor
 
 from kvseek.engine.engine import Engine
+from kvseek.plugins.contract import Built
 from kvseek.plugins.flat.method import FlatIndex
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
@@ -35,11 +36,15 @@ def test_a_selection_by_place_attends_to_the_same_tokens(
     expected = engine_logits(Engine.load(directory), PROMPT, forced)
     asked = []
 
-    def arrange(index: FlatIndex, slot: int, keys: Tensor, queries: Tensor) -> Tensor:
-        asked.append((index.context.layer, keys.shape[1], queries.shape[1]))
-        return shuffled(keys.shape[1], index.context.layer)
+    token_order = FlatIndex.build
 
-    monkeypatch.setattr(FlatIndex, "arrange", arrange)
+    def build(index: FlatIndex, slot: int, keys: Tensor, queries: Tensor) -> Built:
+        asked.append((index.context.layer, keys.shape[1], queries.shape[1]))
+        order = shuffled(keys.shape[1], index.context.layer)
+        token_order(index, slot, keys.gather(1, order[..., None].expand_as(keys)), queries)  # it stores keys by place
+        return Built(order=order)
+
+    monkeypatch.setattr(FlatIndex, "build", build)
     found = engine_logits(Engine.load(directory), PROMPT, forced)
     assert asked == [(layer, 230 - 4 - 16, 230) for layer in range(3)]
     assert (found - expected).abs().max() <= 1e-4
