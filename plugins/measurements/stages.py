@@ -1,7 +1,8 @@
 """What a method may tell about a selection: the stages through which a row comes to be selected, for measurements alone.
 
-`stages(index, query, slot) -> Stages`, offered in a method's method.py, looks at one query of one slot before `select`
-does. It changes nothing of the index, and may be slow. evaluation/lost_rows.py counts by it where rows are lost.
+`stages(index, query, slot) -> Stages`, in stages.py of a method's folder, looks at one query [H, D] of one slot before
+`select` does. It changes nothing of the index, which must be the reference, and may be slow; it raises KernelError for an
+index that it does not know. evaluation/lost_rows.py counts by it where rows are lost.
 """
 
 from __future__ import annotations
@@ -84,5 +85,6 @@ def require_index(index: Index, kind: type[Kind]) -> Kind:
 
 def stored_keys(index: Index, slot: int) -> Tensor:
     """Keys of a slot's retrieval region by place, from the row pool: float32 [G, n, D]."""
-    assert index.rows is not None, "whoever made the index has bound it"
-    return index.context.extents.read(index.rows.pool, slot, index.context.lengths[slot])[:, :, 0].float()
+    context = index.context
+    assert context.rows is not None, "an index that has built a slot has rows"
+    return context.extents.read(context.rows.pool, slot, context.lengths[slot])[:, :, 0].float()

@@ -1,0 +1,22 @@
+"""What indexes pass to compiled kernels: addresses of their arrays, and tensors that were checked first."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvseek.core.errors import KernelError
+from kvseek.plugins.contract import IndexContext
+
+
+def pointers(owner: object, *names: str) -> dict[str, int]:
+    """Addresses of an object's tensors by name, for a structure of arguments whose fields have the same names."""
+    return {name: getattr(owner, name).data_ptr() for name in names}
+
+
+def require_fit(name: str, tensor: Tensor, context: IndexContext) -> None:
+    """Raise KernelError unless a tensor has the dtype, and lies on the kind of device, that an index was made for."""
+    wanted = context.device.type
+    if tensor.dtype is not context.dtype or tensor.device.type != wanted:
+        raise KernelError(
+            f"{name}: {tensor.dtype} on {tensor.device}: must be {context.dtype} on {wanted}, as the index was made for"
+        )
