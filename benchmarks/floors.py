@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
+from kvseek.measurement import offers
 from kvseek.plugins.measurements.costs import SelectionCosts
 from kvseek.plugins.registry import get_method
 
@@ -103,13 +104,14 @@ class Step:
 
 def costs_of(config: EngineConfig, length: int, itemsize: int) -> SelectionCosts:
     """What the method's selection moves; raises ConfigError for a method that does not say it."""
-    method = get_method(config.method)
-    costs = method.costs(method.configure(config.method_config), config.model, length, itemsize)
+    costs = offers.costs_of(config.method)
     if costs is None:
         raise ConfigError(
-            f"--methods: {config.method!r}: must say what its step moves; write costs() (plugins/registry.py), or leave it out"
+            f"--methods: {config.method!r}: must say what its step moves; write plugins/{config.method}/costs.py "
+            "(plugins/measurements/costs.py), or leave it out"
         )
-    return costs
+    settings = get_method(config.method).configure(config.method_config)
+    return costs(settings, config.model, length, itemsize)
 
 
 def work(config: EngineConfig, step: Step, itemsize: int) -> Work:

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvseek.engine.model.prefill import LAST_QUERIES
 from kvseek.evaluation.capture import CapturedLayer
 from kvseek.evaluation.replay import Replay
+from kvseek.measurement.offers import stages_of
 from kvseek.measurement.variants import Variant
 
 
@@ -67,11 +68,12 @@ class Losses:
 def measure_layer(layer: CapturedLayer, number: int, steps: int, variant: Variant, least: float) -> Losses:
     """One layer of one question: the last `steps` queries are decode steps."""
     layer = CapturedLayer(layer.keys, layer.queries[:, -(LAST_QUERIES + steps) :], layer.scaling)
-    replay = Replay(layer, number, steps, variant)
+    replay, tell_stages = Replay(layer, number, steps, variant), stages_of(variant.method)
     losses = Losses()
     for step in range(steps):
         query = layer.queries[:, layer.queries.shape[1] - steps + step].contiguous()
-        stages = variant.entry.stages(replay.index, query, 0)  # before the step, which may change the index
+        # Before the step, which may change the index.
+        stages = tell_stages(replay.index, query, 0) if tell_stages else None
         tokens = replay.index.context.extents.read(replay.pool, 0, replay.length)[:, :, 1, 0].long()  # of each place
         chosen = replay.step(query)
         weights = region_weights(replay, query, step)

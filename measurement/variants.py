@@ -43,7 +43,7 @@ class Variant:
 
     @property
     def entry(self) -> Method:
-        """The method's entry points."""
+        """The method's members."""
         return get_method(self.method)
 
     @property
@@ -54,7 +54,8 @@ class Variant:
     @property
     def cache(self) -> CacheConfig:
         """The cache that the method is meant for, unless told otherwise."""
-        return from_dict(CacheConfig, {**self.entry.cache_defaults, **self.cache_fields}, "cache")
+        defaults = self.entry.traits(self.settings).cache_defaults
+        return from_dict(CacheConfig, {**defaults, **self.cache_fields}, "cache")
 
     def flags(self) -> list[str]:
         """Flags of `kvseek build` that make such an engine."""

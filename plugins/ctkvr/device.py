@@ -10,11 +10,12 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import KernelError
-from kvseek.plugins.attention.device import DeviceAttention
+from kvseek.plugins.attention.device import LayerAttention
 from kvseek.plugins.attention.splits import address
-from kvseek.plugins.batch import DeviceBatch, RequestState, pack
-from kvseek.plugins.contract import DeviceIndex, IndexContext, LayerRows
-from kvseek.plugins.selection import DeviceSelection, Selection
+from kvseek.plugins.batch import Batch
+from kvseek.plugins.contract import Attention, Built, Effort, Index, IndexContext
+from kvseek.plugins.selection import Selection
+from kvseek.plugins.shared.arguments import pointers, require_fit
 
 from .config import Config
 from .device_build import DeviceBuilder
@@ -29,12 +30,12 @@ EXTENT_BYTES = 4 + EXTENT_TOKENS // 8
 STATIC_BYTES = 9 << 10  # that the recall declares itself, rounded up
 
 
-class CudaIndex(DeviceIndex):
+class CudaIndex(Index):
     """The index of one layer. Lists are sets: places may come in any order, which no selection depends on.
 
     Scores are the reference's up to the order of sums, so rows may differ where weights agree to rounding. With
-    `execution = "cpu"` and rows in host memory, host cores rerank and attend (host_part.py), and `launch_select` selects
-    nothing for the GPU.
+    `execution = "cpu"` and rows in host memory, host cores rerank and attend (host_part.py), and `select` selects nothing
+    for the GPU.
 
     Attributes
     ----------
@@ -68,29 +69,17 @@ class CudaIndex(DeviceIndex):
         if "ctkvr" not in context.shared:
             context.shared["ctkvr"] = Workspace(context, self.ring, self.capacity)
         self.workspace: Workspace = context.shared["ctkvr"]
+        # While memory is measured, before rows are placed, `select` ranks on the device: that launches the most.
         self._host: HostPart | None = None
-
-    def bind(self, rows: LayerRows) -> None:
-        """See Index.bind: decides who reranks."""
-        super().bind(rows)
-        self.reference.bind(rows)
-        if self.config.execution == "cpu" and rows.on_host:
-            self._host = HostPart(self.reference, self.written, self.workspace.most, rows)
+        if self.config.execution == "cpu" and context.rows is not None and context.rows.on_host:
+            self._host = HostPart(self.reference, self.written, self.workspace.most, context.rows)
 
     @property
     def bytes_per_token(self) -> float:
         """Nothing grows with the tokens: centroids and lists are allocated per slot (ReferenceIndex.bytes_per_slot)."""
         return self.reference.bytes_per_token
 
-    def plan(self, length: int) -> tuple[int, ...]:
-        """The kernels need no numbers but the length."""
-        return ()
-
-    def attended(self, length: int) -> int:
-        """Rows of a region that a KV head attends to."""
-        return min(self.config.top_k, length)
-
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
         """See ReferenceIndex.build. Runs on the current stream."""
         n = keys.shape[1]
         last = self.reference.take_prompt(slot, n, queries)
@@ -98,53 +87,37 @@ class CudaIndex(DeviceIndex):
         self.written[slot].fill_(last.shape[1])
         self.prompted[slot].fill_(last.shape[1])
         self.listed[slot].fill_(n)
+        return Built()
 
-    def stage(self, slot: int, start: int, keys: Tensor) -> None:
-        """See DeviceIndex.stage: new places are recalled by their number alone."""
+    def append(self, slot: int, start: int, keys: Tensor) -> None:
+        """See ReferenceIndex.append."""
 
-    def commit(self, slot: int, start: int, count: int) -> None:
-        """See DeviceIndex.commit: the region's length is all that changes."""
+    def effort(self, length: int) -> Effort:
+        """See ReferenceIndex.effort."""
+        return self.reference.effort(length)
+
+    def select(self, queries: Tensor, batch: Batch) -> Selection:
+        """See Index.select: three kernels, two with host cores. Rows ascend."""
+        require_fit("queries", queries, self.context)
+        queries = queries.contiguous()
+        if self._host is None:
+            return self._select_on_device(queries, batch)
+        self._recall(self._arguments(queries, batch, self._host.buffers), batch.size)
+        return Selection(self._host.buffers.no_rows[: batch.size])
+
+    def attend(self, queries: Tensor, batch: Batch, selection: Selection | None, attention: Attention) -> Tensor:
+        """See Index.attend."""
+        if self._host is None:
+            return attention(queries, batch, selection)
+        assert isinstance(attention, LayerAttention), "the engine on a GPU gives the GPU's attention"
+        return self._host.attend(queries, batch, selection, attention)
 
     def refresh(self, slots: Sequence[int]) -> None:
         """See Index.refresh: centroids are replaced inside the step; here the errors of host cores come up."""
         if self._host is not None:
             self._host.check()
 
-    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> DeviceSelection:
-        """See DeviceIndex.launch_select: three kernels, two with host cores. Rows ascend."""
-        if self._host is None:
-            return self._select_on_device(queries, batch)
-        arguments = self._arguments(queries, batch, self._host.buffers)
-        self._recall(arguments, batch.size)
-        return DeviceSelection(self._host.buffers.no_rows[: batch.size])
-
-    def launch_attend(
-        self,
-        queries: Tensor,
-        batch: DeviceBatch,
-        window: Tensor,
-        selection: DeviceSelection | None,
-        attention: DeviceAttention,
-    ) -> Tensor:
-        """See DeviceIndex.launch_attend."""
-        if self._host is None:
-            return super().launch_attend(queries, batch, window, selection, attention)
-        return self._host.attend(queries, batch, window, selection, attention)
-
-    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
-        """See Index.select: on the GPU, whatever `execution` says, for the rows are asked for."""
-        if queries.dtype is not self.context.dtype or not queries.is_cuda:
-            limit = f"{self.context.dtype} on the GPU, as the index was made for"
-            raise KernelError(f"queries: {queries.dtype} on {queries.device}: must be {limit}")
-        lengths = [self.context.lengths[slot] for slot in slots]
-        states = [
-            RequestState(0, slot, n, 0, 0, 0, 0, n, False, self.plan(n)) for slot, n in zip(slots, lengths, strict=True)
-        ]
-        batch = DeviceBatch(pack(states).to(queries.device), self.context.extents.device_table)
-        rows = self._select_on_device(queries.contiguous(), batch).rows
-        return Selection(rows, 1, tuple(self.attended(n) for n in lengths))
-
-    def _select_on_device(self, queries: Tensor, batch: DeviceBatch) -> DeviceSelection:
+    def _select_on_device(self, queries: Tensor, batch: Batch) -> Selection:
         kv_heads = self.context.num_kv_heads
         rows = torch.empty((batch.size, kv_heads, self.config.top_k), dtype=torch.int32, device=queries.device)
         arguments = self._arguments(queries, batch)
@@ -153,7 +126,7 @@ class CudaIndex(DeviceIndex):
         self._recall(arguments, batch.size)
         blocks, shared_bytes = 1 + self.config.update, self.workspace.shared_key_bytes
         self._launch("rerank", (blocks, batch.size * kv_heads), RERANK_THREADS, arguments, shared_bytes)
-        return DeviceSelection(rows)
+        return Selection(rows)
 
     def _recall(self, arguments: StepArguments, batch: int) -> None:
         tasks = batch * self.context.num_kv_heads
@@ -167,26 +140,20 @@ class CudaIndex(DeviceIndex):
     ) -> None:
         self._kernels.launch(f"kvseek_ctkvr_{kernel}", (*grid, 1), threads, arguments, shared_bytes, overlap=True)
 
-    def _arguments(self, queries: Tensor, batch: DeviceBatch, host: HostBuffers | None = None) -> StepArguments:
+    def _arguments(self, queries: Tensor, batch: Batch, host: HostBuffers | None = None) -> StepArguments:
         self.workspace.require(batch.size)
         copies = {} if host is None else host.targets()
+        rows = self.context.rows  # None while memory is measured: that launch has dense requests alone
         return StepArguments(
             **copies,
+            **pointers(self.reference, "centroids", "means", "offsets", "lists"),
+            **pointers(self, "written", "prompted", "listed"),
+            **pointers(self.workspace, "cosines", "recalled", "counts"),
             queries=queries.data_ptr(),
             requests=batch.requests.data_ptr(),
             table=batch.table.data_ptr(),
-            rows=self.rows.pointer if self.rows else None,  # not bound: the memory plan launches a dense request
-            centroids=self.reference.centroids.data_ptr(),
-            means=self.reference.means.data_ptr(),
-            offsets=self.reference.offsets.data_ptr(),
-            lists=self.reference.lists.data_ptr(),
-            written=self.written.data_ptr(),
-            prompted=self.prompted.data_ptr(),
-            listed=self.listed.data_ptr(),
-            cosines=self.workspace.cosines.data_ptr(),
-            recalled=self.workspace.recalled.data_ptr(),
-            counts=self.workspace.counts.data_ptr(),
-            extent_stride=self.rows.extent_stride if self.rows else 0,
+            rows=rows.pointer if rows else None,
+            extent_stride=rows.extent_stride if rows else 0,
             kv_heads=self.context.num_kv_heads,
             max_extents=batch.table.shape[1],
             ring=self.ring,

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from kvseek.core.errors import KernelError
-from kvseek.plugins.attention.device import DeviceAttention
+from kvseek.plugins.attention.device import LayerAttention
 from kvseek.plugins.attention.splits import address
-from kvseek.plugins.batch import DeviceBatch
+from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import IndexContext, LayerRows
-from kvseek.plugins.selection import DeviceSelection
+from kvseek.plugins.selection import Selection
 
 from .host_cores import usable_cores
 from .native import (
@@ -60,7 +60,7 @@ class HostBuffers:
 
     def __init__(self, index: ReferenceIndex, most: int) -> None:
         context = index.context
-        assert context.library is not None, "needs_cpu_library() asks for it"
+        assert context.library is not None, "Traits.cpu_library_on_gpu asks for it"
         host_levels(context.library)  # finds out what the processor can do, before a graph is captured
         heads, kv_heads, dim = context.num_heads, context.num_kv_heads, context.head_dim
 
@@ -94,7 +94,7 @@ class HostPart:
     def __init__(self, index: ReferenceIndex, written: Tensor, most: int, rows: LayerRows) -> None:
         context = index.context
         check_supported(context)
-        assert context.library is not None, "needs_cpu_library() asks for it"
+        assert context.library is not None, "Traits.cpu_library_on_gpu asks for it"
         assert context.cuda is not None, "the index of a GPU made it"
         if "ctkvr.host" not in context.shared:
             context.shared["ctkvr.host"] = HostBuffers(index, most)
@@ -104,20 +104,12 @@ class HostPart:
         self._steps: dict[int, HostStep] = {}  # by batch size
         self._error = ctypes.c_int32(0)
 
-    def attend(
-        self,
-        queries: Tensor,
-        batch: DeviceBatch,
-        window: Tensor,
-        selection: DeviceSelection | None,
-        attention: DeviceAttention,
-    ) -> Tensor:
-        """See DeviceIndex.launch_attend; the recall of the same queries has been launched."""
+    def attend(self, queries: Tensor, batch: Batch, selection: Selection | None, attention: LayerAttention) -> Tensor:
+        """See Index.attend; the recall of the same queries has been launched."""
         current, lse = torch.cuda.current_stream(queries.device), self.buffers.window_lse[: batch.size]
         self.buffers.stream.wait_stream(current)
         self._launch_host(batch.size)
-        rows = self._rows
-        out = attention.launch(queries, batch, window, rows.pointer, rows.extent_stride, selection, lse=lse)
+        out = attention(queries, batch, selection, lse=lse)
         current.wait_stream(self.buffers.stream)
         self._merge(queries, batch, out, lse)
         return out
@@ -168,7 +160,7 @@ class HostPart:
             scaling=context.scaling,
         )
 
-    def _merge(self, queries: Tensor, batch: DeviceBatch, out: Tensor, lse: Tensor) -> None:
+    def _merge(self, queries: Tensor, batch: Batch, out: Tensor, lse: Tensor) -> None:
         index, buffers, kv_heads = self._index, self.buffers, self._index.context.num_kv_heads
         arguments = MergeArguments(
             queries=queries.data_ptr(),

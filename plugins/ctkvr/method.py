@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from kvseek.plugins.contract import Index, IndexContext
+from kvseek.plugins.contract import Index, IndexContext, Traits
 
 from .config import Config
-from .costs import costs
 from .device import CudaIndex
 from .native import NativeIndex
 from .reference import ReferenceIndex
-from .stages import stages
 
-__all__ = ["codebooks", "costs", "create", "needs_cpu_library", "stages"]
-
-
-def codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:
-    """The builder has nothing to compute."""
-    return {}
+__all__ = ["create", "traits"]
 
 
-def needs_cpu_library(config: Config) -> bool:
-    """Whether the index for the GPU calls compiled code of the CPU: to rerank and attend on host cores."""
-    return config.execution == "cpu"
+def traits(config: Config) -> Traits:
+    """On a GPU, host cores may rerank and attend."""
+    return Traits(cpu_library_on_gpu=config.execution == "cpu")
 
 
 def create(context: IndexContext) -> Index:

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
+from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.selection import Selection
+from kvseek.plugins.shared.arguments import require_fit
 
 from .reference import ReferenceIndex
 
@@ -170,13 +172,10 @@ class NativeIndex(ReferenceIndex):
         check_supported(context)
         self._library = context.library
 
-    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
+    def select(self, queries: Tensor, batch: Batch) -> Selection:
         """See ReferenceIndex.select."""
-        context, top_k = self.context, self.config.top_k
-        if queries.dtype is not context.dtype or not queries.is_cpu:
-            limit = f"{context.dtype} on the CPU, as the index was made for"
-            raise KernelError(f"queries: {queries.dtype} on {queries.device}: must be {limit}")
-        lengths = [context.lengths[slot] for slot in slots]
+        require_fit("queries", queries, self.context)
+        slots, lengths, top_k = batch.slots, batch.lengths, self.config.top_k
         chosen = [slot if n > top_k else -1 for slot, n in zip(slots, lengths, strict=True)]
         recalled, counts = self._recall_all(queries, slots, chosen)
         rows, best = self._rerank_all(queries.contiguous(), slots, recalled, counts)
@@ -185,7 +184,7 @@ class NativeIndex(ReferenceIndex):
                 self.remember(slot, queries[request], best[request])
             else:
                 rows[request, :, :n] = torch.arange(n, dtype=torch.int32)
-        return Selection(rows, 1, tuple(min(top_k, n) for n in lengths))
+        return Selection(rows)
 
     def _recall_all(self, queries: Tensor, slots: Sequence[int], chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Candidates int32 [batch, G, capacity], ascending, and their numbers int32 [batch, G]; 0 where `chosen` is -1."""
@@ -224,8 +223,9 @@ class NativeIndex(ReferenceIndex):
         self, queries: Tensor, slots: Sequence[int], recalled: Tensor, counts: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Best rows int32 [batch, G, top_k], ascending, and lists int32 [batch, G, width]; -1 fills up."""
-        assert self.rows is not None, "the engine binds every index"
-        context, table, pool = self.context, self.context.extents.table, self.rows.pool
+        context, table = self.context, self.context.extents.table
+        assert context.rows is not None, "the rows are placed before anything is built"
+        pool = context.rows.pool
         rows = torch.empty((*counts.shape, self.config.top_k), dtype=torch.int32)
         best = torch.empty((*counts.shape, self.width), dtype=torch.int32)
         best_count, error, numbers = torch.empty_like(counts), c_int32(0), (c_int32 * len(slots))(*slots)

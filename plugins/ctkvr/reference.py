@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import KernelError
-from kvseek.plugins.contract import Index, IndexContext
+from kvseek.plugins.batch import Batch
+from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 
 from .build import attention_values, build_lists, largest
@@ -70,18 +71,15 @@ class ReferenceIndex(Index):
         """Bytes of a slot's centroids, with means and offsets, and of its lists in this layer."""
         return sum(array[0].nbytes for array in (self.centroids, self.means, self.offsets, self.lists))
 
-    def forget(self, slot: int) -> None:
-        """See Index.forget."""
-        self._pending.pop(slot, None)
-
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
         """See Index.build: the last queries become centroids, oldest first."""
-        self.forget(slot)
+        self._pending.pop(slot, None)
         n = keys.shape[1]
         last = self.take_prompt(slot, n, queries)
         count = last.shape[1]
         self.lists[slot, :, :count] = build_lists(last, keys, self.width, self.context.scaling)
         self.written[slot], self.prompted[slot], self.listed[slot] = count, count, n
+        return Built()
 
     def take_prompt(self, slot: int, tokens: int, queries: Tensor) -> Tensor:
         """Make the last of a prompt's queries [H, w, D], oldest first, a slot's first centroids; lists are not written.
@@ -106,35 +104,38 @@ class ReferenceIndex(Index):
         self._write_centroids(slot, 0, last)
         return last
 
-    def extend(self, slot: int, keys: Tensor) -> None:
-        """See Index.extend: new places are recalled as unlisted ones, by their number alone."""
+    def append(self, slot: int, start: int, keys: Tensor) -> None:
+        """See Index.append: new places are recalled as unlisted ones, by their number alone."""
+
+    def effort(self, length: int) -> Effort:
+        """The top k rows; the kernels need no numbers but the length."""
+        return Effort(min(self.config.top_k, length))
 
     def refresh(self, slots: Sequence[int]) -> None:
         """Let the slots' last queries replace their oldest centroids (algorithm 2, part d)."""
         for slot in slots:
             if slot in self._pending:
                 query, best = self._pending.pop(slot)
-                place = self.written[slot] % self.ring
-                self._write_centroids(slot, place, query[:, None])
-                self.lists[slot, :, place] = best
+                oldest = self.written[slot] % self.ring
+                self._write_centroids(slot, oldest, query[:, None])
+                self.lists[slot, :, oldest] = best
                 self.written[slot] += 1
 
-    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
+    def select(self, queries: Tensor, batch: Batch) -> Selection:
         """Best rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
 
         Rows ascend; -1 fills up when the region holds fewer than top_k. Regions of at most top_k tokens are selected
         whole and their queries become no centroids.
         """
         kv_heads, top_k = self.context.num_kv_heads, self.config.top_k
-        rows = torch.full((len(slots), kv_heads, top_k), -1, dtype=torch.int32, device=queries.device)
-        for request, slot in enumerate(slots):
-            n = self.context.lengths[slot]
+        rows = torch.full((batch.size, kv_heads, top_k), -1, dtype=torch.int32, device=queries.device)
+        for request, (slot, n) in enumerate(zip(batch.slots, batch.lengths, strict=True)):
             if n <= top_k:
                 rows[request, :, :n] = torch.arange(n, dtype=torch.int32, device=queries.device)
                 continue
             rows[request], best = self.rerank(queries[request], slot, self.recall(queries[request], slot))
             self.remember(slot, queries[request], best)
-        return Selection(rows, 1, tuple(min(top_k, self.context.lengths[slot]) for slot in slots))
+        return Selection(rows)
 
     def probe(self, query: Tensor, slot: int) -> Tensor:
         """Centroids whose lists a query [H, D] recalls: int64 [G, at most probes], none twice.
@@ -205,15 +206,15 @@ class ReferenceIndex(Index):
             self._pending[slot] = (query.clone(), best.clone())
 
     def _write_centroids(self, slot: int, first: int, queries: Tensor) -> None:
-        """Make queries [H, C, D] the centroids from place `first` of the ring on."""
+        """Make queries [H, C, D] the centroids from number `first` of the ring on."""
         taken = slice(first, first + queries.shape[1])
         made = make_centroids(queries, self.means[slot], self.context.dtype)
         self.centroids[slot, :, taken], self.offsets[slot, :, taken] = made
 
     def _keys(self, slot: int, places: Tensor) -> Tensor:
         """Keys of places [G, c] (-1: any key) from the row pool, float32 [G, c, D] on the places' device."""
-        assert self.rows is not None, "the engine binds every index"
-        pool = self.rows.pool
+        assert self.context.rows is not None, "the rows are placed before anything is built"
+        pool = self.context.rows.pool
         inside = places.long().clamp(min=0).to(pool.device)
         extents = self.context.extents.table[slot].long().to(pool.device)[inside // EXTENT_TOKENS]
         heads = torch.arange(places.shape[0], device=pool.device)[:, None]

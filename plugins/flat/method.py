@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.plugins.contract import Index, IndexContext
+from kvseek.plugins.batch import Batch
+from kvseek.plugins.contract import Built, Effort, Index, IndexContext, Traits
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.group import best_positions, query_lanes, reduce_scores
 
 from .config import Config
+
+__all__ = ["create", "traits"]
 
 
 class FlatIndex(Index):
@@ -24,46 +25,51 @@ class FlatIndex(Index):
         shape = (context.extents.capacity, context.num_kv_heads, EXTENT_TOKENS, context.head_dim)
         self.keys = torch.empty(shape, dtype=context.dtype, device=context.device)
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
-        """See Index.build; the queries are not used."""
-        self.context.extents.write(self.keys, slot, 0, keys)
-
-    def extend(self, slot: int, keys: Tensor) -> None:
-        """See Index.extend."""
-        self.context.extents.write(self.keys, slot, self.context.lengths[slot] - keys.shape[1], keys)
-
-    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
-        """Top k rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
-
-        Rows ascend by position; -1 fills up when the region holds fewer than top_k.
-        """
-        kv_heads, top_k = self.context.num_kv_heads, self.config.top_k
-        rows = torch.full((len(slots), kv_heads, top_k), -1, dtype=torch.int32, device=queries.device)
-        for request, slot in enumerate(slots):
-            keys = self.context.extents.read(self.keys, slot, self.context.lengths[slot])
-            grouped = queries[request].reshape(kv_heads, -1, queries.shape[-1])
-            positions = exact_top_k(grouped, keys, top_k, self.config.group_reduce, self.context.scaling)
-            rows[request, :, : positions.shape[1]] = positions.int()
-        return Selection(rows, 1, tuple(min(top_k, self.context.lengths[slot]) for slot in slots))
-
     @property
     def bytes_per_token(self) -> float:
         """The copy of the keys."""
         return self.context.num_kv_heads * self.context.head_dim * self.context.dtype.itemsize
 
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+        """See Index.build; the queries are not used."""
+        self.append(slot, 0, keys)
+        return Built()
+
+    def append(self, slot: int, start: int, keys: Tensor) -> None:
+        """See Index.append: no selection reads beyond a region's length."""
+        self.context.extents.write(self.keys, slot, start, keys)
+
+    def effort(self, length: int) -> Effort:
+        """The top k rows."""
+        return Effort(min(self.config.top_k, length))
+
+    def select(self, queries: Tensor, batch: Batch) -> Selection:
+        """Top k rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
+
+        Rows ascend; -1 fills up when the region holds fewer than top_k.
+        """
+        kv_heads, top_k = self.context.num_kv_heads, self.config.top_k
+        rows = torch.full((batch.size, kv_heads, top_k), -1, dtype=torch.int32, device=queries.device)
+        for request, (slot, length) in enumerate(zip(batch.slots, batch.lengths, strict=True)):
+            keys = self.context.extents.read(self.keys, slot, length)
+            grouped = queries[request].reshape(kv_heads, -1, queries.shape[-1])
+            places = exact_top_k(grouped, keys, top_k, self.config.group_reduce, self.context.scaling)
+            rows[request, :, : places.shape[1]] = places.int()
+        return Selection(rows)
+
 
 def exact_top_k(queries: Tensor, keys: Tensor, top_k: int, group_reduce: str, scaling: float) -> Tensor:
-    """Positions of the best keys by exact scores: queries [G, g, D], keys [G, n, D] to int64 [G, min(top_k, n)].
+    """Indexes of the best keys by exact scores: queries [G, g, D], keys [G, n, D] to int64 [G, min(top_k, n)].
 
-    Ascending; ties are cut by lowest position.
+    Ascending; ties are cut by lowest index.
     """
     scores = query_lanes(queries, group_reduce) @ keys.float().transpose(1, 2)
     return best_positions(reduce_scores(scores, group_reduce, scaling), top_k)
 
 
-def codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:
-    """The builder has nothing to compute."""
-    return {}
+def traits(config: Config) -> Traits:
+    """The exact answer is for comparisons on the CPU: it has no kernels of the GPU."""
+    return Traits(devices=("cpu",))
 
 
 def create(context: IndexContext) -> Index:

@@ -1,46 +1,42 @@
-"""Dense attention behind the index contract: every retrieval row is selected."""
+"""Dense attention behind the index contract: there is nothing to index and nothing to select."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from kvseek.plugins.contract import Index, IndexContext
-from kvseek.plugins.selection import Selection
+from kvseek.plugins.batch import Batch
+from kvseek.plugins.contract import Built, Effort, Index, IndexContext, Traits
 
 from .config import Config
-from .costs import costs
-from .device import DeviceFullIndex
 
-__all__ = ["codebooks", "costs", "create"]
+__all__ = ["create", "traits"]
 
 
 class FullIndex(Index):
-    """Keeps nothing and selects everything."""
+    """Keeps nothing; every request attends to every row."""
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
+    bytes_per_token = 0.0
+
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
         """See Index.build; there is nothing to index."""
+        return Built()
 
-    def extend(self, slot: int, keys: Tensor) -> None:
-        """See Index.extend; there is nothing to index."""
+    def append(self, slot: int, start: int, keys: Tensor) -> None:
+        """See Index.append; there is nothing to take in."""
 
-    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
-        """All rows of each slot, in pages of one extent."""
-        lengths = [self.context.lengths[slot] for slot in slots]
-        return Selection.everything(lengths, self.context.num_kv_heads, queries.device)
+    def effort(self, length: int) -> Effort:
+        """All rows."""
+        return Effort(length)
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Nothing is stored."""
-        return 0.0
+    def select(self, queries: Tensor, batch: Batch) -> None:
+        """None stands for every row."""
 
 
-def codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:
-    """The builder has nothing to compute."""
-    return {}
+def traits(config: Config) -> Traits:
+    """Runs everywhere, with the engine's defaults."""
+    return Traits()
 
 
 def create(context: IndexContext) -> Index:
     """Make the index of one layer."""
-    return DeviceFullIndex(context) if context.cuda else FullIndex(context)
+    return FullIndex(context)

@@ -1,7 +1,8 @@
 """What a method may tell about a selection: the stages through which a row comes to be selected, for measurements alone.
 
-`stages(index, query, slot) -> Stages`, offered in a method's method.py, looks at one query of one slot before `select`
-does. It changes nothing of the index, and may be slow. evaluation/lost_rows.py counts by it where rows are lost.
+`stages(index, query, slot) -> Stages`, in stages.py of a method's folder, looks at one query [H, D] of one slot before
+`select` does. It changes nothing of the index, which must be the reference, and may be slow; it raises KernelError for an
+index that it does not know. evaluation/lost_rows.py counts by it where rows are lost.
 """
 
 from __future__ import annotations

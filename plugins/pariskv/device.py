@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
@@ -13,9 +11,10 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.errors import KernelError
-from kvseek.plugins.batch import DeviceBatch
-from kvseek.plugins.contract import DeviceIndex, IndexContext
-from kvseek.plugins.selection import DeviceSelection, Selection
+from kvseek.plugins.batch import Batch
+from kvseek.plugins.contract import Built, Effort, Index, IndexContext
+from kvseek.plugins.selection import Selection
+from kvseek.plugins.shared.arguments import pointers, require_fit
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 from .config import Config
@@ -29,7 +28,7 @@ COUNT_THREADS, SCAN_THREADS, RERANK_THREADS, TOP_THREADS = 256, 1024, 256, 1024
 CHUNKS_OF_SCAN = 4  # parts of a region that one block of the scan takes, and one block of the rerank each
 LARGE_TABLE, SMALL_TABLE = 128 << 10, 64 << 10  # bytes of shared memory that the scan fills with copies of the votes
 MOST_TOP_BLOCKS = 16  # blocks of the top-k of a task: one a processor, shared by the tasks, but not more than this
-MOST_ROWS = 2**32  # positions of all extents and KV heads: kernels number them with 32 bits
+MOST_ROWS = 2**32  # places of all extents and KV heads: kernels number them with 32 bits
 COUNT_KEYS = 4096  # keys that one block of the counting kernel takes at least
 
 
@@ -102,7 +101,7 @@ class Workspace:
         return torch.empty(shape, dtype=dtype, device=self._context.device)
 
 
-class CudaIndex(DeviceIndex):
+class CudaIndex(Index):
     """The index of one layer. Ids, codes, counts, votes and candidates are the reference's to the bit.
 
     Estimates differ from it by the rounding of weighted codes to float16 (5e-4 of a term), so a row near the k-th place
@@ -129,29 +128,19 @@ class CudaIndex(DeviceIndex):
         """See ReferenceIndex.bytes_per_token."""
         return self.reference.bytes_per_token
 
-    def plan(self, length: int) -> tuple[int, ...]:
-        """Keys that earn tiers, and candidates (`budget` and `candidates` of select.cuh)."""
-        if length == 0:
-            return (0, 0)
-        rho, _ = self.config.schedule(length)
-        return math.ceil(rho * length), self.config.candidates(length)
-
-    def attended(self, length: int) -> int:
-        """Rows of a region that a KV head attends to."""
-        return min(self.config.top_k, length)
-
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
-        """See Index.build; the queries are not used."""
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+        """See Index.build, on the current stream; the queries are not used."""
         self.reference.counts[slot].zero_()
         if keys.shape[1]:
-            self.stage(slot, 0, keys)
-            self.commit(slot, 0, keys.shape[1])
+            self.append(slot, 0, keys)
+            self.publish(slot, 0, keys.shape[1])
+        return Built()
 
-    def stage(self, slot: int, start: int, keys: Tensor) -> None:
-        """See DeviceIndex.stage: ids, codes and weights; no kernel reads them before `lengths` counts them."""
-        if keys.dtype is not self.context.dtype or not keys.is_cuda or keys.stride(-1) != 1:
-            limit = f"{self.context.dtype} on the GPU with neighbouring numbers in memory"
-            raise KernelError(f"keys: {keys.dtype} on {keys.device}, strides {keys.stride()}: must be {limit}")
+    def append(self, slot: int, start: int, keys: Tensor) -> None:
+        """See ReferenceIndex.append."""
+        require_fit("keys", keys, self.context)
+        if keys.stride(-1) != 1:
+            raise KernelError(f"keys: strides {keys.stride()}: the numbers of a key must be neighbours in memory")
         arguments = self._encode_arguments(slot, start, keys.shape[1])
         arguments.keys = keys.data_ptr()
         arguments.head_stride, arguments.token_stride = keys.stride(0), keys.stride(1)
@@ -160,15 +149,20 @@ class CudaIndex(DeviceIndex):
             "kvseek_pariskv_encode", (blocks, self.context.num_kv_heads, 1), ENCODE_WARPS * 32, arguments
         )
 
-    def commit(self, slot: int, start: int, count: int) -> None:
-        """See DeviceIndex.commit: the counts of centroids, which every step reads."""
+    def publish(self, slot: int, start: int, count: int) -> None:
+        """See ReferenceIndex.publish."""
         blocks = min(-(-count // COUNT_KEYS), 2 * self._kernels.multiprocessors)
         arguments = self._encode_arguments(slot, start, count)
         self._kernels.launch("kvseek_pariskv_count", (blocks, self.context.num_kv_heads, 1), COUNT_THREADS, arguments)
 
-    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> DeviceSelection:
-        """See DeviceIndex.launch_select: four kernels. Rows ascend by position."""
-        heads, top_k = self.context.num_kv_heads, self.config.top_k
+    def effort(self, length: int) -> Effort:
+        """See ReferenceIndex.effort; its numbers are `budget` and `candidates` of select.cuh."""
+        return self.reference.effort(length)
+
+    def select(self, queries: Tensor, batch: Batch) -> Selection:
+        """See Index.select: four kernels. Rows ascend."""
+        require_fit("queries", queries, self.context)
+        queries, heads, top_k = queries.contiguous(), self.context.num_kv_heads, self.config.top_k
         scratch = self.workspace(batch.size, top_k, self._kernels.multiprocessors)
         rows = torch.empty((batch.size, heads, top_k), dtype=torch.int32, device=queries.device)
         arguments = self._select_arguments(queries, batch, scratch, rows)
@@ -177,14 +171,7 @@ class CudaIndex(DeviceIndex):
         self._launch("scan", (chunks // CHUNKS_OF_SCAN, tasks), SCAN_THREADS, arguments, self._table_bytes)
         self._launch("rerank", (chunks, tasks), RERANK_THREADS, arguments)
         self._launch("top", (scratch["top_blocks"], tasks), TOP_THREADS, arguments)
-        return DeviceSelection(rows)
-
-    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
-        """See Index.select."""
-        if queries.dtype is not self.context.dtype or not queries.is_cuda:
-            limit = f"{self.context.dtype} on the GPU, as the index was made for"
-            raise KernelError(f"queries: {queries.dtype} on {queries.device}: must be {limit}")
-        return super().select(queries, slots)
+        return Selection(rows)
 
     def _launch(
         self, kernel: str, grid: tuple[int, int], threads: int, arguments: SelectArguments, shared_bytes: int = 0
@@ -194,7 +181,7 @@ class CudaIndex(DeviceIndex):
     def _encode_arguments(self, slot: int, start: int, tokens: int) -> EncodeArguments:
         index, extents = self.reference, self.context.extents
         return EncodeArguments(
-            **_pointers(index, "ids", "codes", "weights", "signs", "levels", "thresholds"),
+            **pointers(index, "ids", "codes", "weights", "signs", "levels", "thresholds"),
             counts=index.counts[slot].data_ptr(),
             table=extents.device_table[slot].data_ptr(),
             kv_heads=self.context.num_kv_heads,
@@ -204,13 +191,13 @@ class CudaIndex(DeviceIndex):
         )
 
     def _select_arguments(
-        self, queries: Tensor, batch: DeviceBatch, scratch: dict[str, Any], rows: Tensor
+        self, queries: Tensor, batch: Batch, scratch: dict[str, Any], rows: Tensor
     ) -> SelectArguments:
         arrays = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in scratch.items()}
         return SelectArguments(
             **arrays,
-            **_pointers(self.reference, "ids", "codes", "weights", "counts", "signs", "levels"),
-            **_pointers(self.workspace, "scores", "candidates", "estimates", "keys"),
+            **pointers(self.reference, "ids", "codes", "weights", "counts", "signs", "levels"),
+            **pointers(self.workspace, "scores", "candidates", "estimates", "keys"),
             queries=queries.data_ptr(),
             requests=batch.requests.data_ptr(),
             table=batch.table.data_ptr(),
@@ -227,11 +214,7 @@ def vote_bytes(lanes: int) -> int:
     return 4 if lanes <= 4 else 8 if lanes <= 8 else 16
 
 
-def _pointers(owner: object, *names: str) -> dict[str, int]:
-    return {name: getattr(owner, name).data_ptr() for name in names}
-
-
-def cuda_defines(config: Config, head_dim: int, group_size: int) -> dict[str, int]:
+def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int]:
     """Macros that layout.cuh expects; raises ConfigError on a head size that the kernels do not support."""
     limit = f"a multiple of 32 from {MIN_DIM} to {MAX_DIM}"
     fits = head_dim % 32 == 0 and MIN_DIM <= head_dim <= MAX_DIM

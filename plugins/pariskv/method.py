@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from functools import partial
 
-from kvseek.plugins.contract import Index, IndexContext
+from kvseek.plugins.contract import Index, IndexContext, Traits
 
 from . import codebook
 from .config import Config
-from .costs import costs
-from .device import CudaIndex, cuda_defines
+from .device import CudaIndex, cuda_macros
 from .native import NativeIndex
 from .reference import ReferenceIndex
-from .stages import stages
 
-__all__ = ["codebooks", "costs", "create", "cuda_defines", "stages"]
+__all__ = ["create", "traits"]
 
 
-def codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:
-    """What the builder computes once."""
-    return codebook.build_codebooks(config, head_dim)
+def traits(config: Config) -> Traits:
+    """Codebooks that need no data, and kernels for one number of lanes."""
+    return Traits(codebooks=partial(codebook.build_codebooks, config), cuda_macros=partial(cuda_macros, config))
 
 
 def create(context: IndexContext) -> Index:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Sequence
 from ctypes import c_double, c_int64, c_void_p
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
+from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.selection import Selection
+from kvseek.plugins.shared.arguments import require_fit
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 from .codebook import padded_dim
@@ -31,7 +29,7 @@ class EncodeArguments(ctypes.Structure):
     """Arguments of kvseek_pariskv_encode, as in encode.cpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("keys", "ids", "codes", "weights", "counts")),
+        *((name, c_void_p) for name in ("keys", "ids", "codes", "weights")),
         *((name, c_void_p) for name in ("extents", "signs", "levels", "thresholds")),
         *((name, c_int64) for name in ("kv_heads", "tokens", "dim", "padded_dim")),
         *((name, c_int64) for name in ("first", "alpha", "bfloat16", "threads")),
@@ -42,7 +40,7 @@ class SelectArguments(ctypes.Structure):
     """Arguments of kvseek_pariskv_select, as in select.cpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("queries", "rows", "slots", "lengths", "budgets", "candidates")),
+        *((name, c_void_p) for name in ("queries", "rows", "requests")),
         *((name, c_void_p) for name in ("ids", "codes", "weights", "counts", "table", "signs", "levels")),
         *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim", "padded_dim", "max_extents", "top_k")),
         *((name, c_int64) for name in ("reduction", "bfloat16", "threads")),
@@ -50,33 +48,11 @@ class SelectArguments(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Slots, retrieval lengths and efforts of a batch, as the kernel reads them: int32 arrays, one entry a request."""
-
-    slots: ctypes.Array[ctypes.c_int32]
-    lengths: ctypes.Array[ctypes.c_int32]
-    budgets: ctypes.Array[ctypes.c_int32]
-    candidates: ctypes.Array[ctypes.c_int32]
-    counts: tuple[int, ...]  # rows selected for each request
-
-
 @lru_cache(maxsize=8)
 def kernels(library: CpuLibrary) -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
     """Encode and select of a library, declared once."""
     encode = library.function("kvseek_pariskv_encode", c_void_p)
     return encode, library.function("kvseek_pariskv_select", c_void_p)
-
-
-@lru_cache(maxsize=64)
-def describe_batch(config: Any, slots: tuple[int, ...], lengths: tuple[int, ...]) -> Batch:
-    """Lay a batch out for the kernel: the same for all layers, and for all steps between evictions."""
-    top_k = config.top_k
-    budgets = [math.ceil(config.schedule(n)[0] * n) for n in lengths]
-    candidates = [config.candidates(n) for n in lengths]
-    array = ctypes.c_int32 * len(slots)
-    counts = tuple(min(top_k, n) for n in lengths)
-    return Batch(array(*slots), array(*lengths), array(*budgets), array(*candidates), counts)
 
 
 class NativeIndex(ReferenceIndex):
@@ -113,13 +89,13 @@ class NativeIndex(ReferenceIndex):
             )
         )
 
-    def _append(self, slot: int, start: int, keys: Tensor) -> None:
-        keys = self._accept("keys", keys).contiguous()
-        table = self.context.extents.table
+    def append(self, slot: int, start: int, keys: Tensor) -> None:
+        """See ReferenceIndex.append."""
+        require_fit("keys", keys, self.context)
+        keys, table = keys.contiguous(), self.context.extents.table
         arguments = EncodeArguments(
             **self._shared,
             keys=pointer(keys),
-            counts=pointer(self.counts[slot]),
             extents=pointer(table) + slot * table.shape[1] * INT32_BYTES,
             thresholds=pointer(self.thresholds),
             tokens=keys.shape[1],
@@ -129,33 +105,21 @@ class NativeIndex(ReferenceIndex):
         )
         self._encode(ctypes.byref(arguments))
 
-    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
+    def select(self, queries: Tensor, batch: Batch) -> Selection:
         """See ReferenceIndex.select."""
-        context = self.context
-        lengths = context.lengths
-        batch = describe_batch(self.config, tuple(slots), tuple([lengths[slot] for slot in slots]))
-        queries = self._accept("queries", queries).contiguous()
-        rows = torch.empty((len(slots), context.num_kv_heads, self.config.top_k), dtype=torch.int32)
-        table = context.extents.table
+        require_fit("queries", queries, self.context)
+        queries = queries.contiguous()
+        rows = torch.empty((batch.size, self.context.num_kv_heads, self.config.top_k), dtype=torch.int32)
         arguments = SelectArguments.from_buffer_copy(self._select_layout)
         arguments.queries = queries.data_ptr()
         arguments.rows = rows.data_ptr()
-        arguments.slots = ctypes.addressof(batch.slots)
-        arguments.lengths = ctypes.addressof(batch.lengths)
-        arguments.budgets = ctypes.addressof(batch.budgets)
-        arguments.candidates = ctypes.addressof(batch.candidates)
-        arguments.table = table.data_ptr()
-        arguments.max_extents = table.shape[1]
-        arguments.batch = len(slots)
+        arguments.requests = pointer(batch.requests)
+        arguments.table = pointer(batch.table)
+        arguments.max_extents = batch.table.shape[1]
+        arguments.batch = batch.size
         arguments.threads = torch.get_num_threads()
         self._select(ctypes.byref(arguments))
-        return Selection(rows, 1, batch.counts)
-
-    def _accept(self, name: str, tensor: Tensor) -> Tensor:
-        if tensor.dtype is not self.context.dtype or not tensor.is_cpu:
-            limit = f"{self.context.dtype} on the CPU, as the index was made for"
-            raise KernelError(f"{name}: {tensor.dtype} on {tensor.device}: must be {limit}")
-        return tensor
+        return Selection(rows)
 
 
 def _check(context: IndexContext) -> None:

@@ -7,13 +7,13 @@ scores of the best-voted share from 4-bit codes (rerank), keep the top k. ParisK
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.plugins.contract import Index, IndexContext
+from kvseek.plugins.batch import Batch
+from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.group import best_positions, query_lanes, reduce_scores
 
@@ -81,43 +81,52 @@ class ReferenceIndex(Index):
         weight = weight.clamp(max=torch.finfo(torch.float16).max)
         return pack_bits(negative), pack_nibbles(nibbles.flatten(-2)), weight.half()
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
         """See Index.build; the queries are not used."""
         self.counts[slot] = 0
-        self._append(slot, 0, keys)
+        self.append(slot, 0, keys)
+        self.publish(slot, 0, keys.shape[1])
+        return Built()
 
-    def extend(self, slot: int, keys: Tensor) -> None:
-        """See Index.extend."""
-        self._append(slot, self.context.lengths[slot] - keys.shape[1], keys)
-
-    def _append(self, slot: int, start: int, keys: Tensor) -> None:
+    def append(self, slot: int, start: int, keys: Tensor) -> None:
+        """See Index.append: ids, codes and weights, which no selection reads beyond a region's length."""
         for offset in range(0, keys.shape[1], ENCODE_TOKENS):
-            ids, codes, weights = self.encode(keys[:, offset : offset + ENCODE_TOKENS])
-            for array, values in ((self.ids, ids), (self.codes, codes), (self.weights, weights)):
+            encoded = self.encode(keys[:, offset : offset + ENCODE_TOKENS])
+            for array, values in zip((self.ids, self.codes, self.weights), encoded, strict=True):
                 self.context.extents.write(array, slot, start + offset, values)
-            by_block = ids.transpose(1, 2).long()
+
+    def publish(self, slot: int, start: int, count: int) -> None:
+        """See Index.publish: the counts of centroids, which every selection reads."""
+        for extent, inside, _ in self.context.extents.spans(slot, start, start + count):
+            by_block = self.ids[extent, :, inside].transpose(1, 2).long()
             self.counts[slot].scatter_add_(-1, by_block, torch.ones_like(by_block, dtype=torch.int32))
 
-    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
+    def effort(self, length: int) -> Effort:
+        """The top k rows. For kernels: keys that earn a tier in each block, and keys that are reranked."""
+        rho, _ = self.config.schedule(length)
+        numbers = (math.ceil(rho * length), self.config.candidates(length))
+        return Effort(min(self.config.top_k, length), numbers)
+
+    def select(self, queries: Tensor, batch: Batch) -> Selection:
         """Top k rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
 
-        Rows ascend by position; -1 fills up when the region holds fewer than top_k.
+        Rows ascend; -1 fills up when the region holds fewer than top_k.
         """
-        kv_heads, top_k = self.context.num_kv_heads, self.config.top_k
-        rows = torch.full((len(slots), kv_heads, top_k), -1, dtype=torch.int32, device=queries.device)
-        for request, slot in enumerate(slots):
+        kv_heads = self.context.num_kv_heads
+        rows = torch.full((batch.size, kv_heads, self.config.top_k), -1, dtype=torch.int32, device=queries.device)
+        for request, (slot, length) in enumerate(zip(batch.slots, batch.lengths, strict=True)):
             grouped = queries[request].reshape(kv_heads, -1, queries.shape[-1])
-            positions = self._positions(grouped, slot)
-            rows[request, :, : positions.shape[1]] = positions.int()
-        return Selection(rows, 1, tuple(min(top_k, self.context.lengths[slot]) for slot in slots))
+            places = self._places(grouped, slot, length)
+            rows[request, :, : places.shape[1]] = places.int()
+        return Selection(rows)
 
-    def _positions(self, queries: Tensor, slot: int) -> Tensor:
-        # queries [G, g, D] to ascending positions int64 [G, min(top_k, n)]
-        extents, n, top_k = self.context.extents, self.context.lengths[slot], self.config.top_k
+    def _places(self, queries: Tensor, slot: int, n: int) -> Tensor:
+        # queries [G, g, D] to ascending places int64 [G, min(top_k, n)]
+        extents, top_k = self.context.extents, self.config.top_k
         if n <= top_k:
             return torch.arange(n, device=queries.device).expand(queries.shape[0], -1)
         lanes = self.lanes(queries)
-        candidates = self.candidates(lanes, slot)
+        candidates = self.candidates(lanes, slot, n)
         codes = take_rows(extents.read(self.codes, slot, n), candidates)
         weights = take_rows(extents.read(self.weights, slot, n), candidates)
         estimates = estimate_scores(lanes, codes, weights, self.levels)
@@ -128,13 +137,12 @@ class ReferenceIndex(Index):
         """Rotated queries that vote and rank on their own: [G, g, D] to float32 [G, lanes, P]."""
         return rotate(query_lanes(queries, self.config.group_reduce), self.signs)
 
-    def candidates(self, lanes: Tensor, slot: int) -> Tensor:
-        """Positions that are reranked, those with the most votes: lanes [G, lanes, P] to int64 [G, c], ascending."""
-        n = self.context.lengths[slot]
-        rho, _ = self.config.schedule(n)
-        tiers = tier_table(lanes, self.counts[slot], math.ceil(rho * n))
+    def candidates(self, lanes: Tensor, slot: int, n: int) -> Tensor:
+        """Places of n that are reranked, those with the most votes: lanes [G, lanes, P] to int64 [G, c], ascending."""
+        budget, count = self.effort(n).numbers
+        tiers = tier_table(lanes, self.counts[slot], budget)
         votes = collision_scores(tiers, self.context.extents.read(self.ids, slot, n))
-        return best_positions(votes, self.config.candidates(n))
+        return best_positions(votes, count)
 
 
 def block_sum(values: Tensor) -> Tensor:
@@ -144,9 +152,9 @@ def block_sum(values: Tensor) -> Tensor:
     return values[..., 0]
 
 
-def take_rows(array: Tensor, positions: Tensor) -> Tensor:
-    """Rows of array [G, n, width] at positions [G, c]: [G, c, width]."""
-    return array.gather(1, positions[..., None].expand(-1, -1, array.shape[-1]))
+def take_rows(array: Tensor, places: Tensor) -> Tensor:
+    """Rows of array [G, n, width] at places [G, c]: [G, c, width]."""
+    return array.gather(1, places[..., None].expand(-1, -1, array.shape[-1]))
 
 
 def centroid_scores(lanes: Tensor) -> Tensor:

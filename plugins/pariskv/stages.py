@@ -18,5 +18,5 @@ def stages(index: Index, query: Tensor, slot: int) -> Stages:
         kept = everything(pariskv, slot)
     else:
         lanes = pariskv.lanes(query.view(kv_heads, -1, query.shape[-1]))
-        kept = by_place(pariskv.candidates(lanes, slot), n)
+        kept = by_place(pariskv.candidates(lanes, slot, n), n)
     return Stages((Stage("votes", kept),), last="estimate")

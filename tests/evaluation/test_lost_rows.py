@@ -22,10 +22,10 @@ from kvseek.evaluation.losses import Losses, measure_layer, total
 from kvseek.evaluation.needle import Dialogue
 from kvseek.evaluation.questions import capture_questions
 from kvseek.evaluation.replay import Replay, selected_places
+from kvseek.measurement.offers import stages_of
 from kvseek.measurement.variants import Variant, parse_variants
 from kvseek.plugins.ctkvr.build import largest
 from kvseek.plugins.measurements.stages import Stage, Stages, by_place
-from kvseek.plugins.registry import get_method
 
 STEPS = 4
 TELLING = [method for method, cases in CASES.items() if cases.losses is not None]
@@ -51,11 +51,11 @@ def test_stages_keep_what_is_selected_and_do_not_change_the_index(method: str) -
     """But for ideal stages: those say what a perfect ranking would select, and hold as many rows as the selection."""
     layer = peaked_layer()
     asked, plain = (Replay(layer, 3, STEPS, variant(method)) for _ in range(2))
-    entry = get_method(method)
+    tell_stages = stages_of(method)
+    assert tell_stages is not None
     for query in steps_of(layer):
         before = copy.deepcopy(contents(asked.index))
-        stages = entry.stages(asked.index, query, 0)
-        assert stages is not None
+        stages = tell_stages(asked.index, query, 0)
         assert same(before, contents(asked.index))
         selected = selected_places(asked.index.select(query[None], [0]), asked.length)
         expected = selected_places(plain.index.select(query[None], [0]), plain.length)
@@ -106,16 +106,18 @@ def test_nothing_is_lost_where_everything_is_kept(method: str) -> None:
     assert losses.by_stage is not None
     assert set(losses.by_stage.values()) == {0}
     replay = Replay(layer, 3, STEPS, variant(method, top_k=1024, **CASES[method].losses_kept))
-    stages = get_method(method).stages(replay.index, steps_of(layer)[0], 0)
-    assert stages is not None
+    tell_stages = stages_of(method)
+    assert tell_stages is not None
+    stages = tell_stages(replay.index, steps_of(layer)[0], 0)
     assert all(stage.kept.all() for stage in stages.stages)
 
 
 def test_stages_of_a_dense_layer_keep_everything() -> None:
     layer = peaked_layer()
     replay = Replay(layer, 0, STEPS, variant("clusterkv"))
-    stages = get_method("clusterkv").stages(replay.index, steps_of(layer)[0], 0)
-    assert stages is not None
+    tell_stages = stages_of("clusterkv")
+    assert tell_stages is not None
+    stages = tell_stages(replay.index, steps_of(layer)[0], 0)
     assert all(stage.kept.all() for stage in stages.stages)
     assert measure_layer(layer, 0, STEPS, variant("clusterkv"), 0.01).dense
 
@@ -129,9 +131,10 @@ def test_other_methods_tell_no_stages(method: str) -> None:
 
 
 def test_stages_know_only_the_reference() -> None:
-    replay = Replay(peaked_layer(), 0, STEPS, Variant("full", "full"))
+    replay, tell_stages = Replay(peaked_layer(), 0, STEPS, Variant("full", "full")), stages_of("prkv")
+    assert tell_stages is not None
     with pytest.raises(KernelError, match=r"FullIndex: must be a ReferenceIndex; measure with the reference"):
-        get_method("prkv").stages(replay.index, torch.zeros(6, 32), 0)
+        tell_stages(replay.index, torch.zeros(6, 32), 0)
 
 
 def test_the_first_stage_that_does_not_keep_a_row_is_blamed() -> None:

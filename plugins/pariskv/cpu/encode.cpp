@@ -1,7 +1,7 @@
 // ParisKV: encode keys into an index (ParisKV paper, section 4; plugins/pariskv/reference.py defines the result).
 //
 // A vector lane is a key: the transform, the radius and the levels need no shuffles, and the additions come in the
-// reference's order, so centroid ids and counts are the same to the bit.
+// reference's order, so centroid ids are the same to the bit.
 #include "../../shared/half.h"
 #include "../../shared/kernel.h"
 #include "../../shared/parallel.h"
@@ -15,13 +15,12 @@ struct EncodeArguments {
     uint8_t* ids;             // [extents, kv_heads, 1024, blocks]
     uint8_t* codes;           // [extents, kv_heads, 1024, padded_dim / 2]
     uint16_t* weights;        // [extents, kv_heads, 1024, blocks]
-    int32_t* counts;          // [kv_heads, blocks, 256] of the slot
     const int32_t* extents;   // extent of each thousand tokens of the slot
     const float* signs;       // [padded_dim]
     const float* levels;      // [8]
     const float* thresholds;  // [7]
     int64_t kv_heads, tokens, dim, padded_dim;
-    int64_t first;     // retrieval position of the first key
+    int64_t first;     // place of the first key
     int64_t alpha;     // divide weights by the cosine between direction and code
     int64_t bfloat16;  // keys are bfloat16, else float32
     int64_t threads;
@@ -45,7 +44,7 @@ Vec square_root(Vec value) {
     return value;
 }
 
-// In the reference's order of stages: stride 1, 2, 4, ...; scaled once at the end.
+// In the reference's order of passes: stride 1, 2, 4, ...; scaled once at the end.
 void transform(Keys* x, int size) {
     for (int stride = 1; stride < size; stride *= 2) {
         for (int first = 0; first < size; first += 2 * stride) {
@@ -95,17 +94,15 @@ Block encode_block(const EncodeArguments& a, const Keys* x) {
     return block;
 }
 
-// Write one block of `count` keys that start at retrieval position `position`, and count their centroids.
-void write_block(const EncodeArguments& a, int64_t head, int64_t position, int count, int64_t b, const Block& block,
-                 int32_t* counts) {
+// Write one block of `count` keys from place `first` on.
+void write_block(const EncodeArguments& a, int64_t head, int64_t first, int count, int64_t b, const Block& block) {
     const int64_t blocks = a.padded_dim / BLOCK;
     for (int lane = 0; lane < count; lane++) {
-        const int64_t at = row_of(a.extents, a.kv_heads, head, position + lane) * blocks + b;
+        const int64_t at = row_of(a.extents, a.kv_heads, head, first + lane) * blocks + b;
         const int32_t code = block.code[lane];
         a.ids[at] = static_cast<uint8_t>(block.id[lane]);
         std::memcpy(a.codes + at * sizeof(code), &code, sizeof(code));
         a.weights[at] = to_half(block.weight[lane]);
-        counts[b * CENTROIDS + block.id[lane]]++;
     }
 }
 
@@ -113,18 +110,13 @@ template <class T>
 void encode_unit(const EncodeArguments& a, int64_t head, int64_t first, int64_t last) {
     const int64_t blocks = a.padded_dim / BLOCK;
     Keys x[MAX_PADDED_DIM];
-    int32_t counts[MAX_PADDED_DIM / BLOCK * CENTROIDS];
-    std::memset(counts, 0, sizeof(int32_t) * blocks * CENTROIDS);
     for (int64_t token = first; token < last; token += LANES) {
         const int count = static_cast<int>(last - token < LANES ? last - token : LANES);
         load_keys(a, static_cast<const T*>(a.keys) + (head * a.tokens + token) * a.dim, count, x);
         transform(x, static_cast<int>(a.padded_dim));
         for (int64_t b = 0; b < blocks; b++)
-            write_block(a, head, a.first + token, count, b, encode_block(a, x + b * BLOCK), counts);
+            write_block(a, head, a.first + token, count, b, encode_block(a, x + b * BLOCK));
     }
-    int32_t* total = a.counts + head * blocks * CENTROIDS;
-    for (int64_t i = 0; i < blocks * CENTROIDS; i++)
-        if (counts[i] != 0) __atomic_fetch_add(total + i, counts[i], __ATOMIC_RELAXED);
 }
 
 void encode(const EncodeArguments& a) {

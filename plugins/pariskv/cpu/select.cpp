@@ -2,6 +2,7 @@
 // result). One call a layer for all requests and KV heads; threads share even a single head's work.
 #include "../../shared/kernel.h"
 #include "../../shared/parallel.h"
+#include "../../shared/request.h"
 #include "rerank.h"
 #include "tiers.h"
 #include "top.h"
@@ -11,19 +12,16 @@ namespace kvseek {
 
 // Mirrored field by field in native.py.
 struct SelectArguments {
-    const void* queries;        // [batch, kv_heads * group, dim], contiguous
-    int32_t* rows;              // [batch, kv_heads, top_k] out
-    const int32_t* slots;       // [batch]
-    const int32_t* lengths;     // [batch] retrieval tokens
-    const int32_t* budgets;     // [batch] keys that earn votes in a block
-    const int32_t* candidates;  // [batch] keys to rerank, top_k to length
-    const uint8_t* ids;         // [extents, kv_heads, 1024, blocks]
-    const uint8_t* codes;       // [extents, kv_heads, 1024, padded_dim / 2]
-    const uint16_t* weights;    // [extents, kv_heads, 1024, blocks]
-    const int32_t* counts;      // [slots, kv_heads, blocks, 256]
-    const int32_t* table;       // [slots, max_extents]
-    const float* signs;         // [padded_dim]
-    const float* levels;        // [8]
+    const void* queries;      // [batch, kv_heads * group, dim], contiguous
+    int32_t* rows;            // [batch, kv_heads, top_k] out
+    const Request* requests;  // [batch]; numbers[0]: keys that earn tiers, numbers[1]: keys to rerank, top_k to length
+    const uint8_t* ids;       // [extents, kv_heads, 1024, blocks]
+    const uint8_t* codes;     // [extents, kv_heads, 1024, padded_dim / 2]
+    const uint16_t* weights;  // [extents, kv_heads, 1024, blocks]
+    const int32_t* counts;    // [slots, kv_heads, blocks, 256]
+    const int32_t* table;     // [slots, max_extents]
+    const float* signs;       // [padded_dim]
+    const float* levels;      // [8]
     int64_t batch, kv_heads, group, dim, padded_dim, max_extents, top_k;
     int64_t reduction;  // 0: mean of the queries; 1: largest, 2: mean of the softmaxes
     int64_t bfloat16;   // queries are bfloat16, else float32
@@ -36,13 +34,13 @@ namespace {
 constexpr int64_t RERANK_KEYS = 256;   // candidates of a unit of work
 constexpr int64_t PREFETCH_KEYS = 12;  // candidates asked for ahead
 
-enum Stage { PREPARE, VOTE, SCAN, COLLECT, RERANK, FINISH, STAGES };
+enum Phase { PREPARE, VOTE, SCAN, COLLECT, RERANK, FINISH, PHASES };
 
 // One (request, KV head): how far it is, and where its index and its intermediate results are.
 struct Task {
-    int stage;  // PREPARE ... STAGES
-    int done[STAGES];
-    Counter taken[STAGES];
+    int phase;  // PREPARE ... PHASES
+    int done[PHASES];
+    Counter taken[PHASES];
     int64_t request, head, length, candidate_count, stride;
     const int32_t* extents;
     float* lanes;        // [lanes, padded_dim] rotated queries
@@ -50,7 +48,7 @@ struct Task {
     uint8_t* ballots;    // votes of centroids (votes.h)
     int32_t* histogram;  // [SCORES]
     uint8_t* votes;      // [length]
-    int32_t* positions;  // [candidate_count]
+    int32_t* places;     // [candidate_count]
     float* estimates;    // [lanes, stride]
     uint32_t* ranks;     // [candidate_count]
 };
@@ -85,7 +83,7 @@ void lay_out(const Job& job, Task& task, Arena& arena) {
     task.ballots = arena.take<uint8_t>(job.packs * PACK * job.blocks * CENTROIDS);
     task.histogram = arena.take<int32_t>(SCORES);
     task.votes = arena.take<uint8_t>(task.length);
-    task.positions = arena.take<int32_t>(task.candidate_count);
+    task.places = arena.take<int32_t>(task.candidate_count);
     task.estimates = arena.take<float>(job.lanes * task.stride);
     task.ranks = arena.take<uint32_t>(task.candidate_count);
 }
@@ -119,9 +117,9 @@ void prepare(const Job& job, const Task& task) {
 
 void vote(const Job& job, const Task& task, int64_t block) {
     const SelectArguments& a = job.a;
-    const int64_t slot = a.slots[task.request];
-    const int32_t* counts = a.counts + ((slot * a.kv_heads + task.head) * job.blocks + block) * CENTROIDS;
-    const Limits limits(a.budgets[task.request]);
+    const Request& request = a.requests[task.request];
+    const int32_t* counts = a.counts + ((request.slot * a.kv_heads + task.head) * job.blocks + block) * CENTROIDS;
+    const Limits limits(request.numbers[0]);
     for (int lane = 0; lane < job.lanes; lane++) {
         uint8_t votes[CENTROIDS];
         vote_block(task.lanes + lane * a.padded_dim + block * BLOCK, counts, limits, votes);
@@ -146,11 +144,11 @@ void estimate(const Job& job, const Task& task, const Levels& levels, int64_t fi
     alignas(64) float key[MAX_PADDED_DIM];
     for (int64_t c = first; c < last; c++) {
         if (c + PREFETCH_KEYS < last) {  // candidates lie too far apart for the processor to guess
-            const int64_t ahead = row_of(task.extents, a.kv_heads, task.head, task.positions[c + PREFETCH_KEYS]);
+            const int64_t ahead = row_of(task.extents, a.kv_heads, task.head, task.places[c + PREFETCH_KEYS]);
             __builtin_prefetch(a.codes + ahead * (size / 2));
             __builtin_prefetch(a.weights + ahead * blocks);
         }
-        const int64_t row = row_of(task.extents, a.kv_heads, task.head, task.positions[c]);
+        const int64_t row = row_of(task.extents, a.kv_heads, task.head, task.places[c]);
         decode(a.codes + row * (size / 2), a.weights + row * blocks, size, levels, key);
         for (int lane = 0; lane < job.lanes; lane += PACK)
             dot_lanes(key, task.shuffled + lane * size, job.lanes - lane, size, task.estimates + lane * task.stride + c,
@@ -179,12 +177,12 @@ void finish(const Job& job, const Task& task) {
             softmax(task.estimates + lane * task.stride, task.candidate_count, static_cast<float>(a.scaling));
         fold(task.estimates, job.lanes, task.stride, task.candidate_count, a.reduction == 1);
     }
-    take_largest(task.estimates, task.positions, task.candidate_count, a.top_k, task.ranks, rows);
+    take_largest(task.estimates, task.places, task.candidate_count, a.top_k, task.ranks, rows);
 }
 
-// Parts into which a stage of a task may be cut.
-int64_t parts_of(const Job& job, const Task& task, int stage) {
-    switch (stage) {
+// Parts into which a phase of a task may be cut.
+int64_t parts_of(const Job& job, const Task& task, int phase) {
+    switch (phase) {
         case VOTE:
             return job.blocks;
         case SCAN:
@@ -196,8 +194,8 @@ int64_t parts_of(const Job& job, const Task& task, int stage) {
     }
 }
 
-void run_part(const Job& job, const Task& task, const Levels& levels, int stage, int64_t part) {
-    switch (stage) {
+void run_part(const Job& job, const Task& task, const Levels& levels, int phase, int64_t part) {
+    switch (phase) {
         case PREPARE:
             return prepare(job, task);
         case VOTE:
@@ -205,7 +203,7 @@ void run_part(const Job& job, const Task& task, const Levels& levels, int stage,
         case SCAN:
             return scan(job, task, part);
         case COLLECT:
-            return collect_candidates(task.votes, task.length, task.histogram, task.candidate_count, task.positions);
+            return collect_candidates(task.votes, task.length, task.histogram, task.candidate_count, task.places);
         case RERANK:
             return rerank(job, task, levels, part);
         default:
@@ -213,24 +211,24 @@ void run_part(const Job& job, const Task& task, const Levels& levels, int stage,
     }
 }
 
-// Do parts of the task's stages for as long as some are free; false if there was none.
+// Do parts of the task's phases for as long as some are free; false if there was none.
 bool advance(const Job& job, Task& task, const Levels& levels) {
     bool advanced = false;
-    for (int stage = __atomic_load_n(&task.stage, __ATOMIC_ACQUIRE); stage < STAGES;) {
-        const int64_t parts = parts_of(job, task, stage), part = task.taken[stage].take();
+    for (int phase = __atomic_load_n(&task.phase, __ATOMIC_ACQUIRE); phase < PHASES;) {
+        const int64_t parts = parts_of(job, task, phase), part = task.taken[phase].take();
         if (part >= parts) break;
-        run_part(job, task, levels, stage, part);
+        run_part(job, task, levels, phase, part);
         advanced = true;
-        if (__atomic_add_fetch(&task.done[stage], 1, __ATOMIC_ACQ_REL) == parts)
-            __atomic_store_n(&task.stage, stage + 1, __ATOMIC_RELEASE);
-        stage = __atomic_load_n(&task.stage, __ATOMIC_ACQUIRE);
+        if (__atomic_add_fetch(&task.done[phase], 1, __ATOMIC_ACQ_REL) == parts)
+            __atomic_store_n(&task.phase, phase + 1, __ATOMIC_RELEASE);
+        phase = __atomic_load_n(&task.phase, __ATOMIC_ACQUIRE);
     }
     return advanced;
 }
 
-// Threads go from task to task and wait for each other only where nothing is left to start: a barrier after each stage
+// Threads go from task to task and wait for each other only where nothing is left to start: a barrier after each phase
 // would cost a time slice whenever some other process has one of the cores.
-void run_stages(const Job& job, int threads) {
+void run_phases(const Job& job, int threads) {
     parallel(threads, [&] {
         const Levels levels(job.a.levels);
         Patience patience;
@@ -239,7 +237,7 @@ void run_stages(const Job& job, int threads) {
             bool advanced = false;
             for (int64_t i = 0; i < job.task_count; i++) {
                 advanced |= advance(job, job.tasks[i], levels);
-                unfinished += __atomic_load_n(&job.tasks[i].stage, __ATOMIC_ACQUIRE) < STAGES;
+                unfinished += __atomic_load_n(&job.tasks[i].phase, __ATOMIC_ACQUIRE) < PHASES;
             }
             if (!advanced && unfinished > 0) patience.wait();
         }
@@ -250,15 +248,17 @@ void run_stages(const Job& job, int threads) {
 void describe(Job& job) {
     const SelectArguments& a = job.a;
     for (int64_t i = 0; i < a.batch * a.kv_heads; i++) {
-        const int64_t request = i / a.kv_heads, length = a.lengths[request], count = a.candidates[request];
+        const Request& request = a.requests[i / a.kv_heads];
+        const int64_t length = request.length;
         if (length <= a.top_k) {
             for (int64_t k = 0; k < a.top_k; k++) a.rows[i * a.top_k + k] = k < length ? static_cast<int32_t>(k) : -1;
             continue;
         }
         Task& task = job.tasks[job.task_count++];
         task = {};
-        task.request = request, task.head = i % a.kv_heads, task.length = length, task.candidate_count = count;
-        task.extents = a.table + a.slots[request] * a.max_extents;
+        task.request = i / a.kv_heads, task.head = i % a.kv_heads, task.length = length;
+        task.candidate_count = request.numbers[1];
+        task.extents = a.table + request.slot * a.max_extents;
     }
 }
 
@@ -275,7 +275,7 @@ void select(const SelectArguments& a) {
     Arena arena(static_cast<char*>(work_memory.reserve(measured.used)));
     for (int64_t i = 0; i < job.task_count; i++) lay_out(job, job.tasks[i], arena);
     const int64_t most = job.task_count * job.blocks;
-    run_stages(job, static_cast<int>(a.threads < most ? a.threads : most));
+    run_phases(job, static_cast<int>(a.threads < most ? a.threads : most));
 }
 
 }  // namespace

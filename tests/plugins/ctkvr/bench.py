@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries
+from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_keys, random_queries, select_rows
 from torch import Tensor
 
 from kvseek.plugins.contract import IndexContext, LayerRows
@@ -22,13 +23,14 @@ class Bench:
 
     def __init__(self, config: Config, keys: Sequence[Tensor], room: int = 0, group: int = GROUP) -> None:
         lengths = [part.shape[1] for part in keys]
-        self.context: IndexContext = make_context(config, keys[0].shape[2], group, lengths, extents=16)
+        self.pool = torch.full((16, KV_HEADS, 1024, 2, keys[0].shape[2]), torch.nan)
+        rows = LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0))
+        context = make_context(config, keys[0].shape[2], group, lengths, extents=16)
+        self.context: IndexContext = replace(context, rows=rows)
         for slot in reversed(range(len(keys))):
             self.context.extents.reserve(slot, lengths[slot] + room)
         self.index = ReferenceIndex(self.context)
-        self.pool = torch.full((16, KV_HEADS, 1024, 2, keys[0].shape[2]), torch.nan)
         self.prompts: dict[int, Tensor] = {}  # queries that a slot was built with
-        self.index.bind(LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)))
         for slot, part in enumerate(keys):
             self.write(slot, 0, part)
 
@@ -44,11 +46,10 @@ class Bench:
 
     def grow(self, slot: int, keys: Tensor) -> None:
         self.write(slot, self.context.lengths[slot], keys)
-        self.context.lengths[slot] += keys.shape[1]
-        self.index.extend(slot, keys)
+        extend(self.index, slot, keys)
 
     def step(self, query: Tensor, slot: int = 0) -> Tensor:
-        rows = self.index.select(query[None], [slot]).rows[0]
+        rows = select_rows(self.index, query[None], [slot]).rows[0]
         self.index.refresh([slot])
         return rows
 

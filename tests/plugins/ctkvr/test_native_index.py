@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries
+from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries, select_rows
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
@@ -24,10 +24,9 @@ def _make(
     kind: type[ReferenceIndex], library: CpuLibrary, lengths: list[int], group: int, dtype: torch.dtype
 ) -> ReferenceIndex:
     context = make_context(CONFIG, 64, group, lengths)
-    context = dataclasses.replace(context, library=library, dtype=dtype)
     pool = torch.full((8, 2, KV_HEADS, 1024, 2, 64), float("nan")).to(dtype)[:, 1]
-    index = kind(context)
-    index.bind(LayerRows(pool, pool.data_ptr(), pool.stride(0)))
+    rows = LayerRows(pool, pool.data_ptr(), pool.stride(0))
+    index = kind(dataclasses.replace(context, library=library, dtype=dtype, rows=rows))
     for slot, n in enumerate(lengths):
         keys = random_keys(n, 64, seed=slot).to(dtype)
         values = torch.randn(KV_HEADS, n, 64)
@@ -46,8 +45,7 @@ def test_the_native_index_selects_what_the_reference_selects(
     native, reference = (_make(kind, library, lengths, group, dtype) for kind in (NativeIndex, ReferenceIndex))
     for step, slots in itertools.product(range(4), ([0], [2, 1, 0])):
         queries = random_queries(len(slots), KV_HEADS * group, 64, seed=step).to(dtype)
-        found, expected = native.select(queries, slots), reference.select(queries, slots)
-        assert found.counts == expected.counts
+        found, expected = select_rows(native, queries, slots), select_rows(reference, queries, slots)
         assert torch.equal(found.rows, expected.rows)
         for index in (native, reference):
             index.refresh(slots)
@@ -64,4 +62,4 @@ def test_the_native_index_refuses_what_it_cannot(library: CpuLibrary) -> None:
         NativeIndex(context)
     index = _make(NativeIndex, library, [100], 2, torch.float32)
     with pytest.raises(KernelError, match=r"queries: torch\.bfloat16.*must be torch\.float32"):
-        index.select(torch.zeros(1, 4, 64, dtype=torch.bfloat16), [0])
+        select_rows(index, torch.zeros(1, 4, 64, dtype=torch.bfloat16), [0])

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.plugins.ctkvr.bench import DIM, GROUP, SMALL, Bench, exact_rows, make, one_query
-from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries
+from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries, select_rows
 from torch import Tensor
 
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.plugins.ctkvr.build import build_lists, largest
 from kvseek.plugins.ctkvr.config import Config
-from kvseek.plugins.ctkvr.method import create, needs_cpu_library
+from kvseek.plugins.ctkvr.method import create, traits
 from kvseek.plugins.ctkvr.reference import ReferenceIndex
 
 # Lists.
@@ -141,8 +141,8 @@ def test_a_region_without_queries_is_refused() -> None:
 @pytest.mark.parametrize("n", [1, 19, 20])
 def test_regions_of_at_most_top_k_tokens_are_selected_whole(n: int) -> None:
     bench = make(SMALL, [n])
-    selection = bench.index.select(random_queries(1, KV_HEADS * GROUP, DIM), [0])
-    assert selection.counts == (n,)
+    selection = select_rows(bench.index, random_queries(1, KV_HEADS * GROUP, DIM), [0])
+    assert bench.index.effort(n).rows == n
     assert selection.rows.tolist() == [[[*range(n), *[-1] * (20 - n)]] * KV_HEADS]
     before = list(bench.index.written)
     bench.index.refresh([0])
@@ -166,10 +166,10 @@ def test_a_result_does_not_depend_on_the_batch() -> None:
     lengths = [777, 15, 1500, 1024]
     bench = make(SMALL, lengths)
     queries = random_queries(4, KV_HEADS * GROUP, DIM)
-    together = bench.index.select(queries, [0, 1, 2, 3])
-    assert together.counts == (20, 15, 20, 20)
+    together = select_rows(bench.index, queries, [0, 1, 2, 3])
+    assert [bench.index.effort(n).rows for n in lengths] == [20, 15, 20, 20]
     for slots in ([3, 1], [2], [0, 2, 1]):
-        part = bench.index.select(queries[slots], slots)
+        part = select_rows(bench.index, queries[slots], slots)
         assert torch.equal(part.rows, together.rows[slots])
 
 
@@ -238,5 +238,5 @@ def test_bad_fields_are_refused(fields: dict[str, object], message: str) -> None
 
 def test_the_method_without_compiled_kernels() -> None:
     assert isinstance(create(make_context(SMALL, DIM, GROUP, [10])), ReferenceIndex)
-    assert needs_cpu_library(Config())
-    assert not needs_cpu_library(Config(execution="uva"))
+    assert traits(Config()).cpu_library_on_gpu
+    assert not traits(Config(execution="uva")).cpu_library_on_gpu

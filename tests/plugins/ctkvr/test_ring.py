@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.plugins.ctkvr.bench import DIM, GROUP, SMALL, Bench, centroids_of, exact_rows, make, one_query
-from tests.plugins.index_cases import KV_HEADS, random_keys, random_queries
+from tests.plugins.index_cases import KV_HEADS, random_keys, random_queries, select_rows
 from torch import Tensor
 
 from kvseek.plugins.ctkvr.config import Config
@@ -25,7 +25,7 @@ def test_queries_enter_the_ring_after_the_step_and_replace_the_oldest() -> None:
         query = one_query(step)
         recalled = index.recall(query, 0)
         _, best = index.rerank(query, 0, recalled)
-        index.select(query[None], [0])
+        select_rows(index, query[None], [0])
         assert torch.equal(index.lists[0], lists), "not before refresh"
         index.refresh([0])
         lists[:, step % 6] = best
@@ -52,8 +52,8 @@ def test_a_ring_with_room_keeps_the_prompts_centroids() -> None:
 def test_the_last_selection_before_refresh_counts() -> None:
     bench = make(SMALL, [777, 900])
     queries = random_queries(2, KV_HEADS * GROUP, DIM)
-    bench.index.select(queries, [0, 1])
-    bench.index.select(queries[1:], [0])
+    select_rows(bench.index, queries, [0, 1])
+    select_rows(bench.index, queries[1:], [0])
     bench.index.refresh([0])
     assert bench.index.written == [50, 57]
     expected = centroids_of(queries[1][:, None], bench.index.means[0])
@@ -62,14 +62,10 @@ def test_the_last_selection_before_refresh_counts() -> None:
     assert bench.index.written == [50, 58]
 
 
-@pytest.mark.parametrize("how", ["forget", "build"])
-def test_another_prompt_drops_what_is_pending(how: str) -> None:
+def test_another_prompt_drops_what_is_pending() -> None:
     bench = make(SMALL, [777])
-    bench.index.select(random_queries(1, KV_HEADS * GROUP, DIM), [0])
-    if how == "forget":
-        bench.index.forget(0)
-    else:
-        bench.build(0, random_queries(KV_HEADS * GROUP, 300, DIM))
+    select_rows(bench.index, random_queries(1, KV_HEADS * GROUP, DIM), [0])
+    bench.build(0, random_queries(KV_HEADS * GROUP, 300, DIM))
     bench.index.refresh([0])
     assert bench.index.written == [49]
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.plugins.index_cases import KV_HEADS, make_context, make_flat, random_keys, random_queries
+from tests.plugins.index_cases import (
+    KV_HEADS,
+    extend,
+    make_context,
+    make_flat,
+    random_keys,
+    random_queries,
+    select_rows,
+)
 
 from kvseek.plugins.flat import config as flat_config
 from kvseek.plugins.flat.method import FlatIndex
@@ -14,7 +22,7 @@ from kvseek.plugins.shared.group import GROUP_REDUCTIONS, best_positions, query_
 class TestFlat:
     def test_mean_is_top_k_of_the_averaged_query(self) -> None:
         keys, queries = random_keys(1500, 64), random_queries(1, KV_HEADS * 3, 64)
-        rows = make_flat(50, "mean", keys, 3).select(queries, [0]).rows
+        rows = select_rows(make_flat(50, "mean", keys, 3), queries, [0]).rows
         for head in range(KV_HEADS):
             scores = keys[head] @ queries[0, head * 3 : head * 3 + 3].mean(dim=0)
             assert rows[0, head].tolist() == scores.topk(50).indices.sort().values.tolist()
@@ -22,21 +30,21 @@ class TestFlat:
     @pytest.mark.parametrize(("group_reduce", "reduce"), [("max", "amax"), ("softmax_mean", "mean")])
     def test_others_reduce_the_softmax(self, group_reduce: str, reduce: str) -> None:
         keys, queries = random_keys(1500, 64), random_queries(1, KV_HEADS * 3, 64)
-        rows = make_flat(50, group_reduce, keys, 3).select(queries, [0]).rows
+        rows = select_rows(make_flat(50, group_reduce, keys, 3), queries, [0]).rows
         for head in range(KV_HEADS):
             weights = (queries[0, head * 3 : head * 3 + 3] @ keys[head].T / 8).softmax(dim=-1)
             values = getattr(weights, reduce)(dim=0)
             assert rows[0, head].tolist() == values.topk(50).indices.sort().values.tolist()
 
-    def test_extends_across_extents(self) -> None:
+    def test_grows_across_extents(self) -> None:
         keys, queries = random_keys(1400, 64), random_queries(1, KV_HEADS, 64)
         index = FlatIndex(make_context(flat_config.Config(), 64, 1, [1400]))
         index.context.lengths[0] = 1000
         index.build(0, keys[:, :1000], torch.empty(0))
-        index.context.lengths[0] = 1400
-        index.extend(0, keys[:, 1000:])
+        extend(index, 0, keys[:, 1000:])
         assert torch.equal(
-            index.select(queries, [0]).rows, make_flat(100, "softmax_mean", keys, 1).select(queries, [0]).rows
+            select_rows(index, queries, [0]).rows,
+            select_rows(make_flat(100, "softmax_mean", keys, 1), queries, [0]).rows,
         )
 
 

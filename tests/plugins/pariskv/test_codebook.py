@@ -10,7 +10,7 @@ import scipy.linalg
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries
+from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_keys, random_queries
 from torch import Tensor
 
 from kvseek.plugins.pariskv import codebook
@@ -153,9 +153,10 @@ class TestEncode:
         whole, parts = (ReferenceIndex(make_context(Config(), 64, 1, [2500, 0])) for _ in range(2))
         whole.build(0, keys, torch.empty(0))
         parts.build(0, random_keys(40, 64, seed=9), torch.empty(0))  # replaced by the next build
-        for stop, start in ((900, 0), (1156, 900), (2500, 1156)):
-            parts.context.lengths[0] = stop
-            (parts.extend(0, keys[:, start:stop]) if start else parts.build(0, keys[:, :stop], torch.empty(0)))
+        parts.context.lengths[0] = 900
+        parts.build(0, keys[:, :900], torch.empty(0))
+        for start, stop in ((900, 1156), (1156, 2500)):
+            extend(parts, 0, keys[:, start:stop])
         read = whole.context.extents.read
         for name in ("ids", "codes", "weights"):
             assert torch.equal(read(getattr(whole, name), 0, 2500), read(getattr(parts, name), 0, 2500))

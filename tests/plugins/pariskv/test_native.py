@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.plugins.index_cases import extend, select_rows
 from torch import Tensor
 
 from kvseek.builder.compile.cpu import instruction_levels
@@ -115,9 +116,8 @@ def values_of(index: ReferenceIndex, queries: Tensor, slot: int) -> Tensor:
 
 def check_choice(expected: ReferenceIndex, found: NativeIndex, queries: Tensor, slots: Sequence[int]) -> None:
     """The same rows, but for keys whose values differ from the last one taken by rounding."""
-    wanted, chosen = expected.select(queries, slots), found.select(queries, slots)
-    assert (chosen.block, chosen.counts) == (1, wanted.counts)
-    assert chosen.rows.dtype is torch.int32
+    wanted, chosen = select_rows(expected, queries, slots), select_rows(found, queries, slots)
+    assert (chosen.rows.dtype, chosen.page) == (torch.int32, 1)
     for request, slot in enumerate(slots):
         if expected.context.lengths[slot] <= expected.config.top_k:
             assert torch.equal(chosen.rows[request], wanted.rows[request])
@@ -127,10 +127,8 @@ def check_choice(expected: ReferenceIndex, found: NativeIndex, queries: Tensor, 
             ours, theirs = chosen.rows[request, head].tolist(), wanted.rows[request, head].tolist()
             assert ours == sorted(set(ours))
             last = values[head, theirs].min()
-            for position in set(ours) ^ set(theirs):
-                torch.testing.assert_close(
-                    values[head, position], last, rtol=1e-5, atol=1e-5 * float(values[head].max())
-                )
+            for place in set(ours) ^ set(theirs):
+                torch.testing.assert_close(values[head, place], last, rtol=1e-5, atol=1e-5 * float(values[head].max()))
 
 
 @pytest.mark.parametrize(("dim", "alpha"), [(8, True), (20, True), (64, True), (64, False), (128, True), (256, True)])
@@ -152,9 +150,7 @@ def test_keys_appended_equal_keys_built_at_once(library: CpuLibrary) -> None:
     found.context.lengths[0] = 0
     found.build(0, keys[0][:, :0], keys[0])
     for start in range(0, 2300, 256):
-        part = keys[0][:, start : start + 256]
-        found.context.lengths[0] = start + part.shape[1]
-        found.extend(0, part)
+        extend(found, 0, keys[0][:, start : start + 256])
     check_index(expected, found)
 
 
@@ -217,7 +213,7 @@ def test_ties_are_cut_as_the_reference_cuts_them(
     expected, found = make_pair(library, config, group, 64, keys)
     share_index(expected, found)
     queries = torch.randint(-1, 2, (1, KV_HEADS * group, 64)).float() * (torch.rand(1, 1, 64) < 0.1)
-    assert torch.equal(found.select(queries, [0]).rows, expected.select(queries, [0]).rows)
+    assert torch.equal(select_rows(found, queries, [0]).rows, select_rows(expected, queries, [0]).rows)
 
 
 def test_selection_does_not_depend_on_batch_order_or_threads(library: CpuLibrary) -> None:
@@ -227,11 +223,11 @@ def test_selection_does_not_depend_on_batch_order_or_threads(library: CpuLibrary
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        together = found.select(queries, [0, 1, 2]).rows
-        assert torch.equal(found.select(queries[[2, 0, 1]], [2, 0, 1]).rows, together[[2, 0, 1]])
+        together = select_rows(found, queries, [0, 1, 2]).rows
+        assert torch.equal(select_rows(found, queries[[2, 0, 1]], [2, 0, 1]).rows, together[[2, 0, 1]])
         torch.set_num_threads(1)
         for slot in range(3):
-            assert torch.equal(found.select(queries[slot : slot + 1], [slot]).rows[0], together[slot])
+            assert torch.equal(select_rows(found, queries[slot : slot + 1], [slot]).rows[0], together[slot])
     finally:
         torch.set_num_threads(threads)
 
@@ -239,7 +235,7 @@ def test_selection_does_not_depend_on_batch_order_or_threads(library: CpuLibrary
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 0.0])
 def test_strange_queries_still_give_valid_rows(library: CpuLibrary, level: int, poison: float) -> None:
     _, found = make_pair(library, Config(top_k=20), 3, 64, random_keys([900], 64))
-    rows = found.select(torch.full((1, 3 * KV_HEADS, 64), poison), [0]).rows
+    rows = select_rows(found, torch.full((1, 3 * KV_HEADS, 64), poison), [0]).rows
     assert int(rows.min()) >= 0
     assert int(rows.max()) < 900
     assert bool((rows.diff() > 0).all())
@@ -256,5 +252,5 @@ def test_unsupported_inputs_are_refused(library: CpuLibrary) -> None:
     with pytest.raises(KernelError, match="head_dim = 264"):
         NativeIndex(make_context(library, Config(), 1, 264, [10], torch.float32))
     index = NativeIndex(make_context(library, Config(), 1, 64, [10], torch.float32))
-    with pytest.raises(KernelError, match=r"queries: torch\.bfloat16 on cpu"):
-        index.select(torch.zeros(1, KV_HEADS, 64, dtype=torch.bfloat16), [0])
+    with pytest.raises(KernelError, match=r"queries: torch\.bfloat16 on cpu: must be torch\.float32 on cpu"):
+        select_rows(index, torch.zeros(1, KV_HEADS, 64, dtype=torch.bfloat16), [0])

@@ -8,7 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plugins.index_cases import KV_HEADS, make_context, make_flat, make_index, random_keys, random_queries
+from tests.plugins.index_cases import (
+    KV_HEADS,
+    make_context,
+    make_flat,
+    make_index,
+    random_keys,
+    random_queries,
+    select_rows,
+)
 from torch import Tensor
 
 from kvseek.plugins.pariskv import codebook
@@ -58,8 +66,8 @@ class TestSelect:
         config = Config(top_k=23, group_reduce=group_reduce, schedule_steps=steps)
         index = make_index(config, head_dim, group, random_keys(n, head_dim))
         queries = random_queries(2, KV_HEADS * group, head_dim)
-        selection = index.select(queries, [0, 0])
-        assert (selection.rows.dtype, selection.block, selection.counts) == (torch.int32, 1, (23, 23))
+        selection = select_rows(index, queries, [0, 0])
+        assert (selection.rows.dtype, selection.page) == (torch.int32, 1)
         for request in range(2):
             for head in range(KV_HEADS):
                 query = queries[request, head * group : (head + 1) * group]
@@ -69,9 +77,9 @@ class TestSelect:
     @pytest.mark.parametrize("n", [1, 99, 100, 101, 1500])
     def test_rows_ascend_and_short_regions_are_whole(self, group_reduce: str, n: int) -> None:
         index = make_index(Config(group_reduce=group_reduce), 64, 2, random_keys(n, 64))
-        selection = index.select(random_queries(1, KV_HEADS * 2, 64), [0])
+        selection = select_rows(index, random_queries(1, KV_HEADS * 2, 64), [0])
         assert selection.rows.shape == (1, KV_HEADS, 100)
-        assert selection.counts == (min(100, n),)
+        assert index.effort(n).rows == min(100, n)
         for rows in selection.rows[0].tolist():
             held, padding = rows[: min(100, n)], rows[min(100, n) :]
             assert held == sorted(set(held))
@@ -86,7 +94,7 @@ class TestSelect:
         keys, queries = random_keys(n, 16, seed), random_queries(1, KV_HEADS, 16, seed)
         scale = 2.0 ** round(math.log2(scale))  # a power of two, so that rounding commutes
         config = Config(top_k=20, group_reduce="mean")
-        rows = [make_index(config, 16, 1, k).select(queries, [0]).rows for k in (keys, keys * scale)]
+        rows = [select_rows(make_index(config, 16, 1, k), queries, [0]).rows for k in (keys, keys * scale)]
         assert torch.equal(*rows)
 
     def test_requests_and_slots_do_not_mix(self) -> None:
@@ -96,21 +104,21 @@ class TestSelect:
         for slot in (2, 0):
             index.build(slot, keys[slot], torch.empty(0))
         queries = random_queries(2, KV_HEADS * 2, 64)
-        both = index.select(queries, [0, 2]).rows
-        assert torch.equal(both, index.select(queries.flip(0), [2, 0]).rows.flip(0))
+        both = select_rows(index, queries, [0, 2]).rows
+        assert torch.equal(both, select_rows(index, queries.flip(0), [2, 0]).rows.flip(0))
         for request, slot in enumerate((0, 2)):
             alone = make_index(Config(), 64, 2, keys[slot])
-            assert torch.equal(both[request], alone.select(queries[request : request + 1], [0]).rows[0])
+            assert torch.equal(both[request], select_rows(alone, queries[request : request + 1], [0]).rows[0])
 
     def test_equal_keys_are_taken_from_the_front(self) -> None:
         index = make_index(Config(top_k=10), 64, 1, random_keys(1, 64).expand(-1, 500, -1))
-        assert index.select(random_queries(1, KV_HEADS, 64), [0]).rows[0, 0].tolist() == list(range(10))
+        assert select_rows(index, random_queries(1, KV_HEADS, 64), [0]).rows[0, 0].tolist() == list(range(10))
 
     @pytest.mark.parametrize("group_reduce", GROUP_REDUCTIONS)
     def test_finds_most_of_the_exact_top_k(self, group_reduce: str) -> None:
         keys, queries = random_keys(4000, 64), random_queries(4, KV_HEADS * 2, 64)
-        found = make_index(Config(group_reduce=group_reduce), 64, 2, keys).select(queries, [0] * 4).rows
-        exact = make_flat(100, group_reduce, keys, 2).select(queries, [0] * 4).rows
+        found = select_rows(make_index(Config(group_reduce=group_reduce), 64, 2, keys), queries, [0] * 4).rows
+        exact = select_rows(make_flat(100, group_reduce, keys, 2), queries, [0] * 4).rows
         shared = [
             len(set(a) & set(b))
             for a, b in zip(found.flatten(0, 1).tolist(), exact.flatten(0, 1).tolist(), strict=True)
