@@ -35,7 +35,7 @@ from kvseek.core.manifest import CODEBOOKS_FILE, write_manifest
 from kvseek.engine.loading.load import needs_cpu_library
 from kvseek.engine.model.weight_only import FASTER_ROWS, NONE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
-from kvseek.plugins.registry import get_method
+from kvseek.plugins.registry import method_traits
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -225,8 +225,7 @@ def _write_tokenizer(directory: Path, checkpoint: Checkpoint) -> None:
 def _write_codebooks(directory: Path, config: EngineConfig) -> None:
     from safetensors.torch import save
 
-    method = get_method(config.method)
-    codebooks = method.codebooks(method.configure(config.method_config), config.model.head_dim)
+    codebooks = method_traits(config).codebooks(config.model.head_dim)
     if codebooks:
         data = save({name: tensor.contiguous() for name, tensor in codebooks.items()})
         (directory / CODEBOOKS_FILE).write_bytes(data)  # save_file would make it readable by its owner alone

@@ -50,7 +50,11 @@ class FlagParser(argparse.ArgumentParser):
         )
         self._add_model()
         self._add_limits()
-        own = [f"{key} {value} of {name}" for name in METHODS for key, value in get_method(name).cache_defaults.items()]
+        own = [
+            f"{key} {value} of {name}"
+            for name in METHODS
+            for key, value in get_method(name).traits().cache_defaults.items()
+        ]
         note = f"; other defaults: {', '.join(own)}" if own else ""
         self._add_fields("cache", CacheConfig, "cache", f"four-region cache, sizes in tokens{note}")
         for method in METHODS:

@@ -56,7 +56,7 @@ def engine_document(options: InspectOptions) -> dict[str, Any]:
     method = get_method(config.method)
     defaults = {
         "method_config": dataclasses.asdict(method.configure({})),
-        "cache": dataclasses.asdict(CacheConfig(**method.cache_defaults)),
+        "cache": dataclasses.asdict(CacheConfig(**method.traits().cache_defaults)),
     }
     document: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     changed = {

@@ -44,6 +44,7 @@ class EngineOptions:
         Method fields are stored with their defaults, so that an engine keeps them when a later version changes one.
         """
         method = get_method(self.method)
+        settings = method.configure(self.method_config)
         limits: dict[str, Any] = {"max_seq_len": min(model.max_position_embeddings, DEFAULT_MAX_SEQ_LEN), **self.limits}
         limits.setdefault("max_input_len", limits["max_seq_len"])
         tensorrt = from_dict(TensorRtConfig, self.tensorrt, "tensorrt")
@@ -52,8 +53,8 @@ class EngineOptions:
         return EngineConfig(
             model=model,
             method=self.method,
-            method_config=dataclasses.asdict(method.configure(self.method_config)),
-            cache=from_dict(CacheConfig, {**method.cache_defaults, **self.cache}, "cache"),
+            method_config=dataclasses.asdict(settings),
+            cache=from_dict(CacheConfig, {**method.traits(settings).cache_defaults, **self.cache}, "cache"),
             dtype=self.dtype,
             device=self.device,
             kernels=self.kernels,

@@ -45,8 +45,9 @@ class Method:
         """Check `values` against the config class; raises ConfigError on unknown keys and bad values."""
         return from_dict(self.config_class, values, self.name)
 
-    def traits(self, config: Any) -> Traits:
-        """What there is to know of the method before an index exists."""
+    def traits(self, config: Any = None) -> Traits:
+        """What there is to know of the method before an index exists; None: with its defaults."""
+        config = self.configure({}) if config is None else config
         return cast("Traits", importlib.import_module(f"{self.package}.method").traits(config))
 
     def create(self, context: IndexContext) -> Index:

@@ -23,7 +23,7 @@ import kvseek.plugins
 from kvseek.core.config import EngineConfig, require
 from kvseek.core.errors import KernelError
 from kvseek.engine.model.weight_only import INPUTS_MULTIPLE, NONE
-from kvseek.plugins.registry import get_method
+from kvseek.plugins.registry import method_traits
 
 from .cache import cache_folder
 
@@ -98,13 +98,13 @@ def specialise(config: EngineConfig) -> Specialisation:
         for name in ("hidden_size", "intermediate_size"):  # heads are multiples of 32
             value = getattr(model, name)
             require(value % INPUTS_MULTIPLE == 0, name, value, limit, "build with --weight_only_precision none")
-    defines = method.cuda_defines(method.configure(config.method_config), model.head_dim, model.group_size)
+    macros = method_traits(config).cuda_macros(model.head_dim, model.group_size)
     return Specialisation(
         config.dtype,
         model.head_dim,
         model.group_size,
         config.method,
-        tuple(sorted(defines.items())),
+        tuple(sorted(macros.items())),
         config.weight_only_precision,
     )
 

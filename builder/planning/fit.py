@@ -20,12 +20,18 @@ from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError, KernelError
 from kvseek.core.extents import extents_for
-from kvseek.engine.loading.dry_run import DryRun
 from kvseek.engine.cache.host_pool import can_pin
-from kvseek.engine.cache.memory_layout import MemoryLayout, layer_extent_bytes, lay_out_rows, retrieval_tokens, window_bytes
-from kvseek.engine.loading.load import IndexNeeds, divide_measured
+from kvseek.engine.cache.memory_layout import (
+    MemoryLayout,
+    lay_out_rows,
+    layer_extent_bytes,
+    retrieval_tokens,
+    window_bytes,
+)
+from kvseek.engine.loading.dry_run import DryRun
+from kvseek.engine.loading.memory import IndexNeeds, divide_measured
 from kvseek.engine.model.graphs import BUCKETS
-from kvseek.plugins.registry import get_method
+from kvseek.plugins.registry import method_traits
 
 CONTEXTS = tuple(1 << power for power in range(13, 21))  # 8K to 1M tokens
 BATCHES = (1, 2, 4, 8)
@@ -96,9 +102,7 @@ class FitSearch:
         specialise(self.asked)
         self.dtype: torch.dtype = getattr(torch, self.asked.dtype)
         self.storage = weight_storage(self.asked)
-        method = get_method(options.method)
-        books = method.codebooks(method.configure(self.asked.method_config), model.head_dim)
-        self._dry_run = DryRun(books)
+        self._dry_run = DryRun(method_traits(self.asked).codebooks(model.head_dim))
         self._attempts: dict[tuple[int, int], Attempt] = {}
 
     @property
