@@ -86,7 +86,7 @@ def specialise(config: EngineConfig) -> Specialisation:
     ConfigError
         If the kernels do not support the model's shape, or a field of the method is bad.
     """
-    model, method = config.model, get_method(config.method)
+    model = config.model
     fits = model.head_dim % HEAD_DIM_STEP == 0 and model.head_dim <= MAX_HEAD_DIM
     limit = f"a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM} with device = 'cuda'"
     require(fits, "head_dim", model.head_dim, limit, "build with --device cpu")

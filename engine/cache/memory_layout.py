@@ -208,6 +208,6 @@ def _does_not_fit(layout: MemoryLayout, device_bytes: int) -> CapacityError:
     return CapacityError(
         f"device memory: weights {layout.weight_bytes:,}, windows {layout.window_bytes:,}, work space {layout.work_bytes:,}, "
         f"index of {tokens:,} tokens {layout.index_bytes:,} and rows {layout.rows.device_bytes:,} are "
-        f"{layout.device_bytes:,} bytes, {device_bytes:,} are available; {remedy}lower max_batch_size, max_seq_len, prefill_chunk_tokens or "
-        "kv_cache_host_memory_bytes (it limits the tokens that are indexed)"
+        f"{layout.device_bytes:,} bytes, {device_bytes:,} are available; {remedy}lower max_batch_size, max_seq_len, "
+        "prefill_chunk_tokens or kv_cache_host_memory_bytes (it limits the tokens that are indexed)"
     )
