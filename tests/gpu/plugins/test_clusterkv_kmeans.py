@@ -16,10 +16,10 @@ from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
 from kvseek.core.streams import SideStream
 from kvseek.plugins.clusterkv import kmeans
+from kvseek.plugins.clusterkv.clustering import Clustering, cluster_keys, cluster_sums, nearest
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.kmeans import DeviceKMeans
 from kvseek.plugins.clusterkv.method import traits
-from kvseek.plugins.clusterkv.reference import Clustering, cluster_keys, cluster_sums, nearest
 from kvseek.plugins.clusterkv.seeding import initial_keys
 from kvseek.plugins.contract import IndexContext
 
