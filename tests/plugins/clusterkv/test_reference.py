@@ -14,10 +14,11 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.fields import from_dict
+from kvseek.plugins.clusterkv.clustering import cluster_keys
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.costs import costs
 from kvseek.plugins.clusterkv.method import traits
-from kvseek.plugins.clusterkv.reference import ReferenceIndex, cluster_keys, expand, rows_taken
+from kvseek.plugins.clusterkv.reference import ReferenceIndex, expand, rows_taken
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 DIM = 16
