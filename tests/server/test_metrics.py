@@ -280,18 +280,6 @@ def test_every_metric_is_documented(server: Server) -> None:
     assert names_in(text) <= set(kinds) | recorded
 
 
-def test_every_panel_has_a_place_of_its_own() -> None:
-    dashboard = json.loads((ROOT / "docker/grafana/dashboard.json").read_text(encoding="utf-8"))
-    cells: set[tuple[int, int]] = set()
-    for panel in dashboard["panels"]:
-        place = panel["gridPos"]
-        own = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
-        assert not own & cells, panel["title"]
-        assert place["x"] + place["w"] <= 24
-        cells |= own
-    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
-
-
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: apt-get install prometheus)")
 def test_promtool_accepts_the_rules_and_every_expression_of_the_dashboard(tmp_path: Path) -> None:
     assert PROMTOOL is not None

@@ -138,10 +138,19 @@ def test_readiness_follows_the_engine_and_triton(directory: Path, tmp_path: Path
         wait_for(lambda: ready(door) == (503, "not ready: Triton does not answer on its gRPC port, or is not ready"))
         fake.ready = True
         wait_for(lambda: ready(door) == (200, ""))
+        engine.die()
+        wait_for(lambda: "does not run" in ready(door)[1])
+
+
+@pytest.mark.slow
+def test_an_engine_that_does_not_answer_is_not_ready(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    with triton() as (_, target), doors(directory, path, SETTINGS, target) as door:
+        engine = FakeEngine(path)
+        wait_for(lambda: ready(door) == (200, ""))
         engine.answering = False
         wait_for(lambda: ready(door) == (503, "not ready: the engine has not answered for 10 s"), 25.0)
         engine.die()
-        wait_for(lambda: "does not run" in ready(door)[1])
 
 
 def test_a_triton_that_dies_is_noticed_between_two_questions(directory: Path, tmp_path: Path) -> None:
