@@ -91,17 +91,6 @@ def test_dense_logits_are_those_of_the_cpu(
     assert attended == [pytest.approx(share) for share in expected_attended]
 
 
-@pytest.mark.parametrize("offload", ["always", "never"])
-def test_selecting_everything_is_dense(offload: str, models: dict[str, Path], on_gpu: BuildEngine) -> None:
-    flags = (*WINDOW, *LIMITS, "--cache.offload", offload)
-    full, _ = run_all(Engine.load(on_gpu(models["llama"], "full", *flags))._decoder)
-    found, attended = run_all(
-        Engine.load(on_gpu(models["llama"], "pariskv", *flags, "--pariskv.top_k", "300"))._decoder
-    )
-    assert (found - full).abs().max() <= MAX_DIFFERENCE
-    assert max(attended[-1]) == len(PROMPT) + STEPS
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_and_hot_rows_change_nothing(dtype: str, models: dict[str, Path], on_gpu: BuildEngine) -> None:
     flags = (*WINDOW, *LIMITS, "--pariskv.top_k", "20", "--dtype", dtype, "--cache.offload", "always")
@@ -151,13 +140,6 @@ def run(engine: Engine) -> list[StepOutput]:
     while engine.has_work:
         outputs += engine.step()
     return outputs
-
-
-def test_tokens_do_not_depend_on_company(engine: Engine) -> None:
-    requests = [Request(tuple(PROMPT[i * 9 :]), 30 + i) for i in range(7)]
-    alone = [engine.generate([request])[0] for request in requests]
-    assert engine.generate(requests) == alone
-    assert engine._cache.extents.free == engine._cache.extents.capacity
 
 
 def test_greedy_tokens_are_those_of_the_logits(engine: Engine) -> None:
