@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.conftest import BuildEngine
-from tests.support.random_models import save_random_model
+from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.core.errors import ErrorCode, QueueFullError, UnavailableError
 from kvseek.core.request import FinishReason, Request, StepOutput
@@ -23,8 +22,8 @@ Outputs = queue.Queue[StepOutput]
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
-    model = save_random_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    model = random_model("qwen3")
     return build_engine(model, "full", "--max_batch_size", "1", "--max_seq_len", "1000")
 
 

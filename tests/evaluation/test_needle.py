@@ -7,9 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tests.conftest import BuildEngine
+from tests.conftest import BuildEngine, RandomModel
 from tests.plugins.cases import CASES
-from tests.support.random_models import VOCABULARY, save_random_model
+from tests.support.random_models import VOCABULARY
 
 from kvseek.core.errors import ConfigError
 from kvseek.engine.engine import Engine
@@ -32,8 +32,8 @@ def score(kind: str, gold: list[int], got: list[int]) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Engine:
-    model = save_random_model(tmp_path_factory.mktemp("needle") / "model", "qwen3")
+def engine(random_model: RandomModel, build_engine: BuildEngine) -> Engine:
+    model = random_model("qwen3")
     return Engine.load(build_engine(model, "full", "--max_seq_len", "300", "--max_batch_size", "2"))
 
 

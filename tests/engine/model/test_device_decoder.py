@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import BuildEngine
+from tests.conftest import BuildEngine, RandomModel
 from tests.support.device_stand_ins import CPU, TorchAttention, TorchLayer, make_decoder
 from tests.support.prefill import run_prefill
-from tests.support.random_models import ARCHITECTURES, save_random_model
+from tests.support.random_models import ARCHITECTURES
 from torch import Tensor
 
 from kvseek.core.config import ModelConfig
@@ -44,11 +44,11 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> dict[tuple[str, str], Path]:
+def directories(random_model: RandomModel, build_engine: BuildEngine) -> dict[tuple[str, str], Path]:
     """CPU engines by architecture and method; flat keeps few rows, so that selections matter."""
     built = {}
     for architecture in ARCHITECTURES:
-        model = save_random_model(tmp_path_factory.mktemp("model") / architecture, architecture)
+        model = random_model(architecture)
         for method, flags in (("full", ()), ("flat", ("--flat.top_k", "12"))):
             flags = (*WINDOW, *LIMITS, *flags, "--kernels", "reference")
             built[architecture, method] = build_engine(model, method, *flags)
