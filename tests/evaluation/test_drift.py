@@ -7,30 +7,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import BuildEngine
+from tests.conftest import BuildEngine, RandomModel
 from tests.plugins.cases import CASES, SELECTING, method_flags
-from tests.support.random_models import save_random_model
-from torch import Tensor
 
 from kvseek.core.errors import RequestError
 from kvseek.core.extents import ExtentTable
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.engine import Engine
 from kvseek.evaluation import drift
-from kvseek.evaluation.overhear import Heard, Listener, _Overheard, recall_of, single_rows
+from kvseek.evaluation.overhear import Heard, Listener, recall_of, single_rows
 from kvseek.evaluation.selection_quality import Quality, compare_fresh, measure
-from kvseek.plugins.batch import DeviceBatch, RequestState, pack
-from kvseek.plugins.contract import DeviceIndex, IndexContext
+from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.registry import get_method
-from kvseek.plugins.selection import DeviceSelection, Selection
+from kvseek.plugins.selection import Selection
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
 LIMITS = ("--max_batch_size", "1", "--max_seq_len", "1024", "--max_input_len", "200")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("drift") / "model", "llama")
+def model(random_model: RandomModel) -> Path:
+    return random_model("llama")
 
 
 def test_the_upper_bound_has_full_recall(model: Path, build_engine: BuildEngine, tmp_path: Path) -> None:
@@ -192,68 +189,6 @@ def test_a_fresh_index_shows_what_the_running_one_lost() -> None:
     heard = Heard(torch.ones(1, 4), torch.tensor([[0, 2]], dtype=torch.int32), keys, 1.0)
     compared = compare_fresh(heard, method.create(context), "flat", 2, "softmax_mean")
     assert (compared.recall, compared.fresh_recall, compared.same_rows) == (0.5, 1.0, 0.5)
-
-
-class GraphIndex(DeviceIndex):
-    """Selects the best positions of queries [1, H, D] among fixed scores: enough to be overheard."""
-
-    def plan(self, length: int) -> tuple[int, ...]:
-        return ()
-
-    def attended(self, length: int) -> int:
-        return 2
-
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None: ...
-
-    def stage(self, slot: int, start: int, keys: Tensor) -> None: ...
-
-    def commit(self, slot: int, start: int, count: int) -> None: ...
-
-    def launch_select(self, queries: Tensor, batch: DeviceBatch) -> DeviceSelection | None:
-        return DeviceSelection(queries.topk(2, dim=-1).indices.int())
-
-    @property
-    def bytes_per_token(self) -> float:
-        return 0.0
-
-
-def test_device_selections_are_copied() -> None:
-    """A graph overwrites its tensors at the next step: what was heard must not change with them."""
-    table = ExtentTable(1, 1, 1)
-    cpu = torch.device("cpu")
-    index = GraphIndex(IndexContext(0, 1, 1, 4, 1.0, None, {}, table, [4], torch.float32, cpu, library=None))
-    overheard = _Overheard(index, lambda: torch.zeros(1))
-    batch = DeviceBatch(pack([RequestState(0, 0, 4, 0, 0, 0, 0, 4, False)]), table.device_table)
-    queries = torch.tensor([[[1.0, 5.0, 3.0, 2.0]]])
-    selection = index.launch_select(queries, batch)
-    assert selection is not None
-    rows = selection.rows
-    assert rows.tolist() == [[[1, 2]]]
-    queries.zero_(), rows.zero_()
-    assert overheard.queries is not None
-    assert overheard.rows is not None
-    assert (overheard.queries.tolist(), overheard.rows.tolist()) == ([[[1.0, 5.0, 3.0, 2.0]]], [[[1, 2]]])
-
-
-def test_keys_are_those_before_the_upkeep() -> None:
-    """A method may move rows between two steps; only the keys of a step that is measured are copied."""
-    table, keys = ExtentTable(1, 1, 1), torch.zeros(1, 2, 4)
-    context = IndexContext(0, 1, 1, 4, 1.0, None, {}, table, [4], torch.float32, torch.device("cpu"), library=None)
-
-    class Moving(GraphIndex):
-        def refresh(self, slots: object) -> None:
-            keys.add_(1)
-
-    index = Moving(context)
-    overheard = _Overheard(index, keys.clone)
-    index.refresh([0])
-    assert overheard.keys is None
-    overheard.wanted = True
-    index.refresh([0])
-    index.refresh([0])
-    assert keys.unique().tolist() == [3]
-    assert overheard.keys is not None
-    assert overheard.keys.unique().tolist() == [1]
 
 
 def test_pages_are_heard_row_by_row() -> None:

@@ -140,21 +140,7 @@ def test_one_cluster_larger_than_the_budget(tokens_per_cluster: int) -> None:
     check_request(expected, found, queries[0], 0, select_rows(found, queries.cuda(), [0]).rows[0].cpu())
 
 
-def test_a_request_does_not_depend_on_its_batch() -> None:
-    torch.manual_seed(6)
-    lengths = [9000, 300, 40_000, 81]
-    _, found = make_pair(Config(iterations=2), "bfloat16", 128, 4, lengths)
-    queries = torch.randn(4, KV_HEADS * 4, 128, device="cuda").bfloat16()
-    together = select_rows(found, queries, [0, 1, 2, 3]).rows
-    scores = found.workspace.scores.clone()
-    for slot in range(4):
-        alone = select_rows(found, queries[slot, None], [slot]).rows
-        assert torch.equal(alone[0], together[slot])
-        used = -(-found.reference.counts[slot] // 32)
-        assert torch.equal(found.workspace.scores[slot, :, :used], scores[slot, :, :used])
-
-
-def test_evicted_keys_become_visible_when_they_are_published() -> None:
+def test_evicted_keys_become_visible_when_they_are_committed() -> None:
     """Growth by evictions on the GPU: clusters of their own, and some that join the last cluster."""
     torch.manual_seed(5)
     old, update, times = 1500, 40, 6

@@ -162,22 +162,6 @@ def test_equal_keys_are_taken_in_order() -> None:
     assert torch.equal(rows, index.workspace.recalled[0, :, :48])
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
-def test_company_changes_nothing(shape: tuple[str, int, int]) -> None:
-    torch.manual_seed(5)
-    lengths = [3000, 900, 20, 12_000, 5000]
-    cache = make_cache(shape, lengths)
-    index = make_index(shape, replace(SMALL, update=False), cache)
-    for slot, length in enumerate(lengths):
-        build(index, cache, slot, length)
-    queries = random_queries(index, 5)
-    together = select_rows(index, queries, list(range(5))).rows
-    order = [3, 0, 4, 1, 2]
-    assert torch.equal(select_rows(index, queries[order], order).rows, together[order])
-    for slot in range(5):
-        assert torch.equal(select_rows(index, queries[slot, None], [slot]).rows[0], together[slot])
-
-
 def test_a_captured_selection_follows_requests_and_skips_dense_ones() -> None:
     torch.manual_seed(6)
     shape, lengths = SHAPES[0], [3000, 40_000, 12_000]
