@@ -33,7 +33,6 @@ from kvseek.measurement.variants import FORM, Variant, parse_variants
 
 if TYPE_CHECKING:
     from kvseek.benchmarks.device_filling import Filler
-    from kvseek.engine.cache.cache import Cache
     from kvseek.engine.model.graphs import DecodeStep, StepResult
     from kvseek.plugins.attention.device import DeviceAttention
     from kvseek.plugins.batch import Batch

@@ -28,9 +28,8 @@ from .probe import elapsed_seconds, timing_event
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvseek.engine.cache.cache import Cache
-    from kvseek.engine.model.torch_model.device_decoder import DeviceDecoder
     from kvseek.engine.model.graphs import StepResult
+    from kvseek.engine.model.torch_model.device_decoder import DeviceDecoder
     from kvseek.plugins.attention.device import DeviceAttention
     from kvseek.plugins.batch import Batch
     from kvseek.plugins.contract import DeviceIndex

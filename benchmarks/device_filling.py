@@ -16,7 +16,6 @@ from .synthetic import SyntheticKeys
 
 if TYPE_CHECKING:
     from kvseek.core.config import ModelConfig
-    from kvseek.engine.cache.cache import Cache
     from kvseek.plugins.contract import DeviceIndex
 
     Target = tuple[DeviceCache, Sequence[Sequence[DeviceIndex]]]  # a cache, and the indexes of all layers over it

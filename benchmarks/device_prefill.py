@@ -18,7 +18,6 @@ from .device_setup import Bench, lay_out
 from .timing import Samples, interleave
 
 if TYPE_CHECKING:
-    from kvseek.engine.cache.cache import Cache
     from kvseek.engine.model.torch_model.device_decoder import DeviceDecoder
 
 

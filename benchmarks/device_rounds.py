@@ -22,7 +22,6 @@ from .retrieval_check import check_retrieval
 from .timing import Samples, interleave
 
 if TYPE_CHECKING:
-    from kvseek.engine.cache.cache import Cache
     from kvseek.measurement.variants import Variant
 
     from .device_filling import Filler

@@ -21,7 +21,6 @@ from .shapes import get_shape
 if TYPE_CHECKING:
     from kvseek.core.cpu_library import CpuLibrary
     from kvseek.core.cuda import CudaKernels
-    from kvseek.engine.cache.cache import Cache
     from kvseek.engine.model.torch_model.device_decoder import DeviceDecoder
     from kvseek.plugins.contract import DeviceIndex
 
@@ -159,7 +158,6 @@ class Bench:
 
     def cache(self, offload: str, cells: Sequence[Cell]) -> DeviceCache:
         """An empty cache whose pool holds the largest of the cells, laid out for the baseline; raises CapacityError."""
-        from kvseek.engine.cache.cache import Cache
 
         layers, extents = self.device_layers(offload, cells), self.extents(cells)
         row_extent = self.needs.row_extent
@@ -196,7 +194,6 @@ class Bench:
 
     def allocated(self, variant: Variant, extents: int, batch: int) -> int:
         """Device bytes of a variant's indexes and attentions over a pool of `extents` extents in host memory."""
-        from kvseek.engine.cache.cache import Cache
         from kvseek.engine.model.torch_model.graphed_decoder import make_attentions
 
         cells = [Cell(max(cell.context for cell in self.cells), batch)]

@@ -17,7 +17,6 @@ from torch import Tensor
 from .device_contestants import shared_rows
 
 if TYPE_CHECKING:
-    from kvseek.engine.cache.cache import Cache
 
     from .device_contestants import DeviceContestant
     from .device_filling import Filler

@@ -15,7 +15,7 @@ from kvseek.engine.engine import Engine
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import DeviceIndex, Index
 from kvseek.plugins.flat.method import exact_top_k
-from kvseek.plugins.selection import Selection, Selection
+from kvseek.plugins.selection import Selection
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from kvseek.benchmarks import device_filling
 from kvseek.benchmarks.device_filling import Filler
 from kvseek.benchmarks.device_memory import Cell
 from kvseek.core.errors import CapacityError
-from kvseek.engine.cache.cache import Cache
 
 CPU = torch.device("cpu")
 SHAPE = dataclasses.replace(MODEL, head_dim=16)

@@ -19,15 +19,13 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine import graphed_decoder
-from kvseek.engine.model.attention import causal_attention, causal_attention_device
 from kvseek.engine.cache.cache import DeviceCache
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.load import create_indexes, device_indexes, methods_for_device
-from kvseek.engine.model.torch_model import graphed_decoder
 from kvseek.engine.model.attention import causal_attention, causal_attention_device
-from kvseek.engine.model.torch_model.device_decoder import STAGES
 from kvseek.engine.model.graphs import DecodeStep, StepResult, bucket_of, buckets_for
 from kvseek.engine.model.layer_kernels import LayerKernels
+from kvseek.engine.model.torch_model import graphed_decoder
 from kvseek.engine.schedule.sampling import NO_TOKEN
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 from kvseek.plugins.contract import Index

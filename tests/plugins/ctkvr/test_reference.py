@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.plugins.ctkvr.bench import DIM, GROUP, SMALL, Bench, exact_rows, make, one_query
-from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries, select_rows
+from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries
 from torch import Tensor
 
 from kvseek.core.errors import ConfigError, KernelError
