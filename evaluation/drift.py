@@ -29,7 +29,7 @@ from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.engine import Engine
 from kvseek.engine.schedule.sampling import Sampler
-from kvseek.evaluation.overhear import Listener
+from kvseek.evaluation.selection_tap import Listener
 from kvseek.evaluation.selection_quality import Quality, compare_fresh, group_reduction, measure
 from kvseek.measurement.machine import describe, resident_bytes
 from kvseek.measurement.output import show, write_result

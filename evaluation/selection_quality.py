@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.evaluation.overhear import Heard, recall_of, single_rows
+from kvseek.evaluation.selection_tap import Heard, recall_of, single_rows
 from kvseek.plugins.contract import Index, LayerRows
 from kvseek.plugins.flat.method import exact_top_k
 from kvseek.plugins.registry import get_method

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from kvseek.benchmarks import decode, device_cache_hits
-from kvseek.benchmarks.device_contestants import shared_rows
-from kvseek.benchmarks.device_memory import (
+from kvseek.benchmarks.device.contestant import shared_rows
+from kvseek.benchmarks.device.memory_plan import (
     GIB,
     SLOT_STRIDE,
     Cell,
@@ -26,13 +26,13 @@ from kvseek.benchmarks.device_memory import (
     fill_bytes,
     plan_phases,
 )
-from kvseek.benchmarks.device_options import parse
-from kvseek.benchmarks.device_results import stage_groups
-from kvseek.benchmarks.device_setup import ROOM, with_budget
-from kvseek.benchmarks.probe import KERNELS, ReadArguments, RowsArguments, random_row_offsets
-from kvseek.benchmarks.random_weights import RandomWeights, weight_shapes
+from kvseek.benchmarks.device.options import parse
+from kvseek.benchmarks.device.results import stage_groups
+from kvseek.benchmarks.device.bench import ROOM, with_budget
+from kvseek.benchmarks.device.memory_rates import KERNELS, ReadArguments, RowsArguments, random_row_offsets
+from kvseek.benchmarks.device.random_weights import RandomWeights, weight_shapes
 from kvseek.benchmarks.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_bytes, row_numbers
-from kvseek.benchmarks.synthetic import Spectrum, SyntheticKeys
+from kvseek.benchmarks.synthetic_keys import Spectrum, SyntheticKeys
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.engine.cache.memory_layout import lay_out_rows

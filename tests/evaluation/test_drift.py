@@ -17,7 +17,7 @@ from kvseek.core.extents import ExtentTable
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.engine import Engine
 from kvseek.evaluation import drift
-from kvseek.evaluation.overhear import Heard, Listener, _Overheard, recall_of, single_rows
+from kvseek.evaluation.selection_tap import Heard, Listener, _Overheard, recall_of, single_rows
 from kvseek.evaluation.selection_quality import Quality, compare_fresh, measure
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 from kvseek.plugins.contract import DeviceIndex, IndexContext
