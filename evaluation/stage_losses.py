@@ -185,7 +185,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     asked = {(task, length): make_dialogues(tasks, task, length, options.n) for length in lengths for task in chosen}
     for (_, length), dialogues in asked.items():
         check_questions(dialogues, variants, model.config.max_position_embeddings, length)
-    head = {"evaluation": "lost_rows", "machine": describe(), "least": options.least, "n": options.n}
+    head = {"evaluation": "stage_losses", "machine": describe(), "least": options.least, "n": options.n}
     settings = {one.label: {"cache": asdict(one.cache), "settings": asdict(one.settings)} for one in variants}
     cells: list[Cell] = []
     report: dict[str, Any] = {}
@@ -206,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
         options = parser().parse_args(arguments)
         report = run(options)
     except (KvseekError, OSError) as error:
-        print(f"lost_rows: {error}", file=sys.stderr)
+        print(f"stage_losses: {error}", file=sys.stderr)
         return 1
     show(report, options.json, print_report)
     return 0

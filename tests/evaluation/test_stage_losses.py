@@ -21,7 +21,7 @@ from kvseek.evaluation.capture import CapturedLayer, capture, load_model
 from kvseek.evaluation.losses import Losses, measure_layer, total
 from kvseek.evaluation.needle import Dialogue
 from kvseek.evaluation.questions import capture_questions
-from kvseek.evaluation.replay import Replay, selected_places
+from kvseek.evaluation.replay import Replay
 from kvseek.measurement.offers import stages_of
 from kvseek.measurement.variants import Variant, parse_variants
 from kvseek.plugins.ctkvr.build import largest
@@ -57,8 +57,8 @@ def test_stages_keep_what_is_selected_and_do_not_change_the_index(method: str) -
         before = copy.deepcopy(contents(asked.index))
         stages = tell_stages(asked.index, query, 0)
         assert same(before, contents(asked.index))
-        selected = selected_places(asked.index.select(query[None], [0]), asked.length)
-        expected = selected_places(plain.index.select(query[None], [0]), plain.length)
+        selected = asked.places(query)
+        expected = plain.places(query)
         assert torch.equal(selected, expected)
         for stage in stages.stages:
             assert stage.kept.shape == selected.shape
@@ -87,7 +87,7 @@ def same(one: Any, two: Any) -> bool:
 
 
 @pytest.mark.parametrize("method", TELLING)
-def test_stage_losses_add_up(method: str) -> None:
+def test_lost_rows_add_up(method: str) -> None:
     losses = measure_layer(peaked_layer(), 3, STEPS, variant(method), 0.01)
     assert losses.by_stage is not None
     assert losses.choices == STEPS * 2
