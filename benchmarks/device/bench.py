@@ -1,4 +1,4 @@
-"""What the GPU benchmark measures on: weights, caches over row pools, indexes, decoders, and what they need."""
+"""What the GPU benchmark measures on: weights, row pools and caches over them, indexes, decoders, and what they need."""
 
 from __future__ import annotations
 
@@ -10,20 +10,30 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvseek.benchmarks.shapes import get_shape
 from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.extents import ExtentTable, extents_for
+from kvseek.engine.cache.cache import Cache
+from kvseek.engine.cache.memory_layout import RowLayout, layer_extent_bytes
+from kvseek.engine.cache.row_storage import RowStorage
+from kvseek.engine.decoder import Decoder
+from kvseek.engine.loading.indexes import IndexMaker, device_retrieval, make_attentions
+from kvseek.engine.loading.load import needs_cpu_library
+from kvseek.engine.loading.runtime import layer_kernels
+from kvseek.engine.model.graph_steps import GraphSteps
+from kvseek.engine.model.kernel_model import KernelModel
+from kvseek.engine.model.weight_only_kernels import weight_only_kernels
+from kvseek.engine.retrieval import Retrieval
 from kvseek.measurement.variants import Variant
+from kvseek.plugins.contract import Index
 
 from .filling import Filler
 from .memory_plan import GIB, Cell, IndexNeeds, Limits, Needs, Phase, cell_extents, fill_bytes, plan_phases
 from .random_weights import RandomWeights, quantised
-from kvseek.benchmarks.shapes import get_shape
 
 if TYPE_CHECKING:
     from kvseek.core.cpu_library import CpuLibrary
     from kvseek.core.cuda import CudaKernels
-    from kvseek.engine.cache.cache import Cache
-    from kvseek.engine.model.torch_model.device_decoder import DeviceDecoder
-    from kvseek.plugins.contract import DeviceIndex
 
 ROOM = 256  # tokens that a request may grow by: more than are timed
 
@@ -45,29 +55,11 @@ def engine_config(dtype: str, model: ModelConfig, variant: Variant, cells: Seque
     )
 
 
-def with_budget(config: EngineConfig, offload: str, extents: int, row_extent: int, device_layers: int) -> EngineConfig:
-    """The configuration with a row pool of exactly `extents` extents, rows of `device_layers` layers on the device.
+class BenchDecoder(Decoder):
+    """A decoder on a GPU whose graphs and kernels the benchmark launches itself."""
 
-    `row_extent` is the bytes of an extent's rows in all layers.
-    """
-    if offload == "auto" and device_layers in (0, config.model.num_layers):
-        offload = "never" if device_layers else "always"  # a budget of nothing would not bound the pool
-    layer = extents * row_extent // config.model.num_layers
-    host = layer * (config.model.num_layers - device_layers)
-    device = layer * device_layers
-    cache = dataclasses.replace(
-        config.cache,
-        offload=offload,
-        kv_cache_host_memory_bytes=host or None,
-        kv_cache_device_memory_bytes=None if offload == "always" else device or None,
-    )
-    return dataclasses.replace(config, cache=cache)
-
-
-def lay_out(cache: DeviceCache, config: EngineConfig) -> None:
-    """See DeviceCache.lay_out; fills the windows."""
-    cache.lay_out(config)
-    cache.window.normal_()  # window rows that nobody wrote would be zeros, which no model has
+    model: KernelModel
+    steps: GraphSteps
 
 
 def measured_needs(bench: Bench, variant: Variant) -> IndexNeeds:
@@ -120,7 +112,7 @@ class Bench:
         every = [Needs.of(self.config(v, self.cells), itemsize, self._needs[v.label]) for v in variants]
         self.needs = Needs.most(every)
         # With "always", the first layers of all variants that share a pool lie where one of them wants its dense ones.
-        self.dense_layers = max(v.entry.dense_layers(v.settings) for v in variants)
+        self.dense_layers = max(v.entry.traits(v.settings).dense_layers for v in variants)
         self.region_cache = min((v.cache for v in variants), key=lambda cache: cache.sink + cache.local)
 
     def load(self) -> None:
@@ -157,62 +149,61 @@ class Bench:
         left = free - self.needs.index.of(extents, most)
         return min(layers, max(0, left) * layers // (extents * self.needs.row_extent))
 
-    def cache(self, offload: str, cells: Sequence[Cell]) -> DeviceCache:
-        """An empty cache whose pool holds the largest of the cells, laid out for the baseline; raises CapacityError."""
-        from kvseek.engine.cache.cache import Cache
+    def row_storage(self, offload: str, cells: Sequence[Cell]) -> RowStorage:
+        """Rows for the largest of the cells, whatever the method: pinning memory takes long. Raises CapacityError."""
+        config, on_device = self.config(self.variants[0], cells), self.device_layers(offload, cells)
+        layer_bytes = layer_extent_bytes(config, self.dtype)
+        layout = RowLayout(self.extents(cells), on_device, self.model.num_layers - on_device, layer_bytes)
+        return RowStorage(config, self.dtype, self.device, layout)
 
-        layers, extents = self.device_layers(offload, cells), self.extents(cells)
-        row_extent = self.needs.row_extent
-        if offload == "always" and layers:
-            offload = "auto"  # the budgets say that the dense layers' rows lie on the device
-        config = with_budget(self.config(self.variants[0], cells), offload, extents, row_extent, layers)
-        cache = DeviceCache(config, self.dtype, self.device, extents * row_extent // self.model.num_layers * layers)
-        cache.window.normal_()
+    def new_cache(self, rows: RowStorage, variant: Variant, cells: Sequence[Cell]) -> Cache:
+        """An empty cache with a variant's windows over rows that no other cache uses any more; raises CapacityError."""
+        cache = Cache(self.config(variant, cells), self.dtype, self.device, rows)
+        cache.window.normal_()  # window rows that nobody wrote would be zeros, which no model has
         return cache
 
-    def indexes(self, variant: Variant, cache: DeviceCache, cells: Sequence[Cell]) -> list[DeviceIndex]:
+    def indexes(self, variant: Variant, cache: Cache, cells: Sequence[Cell]) -> list[Index]:
         """Empty indexes of a variant over a cache."""
-        from kvseek.engine.loading.load import create_indexes, device_indexes, needs_cpu_library
+        return self._index_maker(variant, cells).over(cache)
 
+    def retrieval(
+        self, variant: Variant, cache: Cache, indexes: list[Index], cells: Sequence[Cell], hot_rows: bool
+    ) -> Retrieval:
+        """Retrieval of a variant; several may share a cache and indexes."""
         config = self.config(variant, cells)
-        books = variant.entry.codebooks(variant.settings, self.model.head_dim)
-        library = self.library() if needs_cpu_library(config) else None
-        return device_indexes(create_indexes(config, cache, books, library, self.kernels(variant)))
+        return device_retrieval(config, cache, indexes, self.kernels(variant), hot_rows=hot_rows)
 
     def decoder(
-        self,
-        variant: Variant,
-        cache: DeviceCache,
-        indexes: Sequence[DeviceIndex],
-        cells: Sequence[Cell],
-        hot_rows: bool,
-    ) -> DeviceDecoder:
+        self, variant: Variant, cache: Cache, indexes: list[Index], cells: Sequence[Cell], hot_rows: bool
+    ) -> BenchDecoder:
         """A decoder of the random weights; several may share a cache and indexes."""
-        from kvseek.engine.model.torch_model.device_decoder import DeviceDecoder
-
-        config, kernels = self.config(variant, cells), self.kernels(variant)
+        retrieval, kernels = self.retrieval(variant, cache, indexes, cells, hot_rows), self.kernels(variant)
         tensors = self._tensors[variant.weight_only_precision]
-        return DeviceDecoder(config, tensors, cache, indexes, kernels, hot_rows=hot_rows)
+        weight_only = weight_only_kernels(retrieval.config, kernels)
+        model = KernelModel(tensors, retrieval, layer_kernels(retrieval, kernels), weight_only)
+        return BenchDecoder(model, retrieval, GraphSteps(model, retrieval))
 
     def allocated(self, variant: Variant, extents: int, batch: int) -> int:
         """Device bytes of a variant's indexes and attentions over a pool of `extents` extents in host memory."""
-        from kvseek.engine.cache.cache import Cache
-        from kvseek.engine.model.torch_model.graphed_decoder import make_attentions
-
         cells = [Cell(max(cell.context for cell in self.cells), batch)]
-        config = self.config(variant, cells)
-        row_extent = Needs.of(config, self.dtype.itemsize, IndexNeeds()).row_extent
-        cache = DeviceCache(with_budget(config, "always", extents, row_extent, 0), self.dtype, self.device, None)
+        config, kernels, slots = self.config(variant, cells), self.kernels(variant), batch + 1
+        maker, hot_from = self._index_maker(variant, cells), self.model.num_layers * (self.arguments.hot_rows == "off")
         gc.collect()  # indexes of one engine refer to each other
         before = torch.cuda.memory_allocated(self.device)
-        indexes = self.indexes(variant, cache, cells)
-        table, hot_from = cache.extents.device_table, self.model.num_layers * (self.arguments.hot_rows == "off")
-        attentions = make_attentions(config, self.kernels(variant), indexes, table, self.dtype, hot_from)
+        table = ExtentTable(slots, extents_for(config.max_seq_len), extents, self.device)
+        indexes = maker.make(table, [0] * slots, None)
+        attentions = make_attentions(config, kernels, indexes, table.device_table, self.dtype, hot_from)
         used = torch.cuda.memory_allocated(self.device) - before
-        del indexes, attentions, cache
+        del indexes, attentions
         gc.collect()
         torch.cuda.empty_cache()
         return used
+
+    def _index_maker(self, variant: Variant, cells: Sequence[Cell]) -> IndexMaker:
+        config = self.config(variant, cells)
+        codebooks = variant.entry.traits(variant.settings).codebooks(self.model.head_dim)
+        library = self.library() if needs_cpu_library(config) else None
+        return IndexMaker(config, codebooks, library, self.kernels(variant))
 
     def kernels(self, variant: Variant) -> CudaKernels:
         """The variant's kernels for this GPU, compiled once."""

@@ -1,6 +1,7 @@
-"""Rounds of the GPU benchmark: one method at a time on the row pool of a phase, in turns with the baseline.
+"""One method at a time against the baseline, in turns with it, on the row pool of a phase.
 
-Methods differ in their windows, and may choose the order of a pool's rows, so the pool is laid out and filled anew for each.
+Methods differ in their windows, and may choose the order of a pool's rows, so each gets a cache of its own over the pool,
+which is filled anew.
 """
 
 from __future__ import annotations
@@ -9,23 +10,24 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
+from kvseek.benchmarks.timing import Samples, interleave
 
-from .contestant import OVERLAP_STEPS, STAGE_REPEATS, DeviceContestant
+from .bench import ROOM, Bench
+from .contestant import OVERLAP_STEPS, PART_REPEATS, DeviceContestant
+from .floors import Rates
 from .memory_plan import Cell, Phase
+from .memory_rates import PAGE_ROWS, PoolSample, Probe, random_row_offsets
 from .options import WARMUP
 from .results import decode_result, pooled
-from .bench import ROOM, Bench, lay_out
-from .floors import Rates
-from .memory_rates import PAGE_ROWS, PoolSample, Probe, random_row_offsets
-from .selection_check import check_retrieval
-from kvseek.benchmarks.timing import Samples, interleave
+from .selection_check import check_selection
 
 if TYPE_CHECKING:
     from kvseek.engine.cache.cache import Cache
+    from kvseek.engine.cache.row_storage import RowStorage
     from kvseek.measurement.variants import Variant
+    from kvseek.plugins.contract import Index
 
-    from .filling import Filler
+    from .filling import Filler, Target
 
 READ_BYTES = 8 << 30  # of weights that a plain read reads
 PROBED_ROWS = 100_000  # scattered rows that are gathered to measure their rate
@@ -33,40 +35,41 @@ PROBED_PAGES = 20_000
 
 
 class PhasePools:
-    """What a phase keeps while methods come and go: its row pool and, where the baseline has its own, that.
+    """What a phase keeps while methods come and go: its rows and, where the baseline has its own, those.
 
     Attributes
     ----------
-    cache : DeviceCache
-        The pool that methods share, one after another.
-    baseline_cache : DeviceCache or None
-        The baseline's, rows on the device; None where it shares `cache` or does not run.
+    rows : RowStorage
+        For the methods, one after another.
+    baseline_rows : RowStorage or None
+        The baseline's, on the device; None where it shares `rows` or does not run.
     """
 
     def __init__(self, bench: Bench, phase: Phase) -> None:
         self.bench, self.phase = bench, phase
         self.shared = phase.offload == "never"  # the baseline's rows lie there too
         alone = len(bench.variants) == 1
-        self.baseline_cache: DeviceCache | None = None
+        self.baseline_rows: RowStorage | None = None
         if not self.shared and phase.baseline:
-            self.baseline_cache = bench.cache("never", phase.baseline)
-        self.cache = self.baseline_cache if alone and self.baseline_cache else bench.cache(phase.offload, phase.cells)
+            self.baseline_rows = bench.row_storage("never", phase.baseline)
+        own = self.baseline_rows if alone else None
+        self.rows = bench.row_storage(phase.offload, phase.cells) if own is None else own
 
 
-class Round:
+class Comparison:
     """One variant beside the baseline, at all cells of a phase; None as variant: the baseline alone."""
 
     def __init__(self, bench: Bench, pools: PhasePools, variant: Variant | None, filler: Filler) -> None:
         self.bench, self.pools, self.variant, self.filler = bench, pools, variant, filler
         self.cells = pools.phase.cells
-        self.targets: list[tuple[Any, list[list[Any]]]] = []
+        self.targets: list[Target] = []
         self.contestants: list[DeviceContestant] = []
         self.baseline: DeviceContestant | None = None
         if variant is not None:
-            lay_out(pools.cache, bench.config(variant, self.cells))
-            indexes = bench.indexes(variant, pools.cache, self.cells)
-            self.targets.append((pools.cache, [indexes]))
-            self._add_contestants(variant, indexes)
+            cache = bench.new_cache(pools.rows, variant, self.cells)
+            indexes = bench.indexes(variant, cache, self.cells)
+            self.targets.append((cache, [indexes]))
+            self._add_contestants(variant, cache, indexes)
         self._add_baseline()
 
     def run(self, cell: Cell, probe: Probe, found: dict[str, Any]) -> None:
@@ -74,7 +77,7 @@ class Round:
         arguments, used = self.bench.arguments, ROOM
         baseline = self.baseline if cell in self.pools.phase.baseline else None
         runs: list[DeviceContestant | None] = [*self.contestants] or [None]  # the baseline alone has one run
-        needed = WARMUP + arguments.steps + STAGE_REPEATS + OVERLAP_STEPS + 1
+        needed = WARMUP + arguments.steps + PART_REPEATS + OVERLAP_STEPS + 1
         for contestant in runs:
             if used + needed > min(ROOM, *(cache.config.update for cache, _ in self.targets)):
                 self.filler.fill(cell, self._targets(baseline))
@@ -91,7 +94,7 @@ class Round:
             self._record(cell, found, baseline, contestant, samples)
             used = contestant.done if contestant is not None else 0
         if self.contestants and self.variant is not None:
-            check = check_retrieval(self.contestants[0], self.filler)
+            check = check_selection(self.contestants[0], self.filler)
             if check is not None:
                 found["synthetic_queries"][self.variant.label] = check
 
@@ -99,20 +102,19 @@ class Round:
         """What the memory can do at this moment; rows of the last layer, which lie in host memory if any layer's do."""
         cache, bench = self.targets[0][0], self.bench
         model, itemsize, layer = bench.model, bench.dtype.itemsize, bench.model.num_layers - 1
-        stride, extents = cache.extent_stride(layer), cache.plan.capacity
-        shape = (extents, stride, model.num_kv_heads, model.head_dim, itemsize, bench.device)
+        pool = cache.rows.of_layer(layer)
+        shape = (
+            cache.rows.layout.capacity,
+            pool.extent_stride,
+            model.num_kv_heads,
+            model.head_dim,
+            itemsize,
+            bench.device,
+        )
         rows = random_row_offsets(PROBED_ROWS, *shape)
         pages = random_row_offsets(PROBED_PAGES, *shape, PAGE_ROWS)
-        sample = PoolSample(cache.rows_pointer(layer), 2 * model.head_dim * itemsize, rows, pages)
+        sample = PoolSample(pool.pointer, 2 * model.head_dim * itemsize, rows, pages)
         return probe.rates(bench.weights.flat[: READ_BYTES // itemsize], sample)
-
-    def close(self) -> None:
-        """End what indexes have under way: the next method gets the same pool."""
-        for cache, index_sets in self.targets:
-            for index in (index for indexes in index_sets for index in indexes):
-                for slot in range(cache.padding_slot):
-                    index.forget(slot)
-        torch.cuda.synchronize()
 
     def _record(
         self,
@@ -135,19 +137,17 @@ class Round:
             timed, walls = samples[contestant.name], contestant.wall[WARMUP:]
             found["results"].append(decode_result(self.bench, contestant, cell, timed, walls, rates, median))
 
-    def _targets(self, baseline: DeviceContestant | None) -> list[tuple[Any, list[list[Any]]]]:
+    def _targets(self, baseline: DeviceContestant | None) -> list[Target]:
         """Those of who takes part in a cell."""
-        caches = [self.pools.cache] if self.variant is not None else []
-        caches += [] if baseline is None else [baseline.cache]
+        caches = [one.cache for one in (*self.contestants, baseline) if one is not None]
         return [target for target in self.targets if any(target[0] is cache for cache in caches)]
 
-    def _add_contestants(self, variant: Variant, indexes: list[Any]) -> None:
+    def _add_contestants(self, variant: Variant, cache: Cache, indexes: list[Index]) -> None:
         """With the last step's rows kept on the device and without, where the common attention can keep them."""
-        pools = self.pools
         wanted = {"both": (True, False), "on": (True,), "off": (False,)}[self.bench.arguments.hot_rows]
-        for kept in wanted if pools.cache.plan.host_layers else (False,):
-            decoder = self.bench.decoder(variant, pools.cache, indexes, self.cells, kept)
-            contestant = DeviceContestant(f"{variant.label} {pools.phase.offload}", variant.label, decoder, kept)
+        for kept in wanted if cache.rows.layout.host_layers else (False,):
+            decoder = self.bench.decoder(variant, cache, indexes, self.cells, kept)
+            contestant = DeviceContestant(f"{variant.label} {self.pools.phase.offload}", variant.label, decoder, kept)
             if kept and contestant.keeps_rows:
                 contestant.name += " hot"
             contestant.hot = kept and contestant.keeps_rows
@@ -156,22 +156,21 @@ class Round:
                 return  # the method keeps rows itself, or none: the other would be the same
 
     def _add_baseline(self) -> None:
-        pools, variant = self.pools, self.bench.variants[0]
+        bench, pools, variant = self.bench, self.pools, self.bench.variants[0]
         if not pools.phase.baseline:
             return
-        cache = pools.cache if pools.shared else pools.baseline_cache
-        assert cache is not None, "a phase with cells for the baseline has a pool for it"
         cells = self.cells if pools.shared else pools.phase.baseline
+        if pools.shared and self.targets:
+            cache, index_sets = self.targets[0]
+        else:
+            own = pools.rows if pools.baseline_rows is None else pools.baseline_rows
+            cache, index_sets = bench.new_cache(own, variant, cells), []
+            self.targets.append((cache, index_sets))
         variant = variant.laid_out_as(cache.config)
         # Its indexes keep nothing, so they may stand beside a variant's own over one pool.
-        indexes = self.bench.indexes(variant, cache, cells)
-        for known, index_sets in self.targets:
-            if known is cache:
-                index_sets.append(indexes)
-                break
-        else:
-            self.targets.append((cache, [indexes]))
-        decoder = self.bench.decoder(variant, cache, indexes, cells, hot_rows=False)
+        indexes = bench.indexes(variant, cache, cells)
+        index_sets.append(indexes)
+        decoder = bench.decoder(variant, cache, indexes, cells, hot_rows=False)
         self.baseline = DeviceContestant(f"{variant.label} never", variant.label, decoder, hot=False)
 
 
@@ -182,6 +181,6 @@ def device_seconds(call: Callable[[], object]) -> float:
     return taken
 
 
-def rounds_of(variants: Sequence[Variant]) -> list[Variant | None]:
+def compared_variants(variants: Sequence[Variant]) -> list[Variant | None]:
     """Who comes beside the baseline, the first: the others one after another, or nobody."""
     return [*variants[1:]] or [None]

@@ -1,7 +1,7 @@
 """Time of a decode step on a GPU: methods × contexts × batches × where the rows lie, in one process.
 
-Phase by phase (device_memory.py): a row pool is made once for all of its contexts and batches; methods come one after the
-other, each in turns with the baseline (device_rounds.py). benchmarks/README.md says what the figures mean.
+Phase by phase (memory_plan.py): a row pool is made once for all of its contexts and batches; methods come one after the
+other, each in turns with the baseline (comparison.py). benchmarks/README.md says what the figures mean.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from kvseek.core.errors import CapacityError, ConfigError
 from kvseek.measurement.variants import Variant
 
+from .bench import Bench
+from .comparison import Comparison, PhasePools, compared_variants
 from .filling import Filler
 from .memory_plan import Cell, Phase
-from .comparison import PhasePools, Round, rounds_of
-from .bench import Bench
 from .memory_rates import Probe
 
 Save = Callable[[], None]
@@ -49,22 +49,22 @@ def run_decode(bench: Bench, save: Callable[[dict[str, Any]], None]) -> dict[str
 
 
 def _run_phase(bench: Bench, phase: Phase, filler: Filler, probe: Probe, part: dict[str, Any], save: Save) -> None:
-    """Every method in a round of its own. Memory that fails ends the round, and is named."""
+    """Every method by itself, beside the baseline. Memory that fails ends its turn, and is named."""
     try:
         pools = PhasePools(bench, phase)
     except (CapacityError, torch.OutOfMemoryError) as error:
         _fail(part, "the row pool", error)
         return
     kept: dict[Cell, dict[str, Any]] = {}
-    for variant in rounds_of(bench.variants):
+    for variant in compared_variants(bench.variants):
         try:
-            _run_round(bench, pools, variant, filler, probe, part, kept, save)
+            _compare(bench, pools, variant, filler, probe, part, kept, save)
         except (CapacityError, torch.OutOfMemoryError) as error:
             _fail(part, bench.variants[0].label if variant is None else variant.label, error)
         release()
 
 
-def _run_round(
+def _compare(
     bench: Bench,
     pools: PhasePools,
     variant: Variant | None,
@@ -74,7 +74,7 @@ def _run_round(
     kept: dict[Cell, dict[str, Any]],
     save: Save,
 ) -> None:
-    contest = Round(bench, pools, variant, filler)
+    comparison = Comparison(bench, pools, variant, filler)
     name = bench.variants[0].label if variant is None else variant.label
     for cell in pools.phase.cells:
         if variant is None and cell not in pools.phase.baseline:
@@ -86,12 +86,12 @@ def _run_round(
         found = kept.get(cell)
         if found is None:
             found = {"context": cell.context, "batch": cell.batch, "results": [], "synthetic_queries": {}}
-        contest.run(cell, probe, found)
+        comparison.run(cell, probe, found)
         if cell not in kept:
             kept[cell] = found
             part["cells"].append(found)
         save()
-    contest.close()
+    torch.cuda.synchronize()  # what indexes have under way reads the pool, which the next method gets, and their own memory
 
 
 def _fail(part: dict[str, Any], name: str, error: Exception) -> None:

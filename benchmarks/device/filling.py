@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvseek.engine.model.prefill import LAST_QUERIES
+from kvseek.benchmarks.synthetic_keys import SyntheticKeys
+from kvseek.plugins.contract import LAST_QUERIES
 
 from .memory_plan import CHUNK_TOKENS, SLOT_STRIDE, Cell, key_tokens
-from kvseek.benchmarks.synthetic_keys import SyntheticKeys
 
 if TYPE_CHECKING:
     from kvseek.core.config import ModelConfig
     from kvseek.engine.cache.cache import Cache
-    from kvseek.plugins.contract import DeviceIndex
+    from kvseek.plugins.contract import Index
 
-    Target = tuple[DeviceCache, Sequence[Sequence[DeviceIndex]]]  # a cache, and the indexes of all layers over it
+    Target = tuple[Cache, list[list[Index]]]  # a cache, and the indexes of all layers over it
 
 
 class Filler:
@@ -63,38 +63,37 @@ class Filler:
         """Make each cache hold the cell's requests, in slots 0, 1, ..., and build its indexes; other slots are closed.
 
         Every cache gets the same tokens, in the order that its indexes ask for. Rows of the host pool are copied from the
-        device in pieces of an extent. `device_memory.fill_bytes` counts what this holds at a time.
+        device in pieces of an extent. `memory_plan.fill_bytes` counts what this holds at a time.
         """
-        for cache, index_sets in targets:
+        for cache, _ in targets:
             for slot in range(cache.padding_slot):
-                for index in (index for indexes in index_sets for index in indexes):
-                    index.forget(slot)
                 cache.close(slot)
             for slot in range(cell.batch):
-                cache.adopt(slot, cell.context, room=self._room)
+                cache.open(slot, cell.context + self._room)
+                cache.begin_prefill(slot, cell.context)
         for layer in range(len(self.signs)):
             with self._turned(layer):
                 for cache, index_sets in targets:
                     self._fill_layer(layer, cell.batch, cache, [indexes[layer] for indexes in index_sets])
         torch.cuda.synchronize()
 
-    def _fill_layer(self, layer: int, slots: int, cache: DeviceCache, indexes: Sequence[DeviceIndex]) -> None:
-        """Store and index all slots of a layer. What `build` leaves running ends before the keys are turned on."""
+    def _fill_layer(self, layer: int, slots: int, cache: Cache, indexes: Sequence[Index]) -> None:
+        """Index and store all slots of a layer. What `build` leaves running ends before the keys are turned on."""
+        tickets = []
         for slot in range(slots):
             keys, queries = self._text(slot, cache.lengths[slot]), self.layer_queries(layer, self.queries)
-            orders = [index.arrange(slot, keys, queries) for index in indexes]
-            placed = _placed(keys, [order for order in orders if order is not None])
-            self._write(layer, slot, placed, cache)
-            for index in indexes:
-                index.build(slot, placed, queries)
-        for slot in range(slots):
-            for index in indexes:
-                index.finish_build(slot)
+            built = [index.build(slot, keys, queries) for index in indexes]
+            tickets += [one.ticket for one in built if one.ticket is not None]
+            self._write(layer, slot, _placed(keys, [one.order for one in built if one.order is not None]), cache)
+        for ticket in tickets:
+            ticket.wait()
 
-    def _write(self, layer: int, slot: int, keys: Tensor, cache: DeviceCache) -> None:
+    def _write(self, layer: int, slot: int, keys: Tensor, cache: Cache) -> None:
+        """Store keys [G, n, D], by place, and as many values."""
         for start in range(0, keys.shape[1], CHUNK_TOKENS):
             part = keys[:, start : start + CHUNK_TOKENS]
-            cache.write_rows(layer, slot, start, torch.stack((part, self._values[:, : part.shape[1]]), dim=2))
+            rows = torch.stack((part, self._values[:, : part.shape[1]]), dim=2)
+            cache.rows.write(layer, rows[None], cache.extents.spans(slot, start, start + part.shape[1]))
 
     def _text(self, slot: int, tokens: int) -> Tensor:
         start = slot * SLOT_STRIDE

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvseek.benchmarks.shapes import matrix_bytes
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.measurement import offers
 from kvseek.plugins.measurements.costs import SelectionCosts
 from kvseek.plugins.registry import get_method
-
-from kvseek.benchmarks.shapes import matrix_bytes
 
 # A layer: two norms, four matrix products, of which o and down add up parts (split-K), rotation, activation, attention.
 COMMON_NODES = 11

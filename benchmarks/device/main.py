@@ -12,12 +12,12 @@ from kvseek.measurement.machine import describe, describe_gpu
 from kvseek.measurement.output import show, write_result
 from kvseek.measurement.variants import Variant
 
+from .bench import Bench
 from .decode import cells_of, run_decode
 from .options import parse
 from .prefill import run_prefill
 from .report import print_device_report
 from .results import borrow_baselines
-from .bench import Bench
 from .throughput import run_throughput
 
 Save = Callable[[dict[str, Any]], None]

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvseek.benchmarks.shapes import SHAPES
 from kvseek.core.errors import ConfigError
 from kvseek.measurement.variants import FORM, parse_variants
 
 from .memory_plan import OFFLOADS
-from kvseek.benchmarks.shapes import SHAPES
 
 DTYPES = ("bfloat16", "float16", "float32")
 WARMUP = 5  # steps of each contestant that are not counted

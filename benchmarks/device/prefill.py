@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvseek.benchmarks.timing import Samples, interleave
 from kvseek.core.errors import ConfigError
 from kvseek.measurement.variants import Variant
 
+from .bench import Bench
+from .comparison import compared_variants
 from .decode import progress, release
 from .memory_plan import Cell
 from .results import prefill_result
-from .comparison import rounds_of
-from .bench import Bench, lay_out
-from kvseek.benchmarks.timing import Samples, interleave
 
 if TYPE_CHECKING:
-    from kvseek.engine.cache.cache import Cache
-    from kvseek.engine.model.torch_model.device_decoder import DeviceDecoder
+    from kvseek.engine.cache.row_storage import RowStorage
+    from kvseek.engine.decoder import Decoder
 
 
 def run_prefill(bench: Bench, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -45,13 +45,13 @@ def run_prefill(bench: Bench, save: Callable[[dict[str, Any]], None]) -> dict[st
 
 
 def _measure(bench: Bench, offload: str, cell: Cell) -> list[dict[str, Any]]:
-    """The methods one after the other, each in turns with the baseline; the baseline's figures are of all rounds."""
-    cache = bench.cache(offload, [cell])
+    """The methods one after the other, each in turns with the baseline; the baseline's figures are of all turns."""
+    rows = bench.row_storage(offload, [cell])
     generator = torch.Generator().manual_seed(bench.arguments.seed)
     ids = torch.randint(0, bench.model.vocab_size, (cell.context,), generator=generator).tolist()
     baseline, results, seconds = bench.variants[0], [], []
-    for variant in rounds_of(bench.variants):
-        samples = _take_turns(bench, cache, cell, [baseline] if variant is None else [baseline, variant], ids)
+    for variant in compared_variants(bench.variants):
+        samples = _take_turns(bench, rows, cell, [baseline] if variant is None else [baseline, variant], ids)
         seconds += samples[baseline.label].seconds
         if variant is not None:
             entry = prefill_result(variant.label, cell.context, samples[variant.label].seconds)
@@ -61,10 +61,10 @@ def _measure(bench: Bench, offload: str, cell: Cell) -> list[dict[str, Any]]:
 
 
 def _take_turns(
-    bench: Bench, cache: DeviceCache, cell: Cell, variants: Sequence[Variant], ids: list[int]
+    bench: Bench, rows: RowStorage, cell: Cell, variants: Sequence[Variant], ids: list[int]
 ) -> dict[str, Samples]:
-    """Prompts of the variants in turns on one cache, which is laid out for the last of them."""
-    lay_out(cache, bench.config(variants[-1], [cell]))
+    """Prompts of the variants in turns on one cache, which has the windows of the last of them."""
+    cache = bench.new_cache(rows, variants[-1], [cell])
     decoders = {
         variant.label: bench.decoder(variant, cache, bench.indexes(variant, cache, [cell]), [cell], hot_rows=False)
         for variant in (one.laid_out_as(cache.config) for one in variants)
@@ -73,7 +73,7 @@ def _take_turns(
     return interleave(calls, bench.arguments.repeats, block=1, warmup=1)
 
 
-def prefill(decoder: DeviceDecoder, ids: list[int]) -> None:
+def prefill(decoder: Decoder, ids: list[int]) -> None:
     """Process a prompt in slot 0, wait for its logits and rows, and forget it."""
     decoder.cache.open(0, len(ids) + 1)
     prompt = decoder.prefill([(0, ids)])
@@ -81,6 +81,4 @@ def prefill(decoder: DeviceDecoder, ids: list[int]) -> None:
         prompt.advance(decoder.config.prefill_chunk_tokens)
     prompt.finish()
     torch.cuda.synchronize()
-    for index in decoder.indexes:
-        index.forget(0)
     decoder.cache.close(0)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .memory_plan import GIB
-from .results import GROUPS, stage_groups
+from .results import GROUPS, part_groups
 
 TABLE_WIDTH = 200  # columns that the widest table needs unwrapped
 
@@ -52,15 +52,15 @@ def cell_table(document: dict[str, Any], phase: dict[str, Any], cell: dict[str, 
         f"floor: {rates['read'] / 1e12:.2f} TB/s; from the pool {rates['host_rows'] / 1e6:.1f} M rows/s, pages "
         f"{rates['host_pages'] / 1e9:.1f} GB/s; host cores {rates['host_memory'] / 1e9:.0f} GB/s; {rates['node'] * 1e6:.2f} µs a "
         f"node, {rates['host_function'] * 1e6:.0f} µs a host function. Methods one after the other, each in turns with the "
-        "baseline: × base is within its own turns; the baseline's row is of all turns. Stages: their own graph, with events "
+        "baseline: × base is within its own turns; the baseline's row is of all turns. Parts: their own graph, with events "
         "in it; * baseline of another phase"
     )
     table = Table(title=title, caption=caption)
     table.add_column("contestant", no_wrap=True)
     times = ("step\nms", "fastest\nms", "host\nms", "tokens\n/s", "×\nbase", "floor\nms", "×\nfloor")
-    stages = (f"{name}\nms" for name in GROUPS)
+    parts = (f"{name}\nms" for name in GROUPS)
     amounts = ("attended", "overlap", "hits", "GB\nmoved", "index\nB", "index\nGiB", "device\nGiB", "host\nGiB")
-    for heading in (*times, *stages, *amounts):
+    for heading in (*times, *parts, *amounts):
         table.add_column(heading, justify="right", no_wrap=True)
     for entry in cell["results"]:
         table.add_row(*_row(entry))
@@ -85,7 +85,7 @@ def _row(entry: dict[str, Any]) -> list[str]:
         "" if over is None else f"{over:.3f}" + ("*" if entry.get("baseline_of_another_phase") else ""),
         f"{entry['floor']['total'] * 1e3:.2f}",
         f"{entry['to_floor']:.2f}",
-        *(f"{seconds * 1e3:.2f}" for seconds in stage_groups(entry["stages"]).values()),
+        *(f"{seconds * 1e3:.2f}" for seconds in part_groups(entry["stages"]).values()),
         f"{entry['attended_tokens']:,.0f}",
         "" if overlap is None else f"{overlap:.0%}",
         "" if hits is None else f"{hits:.0%}",

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvseek.benchmarks.timing import Samples
 from kvseek.measurement.machine import peak_memory_bytes
 from kvseek.plugins.measurements.costs import SelectionCosts
 
-from .memory_plan import Cell
 from .floors import Rates, Step, costs_of, work
-from kvseek.benchmarks.timing import Samples
+from .memory_plan import Cell
 
 if TYPE_CHECKING:
-    from .contestant import DeviceContestant
     from .bench import Bench
+    from .contestant import DeviceContestant
 
-GROUPS = {  # stages of a decoder, as the table shows them
+GROUPS = {  # parts of a step (engine/model/kernel_model.py), as the table shows them
     "GEMMs": ("qkv", "o", "gate_up", "down", "head"),
     "select": ("select",),
     "attend": ("attend",),
@@ -36,7 +36,7 @@ def decode_result(
     rates: Rates,
     baseline_seconds: float | None,
 ) -> dict[str, Any]:
-    """Figures of one contestant at one cell; seconds, bytes and tokens. Measures stages and selections first.
+    """Figures of one contestant at one cell; seconds, bytes and tokens. Measures parts and selections first.
 
     `baseline_seconds` is the baseline's median in the same turns; None where it did not run.
     """
@@ -44,24 +44,26 @@ def decode_result(
     tokens, retrieval = cache.tokens[0], cache.lengths[0]
     config, itemsize = contestant.decoder.config, bench.dtype.itemsize
     hits = contestant.hit_rate()  # of the timed steps, if the method counts
-    stages, overlap = contestant.stages(), contestant.overlap()
+    parts, overlap = contestant.part_seconds(), contestant.overlap()
     if hits is None and contestant.found is not None:
         hits = fetched_hits(costs_of(config, retrieval, itemsize), contestant.found)
-    step = Step(retrieval, tokens - retrieval, cell.batch, cache.plan.host_layers, hits or 0.0)
+    step = Step(retrieval, tokens - retrieval, cell.batch, cache.rows.layout.host_layers, hits or 0.0)
     moved = work(config, step, itemsize)
-    index = contestant.decoder.indexes[-1].bytes_per_token / bench.model.num_kv_heads  # the first may be dense
+    index = (
+        contestant.decoder.retrieval.indexes[-1].bytes_per_token / bench.model.num_kv_heads
+    )  # the first may be dense
     return with_times(
         {
             "name": contestant.name,
             "method": contestant.method,
             "hot_rows": contestant.hot,
-            "host_layers": cache.plan.host_layers,
+            "host_layers": cache.rows.layout.host_layers,
             "batch": cell.batch,
             "attended_tokens": contestant.attended,
             "cached_tokens": tokens,
             "overlap": overlap,
             "hit_rate": hits,
-            "stages": stages,
+            "stages": parts,
             "bytes": moved.bytes_by_part(),
             "host_rows": moved.host_rows,
             "nodes": moved.nodes,
@@ -102,7 +104,7 @@ def with_times(
 
 
 def pooled(entry: dict[str, Any], samples: Samples, walls: Sequence[float]) -> dict[str, Any]:
-    """The baseline's entry with the times of another round beside another method; its ratio is 1."""
+    """The baseline's entry with the times of its turns with another method; its ratio is 1."""
     seconds = [*entry["samples"], *samples.seconds]
     return with_times(entry, seconds, [*entry["walls"], *walls], Samples(seconds).median)
 
@@ -110,13 +112,13 @@ def pooled(entry: dict[str, Any], samples: Samples, walls: Sequence[float]) -> d
 def memory(bench: Bench, contestant: DeviceContestant) -> dict[str, int]:
     """Bytes now, of all contestants together; the row pools are the contestant's own."""
     free, total = torch.cuda.mem_get_info(bench.device)
-    plan = contestant.cache.plan
+    layout = contestant.cache.rows.layout
     return {
         "device_used": total - free,
         "device_allocated_peak": torch.cuda.max_memory_allocated(bench.device),
         "host_resident_peak": peak_memory_bytes(),
-        "rows_on_device": plan.device_bytes,
-        "rows_in_host_memory": plan.host_bytes,
+        "rows_on_device": layout.device_bytes,
+        "rows_in_host_memory": layout.host_bytes,
     }
 
 
@@ -139,11 +141,11 @@ def borrow_baselines(document: dict[str, Any], baseline: str) -> None:
                 entry["baseline_of_another_phase"] = True
 
 
-def stage_groups(stages: dict[str, float]) -> dict[str, float]:
-    """Seconds of the groups that the table shows; a stage that no group names counts as others."""
-    named = {stage for group in GROUPS.values() for stage in group}
-    groups = {name: sum(stages.get(stage, 0.0) for stage in group) for name, group in GROUPS.items()}
-    groups["others"] += sum(seconds for stage, seconds in stages.items() if stage not in named)
+def part_groups(parts: dict[str, float]) -> dict[str, float]:
+    """Seconds of the groups that the table shows; a part of the step that no group names counts as others."""
+    named = {part for group in GROUPS.values() for part in group}
+    groups = {name: sum(parts.get(part, 0.0) for part in group) for name, group in GROUPS.items()}
+    groups["others"] += sum(seconds for part, seconds in parts.items() if part not in named)
     return groups
 
 

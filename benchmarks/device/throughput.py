@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
+from kvseek.benchmarks.timing import interleave
 from kvseek.core.errors import CapacityError
 from kvseek.measurement.variants import Variant
 
+from .bench import Bench
+from .comparison import device_seconds
 from .contestant import DeviceContestant
 from .decode import progress, release
 from .filling import Filler
 from .memory_plan import Cell
 from .options import WARMUP
 from .results import memory, peak_tokens_per_second
-from .comparison import device_seconds
-from .bench import Bench
-from kvseek.benchmarks.timing import interleave
 
 MOST_SECONDS = 15.0  # that a cell's steps may take, as long as there are at least LEAST_STEPS
 LEAST_STEPS = 5
@@ -81,9 +81,9 @@ def _try(bench: Bench, variant: Variant, cell: Cell, filler: Filler, document: d
 
 
 def _measure(bench: Bench, variant: Variant, cell: Cell, filler: Filler) -> dict[str, Any]:
-    cache, method = bench.cache("auto", [cell]), variant.label  # laid out for the only variant in use
+    cache, method = bench.new_cache(bench.row_storage("auto", [cell]), variant, [cell]), variant.label
     indexes = bench.indexes(variant, cache, [cell])
-    hot = bench.arguments.hot_rows != "off" and cache.plan.host_layers > 0
+    hot = bench.arguments.hot_rows != "off" and cache.rows.layout.host_layers > 0
     contestant = DeviceContestant(method, method, bench.decoder(variant, cache, indexes, [cell], hot), hot)
     contestant.hot = hot and contestant.keeps_rows
     filler.fill(cell, [(cache, [indexes])])
@@ -98,7 +98,7 @@ def _measure(bench: Bench, variant: Variant, cell: Cell, filler: Filler) -> dict
         "batch": cell.batch,
         "hot_rows": contestant.hot,
         "hit_rate": contestant.hit_rate(),
-        "host_layers": cache.plan.host_layers,
+        "host_layers": cache.rows.layout.host_layers,
         "step_seconds": samples.summary(),
         "tokens_per_second": cell.batch / samples.median,
         "memory": memory(bench, contestant),

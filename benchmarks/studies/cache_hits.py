@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvseek.benchmarks.device.contestant import StageClock, stage_stream
+from kvseek.benchmarks.device.bench import Bench
+from kvseek.benchmarks.device.contestant import attention_kernels
 from kvseek.benchmarks.device.main import describe_variant
 from kvseek.benchmarks.device.memory_plan import Cell
+from kvseek.benchmarks.device.observers import PartClock, capture_stream
 from kvseek.benchmarks.device.options import DTYPES, SHORTEST
-from kvseek.benchmarks.device.bench import Bench, lay_out
 from kvseek.benchmarks.timing import Samples
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.measurement.machine import describe, describe_gpu
@@ -33,11 +34,10 @@ from kvseek.measurement.variants import FORM, Variant, parse_variants
 
 if TYPE_CHECKING:
     from kvseek.benchmarks.device.filling import Filler
-    from kvseek.engine.cache.cache import Cache
+    from kvseek.engine.cache.row_storage import RowStorage
     from kvseek.engine.model.graphs import DecodeStep, StepResult
-    from kvseek.plugins.attention.device import DeviceAttention
+    from kvseek.engine.retrieval import Retrieval
     from kvseek.plugins.batch import Batch
-    from kvseek.plugins.contract import DeviceIndex
 
 LAYERS = 4  # the last one is timed: methods may attend densely in the first ones
 WARMUP = 8  # steps that fill the cache, not counted
@@ -47,17 +47,15 @@ MOST_STEPS = 240  # with the warm-up, fewer than the update buffer holds
 class LayerRun:
     """One layer of a variant in slot 0, step after step."""
 
-    def __init__(
-        self, cache: DeviceCache, indexes: Sequence[DeviceIndex], attention: DeviceAttention, queries: Tensor
-    ) -> None:
-        """Capture the layer; queries [steps, H, D] are those of the steps to come."""
-        self.cache, self.indexes, self.index = cache, indexes, indexes[-1]
-        self.attention, self.queries = attention, queries
+    def __init__(self, retrieval: Retrieval, queries: Tensor) -> None:
+        """Capture the last layer; queries [steps, H, D] are those of the steps to come."""
+        self.retrieval, self.index, self.queries = retrieval, retrieval.indexes[-1], queries
         self.counters = torch.zeros(2, dtype=torch.int64, device=queries.device)
-        attention.counters = self.counters  # rows found, and rows read
-        attention.forget(0)
+        kernel = attention_kernels(retrieval)[-1]
+        kernel.counters = self.counters  # rows found, and rows read
+        kernel.forget(0)
         self._query = torch.zeros_like(queries[:1])
-        self._clock = StageClock()
+        self._clock = PartClock()
         self._step = self._capture()
 
     @torch.inference_mode()
@@ -68,9 +66,8 @@ class LayerRun:
             if number == warmup:
                 self.counters.zero_()
             self._query.copy_(query[None])
-            self.cache.begin_step([0], self.indexes)
-            length = self.cache.lengths[0]
-            self._step.load([self.cache.state(0, 0, self.index.plan(length), dense=False)])
+            states, _ = self.retrieval.begin_step([0], [0])
+            self._step.load(states)
             self._step.launch()
             torch.cuda.synchronize()
             seconds.append(self._clock.seconds()["layer"])
@@ -81,37 +78,32 @@ class LayerRun:
     def _capture(self) -> DecodeStep:
         from kvseek.engine.model.graphs import DecodeStep
 
-        step = DecodeStep(1, self.cache.padding_state(), self.cache.extents.device_table, self._launch)
+        cache = self.retrieval.cache
+        step = DecodeStep(1, cache.padding_state(), cache.extents.device_table, self._launch)
         with torch.inference_mode():
-            step.capture(stage_stream(self.queries.device), torch.cuda.graph_pool_handle())
+            step.capture(capture_stream(self.queries.device), torch.cuda.graph_pool_handle())
         return step
 
     def _launch(self, batch: Batch) -> StepResult:
         from kvseek.engine.model.graphs import StepResult
 
         self._clock.restart()
-        selection = self.index.launch_select(self._query, batch)
-        out = self.index.launch_attend(self._query, batch, self.cache.window[-1], selection, self.attention)
-        self._clock.mark("layer")
+        out = self.retrieval.attend(self.index.context.layer, self._query, batch)
+        self._clock.part_ended("layer")
         return StepResult(out, out)
 
 
-def measure(bench: Bench, variant: Variant, cache: DeviceCache, filler: Filler, cell: Cell) -> list[dict[str, Any]]:
+def measure(bench: Bench, variant: Variant, rows: RowStorage, filler: Filler, cell: Cell) -> list[dict[str, Any]]:
     """A variant with hot rows and without, or once if its rows are not the common attention's to keep."""
-    from kvseek.engine.model.torch_model.graphed_decoder import make_attentions
-
-    config, steps = bench.config(variant, [cell]), bench.arguments.steps + WARMUP
-    lay_out(cache, config)
-    found = []
+    steps = bench.arguments.steps + WARMUP
+    cache, found = bench.new_cache(rows, variant, [cell]), []
     for hot in (True, False):
         indexes = bench.indexes(variant, cache, [cell])
-        hot_from = 0 if hot else bench.model.num_layers
-        table = cache.extents.device_table
-        attentions = make_attentions(config, bench.kernels(variant), indexes, table, bench.dtype, hot_from)
+        retrieval = bench.retrieval(variant, cache, indexes, [cell], hot_rows=hot)
         filler.fill(cell, [(cache, [indexes])])
         queries = sought(bench, filler, steps)
-        seconds, hits = LayerRun(cache, indexes, attentions[-1], queries).run(WARMUP)
-        kept = attentions[-1].hot_rows is not None
+        seconds, hits = LayerRun(retrieval, queries).run(WARMUP)
+        kept = attention_kernels(retrieval)[-1].hot_rows is not None
         found.append(
             {
                 "name": variant.label + (" hot" if kept else ""),
@@ -195,8 +187,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     (phase,) = bench.phases(["always"])
     if phase.skipped:
         raise ConfigError(f"--context = {arguments.context}: {phase.skipped[cell]}; lower it or raise --host_gib")
-    cache, filler = bench.cache("always", [cell]), bench.filler()
-    results = [entry for variant in bench.variants for entry in measure(bench, variant, cache, filler, cell)]
+    rows, filler = bench.row_storage("always", [cell]), bench.filler()
+    results = [entry for variant in bench.variants for entry in measure(bench, variant, rows, filler, cell)]
     add_speed_ups(results)
     return {
         "benchmark": "device cache hits",

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from kvseek.benchmarks.timing import Samples, interleave
 from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.cpu_library import CpuLibrary
@@ -39,8 +40,6 @@ from kvseek.plugins.ctkvr.native import (
     host_step,
     raise_error,
 )
-
-from kvseek.benchmarks.timing import Samples, interleave
 
 TURNS = 24  # recalled sets that take turns: what they touch exceeds last-level caches
 FILL_BYTES = 64 << 20  # random numbers, repeated over the pool

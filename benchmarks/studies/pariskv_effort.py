@@ -20,6 +20,7 @@ from kvseek.benchmarks.synthetic_keys import SyntheticKeys
 from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable, extents_for
+from kvseek.measurement.index_batch import batch_of
 from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.flat.method import exact_top_k
 from kvseek.plugins.pariskv import codebook
@@ -61,10 +62,10 @@ def keys_and_queries(tokens: int, queries: int) -> tuple[Tensor, Tensor]:
 
 def measure(index: NativeIndex, keys: Tensor, queries: Tensor) -> tuple[float, float]:
     """Recall of the exact top k, and the mass on the selected rows over that on the exact ones."""
-    config, scaling = index.config, index.context.scaling
+    config, scaling, batch = index.config, index.context.scaling, batch_of(index)
     recalls, shares = [], []
     for query in queries:
-        rows = index.select(query[None], [0]).rows[0, 0].long()
+        rows = index.select(query[None], batch).rows[0, 0].long()
         exact = exact_top_k(query[None], keys, config.top_k, config.group_reduce, scaling)[0]
         weights = (query @ keys[0].T * scaling).softmax(dim=-1).mean(dim=0)
         recalls.append(torch.isin(rows, exact).float().mean().item())

@@ -122,8 +122,8 @@ def load_kernels(arguments: argparse.Namespace, device: torch.device) -> CudaKer
     """CTkvr's kernels for the shape."""
     major, minor = torch.cuda.get_device_capability(device)
     group = arguments.heads // arguments.kv_heads
-    defines = get_method("ctkvr").cuda_defines(configure(arguments), arguments.head_dim, group)
-    shape = Specialisation(arguments.dtype, arguments.head_dim, group, "ctkvr", tuple(sorted(defines.items())))
+    macros = get_method("ctkvr").traits(configure(arguments)).cuda_macros(arguments.head_dim, group)
+    shape = Specialisation(arguments.dtype, arguments.head_dim, group, "ctkvr", tuple(sorted(macros.items())))
     return CudaKernels(cached_cubin(shape, 10 * major + minor), device)
 
 

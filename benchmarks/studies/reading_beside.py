@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from kvseek.benchmarks.device.bench import Bench
 from kvseek.benchmarks.device.memory_plan import Cell
 from kvseek.benchmarks.device.options import parse
-from kvseek.benchmarks.device.bench import Bench, lay_out
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
 from kvseek.measurement.machine import describe, describe_gpu
@@ -78,10 +78,9 @@ def run(engine: Engine, context: int, seed: int) -> dict[str, Any]:
 def make_engine(bench: Bench, cell: Cell) -> Engine:
     """An engine over the bench's random weights."""
     (variant,) = bench.variants
-    cache = bench.cache("always", [cell])
-    lay_out(cache, bench.config(variant, [cell]))
+    cache = bench.new_cache(bench.row_storage("always", [cell]), variant, [cell])
     decoder = bench.decoder(variant, cache, bench.indexes(variant, cache, [cell]), [cell], hot_rows=True)
-    decoder.prepare()
+    decoder.steps.prepare()
     tokenizer: Any = None  # requests are token ids
     return Engine(decoder.config, decoder, tokenizer)
 

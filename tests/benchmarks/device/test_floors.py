@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from tests.benchmarks.test_device import CPU, config_for
+import torch
+from tests.benchmarks.device.configs import config_for
 
 from kvseek.benchmarks import floors
-from kvseek.benchmarks.device.results import borrow_baselines, fetched_hits, peak_tokens_per_second, pooled, with_times
 from kvseek.benchmarks.device.floors import STEP_NODES, Rates, Step, Work, work
 from kvseek.benchmarks.device.memory_rates import host_memory_rate, random_row_offsets
+from kvseek.benchmarks.device.results import borrow_baselines, fetched_hits, peak_tokens_per_second, pooled, with_times
 from kvseek.benchmarks.shapes import LLAMA_3_1_8B
 from kvseek.benchmarks.timing import Samples
 from kvseek.core.config import CacheConfig
 from kvseek.core.errors import ConfigError
 from kvseek.measurement.variants import parse_variants
 from kvseek.plugins.measurements.costs import SelectionCosts
+
+CPU = torch.device("cpu")
 
 
 class TestFloor:
