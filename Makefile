@@ -5,6 +5,7 @@ PYTHON ?= $(or $(shell for p in python3 python3.12 python3.11; do \
     $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done),python3)
 PIP_ARGS ?=
 THREADS ?=
+JOBS ?= 2
 PORTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +14,7 @@ ENGINE := .cache/engines/smollm2-pariskv
 QUESTION ?= How many passengers did the Lady Trelawny land?
 SERVER_THREADS := $(if $(THREADS),--threads $(THREADS))
 
-.PHONY: demo serve test test-gpu soak fuzz check check-install lint types links format install model engine clean
+.PHONY: demo serve test test-slow test-gpu soak fuzz check check-install lint types links format install model engine clean
 
 demo: engine ## build, serve, ask a question about a long document, shut down
 	$(BIN)/python -m kvseek.cli.demo --engine_dir $(ENGINE) --document examples/harbour_log.txt \
@@ -22,8 +23,11 @@ demo: engine ## build, serve, ask a question about a long document, shut down
 serve: engine ## leave the server running in the foreground (Ctrl-C ends it)
 	$(BIN)/kvseek serve --engine_dir $(ENGINE) $(PORTS) $(SERVER_THREADS)
 
-test: install model ## unit, reference, property and end-to-end tests; those that need a GPU are skipped without one
-	$(BIN)/python -m pytest
+test: install model ## the tests but for the slow ones, in two processes; those that need a GPU are skipped without one
+	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile
+
+test-slow: install model ## soak, fuzz, load and faults of real servers, real models: one after the other
+	$(BIN)/python -m pytest -m slow
 
 test-gpu: install ## tests/gpu and every other test that is marked gpu; fails without a GPU
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "PyTorch sees no CUDA device")'
@@ -37,7 +41,7 @@ fuzz: install ## ten minutes of mutated inputs at each door of a real server; in
 	@for door in grpc http raw engine-socket; do \
 	    $(BIN)/python -m tests.server.fuzz.main --door $$door --seconds 600 --folder build/fuzz || exit 1; done
 
-check: lint types test ## what .ci/run calls
+check: lint types test test-slow ## what .ci/run calls
 
 check-install: install ## the Dockerfile's installation of target cpu without Docker, in a temporary folder; minutes, 3 GB
 	$(BIN)/python docker/check_install.py

@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # One thread a process, those of test servers too: tensors are small, and OpenMP's threads busily wait for each other where
 # they share cores with another process (a test of 1 s takes 11 s). To be set before anything loads OpenMP.
@@ -13,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from tests.support.random_models import save_random_model
 
 from kvseek.builder import build
 from kvseek.builder.compile.cpu import cached_cpu_library
@@ -23,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = ROOT / ".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 NEEDLE = ROOT.parent / "shared/needle"
 BuildEngine = Callable[..., Path]
+RandomModel = Callable[..., Path]
 
 if not Path(str(build.__file__)).resolve().is_relative_to(ROOT):
     pytest.exit(f"kvseek.builder.build is {build.__file__}, not this checkout's: run make install, or make links", 3)
@@ -69,6 +72,20 @@ def document() -> str:
 def library() -> CpuLibrary:
     """The compiled CPU kernels of this checkout."""
     return CpuLibrary(cached_cpu_library())
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    """A tiny random checkpoint, saved once per set of arguments: `random_model(architecture, **config)`. Not to be changed."""
+    saved: dict[str, Path] = {}
+
+    def make(architecture: str, **config: Any) -> Path:
+        key = repr((architecture, sorted(config.items())))
+        if key not in saved:
+            saved[key] = save_random_model(tmp_path_factory.mktemp("models") / architecture, architecture, **config)
+        return saved[key]
+
+    return make
 
 
 @pytest.fixture(scope="session")

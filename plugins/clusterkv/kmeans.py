@@ -1,6 +1,6 @@
 """K-means of keys on the GPU, batched over KV heads: launches the kernels of kmeans.cu (ClusterKV paper, section III-B).
 
-The rounds are those of `reference.cluster_keys`. Unit keys and directions, counted from a mean direction, are float16 for
+The rounds are those of `clustering.cluster_keys`. Unit keys and directions, counted from a mean direction, are float16 for
 every number type and meet on tensor cores with float32 sums: cosines are off by less than 2^-11 of what keys and
 directions differ by, so a key that is as near to one cluster as to another may join either. Sums of unit keys are
 integers, in steps of 2^-21, and so do not depend on their order; lengths and means are float32, in an order that depends

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
@@ -19,30 +18,9 @@ from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.group import query_lanes, reduce_scores
 
+from .clustering import cluster_keys
 from .config import Config
 from .seeding import initial_keys
-
-ASSIGN_TOKENS = 8 * EXTENT_TOKENS  # keys assigned at a time, which bounds temporary memory
-
-
-@dataclass(frozen=True)
-class Clustering:
-    """Clusters of n keys. A cluster that lost all its keys has size 0 and a centroid of zeros, and is never selected.
-
-    Attributes
-    ----------
-    centroids : Tensor, float32 [G, C, D]
-        Mean of each cluster's keys as they are.
-    sizes, starts : Tensor, int32 [G, C]
-        Keys of each cluster, and of all clusters before it.
-    order : Tensor, int32 [G, n]
-        Numbers of the keys sorted by cluster; those of a cluster ascend.
-    """
-
-    centroids: Tensor
-    sizes: Tensor
-    starts: Tensor
-    order: Tensor
 
 
 @dataclass(frozen=True)
@@ -254,56 +232,3 @@ def expand(starts: Tensor, taken: Tensor, top_k: int) -> Tensor:
     held = cluster.clamp(max=taken.shape[-1] - 1)
     entries = starts.long().gather(-1, held) + wanted - (ends - taken).gather(-1, held)
     return torch.where(cluster < taken.shape[-1], entries, -1)
-
-
-def cluster_keys(keys: Tensor, chosen: Tensor, iterations: int) -> Clustering:
-    """K-means of keys [G, n, D] by cosine, every KV head by itself; paper, section III-B.
-
-    A key belongs to the cluster whose direction is nearest (ties: lowest number); a cluster's direction is that of the
-    sum of its keys' unit vectors, so that a long key counts no more than a short one. One that loses all its keys
-    keeps its direction, and may win keys again.
-
-    Parameters
-    ----------
-    keys : Tensor [G, n, D]
-        Any number type and device; computed in float32.
-    chosen : Tensor, int64 [C]
-        The keys that give the first directions, in all heads.
-    iterations : int
-        Most rounds: directions from labels, labels from directions. It ends before if no label changes.
-    """
-    units = F.normalize(keys.float(), dim=-1)
-    directions = units[:, chosen]
-    labels = nearest(units, directions)
-    for _ in range(iterations):
-        sums = cluster_sums(units, labels, len(chosen))
-        kept = cluster_sizes(labels, len(chosen))[..., None] > 0
-        directions = torch.where(kept, F.normalize(sums, dim=-1), directions)
-        before, labels = labels, nearest(units, directions)
-        if torch.equal(before, labels):
-            break
-    sizes = cluster_sizes(labels, len(chosen))
-    centroids = cluster_sums(keys.float(), labels, len(chosen)) / sizes.clamp(min=1)[..., None]
-    starts = sizes.cumsum(dim=-1) - sizes
-    order = labels.argsort(dim=-1, stable=True)
-    return Clustering(centroids, sizes.int(), starts.int(), order.int())
-
-
-def nearest(units: Tensor, directions: Tensor) -> Tensor:
-    """Number of the direction with the largest cosine: [G, n, D] and [G, C, D] to int64 [G, n]."""
-    parts = []
-    for start in range(0, units.shape[1], ASSIGN_TOKENS):
-        cosines = units[:, start : start + ASSIGN_TOKENS] @ directions.transpose(1, 2)
-        parts.append(cosines.argmax(dim=-1))
-    return torch.cat(parts, dim=1)
-
-
-def cluster_sums(vectors: Tensor, labels: Tensor, clusters: int) -> Tensor:
-    """Sum of the vectors [G, n, D] of each label [G, n]: [G, clusters, D]."""
-    sums = vectors.new_zeros(vectors.shape[0], clusters, vectors.shape[2])
-    return sums.scatter_add_(1, labels[..., None].expand_as(vectors), vectors)
-
-
-def cluster_sizes(labels: Tensor, clusters: int) -> Tensor:
-    """Keys of each label [G, n]: int64 [G, clusters]."""
-    return labels.new_zeros(labels.shape[0], clusters).scatter_add_(1, labels, torch.ones_like(labels))

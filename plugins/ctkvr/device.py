@@ -57,7 +57,8 @@ class CudaIndex(Index):
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
         assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
-        self._kernels, self.config = context.cuda, _config(context)
+        self.config: Config = context.config
+        self._kernels = context.cuda
         self.reference = ReferenceIndex(context)
         self.ring, self.width, self.capacity = self.reference.ring, self.reference.width, self.reference.capacity
         self._recall_bytes = EXTENT_BYTES * context.extents.table.shape[1]
@@ -165,11 +166,6 @@ class CudaIndex(Index):
             top_k=self.config.top_k,
             scale=self.context.scaling * math.log2(math.e),
         )
-
-
-def _config(context: IndexContext) -> Config:
-    config: Config = context.config
-    return config
 
 
 def _check_region(recall_bytes: int, limit: int, context: IndexContext) -> None:

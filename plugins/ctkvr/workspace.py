@@ -46,7 +46,7 @@ class Workspace:
     """Intermediate results of a selection, for batches of up to `most` requests.
 
     Layers run one after another, so one workspace serves all of them. It is allocated at once: captured graphs hold its
-    addresses, and the memory plan measures it.
+    addresses, and it counts when memory is divided.
 
     Attributes
     ----------

@@ -9,5 +9,5 @@ from .config import Config
 
 
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
-    """See plugins/measurements/costs.py: every row, an extent's side by side, in every layer; no index."""
+    """Every row, an extent's side by side, in every layer; no index."""
     return SelectionCosts(rows=length, neighbours=EXTENT_TOKENS, dense_layers=model.num_layers)

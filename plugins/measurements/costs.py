@@ -1,8 +1,8 @@
 """What a method's decode step moves beside the matrices, as the benchmark's floor model reads it (benchmarks/device/floors.py).
 
 `costs(config, model, length, itemsize) -> SelectionCosts`, in costs.py of a method's folder, is for a step over a
-retrieval region of `length` tokens; `itemsize` is the bytes of a number of the row pool. All counts are for one request, one
-layer and one KV head, by model and not by counter. A layer that attends densely counts as dense attention does.
+retrieval region of `length` tokens; `itemsize` is the bytes of a number of the row pool. All counts are for one request,
+one layer and one KV head, by model and not by counter. A layer that attends densely counts as dense attention does.
 """
 
 from __future__ import annotations

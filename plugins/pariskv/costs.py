@@ -13,7 +13,7 @@ KERNELS = 4  # vote, scan, rerank, top
 
 
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
-    """See SelectionCosts: an id byte of each block of every key; codes and weights of the candidates; top_k rows."""
+    """An id byte of each block of every key; codes and weights of the candidates; top_k rows."""
     dim = padded_dim(model.head_dim)
     blocks = dim // config.block_size
     candidates = config.candidates(length)

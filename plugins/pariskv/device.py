@@ -50,7 +50,7 @@ class SelectArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("queries", "requests", "table", "ids", "codes", "weights", "counts")),
         *((name, c_void_p) for name in ("signs", "levels", "columns", "votes", "totals", "chunk_totals")),
         *((name, c_void_p) for name in ("scores", "candidates", "estimates", "keys", "normalisers")),
-        *((name, c_void_p) for name in ("best_keys", "best_positions", "finished", "rows")),
+        *((name, c_void_p) for name in ("best_keys", "best_places", "finished", "rows")),
         *((name, c_int32) for name in ("kv_heads", "max_extents", "top_k", "chunks", "top_blocks")),
         ("scaling", c_float),
     )
@@ -93,7 +93,7 @@ class Workspace:
             "chunk_totals": new((tasks, chunks, SCORES), torch.int32),
             "normalisers": new((tasks, chunks, self._lanes, 2), torch.float32),
             "best_keys": new((tasks, top_blocks, top_k), torch.int32),
-            "best_positions": new((tasks, top_blocks, top_k), torch.int32),
+            "best_places": new((tasks, top_blocks, top_k), torch.int32),
             "finished": torch.zeros(tasks, **integers),
         }
 

@@ -327,6 +327,7 @@ def test_config_and_weights_must_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.slow
 def test_smollm2(smollm2_gguf: Path, build_engine: BuildEngine) -> None:
     directory = build_engine(smollm2_gguf, "pariskv", "--max_batch_size", "4")
     verify(directory)

@@ -56,16 +56,6 @@ def test_compose_services(name: str) -> None:
     assert int(service["stop_grace_period"].rstrip("s")) > SHUTDOWN_SECONDS
 
 
-def test_only_the_gpu_service_asks_for_a_gpu_and_pinned_memory() -> None:
-    services = read("compose.yaml")["services"]
-    gpu, cpu = services["kvseek-gpu"], services["kvseek-cpu"]
-    (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
-    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
-    assert gpu["ulimits"] == {"memlock": -1}
-    assert "deploy" not in cpu
-    assert "ulimits" not in cpu
-
-
 def test_prometheus_scrapes_the_metrics_port() -> None:
     services = read("compose.yaml")["services"]
     assert re.fullmatch(r"prom/prometheus:v\d+\.\d+\.\d+", services["prometheus"]["image"])
@@ -77,26 +67,6 @@ def test_prometheus_scrapes_the_metrics_port() -> None:
     assert targets["targets"] == [f"{alias}:{Ports().metrics}"]
     inside = {volume["target"] for volume in services["prometheus"]["volumes"]}
     assert set(read("prometheus.yaml")["rule_files"]) <= inside
-
-
-def test_grafana_shows_the_dashboard_over_prometheus() -> None:
-    services = read("compose.yaml")["services"]
-    grafana = services["grafana"]
-    assert re.fullmatch(r"grafana/grafana:\d+\.\d+\.\d+", grafana["image"])
-    assert grafana["profiles"] == services["prometheus"]["profiles"] == list(reversed(TARGETS))
-    assert grafana["ports"] == ["127.0.0.1:3000:3000"]
-    mounts = {volume["source"]: volume["target"] for volume in grafana["volumes"]}
-    assert all((DOCKER / source).exists() for source in mounts)
-    assert all(volume["read_only"] for volume in grafana["volumes"])
-    assert mounts["./grafana/provisioning"] == "/etc/grafana/provisioning"
-    (provider,) = read("grafana/provisioning/dashboards/kvseek.yaml")["providers"]
-    shown = mounts["./grafana/dashboard.json"]
-    assert shown.startswith(provider["options"]["path"] + "/")
-    assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == shown
-    (source,) = read("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
-    assert source["type"] == "prometheus"
-    port = services["prometheus"]["ports"][0].rpartition(":")[2]
-    assert source["url"] == f"http://prometheus:{port}"
 
 
 # Kubernetes
@@ -126,21 +96,6 @@ def test_the_server_can_end_before_it_is_killed(pod: Any, container: Any) -> Non
     command, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
     assert command == "sleep"
     assert pod["terminationGracePeriodSeconds"] > int(seconds) + SHUTDOWN_SECONDS
-
-
-def test_memory_and_gpu_are_limited(pod: Any, container: Any) -> None:
-    resources = container["resources"]
-    assert resources["requests"] == resources["limits"]
-    assert resources["limits"]["nvidia.com/gpu"] == "1"
-    assert size(resources["limits"]["memory"]) >= 80 << 30
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
-    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
-    assert size(mounts["/dev/shm"]["emptyDir"]["sizeLimit"]) >= 1 << 30
-    assert "emptyDir" in mounts["/tmp"], "the root is read-only, and the launcher writes the model repository"
-    claim = read("kubernetes/engine-volume.yaml")
-    assert mounts["/engine"]["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"], "readOnly": True}
-    assert all(mount["readOnly"] for mount in container["volumeMounts"] if mount["mountPath"] == "/engine")
 
 
 def test_pods_of_several_nodes_can_mount_the_engine() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import BuildEngine
+from tests.conftest import BuildEngine, RandomModel
 from tests.support.random_models import save_random_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -21,8 +21,8 @@ WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
-    model = save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    model = random_model("llama")
     limits = ("--max_batch_size", "2", "--max_seq_len", "400", "--max_input_len", "300", "--prefill_chunk_tokens", "64")
     return build_engine(model, "pariskv", *WINDOW, *limits, "--pariskv.top_k", "20")
 

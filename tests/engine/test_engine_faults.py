@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import BuildEngine
-from tests.support.random_models import save_random_model
+from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.core.errors import CapacityError, ErrorCode
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
@@ -20,8 +19,8 @@ PROMPT = tuple(i * 13 % 101 for i in range(120))
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
-    model = save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    model = random_model("llama")
     return build_engine(model, "flat", *WINDOW, *LIMITS, "--flat.top_k", "12")
 
 

@@ -15,8 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.conftest import BuildEngine
-from tests.support.random_models import save_random_model
+from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.core.errors import ErrorCode, RequestError, UnavailableError
 from kvseek.core.request import FinishReason, Request, StepOutput
@@ -27,8 +26,8 @@ TIMEOUT = 60.0
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
-    return build_engine(save_random_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3"), "full")
+def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    return build_engine(random_model("qwen3"), "full")
 
 
 @pytest.fixture

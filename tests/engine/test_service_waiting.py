@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.conftest import BuildEngine
-from tests.support.random_models import save_random_model
+from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.core.errors import ErrorCode, QueueFullError, UnavailableError
 from kvseek.core.request import FinishReason, Request, StepOutput
@@ -23,8 +22,8 @@ Outputs = queue.Queue[StepOutput]
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
-    model = save_random_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    model = random_model("qwen3")
     return build_engine(model, "full", "--max_batch_size", "1", "--max_seq_len", "1000")
 
 
@@ -105,40 +104,6 @@ def test_waiting_requests_expire_during_a_long_step(slow: tuple[EngineService, S
     )
     engine.go_on.set()
     assert end_of(first).finish_reason is FinishReason.LENGTH
-
-
-@pytest.mark.parametrize("seconds", [1e9, 1e10, 1e300])
-def test_the_timer_survives_what_cannot_be_waited_for(slow: tuple[EngineService, SlowEngine], seconds: float) -> None:
-    """Such a limit is refused, but one that came in all the same must not end the thread that all others need."""
-    service, engine = slow
-    _, first = submit(service)
-    assert engine.stepping.wait(TIMEOUT)
-    soon, engine.engine.next_deadline = engine.engine.next_deadline, lambda: seconds  # type: ignore[method-assign]
-    submit(service, timeout=1000.0)
-    time.sleep(0.1)  # the timer waits
-    engine.engine.next_deadline = soon  # type: ignore[method-assign]
-    service.cancel(service._handles()[-1])
-    _, second = submit(service, timeout=0.2)
-    assert end_of(second).code is ErrorCode.TIMEOUT
-    engine.go_on.set()
-    assert end_of(first).finish_reason is FinishReason.LENGTH
-
-
-def test_the_timer_survives_errors(slow: tuple[EngineService, SlowEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    service, engine = slow
-    submit(service)
-    assert engine.stepping.wait(TIMEOUT)
-    expire, calls = engine.engine.expire, list[int]()
-
-    def fail_once() -> list[StepOutput]:
-        calls.append(1)
-        if len(calls) == 1:
-            raise RuntimeError("a clock failed")
-        return expire()
-
-    monkeypatch.setattr(engine.engine, "expire", fail_once)
-    _, second = submit(service, timeout=0.2)
-    assert end_of(second).code is ErrorCode.TIMEOUT
 
 
 @pytest.mark.parametrize("seconds", [1e10, float("inf")])

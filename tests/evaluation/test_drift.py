@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import BuildEngine
+from tests.conftest import BuildEngine, RandomModel
 from tests.plugins.cases import CASES, SELECTING, method_flags
-from tests.support.random_models import save_random_model
 
 from kvseek.core.errors import ConfigError, RequestError
 from kvseek.core.extents import ExtentTable
@@ -28,8 +27,8 @@ LIMITS = ("--max_batch_size", "1", "--max_seq_len", "1024", "--max_input_len", "
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("drift") / "model", "llama")
+def model(random_model: RandomModel) -> Path:
+    return random_model("llama")
 
 
 def test_the_upper_bound_has_full_recall(model: Path, build_engine: BuildEngine, tmp_path: Path) -> None:

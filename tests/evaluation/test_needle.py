@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tests.conftest import BuildEngine
+from tests.conftest import BuildEngine, RandomModel
 from tests.plugins.cases import CASES
-from tests.support.random_models import VOCABULARY, save_random_model
+from tests.support.random_models import VOCABULARY
 
 from kvseek import LLM, SamplingParams
 from kvseek.core.config_file import read_config
@@ -34,10 +33,9 @@ def score(kind: str, gold: list[int], got: list[int]) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Iterator[LLM]:
-    model = save_random_model(tmp_path_factory.mktemp("needle") / "model", "qwen3")
-    with LLM(build_engine(model, "full", "--max_seq_len", "300", "--max_batch_size", "2")) as llm:
-        yield llm
+def engine(random_model: RandomModel, build_engine: BuildEngine) -> Engine:
+    model = random_model("qwen3")
+    return Engine.load(build_engine(model, "full", "--max_seq_len", "300", "--max_batch_size", "2"))
 
 
 @pytest.fixture(scope="module")

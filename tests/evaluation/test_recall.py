@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.conftest import RandomModel
 from tests.plugins.cases import CASES, SELECTING
-from tests.support.random_models import ARCHITECTURES, save_random_model
+from tests.support.random_models import ARCHITECTURES
 
 from kvseek.core.errors import ConfigError
 from kvseek.evaluation import recall
@@ -24,8 +25,8 @@ TEXT = "the harbour master wrote the log, and the light was lit at dusk. " * 40
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def random_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("recall") / request.param, request.param)
+def random_model(request: pytest.FixtureRequest, random_model: RandomModel) -> Path:
+    return random_model(request.param)
 
 
 def test_captured_vectors_reproduce_the_attention_weights(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.conftest import RandomModel
 from tests.plugins.cases import CASES
-from tests.support.random_models import save_random_model
 from torch import Tensor
 
 from kvseek.core.errors import ConfigError, KernelError
@@ -168,8 +168,8 @@ def test_sums_of_losses() -> None:
 
 
 @pytest.fixture(scope="module")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_model(save_random_model(tmp_path_factory.mktemp("lost") / "model", "qwen3"))[0]
+def random_model(random_model: RandomModel) -> Any:
+    return load_model(random_model("qwen3"))[0]
 
 
 def test_captured_questions_are_what_one_pass_sees(random_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,19 @@ def test_selections_do_not_depend_on_company_slots_or_history(method: str, kerne
 
 
 @pytest.mark.parametrize("method", CASES)
+def test_appended_keys_are_invisible_until_they_are_published(method: str, kernels: CpuLibrary | None) -> None:
+    keys, queries = topical(700 + EVICTED, 6)
+    found = []
+    for append in (False, True):
+        region = Region(method, CASES[method].index, library=kernels)
+        region.prefill(0, keys[:, :700], queries[:700].transpose(0, 1), EVICTED)
+        if append:
+            region.index.append(0, 700, keys[:, 700:])
+        found.append(region.step(queries[-1:], [0])[0])
+    assert all(torch.equal(before, after) for before, after in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("method", CASES)
 def test_growth_over_5000_generated_tokens(method: str, library: CpuLibrary) -> None:
     """Evictions come as the method asks the engine for them; runs of a topic are as long as a generated cluster."""
     cases = CASES[method]

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import BuildEngine
+from tests.conftest import BuildEngine, RandomModel
 from tests.engine.model.test_logits import engine_logits
 from tests.plugins.cases import CASES, SELECTING, method_flags
-from tests.support.random_models import save_random_model
 
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.engine import Engine
@@ -19,9 +18,9 @@ PROMPT = torch.arange(230).mul(13).remainder(101).tolist()
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(random_model: RandomModel) -> Path:
     """One architecture: methods see keys and queries, whatever made them."""
-    return save_random_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+    return random_model("qwen3")
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])

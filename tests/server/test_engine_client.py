@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.conftest import BuildEngine
-from tests.support.door_processes import SECONDS, engine_process
-from tests.support.random_models import save_random_model
+from tests.conftest import BuildEngine, RandomModel
+from tests.support.door_processes import engine_process
+from tests.support.waiting import SECONDS
 
 from kvseek.core.errors import ErrorCode, UnavailableError
 from kvseek.core.request import FinishReason, Request, StepOutput
@@ -27,9 +27,9 @@ async def connected(client: EngineClient, wanted: bool) -> None:
 
 
 def test_requests_that_met_no_engine_are_counted_by_the_next_one(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine
+    tmp_path: Path, random_model: RandomModel, build_engine: BuildEngine
 ) -> None:
-    directory = build_engine(save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama"), "full")
+    directory = build_engine(random_model("llama"), "full")
     path = tmp_path / "engine.sock"
 
     async def run() -> str:
@@ -64,10 +64,10 @@ def test_requests_that_met_no_engine_are_counted_by_the_next_one(
 
 
 def test_a_door_that_goes_takes_no_outputs_of_another_along(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine
+    tmp_path: Path, random_model: RandomModel, build_engine: BuildEngine
 ) -> None:
     """Outputs of many requests are sent together: those of doors that have just gone must not stop the others."""
-    model = save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+    model = random_model("llama")
     directory = build_engine(model, "full", "--max_batch_size", "4")
     path = tmp_path / "engine.sock"
 

@@ -17,7 +17,8 @@ import requests
 from tests.server.soak.engine import MAX_SEQ_LEN, build_soak_engine
 from tests.server.soak.runner import ENDED
 from tests.support.live_server import LiveServer, live_server, serve_command
-from tests.support.server_streams import TIMEOUT, Stream, tokens, wait_for
+from tests.support.server_streams import TIMEOUT, Stream, tokens
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 

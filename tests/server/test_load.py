@@ -17,7 +17,8 @@ import requests
 import tritonclient.grpc as triton
 from tests.server.soak.engine import build_soak_engine
 from tests.support.live_server import LiveServer, live_server
-from tests.support.server_streams import tokens, wait_for
+from tests.support.server_streams import tokens
+from tests.support.waiting import wait_for
 from tritonclient.grpc import service_pb2
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]

@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.conftest import ROOT, BuildEngine
+from tests.conftest import ROOT, BuildEngine, RandomModel
 from tests.support.deployment import read
-from tests.support.random_models import save_random_model
 
 from kvseek.core.errors import ErrorCode
 from kvseek.core.request import FinishReason, Request, StepOutput
@@ -76,8 +75,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Iterator[Server]:
-    model = save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+def server(random_model: RandomModel, build_engine: BuildEngine) -> Iterator[Server]:
+    model = random_model("llama")
     server = Server(build_engine(model, "pariskv", "--kernels", "reference", "--cache.full_threshold", "0"))
     for prompt, tokens in ((PROMPT, 5), (PROMPT, 8), (LONG_PROMPT, 9)):
         assert server.ask(Request(prompt, tokens))[-1].finish_reason is FinishReason.LENGTH
@@ -278,18 +277,6 @@ def test_every_metric_is_documented(server: Server) -> None:
     assert table == kinds
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     assert names_in(text) <= set(kinds) | recorded
-
-
-def test_every_panel_has_a_place_of_its_own() -> None:
-    dashboard = json.loads((ROOT / "docker/grafana/dashboard.json").read_text(encoding="utf-8"))
-    cells: set[tuple[int, int]] = set()
-    for panel in dashboard["panels"]:
-        place = panel["gridPos"]
-        own = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
-        assert not own & cells, panel["title"]
-        assert place["x"] + place["w"] <= 24
-        cells |= own
-    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: apt-get install prometheus)")

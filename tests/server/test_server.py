@@ -8,8 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,8 @@ import numpy as np
 import pytest
 import requests
 import tritonclient.grpc as grpc
-from tests.conftest import BuildEngine
-from tests.support.random_models import save_random_model
+from tests.conftest import BuildEngine, RandomModel
+from tests.support.waiting import wait_for
 
 from kvseek.client import chat
 from kvseek.client.errors import ClientError
@@ -42,8 +41,8 @@ TIMEOUT = 60.0
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
-    model = save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama", max_position_embeddings=2048)
+def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    model = random_model("llama", max_position_embeddings=2048)
     limits = ("--max_batch_size", "3", "--max_seq_len", "1200", "--max_input_len", "800")
     return build_engine(model, "pariskv", *WINDOW, *limits, "--pariskv.top_k", "20")
 
@@ -261,13 +260,6 @@ def metric(server: RunningServer, name: str) -> float:
     """The sum of a metric over its labels."""
     text = requests.get(f"http://{server.metrics_url}/metrics", timeout=TIMEOUT).text
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name}{{"))
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http", "http without streaming"])

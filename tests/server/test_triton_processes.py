@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.conftest import BuildEngine
-from tests.support.random_models import save_random_model
+from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.builder.compile.cpu import find_compiler
 from kvseek.client.grpc_client import GrpcClient
@@ -33,8 +32,8 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
-    model = save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    model = random_model("llama")
     return build_engine(model, "full", "--max_batch_size", "3", "--max_seq_len", "128")
 
 

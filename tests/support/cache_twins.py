@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.engine.cache.cache import Cache
-from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import layer_extent_bytes
 from kvseek.plugins.batch import DeviceBatch
 from kvseek.plugins.contract import DeviceIndex, IndexContext

@@ -13,20 +13,18 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.config_file import read_config
-from kvseek.engine.cache.cache import Cache
 from kvseek.engine.loading.load import create_indexes
 from kvseek.engine.model import layer_kernels
-from kvseek.engine.model.torch_model.device_decoder import DeviceDecoder
 from kvseek.engine.model.layer_kernels import LayerKernels
 from kvseek.engine.model.rope import rotate
+from kvseek.engine.model.torch_model.device_decoder import DeviceDecoder
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.schedule.sampling import greedy_token
 from kvseek.plugins.attention.host import attend_reference
-from kvseek.plugins.batch import DeviceBatch
+from kvseek.plugins.batch import DeviceBatch, LayerCache
 from kvseek.plugins.contract import DeviceIndex, IndexContext
 from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.full.device import DeviceFullIndex
-from kvseek.plugins.batch import LayerCache
 from kvseek.plugins.selection import DeviceSelection, Selection
 
 CPU = torch.device("cpu")

@@ -8,18 +8,17 @@ import re
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import requests
+from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.server.settings import ServeSettings
 
-SECONDS = 60.0  # that anything may take on a busy machine
 CLOSED_PORT = "127.0.0.1:1"
 JSON = dict[str, Any]
 
@@ -97,15 +96,6 @@ def doors(
     finally:
         process.kill()
         process.wait()
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = SECONDS) -> Any:
-    """Wait until something is true, and return it."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.02)
-    return value
 
 
 def reply(connection: socket.socket) -> tuple[int, JSON]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tests.server.soak.calls import CallError, Piece, make_call
@@ -67,12 +67,3 @@ def tokens(server: LiveServer, route: str, prompt: Sequence[int], count: int, **
     """A stream of `count` tokens."""
     own = {"input_ids": list(prompt), "request_output_len": count, "end_id": -1, "exclude_input_in_output": True}
     return Stream(server, route, "tensorrt_llm", {**own, **fields})
-
-
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = TIMEOUT) -> float:
-    """Wait until `condition` holds; returns the seconds that it took. Raises AssertionError with `what`."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < seconds, f"not within {seconds:g} s: {what}"
-        time.sleep(0.01)
-    return time.monotonic() - began

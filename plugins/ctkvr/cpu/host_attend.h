@@ -1,4 +1,4 @@
-// Second stage of a step: attention over the selected rows. Scores are known, so only values are read.
+// Second part of a step: attention over the selected rows. Scores are known, so only values are read.
 #pragma once
 
 #include "host_score.h"

@@ -93,8 +93,8 @@ inline TileShapes tile_shapes(int group) {
     return shapes;
 }
 
-// `staged` [KEY_BLOCK, dim]: the keys side by side, for a tile is loaded with one distance between its rows.
-KVSEEK_TILES inline void multiply_tiles(const Bfloat16* paired, const Bfloat16* staged, int dim, int group,
+// `gathered` [KEY_BLOCK, dim]: the keys side by side, for a tile is loaded with one distance between its rows.
+KVSEEK_TILES inline void multiply_tiles(const Bfloat16* paired, const Bfloat16* gathered, int dim, int group,
                                         float* sums) {
     const int key_bytes = dim * static_cast<int>(sizeof(Bfloat16)),
               query_bytes = group * static_cast<int>(sizeof(float));
@@ -102,8 +102,8 @@ KVSEEK_TILES inline void multiply_tiles(const Bfloat16* paired, const Bfloat16* 
     _tile_zero(1);
     for (int d = 0; d < dim; d += WORDS) {
         _tile_loadd(4, paired + d * group, query_bytes);
-        _tile_loadd(2, staged + d, key_bytes);
-        _tile_loadd(3, staged + TILE_KEYS * dim + d, key_bytes);
+        _tile_loadd(2, gathered + d, key_bytes);
+        _tile_loadd(3, gathered + TILE_KEYS * dim + d, key_bytes);
         _tile_dpbf16ps(0, 2, 4);
         _tile_dpbf16ps(1, 3, 4);
     }
@@ -111,25 +111,25 @@ KVSEEK_TILES inline void multiply_tiles(const Bfloat16* paired, const Bfloat16* 
     _tile_stored(1, sums + TILE_KEYS * group, query_bytes);
 }
 
-inline void stage_keys(const KeyRun<Bfloat16>& run, int key, Bfloat16* staged) {
+inline void gather_keys(const KeyRun<Bfloat16>& run, int key, Bfloat16* gathered) {
     for (int k = 0; k < KEY_BLOCK; k++) {
         const Bfloat16* next = run.next[(key + k) * ASKED / KEYS];
         for (int d = 0; d < run.dim; d += WORDS) {
             prefetch(next + d, WORDS * sizeof(Bfloat16));
-            _mm512_store_si512(staged + k * run.dim + d, _mm512_loadu_si512(run.keys[key + k] + d));
+            _mm512_store_si512(gathered + k * run.dim + d, _mm512_loadu_si512(run.keys[key + k] + d));
         }
     }
 }
 
 KVSEEK_TILES void multiply_keys_by_tiles(const Bfloat16* queries, const KeyRun<Bfloat16>& run) {
-    alignas(64) Bfloat16 paired[16 * 256], staged[KEY_BLOCK * 256];
+    alignas(64) Bfloat16 paired[16 * 256], gathered[KEY_BLOCK * 256];
     alignas(64) float sums[KEY_BLOCK * 16];
     const TileShapes shapes = tile_shapes(run.group);
     pair_queries(queries, run.group, run.dim, paired);
     _tile_loadconfig(&shapes);
     for (int key = 0; key < run.count; key += KEY_BLOCK) {
-        stage_keys(run, key, staged);
-        multiply_tiles(paired, staged, run.dim, run.group, sums);
+        gather_keys(run, key, gathered);
+        multiply_tiles(paired, gathered, run.dim, run.group, sums);
         for (int q = 0; q < run.group; q++)
             for (int k = 0; k < KEY_BLOCK; k++) run.products[q * run.stride + key + k] = sums[k * run.group + q];
     }

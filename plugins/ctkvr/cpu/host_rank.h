@@ -1,10 +1,10 @@
-// Between the stages: which keys are worth attending to, and which enter the centroid's list.
+// Between the two parts of a step: which keys are worth attending to, and which enter the centroid's list.
 //
 // A key's value is the largest softmax weight that a head of the group gives it. Its logarithm, the largest of
 // score - log-sum-exp, ranks alike and does not run out of small numbers. Ties are cut by lowest place.
 #pragma once
 
-#include "host_plan.h"
+#include "host_tasks.h"
 
 namespace kvseek {
 namespace {

@@ -1,8 +1,8 @@
-// First stage of a step: exact scores of the recalled keys, and what their softmax needs.
+// First part of a step: exact scores of the recalled keys, and what their softmax needs.
 #pragma once
 
 #include "host_dot_bfloat16.h"
-#include "host_plan.h"
+#include "host_tasks.h"
 
 namespace kvseek {
 namespace {

@@ -85,7 +85,7 @@ void run_step(const HostStep& a, int level) {
         for (int64_t head = 0; head < a.kv_heads; head++) all &= a.recalled_count[request * a.kv_heads + head] > 0;
         if (!all) clear(a, request, request + 1);
     }
-    if (plan(job, task_memory, work_memory)) {
+    if (divide(job, task_memory, work_memory)) {
         void (*const body)(void*) = a.dtype == BFLOAT16  ? work<Bfloat16>
                                     : a.dtype == FLOAT16 ? work<Half>
                                                          : work<float>;

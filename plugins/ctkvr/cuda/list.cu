@@ -30,9 +30,9 @@ extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::LIST_THREADS)
         const Entry entry = at < count ? candidates[at] : 0;
         const bool listed = at < count && entry >= bound;
         const int up_to_lane = sum_up_to_lane(listed);
-        int place = 0;
-        if (threadIdx.x % WARP == WARP - 1 && up_to_lane) place = atomicAdd(&shared.kept, up_to_lane);
-        place = __shfl_sync(EVERYONE, place, WARP - 1) + up_to_lane - listed;
-        if (listed) list[place] = place_of(entry);
+        int next = 0;
+        if (threadIdx.x % WARP == WARP - 1 && up_to_lane) next = atomicAdd(&shared.kept, up_to_lane);
+        next = __shfl_sync(EVERYONE, next, WARP - 1) + up_to_lane - listed;
+        if (listed) list[next] = place_of(entry);
     }
 }

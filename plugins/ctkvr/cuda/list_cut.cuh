@@ -123,10 +123,10 @@ __device__ __noinline__ int keep_entries(const Entry* entries, int count, Entry 
         const bool wanted = at < count && own >= bound;
         __syncthreads();  // everyone has read this round's entries
         const int up_to_lane = sum_up_to_lane(wanted);
-        int place = 0;
-        if (threadIdx.x % WARP == WARP - 1 && up_to_lane) place = atomicAdd(&shared.kept, up_to_lane);
-        place = __shfl_sync(EVERYONE, place, WARP - 1) + up_to_lane - wanted;
-        if (wanted) kept[place] = own;
+        int next = 0;
+        if (threadIdx.x % WARP == WARP - 1 && up_to_lane) next = atomicAdd(&shared.kept, up_to_lane);
+        next = __shfl_sync(EVERYONE, next, WARP - 1) + up_to_lane - wanted;
+        if (wanted) kept[next] = own;
     }
     __syncthreads();
     return shared.kept;

@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::decode::MERGE_THREAD
     if (task.request.dense) return;
     merge_outputs(a, task);
     if (!a.host_best || task.request.length <= a.top_k) return;
-    const RingPlace ring(a, task);
+    const RingEntry ring(a, task);
     const int* best = a.host_best + static_cast<long long>(task.number) * a.width;
     for (int i = threadIdx.x; i < a.width; i += MERGE_THREADS) ring.list[i] = __ldcv(best + i);
     __syncthreads();

@@ -51,14 +51,14 @@ extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::decode::PROBE_THREAD
     allow_later_kernels();
     for (int item = warp; item < PROBE_ITEMS; item += PROBE_WARPS) {
         if (item != warp) tile.load(a, task, item, valid);
-        const int head = item % GROUP, place = item / GROUP * TILE + line_of_lane();
+        const int head = item % GROUP, line = item / GROUP * TILE + line_of_lane();
         const Number* query = task.queries(a.queries) + head * DIM;
         const float norm = Difference(query, means + head * DIM).positive_norm();
         float products[2];
         tile.rows.multiply_one(query, products);
         if (part_of_lane() == 0) {
-            cosines[head][place] = (products[0] - tile.offsets[0]) / norm;
-            cosines[head][place + 8] = (products[1] - tile.offsets[1]) / norm;
+            cosines[head][line] = (products[0] - tile.offsets[0]) / norm;
+            cosines[head][line + 8] = (products[1] - tile.offsets[1]) / norm;
         }
     }
     __syncthreads();

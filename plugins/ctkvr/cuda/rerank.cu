@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::decode::RERANK_THREA
     const RankedKeys keys{values};
     const int* recalled = a.recalled + list;
     if (updates) {
-        const RingPlace ring(a, task);
+        const RingEntry ring(a, task);
         take_best(keys, count, a.width, recalled, ring.list, memory);  // has barriers
         ring.write_centroids(task.queries(a.queries));
     } else {

@@ -9,7 +9,7 @@ namespace ctkvr {
 namespace decode {
 
 // Where a KV head's next centroid goes.
-struct RingPlace {
+struct RingEntry {
     int* written;      // of the slot and KV head
     int before;        // centroids that it has received until now
     int* list;         // [width]
@@ -20,15 +20,15 @@ struct RingPlace {
 
     // `a`: StepArguments or MergeArguments.
     template <class Arguments>
-    __device__ __forceinline__ RingPlace(const Arguments& a, const Task& task) {
+    __device__ __forceinline__ RingEntry(const Arguments& a, const Task& task) {
         const long long row = task.list(a.kv_heads);
         written = a.written + row;
         before = *written;
         ring = a.ring;
-        const int place = before % ring;
-        list = a.lists + (row * ring + place) * a.width;
-        offset = a.offsets + row * GROUP * ring + place;
-        centroid = a.centroids + (row * GROUP * ring + place) * DIM;
+        const int oldest = before % ring;
+        list = a.lists + (row * ring + oldest) * a.width;
+        offset = a.offsets + row * GROUP * ring + oldest;
+        centroid = a.centroids + (row * GROUP * ring + oldest) * DIM;
         means = task.means(a.means, a.kv_heads);
     }
 

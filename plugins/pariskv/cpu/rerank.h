@@ -16,7 +16,7 @@ constexpr int STEP = 1;
 #endif
 
 // Where `decode` puts a coordinate of a vector of padded_dim coordinates.
-inline int place_of(int coordinate, int padded_dim) {
+inline int index_of(int coordinate, int padded_dim) {
     if (STEP == 1 || padded_dim % STEP != 0) return coordinate;
     const int inside = coordinate % STEP;
     return coordinate - inside + inside % 2 * (STEP / 2) + inside / 2;
@@ -63,7 +63,7 @@ inline void decode_step(const uint8_t* codes, const uint16_t* weights, const Lev
 inline void decode_step(const uint8_t*, const uint16_t*, const Levels&, float*) {}  // STEP = 1: never called
 #endif
 
-// A key's estimate from its row of codes and weights: float [padded_dim], coordinates at place_of().
+// A key's estimate from its row of codes and weights: float [padded_dim], coordinates at index_of().
 inline void decode(const uint8_t* codes, const uint16_t* weights, int padded_dim, const Levels& levels, float* key) {
     if (STEP > 1 && padded_dim % STEP == 0) {
         for (int d = 0; d < padded_dim; d += STEP) decode_step(codes + d / 2, weights + d / BLOCK, levels, key + d);

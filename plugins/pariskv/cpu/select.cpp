@@ -44,7 +44,7 @@ struct Task {
     int64_t request, head, length, candidate_count, stride;
     const int32_t* extents;
     float* lanes;        // [lanes, padded_dim] rotated queries
-    float* shuffled;     // the same with coordinates at place_of()
+    float* shuffled;     // the same with coordinates at index_of()
     uint8_t* ballots;    // votes of centroids (votes.h)
     int32_t* histogram;  // [SCORES]
     uint8_t* votes;      // [length]
@@ -110,7 +110,7 @@ void prepare(const Job& job, const Task& task) {
     for (int lane = 0; lane < job.lanes; lane++) {
         float* query = task.lanes + lane * size;
         rotate(query, job.a.signs, size);
-        for (int d = 0; d < size; d++) task.shuffled[lane * size + place_of(d, size)] = query[d];
+        for (int d = 0; d < size; d++) task.shuffled[lane * size + index_of(d, size)] = query[d];
     }
     std::memset(task.histogram, 0, sizeof(int32_t) * SCORES);
 }

@@ -74,14 +74,14 @@ Cut find_cut(uint32_t* ranks, int64_t count, int64_t wanted) {
     return {prefix, wanted};
 }
 
-// positions[i] of the `wanted` largest values[i], ties cut by lowest i, in order of i. `ranks` [count] is scratch.
-void take_largest(const float* values, const int32_t* positions, int64_t count, int64_t wanted, uint32_t* ranks,
+// places[i] of the `wanted` largest values[i], ties cut by lowest i, in order of i. `ranks` [count] is scratch.
+void take_largest(const float* values, const int32_t* places, int64_t count, int64_t wanted, uint32_t* ranks,
                   int32_t* rows) {
     for (int64_t i = 0; i < count; i++) ranks[i] = rank_of(values[i]);
     Cut cut = find_cut(ranks, count, wanted);
     for (int64_t i = 0; i < count; i++) {
         const uint32_t rank = rank_of(values[i]);
-        if (rank > cut.rank || (rank == cut.rank && cut.ties-- > 0)) *rows++ = positions[i];
+        if (rank > cut.rank || (rank == cut.rank && cut.ties-- > 0)) *rows++ = places[i];
     }
 }
 

@@ -100,9 +100,9 @@ inline uint64_t lowest_bits(uint64_t bits, int64_t count) {
     return kept;
 }
 
-// Positions of the `wanted` <= n keys with the most votes, ties cut by lowest position; ascending. `votes` is readable
+// Places of the `wanted` <= n keys with the most votes, ties cut by lowest place; ascending. `votes` is readable
 // up to the next multiple of 64.
-void collect_candidates(const uint8_t* votes, int64_t n, const int32_t* histogram, int64_t wanted, int32_t* positions) {
+void collect_candidates(const uint8_t* votes, int64_t n, const int32_t* histogram, int64_t wanted, int32_t* places) {
     int cutoff = SCORES - 1;
     int64_t above = 0;
     for (; above + histogram[cutoff] < wanted; cutoff--) above += histogram[cutoff];
@@ -115,7 +115,7 @@ void collect_candidates(const uint8_t* votes, int64_t n, const int32_t* histogra
         const int64_t tied_count = __builtin_popcountll(tied);
         uint64_t taken = tied_count <= ties ? reached : over | lowest_bits(tied, ties);
         ties -= tied_count <= ties ? tied_count : ties;
-        for (; taken != 0; taken &= taken - 1) *positions++ = static_cast<int32_t>(first + __builtin_ctzll(taken));
+        for (; taken != 0; taken &= taken - 1) *places++ = static_cast<int32_t>(first + __builtin_ctzll(taken));
     }
 }
 

@@ -1,7 +1,7 @@
 // Which keys of a chunk are candidates, and where in the list they go (paper, section 4.2).
 //
 // The blocks of the rerank share a task's extents as those of the scan do, so what the scan counted per chunk tells
-// each block where its candidates go: the list ascends by position without a sort.
+// each block where its candidates go: the list ascends by place without a sort.
 #pragma once
 
 #include "select.cuh"
@@ -12,7 +12,7 @@ namespace pariskv {
 constexpr int UNIT_KEYS = 16 * WARP;              // keys whose votes a warp reads at a time
 constexpr int UNITS = EXTENT_TOKENS / UNIT_KEYS;  // of an extent
 
-// Candidates that lie before a place in the list: keys above the threshold, and keys that just reach it.
+// Candidates that lie before an entry of the list: keys above the threshold, and keys that just reach it.
 struct Counts {
     int above, ties;
 };
@@ -50,18 +50,18 @@ struct Verdict {
     }
 };
 
-// Which keys of a chunk are candidates, and their places in the list.
+// Which keys of a chunk are candidates, and their entries in the list.
 struct Collector {
     const SelectArguments& a;
     const Task& task;
     int threshold, ties_wanted, first_unit;
 
-    __device__ __forceinline__ int position(int unit) const {
+    __device__ __forceinline__ int place(int unit) const {
         return (first_unit + unit) * UNIT_KEYS + threadIdx.x % WARP * 16;
     }
 
     __device__ __forceinline__ Verdict judge(int unit) const {
-        const int first = position(unit);
+        const int first = place(unit);
         const uint4 votes = *reinterpret_cast<const uint4*>(a.scores + task.row(a, first));
         const unsigned words[4] = {votes.x, votes.y, votes.z, votes.w};
         Verdict verdict;
@@ -94,7 +94,7 @@ struct Collector {
         return sum_of_warp(Counts{above, ties});
     }
 
-    // Write the positions of candidates among the warp's units, which begin at `before`.
+    // Write the places of candidates among the warp's units, which begin at `before`.
     __device__ __forceinline__ void write(int first, int last, Counts before) const {
         const int lane = threadIdx.x % WARP;
         for (int unit = first; unit < last; unit++) {
@@ -106,8 +106,7 @@ struct Collector {
                 const int key = __ffs(left) - 1;
                 const bool is_better = better >> key & 1;
                 if (is_better || ties < ties_wanted)
-                    a.candidates[static_cast<size_t>(task.row(a, above + min(ties, ties_wanted)))] =
-                        position(unit) + key;
+                    a.candidates[static_cast<size_t>(task.row(a, above + min(ties, ties_wanted)))] = place(unit) + key;
                 above += is_better, ties += !is_better;
             }
             const int all = __shfl_sync(EVERYONE, sum, WARP - 1);

@@ -18,7 +18,7 @@ struct EncodeArguments {
     long long head_stride;    // of keys, in numbers
     long long token_stride;
     int kv_heads, tokens;
-    int first;  // retrieval position of the first key
+    int first;  // place of the first key
     int alpha;  // divide weights by the cosine between direction and code
 };
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ float block_sum(const float (&x)[EACH]) {
 }
 
 __device__ __forceinline__ void encode_key(const EncodeArguments& a, int head, int token) {
-    const int lane = threadIdx.x % WARP, place = lane % BLOCK_THREADS;
+    const int lane = threadIdx.x % WARP, member = lane % BLOCK_THREADS;
     float x[EACH], squares[EACH], products[EACH];
     load_vector(a.keys + head * a.head_stride + token * a.token_stride, x);
     rotate(x, a.signs);
@@ -59,7 +59,7 @@ __device__ __forceinline__ void encode_key(const EncodeArguments& a, int head, i
 #pragma unroll
         for (int t = 0; t < LEVELS - 1; t++) level += magnitude > a.thresholds[t];
         products[i] = __fmul_rn(a.levels[level], magnitude);
-        id |= negative << (place * EACH + i);
+        id |= negative << (member * EACH + i);
         code |= (level | negative << 3) << (4 * i);
     }
     const float cosine = block_sum(products);
@@ -72,7 +72,7 @@ __device__ __forceinline__ void encode_key(const EncodeArguments& a, int head, i
     if constexpr (EACH == 2) *codes = static_cast<unsigned char>(code);
     if constexpr (EACH == 4) *reinterpret_cast<unsigned short*>(codes) = static_cast<unsigned short>(code);
     if constexpr (EACH == 8) *reinterpret_cast<unsigned*>(codes) = code;
-    if (place == 0) {
+    if (member == 0) {
         const long long block = row * BLOCKS + lane / BLOCK_THREADS;
         a.ids[block] = static_cast<unsigned char>(id);
         a.weights[block] = __float2half_rn(fminf(weight, LARGEST_HALF));

@@ -27,7 +27,7 @@ constexpr int TEAM = 4;            // threads that rank one entry
 template <int N>
 struct List {
     unsigned keys[N];
-    int places[N];
+    int indexes[N];
 };
 
 struct TopMemory {
@@ -151,7 +151,7 @@ __device__ __forceinline__ void find_bin(TopMemory& memory, int wanted) {
     __syncthreads();
 }
 
-// Reserve `count` places of a list for this thread and return the first; the order of the threads is arbitrary.
+// Reserve `count` entries of a list for this thread and return the first; the order of the threads is arbitrary.
 __device__ __forceinline__ int reserve(int* size, int count) {
     const int lane = threadIdx.x % WARP, sum = sum_up_to_here(count, lane);
     int start = 0;
@@ -202,14 +202,14 @@ __device__ __forceinline__ bool take_largest(TopMemory& memory, int count, int w
         const int bin = k * TOP_THREADS + threadIdx.x < count ? static_cast<int>(held.keys[k] >> BIN_SHIFT) : -2;
         in += bin > border, at_border += bin == border;
     }
-    const int places = reserve(&memory.appended, in + (at_border << 16));  // two lists, two halves of a word
-    int place = places & 0xffff, border_place = places >> 16;
+    const int firsts = reserve(&memory.appended, in + (at_border << 16));  // two lists, two halves of a word
+    int next = firsts & 0xffff, border_next = firsts >> 16;
 #pragma unroll
     for (int k = 0; k < KEYS_EACH; k++) {
         const int i = k * TOP_THREADS + threadIdx.x;
         const int bin = i < count ? static_cast<int>(held.keys[k] >> BIN_SHIFT) : -2;
-        if (bin > border) memory.taken.keys[place] = held.keys[k], memory.taken.places[place++] = i;
-        if (bin == border) memory.border.keys[border_place] = held.keys[k], memory.border.places[border_place++] = i;
+        if (bin > border) memory.taken.keys[next] = held.keys[k], memory.taken.indexes[next++] = i;
+        if (bin == border) memory.border.keys[border_next] = held.keys[k], memory.border.indexes[border_next++] = i;
     }
     __syncthreads();
     const int sure = memory.appended & 0xffff;
@@ -217,18 +217,18 @@ __device__ __forceinline__ bool take_largest(TopMemory& memory, int count, int w
         memory.appended >> 16,
         [&](int other, int entry) {
             const unsigned theirs = memory.border.keys[other], ours = memory.border.keys[entry];
-            return theirs > ours || (theirs == ours && memory.border.places[other] < memory.border.places[entry]);
+            return theirs > ours || (theirs == ours && memory.border.indexes[other] < memory.border.indexes[entry]);
         },
         [&](int entry, int better) {
             if (better >= left) return;
             memory.taken.keys[sure + better] = memory.border.keys[entry];
-            memory.taken.places[sure + better] = memory.border.places[entry];
+            memory.taken.indexes[sure + better] = memory.border.indexes[entry];
         });
     __syncthreads();
     rank_all(
         min(count, wanted),
-        [&](int other, int entry) { return memory.taken.places[other] < memory.taken.places[entry]; },
-        [&](int entry, int rank) { emit(rank, memory.taken.places[entry], memory.taken.keys[entry]); });
+        [&](int other, int entry) { return memory.taken.indexes[other] < memory.taken.indexes[entry]; },
+        [&](int entry, int rank) { emit(rank, memory.taken.indexes[entry], memory.taken.keys[entry]); });
     __syncthreads();
     return true;
 }

@@ -3,7 +3,7 @@
 //
 // The estimates of 16 candidates and all lanes are one small matrix product, done by the tensor cores. Their operands
 // are float16: a code times its weight is rounded once, and a query is split into a rounded part and the rest, in
-// neighbouring columns, so it keeps 22 bits. Which coordinate stands in which place of the product is free as long as
+// neighbouring columns, so it keeps 22 bits. Which coordinate stands in which column of the product is free as long as
 // both operands agree: thread t of a quad takes the t-th quarter of a key, as it lies in memory.
 #include "collect.cuh"
 
@@ -113,14 +113,14 @@ __device__ __forceinline__ void estimate(const SelectArguments& a, const Task& t
     const int lane = threadIdx.x % WARP, quarter = lane % 4, line = lane / 4;
     const unsigned own_pairs = static_cast<unsigned>(__cvta_generic_to_shared(&pairs[0][lane]));
     const float scale = a.scaling * LOG2_E;
-    unsigned row;      // of the tile's first candidate: tiles lie inside one extent
-    int positions[2];  // rows of the product: line and line + 8
+    unsigned row;   // of the tile's first candidate: tiles lie inside one extent
+    int places[2];  // rows of the product: line and line + 8
     auto look_up = [&](int tile) {
         row = task.row(a, tile);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {  // places outside of first .. last - 1 repeat a candidate, for nothing
-            const int place = max(first, min(tile + line + 8 * i, last - 1)) - tile;
-            positions[i] = a.candidates[static_cast<size_t>(row + place)];
+        for (int i = 0; i < 2; i++) {  // entries outside of first .. last - 1 repeat a candidate, for nothing
+            const int entry = max(first, min(tile + line + 8 * i, last - 1)) - tile;
+            places[i] = a.candidates[static_cast<size_t>(row + entry)];
         }
     };
     int tile = first / TILE * TILE + threadIdx.x / WARP * TILE;
@@ -128,7 +128,7 @@ __device__ __forceinline__ void estimate(const SelectArguments& a, const Task& t
     for (; tile < last; tile += RERANK_WARPS * TILE) {
         Quarter keys[2];
 #pragma unroll
-        for (int i = 0; i < 2; i++) keys[i].load(a, task.row(a, positions[i]), quarter);
+        for (int i = 0; i < 2; i++) keys[i].load(a, task.row(a, places[i]), quarter);
         float* estimates = a.estimates + static_cast<size_t>(row + line) * LANES + quarter;
         if (tile + RERANK_WARPS * TILE < last) look_up(tile + RERANK_WARPS * TILE);
         float sums[COLUMN_TILES][4] = {};

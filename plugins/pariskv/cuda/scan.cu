@@ -21,12 +21,12 @@ constexpr int TABLE_LIMIT = 128 << 10;  // of 227 KiB that a block may have (dev
 constexpr int TABLE_LIMIT = 64 << 10;  // of 99 KiB on the smallest of the other architectures
 #endif
 constexpr int QUADS = BLOCKS / QUAD;
-constexpr int SLOT_BYTES = QUAD * VOTE_BYTES;             // entries of one id for four blocks
+constexpr int ID_BYTES = QUAD * VOTE_BYTES;               // entries of one id for four blocks
 __host__ __device__ constexpr int row_bytes(int bytes) {  // as many copies as fit, at most one in each bank
-    return bytes > SLOT_BYTES && QUADS * CENTROIDS * bytes > TABLE_LIMIT ? row_bytes(bytes / 2) : bytes;
+    return bytes > ID_BYTES && QUADS * CENTROIDS * bytes > TABLE_LIMIT ? row_bytes(bytes / 2) : bytes;
 }
 constexpr int ROW_BYTES = row_bytes(128);
-constexpr int COPIES = ROW_BYTES / SLOT_BYTES;
+constexpr int COPIES = ROW_BYTES / ID_BYTES;
 constexpr bool IN_SHARED = QUADS * CENTROIDS * ROW_BYTES <= TABLE_LIMIT;  // else votes are read where they lie
 static_assert(IN_SHARED || COPIES == 1, "the table in global memory has one copy");
 
@@ -101,7 +101,7 @@ struct Lookup {
         for (int i = 0; i < QUAD; i++) {
             const unsigned block = (i + turn) % QUAD;
             factors[i] = static_cast<unsigned>(ROW_BYTES) << 8 * block;
-            starts[i] = copy * SLOT_BYTES + block * VOTE_BYTES;
+            starts[i] = copy * ID_BYTES + block * VOTE_BYTES;
             asm volatile("" : "+r"(factors[i]), "+r"(starts[i]));  // keep them in registers: the compiler would rather
         }  // compute them again for every key
     }
@@ -125,14 +125,14 @@ struct Lookup {
 
 // Copy the votes of a task into the table. A thread takes whole rows and begins at another copy than its neighbours.
 __device__ __forceinline__ void fill_table(const uint4* votes, unsigned char* table) {
-    constexpr int PARTS = SLOT_BYTES / 16;
+    constexpr int PARTS = ID_BYTES / 16;
     for (int i = threadIdx.x; i < QUADS * CENTROIDS * PARTS; i += SCAN_THREADS) {
         const uint4 part = votes[i];
         const int row = i / PARTS;
 #pragma unroll
         for (int k = 0; k < COPIES; k++) {
             const int copy = (k + row) % COPIES;
-            *reinterpret_cast<uint4*>(table + row * ROW_BYTES + copy * SLOT_BYTES + i % PARTS * 16) = part;
+            *reinterpret_cast<uint4*>(table + row * ROW_BYTES + copy * ID_BYTES + i % PARTS * 16) = part;
         }
     }
 }
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::SCAN_THREADS, 1)
     await_earlier_kernels();
     allow_later_kernels();
     if (task.idle()) return;
-    const unsigned char* votes = a.votes + static_cast<long long>(task.number) * (QUADS * CENTROIDS * SLOT_BYTES);
+    const unsigned char* votes = a.votes + static_cast<long long>(task.number) * (QUADS * CENTROIDS * ID_BYTES);
     if (IN_SHARED && first < last) fill_table(reinterpret_cast<const uint4*>(votes), dynamic_memory);
     __syncthreads();
     const Lookup lookup(IN_SHARED ? dynamic_memory : votes);

@@ -10,7 +10,7 @@ namespace kvseek {
 namespace pariskv {
 
 // Mirrored field by field in device.py. A "task" is a request and a KV head: request * kv_heads + head.
-// Results that grow with the region lie in extents, as the index does: entry i of a task is in the row of position i.
+// Results that grow with the region lie in extents, as the index does: entry i of a task is in the row of place i.
 struct SelectArguments {
     const Number* queries;       // [batch, kv_heads * GROUP, HEAD_DIM]
     const Request* requests;     // [batch]; numbers[0]: keys that earn tiers, ceil(rho n); numbers[1]: candidates
@@ -26,12 +26,12 @@ struct SelectArguments {
     int* totals;                 // [tasks, SCORES] keys with at least so many votes
     int* chunk_totals;           // [tasks, chunks, SCORES] the same, of the keys that one block of the scan saw
     unsigned char* scores;       // [extents, kv_heads, 1024] votes of each key
-    int* candidates;             // [extents, kv_heads, 1024] positions, ascending
+    int* candidates;             // [extents, kv_heads, 1024] places, ascending
     float* estimates;            // [extents, kv_heads, 1024, LANES] of candidates
     unsigned* keys;              // [extents, kv_heads, 1024] of candidates: larger is better
     float2* normalisers;         // [tasks, chunks, LANES] largest exponent, sum of the powers relative to it
     unsigned* best_keys;         // [tasks, top blocks, top_k]
-    int* best_positions;         // [tasks, top blocks, top_k]
+    int* best_places;            // [tasks, top blocks, top_k]
     int* finished;               // [tasks] blocks of the last kernel that are done; 0 between launches
     int* rows;                   // [batch, kv_heads, top_k] result
     int kv_heads, max_extents, top_k;
@@ -56,13 +56,13 @@ struct Task {
     __device__ __forceinline__ int length() const { return request.length; }
     __device__ __forceinline__ int budget() const { return request.numbers[0]; }
     __device__ __forceinline__ int candidates() const { return request.numbers[1]; }
-    // Row of a position, counted in positions: less than 2^32 of them fit a GPU (device.py checks it), and a product
+    // Row of a place, counted in places: less than 2^32 of them fit a GPU (device.py checks it), and a product
     // with the bytes of a row is then one instruction.
     __device__ __forceinline__ unsigned extent(const SelectArguments& a, int number) const {
         return static_cast<unsigned>(table[number]) * a.kv_heads + head;
     }
-    __device__ __forceinline__ unsigned row(const SelectArguments& a, int position) const {
-        return extent(a, position / EXTENT_TOKENS) * EXTENT_TOKENS + position % EXTENT_TOKENS;
+    __device__ __forceinline__ unsigned row(const SelectArguments& a, int place) const {
+        return extent(a, place / EXTENT_TOKENS) * EXTENT_TOKENS + place % EXTENT_TOKENS;
     }
 };
 

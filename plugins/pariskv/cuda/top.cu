@@ -118,12 +118,12 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
     const int each = min(share, top_k);  // of every block; the last one may have fewer
     const long long list = static_cast<long long>(task.number) * a.top_blocks * top_k;
     auto take = [&](int rank, int i, unsigned key) {
-        const int position = a.candidates[static_cast<size_t>(task.row(a, first + i))];
+        const int place = a.candidates[static_cast<size_t>(task.row(a, first + i))];
         if (active == 1) {
-            rows[rank] = position;
+            rows[rank] = place;
         } else {
             a.best_keys[list + blockIdx.x * each + rank] = key;
-            a.best_positions[list + blockIdx.x * each + rank] = position;
+            a.best_places[list + blockIdx.x * each + rank] = place;
         }
     };
     if (share > HELD_KEYS || !take_largest(memory, here, top_k, Held(a, task, memory, first, here), take)) {
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
     if (!memory.last) return;
     __threadfence();
     const int listed = (active - 1) * each + min(count - (active - 1) * share, each);
-    auto take_listed = [&](int rank, int i, unsigned) { rows[rank] = __ldcg(a.best_positions + list + i); };
+    auto take_listed = [&](int rank, int i, unsigned) { rows[rank] = __ldcg(a.best_places + list + i); };
     if (listed > HELD_KEYS || !take_largest(memory, listed, top_k, Held(a.best_keys + list, listed), take_listed))
         take_by_digits(memory, listed, top_k, [&](int i) { return __ldcg(a.best_keys + list + i); }, take_listed);
     if (threadIdx.x == 0) a.finished[task.number] = 0;

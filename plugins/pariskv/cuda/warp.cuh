@@ -1,4 +1,4 @@
-// Sums over the threads of a warp. All of its threads call these; `lane` is the thread's place in the warp.
+// Sums over the threads of a warp. All of its threads call these; `lane` is the thread's number in the warp.
 #pragma once
 
 #include "layout.cuh"

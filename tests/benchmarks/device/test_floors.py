@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.benchmarks.device.configs import config_for
 
-from kvseek.benchmarks import floors
+from kvseek.benchmarks.device import floors
 from kvseek.benchmarks.device.floors import STEP_NODES, Rates, Step, Work, work
 from kvseek.benchmarks.device.memory_rates import host_memory_rate, random_row_offsets
 from kvseek.benchmarks.device.results import borrow_baselines, fetched_hits, peak_tokens_per_second, pooled, with_times

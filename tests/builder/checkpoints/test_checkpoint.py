@@ -204,6 +204,7 @@ def test_smollm2_equals_what_transformers_reads(smollm2_gguf: Path) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.slow
 def test_smollm2_splits_words_as_it_was_trained(smollm2_gguf: Path) -> None:
     tokenizer = open_checkpoint(smollm2_gguf).tokenizer()
     assert tokenizer.tokenize("a  1931") == ["a", "ĠĠ", "1", "9", "3", "1"], "digits are words of their own"

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.conftest import BuildEngine
-from tests.engine.model.test_logits import compare
 from tests.support.random_models import ARCHITECTURES, VOCABULARY, save_random_model
 from tests.support.tensorrt_llm_files import save_tensorrt_llm
 
@@ -86,14 +84,6 @@ def test_equals_the_hugging_face_checkpoint(
         assert torch.equal(found.tensor(tensor), expected.tensor(tensor)), tensor
     assert found.unused(names | {"lm_head.weight"}) == set()
     assert {path.name for path in found.files} >= {"config.json", "tokenizer.json", f"rank{tp * pp - 1}.safetensors"}
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_logits(name: str, models: dict[str, Path], tmp_path: Path, build_engine: BuildEngine) -> None:
-    directory = save_tensorrt_llm(tmp_path / "trt", models[name], tp=4, embedding_axis=0)
-    window = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--prefill_chunk_tokens", "50")
-    engine = build_engine(directory, "full", "--kernels", "reference", *window)
-    compare(models[name], engine, torch.arange(180).mul(7).remainder(100).tolist())
 
 
 def test_half_precision_is_kept(models: dict[str, Path], tmp_path: Path) -> None:

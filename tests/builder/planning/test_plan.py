@@ -24,7 +24,6 @@ from kvseek.builder.sizes import memory_size, readable
 from kvseek.core.errors import CapacityError
 from kvseek.core.request import Request
 from kvseek.core.statistics import RequestStatistics
-from kvseek.engine.cache.cache import Cache
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.schedule.queue import RequestQueue
 from kvseek.engine.schedule.sampling import Sampler

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.builder.tensorrt.plan_files import check_products, check_profile, check_weights, read_files, read_index
+from tests.builder.tensorrt.plan_files import check_weights, read_files, read_index
 from tests.support.random_models import ARCHITECTURES, save_random_model
 
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
@@ -52,16 +52,9 @@ def test_plans(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
     written = {path.relative_to(tmp_path / "plans").as_posix() for path in (tmp_path / "plans").rglob("*.*")}
     assert written == {PLANS_FILE, *files}
     assert progress == [1] * 4
-    check_weights(read_files(tmp_path / "plans"), checkpoint, dtype)
-
-
-def test_what_a_plan_says_of_itself(qwen2: Checkpoint, tmp_path: Path) -> None:
-    """A plan of TensorRT for RTX holds code for its just-in-time compiler as text, which tells what was compiled."""
-    index = write(qwen2, tmp_path / "plans", torch.float32)
     plans = read_files(tmp_path / "plans")
     assert all(b"tf32=0" in plan for plan in plans)
-    check_profile(plans, index)
-    check_products(plans, qwen2.config)
+    check_weights(plans, checkpoint, dtype)
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from tests.support.cache_twins import CPU, DIM, LAYERS, SLOTS, Twins, make_confi
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import CapacityError
 from kvseek.core.streams import SideStream, Ticket
-from kvseek.engine.cache.cache.host_cache import device_cache
 from kvseek.engine.cache.cache import COPIES_IN_FLIGHT, DeviceCache
+from kvseek.engine.cache.cache.host_cache import device_cache
 
 
 class LateTicket(Ticket):

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import BuildEngine
+from tests.conftest import BuildEngine, RandomModel
 from tests.plugins.cases import CASES, method_flags
 from tests.plugins.test_methods import WINDOW
-from tests.support.random_models import save_random_model
 from torch import Tensor
 
 from kvseek.core.request import Request
@@ -27,8 +26,8 @@ NOT_KEPT = ("HostBuffers", "IndexContext", "LayerRows")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+def model(random_model: RandomModel) -> Path:
+    return random_model("qwen3")
 
 
 def request(prompt: list[int], tokens: int = TOKENS) -> Request:

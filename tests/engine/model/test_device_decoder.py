@@ -8,25 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import BuildEngine
+from tests.conftest import BuildEngine, RandomModel
 from tests.support.device_stand_ins import CPU, TorchAttention, TorchLayer, make_decoder
 from tests.support.prefill import run_prefill
-from tests.support.random_models import ARCHITECTURES, save_random_model
+from tests.support.random_models import ARCHITECTURES
 from torch import Tensor
 
 from kvseek.core.config import ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
-from kvseek.engine.cache.activation_memory import decode_bytes, prefill_bytes, work_bytes
-from kvseek.engine.cache.cache import Cache
+from kvseek.engine import graphed_decoder
+from kvseek.engine.cache.cache import DeviceCache
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.load import create_indexes, device_indexes, methods_for_device
-from kvseek.engine.model.torch_model import graphed_decoder
 from kvseek.engine.model.attention import causal_attention, causal_attention_device
-from kvseek.engine.model.torch_model.device_decoder import STAGES
 from kvseek.engine.model.graphs import DecodeStep, StepResult, bucket_of, buckets_for
 from kvseek.engine.model.layer_kernels import LayerKernels
+from kvseek.engine.model.torch_model import graphed_decoder
 from kvseek.engine.schedule.sampling import NO_TOKEN
 from kvseek.plugins.batch import DeviceBatch, RequestState, pack
 from kvseek.plugins.contract import Index
@@ -45,11 +44,11 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> dict[tuple[str, str], Path]:
+def directories(random_model: RandomModel, build_engine: BuildEngine) -> dict[tuple[str, str], Path]:
     """CPU engines by architecture and method; flat keeps few rows, so that selections matter."""
     built = {}
     for architecture in ARCHITECTURES:
-        model = save_random_model(tmp_path_factory.mktemp("model") / architecture, architecture)
+        model = random_model(architecture)
         for method, flags in (("full", ()), ("flat", ("--flat.top_k", "12"))):
             flags = (*WINDOW, *LIMITS, *flags, "--kernels", "reference")
             built[architecture, method] = build_engine(model, method, *flags)
@@ -140,27 +139,6 @@ def test_running_out_of_memory_ends_one_request_with_the_numbers(
     assert "72 are free" in failed.error
     tokens = [output.token_id for output in outputs if output.request_id == short and output.token_id is not None]
     assert [tokens] == reference.generate([Request(tuple(PROMPT[:60]), 12)])
-
-
-@pytest.mark.usefixtures("stand_ins")
-def test_stages_are_marked_in_order_and_hot_rows_forgotten(directories: dict[tuple[str, str], Path]) -> None:
-    decoder = make_decoder(directories["llama", "flat"])
-    run_prefill(decoder, 0, PROMPT, 10)
-    assert [attention.forgotten for attention in decoder.attentions] == [1, 1, 1]  # type: ignore[attr-defined]
-    assert decoder.attentions[0].scratch is decoder.attentions[2].scratch
-    stages: list[str] = []
-    decoder.run_layers(decoder.step(2).batch, stages.append)
-    assert stages == ["begin", *STAGES[1:-1] * 3, "head"]
-
-
-@pytest.mark.usefixtures("stand_ins")
-def test_hot_rows_are_kept_where_rows_lie_on_the_host(directories: dict[tuple[str, str], Path]) -> None:
-    directory = directories["llama", "flat"]
-    kept = [
-        [attention.options["hot_rows"] for attention in make_decoder(directory, offload).attentions]  # type: ignore[attr-defined]
-        for offload in ("always", "never")
-    ]
-    assert kept == [[True] * 3, [False] * 3]
 
 
 def test_a_method_without_device_index_is_refused_by_name(directories: dict[tuple[str, str], Path]) -> None:
@@ -278,27 +256,6 @@ def test_no_token_is_an_error_of_its_request_alone(
     assert ends[bad].finish_reason is FinishReason.ERROR
     assert "logits: the largest is not finite, must be finite" in ends[bad].error
     assert ends[good].finish_reason is FinishReason.LENGTH
-
-
-@pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("call", ["decode", "decode_tokens"])
-def test_an_error_waits_for_the_step_that_runs(
-    directories: dict[tuple[str, str], Path], monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    decoder = make_decoder(directories["llama", "flat"])
-    run_prefill(decoder, 0, PROMPT, 10)
-    waited: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-
-    def interrupted(*arguments: Any) -> None:
-        assert not waited
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(decoder.cache, "end_step", interrupted)
-    decoder.device = torch.device("cuda")  # of what it is to wait for; tensors stay where they are
-    with pytest.raises(KeyboardInterrupt):
-        getattr(decoder, call)([5], [0], *([[True]] if call == "decode_tokens" else []))
-    assert waited == [decoder.device]
 
 
 def test_a_gpu_engine_without_a_gpu_says_so(directories: dict[tuple[str, str], Path]) -> None:

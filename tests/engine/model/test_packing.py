@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import BuildEngine
+from tests.conftest import BuildEngine, RandomModel
 from tests.support.device_stand_ins import TorchAttention, TorchLayer, make_decoder
 from tests.support.prefill import run_prefill
-from tests.support.random_models import ARCHITECTURES, save_random_model
+from tests.support.random_models import ARCHITECTURES
 from torch import Tensor
 
 from kvseek.core.request import FinishReason, Request, StepOutput
@@ -31,10 +31,10 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> dict[str, Path]:
+def directories(random_model: RandomModel, build_engine: BuildEngine) -> dict[str, Path]:
     built = {}
     for architecture in ARCHITECTURES:
-        model = save_random_model(tmp_path_factory.mktemp("model") / architecture, architecture)
+        model = random_model(architecture)
         built[architecture] = build_engine(
             model, "flat", *WINDOW, *LIMITS, "--flat.top_k", "12", "--kernels", "reference"
         )

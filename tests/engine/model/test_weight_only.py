@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,28 +22,11 @@ from torch import Tensor
 from kvseek.builder import build
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, total_size, weight_reader, write_weights
-from kvseek.builder.compile.cuda import WEIGHT_NUMBERS
-from kvseek.core.config import CHOICES
-from kvseek.core.errors import ConfigError, KernelError
+from kvseek.engine import weight_only_kernels
 from kvseek.engine.engine import Engine
-from kvseek.engine.model import weight_only_kernels
 from kvseek.engine.model.graphs import BUCKETS
-from kvseek.engine.model.weight_only import (
-    INPUTS_MULTIPLE,
-    PRECISIONS,
-    QUANTISED,
-    dequantise,
-    is_quantised,
-    quantise,
-)
-from kvseek.engine.model.weight_only_kernels import (
-    ALIGNMENT,
-    MAX_ROWS,
-    SHAPES,
-    Shape,
-    WeightOnlyKernels,
-    choose_shape,
-)
+from kvseek.engine.model.weight_only import INPUTS_MULTIPLE, PRECISIONS, QUANTISED, dequantise, is_quantised, quantise
+from kvseek.engine.model.weight_only_kernels import MAX_ROWS, SHAPES, Shape
 from kvseek.engine.model.weights import load_weights
 
 CPU = torch.device("cpu")
@@ -269,23 +250,6 @@ def test_inspection_shows_the_precision(
         assert ["weight_only_precision", precision] in lines
 
 
-def test_an_unknown_precision_is_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        run(tmp_path, tmp_path / "engine", "--weight_only_precision", "int4")
-    assert "argument --weight_only_precision: invalid choice: 'int4' (choose from" in capsys.readouterr().err
-
-
-def test_quantise_refuses_what_is_not_finite() -> None:
-    weight = torch.ones(3, 4)
-    weight[2, 1] = float("nan")
-    with pytest.raises(ConfigError, match="row 2 holds infinity or NaN"):
-        quantise(weight, "int8")
-
-
-def test_the_precisions_are_listed_alike() -> None:
-    assert tuple(WEIGHT_NUMBERS) == CHOICES["weight_only_precision"] == ("none", *PRECISIONS)
-
-
 def test_shapes_are_those_of_the_source() -> None:
     source = Path(weight_only_kernels.__file__).with_name("weight_only.cu").read_text(encoding="utf-8")
     compiled = re.findall(r"^KVSEEK_WEIGHT_ONLY_LINEAR\((\d+), (\d+), (\d+)\)", source, re.MULTILINE)
@@ -299,23 +263,6 @@ def test_shapes_are_those_of_the_source() -> None:
 def test_decode_steps_never_dequantise() -> None:
     """Their graphs would hold a matrix of the engine's dtype, which no memory plan counts."""
     assert BUCKETS[-1] <= MAX_ROWS
-
-
-@pytest.mark.parametrize(("rows", "outputs", "blocks"), [(1, 33, 3), (8, 41 * 132, 339), (64, 100, 4), (17, 64, 2)])
-def test_a_launch_covers_all_channels(rows: int, outputs: int, blocks: int) -> None:
-    launches: list[Any] = []
-    cubin: Any = SimpleNamespace(device=CPU, multiprocessors=132, launch=lambda *given, **named: launches.append(given))
-    kernels = WeightOnlyKernels(cubin, "int8", torch.bfloat16)
-    x, weight = torch.zeros(rows, 48, dtype=torch.bfloat16), torch.zeros(outputs, 48, dtype=torch.int8)
-    assert kernels.linear(x, weight, torch.ones(outputs), None).shape == (rows, outputs)
-    name, grid, threads, arguments, shared_bytes = launches.pop()
-    shape = choose_shape(rows, outputs / 132)
-    assert (name, grid, threads, shared_bytes) == (shape.name, (blocks, 1, 1), 32 * shape.warps, shape.shared_bytes)
-    assert (arguments.rows, arguments.outputs, arguments.inputs) == (rows, outputs, 48)
-    odd = torch.zeros(rows * 48 + 4, dtype=torch.bfloat16)[4:].view(rows, 48)
-    with pytest.raises(KernelError, match=f"^x: address .*: must be a multiple of {ALIGNMENT}; copy the tensor"):
-        kernels.linear(odd, weight, torch.ones(outputs), None)
-    assert not launches
 
 
 @pytest.mark.parametrize(("batch", "told"), [("32", False), ("33", True)])

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import BuildEngine
+from tests.conftest import BuildEngine, RandomModel
 from tests.engine.tensorrt.numpy_plans import FORMS, is_context, make_tensorrt_decoder, plans_of
 from tests.support.device_stand_ins import TorchAttention, TorchLayer, make_decoder
 from tests.support.prefill import run_prefill
-from tests.support.random_models import ARCHITECTURES, save_random_model
+from tests.support.random_models import ARCHITECTURES
 from torch import Tensor
 
 from kvseek.core.config import EngineConfig, TensorRtConfig
@@ -19,8 +19,8 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import KernelError
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine import graphed_decoder
-from kvseek.engine.engine import Engine
 from kvseek.engine.cache.activation_memory import decode_bytes, prefill_bytes
+from kvseek.engine.engine import Engine
 
 api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
 
@@ -38,11 +38,11 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> dict[tuple[str, str], Made]:
+def made(random_model: RandomModel, build_engine: BuildEngine) -> dict[tuple[str, str], Made]:
     """Engines by architecture and method; flat keeps few rows, so that selections matter."""
     engines = {}
     for architecture in ARCHITECTURES:
-        model = save_random_model(tmp_path_factory.mktemp("model") / architecture, architecture)
+        model = random_model(architecture)
         for method, flags in (("full", ()), ("flat", ("--flat.top_k", "12"))):
             flags = (*WINDOW, *LIMITS, *flags, "--kernels", "reference")
             engines[architecture, method] = model, build_engine(model, method, *flags)

@@ -168,8 +168,8 @@ def test_an_index_that_the_builder_wrote(tmp_path: Path) -> None:
     """Three requests, so a bucket of four: what `kvseek build` writes is read, and is of the installed TensorRT."""
     api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
     from kvseek.builder.checkpoints.open import open_checkpoint
-    from kvseek.builder.tensorrt.plans import write_plans
     from kvseek.builder.checkpoints.weights import weight_reader
+    from kvseek.builder.tensorrt.plans import write_plans
 
     checkpoint = open_checkpoint(save_random_model(tmp_path / "model", "qwen3"))
     config = dataclasses.replace(make_config("segments"), model=checkpoint.config)

@@ -91,17 +91,6 @@ def test_dense_logits_are_those_of_the_cpu(
     assert attended == [pytest.approx(share) for share in expected_attended]
 
 
-@pytest.mark.parametrize("offload", ["always", "never"])
-def test_selecting_everything_is_dense(offload: str, models: dict[str, Path], on_gpu: BuildEngine) -> None:
-    flags = (*WINDOW, *LIMITS, "--cache.offload", offload)
-    full, _ = run_all(Engine.load(on_gpu(models["llama"], "full", *flags))._decoder)
-    found, attended = run_all(
-        Engine.load(on_gpu(models["llama"], "pariskv", *flags, "--pariskv.top_k", "300"))._decoder
-    )
-    assert (found - full).abs().max() <= MAX_DIFFERENCE
-    assert max(attended[-1]) == len(PROMPT) + STEPS
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_and_hot_rows_change_nothing(dtype: str, models: dict[str, Path], on_gpu: BuildEngine) -> None:
     flags = (*WINDOW, *LIMITS, "--pariskv.top_k", "20", "--dtype", dtype, "--cache.offload", "always")
@@ -113,20 +102,6 @@ def test_graphs_and_hot_rows_change_nothing(dtype: str, models: dict[str, Path],
         found, found_attended = run_all(eager(engine, **options))
         assert (found - expected).abs().max() <= tolerance
         assert found_attended == attended
-
-
-def test_most_logits_of_selected_rows_are_those_of_the_cpu(
-    models: dict[str, Path], build_engine: BuildEngine, on_gpu: BuildEngine
-) -> None:
-    flags = (*WINDOW, *LIMITS, "--pariskv.top_k", "40")
-    expected, expected_attended = run_all(
-        Engine.load(build_engine(models["llama"], "pariskv", *flags, *ON_CPU))._decoder
-    )
-    found, attended = run_all(Engine.load(on_gpu(models["llama"], "pariskv", *flags))._decoder)
-    assert attended == [pytest.approx(share) for share in expected_attended]
-    # Estimates round differently, so that the last rows of a selection may differ; most logits do not notice.
-    differences = (found - expected).abs().max(dim=1).values
-    assert differences.median() <= MAX_DIFFERENCE
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -153,13 +128,6 @@ def run(engine: Engine) -> list[StepOutput]:
     return outputs
 
 
-def test_tokens_do_not_depend_on_company(engine: Engine) -> None:
-    requests = [Request(tuple(PROMPT[i * 9 :]), 30 + i) for i in range(7)]
-    alone = [engine.generate([request])[0] for request in requests]
-    assert engine.generate(requests) == alone
-    assert engine._cache.extents.free == engine._cache.extents.capacity
-
-
 def test_greedy_tokens_are_those_of_the_logits(engine: Engine) -> None:
     decoder = engine._decoder
     for slot, prompt in SLOTS.items():
@@ -180,19 +148,6 @@ def test_greedy_tokens_are_those_of_the_logits(engine: Engine) -> None:
 def test_a_seed_repeats(engine: Engine) -> None:
     request = Request(tuple(PROMPT), 20, SamplingParams(temperature=1.0, top_p=0.9, seed=4))
     assert engine.generate([request]) == engine.generate([request])
-
-
-def test_cancelling_during_prefill_and_decoding_leaves_others_alone(engine: Engine) -> None:
-    (expected,) = engine.generate([Request(tuple(PROMPT), 60)])
-    for steps in (2, 40, 55):
-        kept, dropped = engine.submit(Request(tuple(PROMPT), 60)), engine.submit(Request(tuple(PROMPT[3:]), 70))
-        outputs = [output for _ in range(steps) for output in engine.step()]
-        engine.cancel(dropped)
-        late = engine.submit(Request(tuple(PROMPT[50:]), 5))  # takes the slot and the extents that were given back
-        outputs += run(engine)
-        assert [o.token_id for o in outputs if o.request_id == kept and o.token_id is not None] == expected
-        assert any(o.request_id == late and o.finish_reason is FinishReason.LENGTH for o in outputs)
-    assert engine._cache.extents.free == engine._cache.extents.capacity
 
 
 def test_running_out_of_memory_ends_one_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from kvseek.builder import build
 from kvseek.builder.calibration.report import Calibration
 from kvseek.core.errors import KernelError
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.torch_model.device_decoder import DeviceDecoder
 from kvseek.engine.model.linear import WeightOnlyLinear
+from kvseek.engine.model.torch_model.device_decoder import DeviceDecoder
 from kvseek.engine.model.weight_only import PRECISIONS, dequantise, quantise
 from kvseek.engine.model.weight_only_kernels import (
     ALIGNMENT,

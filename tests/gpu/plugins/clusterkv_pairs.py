@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,9 +11,10 @@ from torch import Tensor
 from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.clusterkv.config import Config
-from kvseek.plugins.clusterkv.device import CudaIndex, cuda_defines
+from kvseek.plugins.clusterkv.device import CudaIndex
+from kvseek.plugins.clusterkv.method import traits
 from kvseek.plugins.clusterkv.reference import ReferenceIndex
 from kvseek.plugins.contract import IndexContext, LayerRows
 
@@ -22,8 +24,8 @@ LAYER = 4
 
 def load_kernels(dtype: str, dim: int, group: int, config: Config) -> CudaKernels:
     major, minor = torch.cuda.get_device_capability()
-    defines = tuple(sorted(cuda_defines(config, dim, group).items()))
-    return CudaKernels(cached_cubin(Specialisation(dtype, dim, group, "clusterkv", defines), 10 * major + minor))
+    macros = tuple(sorted(traits(config).cuda_macros(dim, group).items()))
+    return CudaKernels(cached_cubin(Specialisation(dtype, dim, group, "clusterkv", macros), 10 * major + minor))
 
 
 def make_context(
@@ -53,7 +55,6 @@ def make_context(
         lengths=list(lengths),
         dtype=getattr(torch, dtype),
         device=torch.device(device),
-        library=None,
         cuda=load_kernels(dtype, dim, group, config) if device == "cuda" else None,
     )
 
@@ -83,12 +84,35 @@ def poison(index: CudaIndex | ReferenceIndex) -> None:
         index.workspace.statistics.fill_(float("nan"))
 
 
+def with_rows(context: IndexContext, on_host: bool) -> IndexContext:
+    """The context with a pool of random rows; NaN where no token is."""
+    shape = (context.extents.capacity, KV_HEADS, 1024, 2, context.head_dim)
+    pool, generator = torch.full(shape, float("nan"), dtype=context.dtype, pin_memory=on_host), torch.Generator()
+    for slot, length in enumerate(context.lengths):
+        rows = torch.randn(KV_HEADS, length, 2, context.head_dim, generator=generator)
+        context.extents.write(pool, slot, 0, rows.to(context.dtype))
+    pool = pool if on_host else pool.cuda()
+    return replace(context, rows=LayerRows(pool, pool.data_ptr(), pool.stride(0)))
+
+
+def build(index: CudaIndex, slot: int, keys: Tensor) -> None:
+    """Give a slot its prompt's keys, on the GPU, and wait for its clusters."""
+    built = index.build(slot, keys, keys)
+    assert built.order is None
+    if built.ticket is not None:
+        built.ticket.wait()
+
+
 def make_pair(
-    config: Config, dtype: str, dim: int, group: int, lengths: Sequence[int]
+    config: Config, dtype: str, dim: int, group: int, lengths: Sequence[int], on_host: bool | None = None
 ) -> tuple[ReferenceIndex, CudaIndex]:
-    """The same clusters, found by the reference, in it on the CPU and in the index on the GPU; all else is poisoned."""
+    """The same clusters, found by the reference, in it on the CPU and in the index on the GPU; all else is poisoned.
+
+    `on_host` says where the latter's rows lie; None: it has none, which a selection does not notice.
+    """
     expected = ReferenceIndex(make_context(config, dtype, dim, group, lengths, "cpu"))
-    found = CudaIndex(make_context(config, dtype, dim, group, lengths, "cuda"))
+    context = make_context(config, dtype, dim, group, lengths, "cuda")
+    found = CudaIndex(context if on_host is None else with_rows(context, on_host))
     poison(expected)
     poison(found)
     for slot, length in enumerate(lengths):
@@ -98,23 +122,10 @@ def make_pair(
     return expected, found
 
 
-def bind(index: CudaIndex, on_host: bool) -> Tensor:
-    """A pool of random rows for the index; NaN where no token is."""
-    context = index.context
-    shape = (context.extents.capacity, KV_HEADS, 1024, 2, context.head_dim)
-    pool = torch.full(shape, float("nan"), dtype=context.dtype, pin_memory=on_host)
-    for slot, length in enumerate(context.lengths):
-        context.extents.write(pool, slot, 0, torch.randn(KV_HEADS, length, 2, context.head_dim).to(context.dtype))
-    index.bind(LayerRows(pool if on_host else pool.cuda(), pool.data_ptr(), pool.stride(0)))
-    return pool
-
-
-def batch_of(
-    index: CudaIndex, positions: Sequence[int], slots: Sequence[int], dense: Sequence[int] = ()
-) -> DeviceBatch:
+def batch_of(index: CudaIndex, positions: Sequence[int], slots: Sequence[int], dense: Sequence[int] = ()) -> Batch:
     lengths = index.context.lengths
     states = [
-        RequestState(0, slot, position, 0, 0, 0, 0, lengths[slot], slot in dense)
+        RequestState(slot=slot, position=position, length=lengths[slot], dense=slot in dense)
         for slot, position in zip(slots, positions, strict=True)
     ]
-    return DeviceBatch(pack(states).cuda(), index.context.extents.device_table)
+    return Batch.of(states, index.context.extents.device_table)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from tests.gpu.plugins.attention.random_cache import RandomCache
+from tests.plugins.index_cases import select_rows
 from torch import Tensor
 
 from kvseek.builder.compile.cuda import Specialisation, cached_cubin
@@ -53,9 +54,9 @@ def make_index(
         device=CUDA,
         library=library,
         cuda=kernels,
+        rows=LayerRows(cache.rows, cache.rows.data_ptr(), cache.pool.stride(0)),
     )
     index = CudaIndex(context)
-    index.bind(LayerRows(cache.rows, cache.rows.data_ptr(), cache.pool.stride(0)))
     for array in (
         index.reference.centroids,
         index.reference.means,
@@ -95,9 +96,7 @@ class Twin:
 
     def __init__(self, index: CudaIndex, cache: RandomCache) -> None:
         self.index, self.cache = index, cache
-        self.reference = ReferenceIndex(replace(index.context, cuda=None))  # shares extents and lengths
-        assert index.rows is not None
-        self.reference.bind(index.rows)
+        self.reference = ReferenceIndex(replace(index.context, cuda=None))  # shares extents, lengths and rows
 
     def step(self, queries: Tensor, slots: Sequence[int]) -> Tensor:
         """Select for queries [batch, H, D] and compare rows, lists and centroids; returns the rows."""
@@ -106,8 +105,7 @@ class Twin:
         reference.written[:] = index.written[:, 0].tolist()
         reference.prompted[:], reference.listed[:] = index.prompted.tolist(), index.listed.tolist()
         written = index.written.clone()
-        selection = index.select(queries, slots)
-        assert selection.counts == tuple(min(index.config.top_k, index.context.lengths[slot]) for slot in slots)
+        selection = select_rows(index, queries, slots)
         for request, slot in enumerate(slots):
             chosen = index.context.lengths[slot] > index.config.top_k
             written[slot] += chosen and index.config.update
@@ -125,25 +123,25 @@ class Twin:
         recalled = self.reference.recall(query, slot)
         keys = keys_of(self.cache, slot, index.context.lengths[slot])
         grouped = query.view(KV_HEADS, -1, 1, query.shape[-1])
-        place = self.reference.written[slot] % index.ring
+        oldest = self.reference.written[slot] % index.ring
         for head in range(KV_HEADS):
             places = recalled[head][recalled[head] >= 0]
             values = attention_values(grouped[head], keys[head, places.long()], index.context.scaling)[0]
             check_best(values, places, rows[head], config.top_k)
             if config.update:
-                check_best(values, places, index.reference.lists[slot, head, place], index.width)
+                check_best(values, places, index.reference.lists[slot, head, oldest], index.width)
         if config.update:
-            self._check_centroid(query, slot, place)
+            self._check_centroid(query, slot, oldest)
 
-    def _check_centroid(self, query: Tensor, slot: int, place: int) -> None:
+    def _check_centroid(self, query: Tensor, slot: int, number: int) -> None:
         """The query's centroid, and its offset as the centroid was stored; the mean has not changed."""
         found, means = self.index.reference, self.reference.means[slot]
         want = torch.nn.functional.normalize(query.float() - means, dim=-1)
-        centroid = found.centroids[slot, :, place].float()
+        centroid = found.centroids[slot, :, number].float()
         error = torch.finfo(self.index.context.dtype).eps
         assert (centroid - want).abs().max() <= max(error, 1e-6)
         offsets = (centroid * means).sum(dim=-1)
-        torch.testing.assert_close(found.offsets[slot, :, place], offsets, rtol=0, atol=1e-4)
+        torch.testing.assert_close(found.offsets[slot, :, number], offsets, rtol=0, atol=1e-4)
         assert torch.equal(found.means[slot], means)
 
 

@@ -10,12 +10,13 @@ from torch import Tensor
 from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.contract import IndexContext, LayerRows
 from kvseek.plugins.prkv.config import Config
-from kvseek.plugins.prkv.device import CudaIndex, cuda_defines
+from kvseek.plugins.prkv.device import CudaIndex
+from kvseek.plugins.prkv.method import traits
 from kvseek.plugins.prkv.reference import ReferenceIndex
-from kvseek.plugins.selection import DeviceSelection
+from kvseek.plugins.selection import Selection
 
 KV_HEADS = 2
 # dtype, head_dim, group size, group_reduce, page
@@ -54,6 +55,9 @@ class World:
         table = ExtentTable(len(lengths), max(1, *extents), sum(extents) + 2, self.device)
         for slot in reversed(range(len(lengths))):  # tables are anything but the identity
             table.reserve(slot, lengths[slot] + room)
+        pool = (table.capacity, 2, KV_HEADS, 1024, 2, dim)  # this layer is the second of two
+        memory = torch.device("cpu") if on_host else self.device
+        self.pool = torch.full(pool, torch.nan, dtype=self.dtype, device=memory, pin_memory=cuda and on_host)[:, 1]
         self.context = IndexContext(
             layer=0,
             num_heads=KV_HEADS * group,
@@ -66,37 +70,38 @@ class World:
             lengths=list(lengths),
             dtype=self.dtype,
             device=self.device,
-            library=None,
             cuda=load_kernels(config, dtype, dim, group) if cuda else None,
+            rows=LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)),
         )
-        pool = (table.capacity, 2, KV_HEADS, 1024, 2, dim)  # this layer is the second of two
-        memory = torch.device("cpu") if on_host else self.device
-        self.pool = torch.full(pool, torch.nan, dtype=self.dtype, device=memory, pin_memory=cuda and on_host)[:, 1]
         self.index = CudaIndex(self.context) if cuda else ReferenceIndex(self.context)
         self.arrays = self.index.reference if isinstance(self.index, CudaIndex) else self.index
         poison(self.index)
-        self.index.bind(LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)))
         self.truth: list[Tensor] = [torch.empty(0)] * len(lengths)
 
     def prompt(self, slot: int, rows: Tensor, queries: Tensor) -> None:
         """Give a slot its rows [G, n, 2, D] and the prompt's last queries [H, w, D], both from the CPU."""
         rows, queries = rows.to(self.device), queries.to(self.device)
         self.truth[slot] = rows
-        keys = rows[:, :, 0]
-        self.index.forget(slot)
-        order = self.index.arrange(slot, keys, queries)
+        built = self.index.build(slot, rows[:, :, 0], queries)
+        assert built.ticket is None, "nothing is left to wait for"
+        order = built.order
         placed = rows if order is None else rows.gather(1, order[..., None, None].expand_as(rows))
         self.context.extents.write(self.pool, slot, 0, placed.to(self.pool.device))
-        self.index.build(slot, placed[:, :, 0], queries)
-        self.index.finish_build(slot)
 
-    def batch(self, slots: Sequence[int], position: int, dense: Sequence[int] = ()) -> DeviceBatch:
+    def batch(self, slots: Sequence[int], position: int, dense: Sequence[int] = ()) -> Batch:
+        """A decode step of these slots, at the same position of each."""
         lengths = self.context.lengths
         states = [
-            RequestState(0, slot, position, 0, 0, 0, 0, lengths[slot], slot in dense or lengths[slot] == 0)
+            RequestState(slot=slot, position=position, length=lengths[slot], dense=slot in dense or lengths[slot] == 0)
             for slot in slots
         ]
-        return DeviceBatch(pack(states).to(self.device), self.context.extents.device_table)
+        return Batch.of(states, self.context.extents.device_table)
+
+    def select(self, queries: Tensor, slots: Sequence[int], position: int = 0, dense: Sequence[int] = ()) -> Selection:
+        """What a decode step selects: queries [batch, H, D], where the index computes."""
+        selection = self.index.select(queries, self.batch(slots, position, dense))
+        assert selection is not None
+        return selection
 
     def places(self, slot: int) -> Tensor:
         """Rows of a slot by place, [G, n, 2, D], on the CPU."""
@@ -106,20 +111,19 @@ class World:
 
 def load_kernels(config: Config, dtype: str, dim: int, group: int) -> CudaKernels:
     major, minor = torch.cuda.get_device_capability()
-    defines = tuple(sorted(cuda_defines(config, dim, group).items()))
-    return CudaKernels(cached_cubin(Specialisation(dtype, dim, group, "prkv", defines), 10 * major + minor))
+    macros = tuple(sorted(traits(config).cuda_macros(dim, group).items()))
+    return CudaKernels(cached_cubin(Specialisation(dtype, dim, group, "prkv", macros), 10 * major + minor))
 
 
 def poison(index: CudaIndex | ReferenceIndex) -> None:
     """What nobody may rely on: memory is handed on without being cleared."""
     arrays = index.reference if isinstance(index, CudaIndex) else index
-    for floats in (arrays.boxes, arrays.recent):
+    for floats in (arrays.boxes, arrays.recent, arrays.pending):
         floats.fill_(torch.nan)
     for integers in (arrays.picked, arrays.static_rows, arrays.homes):
         integers.fill_(-77)
     if isinstance(index, CudaIndex):
         index.workspace.scores.fill_(torch.nan)
-        index._pending.fill_(torch.nan)
         if index.store is not None:
             index.store.rows.fill_(torch.nan)
             index.store.static_held.fill_(9999)
@@ -157,7 +161,7 @@ def make_pair(
     return worlds[0], worlds[1]
 
 
-def attend(world: World, selection: DeviceSelection, slots: Sequence[int]) -> Tensor:
+def attend(world: World, selection: Selection, slots: Sequence[int]) -> Tensor:
     """Rows that attention would read, [batch, G, entries, 2, D] on the device, NaN for none; keeps what it is told to."""
     index = world.index
     assert isinstance(index, CudaIndex)
@@ -180,10 +184,9 @@ def attend(world: World, selection: DeviceSelection, slots: Sequence[int]) -> Te
 
 def gather(world: World, slot: int, places: Tensor) -> Tensor:
     """Rows [G, m, 2, D] of the pool at places, wherever it lies, on the current stream."""
-    updater = world.index._updater  # type: ignore[union-attr]
-    assert updater is not None
+    assert isinstance(world.index, CudaIndex)
     table = world.context.extents.device_table[slot]
-    found = updater.gather(table, places, 2 * world.dim)
+    found = world.index.updater.gather(table, places, 2 * world.dim)
     return found.view(KV_HEADS, -1, 2, world.dim)
 
 

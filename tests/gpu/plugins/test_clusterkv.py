@@ -6,15 +6,17 @@ import pytest
 import torch
 from tests.gpu.plugins.clusterkv_pairs import (
     KV_HEADS,
-    batch_of,
+    build,
     copy_clusters,
     make_context,
     make_pair,
     poison,
     random_keys,
 )
+from tests.plugins.index_cases import extend, select, select_rows
 from torch import Tensor
 
+from kvseek.core.errors import KernelError
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.device import CudaIndex
 from kvseek.plugins.clusterkv.reference import ReferenceIndex, expand, rows_taken
@@ -87,8 +89,8 @@ def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[
     expected, found = make_pair(config, dtype, dim, group, lengths)
     queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
     slots = list(reversed(range(len(lengths))))
-    selection = found.select(queries.cuda(), slots)
-    assert selection.counts == tuple(min(300, lengths[slot]) for slot in slots)
+    selection = select_rows(found, queries.cuda(), slots)
+    assert [found.effort(lengths[slot]).rows for slot in slots] == [min(300, lengths[slot]) for slot in slots]
     for request, slot in enumerate(slots):
         check_request(expected, found, queries[request], slot, selection.rows[request].cpu())
 
@@ -98,7 +100,8 @@ def test_rows_are_the_references_where_scores_are_far_apart() -> None:
     config = Config(group_reduce="max", top_k=1000)
     expected, found = make_pair(config, "float32", 128, 4, [20_000, 4000])
     queries = torch.randn(2, KV_HEADS * 4, 128)
-    assert torch.equal(found.select(queries.cuda(), [0, 1]).rows.cpu(), expected.select(queries, [0, 1]).rows)
+    rows = select_rows(found, queries.cuda(), [0, 1]).rows
+    assert torch.equal(rows.cpu(), select_rows(expected, queries, [0, 1]).rows)
 
 
 @pytest.mark.parametrize("per_cluster", [1, 3])
@@ -109,7 +112,7 @@ def test_tiny_clusters_take_as_many_as_the_budget_needs(per_cluster: int, top_k:
     config = Config(tokens_per_cluster=per_cluster, top_k=top_k, iterations=2)
     expected, found = make_pair(config, "bfloat16", 64, 2, [6000, 2000])
     queries = torch.randn(2, KV_HEADS * 2, 64).bfloat16()
-    rows = found.select(queries.cuda(), [0, 1]).rows.cpu()
+    rows = select_rows(found, queries.cuda(), [0, 1]).rows.cpu()
     for slot in range(2):
         check_request(expected, found, queries[slot], slot, rows[slot])
 
@@ -125,7 +128,7 @@ def test_equal_scores_are_cut_by_number(reduce: str) -> None:
     sizes, starts = (expected.read_clusters(array, 0) for array in (expected.sizes, expected.starts))
     entries = expand(starts, rows_taken(torch.zeros(sizes.shape), sizes, 777), 777)
     listed = expected.context.extents.read(expected.places, 0, 16_000)
-    assert torch.equal(found.select(queries.cuda(), [0]).rows[0].cpu(), listed.gather(1, entries))
+    assert torch.equal(select_rows(found, queries.cuda(), [0]).rows[0].cpu(), listed.gather(1, entries))
 
 
 @pytest.mark.parametrize("tokens_per_cluster", [80, 500])
@@ -134,21 +137,7 @@ def test_one_cluster_larger_than_the_budget(tokens_per_cluster: int) -> None:
     config = Config(tokens_per_cluster=tokens_per_cluster, top_k=60, iterations=2)
     expected, found = make_pair(config, "bfloat16", 128, 4, [70_000 if tokens_per_cluster == 500 else 79])
     queries = torch.randn(1, KV_HEADS * 4, 128).bfloat16()
-    check_request(expected, found, queries[0], 0, found.select(queries.cuda(), [0]).rows[0].cpu())
-
-
-def test_a_request_does_not_depend_on_its_batch() -> None:
-    torch.manual_seed(6)
-    lengths = [9000, 300, 40_000, 81]
-    _, found = make_pair(Config(iterations=2), "bfloat16", 128, 4, lengths)
-    queries = torch.randn(4, KV_HEADS * 4, 128, device="cuda").bfloat16()
-    together = found.select(queries, [0, 1, 2, 3]).rows
-    scores = found.workspace.scores.clone()
-    for slot in range(4):
-        alone = found.select(queries[slot, None], [slot]).rows
-        assert torch.equal(alone[0], together[slot])
-        used = -(-found.reference.counts[slot] // 32)
-        assert torch.equal(found.workspace.scores[slot, :, :used], scores[slot, :, :used])
+    check_request(expected, found, queries[0], 0, select_rows(found, queries.cuda(), [0]).rows[0].cpu())
 
 
 def test_evicted_keys_become_visible_when_they_are_committed() -> None:
@@ -160,21 +149,20 @@ def test_evicted_keys_become_visible_when_they_are_committed() -> None:
     context = make_context(config, "bfloat16", 64, 2, [old], "cuda", room=update * times)
     index = CudaIndex(context)
     poison(index)
-    index.build(0, keys[:, :old].cuda(), keys.cuda())
-    index.finish_build(0)
+    build(index, 0, keys[:, :old].cuda())
     expected = ReferenceIndex(make_context(config, "bfloat16", 64, 2, [old], "cpu", room=update * times))
     queries = torch.randn(1, KV_HEADS * 2, 64).bfloat16()
     for number in range(times):
         start = old + number * update
-        before = index.select(queries.cuda(), [0]).rows
-        index.stage(0, start, keys[:, start : start + update].cuda())
-        assert torch.equal(index.select(queries.cuda(), [0]).rows, before)
-        index.commit(0, start, update)
+        before = select_rows(index, queries.cuda(), [0]).rows
+        index.append(0, start, keys[:, start : start + update].cuda())
+        assert torch.equal(select_rows(index, queries.cuda(), [0]).rows, before)
         context.lengths[0] = expected.context.lengths[0] = start + update
+        index.publish(0, start, update)
         for name in ("centroids", "sizes", "starts", "places", "clusters"):
             getattr(expected, name).copy_(getattr(index.reference, name))
         expected.counts[:] = index.reference.counts
-        check_request(expected, index, queries[0], 0, index.select(queries.cuda(), [0]).rows[0].cpu())
+        check_request(expected, index, queries[0], 0, select_rows(index, queries.cuda(), [0]).rows[0].cpu())
         sizes = expected.read_clusters(expected.sizes, 0)
         assert (sizes.sum(dim=1) == start + update).all()
     assert expected.counts == [1500 // config.tokens_per_cluster + 3]
@@ -194,9 +182,10 @@ def test_a_slot_may_be_closed_while_its_prompt_is_clustered() -> None:
     poison(index)
     keys, extents = random_keys(n, 64, "bfloat16").cuda(), index.context.extents
     owned = extents.table[0].tolist()
-    index.build(0, keys, keys)
+    built = index.build(0, keys, keys)
     extents.release(0)
-    index.finish_build(0)
+    assert built.ticket is not None
+    built.ticket.wait()
     places = index.reference.places.cpu()
     listed = places[owned].transpose(0, 1).flatten(1)[:, :n]
     assert torch.equal(listed.sort(dim=1).values, torch.arange(n, dtype=torch.int32).expand(KV_HEADS, -1))
@@ -206,11 +195,15 @@ def test_a_slot_may_be_closed_while_its_prompt_is_clustered() -> None:
 def test_dense_layers_select_nothing_and_keep_nothing() -> None:
     index = CudaIndex(make_context(Config(), "bfloat16", 64, 2, [2000], "cuda", room=320, layer=1))
     keys = random_keys(2320, 64, "bfloat16").cuda()
-    index.build(0, keys[:, :2000], keys)
-    index.finish_build(0)
-    index.extend(0, keys[:, 2000:])
+    build(index, 0, keys[:, :2000])
+    extend(index, 0, keys[:, 2000:])
     queries = torch.randn(1, KV_HEADS * 2, 64, device="cuda").bfloat16()
-    assert index.launch_select(queries, batch_of(index, [2100], [0])) is None
-    assert index.attended(2000) == 2000
-    assert index.select(queries, [0]).counts == (2000,)
+    assert select(index, queries, [0]) is None
+    assert index.effort(2320).rows == 2320
     assert index.recent is None
+
+
+def test_queries_of_another_dtype_are_refused() -> None:
+    _, index = make_pair(Config(iterations=1), "bfloat16", 64, 2, [300])
+    with pytest.raises(KernelError, match=r"queries: torch\.float32 on cuda:0: must be torch\.bfloat16 on cuda"):
+        select(index, torch.randn(1, KV_HEADS * 2, 64, device="cuda"), [0])

@@ -16,12 +16,12 @@ from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
 from kvseek.core.streams import SideStream
 from kvseek.plugins.clusterkv import kmeans
+from kvseek.plugins.clusterkv.clustering import Clustering, cluster_keys, cluster_sums, nearest
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.kmeans import DeviceKMeans
-from kvseek.plugins.clusterkv.reference import Clustering, cluster_keys, cluster_sums, nearest
+from kvseek.plugins.clusterkv.method import traits
 from kvseek.plugins.clusterkv.seeding import initial_keys
 from kvseek.plugins.contract import IndexContext
-from kvseek.plugins.registry import get_method
 
 pytestmark = pytest.mark.gpu
 
@@ -37,8 +37,8 @@ SIZES = [(1, 1), (7, 7), (7, 2), (80, 3), (320, 4), (1000, 64), (1024, 12), (102
 @cache
 def load_kernels(dtype: str, dim: int) -> CudaKernels:
     major, minor = torch.cuda.get_device_capability()
-    defines = tuple(sorted(get_method("clusterkv").cuda_defines(Config(), dim, GROUP).items()))
-    return CudaKernels(cached_cubin(Specialisation(dtype, dim, GROUP, "clusterkv", defines), 10 * major + minor))
+    macros = tuple(sorted(traits(Config()).cuda_macros(dim, GROUP).items()))
+    return CudaKernels(cached_cubin(Specialisation(dtype, dim, GROUP, "clusterkv", macros), 10 * major + minor))
 
 
 @dataclass
@@ -72,14 +72,14 @@ def cluster(
     """Cluster keys [G, n, D] on the GPU into poisoned arrays, and check what is outside of the clustering."""
     config, dtype = config or Config(), str(keys.dtype).removeprefix("torch.")
     tokens, dim = keys.shape[1:]
-    needed = max(first_place + tokens, -(-(first_cluster + clusters) // config.slots_per_extent) * 1024)
+    needed = max(first_place + tokens, -(-(first_cluster + clusters) // config.clusters_per_extent) * 1024)
     table = ExtentTable(3, 80, 100, keys.device)
     table.reserve(1 - slot, 2000)  # so that places and extents are not the same numbers
     table.reserve(slot, needed)
     context = IndexContext(
         LAYER, KV_HEADS * GROUP, KV_HEADS, dim, 1.0, config, {}, table, [0, 0, 0], keys.dtype, keys.device, None
     )
-    shape = (100, KV_HEADS, config.slots_per_extent)
+    shape = (100, KV_HEADS, config.clusters_per_extent)
     integers = {"dtype": torch.int32, "device": keys.device}
     arrays = kmeans.ClusterArrays(
         torch.full((*shape, dim), float("nan"), dtype=keys.dtype, device=keys.device),
@@ -93,8 +93,8 @@ def cluster(
         written = (getattr(arrays, name) != UNWRITTEN).sum().item()
         assert written == KV_HEADS * entries, f"{name}: {written} entries written"
     numbers = torch.arange(first_cluster, first_cluster + clusters)
-    extents = table.table[slot, numbers // config.slots_per_extent].long().to(keys.device)
-    inside = (numbers % config.slots_per_extent).to(keys.device)
+    extents = table.table[slot, numbers // config.clusters_per_extent].long().to(keys.device)
+    inside = (numbers % config.clusters_per_extent).to(keys.device)
     mine = [
         array[extents, :, inside].transpose(0, 1).cpu() for array in (arrays.centroids, arrays.sizes, arrays.starts)
     ]

@@ -6,22 +6,31 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.gpu.plugins.clusterkv_pairs import KV_HEADS, batch_of, bind, make_context, make_pair, random_keys
-from torch import Tensor
+from tests.gpu.plugins.clusterkv_pairs import (
+    KV_HEADS,
+    batch_of,
+    build,
+    make_context,
+    make_pair,
+    random_keys,
+    with_rows,
+)
+from tests.plugins.index_cases import select_rows
 
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.device import NEVER, CudaIndex
-from kvseek.plugins.selection import DeviceSelection
+from kvseek.plugins.selection import Selection
 
 pytestmark = pytest.mark.gpu
 
 
-def move_rows(index: CudaIndex, pool: Tensor, selection: DeviceSelection, slots: Sequence[int]) -> tuple[int, int]:
+def move_rows(index: CudaIndex, selection: Selection, slots: Sequence[int]) -> tuple[int, int]:
     """What the attention kernel does with a selection: read cached rows and check them, keep all. Returns found and read."""
+    assert index.context.rows is not None
     assert selection.store is not None
     assert selection.cached is not None
     assert selection.keep is not None
-    found = read = 0
+    pool, found, read = index.context.rows.pool, 0, 0
     rows, cached, keep = (array.cpu() for array in (selection.rows, selection.cached, selection.keep))
     store = selection.store
     for request, slot in enumerate(slots):
@@ -49,17 +58,16 @@ def test_rows_of_the_last_steps_are_found(steps: int) -> None:
     """Queries drift for 30 steps. What is said to be in the store is there, and most rows are."""
     torch.manual_seed(steps)
     lengths = [6000, 2500]
-    _, index = make_pair(Config(top_k=200, cache_steps=steps, iterations=3), "float32", 64, 2, lengths)
-    pool = bind(index, on_host=True)
+    _, index = make_pair(Config(top_k=200, cache_steps=steps, iterations=3), "float32", 64, 2, lengths, on_host=True)
     recent = index.recent
     assert recent is not None
     recent.store.fill_(float("nan"))
     queries = torch.randn(2, KV_HEADS * 2, 64, device="cuda")
     found = read = 0
     for step in range(30):
-        selection = index.launch_select(queries, batch_of(index, [7000 + step, 3000 + step], [0, 1]))
+        selection = index.select(queries, batch_of(index, [7000 + step, 3000 + step], [0, 1]))
         assert selection is not None
-        counts = move_rows(index, pool, selection, [0, 1])
+        counts = move_rows(index, selection, [0, 1])
         assert step > 0 or counts[0] == 0, "the first step finds nothing"
         found, read = found + counts[0], read + counts[1]
         stale = recent.store.view(2, KV_HEADS, steps + 1, 200, -1)
@@ -72,12 +80,11 @@ def test_rows_of_the_last_steps_are_found(steps: int) -> None:
 
 def test_nothing_is_found_after_a_pause_longer_than_the_cache() -> None:
     torch.manual_seed(8)
-    _, index = make_pair(Config(top_k=200, cache_steps=2, iterations=2), "float32", 64, 2, [6000])
-    bind(index, on_host=True)
+    _, index = make_pair(Config(top_k=200, cache_steps=2, iterations=2), "float32", 64, 2, [6000], on_host=True)
     queries = torch.randn(1, KV_HEADS * 2, 64, device="cuda")
 
     def found(position: int) -> int:
-        selection = index.launch_select(queries, batch_of(index, [position], [0]))
+        selection = index.select(queries, batch_of(index, [position], [0]))
         assert selection is not None
         assert selection.cached is not None
         return int((selection.cached >= 0).sum())
@@ -85,22 +92,18 @@ def test_nothing_is_found_after_a_pause_longer_than_the_cache() -> None:
     everything = 200 * KV_HEADS
     assert [found(position) for position in (7000, 7001, 7001, 7003)] == [0, everything, 0, everything]
     assert found(7006) == 0, "three steps later another step has that buffer"
-    index.select(queries, [0])
-    assert found(7007) == 0, "a selection outside of a decode step fills no store"
+    assert found(7007) == everything
 
 
 def test_another_request_of_a_slot_finds_nothing() -> None:
     torch.manual_seed(9)
     config = Config(top_k=100, iterations=2)
-    index = CudaIndex(make_context(config, "bfloat16", 64, 2, [3000], "cuda"))
-    bind(index, on_host=True)
+    index = CudaIndex(with_rows(make_context(config, "bfloat16", 64, 2, [3000], "cuda"), on_host=True))
     keys = random_keys(3000, 64, "bfloat16").cuda()
     queries = torch.randn(1, KV_HEADS * 2, 64, device="cuda").bfloat16()
     for _ in range(2):
-        index.forget(0)
-        index.build(0, keys, keys)
-        index.finish_build(0)
-        selections = [index.launch_select(queries, batch_of(index, [position], [0])) for position in (3500, 3501)]
+        build(index, 0, keys)
+        selections = [index.select(queries, batch_of(index, [position], [0])) for position in (3500, 3501)]
         cached = [selection.cached for selection in selections if selection is not None]
         assert [int((array >= 0).sum()) for array in cached if array is not None] == [0, 100 * KV_HEADS]
 
@@ -108,12 +111,9 @@ def test_another_request_of_a_slot_finds_nothing() -> None:
 @pytest.mark.parametrize(("on_host", "steps"), [(False, 1), (True, 0)])
 def test_no_store_where_it_is_of_no_use(on_host: bool, steps: int) -> None:
     config = Config(top_k=50, cache_steps=steps)
-    _, index = make_pair(config, "float16", 64, 1, [2000])
-    bind(index, on_host)
+    _, index = make_pair(config, "float16", 64, 1, [2000], on_host)
     queries = torch.randn(1, KV_HEADS, 64, device="cuda").half()
-    selection = index.launch_select(queries, batch_of(index, [2100], [0]))
-    assert selection is not None
-    assert selection.store is None
+    assert select_rows(index, queries, [0]).store is None
     assert index.recent is None
     assert index.hit_rate() is None
 
@@ -121,14 +121,13 @@ def test_no_store_where_it_is_of_no_use(on_host: bool, steps: int) -> None:
 def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None:
     torch.manual_seed(3)
     lengths = [3000, 40_000, 12_000]
-    _, index = make_pair(Config(iterations=2), "bfloat16", 128, 4, lengths)
-    bind(index, on_host=True)
+    _, index = make_pair(Config(iterations=2), "bfloat16", 128, 4, lengths, on_host=True)
     queries = torch.randn(3, KV_HEADS * 4, 128, device="cuda").bfloat16()
     batch = batch_of(index, [50_000] * 3, [0, 1, 2])
-    want = index.launch_select(queries, batch)
+    want = index.select(queries, batch)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = index.launch_select(queries, batch)
+        found = index.select(queries, batch)
     assert want is not None
     assert found is not None
     assert found.cached is not None
@@ -143,10 +142,11 @@ def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None
     graph.replay()
     for array in (found.rows, found.cached, found.keep):
         assert (array[2] == -9).all(), "nothing is selected for a dense request"
-    assert torch.equal(found.rows[:2], index.select(queries[:2], [2, 0]).rows)
+    assert torch.equal(found.rows[:2], select_rows(index, queries[:2], [2, 0]).rows)
 
 
 def test_memory_that_was_never_selected_from_is_never_found() -> None:
+    """While memory is measured, before rows are placed, the store is there too."""
     index = CudaIndex(make_context(Config(top_k=64), "bfloat16", 64, 2, [500], "cuda"))
     recent = index.recent
     assert recent is not None

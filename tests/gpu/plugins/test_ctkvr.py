@@ -23,14 +23,15 @@ from tests.gpu.plugins.ctkvr_pairs import (
     make_index,
     random_queries,
 )
+from tests.plugins.index_cases import select_rows
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.plugins.attention.device import DeviceAttention
-from kvseek.plugins.batch import DeviceBatch, RequestState
+from kvseek.plugins.attention.device import DeviceAttention, LayerAttention
+from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.device import CudaIndex
-from kvseek.plugins.selection import DeviceSelection
+from kvseek.plugins.selection import Selection
 
 pytestmark = pytest.mark.gpu
 
@@ -157,24 +158,8 @@ def test_equal_keys_are_taken_in_order() -> None:
     index = make_index(shape, SMALL, cache)
     build(index, cache, 0, 4000, room=200)
     index.context.lengths[0] = 4000
-    rows = index.select(random_queries(index, 1), [0]).rows[0]
+    rows = select_rows(index, random_queries(index, 1), [0]).rows[0]
     assert torch.equal(rows, index.workspace.recalled[0, :, :48])
-
-
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
-def test_company_changes_nothing(shape: tuple[str, int, int]) -> None:
-    torch.manual_seed(5)
-    lengths = [3000, 900, 20, 12_000, 5000]
-    cache = make_cache(shape, lengths)
-    index = make_index(shape, replace(SMALL, update=False), cache)
-    for slot, length in enumerate(lengths):
-        build(index, cache, slot, length)
-    queries = random_queries(index, 5)
-    together = index.select(queries, list(range(5))).rows
-    order = [3, 0, 4, 1, 2]
-    assert torch.equal(index.select(queries[order], order).rows, together[order])
-    for slot in range(5):
-        assert torch.equal(index.select(queries[slot, None], [slot]).rows[0], together[slot])
 
 
 def test_a_captured_selection_follows_requests_and_skips_dense_ones() -> None:
@@ -185,11 +170,11 @@ def test_a_captured_selection_follows_requests_and_skips_dense_ones() -> None:
     for slot, length in enumerate(lengths):
         build(index, cache, slot, length)
     queries = random_queries(index, 4)
-    states = [RequestState(0, slot, 0, 0, 0, 0, 0, n, False) for slot, n in enumerate(lengths)]
+    states = [RequestState(slot=slot, length=n) for slot, n in enumerate(lengths)]
     batch = cache.batch([*states, cache.padding()])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rows = index.launch_select(queries, batch).rows
+        rows = index.select(queries, batch).rows
     twin = Twin(index, cache)
     for order in ([0, 1, 2], [2, 0, 1]):
         batch.requests.copy_(cache.batch([*(states[slot] for slot in order), cache.padding()]).requests)
@@ -231,8 +216,7 @@ def test_host_cores_attend_as_the_gpu_does(shape: tuple[str, int, int], captured
     written = on_host.written[2].clone()
 
     def run() -> Tensor:
-        selection = on_host.launch_select(queries, batch)
-        return on_host.launch_attend(queries, batch, cache.window, selection, attentions[1])
+        return on_host.attend(queries, batch, on_host.select(queries, batch), attentions[1])
 
     graph = torch.cuda.CUDAGraph()
     if captured:
@@ -240,8 +224,7 @@ def test_host_cores_attend_as_the_gpu_does(shape: tuple[str, int, int], captured
             found = run()
     for _ in range(4):
         queries.copy_(random_queries(on_gpu, 5))
-        selection = on_gpu.launch_select(queries, batch)
-        expected = on_gpu.launch_attend(queries, batch, cache.window, selection, attentions[0])
+        expected = on_gpu.attend(queries, batch, on_gpu.select(queries, batch), attentions[0])
         if captured:
             graph.replay()
         else:
@@ -260,13 +243,14 @@ def test_host_cores_attend_as_the_gpu_does(shape: tuple[str, int, int], captured
     assert torch.equal(on_host.written[2], written), "the query of a dense request becomes no centroid"
 
 
-def make_attention(index: CudaIndex, cache: RandomCache, queries: Tensor, batch: DeviceBatch) -> DeviceAttention:
+def make_attention(index: CudaIndex, cache: RandomCache, queries: Tensor, batch: Batch) -> LayerAttention:
     """What the engine makes of an index's first, dense launch."""
     context = index.context
     padding = cache.batch([cache.padding()])
-    selection = index.launch_select(queries[:1], padding)
-    assert isinstance(selection, DeviceSelection)
-    return DeviceAttention(
+    selection = index.select(queries[:1], padding)
+    assert isinstance(selection, Selection)
+    assert context.rows is not None
+    kernel = DeviceAttention(
         index._kernels,
         num_heads=context.num_heads,
         kv_heads=KV_HEADS,
@@ -281,3 +265,4 @@ def make_attention(index: CudaIndex, cache: RandomCache, queries: Tensor, batch:
         device=CUDA,
         hot_rows=False,
     )
+    return LayerAttention(kernel, cache.window, context.rows)

@@ -8,16 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.plugins.index_cases import select_rows
 from torch import Tensor
 
 from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+from kvseek.plugins.batch import Batch, RequestState, pack
 from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.pariskv import codebook
 from kvseek.plugins.pariskv.config import Config, ScheduleStep
-from kvseek.plugins.pariskv.device import CudaIndex, cuda_defines
+from kvseek.plugins.pariskv.device import CudaIndex, cuda_macros
 from kvseek.plugins.pariskv.reference import (
     ReferenceIndex,
     collision_scores,
@@ -45,7 +46,7 @@ SHAPES = [
 
 def load_kernels(dtype: str, dim: int, group: int, config: Config) -> CudaKernels:
     major, minor = torch.cuda.get_device_capability()
-    defines = tuple(sorted(cuda_defines(config, dim, group).items()))
+    defines = tuple(sorted(cuda_macros(config, dim, group).items()))
     return CudaKernels(cached_cubin(Specialisation(dtype, dim, group, "pariskv", defines), 10 * major + minor))
 
 
@@ -107,7 +108,7 @@ def poison(index: CudaIndex) -> None:
 
 
 def region(index: ReferenceIndex | CudaIndex, array: Tensor, slot: int) -> Tensor:
-    """The positions of a slot in an array of extents, on the CPU."""
+    """The places of a slot in an array of extents, on the CPU."""
     return index.context.extents.read(array, slot, index.context.lengths[slot]).cpu()
 
 
@@ -152,8 +153,7 @@ def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[
     expected, found = make_pair(config, dtype, dim, group, lengths)
     queries = (3 * torch.randn(len(lengths), KV_HEADS * group, dim)).to(getattr(torch, dtype))
     slots = list(reversed(range(len(lengths))))
-    selection = found.select(queries.cuda(), slots)
-    assert selection.counts == tuple(min(100, lengths[slot]) for slot in slots)
+    selection = select_rows(found, queries.cuda(), slots)
     for request, slot in enumerate(slots):
         check_request(expected, found, queries[request], slot, selection.rows[request].cpu())
 
@@ -163,7 +163,7 @@ def check_request(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, s
     lanes = codebook.rotate(
         query_lanes(queries.view(KV_HEADS, -1, queries.shape[-1]), config.group_reduce), expected.signs
     )
-    budget, count = found.plan(n)
+    budget, count = found.effort(n).numbers
     ids = region(expected, expected.ids, slot)
     votes = collision_scores(tier_table(lanes, expected.counts[slot], budget), ids)
     if n > config.top_k:
@@ -194,21 +194,21 @@ def check_request(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, s
     assert (largest <= smallest + 1e-5 * scale).all()
 
 
-def test_evicted_keys_become_visible_when_they_are_committed() -> None:
+def test_evicted_keys_become_visible_when_they_are_published() -> None:
     config = Config(schedule_steps=EFFORT)
     old, new = 1000, 256
     keys = random_keys([old + new], 128, "bfloat16")[0]
     found = CudaIndex(make_context(config, "bfloat16", 128, 4, [old], "cuda", room=new))
     found.build(0, keys[:, :old].cuda(), keys.cuda())
     queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
-    before = found.select(queries, [0]).rows
-    found.stage(0, old, keys[:, old:].cuda())
-    assert torch.equal(found.select(queries, [0]).rows, before)
-    found.commit(0, old, new)
+    before = select_rows(found, queries, [0]).rows
+    found.append(0, old, keys[:, old:].cuda())
+    assert torch.equal(select_rows(found, queries, [0]).rows, before)
+    found.publish(0, old, new)
     found.context.lengths[0] = old + new
     whole = CudaIndex(make_context(config, "bfloat16", 128, 4, [old + new], "cuda"))
     whole.build(0, keys.cuda(), keys.cuda())
-    assert torch.equal(found.select(queries, [0]).rows, whole.select(queries, [0]).rows)
+    assert torch.equal(select_rows(found, queries, [0]).rows, select_rows(whole, queries, [0]).rows)
     assert torch.equal(found.reference.counts, whole.reference.counts)
 
 
@@ -218,16 +218,17 @@ def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None
     lengths = [3000, 40_000, 12_000]
     _, found = make_pair(config, "bfloat16", 128, 4, lengths)
     queries = torch.randn(3, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
-    states = [RequestState(0, slot, n, 0, 0, 0, 0, n, False, found.plan(n)) for slot, n in enumerate(lengths)]
-    batch = DeviceBatch(pack(states).cuda(), found.context.extents.device_table)
-    want = found.launch_select(queries, batch).rows.clone()
+    states = [RequestState(slot=slot, length=n, numbers=found.effort(n).numbers) for slot, n in enumerate(lengths)]
+    batch = Batch.of(states, found.context.extents.device_table)
+    want = found.select(queries, batch).rows.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rows = found.launch_select(queries, batch).rows
+        rows = found.select(queries, batch).rows
     rows.fill_(-9)
     graph.replay()
     assert torch.equal(rows, want)
-    shorter = [replace(states[1], length=2000, plan=found.plan(2000)), states[2], replace(states[0], dense=True)]
+    short = replace(states[1], length=2000, numbers=found.effort(2000).numbers)
+    shorter = [short, states[2], replace(states[0], dense=True)]
     batch.requests.copy_(pack(shorter))
     rows.fill_(-9)
     graph.replay()
@@ -236,7 +237,7 @@ def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None
     found.context.lengths[1] = 2000
     queries = queries[[0, 1]]
     # The counts of slot 1 still hold all of its keys: a shorter length alone is not what a served request does.
-    assert torch.equal(rows[:2], found.select(queries, [1, 2]).rows)
+    assert torch.equal(rows[:2], select_rows(found, queries, [1, 2]).rows)
 
 
 @pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
@@ -247,7 +248,7 @@ def test_many_candidates_are_ranked_by_several_blocks(reduce: str) -> None:
     n = 100_000
     expected, found = make_pair(config, "bfloat16", 128, 4, [n])
     queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16)
-    rows = found.select(queries.cuda(), [0]).rows[0].cpu()
+    rows = select_rows(found, queries.cuda(), [0]).rows[0].cpu()
     check_request(expected, found, queries[0], 0, rows)
     assert math.ceil(n / 16) > 4096, "several blocks had a share"
 
@@ -261,7 +262,7 @@ def test_equal_keys_are_taken_in_order(top_k: int) -> None:
     keys = torch.randn(KV_HEADS, 1, 128, dtype=torch.bfloat16, device="cuda").expand(-1, n, -1).contiguous()
     found.build(0, keys, keys)
     queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
-    rows = found.select(queries, [0]).rows[0].cpu()
+    rows = select_rows(found, queries, [0]).rows[0].cpu()
     assert torch.equal(rows, torch.arange(top_k, dtype=torch.int32).expand(KV_HEADS, -1))
 
 
@@ -271,4 +272,4 @@ def test_a_long_list_is_taken_too() -> None:
     config = Config(top_k=1200, schedule_steps=(ScheduleStep(None, 0.3, 0.5),))
     expected, found = make_pair(config, "bfloat16", 128, 4, [50_000])
     queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16)
-    check_request(expected, found, queries[0], 0, found.select(queries.cuda(), [0]).rows[0].cpu())
+    check_request(expected, found, queries[0], 0, select_rows(found, queries.cuda(), [0]).rows[0].cpu())

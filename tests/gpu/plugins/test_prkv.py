@@ -66,8 +66,8 @@ def test_selection(dtype: str, dim: int, group: int, reduce: str, page: int, len
         found.prompt(slot, random_rows(n, dim, found.dtype), torch.randn(KV_HEADS * group, 100, dim).to(found.dtype))
     queries = (2 * torch.randn(len(lengths), KV_HEADS * group, dim)).to(found.dtype)
     slots = list(reversed(range(len(lengths))))
-    selection = found.index.select(queries.cuda(), slots)
-    assert selection.counts == tuple(min(512, lengths[slot]) for slot in slots)
+    selection = found.select(queries.cuda(), slots)
+    assert [found.index.effort(lengths[slot]).rows for slot in slots] == [min(512, lengths[slot]) for slot in slots]
     for request, slot in enumerate(slots):
         check_request(found, queries[request], slot, selection.rows[request].cpu())
 
@@ -81,7 +81,7 @@ def test_selection_of_many_pages(config: Config) -> None:
     for slot, n in enumerate(lengths):
         world.prompt(slot, random_rows(n, 128, world.dtype), torch.randn(KV_HEADS * 4, 64, 128).bfloat16())
     queries = (2 * torch.randn(2, KV_HEADS * 4, 128)).bfloat16()
-    rows = world.index.select(queries.cuda(), [0, 1]).rows.cpu()
+    rows = world.select(queries.cuda(), [0, 1]).rows.cpu()
     for slot in range(2):
         check_request(world, queries[slot], slot, rows[slot])
 
@@ -117,10 +117,9 @@ def test_the_store_serves_what_was_selected_before() -> None:
     for slot, n in enumerate(world.context.lengths):
         world.prompt(slot, random_rows(n, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
     queries = torch.randn(2, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
-    index, slots = world.index, [1, 0]
-    assert isinstance(index, CudaIndex)
+    slots = [1, 0]
     for step in range(4):
-        selection = index.launch_select(queries if step < 2 else -queries, world.batch(slots, step))
+        selection = world.select(queries if step < 2 else -queries, slots, step)
         assert selection.cached is not None
         hits, exists = selection.cached >= 0, selection.rows >= 0
         assert not (hits & ~exists).any()
@@ -134,8 +133,8 @@ def test_the_store_serves_what_was_selected_before() -> None:
         rows = attend(world, selection, slots)
         for request, slot in enumerate(slots):
             check_attended(world, slot, world.context.lengths[slot], selection.rows[request].cpu(), rows[request])
-    index.forget(0)
-    selection = index.launch_select(queries, world.batch(slots, 9))
+    world.prompt(0, world.truth[0], torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
+    selection = world.select(queries, slots, 9)
     assert selection.cached is not None
     assert not (selection.cached[1] >= 0).any(), "another prompt finds nothing"
 
@@ -144,13 +143,11 @@ def test_a_set_that_is_all_static_is_stored_before_it_is_found() -> None:
     """The store has no pages; a slot's first step reads every row from the pool."""
     torch.manual_seed(7)
     world = World(Config(top_k=1024, static_share=1.0), "bfloat16", 64, 3, [3000])
-    index = world.index
-    assert isinstance(index, CudaIndex)
     queries = torch.randn(1, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
     for prompt in range(20):
         world.prompt(0, random_rows(3000, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
         for step in range(2):
-            selection = index.launch_select(queries, world.batch([0], 2 * prompt + step))
+            selection = world.select(queries, [0], 2 * prompt + step)
             assert selection.cached is not None
             assert (selection.cached >= 0).all() if step else (selection.cached == -1).all()
             check_attended(world, 0, 3000, selection.rows[0].cpu(), attend(world, selection, [0])[0])
@@ -160,31 +157,30 @@ def test_rows_on_the_device_need_no_store() -> None:
     world = World(Config(top_k=256, static_share=0.25, page=16), "bfloat16", 64, 3, [3000], on_host=False)
     world.prompt(0, random_rows(3000, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
     queries = torch.randn(1, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
-    assert isinstance(world.index, CudaIndex)
-    selection = world.index.launch_select(queries, world.batch([0], 0))
+    selection = world.select(queries, [0])
     assert selection.store is None
     assert selection.cached is None
     check_attended(world, 0, 3000, selection.rows[0].cpu(), attend(world, selection, [0])[0])
 
 
-def test_a_selection_outside_of_a_step_leaves_no_trace() -> None:
+def test_a_step_records_its_queries_and_counts_its_pages() -> None:
     world = World(Config(top_k=256, static_share=0.25, page=16), "bfloat16", 64, 3, [3000])
     world.prompt(0, random_rows(3000, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
     queries = torch.randn(1, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
     recent = world.arrays.recent.clone()
-    rows = world.index.select(queries, [0]).rows
-    assert torch.equal(world.arrays.recent, recent)
-    assert not world.arrays.by_page(world.arrays.picked, 0, 3000).any()
-    assert isinstance(world.index, CudaIndex)
-    selection = world.index.launch_select(queries, world.batch([0], 7))
-    assert torch.equal(selection.rows, rows)
-    assert selection.cached is not None
-    assert (selection.cached == -1).all(), "no page was kept"
-    assert torch.equal(world.arrays.recent[0, 7], queries[0])
-    assert world.arrays.by_page(world.arrays.picked, 0, 3000).sum() == KV_HEADS * (256 - 64) // 16
+    assert not world.arrays.by_page(world.arrays.picked, 0, 3000).any(), "counted anew"
+    for count, position in enumerate((7, 64 + 3), start=1):
+        rows = world.select(queries, [0], position).rows[0].cpu()
+        recent[0, position % 64] = queries[0]
+        assert torch.equal(world.arrays.recent, recent)
+        picked = world.arrays.by_page(world.arrays.picked, 0, 3000).cpu()
+        for head in range(KV_HEADS):
+            chosen = torch.zeros(picked.shape[1], dtype=torch.int32)
+            chosen[rows[head, 64::16].long() // 16] = count
+            assert torch.equal(picked[head], chosen), "those that are not static"
 
 
-def test_evicted_keys_become_visible_when_they_are_committed() -> None:
+def test_evicted_keys_become_visible_when_they_are_published() -> None:
     torch.manual_seed(2)
     old, new = 1003, 256
     rows = random_rows(old + new, 128, torch.bfloat16)
@@ -192,15 +188,13 @@ def test_evicted_keys_become_visible_when_they_are_committed() -> None:
     world = World(Config(top_k=256), "bfloat16", 128, 4, [old], room=new)
     world.prompt(0, rows[:, :old], queries)
     probe = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
-    before = world.index.select(probe, [0]).rows
+    before = world.select(probe, [0]).rows
     boxes = world.arrays.by_page(world.arrays.boxes, 0, old)
-    index = world.index
-    assert isinstance(index, CudaIndex)
-    index.stage(0, old, rows[:, old:, 0].cuda())
-    assert torch.equal(index.select(probe, [0]).rows, before)
+    world.index.append(0, old, rows[:, old:, 0].cuda())
+    assert torch.equal(world.select(probe, [0]).rows, before)
     assert torch.equal(world.arrays.by_page(world.arrays.boxes, 0, old), boxes), "not even the last page has changed"
     world.context.lengths[0] = old + new
-    index.commit(0, old, new)
+    world.index.publish(0, old, new)
     world.context.extents.write(world.pool, 0, old, rows[:, old:])
     keys, page = world.places(0)[:, :, 0], world.config.page
     assert old % page, "some keys join a page that others began"
@@ -220,10 +214,10 @@ def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None
     index = world.index
     assert isinstance(index, CudaIndex)
     batch = world.batch([0, 1, 2], 0)
-    want = index.launch_select(queries, batch).rows.clone()
+    want = index.select(queries, batch).rows.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rows = index.launch_select(queries, batch).rows
+        rows = index.select(queries, batch).rows
     rows.fill_(-9)
     graph.replay()
     assert torch.equal(rows, want)
@@ -232,7 +226,7 @@ def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None
     rows.fill_(-9)
     graph.replay()
     assert (rows[2] == -9).all(), "nothing is selected for a dense request"
-    assert torch.equal(rows[:2], index.select(queries[:2], [1, 2]).rows)
+    assert torch.equal(rows[:2], world.select(queries[:2], [1, 2]).rows)
     assert rows[0].max() < 2000
 
 
@@ -243,7 +237,7 @@ def test_equal_pages_are_taken_in_order(n: int) -> None:
     rows = torch.ones(KV_HEADS, n, 2, 64, dtype=torch.bfloat16)
     world.prompt(0, rows, torch.randn(KV_HEADS * 2, 64, 64).bfloat16())
     queries = torch.randn(1, KV_HEADS * 2, 64, dtype=torch.bfloat16, device="cuda")
-    chosen = world.index.select(queries, [0]).rows[0].cpu()
+    chosen = world.select(queries, [0]).rows[0].cpu()
     assert torch.equal(chosen, torch.arange(1024, dtype=torch.int32).expand(KV_HEADS, -1))
 
 
@@ -258,7 +252,7 @@ def test_good_pages_that_one_thread_ranks() -> None:
     rows[:, numbers % 512 >= 63, 0] = -2
     world.prompt(0, rows, torch.randn(KV_HEADS * 2, 64, 64).bfloat16())
     queries = (0.1 + torch.rand(1, KV_HEADS * 2, 64)).bfloat16()
-    check_request(world, queries[0], 0, world.index.select(queries.cuda(), [0]).rows[0].cpu())
+    check_request(world, queries[0], 0, world.select(queries.cuda(), [0]).rows[0].cpu())
 
 
 @pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page"), SHAPES)

@@ -50,11 +50,10 @@ def test_an_update_is_that_of_the_reference(
     found.pool.copy_(expected.pool)  # near ties at the prompt: the reference's order for both
     for name in ("boxes", "static_rows", "homes"):
         getattr(found.arrays, name).copy_(getattr(expected.arrays, name))
-    assert isinstance(found.index, CudaIndex)
     queries = torch.randn(8, 1, KV_HEADS * group, dim).to(found.dtype)
     for step in range(8):
-        expected.index.select(queries[step], [0])
-        found.index.launch_select(queries[step].cuda(), found.batch([0], step + 5))
+        expected.select(queries[step], [0])
+        found.select(queries[step].cuda(), [0], step + 5)
         found.arrays.picked.copy_(expected.arrays.picked)  # near ties of pages
         for world in (expected, found):
             world.index.refresh([0])
@@ -96,7 +95,7 @@ def test_every_step_sees_one_order(scope: str, on_host: bool) -> None:
     index = world.index
     assert isinstance(index, CudaIndex)
     evictions = SideStream(world.device)
-    staged: dict[int, tuple[Tensor, Ticket]] = {}
+    appended: dict[int, tuple[Tensor, Ticket]] = {}
     whole = [random_rows(n + 3000, 64, world.dtype) for n in world.context.lengths]
     first = list(world.context.lengths)
     for slot in range(3):
@@ -109,33 +108,33 @@ def test_every_step_sees_one_order(scope: str, on_host: bool) -> None:
         if number % 9 == 0:
             base = 2 * torch.randn(1, KV_HEADS * 3, 64)  # queries resemble each other for a while
         queries = (base + 0.3 * torch.randn(len(slots), KV_HEADS * 3, 64)).to(world.dtype).cuda()
-        for slot in [slot for slot in slots if slot in staged and chance.random() < 0.4]:
-            keys, ticket = staged.pop(slot)
+        for slot in [slot for slot in slots if slot in appended and chance.random() < 0.4]:
+            keys, ticket = appended.pop(slot)
             ticket.wait()
             start = world.context.lengths[slot]
             world.context.lengths[slot] += keys.shape[1]
-            index.commit(slot, start, keys.shape[1])
-        selection = index.launch_select(queries, world.batch(slots, number))
+            index.publish(slot, start, keys.shape[1])
+        selection = world.select(queries, slots, number)
         rows = attend(world, selection, slots)
         for request, slot in enumerate(slots):
             steps.append(Step(slot, world.context.lengths[slot], selection.rows[request].clone(), rows[request]))
         for slot in slots:
             start, count = world.context.lengths[slot], chance.choice((16, 24, 40))
-            if slot in staged or chance.random() < 0.5 or start + count > first[slot] + 3000:
+            if slot in appended or chance.random() < 0.5 or start + count > first[slot] + 3000:
                 continue
             part = whole[slot][:, start : start + count].cuda()
 
             def evict(slot: int = slot, start: int = start, part: Tensor = part) -> None:
                 world.context.extents.write(world.pool, slot, start, part.to(world.pool.device))
-                index.stage(slot, start, part[:, :, 0].contiguous())
+                index.append(slot, start, part[:, :, 0].contiguous())
 
-            staged[slot] = (part, evictions.run(evict))
+            appended[slot] = (part, evictions.run(evict))
         index.refresh(slots)
-        moved += len(index._updater or ())  # type: ignore[arg-type]
+        moved += len(index.updater)
         if number % 50 == 49:  # a slot ends while an update may be under way, and gets another prompt
             slot = chance.randrange(3)
             world.context.lengths[slot] = first[slot]
-            staged.pop(slot, None)
+            appended.pop(slot, None)
             torch.cuda.synchronize()
             check_steps(world, steps)
             world.prompt(slot, whole[slot][:, : first[slot]], torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
@@ -164,10 +163,9 @@ def test_an_update_of_a_closed_slot_is_dropped() -> None:
     index = world.index
     assert isinstance(index, CudaIndex)
     for step in range(4):
-        index.launch_select(torch.randn(1, KV_HEADS * 3, 64, device="cuda").bfloat16(), world.batch([0], step))
+        world.select(torch.randn(1, KV_HEADS * 3, 64, device="cuda").bfloat16(), [0], step)
         index.refresh([0])
-    assert index._updater is not None
-    assert len(index._updater) == 1
+    assert len(index.updater) == 1
     world.prompt(0, rows, torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
     before = world.places(0)
     index.refresh([0])

@@ -11,12 +11,12 @@ import torch
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.attention.device import AttendArguments, DeviceAttention
+from kvseek.plugins.attention.device import AttendArguments, DeviceAttention, LayerAttention
 from kvseek.plugins.attention.splits import MAX_SPLITS, HeadTiles, Splits
-from kvseek.plugins.batch import DeviceBatch, RequestState, pack
-from kvseek.plugins.contract import DeviceIndex, IndexContext
+from kvseek.plugins.batch import Batch, RequestState
+from kvseek.plugins.contract import Effort, IndexContext, LayerRows
 from kvseek.plugins.registry import get_method
-from kvseek.plugins.selection import DeviceSelection
+from kvseek.plugins.selection import Selection
 
 
 class RecordingKernels:
@@ -73,11 +73,11 @@ def launch(attention: DeviceAttention, **changes: Any) -> torch.Tensor:
     shape = (5, attention.kv_heads, attention.window_rows, 2, attention.head_dim)
     arguments: dict[str, Any] = {
         "queries": torch.zeros(batch, attention.num_heads, attention.head_dim, dtype=attention.dtype),
-        "batch": DeviceBatch(pack([RequestState(0, 0, 0, 0, 1, 0, 0, 0, True)] * batch), torch.zeros(5, 3).int()),
+        "batch": Batch.of([RequestState(slot=0, sink_rows=1, length=0, dense=True)] * batch, torch.zeros(5, 3).int()),
         "window": torch.zeros(shape, dtype=attention.dtype),
         "rows_pointer": 4096,
         "extent_stride": 1 << 21,
-        "selection": DeviceSelection(indices(attention)),
+        "selection": Selection(indices(attention)),
         **changes,
     }
     return attention.launch(**arguments)
@@ -141,6 +141,47 @@ def test_a_batch_is_one_wave_of_parts_that_are_alike(batch: int, entries: int) -
     assert largest <= 4 * least
 
 
+def test_a_store_takes_the_place_of_hot_rows() -> None:
+    attention = make()
+    store = torch.zeros(5, 8, 40, 2, 128, dtype=torch.bfloat16)
+    cached, keep, lse = indices(attention), indices(attention), torch.zeros(2, 32)
+    launch(attention, selection=Selection(indices(attention), store=store, cached=cached, keep=keep), lse=lse)
+    launch(attention, selection=Selection(indices(attention), store=store))
+    first, second = (arguments for *_, arguments in attention.kernels.launches)  # type: ignore[attr-defined]
+    assert (first.store, first.cached, first.keep) == (store.data_ptr(), cached.data_ptr(), keep.data_ptr())
+    assert (first.store_rows, first.hot_rows, first.hot_tags, first.lse) == (40, None, None, lse.data_ptr())
+    assert (second.store, second.cached, second.keep, second.lse) == (store.data_ptr(), None, None, None)
+
+
+def test_launch_describes_what_it_is_given() -> None:
+    attention = make()
+    out = launch(attention)
+    assert out.shape == (2, 32, 128)
+    ((name, grid, threads, arguments),) = attention.kernels.launches  # type: ignore[attr-defined]
+    splits = attention.splits(2)
+    assert (name, grid, threads) == ("kvseek_attend", (splits.total, 8, 2), 128)
+    assert arguments.out == out.data_ptr()
+    assert arguments.hot_rows == attention.hot_rows.data_ptr()  # type: ignore[union-attr]
+    assert (arguments.window_stride, arguments.table_stride) == (8 * 576 * 2 * 128, 3)
+    assert arguments.scale == pytest.approx(128**-0.5 * 1.4426950408889634)
+    launch(attention, selection=None)
+    assert attention.kernels.launches[1][3].hot_rows is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_layers_attention_knows_its_window_and_its_rows(on_host: bool) -> None:
+    kernel = make()
+    window = torch.zeros(5, 8, 576, 2, 128, dtype=torch.bfloat16)
+    pool = torch.zeros(1, 8, 1, 2, 128, device="cpu" if on_host else "meta")
+    attention = LayerAttention(kernel, window, LayerRows(pool, 4096, 1 << 21))
+    queries, lse = torch.zeros(2, 32, 128, dtype=torch.bfloat16), torch.zeros(2, 32)
+    batch = Batch.of([RequestState(slot=0, sink_rows=1, length=0, dense=True)] * 2, torch.zeros(5, 3).int())
+    out = attention(queries, batch, None, lse=lse)
+    ((*_, arguments),) = kernel.kernels.launches  # type: ignore[attr-defined]
+    assert (arguments.out, arguments.lse, arguments.window) == (out.data_ptr(), lse.data_ptr(), window.data_ptr())
+    assert (arguments.rows, arguments.extent_stride, arguments.rows_on_host) == (4096, 1 << 21, on_host)
+
+
 def test_layers_share_scratch_memory_if_it_is_large_enough() -> None:
     first = make()
     assert make(scratch=first.scratch).scratch is first.scratch
@@ -182,14 +223,14 @@ def test_shapes_that_the_kernel_lacks_are_refused(field: str, changes: dict[str,
 @pytest.mark.parametrize(
     ("field", "changes"),
     [
-        ("batch", {"batch": DeviceBatch(torch.zeros(5, 16).int(), torch.zeros(5, 3).int())}),
+        ("batch", {"batch": Batch(torch.zeros(5, 16).int(), torch.zeros(5, 3).int())}),
         ("queries", {"queries": torch.zeros(2, 32, 128)}),
         ("window", {"window": torch.zeros(5, 8, 575, 2, 128, dtype=torch.bfloat16)}),
-        ("selection.rows", {"selection": DeviceSelection(torch.zeros(2, 8, 99, dtype=torch.int32))}),
-        ("selection.rows", {"selection": DeviceSelection(torch.zeros(2, 8, 100, dtype=torch.int64))}),
-        ("selection.store", {"selection": DeviceSelection(ROWS, torch.zeros(5, 8, 9, 2, 64, dtype=torch.bfloat16))}),
-        ("selection.cached", {"selection": DeviceSelection(ROWS, STORE, torch.zeros(2, 8, 99, dtype=torch.int32))}),
-        ("selection.keep", {"selection": DeviceSelection(ROWS, None, None, ROWS)}),
+        ("selection.rows", {"selection": Selection(torch.zeros(2, 8, 99, dtype=torch.int32))}),
+        ("selection.rows", {"selection": Selection(torch.zeros(2, 8, 100, dtype=torch.int64))}),
+        ("selection.store", {"selection": Selection(ROWS, store=torch.zeros(5, 8, 9, 2, 64, dtype=torch.bfloat16))}),
+        ("selection.cached", {"selection": Selection(ROWS, store=STORE, cached=torch.zeros(2, 8, 99).int())}),
+        ("selection.keep", {"selection": Selection(ROWS, keep=ROWS)}),
         ("lse", {"lse": torch.zeros(2, 32, dtype=torch.bfloat16)}),
         ("rows_pointer", {"rows_pointer": 4097}),
         ("rows_pointer", {"extent_stride": 4}),
@@ -219,9 +260,6 @@ def test_full_on_the_gpu_selects_nothing() -> None:
         cuda=cast(CudaKernels, RecordingKernels()),
     )
     index = method.create(context)
-    assert isinstance(index, DeviceIndex)
-    batch = DeviceBatch(torch.zeros(1, 16).int(), torch.zeros(1, 1).int())
-    assert index.launch_select(torch.zeros(1, 4, 64), batch) is None
-    assert (index.plan(7), index.attended(7), index.bytes_per_token) == ((), 7, 0.0)
-    selection = index.select(torch.zeros(1, 4, 64), [0])
-    assert (selection.counts, selection.block) == ((7,), 1024)
+    batch = Batch.of([RequestState(slot=0, length=7)], torch.zeros(1, 1).int())
+    assert index.select(torch.zeros(1, 4, 64), batch) is None
+    assert (index.effort(7), index.bytes_per_token) == (Effort(7), 0.0)

@@ -10,7 +10,7 @@ import pytest
 from tests.support.structs import fields_of, mirrors
 
 # Structs of GPU kernels are compared where the kernels are compiled (tests/builder/compile/test_compile_cuda.py).
-NATIVE = [one for one in mirrors() if one.__module__.endswith((".native", ".attend"))]
+NATIVE = [one for one in mirrors() if one.__module__.endswith(".native")]
 
 
 def test_there_are_native_structs() -> None:
@@ -21,5 +21,5 @@ def test_there_are_native_structs() -> None:
 def test_python_mirrors_the_struct(mirror: type[ctypes.Structure]) -> None:
     """The struct is defined once in the C++ sources beside its mirror's module."""
     folder = Path(str(sys.modules[mirror.__module__].__file__)).parent
-    sources = [path for path in folder.iterdir() if path.suffix in (".h", ".cpp")]
+    sources = [path for path in folder.rglob("*") if path.suffix in (".h", ".cpp")]
     assert list(mirror._fields_) == fields_of(mirror.__name__, sources)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,8 @@ from kvseek.builder.compile import cpu as compilation
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.plugins.attention.host import attend_reference
-from kvseek.plugins.attention.native import attend_native
-from kvseek.plugins.batch import LayerCache
+from kvseek.plugins.attention.host import HostAttention
+from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.selection import Selection
 
 SINK, RING = 4, 40
@@ -40,7 +40,24 @@ def level(request: pytest.FixtureRequest, library: CpuLibrary) -> Iterator[int]:
     limit(ctypes.byref(ctypes.c_int(max(compilation.instruction_levels()))))
 
 
-def make_cache(lengths: Sequence[int], kv_heads: int, dim: int, dtype: torch.dtype, wrapped: bool = True) -> LayerCache:
+@dataclass(frozen=True)
+class Cache:
+    """A layer's window and rows, and a batch of requests in it."""
+
+    window: Tensor
+    rows: Tensor
+    batch: Batch
+
+    def attend(
+        self, queries: Tensor, selection: Selection | None, scaling: float, library: CpuLibrary | None = None
+    ) -> Tensor:
+        """By the compiled kernel of a library, or by the reference."""
+        return HostAttention(self.window, self.rows, SINK, scaling, library)(queries, self.batch, selection)
+
+
+def make_cache(
+    lengths: Sequence[int], kv_heads: int, dim: int, dtype: torch.dtype, wrapped: bool = True, held: int = SINK
+) -> Cache:
     """Random rows for slots in reverse order; NaN in every row that belongs to no token, and in a neighbouring layer."""
     batch = len(lengths)
     table = ExtentTable(batch, 4, sum(map(extents_for, lengths)) + 2)
@@ -48,26 +65,29 @@ def make_cache(lengths: Sequence[int], kv_heads: int, dim: int, dtype: torch.dty
     window = torch.full((batch, kv_heads, SINK + RING, 2, dim), NAN).to(dtype)
     slots = list(reversed(range(batch)))
     first = RING - 7 if wrapped else 3
-    ring = (torch.arange(first, first + 21) % RING) + SINK
+    ring_rows = 21 if held else 0
+    ring = (torch.arange(first, first + ring_rows) % RING) + SINK
     for slot, length in zip(slots, lengths, strict=True):
         table.reserve(slot, length)
         table.write(rows[:, 1], slot, 0, torch.randn(kv_heads, length, 2, dim).to(dtype))
-        for index in (torch.arange(SINK), ring):
+        for index in (torch.arange(held), ring):
             window[slot][:, index] = torch.randn(kv_heads, len(index), 2, dim).to(dtype)
-    tokens = torch.tensor([[SINK, first, 21]] * batch, dtype=torch.int32)
-    held = torch.tensor(lengths, dtype=torch.int32)
-    return LayerCache(slots, window, tokens, rows[:, 1], table.table, held, SINK)
+    requests = [
+        RequestState(slot=slot, sink_rows=held, ring_first=first, ring_rows=ring_rows, length=length)
+        for slot, length in zip(slots, lengths, strict=True)
+    ]
+    return Cache(window, rows[:, 1], Batch.of(requests, table.table))
 
 
-def choose(lengths: Sequence[int], kv_heads: int, block: int, share: float = 0.4) -> Selection:
+def choose(lengths: Sequence[int], kv_heads: int, page: int, share: float = 0.4) -> Selection:
     """A random share of the entries of each request, in random order among entries of -1."""
-    most = max(1, -(-max(lengths) // block))
+    most = max(1, -(-max(lengths) // page))
     rows = torch.full((len(lengths), kv_heads, most), -1, dtype=torch.int32)
     for request, head in itertools.product(range(len(lengths)), range(kv_heads)):
-        entries = torch.randperm(-(-lengths[request] // block))
-        places = torch.randperm(most)[: max(1, round(share * len(entries)))][: len(entries)]
-        rows[request, head, places] = entries[: len(places)].int()
-    return Selection(rows, block, tuple(lengths))
+        entries = torch.randperm(-(-lengths[request] // page))
+        filled = torch.randperm(most)[: max(1, round(share * len(entries)))][: len(entries)]
+        rows[request, head, filled] = entries[: len(filled)].int()
+    return Selection(rows, page)
 
 
 def compare(
@@ -76,28 +96,29 @@ def compare(
     group: int,
     dim: int,
     dtype: torch.dtype,
-    block: int,
+    page: int | None,
     wrapped: bool = True,
 ) -> None:
     kv_heads = 2
     cache = make_cache(lengths, kv_heads, dim, dtype, wrapped)
-    selection = choose(lengths, kv_heads, block)
+    selection = None if page is None else choose(lengths, kv_heads, page)
     queries = (3 * torch.randn(len(lengths), kv_heads * group, dim)).to(dtype)
-    expected = attend_reference(queries, selection, cache, dim**-0.5)
+    expected = cache.attend(queries, selection, dim**-0.5)
     assert not expected.isnan().any()
-    found = attend_native(queries, selection, cache, dim**-0.5, library)
+    found = cache.attend(queries, selection, dim**-0.5, library)
     torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("block", [1, 32, 1024])
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("page", [1, 32, 1024, None])
 @pytest.mark.parametrize("lengths", [[1], [1500], [100, 3000, 0]])
 @pytest.mark.parametrize(("dim", "group"), [(64, 1), (64, 3), (96, 7), (128, 3), (128, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_attention_equals_the_reference(
-    library: CpuLibrary, dtype: torch.dtype, dim: int, group: int, lengths: list[int], block: int
+    library: CpuLibrary, dtype: torch.dtype, dim: int, group: int, lengths: list[int], page: int | None
 ) -> None:
-    torch.manual_seed(hash((dim, group, block, len(lengths))))
-    compare(library, lengths, group, dim, dtype, block)
+    torch.manual_seed(hash((dim, group, page or 0, len(lengths))))
+    compare(library, lengths, group, dim, dtype, page)
 
 
 @pytest.mark.parametrize(("dim", "group"), [(8, 2), (40, 16), (64, 3), (80, 5), (96, 4), (128, 9), (256, 1)])
@@ -106,7 +127,7 @@ def test_every_level_equals_the_reference(
     library: CpuLibrary, level: int, dim: int, group: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(level)
-    compare(library, [1100, 37], group, dim, dtype, block=24, wrapped=False)  # pages that straddle extents
+    compare(library, [1100, 37], group, dim, dtype, page=24, wrapped=False)  # pages that straddle extents
 
 
 @settings(max_examples=15, deadline=None)
@@ -114,14 +135,14 @@ def test_every_level_equals_the_reference(
     lengths=st.lists(st.integers(0, 2100), min_size=1, max_size=4),
     group=st.integers(1, 16),
     dim=st.integers(1, 32).map(lambda eighths: 8 * eighths),
-    block=st.sampled_from([1, 16, 100, 1024]),
+    page=st.sampled_from([None, 1, 16, 100, 1024]),
     seed=st.integers(0, 2**31),
 )
 def test_any_shape_equals_the_reference(
-    library: CpuLibrary, lengths: list[int], group: int, dim: int, block: int, seed: int
+    library: CpuLibrary, lengths: list[int], group: int, dim: int, page: int | None, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    compare(library, lengths, group, dim, torch.float32, block)
+    compare(library, lengths, group, dim, torch.float32, page)
 
 
 def test_a_request_does_not_depend_on_its_batch_nor_on_threads(library: CpuLibrary) -> None:
@@ -131,13 +152,11 @@ def test_a_request_does_not_depend_on_its_batch_nor_on_threads(library: CpuLibra
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        together = attend_native(queries, selection, cache, 0.125, library)
+        together = cache.attend(queries, selection, 0.125, library)
         torch.set_num_threads(1)
         for i in range(3):
-            tokens, held = cache.window_tokens[i : i + 1], cache.lengths[i : i + 1]
-            alone = LayerCache([cache.slots[i]], cache.window, tokens, cache.rows, cache.table, held, SINK)
-            chosen = Selection(selection.rows[i : i + 1], 1, selection.counts[i : i + 1])
-            assert torch.equal(attend_native(queries[i : i + 1], chosen, alone, 0.125, library)[0], together[i])
+            alone, chosen = replace(cache, batch=cache.batch.part([i])), Selection(selection.rows[i : i + 1])
+            assert torch.equal(alone.attend(queries[i : i + 1], chosen, 0.125, library)[0], together[i])
     finally:
         torch.set_num_threads(threads)
 
@@ -145,24 +164,21 @@ def test_a_request_does_not_depend_on_its_batch_nor_on_threads(library: CpuLibra
 @pytest.mark.parametrize("poison", [NAN, float("inf")])
 def test_a_poisoned_row_that_is_attended_to_shows(library: CpuLibrary, level: int, poison: float) -> None:
     cache = make_cache([1200], 1, 64, torch.float32)
-    cache.rows[cache.table[0, 1], 0, 5] = poison
-    everything = Selection.everything([1200], 1, torch.device("cpu"))
-    assert attend_native(torch.randn(1, 1, 64), everything, cache, 0.125, library).isnan().all()
+    cache.rows[cache.batch.table[0, 1], 0, 5] = poison
+    assert cache.attend(torch.randn(1, 1, 64), None, 0.125, library).isnan().all()
 
 
 def test_large_scores_do_not_overflow(library: CpuLibrary, level: int) -> None:
     cache = make_cache([500], 1, 64, torch.float32)
-    everything = Selection.everything([500], 1, torch.device("cpu"))
     queries = 1e4 * torch.randn(1, 3, 64)
-    expected = attend_reference(queries, everything, cache, 1.0)
-    torch.testing.assert_close(attend_native(queries, everything, cache, 1.0, library), expected)
+    torch.testing.assert_close(cache.attend(queries, None, 1.0, library), cache.attend(queries, None, 1.0))
 
 
 def test_no_rows_at_all_give_zeros(library: CpuLibrary) -> None:
-    cache = make_cache([0], 1, 64, torch.float32)
-    cache.window_tokens.zero_()
-    nothing = Selection(torch.full((1, 1, 3), -1, dtype=torch.int32), 1, (0,))
-    assert torch.equal(attend_native(torch.randn(1, 2, 64), nothing, cache, 0.125, library), torch.zeros(1, 2, 64))
+    cache = make_cache([0], 1, 64, torch.float32, held=0)
+    for nothing in (Selection(torch.full((1, 1, 3), -1, dtype=torch.int32)), None):
+        for kernels in (library, None):
+            assert cache.attend(torch.randn(1, 2, 64), nothing, 0.125, kernels).eq(0).all()
 
 
 @pytest.mark.parametrize(
@@ -179,22 +195,21 @@ def test_unsupported_shapes_are_refused(
 ) -> None:
     cache, selection = make_cache([10], 1, dim, dtype), choose([10], 1, 1)
     with pytest.raises(KernelError, match=f"{names}.*--kernels reference"):
-        attend_native(torch.randn(1, group, dim, dtype=dtype), selection, cache, 0.125, library)
+        cache.attend(torch.randn(1, group, dim, dtype=dtype), selection, 0.125, library)
 
 
 def test_unsupported_layouts_are_refused(library: CpuLibrary) -> None:
     cache, queries = make_cache([10], 2, 64, torch.float32), torch.randn(1, 2, 64)
     selection = choose([10], 2, 1)
 
-    def refuses(pattern: str, selection: Selection, queries: Tensor, cache: LayerCache) -> None:
+    def refuses(pattern: str, selection: Selection, queries: Tensor, cache: Cache) -> None:
         with pytest.raises(KernelError, match=pattern):
-            attend_native(queries, selection, cache, 0.125, library)
+            cache.attend(queries, selection, 0.125, library)
 
-    refuses("selection dtype", Selection(selection.rows.long(), 1, (10,)), queries, cache)
+    refuses("selection dtype", Selection(selection.rows.long()), queries, cache)
     refuses("cache dtype", selection, queries.bfloat16(), cache)
     turned = cache.window.transpose(1, 2).contiguous().transpose(1, 2)
-    described = (cache.window_tokens, cache.rows, cache.table, cache.lengths, cache.sink)
-    refuses("window strides", selection, queries, LayerCache(cache.slots, turned, *described))
+    refuses("window strides", selection, queries, replace(cache, window=turned))
 
 
 def test_one_openmp_runtime_serves_torch_and_the_kernels(library: CpuLibrary) -> None:

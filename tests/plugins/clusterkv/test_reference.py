@@ -14,10 +14,11 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.fields import from_dict
+from kvseek.plugins.clusterkv.clustering import cluster_keys
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.costs import costs
 from kvseek.plugins.clusterkv.method import traits
-from kvseek.plugins.clusterkv.reference import ReferenceIndex, cluster_keys, expand, rows_taken
+from kvseek.plugins.clusterkv.reference import ReferenceIndex, expand, rows_taken
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 DIM = 16
@@ -172,21 +173,6 @@ def test_the_best_clusters_are_those_of_the_largest_inner_products() -> None:
         assert set(rows[head].tolist()) == set(wanted[:60])
 
 
-def test_neither_batch_nor_slot_matter() -> None:
-    lengths = [300, 90, 500]
-    index = make_index(Config(top_k=40, tokens_per_cluster=15), lengths)
-    for slot, length in enumerate(lengths):
-        index.build(slot, random_keys(length, DIM, slot), NO_QUERIES)
-    other = make_index(Config(top_k=40, tokens_per_cluster=15), lengths[::-1])
-    for slot, length in enumerate(lengths):
-        other.build(2 - slot, random_keys(length, DIM, slot), NO_QUERIES)
-    queries = random_queries(3, 2 * KV_HEADS, DIM)
-    together = select_rows(index, queries, [0, 1, 2]).rows
-    for request in range(3):
-        assert torch.equal(together[request], select_rows(index, queries[request, None], [request]).rows[0])
-    assert torch.equal(together.flip(0), select_rows(other, queries.flip(0), [0, 1, 2]).rows)
-
-
 def test_the_seed_and_the_layer_choose_the_first_centroids() -> None:
     keys = random_keys(400, DIM)
 
@@ -233,58 +219,6 @@ def test_a_region_that_starts_empty() -> None:
         grow(index, 0, keys[:, start : start + 8])
     check_invariants(index, 0, keys)
     assert index.counts == [1]
-
-
-def test_five_thousand_generated_tokens() -> None:
-    """Clusters keep up with the tokens, room suffices in every extent, and late tokens are found."""
-    config = Config(top_k=320, tokens_per_cluster=80)
-    keys = random_keys(1000 + 16 * 320, DIM)
-    topic = torch.where(torch.arange(DIM) % 2 == 0, 4.0, -4.0)
-    keys[:, -40:] = topic + torch.randn(KV_HEADS, 40, DIM, generator=torch.Generator().manual_seed(2))
-    index = built(config, keys[:, :1000])
-    for start in range(1000, keys.shape[1], 320):
-        grow(index, 0, keys[:, start : start + 320])
-    check_invariants(index, 0, keys)
-    assert index.counts[0] == 1000 // 80 + 16 * 4
-    rows = select_rows(index, topic.expand(1, 2 * KV_HEADS, -1), [0]).rows[0]
-    late = set(range(keys.shape[1] - 40, keys.shape[1]))
-    assert all(late <= set(own) for own in rows.tolist()), "what was said last is found"
-
-
-@pytest.mark.parametrize("update", [40, 320])
-def test_appended_keys_become_visible_when_they_are_published(update: int) -> None:
-    """Those of a cluster of their own, and those that join the last cluster."""
-    keys, queries = random_keys(300 + update, DIM), random_queries(1, 2 * KV_HEADS, DIM)
-    index = built(Config(top_k=1000, tokens_per_cluster=50), keys[:, :300])
-    index.context.extents.reserve(0, 300 + update)
-    before = select_rows(index, queries, [0]).rows
-    index.append(0, 300, keys[:, 300:])
-    assert torch.equal(select_rows(index, queries, [0]).rows, before)
-    check_invariants(index, 0, keys[:, :300])
-    index.context.lengths[0] += update
-    index.publish(0, 300, update)
-    check_invariants(index, 0, keys)
-
-
-def test_what_was_appended_for_another_request_is_dropped() -> None:
-    index, keys = built(Config(top_k=10, tokens_per_cluster=10), random_keys(300, DIM, 1)), random_keys(90, DIM, 2)
-    index.append(0, 300, random_keys(40, DIM, 3))
-    index.context.lengths[0] = 50
-    index.build(0, keys[:, :50], NO_QUERIES)
-    extend(index, 0, keys[:, 50:])
-    check_invariants(index, 0, keys)
-
-
-def test_a_slot_is_built_again_from_nothing() -> None:
-    index = make_index(Config(top_k=10, tokens_per_cluster=10), [300])
-    index.build(0, random_keys(300, DIM, 1), NO_QUERIES)
-    again = random_keys(90, DIM, 2)
-    index.context.lengths[0] = 90
-    index.build(0, again, NO_QUERIES)
-    check_invariants(index, 0, again)
-    query = random_queries(1, 2 * KV_HEADS, DIM)
-    fresh = built(Config(top_k=10, tokens_per_cluster=10), again)
-    assert torch.equal(select_rows(index, query, [0]).rows, select_rows(fresh, query, [0]).rows)
 
 
 @settings(max_examples=200, deadline=None)
@@ -349,3 +283,12 @@ def test_costs_follow_the_region() -> None:
     assert found.index_bytes == 3276 * (256 + 8)
     assert costs(Config(), model, 100, 2).rows == 100
     assert costs(Config(), model, 0, 2).index_bytes == 0
+
+
+def test_what_was_appended_for_another_request_is_dropped() -> None:
+    index, keys = built(Config(top_k=10, tokens_per_cluster=10), random_keys(300, DIM, 1)), random_keys(90, DIM, 2)
+    index.append(0, 300, random_keys(40, DIM, 3))
+    index.context.lengths[0] = 50
+    index.build(0, keys[:, :50], NO_QUERIES)
+    extend(index, 0, keys[:, 50:])
+    check_invariants(index, 0, keys)

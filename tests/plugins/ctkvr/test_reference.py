@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.plugins.ctkvr.bench import DIM, GROUP, SMALL, Bench, exact_rows, make, one_query
-from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries, select_rows
+from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries
 from torch import Tensor
 
 from kvseek.core.errors import ConfigError, KernelError
@@ -138,17 +138,6 @@ def test_a_region_without_queries_is_refused() -> None:
         bench.build(0, torch.empty(KV_HEADS * GROUP, 0, DIM))
 
 
-@pytest.mark.parametrize("n", [1, 19, 20])
-def test_regions_of_at_most_top_k_tokens_are_selected_whole(n: int) -> None:
-    bench = make(SMALL, [n])
-    selection = select_rows(bench.index, random_queries(1, KV_HEADS * GROUP, DIM), [0])
-    assert bench.index.effort(n).rows == n
-    assert selection.rows.tolist() == [[[*range(n), *[-1] * (20 - n)]] * KV_HEADS]
-    before = list(bench.index.written)
-    bench.index.refresh([0])
-    assert bench.index.written == before, "such queries become no centroids"
-
-
 def test_all_rows_whatever_the_lists_hold() -> None:
     bench = make(Config(top_k=500, recent=500), [490], room=10)
     bench.index.lists.fill_(-1)
@@ -160,17 +149,6 @@ def test_wide_lists_make_the_choice_exact() -> None:
     bench = make(Config(top_k=20, recent=20, recall_factor=40), [777])
     query = random_queries(1, KV_HEADS * GROUP, DIM)[0]
     assert torch.equal(bench.step(query).long(), exact_rows(query, bench.keys(0), 20))
-
-
-def test_a_result_does_not_depend_on_the_batch() -> None:
-    lengths = [777, 15, 1500, 1024]
-    bench = make(SMALL, lengths)
-    queries = random_queries(4, KV_HEADS * GROUP, DIM)
-    together = select_rows(bench.index, queries, [0, 1, 2, 3])
-    assert [bench.index.effort(n).rows for n in lengths] == [20, 15, 20, 20]
-    for slots in ([3, 1], [2], [0, 2, 1]):
-        part = select_rows(bench.index, queries[slots], slots)
-        assert torch.equal(part.rows, together.rows[slots])
 
 
 def test_a_zero_query_has_a_selection() -> None:

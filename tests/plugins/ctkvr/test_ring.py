@@ -95,17 +95,6 @@ def test_recent_tokens_are_recalled() -> None:
         assert (recalled[head][len(places) :] == -1).all()
 
 
-@pytest.mark.parametrize("prompt", [0, 1, 10, 30, 500])
-def test_any_region_fills_its_selection_while_it_grows(prompt: int) -> None:
-    bench = make(Config(top_k=20, recent=20, probes=2), [prompt], room=400)
-    for step in range(40):
-        bench.grow(0, random_keys(10, DIM, seed=step))
-        rows = bench.step(random_queries(1, KV_HEADS * GROUP, DIM, seed=step)[0])
-        held = min(20, bench.context.lengths[0])
-        assert ((rows[:, :held] >= 0) & (rows[:, :held] < bench.context.lengths[0])).all()
-        assert (rows[:, :held].diff(dim=1) > 0).all()
-
-
 def topical(topics: Tensor, weights: Tensor, noise: float, generator: torch.Generator) -> Tensor:
     """Vectors [heads, w, D] around sums of topics [heads, T, D] with weights [w, T]."""
     mean = torch.einsum("wt,htd->hwd", weights, topics)

@@ -8,15 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plugins.index_cases import (
-    KV_HEADS,
-    make_context,
-    make_flat,
-    make_index,
-    random_keys,
-    random_queries,
-    select_rows,
-)
+from tests.plugins.index_cases import KV_HEADS, make_flat, make_index, random_keys, random_queries
 from torch import Tensor
 
 from kvseek.plugins.pariskv import codebook
@@ -73,21 +65,6 @@ class TestSelect:
                 query = queries[request, head * group : (head + 1) * group]
                 assert selection.rows[request, head].tolist() == select_by_hand(index, query, head)
 
-    @pytest.mark.parametrize("group_reduce", GROUP_REDUCTIONS)
-    @pytest.mark.parametrize("n", [1, 99, 100, 101, 1500])
-    def test_rows_ascend_and_short_regions_are_whole(self, group_reduce: str, n: int) -> None:
-        index = make_index(Config(group_reduce=group_reduce), 64, 2, random_keys(n, 64))
-        selection = select_rows(index, random_queries(1, KV_HEADS * 2, 64), [0])
-        assert selection.rows.shape == (1, KV_HEADS, 100)
-        assert index.effort(n).rows == min(100, n)
-        for rows in selection.rows[0].tolist():
-            held, padding = rows[: min(100, n)], rows[min(100, n) :]
-            assert held == sorted(set(held))
-            assert held[0] >= 0
-            assert held[-1] < n
-            assert set(padding) <= {-1}
-            assert n > 100 or held == list(range(n))
-
     @given(n=st.integers(101, 700), scale=st.floats(0.01, 100.0), seed=st.integers(0, 99))
     @settings(max_examples=15, deadline=None)
     def test_scaling_all_keys_changes_nothing_for_averaged_queries(self, n: int, scale: float, seed: int) -> None:
@@ -96,19 +73,6 @@ class TestSelect:
         config = Config(top_k=20, group_reduce="mean")
         rows = [select_rows(make_index(config, 16, 1, k), queries, [0]).rows for k in (keys, keys * scale)]
         assert torch.equal(*rows)
-
-    def test_requests_and_slots_do_not_mix(self) -> None:
-        lengths = [1300, 0, 400]
-        index = ReferenceIndex(make_context(Config(), 64, 2, lengths))
-        keys = {slot: random_keys(lengths[slot], 64, seed=slot) for slot in (0, 2)}
-        for slot in (2, 0):
-            index.build(slot, keys[slot], torch.empty(0))
-        queries = random_queries(2, KV_HEADS * 2, 64)
-        both = select_rows(index, queries, [0, 2]).rows
-        assert torch.equal(both, select_rows(index, queries.flip(0), [2, 0]).rows.flip(0))
-        for request, slot in enumerate((0, 2)):
-            alone = make_index(Config(), 64, 2, keys[slot])
-            assert torch.equal(both[request], select_rows(alone, queries[request : request + 1], [0]).rows[0])
 
     def test_equal_keys_are_taken_from_the_front(self) -> None:
         index = make_index(Config(top_k=10), 64, 1, random_keys(1, 64).expand(-1, 500, -1))

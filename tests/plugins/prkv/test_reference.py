@@ -192,28 +192,6 @@ def test_the_page_of_a_loud_key_is_selected(reduce: str) -> None:
     assert pages.shape == (KV_HEADS, 4)
 
 
-@pytest.mark.parametrize("n", [1, 7, 8, 33, 64])
-def test_everything_is_kept_when_it_fits(n: int) -> None:
-    case = Case(SMALL, [n])
-    case.prompt(0, random_keys(n, DIM), window())
-    pages = case.selected(random_queries(1, KV_HEADS * GROUP, DIM), 0)
-    held = -(-n // 8)
-    assert torch.equal(pages[:, :held], torch.arange(held, dtype=torch.int32).expand(KV_HEADS, -1))
-    assert (pages[:, held:] == -1).all()
-
-
-def test_a_batch_changes_nothing() -> None:
-    lengths = [300, 900, 501]
-    case, alone = Case(SMALL, lengths), Case(SMALL, lengths)
-    queries = random_queries(3, KV_HEADS * GROUP, DIM)
-    for number, n in enumerate(lengths):
-        for one in (case, alone):
-            one.prompt(number, random_keys(n, DIM, number), window(seed=number))
-    together = select_rows(case.index, queries, [2, 0, 1]).rows
-    for request, slot in enumerate((2, 0, 1)):
-        assert torch.equal(alone.selected(queries[request : request + 1], slot), together[request])
-
-
 def test_an_update_is_a_fresh_choice() -> None:
     """Scope "all": the rows that come first are those that a prompt with the same last queries would put there."""
     config = Config(top_k=64, static_share=0.25, page=8, window_queries=4, update_interval=8, update_scope="all")
@@ -283,22 +261,6 @@ def test_growth_with_updates() -> None:
     found = case.context.extents.read(case.pool, 0, 5105)[:, :, 0]
     assert torch.equal(found, keys.gather(1, tokens[..., None].expand_as(keys)))
     case.check_boxes(0)
-
-
-def test_a_slot_is_used_again() -> None:
-    case, queries = Case(SMALL, [900]), random_queries(1, KV_HEADS * GROUP, DIM)
-    case.prompt(0, random_keys(900, DIM), window())
-    for _ in range(6):
-        case.selected(queries, 0)
-        case.index.refresh([0])
-    fresh, keys = Case(SMALL, [500]), random_keys(500, DIM, seed=3)
-    for one in (case, fresh):
-        one.prompt(0, keys, window(seed=8))
-    for _ in range(9):
-        assert torch.equal(case.selected(queries, 0), fresh.selected(queries, 0))
-        for one in (case, fresh):
-            one.index.refresh([0])
-    assert torch.equal(case.tokens(0), fresh.tokens(0))
 
 
 def test_updates_of_layers_take_turns() -> None:

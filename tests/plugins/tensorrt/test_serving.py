@@ -15,8 +15,8 @@ from tests.support.tensorrt_stand_ins import DataType, PluginTensorDesc, stand_i
 from torch import Tensor
 
 from kvseek.core.errors import CapacityError, KernelError
-from kvseek.plugins.tensorrt.plugin import register, serving
 from kvseek.plugins.tensorrt.fields import AttentionFields
+from kvseek.plugins.tensorrt.plugin import register, serving
 from kvseek.plugins.tensorrt.tensors import ELEMENTS
 
 API = stand_in_tensorrt()

@@ -1,7 +1,5 @@
 """Fields of the method."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from kvseek.core.config import require

@@ -1,40 +1,42 @@
-"""An index that remembers nothing: the last rows of the retrieval region are known by their number alone."""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
+"""The latest rows: attends to the last tokens that have left the window."""
 
 import torch
 from torch import Tensor
 
-from kvseek.plugins.contract import Index, IndexContext
+from kvseek.plugins.batch import Batch
+from kvseek.plugins.contract import Built, Effort, Index, IndexContext, Traits
 from kvseek.plugins.selection import Selection
 
 from .config import Config
 
 
 class LatestIndex(Index):
-    """Selects the last top_k rows of a slot, whatever the query is."""
+    """Remembers nothing: the last rows of a region are known by their number alone."""
 
     bytes_per_token = 0.0
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
-        """See Index.build."""
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+        """Nothing to index: rows stay in the order of their tokens, and no work runs on."""
+        return Built()
 
-    def extend(self, slot: int, keys: Tensor) -> None:
-        """See Index.extend."""
+    def append(self, slot: int, start: int, keys: Tensor) -> None:
+        """Nothing to take in."""
 
-    def select(self, queries: Tensor, slots: Sequence[int]) -> Selection:
-        """See Index.select."""
-        top_k, lengths = self.context.config.top_k, [self.context.lengths[slot] for slot in slots]
-        last = torch.tensor(lengths)[:, None] - 1 - torch.arange(top_k)
-        rows = last.clamp(min=-1).int()[:, None].expand(-1, self.context.num_kv_heads, -1)
-        return Selection(rows.contiguous(), 1, tuple(min(top_k, length) for length in lengths))
+    def effort(self, length: int) -> Effort:
+        """All rows of a short region."""
+        return Effort(rows=min(self.context.config.top_k, length))
+
+    def select(self, queries: Tensor, batch: Batch) -> Selection:
+        """The last top_k places of each request, whatever its queries are; -1 where there are fewer."""
+        back = torch.arange(1, self.context.config.top_k + 1)
+        places = (batch.column("length")[:, None] - back).clamp(min=-1).int()
+        rows = places[:, None].expand(-1, self.context.num_kv_heads, -1)
+        return Selection(rows.contiguous())
 
 
-def codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:
-    """The builder has nothing to compute."""
-    return {}
+def traits(config: Config) -> Traits:
+    """Engines on a GPU refuse the method: it has no index for them."""
+    return Traits(devices=("cpu",))
 
 
 def create(context: IndexContext) -> Index:

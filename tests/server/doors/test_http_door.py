@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import requests
-from tests.conftest import BuildEngine
-from tests.support.door_processes import SECONDS, Door, doors, engine_process, events, reply, wait_for
-from tests.support.random_models import save_random_model
+from tests.conftest import BuildEngine, RandomModel
+from tests.support.door_processes import Door, doors, engine_process, events, reply
+from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.client.http_client import HttpClient
 from kvseek.client.options import GenerateOptions
@@ -39,8 +39,8 @@ STREAM = ENDLESS | {"stream": True}
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
-    model = save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama", max_position_embeddings=20_000)
+def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    model = random_model("llama", max_position_embeddings=20_000)
     limits = ("--max_batch_size", str(SLOTS), "--max_seq_len", "20000", "--max_input_len", "800")
     return build_engine(model, "pariskv", *WINDOW, *limits, "--pariskv.top_k", "20")
 
@@ -178,7 +178,7 @@ def test_a_client_that_leaves_cancels_its_request(door: Door, engine_socket: Pat
     if endpoint == "generate_stream":
         assert connection.recv(20).startswith(b"HTTP/1.1 200")
     connection.close()
-    wait_for(lambda: load(engine_socket) == (0, 0), 2.0)
+    wait_for(lambda: load(engine_socket) == (0, 0), seconds=2.0)
 
 
 @pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
@@ -187,7 +187,7 @@ def test_a_client_that_leaves_the_queue_cancels_its_request(door: Door, engine_s
         connection = door.send(f"{TEXT_MODEL}/{endpoint}", STREAM if endpoint == "generate_stream" else ENDLESS)
         wait_for(lambda: load(engine_socket) == (SLOTS, 1))
         connection.close()
-        wait_for(lambda: load(engine_socket) == (SLOTS, 0), 2.0)
+        wait_for(lambda: load(engine_socket) == (SLOTS, 0), seconds=2.0)
 
 
 def test_a_text_with_too_many_tokens_is_refused_by_its_beginning(door: Door) -> None:

@@ -20,9 +20,9 @@ import grpc
 import msgspec
 import pytest
 import requests
-from tests.conftest import BuildEngine
-from tests.support.door_processes import CLOSED_PORT, SECONDS, Door, doors, engine_process, events, reply, wait_for
-from tests.support.random_models import save_random_model
+from tests.conftest import BuildEngine, RandomModel
+from tests.support.door_processes import CLOSED_PORT, Door, doors, engine_process, events, reply
+from tests.support.waiting import SECONDS, wait_for
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from kvseek.core.request import StepOutput
@@ -49,8 +49,8 @@ PATH = "tensorrt_llm/generate"
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
-    model = save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama", max_position_embeddings=20_000)
+def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    model = random_model("llama", max_position_embeddings=20_000)
     return build_engine(model, "full", "--max_batch_size", "2", "--max_seq_len", "20000", "--max_input_len", "800")
 
 
@@ -138,10 +138,19 @@ def test_readiness_follows_the_engine_and_triton(directory: Path, tmp_path: Path
         wait_for(lambda: ready(door) == (503, "not ready: Triton does not answer on its gRPC port, or is not ready"))
         fake.ready = True
         wait_for(lambda: ready(door) == (200, ""))
-        engine.answering = False
-        wait_for(lambda: ready(door) == (503, "not ready: the engine has not answered for 10 s"), 25.0)
         engine.die()
         wait_for(lambda: "does not run" in ready(door)[1])
+
+
+@pytest.mark.slow
+def test_an_engine_that_does_not_answer_is_not_ready(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    with triton() as (_, target), doors(directory, path, SETTINGS, target) as door:
+        engine = FakeEngine(path)
+        wait_for(lambda: ready(door) == (200, ""))
+        engine.answering = False
+        wait_for(lambda: ready(door) == (503, "not ready: the engine has not answered for 10 s"), seconds=25.0)
+        engine.die()
 
 
 def test_a_triton_that_dies_is_noticed_between_two_questions(directory: Path, tmp_path: Path) -> None:
@@ -285,7 +294,7 @@ def test_a_client_that_does_not_read_its_stream_is_given_up(
     def check(door: Door) -> None:
         wait_for(lambda: door.post(PATH, TOKENS | {"streaming": True}).status_code == 400)
         with door.send(f"{PATH}_stream", STREAM | {"request_output_len": 19_000}):
-            wait_for(lambda: engine.cancelled, 20.0)
+            wait_for(lambda: engine.cancelled, seconds=20.0)
 
     in_process(directory, tmp_path, check)
 

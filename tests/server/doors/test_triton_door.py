@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import BuildEngine
-from tests.support.door_processes import engine_process, wait_for
+from tests.support.door_processes import engine_process
 from tests.support.random_models import save_random_model
+from tests.support.waiting import wait_for
 
 from kvseek.server.settings import ServeSettings
 from kvseek.server.status import INTERNAL

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvseek.plugins.attention.device import DeviceAttention
 from kvseek.plugins.batch import RequestState
-from kvseek.plugins.selection import DeviceSelection
+from kvseek.plugins.selection import Selection
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative, by norm
 KV_HEADS, ENTRIES = 2, 100
@@ -55,13 +55,13 @@ def run(
     cache: RandomCache,
     queries: Tensor,
     requests: Sequence[RequestState],
-    selected: Tensor | DeviceSelection | None,
+    selected: Tensor | Selection | None,
     lse: Tensor | None = None,
 ) -> Tensor:
     """One launch into a poisoned output."""
     out = torch.full_like(queries, POISON)
     pointer, stride = cache.rows.data_ptr(), cache.rows.stride(0)
-    selection = DeviceSelection(selected) if isinstance(selected, Tensor) else selected
+    selection = Selection(selected) if isinstance(selected, Tensor) else selected
     return attention.launch(queries, cache.batch(requests), cache.window, pointer, stride, selection, out, lse)
 
 

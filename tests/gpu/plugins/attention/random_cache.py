@@ -9,9 +9,8 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.attention.host import attend_reference
-from kvseek.plugins.batch import DeviceBatch, RequestState, pack
-from kvseek.plugins.batch import LayerCache
+from kvseek.plugins.attention import reference
+from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.selection import Selection
 
 POISON = float("nan")  # what memory that must not be read holds
@@ -70,20 +69,29 @@ class RandomCache:
         valid = torch.cat((torch.arange(sink_rows), ring)).to(self.device)
         fresh = torch.randn(self.kv_heads, len(valid), 2, self.dim, device=self.device)
         window[:, valid] = fresh.to(window.dtype)
-        return RequestState(7, slot, position, 0, sink_rows, ring_first, ring_rows, self.lengths[slot], dense)
+        return RequestState(
+            token=7,
+            slot=slot,
+            position=position,
+            sink_rows=sink_rows,
+            ring_first=ring_first,
+            ring_rows=ring_rows,
+            length=self.lengths[slot],
+            dense=dense,
+        )
 
     def padding(self) -> RequestState:
         """What fills up a graph's bucket: the last slot, one window row, no retrieval rows."""
         slot = len(self.lengths)
         self.window[slot, :, 0] = 1.0
-        return RequestState(0, slot, 0, 0, 1, 0, 0, 0, True)
+        return RequestState(slot=slot, sink_rows=1, length=0, dense=True)
 
-    def batch(self, requests: Sequence[RequestState]) -> DeviceBatch:
+    def batch(self, requests: Sequence[RequestState]) -> Batch:
         """Requests as kernels read them."""
-        return DeviceBatch(pack(requests).to(self.device), self.extents.device_table)
+        return Batch.of(requests, self.extents.device_table)
 
     def select(self, requests: Sequence[RequestState], entries: int) -> Tensor:
-        """Random positions, ascending, -1 at the end: int32 [batch, G, entries]."""
+        """Random places, ascending, -1 at the end: int32 [batch, G, entries]."""
         rows = torch.full((len(requests), self.kv_heads, entries), -1, dtype=torch.int32)
         for number, request in enumerate(requests):
             for head in range(self.kv_heads):
@@ -130,15 +138,7 @@ class RandomCache:
         self, queries: Tensor, requests: Sequence[RequestState], selected: Tensor | None, scaling: float
     ) -> Tensor:
         """What the reference gives in float32: [batch, H, D] on the CPU."""
+        batch = Batch.of(requests, self.extents.table)
+        selection = None if selected is None else Selection(selected.cpu())
         window, rows = self.window.float().cpu(), self.rows.float().cpu()
-        out = []
-        for number, request in enumerate(requests):
-            window_tokens = torch.tensor([(request.sink_rows, request.ring_first, request.ring_rows)])
-            length = torch.tensor([request.length])
-            layer = LayerCache([request.slot], window, window_tokens, rows, self.extents.table, length, self.sink)
-            if request.dense or selected is None:
-                selection = Selection.everything([request.length], self.kv_heads, torch.device("cpu"))
-            else:
-                selection = Selection(selected[number, None].cpu(), 1, (0,))
-            out.append(attend_reference(queries[number, None].float().cpu(), selection, layer, scaling))
-        return torch.cat(out)
+        return reference.attend(queries.float().cpu(), batch, selection, window, rows, sink=self.sink, scaling=scaling)

@@ -18,7 +18,7 @@ from tests.gpu.plugins.attention.attention_runs import (
 from tests.gpu.plugins.attention.random_cache import POISON, RandomCache
 
 from kvseek.plugins.batch import pack
-from kvseek.plugins.selection import DeviceSelection
+from kvseek.plugins.selection import Selection
 
 pytestmark = pytest.mark.gpu
 
@@ -131,7 +131,7 @@ def test_replays_read_what_varies_from_memory(kernels: MakeKernels, device: torc
     pointer, stride = cache.rows.data_ptr(), cache.rows.stride(0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.launch(queries, batch, cache.window, pointer, stride, DeviceSelection(selected))
+        out = attention.launch(queries, batch, cache.window, pointer, stride, Selection(selected))
     for requests in steps:
         batch.requests.copy_(pack(requests))
         selected.copy_(cache.select(requests, ENTRIES))

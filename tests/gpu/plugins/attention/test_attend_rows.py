@@ -19,7 +19,7 @@ from tests.gpu.plugins.attention.attention_runs import (
 from tests.gpu.plugins.attention.random_cache import POISON, RandomCache
 from torch import Tensor
 
-from kvseek.plugins.selection import DeviceSelection
+from kvseek.plugins.selection import Selection
 
 pytestmark = pytest.mark.gpu
 
@@ -99,7 +99,7 @@ def test_rows_come_from_the_methods_store_and_go_there(
             hits, misses = hits + int(hot.sum()), misses + int((~hot).sum())
     counters = torch.zeros(2, dtype=torch.int64, device=device)
     attention = make_attention(kernels, cache, group, entries, hot_rows=False, counters=counters)
-    found = run(attention, cache, queries, requests, DeviceSelection(rows, store, cached, keep))
+    found = run(attention, cache, queries, requests, Selection(rows, store=store, cached=cached, keep=keep))
     compare(found, expected, requests)
     assert counters.tolist() == [hits, misses]
     assert torch.equal(store.nan_to_num(1e4), after.nan_to_num(1e4))
@@ -125,7 +125,7 @@ def test_log_sum_exp(dtype: str, dim: int, group: int, kernels: MakeKernels, dev
 
 
 def drift(selected: Tensor, length: int, share: float) -> Tensor:
-    """Replace about `share` of the positions of a selection, which stays ascending and without repetition."""
+    """Replace about `share` of the places of a selection, which stays ascending and without repetition."""
     changed = selected.clone()
     for rows in changed.view(-1, changed.shape[-1]):
         kept = rows[rows >= 0]

@@ -1,7 +1,7 @@
 // How a step on host cores is cut: tasks, units, and where their intermediate results lie.
 //
 // A task is a request and a KV head. Its recalled keys are scored in units; whoever scores the last one ranks the keys
-// and opens the second stage, whose units attend to the selected rows. Nobody waits for another task. How a task is cut
+// and opens the second part, whose units attend to the selected rows. Nobody waits for another task. How a task is cut
 // depends on its own number of keys alone, so a result depends neither on the batch nor on threads.
 #pragma once
 
@@ -25,7 +25,7 @@ struct Task {
     int first_unit, score_units, attend_units;
     int extra_units;  // 1: the list for the centroid update, taken before the others
     int unscored, unattended;
-    int ranked;  // set once the second stage is open
+    int ranked;  // set once the second part is open
     Counter taken;
     const int32_t* places;
     const int32_t* extents;
@@ -129,7 +129,7 @@ Task describe(const Job& job, int64_t request, int64_t head) {
 }
 
 // Describe the tasks that have keys; false without memory for them.
-bool plan(Job& job, Memory& task_memory, Memory& work_memory) {
+bool divide(Job& job, Memory& task_memory, Memory& work_memory) {
     const HostStep& a = job.a;
     const int64_t pairs = int64_t{a.batch} * a.kv_heads;
     // A line more than needed, here and below: no memory at all would read as a lack of it.
