@@ -160,7 +160,7 @@ def wants_gpu(argv: Sequence[str] | None) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry; returns the exit status."""
     if wants_gpu(argv):
-        from kvseek.benchmarks.device_main import main as device_main
+        from kvseek.benchmarks.device.main import main as device_main
 
         return device_main(argv)
     try:

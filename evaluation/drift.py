@@ -4,7 +4,7 @@
 
 Keys that are generated are indexed as they leave the window, long after the prompt's. Every so many steps the rows that
 a few layers selected are compared with the exact top k of the same query over the true keys, which come from the row
-pool. The engine runs as it serves; only the index's selection is overheard.
+pool. The engine runs as it serves; an observer copies what the indexes select.
 
 What recall loses may be the data's doing and not the index's: a model that samples on and on leaves what it knows, its
 attention becomes flat, and which rows are the top k is then chance. Hence --follow, which feeds the document's own
@@ -29,11 +29,11 @@ from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.engine import Engine
 from kvseek.engine.schedule.sampling import Sampler
-from kvseek.evaluation.overhear import Listener
 from kvseek.evaluation.selection_quality import Quality, compare_fresh, group_reduction, measure
+from kvseek.evaluation.selection_tap import SelectionTap
 from kvseek.measurement.machine import describe, resident_bytes
 from kvseek.measurement.output import show, write_result
-from kvseek.plugins.registry import get_method
+from kvseek.plugins.registry import get_method, method_traits
 
 SPAN = 1000  # steps whose figures are averaged
 DOCUMENT_TASK = "niah_multikey"  # of the needle folder, whose context is the document with --needle
@@ -139,23 +139,23 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Generate and measure; the JSON-able report."""
     engine = Engine.load(arguments.engine_dir, arguments.threads)
     top_k, group_reduce = selection_settings(engine)
-    dense = getattr(get_method(engine.config.method).configure(engine.config.method_config), "dense_layers", 0)
+    dense = method_traits(engine.config).dense_layers
     layers = chosen_layers(arguments.layers, engine.config.model.num_layers, dense)
-    listener = Listener(engine, layers)
+    tap = SelectionTap.into(engine, layers)
     request = submit(engine, arguments, document(arguments, engine))
     samples: list[Sample] = []
     fresh: list[dict[str, Any]] = []
     step = 0
     while step < arguments.steps:
         if (step + 1) % arguments.every == 0:
-            listener.expect()
+            tap.expect()
         for output in engine.step():
             step += counts(output)
             if counts(output) and step % arguments.every == 0 and output.attended_tokens < output.cached_tokens:
-                quality = {layer: measure(listener.heard(layer), top_k, group_reduce) for layer in layers}
-                samples.append(take_sample(engine, listener, step, output, quality))
+                quality = {layer: measure(tap.last(layer), top_k, group_reduce) for layer in layers}
+                samples.append(take_sample(engine, tap, step, output, quality))
                 if len(samples) == 1 or step + arguments.every > arguments.steps:
-                    fresh += fresh_comparisons(engine, listener, step, layers)
+                    fresh += fresh_comparisons(engine, tap, step, layers)
     engine.cancel(request)
     if not samples:
         raise ConfigError(f"--steps = {arguments.steps}: no step that was measured attended sparsely; generate more")
@@ -191,28 +191,27 @@ def counts(output: StepOutput) -> bool:
     return output.token_id is not None and output.cached_tokens > 0
 
 
-def fresh_comparisons(engine: Engine, listener: Listener, step: int, layers: Sequence[int]) -> list[dict[str, Any]]:
+def fresh_comparisons(engine: Engine, tap: SelectionTap, step: int, layers: Sequence[int]) -> list[dict[str, Any]]:
     """The last step's selections against those of fresh indexes, one JSON-able comparison a layer."""
     top_k, group_reduce = selection_settings(engine)
-    decoder: Any = engine._decoder
     found = []
     for layer in layers:
-        index, method = decoder.indexes[layer], engine.config.method
-        compared = compare_fresh(listener.heard(layer), index, method, top_k, group_reduce)
+        index, method = engine.decoder.retrieval.indexes[layer], engine.config.method
+        compared = compare_fresh(tap.last(layer), index, method, top_k, group_reduce)
         found.append({"step": step, "layer": layer, **dataclasses.asdict(compared)})
     return found
 
 
 def take_sample(
-    engine: Engine, listener: Listener, step: int, output: StepOutput, quality: dict[int, Quality]
+    engine: Engine, tap: SelectionTap, step: int, output: StepOutput, quality: dict[int, Quality]
 ) -> Sample:
     """Figures and memory after a step."""
     cuda = engine.config.device == "cuda"
-    extents = listener.cache.extents
+    extents = tap.cache.extents
     return Sample(
         step=step,
         cached_tokens=output.cached_tokens,
-        retrieval_tokens=listener.cache.lengths[listener.slot],
+        retrieval_tokens=tap.cache.lengths[tap.slot],
         layers=quality,
         resident=resident_bytes(),
         device=torch.cuda.memory_allocated() if cuda else 0,

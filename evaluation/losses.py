@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.engine.model.prefill import LAST_QUERIES
 from kvseek.evaluation.capture import CapturedLayer
 from kvseek.evaluation.replay import Replay
 from kvseek.measurement.offers import stages_of
 from kvseek.measurement.variants import Variant
+from kvseek.plugins.contract import LAST_QUERIES
 
 
 @dataclass
@@ -74,7 +74,7 @@ def measure_layer(layer: CapturedLayer, number: int, steps: int, variant: Varian
         query = layer.queries[:, layer.queries.shape[1] - steps + step].contiguous()
         # Before the step, which may change the index.
         stages = tell_stages(replay.index, query, 0) if tell_stages else None
-        tokens = replay.index.context.extents.read(replay.pool, 0, replay.length)[:, :, 1, 0].long()  # of each place
+        tokens = replay.tokens_by_place()
         chosen = replay.step(query)
         weights = region_weights(replay, query, step)
         needed = weights.amax(dim=1) >= least

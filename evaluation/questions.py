@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.engine.model.prefill import LAST_QUERIES
 from kvseek.evaluation.capture import CHUNK_TOKENS, AttentionRecorder, CapturedLayer, causal_mask
 from kvseek.evaluation.needle import Dialogue
+from kvseek.plugins.contract import LAST_QUERIES
 
 ATTENTION_NAME = "kvseek_capture_questions"  # of its own: texts may be captured while questions go on
 

@@ -31,12 +31,12 @@ from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import ConfigError, KvseekError
-from kvseek.engine.model.prefill import LAST_QUERIES
 from kvseek.evaluation.capture import CapturedLayer, cached_capture
 from kvseek.evaluation.replay import Replay
 from kvseek.measurement.machine import describe
 from kvseek.measurement.output import show, write_result
 from kvseek.measurement.variants import Variant, parse_variants
+from kvseek.plugins.contract import LAST_QUERIES
 from kvseek.plugins.flat.method import exact_top_k
 from kvseek.plugins.registry import METHODS, get_method
 

@@ -13,10 +13,10 @@ from kvseek.core.config import EXTENT_TOKENS, CacheConfig
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import ConfigError
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.engine.model.prefill import LAST_QUERIES
 from kvseek.evaluation.capture import CapturedLayer
+from kvseek.measurement.index_batch import batch_of
 from kvseek.measurement.variants import Variant
-from kvseek.plugins.contract import IndexContext, LayerRows
+from kvseek.plugins.contract import LAST_QUERIES, IndexContext, LayerRows
 from kvseek.plugins.selection import Selection
 
 EXACT_TOKENS = 1 << 24  # token numbers that float32 holds exactly
@@ -63,15 +63,16 @@ class Replay:
                 head_dim=dim,
                 scaling=layer.scaling,
                 config=settings,
-                codebooks=entry.codebooks(settings, dim),
+                codebooks=entry.traits(settings).codebooks(dim),
                 extents=extents,
                 lengths=[self.length],
                 dtype=torch.float32,
                 device=torch.device("cpu"),
                 library=library,
+                rows=LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)),
             )
         )
-        self.index.bind(LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)))
+        self._steps = 0
         self._prefill(layer.queries[:, : layer.queries.shape[1] - steps][:, -LAST_QUERIES:])
 
     @property
@@ -87,31 +88,41 @@ class Replay:
         Tensor, bool [G, n]
             Tokens of the retrieval region that were selected.
         """
-        selection = self.index.select(query[None], [0])
-        held = self.index.context.extents.read(self.pool, 0, self.length)[:, :, 1, 0].long()
-        chosen = selected_places(selection, self.length)
+        chosen = self.places(query)
+        held = self.tokens_by_place()
+        self._steps += 1
         self.index.refresh([0])
         return torch.zeros_like(chosen).scatter_(1, held, chosen)
+
+    def places(self, query: Tensor) -> Tensor:
+        """Places that the index selects for a decode step's query [H, D], bool [G, n]; no step is counted."""
+        batch = batch_of(self.index, position=self.prompt + self._steps)
+        return selected_places(self.index.select(query[None], batch), self.index.context.num_kv_heads, self.length)
+
+    def tokens_by_place(self) -> Tensor:
+        """Token of the retrieval region that each place holds now, int64 [G, n]."""
+        return self.index.context.extents.read(self.pool, 0, self.length)[:, :, 1, 0].long()
 
     def _prefill(self, queries: Tensor) -> None:
         keys, index = self.region, self.index
         tokens = torch.arange(self.length).expand(keys.shape[0], -1)
-        index.forget(0)
-        order = index.arrange(0, keys, queries)
-        if order is not None:
-            keys, tokens = keys.gather(1, order[..., None].expand_as(keys)), order
+        built = index.build(0, keys.contiguous(), queries.contiguous())
+        if built.order is not None:
+            keys, tokens = keys.gather(1, built.order[..., None].expand_as(keys)), built.order
         rows = torch.zeros(keys.shape[0], self.length, 2, keys.shape[2])
         rows[:, :, 0], rows[:, :, 1, 0] = keys, tokens.float()
         index.context.extents.write(self.pool, 0, 0, rows)
-        index.build(0, keys.contiguous(), queries.contiguous())
-        index.finish_build(0)
+        if built.ticket is not None:
+            built.ticket.wait()
 
 
-def selected_places(selection: Selection, length: int) -> Tensor:
-    """Places of request 0 that a selection means, bool [G, length]."""
+def selected_places(selection: Selection | None, kv_heads: int, length: int) -> Tensor:
+    """Places of request 0 that a selection means, bool [G, length]; of None, all of them."""
+    if selection is None:
+        return torch.ones(kv_heads, length, dtype=torch.bool)
     entries = selection.rows[0].long()
-    inside = torch.arange(selection.block, device=entries.device)
-    places = (entries[..., None] * selection.block + inside).masked_fill(entries[..., None] < 0, length)
+    inside = torch.arange(selection.page, device=entries.device)
+    places = (entries[..., None] * selection.page + inside).masked_fill(entries[..., None] < 0, length)
     # one column more for entries that are none, and for a page's rows behind the end
     chosen = torch.zeros(entries.shape[0], length + 1, dtype=torch.bool, device=entries.device)
     return chosen.scatter_(1, places.flatten(1).clamp(max=length), True)[:, :length]

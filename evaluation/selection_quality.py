@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.evaluation.overhear import Heard, recall_of, single_rows
+from kvseek.evaluation.selection_tap import TappedSelection, single_rows
+from kvseek.measurement.index_batch import batch_of
 from kvseek.plugins.contract import Index, LayerRows
 from kvseek.plugins.flat.method import exact_top_k
 from kvseek.plugins.registry import get_method
@@ -40,56 +41,77 @@ def group_reduction(settings: Any) -> str:
     return str(getattr(settings, "group_reduce", "softmax_mean"))
 
 
-def measure(heard: Heard, top_k: int, group_reduce: str) -> Quality:
+def recall_of(tapped: TappedSelection, top_k: int, group_reduce: str) -> float:
+    """Share of the exact top k that was selected, mean over the KV heads.
+
+    Parameters
+    ----------
+    group_reduce : str
+        How the heads of a group agree on a score (plugins/shared/group.py); that of the method.
+    """
+    exact = exact_top_k(_grouped(tapped), tapped.keys, top_k, group_reduce, tapped.scaling)
+    return _membership(tapped.rows, tapped.keys.shape[1]).gather(1, exact).float().mean().item()
+
+
+def measure(tapped: TappedSelection, top_k: int, group_reduce: str) -> Quality:
     """Set a selection against the exact top k, by the method's group reduction; attention is averaged over the heads."""
-    grouped = heard.queries.reshape(heard.keys.shape[0], -1, heard.keys.shape[2])
-    exact = exact_top_k(grouped, heard.keys, top_k, group_reduce, heard.scaling)
-    weights = (grouped.float() @ heard.keys.float().transpose(1, 2) * heard.scaling).softmax(dim=-1).mean(dim=1)
-    selected = weights * _membership(heard.rows, weights.shape[1])
+    grouped = _grouped(tapped)
+    exact = exact_top_k(grouped, tapped.keys, top_k, group_reduce, tapped.scaling)
+    weights = (grouped.float() @ tapped.keys.float().transpose(1, 2) * tapped.scaling).softmax(dim=-1).mean(dim=1)
+    selected = weights * _membership(tapped.rows, weights.shape[1])
     return Quality(
-        recall=recall_of(heard, top_k, group_reduce),
+        recall=recall_of(tapped, top_k, group_reduce),
         mass=selected.sum(dim=1).mean().item(),
         exact_mass=weights.gather(1, exact).sum(dim=1).mean().item(),
     )
 
 
-def compare_fresh(heard: Heard, index: Index, method: str, top_k: int, group_reduce: str) -> FreshQuality:
+def compare_fresh(tapped: TappedSelection, index: Index, method: str, top_k: int, group_reduce: str) -> FreshQuality:
     """Set a selection of `index`, of method `method`, against that of a fresh index for the same queries."""
-    fresh = dataclasses.replace(heard, rows=fresh_rows(heard, index, method))
-    ours, theirs = (_membership(each.rows, heard.keys.shape[1]) for each in (heard, fresh))
+    fresh = dataclasses.replace(tapped, rows=fresh_rows(tapped, index, method))
+    ours, theirs = (_membership(each.rows, tapped.keys.shape[1]) for each in (tapped, fresh))
     return FreshQuality(
-        recall=recall_of(heard, top_k, group_reduce),
+        recall=recall_of(tapped, top_k, group_reduce),
         fresh_recall=recall_of(fresh, top_k, group_reduce),
         same_rows=((ours & theirs).sum() / ours.sum()).item(),
     )
 
 
 @torch.inference_mode()
-def fresh_rows(heard: Heard, index: Index, method: str) -> Tensor:
-    """What an index that is built from `heard.keys` in one go selects for `heard.queries`: int32 [G, entries].
+def fresh_rows(tapped: TappedSelection, index: Index, method: str) -> Tensor:
+    """What an index that is built from `tapped.keys` in one go selects for `tapped.queries`: int32 [G, entries].
 
     It has the settings and kernels of `index`, but extents, work space and a row pool (without values) of its own. Of the
     prompt's last queries, which Index.build asks for, it gets these instead.
     """
-    kv_heads, n, dim = heard.keys.shape
+    kv_heads, n, dim = tapped.keys.shape
     extents = ExtentTable(1, extents_for(n), extents_for(n), index.context.device)
     extents.reserve(0, n)
-    context = dataclasses.replace(index.context, extents=extents, lengths=[n], shared={})
-    pool = heard.keys.new_zeros((extents.capacity, kv_heads, EXTENT_TOKENS, 2, dim))
-    fresh = get_method(method).create(context)
-    fresh.bind(LayerRows(pool, pool.data_ptr(), pool.stride(0)))
-    queries, keys = heard.queries[:, None], heard.keys
-    order = fresh.arrange(0, keys, queries)
-    if order is not None:
-        keys = keys.gather(1, order[..., None].expand_as(keys))
+    pool = tapped.keys.new_zeros((extents.capacity, kv_heads, EXTENT_TOKENS, 2, dim))
+    rows = LayerRows(pool, pool.data_ptr(), pool.stride(0))
+    fresh = get_method(method).create(
+        dataclasses.replace(index.context, extents=extents, lengths=[n], rows=rows, shared={})
+    )
+    keys = tapped.keys
+    built = fresh.build(0, keys, tapped.queries[:, None])
+    if built.order is not None:
+        keys = keys.gather(1, built.order[..., None].expand_as(keys))
     extents.write(pool[:, :, :, 0], 0, 0, keys)
-    fresh.build(0, keys, queries)
-    fresh.finish_build(0)
-    rows = single_rows(fresh.select(heard.queries[None], [0]), n)[0]
-    if order is None:
-        return rows
-    tokens = order.gather(1, rows.clamp(min=0).long()).int()  # its places, as places of `heard.keys`
-    return torch.where(rows < 0, rows, tokens)
+    if built.ticket is not None:
+        built.ticket.wait()
+    batch = batch_of(fresh)
+    selection = fresh.select(tapped.queries[None], batch)
+    assert selection is not None, "an index selects whenever another of the same method and layer does"
+    places = single_rows(selection, batch)[0]
+    if built.order is None:
+        return places
+    tokens = built.order.gather(1, places.clamp(min=0).long()).int()  # its places, as places of `tapped.keys`
+    return torch.where(places < 0, places, tokens)
+
+
+def _grouped(tapped: TappedSelection) -> Tensor:
+    """Queries by KV head, [G, g, D]."""
+    return tapped.queries.reshape(tapped.keys.shape[0], -1, tapped.keys.shape[2])
 
 
 def _membership(rows: Tensor, n: int) -> Tensor:

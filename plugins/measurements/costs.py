@@ -1,4 +1,4 @@
-"""What a method's decode step moves beside the matrices, as the benchmark's floor model reads it (benchmarks/floors.py).
+"""What a method's decode step moves beside the matrices, as the benchmark's floor model reads it (benchmarks/device/floors.py).
 
 `costs(config, model, length, itemsize) -> SelectionCosts`, in costs.py of a method's folder, is for a step over a
 retrieval region of `length` tokens; `itemsize` is the bytes of a number of the row pool. All counts are for one request,

@@ -2,7 +2,7 @@
 
 `stages(index, query, slot) -> Stages`, in stages.py of a method's folder, looks at one query [H, D] of one slot before
 `select` does. It changes nothing of the index, which must be the reference, and may be slow; it raises KernelError for an
-index that it does not know. evaluation/lost_rows.py counts by it where rows are lost.
+index that it does not know. evaluation/stage_losses.py counts by it where rows are lost.
 """
 
 from __future__ import annotations

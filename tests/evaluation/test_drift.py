@@ -1,4 +1,4 @@
-"""The drift evaluation: what it overhears, what it compares it with, and its report on a tiny model."""
+"""The drift evaluation: which selections it taps, what it compares them with, and its report on a tiny model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.plugins.cases import CASES, SELECTING, method_flags
 
-from kvseek.core.errors import RequestError
+from kvseek.core.errors import ConfigError, RequestError
 from kvseek.core.extents import ExtentTable
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.engine import Engine
 from kvseek.evaluation import drift
-from kvseek.evaluation.overhear import Heard, Listener, recall_of, single_rows
-from kvseek.evaluation.selection_quality import Quality, compare_fresh, measure
+from kvseek.evaluation.selection_quality import Quality, compare_fresh, measure, recall_of
+from kvseek.evaluation.selection_tap import SelectionTap, TappedSelection, single_rows
+from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.registry import get_method
 from kvseek.plugins.selection import Selection
@@ -83,18 +84,12 @@ def test_following_feeds_the_document(
 ) -> None:
     """The cached keys of layer 0 depend on token and position alone: they must be those of a prompt of the same tokens."""
     directory = build_engine(model, "pariskv", *WINDOW, *LIMITS, "--pariskv.top_k", "12")
-    listeners: list[Listener] = []
-    heard: list[Heard] = []
+    tapped: list[TappedSelection] = []
 
-    def listen(engine: Engine, layers: list[int]) -> Listener:
-        listeners.append(Listener(engine, layers))
-        return listeners[-1]
-
-    def keep(last: Heard, *settings: object) -> Quality:
-        heard.append(last)
+    def keep(last: TappedSelection, *settings: object) -> Quality:
+        tapped.append(last)
         return Quality(1.0, 1.0, 1.0)
 
-    monkeypatch.setattr(drift, "Listener", listen)
     monkeypatch.setattr(drift, "measure", keep)
     flags = ["--layers", "0", "--every", "60", "--temperature", temperature, "--follow"]
     followed = drift.run(drift.parse([*command(directory, tmp_path), *flags, "--steps", "60"]))
@@ -102,7 +97,7 @@ def test_following_feeds_the_document(
     flags = [*flags[:2], "--every", "1", "--follow", "--steps", "1", "--prompt_tokens", "159"]
     drift.run(drift.parse([*command(directory, tmp_path), *flags]))
     assert followed["follow"] is True
-    decoded, prompted = heard
+    decoded, prompted = tapped
     n = min(decoded.keys.shape[1], prompted.keys.shape[1])
     assert n >= 130  # 96 are the prompt's
     torch.testing.assert_close(decoded.keys[:, :n], prompted.keys[:, :n], rtol=1e-4, atol=1e-4)
@@ -162,8 +157,8 @@ def test_recall_counts_rows_of_the_exact_top() -> None:
     queries = torch.zeros(4, dim)
     queries[:, 0] = 1
     rows = torch.tensor([[45, 46, 47, 48, 49], [0, 1, 2, -1, -1]], dtype=torch.int32)
-    assert recall_of(Heard(queries, rows, keys, 1.0), 5, "mean") == pytest.approx((1.0 + 0.6) / 2)
-    assert recall_of(Heard(queries, rows - rows - 1, keys, 1.0), 5, "mean") == 0
+    assert recall_of(TappedSelection(queries, rows, keys, 1.0), 5, "mean") == pytest.approx((1.0 + 0.6) / 2)
+    assert recall_of(TappedSelection(queries, rows - rows - 1, keys, 1.0), 5, "mean") == 0
 
 
 def test_attention_on_the_selected_rows() -> None:
@@ -172,10 +167,10 @@ def test_attention_on_the_selected_rows() -> None:
     keys[0, [4, 5], 0] = 20.0
     keys[0, [4, 6], 1] = 20.0
     queries = torch.eye(2, 8)
-    both = Heard(queries, torch.tensor([[4, 5, 6]], dtype=torch.int32), keys, 1.0)
-    one = Heard(queries, torch.tensor([[-1, 5, 0]], dtype=torch.int32), keys, 1.0)
-    for heard, recall, mass in ((both, 1.0, 1.0), (one, 1 / 3, 1 / 4)):
-        quality = measure(heard, 3, "softmax_mean")
+    both = TappedSelection(queries, torch.tensor([[4, 5, 6]], dtype=torch.int32), keys, 1.0)
+    one = TappedSelection(queries, torch.tensor([[-1, 5, 0]], dtype=torch.int32), keys, 1.0)
+    for tapped, recall, mass in ((both, 1.0, 1.0), (one, 1 / 3, 1 / 4)):
+        quality = measure(tapped, 3, "softmax_mean")
         assert (quality.recall, quality.mass, quality.exact_mass) == pytest.approx((recall, mass, 1.0), abs=1e-4)
 
 
@@ -186,19 +181,60 @@ def test_a_fresh_index_shows_what_the_running_one_lost() -> None:
     cpu = torch.device("cpu")
     context = IndexContext(0, 1, 1, 4, 1.0, settings, {}, ExtentTable(1, 1, 1), [3], torch.float32, cpu, library=None)
     keys = torch.eye(4)[None, [0, 1, 2, 3]] * torch.tensor([3.0, 2.0, 1.0, 0.0])[:, None]
-    heard = Heard(torch.ones(1, 4), torch.tensor([[0, 2]], dtype=torch.int32), keys, 1.0)
-    compared = compare_fresh(heard, method.create(context), "flat", 2, "softmax_mean")
+    tapped = TappedSelection(torch.ones(1, 4), torch.tensor([[0, 2]], dtype=torch.int32), keys, 1.0)
+    compared = compare_fresh(tapped, method.create(context), "flat", 2, "softmax_mean")
     assert (compared.recall, compared.fresh_recall, compared.same_rows) == (0.5, 1.0, 0.5)
 
 
-def test_pages_are_heard_row_by_row() -> None:
+def test_selections_are_copied(model: Path, build_engine: BuildEngine) -> None:
+    """A graph overwrites its tensors at the next step: what was tapped must not change with them."""
+    decoder = Engine.load(build_engine(model, "flat", *WINDOW, *LIMITS)).decoder
+    tap = SelectionTap(decoder.cache, 1.0, [1])
+    decoder.cache.open(0, 24)
+    decoder.cache.begin_prefill(0, 24)
+    queries, rows = torch.ones(1, 6, 16), torch.tensor([[[1, 2], [3, 0]]], dtype=torch.int32)
+    batch = batch_of(4, 2)
+    tap.expect()
+    tap.selected(1, queries, batch, Selection(rows))
+    tap.selected(0, queries, batch, Selection(rows))
+    tap.selected(1, torch.zeros(2, 6, 16), Batch.of([RequestState(slot=0, length=4)] * 2, batch.table), None)
+    tap.step_ended([0])
+    queries.zero_(), rows.zero_()
+    last = tap.last(1)
+    assert (last.queries.unique().tolist(), last.rows.tolist()) == ([1.0], [[1, 2], [3, 0]])
+    with pytest.raises(ConfigError, match="layer 0 selected nothing"):
+        tap.last(0)
+
+
+def test_keys_are_those_before_the_upkeep(model: Path, build_engine: BuildEngine) -> None:
+    """A method may move rows between two steps; only the keys of a step that is measured are copied."""
+    decoder = Engine.load(build_engine(model, "flat", *WINDOW, *LIMITS)).decoder
+    cache, tap = decoder.cache, SelectionTap(decoder.cache, 1.0, [0])
+    cache.open(0, 24)
+    cache.begin_prefill(0, 24)
+    pool = cache.rows.of_layer(0).pool
+    pool.zero_()
+    tap.selected(0, torch.ones(1, 6, 16), batch_of(4, 2), Selection(torch.zeros(1, 2, 2, dtype=torch.int32)))
+    for wanted in (True, False):
+        if wanted:
+            tap.expect()
+        tap.step_ended([0])
+        pool.add_(1)
+        assert tap.last(0).keys.unique().tolist() == [0]
+
+
+def batch_of(length: int, extents: int) -> Batch:
+    return Batch.of([RequestState(slot=0, length=length)], torch.zeros(1, extents, dtype=torch.int32))
+
+
+def test_pages_are_tapped_row_by_row() -> None:
     rows = torch.tensor([[[1, -1, 0]]], dtype=torch.int32)
-    assert single_rows(Selection(rows, 1, (2,)), 9) is rows
-    assert single_rows(Selection(rows, 2, (3,)), 3).tolist() == [[[2, -1, -1, -1, 0, 1]]]
+    assert single_rows(Selection(rows), batch_of(9, 1)) is rows
+    assert single_rows(Selection(rows, 2), batch_of(3, 1)).tolist() == [[[2, -1, -1, -1, 0, 1]]]
 
 
 @pytest.mark.parametrize("method", SELECTING)
-def test_every_method_is_overheard(method: str, model: Path, build_engine: BuildEngine, tmp_path: Path) -> None:
+def test_every_method_is_tapped(method: str, model: Path, build_engine: BuildEngine, tmp_path: Path) -> None:
     """Selected rows are of the region and hold no more than the exact ones, though rows move and layers are dense."""
     directory = build_engine(model, method, *WINDOW, *LIMITS, *method_flags(method, CASES[method].sparse))
     report = run(directory, tmp_path, "--steps", "60", "--every", "4")
@@ -209,12 +245,12 @@ def test_every_method_is_overheard(method: str, model: Path, build_engine: Build
     assert report["by_thousand"][0]["recall"] > 0
 
 
-def test_listening_changes_no_token(model: Path, build_engine: BuildEngine) -> None:
+def test_a_tap_changes_no_token(model: Path, build_engine: BuildEngine) -> None:
     directory = build_engine(model, "pariskv", *WINDOW, *LIMITS, "--pariskv.top_k", "12")
     request = Request(tuple(range(5, 105)), 30, SamplingParams(temperature=1.0, seed=3))
-    plain, overheard = Engine.load(directory), Engine.load(directory)
-    Listener(overheard, [0, 1])
-    assert plain.generate([request]) == overheard.generate([request])
+    plain, tapped = Engine.load(directory), Engine.load(directory)
+    SelectionTap.into(tapped, [0, 1])
+    assert plain.generate([request]) == tapped.generate([request])
 
 
 BAD = {

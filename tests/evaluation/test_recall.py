@@ -118,7 +118,7 @@ def test_exact_selection_is_the_exact_top_rows() -> None:
 
 def test_places_of_pages() -> None:
     rows = torch.tensor([[[2, 0, -1]]], dtype=torch.int32)
-    assert selected_places(Selection(rows, 4, (0,)), 10)[0].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 8, 9]
+    assert selected_places(Selection(rows, 4), 1, 10)[0].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 8, 9]
 
 
 def test_the_budget_covers_the_window() -> None:

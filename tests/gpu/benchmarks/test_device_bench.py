@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-from kvseek.benchmarks import decode, device_cache_hits, shapes
+from kvseek.benchmarks import decode, shapes
+from kvseek.benchmarks.studies import cache_hits
 from kvseek.core.config import ModelConfig
 
 pytestmark = pytest.mark.gpu
 
 SHAPE = ModelConfig("llama", 1000, 512, 1024, 4, 8, 2, 64, 1e-5, 1e4, 512)
 WINDOW = 64 + 256  # sink and local window, which no method selects from
-STAGES = {"norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "silu", "down", "head"}
+PARTS = {"begin", "norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "silu", "down", "head"}
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ def check_entry(entry: dict[str, Any], cell: dict[str, Any]) -> None:
     assert entry["to_baseline"] == pytest.approx(entry["step_seconds"]["median"] / entry["baseline_seconds"])
     assert entry["to_floor"] == pytest.approx(entry["step_seconds"]["median"] / entry["floor"]["total"])
     assert entry["host_layers"] == (SHAPE.num_layers if on_host else 0)
-    assert entry["stages"].keys() >= STAGES
+    assert entry["stages"].keys() == PARTS
     assert entry["attended_tokens"] == (100 if selects else cell["context"] - WINDOW)
     assert (0 < entry["overlap"] < 1) if selects else entry["overlap"] is None
     assert (entry["index_bytes"] > 0) == selects
@@ -114,7 +115,7 @@ def test_prefill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_rows_kept_on_the_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "results" / "hits.json"
     flags = ["--shape", "tiny", "--context", "4096", "--budget", "60", "--steps", "12", "--output", str(output)]
-    assert device_cache_hits.main([*flags, "--methods", "pariskv,clusterkv:cache_steps=0"]) == 0
+    assert cache_hits.main([*flags, "--methods", "pariskv,clusterkv:cache_steps=0"]) == 0
     document = json.loads(output.read_text(encoding="utf-8"))
     hot, cold, other = document["results"]
     names = ["pariskv hot", "pariskv", "clusterkv:cache_steps=0"]
@@ -126,5 +127,5 @@ def test_rows_kept_on_the_device(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert document["methods"]["pariskv"]["settings"]["top_k"] == 60
     printed = capsys.readouterr().out
     assert all(text in printed for text in (*names, "60 rows", "found on the device")), printed
-    assert device_cache_hits.main(["--methods", "pariskv", "--shape", "tiny", "--host_gib", "0.0001"]) == 1
+    assert cache_hits.main(["--methods", "pariskv", "--shape", "tiny", "--host_gib", "0.0001"]) == 1
     assert "rows in host memory exceed" in capsys.readouterr().err

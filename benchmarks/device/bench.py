@@ -1,0 +1,225 @@
+"""What the GPU benchmark measures on: weights, row pools and caches over them, indexes, decoders, and what they need."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvseek.benchmarks.shapes import get_shape
+from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.extents import ExtentTable, extents_for
+from kvseek.engine.cache.cache import Cache
+from kvseek.engine.cache.memory_layout import RowLayout, layer_extent_bytes
+from kvseek.engine.cache.row_storage import RowStorage
+from kvseek.engine.decoder import Decoder
+from kvseek.engine.loading.indexes import IndexMaker, device_retrieval, make_attentions
+from kvseek.engine.loading.load import needs_cpu_library
+from kvseek.engine.loading.runtime import layer_kernels
+from kvseek.engine.model.graph_steps import GraphSteps
+from kvseek.engine.model.kernel_model import KernelModel
+from kvseek.engine.model.weight_only_kernels import weight_only_kernels
+from kvseek.engine.retrieval import Retrieval
+from kvseek.measurement.variants import Variant
+from kvseek.plugins.contract import Index
+
+from .filling import Filler
+from .memory_plan import GIB, Cell, IndexNeeds, Limits, Needs, Phase, cell_extents, fill_bytes, plan_phases
+from .random_weights import RandomWeights, quantised
+
+if TYPE_CHECKING:
+    from kvseek.core.cpu_library import CpuLibrary
+    from kvseek.core.cuda import CudaKernels
+
+ROOM = 256  # tokens that a request may grow by: more than are timed
+
+
+def engine_config(dtype: str, model: ModelConfig, variant: Variant, cells: Sequence[Cell]) -> EngineConfig:
+    """An engine for these cells, without budgets of memory."""
+    longest = max(cell.context for cell in cells) + ROOM
+    return EngineConfig(
+        model,
+        variant.method,
+        variant.fields,
+        cache=variant.cache,
+        dtype=dtype,
+        device="cuda",
+        weight_only_precision=variant.weight_only_precision,
+        max_batch_size=max(cell.batch for cell in cells),
+        max_input_len=longest,
+        max_seq_len=longest,
+    )
+
+
+class BenchDecoder(Decoder):
+    """A decoder on a GPU whose graphs and kernels the benchmark launches itself."""
+
+    model: KernelModel
+    steps: GraphSteps
+
+
+def measured_needs(bench: Bench, variant: Variant) -> IndexNeeds:
+    """What a variant's indexes and attentions allocate, its rows in host memory, by making them three times."""
+    one, extent, slot = (bench.allocated(variant, *sizes) for sizes in ((1, 1), (2, 1), (1, 2)))
+    per_extent, per_slot = max(0, extent - one), max(0, slot - one)
+    return IndexNeeds(per_extent, per_slot, max(0, one - per_extent - 2 * per_slot))  # 2 slots: one is for padding
+
+
+class Bench:
+    """One GPU with random weights of a shape, and what to run on it.
+
+    Attributes
+    ----------
+    variants : list of Variant
+        Those planned for, the baseline first.
+    needs : Needs
+        Enough for any of them.
+    limits : Limits
+    weights : RandomWeights
+    """
+
+    def __init__(self, arguments: argparse.Namespace, cells: Sequence[Cell], layers: int | None = None) -> None:
+        """Measure what the variants need and plan for them; `layers` cuts the shape to its first ones."""
+        from kvseek.core.cuda import cuda_device
+
+        self.arguments, self.cells = arguments, list(cells)
+        self.device = cuda_device()
+        torch.cuda.set_device(self.device)
+        self.dtype: torch.dtype = getattr(torch, arguments.dtype)
+        shape = get_shape(arguments.shape, max(cell.context for cell in cells) + ROOM)
+        self.model = dataclasses.replace(shape, num_layers=layers or shape.num_layers)
+        self._kernels: dict[str, CudaKernels] = {}
+        self._library: CpuLibrary | None = None
+        self._needs: dict[str, IndexNeeds] = {}
+        self.use(arguments.methods)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        device = free if arguments.device_gib is None else min(free, int(arguments.device_gib * GIB))
+        # Prompts are not filled in: they are computed.
+        filling = 0 if arguments.prefill else fill_bytes(self.model, self.cells, self.dtype.itemsize)
+        self.limits = Limits(device, int(arguments.work_gib * GIB) + filling, int(arguments.host_gib * GIB))
+
+    def use(self, variants: Sequence[Variant]) -> None:
+        """Plan for these variants from now on."""
+        self.variants = list(variants)
+        for variant in variants:
+            if variant.label not in self._needs:
+                self._needs[variant.label] = measured_needs(self, variant)
+        itemsize = self.dtype.itemsize
+        every = [Needs.of(self.config(v, self.cells), itemsize, self._needs[v.label]) for v in variants]
+        self.needs = Needs.most(every)
+        # With "always", the first layers of all variants that share a pool lie where one of them wants its dense ones.
+        self.dense_layers = max(v.entry.traits(v.settings).dense_layers for v in variants)
+        self.region_cache = min((v.cache for v in variants), key=lambda cache: cache.sink + cache.local)
+
+    def load(self) -> None:
+        """Make the weights: after the plan has been checked, as it takes a while."""
+        self.weights = RandomWeights(self.model, self.dtype, self.device, self.arguments.seed)
+        precisions = {variant.weight_only_precision for variant in self.variants}
+        self._tensors = {precision: quantised(self.weights.tensors, precision) for precision in precisions}
+
+    def filler(self) -> Filler:
+        """Synthetic keys for all cells; makes them."""
+        return Filler(self.model, self.cells, self.dtype, self.device, self.arguments.seed, ROOM)
+
+    def phases(self, offloads: Sequence[str], cells: Sequence[Cell] | None = None) -> list[Phase]:
+        """See plan_phases; of all cells, unless some are given."""
+        chosen = self.cells if cells is None else cells
+        share = self.dense_layers / self.model.num_layers
+        return plan_phases(self.region_cache, chosen, offloads, ROOM, self.needs, self.limits, share)
+
+    def config(self, variant: Variant, cells: Sequence[Cell]) -> EngineConfig:
+        """An engine of a variant for these cells, without budgets."""
+        return engine_config(self.arguments.dtype, self.model, variant, cells)
+
+    def extents(self, cells: Sequence[Cell]) -> int:
+        """Extents of the largest of the cells, whatever the variant's windows."""
+        return max(cell_extents(self.region_cache, cell, ROOM) for cell in cells)
+
+    def device_layers(self, offload: str, cells: Sequence[Cell]) -> int:
+        """Layers whose rows lie on the device in a pool for these cells; of "auto", as many as memory holds."""
+        layers = self.model.num_layers
+        if offload != "auto":
+            return layers if offload == "never" else min(layers, self.dense_layers)
+        extents, most = self.extents(cells), max(cell.batch for cell in cells) + 1
+        free = self.limits.device - self.limits.work_space - self.needs.weights - most * self.needs.window_slot
+        left = free - self.needs.index.of(extents, most)
+        return min(layers, max(0, left) * layers // (extents * self.needs.row_extent))
+
+    def row_storage(self, offload: str, cells: Sequence[Cell]) -> RowStorage:
+        """Rows for the largest of the cells, whatever the method: pinning memory takes long. Raises CapacityError."""
+        config, on_device = self.config(self.variants[0], cells), self.device_layers(offload, cells)
+        layer_bytes = layer_extent_bytes(config, self.dtype)
+        layout = RowLayout(self.extents(cells), on_device, self.model.num_layers - on_device, layer_bytes)
+        return RowStorage(config, self.dtype, self.device, layout)
+
+    def new_cache(self, rows: RowStorage, variant: Variant, cells: Sequence[Cell]) -> Cache:
+        """An empty cache with a variant's windows over rows that no other cache uses any more; raises CapacityError."""
+        cache = Cache(self.config(variant, cells), self.dtype, self.device, rows)
+        cache.window.normal_()  # window rows that nobody wrote would be zeros, which no model has
+        return cache
+
+    def indexes(self, variant: Variant, cache: Cache, cells: Sequence[Cell]) -> list[Index]:
+        """Empty indexes of a variant over a cache."""
+        return self._index_maker(variant, cells).over(cache)
+
+    def retrieval(
+        self, variant: Variant, cache: Cache, indexes: list[Index], cells: Sequence[Cell], hot_rows: bool
+    ) -> Retrieval:
+        """Retrieval of a variant; several may share a cache and indexes."""
+        config = self.config(variant, cells)
+        return device_retrieval(config, cache, indexes, self.kernels(variant), hot_rows=hot_rows)
+
+    def decoder(
+        self, variant: Variant, cache: Cache, indexes: list[Index], cells: Sequence[Cell], hot_rows: bool
+    ) -> BenchDecoder:
+        """A decoder of the random weights; several may share a cache and indexes."""
+        retrieval, kernels = self.retrieval(variant, cache, indexes, cells, hot_rows), self.kernels(variant)
+        tensors = self._tensors[variant.weight_only_precision]
+        weight_only = weight_only_kernels(retrieval.config, kernels)
+        model = KernelModel(tensors, retrieval, layer_kernels(retrieval, kernels), weight_only)
+        return BenchDecoder(model, retrieval, GraphSteps(model, retrieval))
+
+    def allocated(self, variant: Variant, extents: int, batch: int) -> int:
+        """Device bytes of a variant's indexes and attentions over a pool of `extents` extents in host memory."""
+        cells = [Cell(max(cell.context for cell in self.cells), batch)]
+        config, kernels, slots = self.config(variant, cells), self.kernels(variant), batch + 1
+        maker, hot_from = self._index_maker(variant, cells), self.model.num_layers * (self.arguments.hot_rows == "off")
+        gc.collect()  # indexes of one engine refer to each other
+        before = torch.cuda.memory_allocated(self.device)
+        table = ExtentTable(slots, extents_for(config.max_seq_len), extents, self.device)
+        indexes = maker.make(table, [0] * slots, None)
+        attentions = make_attentions(config, kernels, indexes, table.device_table, self.dtype, hot_from)
+        used = torch.cuda.memory_allocated(self.device) - before
+        del indexes, attentions
+        gc.collect()
+        torch.cuda.empty_cache()
+        return used
+
+    def _index_maker(self, variant: Variant, cells: Sequence[Cell]) -> IndexMaker:
+        config = self.config(variant, cells)
+        codebooks = variant.entry.traits(variant.settings).codebooks(self.model.head_dim)
+        library = self.library() if needs_cpu_library(config) else None
+        return IndexMaker(config, codebooks, library, self.kernels(variant))
+
+    def kernels(self, variant: Variant) -> CudaKernels:
+        """The variant's kernels for this GPU, compiled once."""
+        from kvseek.builder.compile.cuda import cached_cubin, specialise
+        from kvseek.core.cuda import CudaKernels
+
+        if variant.label not in self._kernels:
+            major, minor = torch.cuda.get_device_capability(self.device)
+            image = cached_cubin(specialise(self.config(variant, self.cells)), 10 * major + minor)
+            self._kernels[variant.label] = CudaKernels(image, self.device)
+        return self._kernels[variant.label]
+
+    def library(self) -> CpuLibrary:
+        """Compiled code of the CPU, compiled once."""
+        from kvseek.builder.compile.cpu import cached_cpu_library
+        from kvseek.core.cpu_library import CpuLibrary
+
+        self._library = self._library or CpuLibrary(cached_cpu_library())
+        return self._library

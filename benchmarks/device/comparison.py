@@ -1,0 +1,186 @@
+"""One method at a time against the baseline, in turns with it, on the row pool of a phase.
+
+Methods differ in their windows, and may choose the order of a pool's rows, so each gets a cache of its own over the pool,
+which is filled anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvseek.benchmarks.timing import Samples, interleave
+
+from .bench import ROOM, Bench
+from .contestant import OVERLAP_STEPS, PART_REPEATS, DeviceContestant
+from .floors import Rates
+from .memory_plan import Cell, Phase
+from .memory_rates import PAGE_ROWS, PoolSample, Probe, random_row_offsets
+from .options import WARMUP
+from .results import decode_result, pooled
+from .selection_check import check_selection
+
+if TYPE_CHECKING:
+    from kvseek.engine.cache.cache import Cache
+    from kvseek.engine.cache.row_storage import RowStorage
+    from kvseek.measurement.variants import Variant
+    from kvseek.plugins.contract import Index
+
+    from .filling import Filler, Target
+
+READ_BYTES = 8 << 30  # of weights that a plain read reads
+PROBED_ROWS = 100_000  # scattered rows that are gathered to measure their rate
+PROBED_PAGES = 20_000
+
+
+class PhasePools:
+    """What a phase keeps while methods come and go: its rows and, where the baseline has its own, those.
+
+    Attributes
+    ----------
+    rows : RowStorage
+        For the methods, one after another.
+    baseline_rows : RowStorage or None
+        The baseline's, on the device; None where it shares `rows` or does not run.
+    """
+
+    def __init__(self, bench: Bench, phase: Phase) -> None:
+        self.bench, self.phase = bench, phase
+        self.shared = phase.offload == "never"  # the baseline's rows lie there too
+        alone = len(bench.variants) == 1
+        self.baseline_rows: RowStorage | None = None
+        if not self.shared and phase.baseline:
+            self.baseline_rows = bench.row_storage("never", phase.baseline)
+        own = self.baseline_rows if alone else None
+        self.rows = bench.row_storage(phase.offload, phase.cells) if own is None else own
+
+
+class Comparison:
+    """One variant beside the baseline, at all cells of a phase; None as variant: the baseline alone."""
+
+    def __init__(self, bench: Bench, pools: PhasePools, variant: Variant | None, filler: Filler) -> None:
+        self.bench, self.pools, self.variant, self.filler = bench, pools, variant, filler
+        self.cells = pools.phase.cells
+        self.targets: list[Target] = []
+        self.contestants: list[DeviceContestant] = []
+        self.baseline: DeviceContestant | None = None
+        if variant is not None:
+            cache = bench.new_cache(pools.rows, variant, self.cells)
+            indexes = bench.indexes(variant, cache, self.cells)
+            self.targets.append((cache, [indexes]))
+            self._add_contestants(variant, cache, indexes)
+        self._add_baseline()
+
+    def run(self, cell: Cell, probe: Probe, found: dict[str, Any]) -> None:
+        """Time the cell and add to `found`, its part of the result file."""
+        arguments, used = self.bench.arguments, ROOM
+        baseline = self.baseline if cell in self.pools.phase.baseline else None
+        runs: list[DeviceContestant | None] = [*self.contestants] or [None]  # the baseline alone has one run
+        needed = WARMUP + arguments.steps + PART_REPEATS + OVERLAP_STEPS + 1
+        for contestant in runs:
+            if used + needed > min(ROOM, *(cache.config.update for cache, _ in self.targets)):
+                self.filler.fill(cell, self._targets(baseline))
+                used = 0
+            taking_part = [one for one in (baseline, contestant) if one is not None]
+            if not taking_part:
+                return
+            for one in taking_part:
+                one.start(cell, used if one is contestant else 0)
+            calls = {one.name: one.step for one in taking_part}
+            samples = interleave(calls, arguments.steps, arguments.block, WARMUP, timer=device_seconds)
+            if "rates" not in found:
+                found["rates"] = dataclasses.asdict(self.rates(probe))
+            self._record(cell, found, baseline, contestant, samples)
+            used = contestant.done if contestant is not None else 0
+        if self.contestants and self.variant is not None:
+            check = check_selection(self.contestants[0], self.filler)
+            if check is not None:
+                found["synthetic_queries"][self.variant.label] = check
+
+    def rates(self, probe: Probe) -> Rates:
+        """What the memory can do at this moment; rows of the last layer, which lie in host memory if any layer's do."""
+        cache, bench = self.targets[0][0], self.bench
+        model, itemsize, layer = bench.model, bench.dtype.itemsize, bench.model.num_layers - 1
+        pool = cache.rows.of_layer(layer)
+        shape = (
+            cache.rows.layout.capacity,
+            pool.extent_stride,
+            model.num_kv_heads,
+            model.head_dim,
+            itemsize,
+            bench.device,
+        )
+        rows = random_row_offsets(PROBED_ROWS, *shape)
+        pages = random_row_offsets(PROBED_PAGES, *shape, PAGE_ROWS)
+        sample = PoolSample(pool.pointer, 2 * model.head_dim * itemsize, rows, pages)
+        return probe.rates(bench.weights.flat[: READ_BYTES // itemsize], sample)
+
+    def _record(
+        self,
+        cell: Cell,
+        found: dict[str, Any],
+        baseline: DeviceContestant | None,
+        contestant: DeviceContestant | None,
+        samples: dict[str, Samples],
+    ) -> None:
+        rates, median = Rates(**found["rates"]), None
+        if baseline is not None:
+            timed, walls = samples[baseline.name], baseline.wall[WARMUP:]
+            median = timed.median
+            if found["results"] and found["results"][0]["name"] == baseline.name:
+                found["results"][0] = pooled(found["results"][0], timed, walls)
+            else:
+                entry = decode_result(self.bench, baseline, cell, timed, walls, rates, median)
+                found["results"].insert(0, entry)
+        if contestant is not None:
+            timed, walls = samples[contestant.name], contestant.wall[WARMUP:]
+            found["results"].append(decode_result(self.bench, contestant, cell, timed, walls, rates, median))
+
+    def _targets(self, baseline: DeviceContestant | None) -> list[Target]:
+        """Those of who takes part in a cell."""
+        caches = [one.cache for one in (*self.contestants, baseline) if one is not None]
+        return [target for target in self.targets if any(target[0] is cache for cache in caches)]
+
+    def _add_contestants(self, variant: Variant, cache: Cache, indexes: list[Index]) -> None:
+        """With the last step's rows kept on the device and without, where the common attention can keep them."""
+        wanted = {"both": (True, False), "on": (True,), "off": (False,)}[self.bench.arguments.hot_rows]
+        for kept in wanted if cache.rows.layout.host_layers else (False,):
+            decoder = self.bench.decoder(variant, cache, indexes, self.cells, kept)
+            contestant = DeviceContestant(f"{variant.label} {self.pools.phase.offload}", variant.label, decoder, kept)
+            if kept and contestant.keeps_rows:
+                contestant.name += " hot"
+            contestant.hot = kept and contestant.keeps_rows
+            self.contestants.append(contestant)
+            if kept and not contestant.hot:
+                return  # the method keeps rows itself, or none: the other would be the same
+
+    def _add_baseline(self) -> None:
+        bench, pools, variant = self.bench, self.pools, self.bench.variants[0]
+        if not pools.phase.baseline:
+            return
+        cells = self.cells if pools.shared else pools.phase.baseline
+        if pools.shared and self.targets:
+            cache, index_sets = self.targets[0]
+        else:
+            own = pools.rows if pools.baseline_rows is None else pools.baseline_rows
+            cache, index_sets = bench.new_cache(own, variant, cells), []
+            self.targets.append((cache, index_sets))
+        variant = variant.laid_out_as(cache.config)
+        # Its indexes keep nothing, so they may stand beside a variant's own over one pool.
+        indexes = bench.indexes(variant, cache, cells)
+        index_sets.append(indexes)
+        decoder = bench.decoder(variant, cache, indexes, cells, hot_rows=False)
+        self.baseline = DeviceContestant(f"{variant.label} never", variant.label, decoder, hot=False)
+
+
+def device_seconds(call: Callable[[], object]) -> float:
+    """Seconds that a contestant's step says it took on the device."""
+    taken = call()
+    assert isinstance(taken, float), "a contestant's step returns its seconds"
+    return taken
+
+
+def compared_variants(variants: Sequence[Variant]) -> list[Variant | None]:
+    """Who comes beside the baseline, the first: the others one after another, or nobody."""
+    return [*variants[1:]] or [None]

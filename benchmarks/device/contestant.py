@@ -1,0 +1,180 @@
+"""Who takes part in the GPU benchmark: a decoder on a cache full of synthetic rows, one decode step at a time.
+
+Contestants may share a cache: each puts the lengths back to where its own sequence stands before it steps. What others
+wrote to the newest window rows in between changes values, not work. No step evicts: the update buffer is not full.
+
+Indexes may have a state of their own (rings of queries, rows and pages kept by position), so positions over one index
+only ever ascend: those who share one run one after the other, each from where the one before stopped. The baseline may take
+turns with any of them, for it has no state.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvseek.core.errors import KvseekError
+from kvseek.plugins.attention.device import DeviceAttention, LayerAttention
+
+from .memory_plan import Cell
+from .memory_rates import elapsed_seconds, timing_event
+from .observers import PartClock, SelectedRows, capture_stream, observing, shared_rows
+
+if TYPE_CHECKING:
+    from kvseek.engine.cache.cache import Cache
+    from kvseek.engine.model.graphs import StepResult
+    from kvseek.engine.retrieval import Retrieval
+    from kvseek.plugins.batch import Batch
+
+    from .bench import BenchDecoder
+
+PART_REPEATS = 9  # replays of the graph that times the parts of a step; the median counts
+OVERLAP_STEPS = 9  # steps whose selections are compared with the step before
+
+
+class DeviceContestant:
+    """A decoder that generates greedily for the requests in slots 0 .. batch - 1 of its cache.
+
+    Attributes
+    ----------
+    name, method : str
+        Its own, and the label of its variant.
+    hot : bool
+        Whether the common attention keeps the rows of the last step on the device.
+    wall : list of float
+        Host seconds of each step since `start`, from counting the tokens to having the next ones and starting upkeep.
+    found : float or None
+        Share of the selected rows that the attention read from what the device keeps, in the steps of `overlap`; None
+        before, or if nothing was read by it.
+    attended : float
+        Tokens that one KV head of a request attended to in the last step (mean over layers and requests).
+    """
+
+    def __init__(self, name: str, method: str, decoder: BenchDecoder, hot: bool) -> None:
+        self.name, self.method, self.decoder, self.hot = name, method, decoder, hot
+        self.cache: Cache = decoder.cache
+        self.wall: list[float] = []
+        self.attended = 0.0
+        self.found: float | None = None
+
+    @property
+    def done(self) -> int:
+        """Steps since the cell's context, those that it began behind included."""
+        return self._done
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the common attention of any layer keeps rows; methods may keep rows of their own instead."""
+        return any(attention.hot_rows is not None for attention in attention_kernels(self.decoder.retrieval))
+
+    def start(self, cell: Cell, behind: int = 0) -> None:
+        """Begin `behind` tokens behind the cell's context, which the cache holds already."""
+        self._slots, self._context, self._done = list(range(cell.batch)), cell.context, behind
+        self._tokens = [slot + 1 for slot in self._slots]
+        self.wall = []
+        for attention in attention_kernels(self.decoder.retrieval):
+            for slot in self._slots:
+                attention.forget(slot)
+
+    def step(self) -> float:
+        """One decode step; device seconds of its graph, by CUDA events around the replay."""
+        begin = time.perf_counter()
+        self._load()
+        first, last = timing_event(), timing_event()
+        first.record()
+        result = self._step.launch()
+        last.record()
+        self._take_tokens(result)
+        self.wall.append(time.perf_counter() - begin)
+        if min(self._tokens) < 0:
+            raise KvseekError(f"{self.name}: a step's logits are not finite: its time would mean nothing")
+        return elapsed_seconds(first, last)
+
+    def part_seconds(self) -> dict[str, float]:
+        """Device seconds of each part of a step, summed over the layers: a graph of its own, with events in it.
+
+        The events stand between kernels that otherwise overlap a little, so the sum exceeds the time of a step.
+        """
+        from kvseek.engine.model.graphs import DecodeStep, bucket_of
+
+        clock = PartClock()
+
+        def run(batch: Batch) -> StepResult:
+            clock.restart()
+            return self.decoder.model.run_layers(batch)
+
+        size, table = bucket_of(len(self._slots)), self.cache.extents.device_table
+        step = DecodeStep(size, self.cache.padding_state(), table, run)
+        with torch.inference_mode():
+            with observing(self.decoder.retrieval, clock):
+                step.capture(capture_stream(self.cache.window.device), torch.cuda.graph_pool_handle())
+            times = []
+            for _ in range(PART_REPEATS):
+                self._load()
+                step.load(self._states)
+                step.launch()
+                torch.cuda.synchronize()
+                times.append(clock.seconds())
+                self.decoder.refresh(self._slots)
+        return {name: statistics.median(one[name] for one in times) for name in times[0]}
+
+    def overlap(self) -> float | None:
+        """Share of the selected rows that the step before had selected too; None if no selection reaches the device.
+
+        Steps run kernel by kernel here, what each layer's index selects is kept, and the attention counts (`found`): timed
+        steps do not, as that takes time.
+        """
+        counters = torch.zeros(2, dtype=torch.int64, device=self.cache.window.device)  # rows found, and rows read
+        selected, shares, retrieval = SelectedRows(len(self._slots)), list[float](), self.decoder.retrieval
+        count_rows(retrieval, counters)
+        with torch.inference_mode(), observing(retrieval, selected):
+            for _ in range(OVERLAP_STEPS + 1):
+                before = selected.take()
+                self._load()
+                self._take_tokens(self.decoder.model.run_layers(self._step.batch))
+                pairs = [(before[layer], rows) for layer, rows in selected.rows.items() if layer in before]
+                shares += [shared_rows(old, new) for old, new in pairs if bool((new >= 0).any())]
+        count_rows(retrieval, None)
+        found, read = counters.tolist()
+        self.found = found / (found + read) if found + read else None
+        return statistics.mean(shares) if shares else None
+
+    def hit_rate(self) -> float | None:
+        """Share of rows that the method's own device cache held so far, mean over its layers; None without such a cache."""
+        rates = (index.hit_rate() for index in self.decoder.retrieval.indexes)
+        found = [rate for rate in rates if rate is not None]
+        return statistics.mean(found) if found else None
+
+    @torch.inference_mode()
+    def _load(self) -> None:
+        """Count a token per request and upload what the step reads."""
+        from kvseek.engine.model.graphs import bucket_of
+
+        if self._context + self._done - self.cache.lengths[0] >= self.cache.config.sink + self.cache.ring:
+            raise KvseekError(f"{self.name}: the update buffer is full after {self._done} steps; time fewer steps")
+        for slot in self._slots:
+            self.cache.tokens[slot] = self._context + self._done
+        self._done += 1
+        self._step = self.decoder.steps.step(bucket_of(len(self._slots)))
+        self._states, attended = self.decoder.retrieval.begin_step(self._tokens, self._slots)
+        self.attended = sum(attended) / len(attended)
+        self._step.load(self._states)
+
+    def _take_tokens(self, result: StepResult) -> None:
+        """The tokens of the next step, once the device has them; then upkeep, as an engine has it."""
+        self._tokens = result.tokens[: len(self._slots)].tolist()
+        self.decoder.refresh(self._slots)
+
+
+def attention_kernels(retrieval: Retrieval) -> list[DeviceAttention]:
+    """The attention kernel of every layer of a GPU's retrieval."""
+    return [attention.kernel for attention in retrieval.attentions if isinstance(attention, LayerAttention)]
+
+
+def count_rows(retrieval: Retrieval, counters: torch.Tensor | None) -> None:
+    """Let every layer's attention count rows, as DeviceAttention.counters, in what is launched or captured from now on."""
+    for attention in attention_kernels(retrieval):
+        attention.counters = counters

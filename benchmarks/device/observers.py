@@ -1,0 +1,98 @@
+"""What the GPU benchmark observes of a decode step (engine/observer.py): the time of its parts, and the rows selected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvseek.engine.observer import Observer
+
+from .memory_rates import elapsed_seconds, timing_event
+
+if TYPE_CHECKING:
+    from kvseek.engine.retrieval import Retrieval
+    from kvseek.plugins.batch import Batch
+    from kvseek.plugins.selection import Selection
+
+
+class PartClock(Observer):
+    """Events between the parts of a step; in a captured graph they are nodes of it, which every replay passes."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._names: list[str] = []
+
+    def restart(self) -> None:
+        """Begin a step: events of an earlier one are dropped."""
+        self._events, self._names = [], []
+        self._record()
+
+    def part_ended(self, name: str) -> None:
+        """See Observer."""
+        self._names.append(name)
+        self._record()
+
+    def seconds(self) -> dict[str, float]:
+        """Device seconds of each part, summed over its occurrences; the device must have passed all events."""
+        totals: dict[str, float] = {}
+        for number, name in enumerate(self._names):
+            passed = elapsed_seconds(self._events[number], self._events[number + 1])
+            totals[name] = totals.get(name, 0.0) + passed
+        return totals
+
+    def _record(self) -> None:
+        event = timing_event(in_graph=True)
+        event.record()
+        self._events.append(event)
+
+
+class SelectedRows(Observer):
+    """Copies of what each layer selects for the first requests of a batch.
+
+    Attributes
+    ----------
+    rows : dict of Tensor, int32 [requests, G, entries]
+        By layer; layers that attend to every row are left out.
+    """
+
+    def __init__(self, requests: int) -> None:
+        self.rows: dict[int, Tensor] = {}
+        self._requests = requests
+
+    def selected(self, layer: int, queries: Tensor, batch: Batch, selection: Selection | None) -> None:
+        """See Observer."""
+        if selection is not None:
+            self.rows[layer] = selection.rows[: self._requests].clone()
+
+    def take(self) -> dict[int, Tensor]:
+        """The rows of the last step, which are forgotten."""
+        taken, self.rows = self.rows, {}
+        return taken
+
+
+@contextmanager
+def observing(retrieval: Retrieval, observer: Observer) -> Iterator[None]:
+    """Show an observer what is launched or captured while the context lasts; an engine's own steps stay as they are."""
+    before, retrieval.observer = retrieval.observer, observer
+    try:
+        yield
+    finally:
+        retrieval.observer = before
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where observed steps are captured: one for all, as cuBLAS keeps a work space for every stream that it has seen."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def shared_rows(before: Tensor, rows: Tensor) -> float:
+    """Share of rows [..., entries] that occur in `before` [..., entries] too; entries of -1 are none."""
+    exists = rows >= 0
+    found = (rows[..., :, None] == before[..., None, :]).any(dim=-1) & exists
+    return (found.sum() / exists.sum()).item()

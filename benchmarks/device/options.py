@@ -1,0 +1,80 @@
+"""Command line of the GPU benchmark."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvseek.benchmarks.shapes import SHAPES
+from kvseek.core.errors import ConfigError
+from kvseek.measurement.variants import FORM, parse_variants
+
+from .memory_plan import OFFLOADS
+
+DTYPES = ("bfloat16", "float16", "float32")
+WARMUP = 5  # steps of each contestant that are not counted
+SHORTEST = 4096  # contexts below cache.full_threshold are attended densely by every method
+MOST_STEPS = 200  # with the warm-up, fewer than the update buffer holds: no timed step evicts
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Command line to settings; raises ConfigError on values out of range."""
+    parser = argparse.ArgumentParser(
+        prog="kvseek bench --device cuda",
+        description="Time of a decode step on a GPU at long context: random weights, synthetic keys, CUDA graphs.",
+    )
+    parser.add_argument("--device", choices=("cuda",), default="cuda")
+    parser.add_argument("--shape", default="llama-3.1-8b", help=f"one of {', '.join(SHAPES)}")
+    parser.add_argument("--weights", choices=("random",), default="random", help="made on the GPU")
+    parser.add_argument("--dtype", default="bfloat16", help=f"one of {', '.join(DTYPES)}")
+    parser.add_argument("--methods", required=True, help=f"comma list, the baseline first, of {FORM}")
+    parser.add_argument("--contexts", default="131072", help="comma list of cached tokens a request")
+    parser.add_argument("--batches", default="1", help="comma list of requests a step")
+    parser.add_argument("--offload", default="always", help=f"comma list of {', '.join(OFFLOADS)}: where rows lie")
+    parser.add_argument("--hot_rows", choices=("both", "on", "off"), default="both", help="device cache of recent rows")
+    parser.add_argument("--steps", type=int, default=50, help="decode steps that are timed")
+    parser.add_argument("--block", type=int, default=10, help="decode steps in a turn")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--throughput", action="store_true", help="tokens/s of all --batches that fit, offload auto")
+    modes.add_argument("--prefill", action="store_true", help="time of a prompt of --contexts tokens instead")
+    parser.add_argument("--repeats", type=int, default=3, help="with --prefill: prompts of each method")
+    parser.add_argument("--host_gib", type=float, default=108.0, help="pinned host memory that rows may use")
+    parser.add_argument("--device_gib", type=float, help="device memory that may be used; all that is free if left out")
+    parser.add_argument(
+        "--work_gib", type=float, default=3.0, help="of it, for activations, graphs and building of indexes"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    parser.add_argument("--output", type=Path, help="write the JSON to this file too, after every context and batch")
+    return check(parser.parse_args(argv))
+
+
+def check(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Convert lists and raise ConfigError on settings out of range."""
+    arguments.contexts = numbers("contexts", arguments.contexts, SHORTEST)
+    arguments.batches = numbers("batches", arguments.batches, 1)
+    arguments.methods, arguments.offload = parse_variants(arguments.methods), arguments.offload.split(",")
+    if len(set(arguments.offload)) < len(arguments.offload):
+        raise ConfigError(f"--offload = {','.join(arguments.offload)!r}: must name each once; leave the second out")
+    if arguments.dtype not in DTYPES:
+        raise ConfigError(f"--dtype = {arguments.dtype!r}: must be one of {', '.join(DTYPES)}; bfloat16 is the default")
+    if not 1 <= arguments.steps <= MOST_STEPS:
+        limit = f"between 1 and {MOST_STEPS}, so that no timed step evicts"
+        raise ConfigError(f"--steps = {arguments.steps}: must be {limit}; 50 is the default")
+    for name in ("block", "repeats"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name} = {getattr(arguments, name)}: must be >= 1; leave it out for the default")
+    for name in ("host_gib", "device_gib", "work_gib"):
+        value = getattr(arguments, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"--{name} = {value}: must be > 0; leave it out for the default")
+    return arguments
+
+
+def numbers(name: str, text: str, least: int) -> list[int]:
+    """A comma list of numbers, ascending, each once; raises ConfigError."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
+        raise ConfigError(f"--{name} = {text!r}: must be a comma list of numbers >= {least}; e.g. {max(least, 131072)}")
+    return sorted({int(part) for part in parts})

@@ -1,0 +1,84 @@
+"""Time of a prompt: the decoder's own prefill with each method, its index built and its rows stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvseek.benchmarks.timing import Samples, interleave
+from kvseek.core.errors import ConfigError
+from kvseek.measurement.variants import Variant
+
+from .bench import Bench
+from .comparison import compared_variants
+from .decode import progress, release
+from .memory_plan import Cell
+from .results import prefill_result
+
+if TYPE_CHECKING:
+    from kvseek.engine.cache.row_storage import RowStorage
+    from kvseek.engine.decoder import Decoder
+
+
+def run_prefill(bench: Bench, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Every context as a prompt of random tokens, the methods in turns, by the host's clock until the device is done."""
+    if len(bench.arguments.offload) != 1:
+        raise ConfigError(
+            f"--offload = {','.join(bench.arguments.offload)!r}: must be one mode with --prefill; name one"
+        )
+    (offload,) = bench.arguments.offload
+    document: dict[str, Any] = {"offload": offload, "results": [], "skipped": []}
+    bench.load()
+    for context in bench.arguments.contexts:
+        cell = Cell(context, 1)
+        (phase,) = bench.phases([offload], [cell])
+        if cell in phase.skipped:
+            document["skipped"].append({"context": context, "reason": phase.skipped[cell]})
+            continue
+        progress(f"prefill: {context:,} tokens")
+        document["results"] += _measure(bench, offload, cell)
+        save(document)
+        release()
+    return document
+
+
+def _measure(bench: Bench, offload: str, cell: Cell) -> list[dict[str, Any]]:
+    """The methods one after the other, each in turns with the baseline; the baseline's figures are of all turns."""
+    rows = bench.row_storage(offload, [cell])
+    generator = torch.Generator().manual_seed(bench.arguments.seed)
+    ids = torch.randint(0, bench.model.vocab_size, (cell.context,), generator=generator).tolist()
+    baseline, results, seconds = bench.variants[0], [], []
+    for variant in compared_variants(bench.variants):
+        samples = _take_turns(bench, rows, cell, [baseline] if variant is None else [baseline, variant], ids)
+        seconds += samples[baseline.label].seconds
+        if variant is not None:
+            entry = prefill_result(variant.label, cell.context, samples[variant.label].seconds)
+            results.append({**entry, "to_baseline": entry["seconds"]["median"] / samples[baseline.label].median})
+        release()
+    return [{**prefill_result(baseline.label, cell.context, seconds), "to_baseline": 1.0}, *results]
+
+
+def _take_turns(
+    bench: Bench, rows: RowStorage, cell: Cell, variants: Sequence[Variant], ids: list[int]
+) -> dict[str, Samples]:
+    """Prompts of the variants in turns on one cache, which has the windows of the last of them."""
+    cache = bench.new_cache(rows, variants[-1], [cell])
+    decoders = {
+        variant.label: bench.decoder(variant, cache, bench.indexes(variant, cache, [cell]), [cell], hot_rows=False)
+        for variant in (one.laid_out_as(cache.config) for one in variants)
+    }
+    calls = {label: lambda decoder=decoder: prefill(decoder, ids) for label, decoder in decoders.items()}
+    return interleave(calls, bench.arguments.repeats, block=1, warmup=1)
+
+
+def prefill(decoder: Decoder, ids: list[int]) -> None:
+    """Process a prompt in slot 0, wait for its logits and rows, and forget it."""
+    decoder.cache.open(0, len(ids) + 1)
+    prompt = decoder.prefill([(0, ids)])
+    while prompt.progress < 1:
+        prompt.advance(decoder.config.prefill_chunk_tokens)
+    prompt.finish()
+    torch.cuda.synchronize()
+    decoder.cache.close(0)

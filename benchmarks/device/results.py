@@ -1,0 +1,163 @@
+"""Results of the GPU benchmark: from samples to figures, and how they compare."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvseek.benchmarks.timing import Samples
+from kvseek.measurement.machine import peak_memory_bytes
+from kvseek.plugins.measurements.costs import SelectionCosts
+
+from .floors import Rates, Step, costs_of, work
+from .memory_plan import Cell
+
+if TYPE_CHECKING:
+    from .bench import Bench
+    from .contestant import DeviceContestant
+
+GROUPS = {  # parts of a step (engine/model/kernel_model.py), as the table shows them
+    "GEMMs": ("qkv", "o", "gate_up", "down", "head"),
+    "select": ("select",),
+    "attend": ("attend",),
+    "others": ("begin", "norm", "rope", "mlp_norm", "silu"),
+}
+
+
+def decode_result(
+    bench: Bench,
+    contestant: DeviceContestant,
+    cell: Cell,
+    samples: Samples,
+    walls: Sequence[float],
+    rates: Rates,
+    baseline_seconds: float | None,
+) -> dict[str, Any]:
+    """Figures of one contestant at one cell; seconds, bytes and tokens. Measures parts and selections first.
+
+    `baseline_seconds` is the baseline's median in the same turns; None where it did not run.
+    """
+    cache = contestant.cache
+    tokens, retrieval = cache.tokens[0], cache.lengths[0]
+    config, itemsize = contestant.decoder.config, bench.dtype.itemsize
+    hits = contestant.hit_rate()  # of the timed steps, if the method counts
+    parts, overlap = contestant.part_seconds(), contestant.overlap()
+    if hits is None and contestant.found is not None:
+        hits = fetched_hits(costs_of(config, retrieval, itemsize), contestant.found)
+    step = Step(retrieval, tokens - retrieval, cell.batch, cache.rows.layout.host_layers, hits or 0.0)
+    moved = work(config, step, itemsize)
+    index = (
+        contestant.decoder.retrieval.indexes[-1].bytes_per_token / bench.model.num_kv_heads
+    )  # the first may be dense
+    return with_times(
+        {
+            "name": contestant.name,
+            "method": contestant.method,
+            "hot_rows": contestant.hot,
+            "host_layers": cache.rows.layout.host_layers,
+            "batch": cell.batch,
+            "attended_tokens": contestant.attended,
+            "cached_tokens": tokens,
+            "overlap": overlap,
+            "hit_rate": hits,
+            "stages": parts,
+            "bytes": moved.bytes_by_part(),
+            "host_rows": moved.host_rows,
+            "nodes": moved.nodes,
+            "host_functions": moved.host_functions,
+            "floor": moved.floor(rates),
+            "index_bytes_per_token_and_kv_head": index,
+            "index_bytes": index * bench.model.num_kv_heads * bench.model.num_layers * retrieval * cell.batch,
+            "memory": memory(bench, contestant),
+        },
+        samples.seconds,
+        walls,
+        baseline_seconds,
+    )
+
+
+def fetched_hits(costs: SelectionCosts, found: float) -> float:
+    """Share of the rows that are not always on the device which were found there, from that of all selected rows."""
+    fetched = costs.rows - costs.device_rows
+    return min(1.0, max(0.0, (found * costs.rows - costs.device_rows) / fetched)) if fetched > 0 else 0.0
+
+
+def with_times(
+    entry: dict[str, Any], seconds: Sequence[float], walls: Sequence[float], baseline_seconds: float | None
+) -> dict[str, Any]:
+    """The entry with what follows from its step times: medians, tokens per second, ratios."""
+    samples = Samples(list(seconds))
+    return {
+        **entry,
+        "step_seconds": samples.summary(),
+        "wall_seconds": Samples(list(walls)).summary(),
+        "tokens_per_second": entry["batch"] / samples.median,
+        "to_floor": samples.median / entry["floor"]["total"],
+        "baseline_seconds": baseline_seconds,
+        "to_baseline": None if baseline_seconds is None else samples.median / baseline_seconds,
+        "samples": samples.seconds,
+        "walls": list(walls),
+    }
+
+
+def pooled(entry: dict[str, Any], samples: Samples, walls: Sequence[float]) -> dict[str, Any]:
+    """The baseline's entry with the times of its turns with another method; its ratio is 1."""
+    seconds = [*entry["samples"], *samples.seconds]
+    return with_times(entry, seconds, [*entry["walls"], *walls], Samples(seconds).median)
+
+
+def memory(bench: Bench, contestant: DeviceContestant) -> dict[str, int]:
+    """Bytes now, of all contestants together; the row pools are the contestant's own."""
+    free, total = torch.cuda.mem_get_info(bench.device)
+    layout = contestant.cache.rows.layout
+    return {
+        "device_used": total - free,
+        "device_allocated_peak": torch.cuda.max_memory_allocated(bench.device),
+        "host_resident_peak": peak_memory_bytes(),
+        "rows_on_device": layout.device_bytes,
+        "rows_in_host_memory": layout.host_bytes,
+    }
+
+
+def borrow_baselines(document: dict[str, Any], baseline: str) -> None:
+    """Give results without a ratio the baseline of another phase at the same context and batch, and say so.
+
+    Phases do not run in turns: such a ratio holds for one machine and run, but not within one minute.
+    """
+    known: dict[tuple[int, int], float] = {}
+    cells = [cell for phase in document["phases"] for cell in phase["cells"]]
+    for cell in cells:
+        for entry in cell["results"]:
+            if entry["method"] == baseline:
+                known.setdefault((cell["context"], cell["batch"]), entry["step_seconds"]["median"])
+    for cell in cells:
+        median = known.get((cell["context"], cell["batch"]))
+        for entry in cell["results"]:
+            if entry["to_baseline"] is None and median is not None:
+                entry["to_baseline"] = entry["step_seconds"]["median"] / median
+                entry["baseline_of_another_phase"] = True
+
+
+def part_groups(parts: dict[str, float]) -> dict[str, float]:
+    """Seconds of the groups that the table shows; a part of the step that no group names counts as others."""
+    named = {part for group in GROUPS.values() for part in group}
+    groups = {name: sum(parts.get(part, 0.0) for part in group) for name, group in GROUPS.items()}
+    groups["others"] += sum(seconds for part, seconds in parts.items() if part not in named)
+    return groups
+
+
+def peak_tokens_per_second(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Best tokens per second of each method over its batches."""
+    best: dict[str, float] = {}
+    for entry in results:
+        best[entry["method"]] = max(best.get(entry["method"], 0.0), entry["tokens_per_second"])
+    return best
+
+
+def prefill_result(method: str, tokens: int, seconds: Sequence[float]) -> dict[str, Any]:
+    """Figures of one method's prompts of one length."""
+    median = statistics.median(seconds)
+    return {"method": method, "tokens": tokens, "seconds": Samples(list(seconds)).summary(), "rate": tokens / median}

@@ -1,0 +1,173 @@
+"""What the GPU benchmarks compute without a GPU: shapes, weights, figures, settings.
+
+tests/gpu/benchmarks/test_device_bench.py runs the whole of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.benchmarks.device.configs import KIB, METHODS, config_for
+
+from kvseek.benchmarks import decode
+from kvseek.benchmarks.device.memory_rates import KERNELS, ReadArguments, RowsArguments, random_row_offsets
+from kvseek.benchmarks.device.observers import SelectedRows, shared_rows
+from kvseek.benchmarks.device.options import parse
+from kvseek.benchmarks.device.random_weights import RandomWeights, weight_shapes
+from kvseek.benchmarks.device.results import part_groups
+from kvseek.benchmarks.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_bytes, row_numbers
+from kvseek.benchmarks.studies import cache_hits
+from kvseek.core.config import ModelConfig
+from kvseek.core.errors import ConfigError
+from kvseek.engine.model.layer import Layer
+from kvseek.plugins.batch import Batch, RequestState
+from kvseek.plugins.selection import Selection
+
+CPU = torch.device("cpu")
+TINY = ModelConfig("qwen3", 100, 32, 48, 2, 4, 2, 8, 1e-6, 1e4, 512, qk_norm=True, qkv_bias=True, output_bias=True)
+
+
+def test_shapes_are_of_their_size() -> None:
+    """Matrices as the models' names say: 8.03 and 8.19 thousand million numbers with the embedding; 128 and 144 KiB a token."""
+    sizes = {LLAMA_3_1_8B: 8.03e9, QWEN3_8B: 8.19e9}
+    for model, size in sizes.items():
+        numbers = sum(math.prod(shape) for shape in weight_shapes(model).values())
+        assert numbers == pytest.approx(size, rel=2e-3)
+        norms = sum(math.prod(shape) for shape in weight_shapes(model).values() if len(shape) == 1)
+        config, ends = config_for(model, "full", 1, 1), model.vocab_size * model.hidden_size
+        assert matrix_bytes(config) == 2 * (numbers - norms - ends)
+        narrow = dataclasses.replace(config, weight_only_precision="fp8")
+        assert matrix_bytes(narrow) == numbers - norms, "one a number of the layers, two of the head"
+    assert [row_numbers(model) * 2 for model in sizes] == [128 * KIB, 144 * KIB]
+    assert get_shape("llama-3.1-8b", 1 << 20).max_position_embeddings == 1 << 20
+    assert get_shape("llama-3.1-8b", 10) == LLAMA_3_1_8B
+    with pytest.raises(ConfigError, match="--shape = 'gpt': must be one of"):
+        get_shape("gpt", 10)
+
+
+def test_random_weights_are_what_a_decoder_reads() -> None:
+    weights = RandomWeights(TINY, torch.float32, CPU)
+    layer = Layer(TINY, weights.tensors, 1)
+    parts = (layer.attention_norm, layer.qkv.bias, layer.q_norm, layer.o.bias, layer.mlp_norm, layer.down.weight)
+    assert all(part is not None for part in parts)
+    assert layer.qkv.weight.shape == ((4 + 2 * 2) * 8, 32)
+    assert layer.qkv.weight.var().item() == pytest.approx(1 / 32, rel=0.2)
+    assert layer.down.weight.var().item() == pytest.approx(1 / 48 / 4, rel=0.2)
+    assert weights.flat.numel() >= sum(tensor.numel() for tensor in weights.tensors.values())
+    again = RandomWeights(TINY, torch.float32, CPU)
+    assert torch.equal(weights.flat, again.flat)
+    assert layer.qkv.weight.untyped_storage().data_ptr() == weights.flat.untyped_storage().data_ptr()
+
+
+def test_parts_of_a_step_are_grouped_and_none_is_lost() -> None:
+    parts = {"qkv": 1.0, "o": 2.0, "select": 4.0, "attend": 8.0, "norm": 16.0, "a new one": 32.0}
+    assert part_groups(parts) == {"GEMMs": 3.0, "select": 4.0, "attend": 8.0, "others": 48.0}
+
+
+def test_shared_rows() -> None:
+    before = torch.tensor([[[1, 5, 9, -1]]])
+    assert shared_rows(before, torch.tensor([[[5, 9, 10, -1]]])) == pytest.approx(2 / 3)
+    assert shared_rows(before, before) == 1
+
+
+def test_selected_rows_are_copied_layer_by_layer() -> None:
+    """Of the batch's first requests; layers that attend to every row are left out."""
+    rows = torch.tensor([[[3, 1]], [[2, 0]]], dtype=torch.int32)
+    batch = Batch.of([RequestState(slot=slot, length=4) for slot in range(2)], torch.zeros(2, 1, dtype=torch.int32))
+    seen = SelectedRows(1)
+    seen.selected(5, torch.zeros(2, 4, 8), batch, Selection(rows))
+    seen.selected(6, torch.zeros(2, 4, 8), batch, None)
+    rows.zero_()
+    assert {layer: taken.tolist() for layer, taken in seen.take().items()} == {5: [[[3, 1]]]}
+    assert seen.take() == {}
+
+
+def test_random_rows_lie_inside_the_pool() -> None:
+    """A layer of a pool of 3 extents and 4 layers, 2 KV heads of 16 channels."""
+    layer = 2 * 1024 * 2 * 16
+    offsets = random_row_offsets(10_000, 3, 4 * layer, 2, 16, 2, CPU)
+    extent, inside = offsets // (4 * layer * 2), offsets % (4 * layer * 2)
+    assert set(extent.tolist()) == {0, 1, 2}
+    assert inside.max() <= (layer - 2 * 16) * 2
+    assert (offsets % (2 * 16 * 2) == 0).all()
+
+
+def test_probe_arguments_mirror_the_kernels() -> None:
+    text = (KERNELS / "plugins/probe/probe.cu").read_text(encoding="utf-8")
+    for structure, name in ((ReadArguments, "ProbeReadArguments"), (RowsArguments, "ProbeRowsArguments")):
+        body = text.partition(f"struct {name} {{")[2].partition("};")[0]
+        fields = [line.partition(";")[0].split()[-1].lstrip("*") for line in body.splitlines() if ";" in line]
+        assert fields == [field[0] for field in structure._fields_]
+        assert ctypes.sizeof(structure) % 8 == 0
+
+
+def test_probe_compiles() -> None:
+    pytest.importorskip("cuda.core")
+    from kvseek.builder.compile.cuda import Specialisation, compile_cubin
+
+    image = compile_cubin(Specialisation("bfloat16", 128, 1, "probe"), 90, roots=[KERNELS])
+    assert b"kvseek_probe_read" in image
+    assert b"kvseek_probe_rows" in image
+
+
+def test_lists_are_sorted_and_checked() -> None:
+    flags = ["--contexts", "262144,131072,131072", "--batches", "4,1", "--offload", "always,auto"]
+    arguments = parse([*METHODS, *flags])
+    assert (arguments.contexts, arguments.batches) == ([131_072, 262_144], [1, 4])
+    assert [variant.label for variant in arguments.methods] == ["full", "pariskv"]
+    assert arguments.offload == ["always", "auto"]
+
+
+BAD = {
+    "contexts": (["--contexts", "100"], "--contexts = '100': must be a comma list of numbers >= 4096"),
+    "batches": (["--batches", "1,x"], "--batches = '1,x': must be a comma list"),
+    "steps": (["--steps", "201"], "--steps = 201: must be between 1 and 200, so that no timed step evicts"),
+    "dtype": (["--dtype", "int8"], "--dtype = 'int8': must be one of bfloat16, float16, float32"),
+    "twice": (["--methods", "full,full"], "--methods = 'full,full': must name each once"),
+    "offload twice": (["--offload", "auto,auto"], "--offload = 'auto,auto': must name each once"),
+    "work": (["--work_gib", "-1"], "--work_gib = -1.0: must be > 0"),
+    "repeats": (["--repeats", "0"], "--repeats = 0: must be >= 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_settings_are_named(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, message = BAD[case]
+    assert decode.main(["--device", "cuda", *METHODS, *flags]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert decode.main(["--shape", "qwen3-8b", *METHODS, "--output", str(tmp_path / "out.json")]) == 1
+    assert "PyTorch sees no CUDA device" in capsys.readouterr().err
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_speed_ups_are_over_the_same_method_without_a_cache() -> None:
+    def entry(method: str, hits: float, median: float) -> dict[str, Any]:
+        return {"method": method, "hit_rate": hits, "layer_seconds": {"median": median}}
+
+    results = [entry("a", 0.6, 10e-6), entry("a", 0.0, 25e-6), entry("b", 0.0, 7e-6)]
+    cache_hits.add_speed_ups(results)
+    assert [one["speed_up"] for one in results] == pytest.approx([2.5, 1, 1])
+
+
+BAD_HITS = {
+    "context": (["--methods", "pariskv", "--context", "100"], "--context = 100: must be between 4096 and"),
+    "steps": (["--methods", "pariskv", "--steps", "241"], "--steps = 241: must be between 1 and 240"),
+    "dense": (["--methods", "full"], "full: unknown key 'top_k'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_HITS)
+def test_bad_settings_of_the_benchmark_of_hits_are_named(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, message = BAD_HITS[case]
+    assert cache_hits.main(flags) == 1
+    assert message in capsys.readouterr().err
