@@ -134,7 +134,9 @@ def test_work_space_follows_the_gpu() -> None:
 
 def test_what_kernels_refuse_is_refused() -> None:
     config = engine(SMALL, "flat", {})
-    with pytest.raises(ConfigError, match="method = 'flat' does not run with device = 'cuda'; choose one of full, clusterkv"):
+    with pytest.raises(
+        ConfigError, match="method = 'flat' does not run with device = 'cuda'; choose one of full, clusterkv"
+    ):
         DryRun({}).index_needs(config)
     small = dataclasses.replace(HOPPER, shared_memory_per_block=16 << 10)
     for name in ("ctkvr", "clusterkv"):
