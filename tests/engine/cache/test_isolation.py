@@ -37,9 +37,8 @@ def request(prompt: list[int], tokens: int = TOKENS) -> Request:
 def arrays_of(engine: Engine) -> list[Tensor]:
     """Windows, the row pool, and what the indexes keep by extent or by slot."""
     cache = engine._cache
-    by_slot = engine.config.max_batch_size
-    counts = {cache.extents.capacity, by_slot}
-    found = [cache.window, cache.rows]
+    counts = {cache.extents.capacity, len(cache.lengths)}
+    found = [cache.window, cache.rows.pool.rows]
     constants = {
         id(tensor) for index in engine.decoder.retrieval.indexes for tensor in index.context.codebooks.values()
     }
