@@ -19,6 +19,7 @@ from kvseek.measurement.index_batch import batch_of
 from .observers import shared_rows
 
 if TYPE_CHECKING:
+    from kvseek.engine.cache.cache import Cache
 
     from .contestant import DeviceContestant
     from .filling import Filler
