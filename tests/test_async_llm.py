@@ -9,7 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-from conftest import BuildEngine
+from tests.conftest import BuildEngine
 from random_models import save_random_model
 
 from kvseek import LLM, AsyncLLM, GenerationError, OutputPiece, RequestError, RequestOutput, SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from conftest import BuildEngine
+from tests.conftest import BuildEngine
 from random_models import save_random_model
 
 from kvseek import LLM, ConfigError, SamplingParams, engine_cache

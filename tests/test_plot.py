@@ -10,7 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from conftest import ROOT
+from tests.conftest import ROOT
 
 from kvseek.benchmarks import plot
 from kvseek.benchmarks.step_chart import spread

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from tests.conftest import ROOT
 
 from kvseek import engine_cache
 

@@ -98,7 +98,7 @@ class DecodeStep:
     def launch(self) -> StepResult:
         """Run the step on the current stream; the results hold until the next launch."""
         if self._graph is None or self._result is None:
-            return self._run(self.batch)
+            return self._run(Batch(self.batch.requests, self.batch.table))  # one that has read nothing back as yet
         self._graph.replay()
         return self._result
 

@@ -141,6 +141,8 @@ class Prefill(ABC):
         try:
             yield
         except torch.OutOfMemoryError:
+            if self.retrieval.config.device != "cuda":
+                raise
             raise does_not_fit(self.retrieval, self.tokens) from None
 
 

@@ -208,15 +208,15 @@ def test_slots_without_extents_are_no_room_in_the_queue(tmp_path: Path, build_en
 
 
 def test_a_failing_prefill_ends_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, good = engine._decoder, engine.generate([Request(PROMPT, 10)])
-    original = decoder.store_layer
+    decoder, good = engine.decoder, engine.generate([Request(PROMPT, 10)])
+    original = decoder.retrieval.store_layer
 
     def fail_for_one(number: int, slot: int, *rest: object) -> None:
         if decoder.cache.tokens[slot] == 33:
             raise MemoryError("no more room")
         original(number, slot, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(decoder, "store_layer", fail_for_one)
+    monkeypatch.setattr(decoder.retrieval, "store_layer", fail_for_one)
     first, second = engine.submit(Request(PROMPT, 10)), engine.submit(Request(PROMPT[:33], 10))
     outputs = run(engine)
     (failed,) = [output for output in outputs if output.request_id == second and output.finish_reason]
@@ -232,15 +232,16 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
 
 def test_a_prefill_keeps_no_more_than_it_needs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries that the index does not want, and a layer's keys and values, are gone before the next are made."""
-    decoder: Any = engine._decoder
+    decoder: Any = engine.decoder
     unwanted: list[StorageWeakRef] = []
     rows: list[StorageWeakRef] = []
     stored: list[int] = []
-    prefill_chunk, new_rows, store_layer = decoder.prefill_chunk, decoder.new_rows, decoder.store_layer
+    model, retrieval = decoder.model, decoder.retrieval
+    read_chunk, new_rows, store_layer = model.read_chunk, retrieval.new_rows, retrieval.store_layer
 
-    def chunk(number: int, prompt: torch.Tensor, start: int, stop: int, *arguments: Any) -> torch.Tensor:
+    def chunk(number: int, prompt: object, start: int, stop: int, *arguments: Any) -> torch.Tensor:
         assert all(queries.expired() for queries in unwanted)
-        queries: torch.Tensor = prefill_chunk(number, prompt, start, stop, *arguments)
+        queries: torch.Tensor = read_chunk(number, prompt, start, stop, *arguments)
         if stop <= 240 - 70:
             unwanted.append(StorageWeakRef(queries.untyped_storage()))
         return queries
@@ -256,8 +257,9 @@ def test_a_prefill_keeps_no_more_than_it_needs(engine: Engine, monkeypatch: pyte
         store_layer(number, slot, keys, values, queries)
 
     monkeypatch.setattr(prefill_module, "LAST_QUERIES", 70)
-    for name, own in (("prefill_chunk", chunk), ("new_rows", allocate), ("store_layer", store)):
-        monkeypatch.setattr(decoder, name, own)
+    monkeypatch.setattr(model, "read_chunk", chunk)
+    for name, own in (("new_rows", allocate), ("store_layer", store)):
+        monkeypatch.setattr(retrieval, name, own)
     engine.generate([Request(PROMPT * 2, 1)])
     layers = engine.config.model.num_layers
     assert len(unwanted) == 2 * layers, "of 240 tokens in chunks of 64, two chunks end before the last 70"

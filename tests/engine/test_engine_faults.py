@@ -49,7 +49,7 @@ def tokens_of(outputs: list[StepOutput], request: int) -> list[int | None]:
 def assert_everything_came_back(engine: Engine) -> None:
     assert engine._cache.extents.free == engine._cache.extents.capacity
     assert sorted(engine._scheduler._free_slots) == list(range(engine.config.max_batch_size))
-    assert engine._cache.tokens == [0] * engine.config.max_batch_size
+    assert engine._cache.tokens[:-1] == [0] * engine.config.max_batch_size, "all slots but the padding's"
 
 
 def failing_once(function: Any, error: Exception, number: int = 1) -> Any:
@@ -72,7 +72,7 @@ def test_an_index_that_fails_ends_the_requests_of_the_step(
     """Two requests decode; a third waits for a slot. After the failure it gets one, and the tokens that it should."""
     (expected,) = engine.generate([Request(PROMPT[7:], 10)])
     error = RuntimeError("a row is missing")
-    index = engine._decoder.indexes[1]
+    index = engine.decoder.retrieval.indexes[1]
     failed, outputs = [engine.submit(Request(PROMPT, 200)), engine.submit(Request(PROMPT[3:], 200))], list[StepOutput]()
     waiting = engine.submit(Request(PROMPT[7:], 10))
     while len(engine._scheduler.decoding()) < 2:
@@ -95,7 +95,7 @@ def test_a_failing_step_spares_the_prompt_that_is_read(engine: Engine, monkeypat
     reading = engine.submit(Request(PROMPT * 2, 10))
     while not any(output.request_id == reading and output.prefill_progress < 1 for output in outputs):
         outputs += engine.step()
-    index = engine._decoder.indexes[0]
+    index = engine.decoder.retrieval.indexes[0]
     monkeypatch.setattr(index, "select", failing_once(index.select, RuntimeError("lost")))
     outputs += run(engine)
     assert end_of(outputs, first).finish_reason is FinishReason.ERROR
@@ -124,8 +124,9 @@ def test_an_admission_that_finds_no_extents_ends_alone(engine: Engine, monkeypat
 def test_running_out_of_memory_is_no_fault_of_the_client(
     step: str, error: Exception, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "store_layer" if step == "prefill" else "decode_tokens"
-    monkeypatch.setattr(engine._decoder, name, failing_once(getattr(engine._decoder, name), error))
+    decoder: Any = engine.decoder
+    owner, name = (decoder.retrieval, "store_layer") if step == "prefill" else (decoder, "decode_tokens")
+    monkeypatch.setattr(owner, name, failing_once(getattr(owner, name), error))
     request = engine.submit(Request(PROMPT, 10))
     end = end_of(run(engine), request)
     assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
@@ -136,7 +137,7 @@ def test_a_step_that_fails_reports_no_upkeep(engine: Engine, monkeypatch: pytest
     engine.submit(Request(PROMPT, 20))
     while not engine.step_report.refresh_seconds:
         engine.step()
-    monkeypatch.setattr(engine._decoder, "decode_tokens", failing_once(None, RuntimeError("lost")))
+    monkeypatch.setattr(engine.decoder, "decode_tokens", failing_once(None, RuntimeError("lost")))
     engine.step()
     assert (engine.step_report.decode_batch, engine.step_report.refresh_seconds) == (1, 0.0), (
         "not that of the step before"
@@ -150,8 +151,8 @@ def test_logits_that_are_no_numbers_end_their_request(
 ) -> None:
     """NaN in the logits of a prompt's last token, or in those of one request of a step."""
     (expected,) = engine.generate([Request(PROMPT[:50], 12)])
-    decoder: Any = engine._decoder
-    head = decoder.head
+    decoder: Any = engine.decoder
+    head = decoder.model.head
 
     class Head:
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -164,7 +165,7 @@ def test_logits_that_are_no_numbers_end_their_request(
             return logits
 
     done: list[bool] = []
-    monkeypatch.setattr(decoder, "head", Head())
+    monkeypatch.setattr(decoder.model, "head", Head())
     bad = engine.submit(Request(PROMPT[:70], 12, SamplingParams(temperature=temperature)))
     good = engine.submit(Request(PROMPT[:50], 12))
     outputs = run(engine)
@@ -185,7 +186,7 @@ def test_a_slot_that_cannot_be_freed_fails_the_engine(engine: Engine, monkeypatc
     engine.submit(Request(PROMPT, 20))
     while not engine._scheduler.decoding():
         engine.step()
-    monkeypatch.setattr(engine._decoder, "refresh", fail)
+    monkeypatch.setattr(engine.decoder, "refresh", fail)
     monkeypatch.setattr(engine._cache, "close", fail)
     with pytest.raises(RuntimeError, match="CUDA error"):
         engine.step()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.conftest import BuildEngine
 from tests.engine.model.test_logits import engine_logits
-from tests.support.cache_twins import KV_HEADS, LAYERS, Twins, make_config, rows_of
+from tests.support.cache_runs import KV_HEADS, LAYERS, make_cache, make_config, read_rows, rows_of
 from tests.support.random_models import save_random_model
 from torch import Tensor
 
@@ -51,8 +51,8 @@ def test_a_selection_by_place_attends_to_the_same_tokens(
 
 
 @pytest.mark.parametrize("device_layers", [0, 1, LAYERS])
-def test_the_device_cache_writes_rows_in_that_order(device_layers: int) -> None:
-    cache = Twins(make_config(3, 5, 4, device_layers=device_layers)).cache
+def test_the_cache_writes_rows_in_that_order(device_layers: int) -> None:
+    cache = make_cache(make_config(3, 5, 4, device_layers=device_layers))
     tokens = 2100
     cache.open(1, tokens)
     cache.begin_prefill(1, tokens)
@@ -61,15 +61,6 @@ def test_the_device_cache_writes_rows_in_that_order(device_layers: int) -> None:
         keys, order = rows_of(7, layer, torch.arange(tokens)), shuffled(n, layer)
         cache.write_prompt(layer, 1, keys, -keys, order)
         cache.finish_prompt(1)
-        rows = cache.read_rows(layer, 1, n)
+        rows = read_rows(cache, layer, 1)
         assert torch.equal(rows[:, :, 0, 3].long(), order + 3), "the sink's three tokens stay in the window"
         assert torch.equal(rows[:, :, 1], -rows[:, :, 0])
-
-
-def test_an_index_is_told_where_its_rows_lie() -> None:
-    cache = Twins(make_config(3, 5, 4, device_layers=1)).cache
-    for layer in range(LAYERS):
-        rows = cache.rows_of(layer)
-        assert (rows.pointer, rows.extent_stride) == (cache.rows_pointer(layer), cache.extent_stride(layer))
-        assert rows.pool.data_ptr() == rows.pointer
-        assert rows.pool.stride(0) == rows.extent_stride

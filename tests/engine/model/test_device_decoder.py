@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
-from tests.support.device_stand_ins import CPU, TorchAttention, TorchLayer, make_decoder
+from tests.support.device_stand_ins import CPU, make_decoder
 from tests.support.prefill import run_prefill
 from tests.support.random_models import ARCHITECTURES
 from torch import Tensor
@@ -18,29 +18,20 @@ from kvseek.core.config import ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
-from kvseek.engine import graphed_decoder
-from kvseek.engine.cache.cache import DeviceCache
+from kvseek.engine.cache.activation_memory import decode_bytes, prefill_bytes, work_bytes
 from kvseek.engine.engine import Engine
-from kvseek.engine.loading.load import create_indexes, device_indexes, methods_for_device
+from kvseek.engine.loading.indexes import IndexMaker
 from kvseek.engine.model.attention import causal_attention, causal_attention_device
 from kvseek.engine.model.graphs import DecodeStep, StepResult, bucket_of, buckets_for
 from kvseek.engine.model.layer_kernels import LayerKernels
-from kvseek.engine.model.torch_model import graphed_decoder
+from kvseek.engine.model.kernel_model import KernelModel
 from kvseek.engine.schedule.sampling import NO_TOKEN
-from kvseek.plugins.batch import DeviceBatch, RequestState, pack
-from kvseek.plugins.contract import Index
-from kvseek.plugins.full.device import DeviceFullIndex
+from kvseek.plugins.batch import Batch, RequestState
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "40")
 LIMITS = ("--max_batch_size", "3", "--max_seq_len", "400", "--max_input_len", "300", "--prefill_chunk_tokens", "50")
 PROMPT = torch.arange(180).mul(7).remainder(100).tolist()
 MAX_DIFFERENCE = 2e-4
-
-
-@pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphed_decoder, "LayerKernels", TorchLayer)
-    monkeypatch.setattr(graphed_decoder, "DeviceAttention", TorchAttention)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +46,6 @@ def directories(random_model: RandomModel, build_engine: BuildEngine) -> dict[tu
     return built
 
 
-@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("offload", ["always", "never"])
 @pytest.mark.parametrize("method", ["full", "flat"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -63,7 +53,7 @@ def test_logits_are_those_of_the_cpu(
     architecture: str, method: str, offload: str, directories: dict[tuple[str, str], Path]
 ) -> None:
     directory = directories[architecture, method]
-    ours, reference = make_decoder(directory, offload), Engine.load(directory)._decoder
+    ours, reference = make_decoder(directory, offload), Engine.load(directory).decoder
     prompts = {0: PROMPT, 2: PROMPT[:25], 1: PROMPT[30:130]}  # one below full_threshold, evictions at different steps
     for slot, prompt in prompts.items():
         found, expected = (run_prefill(decoder, slot, prompt, 40) for decoder in (ours, reference))
@@ -78,7 +68,6 @@ def test_logits_are_those_of_the_cpu(
         assert attended == pytest.approx(expected_attended)
 
 
-@pytest.mark.usefixtures("stand_ins")
 def test_greedy_requests_get_tokens_and_others_logits(directories: dict[tuple[str, str], Path]) -> None:
     directory = directories["llama", "flat"]
     ours, twin = make_decoder(directory), make_decoder(directory)
@@ -94,7 +83,6 @@ def test_greedy_requests_get_tokens_and_others_logits(directories: dict[tuple[st
     assert attended == expected_attended
 
 
-@pytest.mark.usefixtures("stand_ins")
 def test_an_engine_draws_the_same_tokens_on_both(directories: dict[tuple[str, str], Path]) -> None:
     directory = directories["qwen3", "flat"]
     reference = Engine.load(directory)
@@ -108,7 +96,6 @@ def test_an_engine_draws_the_same_tokens_on_both(directories: dict[tuple[str, st
     assert engine._cache.extents.free == engine._cache.extents.capacity
 
 
-@pytest.mark.usefixtures("stand_ins")
 def test_running_out_of_memory_ends_one_request_with_the_numbers(
     directories: dict[tuple[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +103,8 @@ def test_running_out_of_memory_ends_one_request_with_the_numbers(
     reference = Engine.load(directory)
     decoder = make_decoder(directory)
     engine = Engine(reference.config, decoder, reference.tokenizer)
-    silu_mul = decoder.ops.silu_mul
+    assert isinstance(decoder.model, KernelModel)
+    silu_mul = decoder.model.ops.silu_mul
 
     def fail_for_long(gate_up: Tensor) -> Tensor:
         if gate_up.shape[0] >= 16:  # a chunk of the long prompt, while the short one decodes
@@ -128,7 +116,7 @@ def test_running_out_of_memory_ends_one_request_with_the_numbers(
     short, outputs = engine.submit(Request(tuple(PROMPT[:60]), 12)), list[StepOutput]()
     while not any(output.token_id is not None for output in outputs):
         outputs += engine.step()
-    monkeypatch.setattr(decoder.ops, "silu_mul", fail_for_long)
+    monkeypatch.setattr(decoder.model.ops, "silu_mul", fail_for_long)
     long = engine.submit(Request(tuple(PROMPT[:150]), 12))
     while engine.has_work:
         outputs += engine.step()
@@ -141,14 +129,11 @@ def test_running_out_of_memory_ends_one_request_with_the_numbers(
     assert [tokens] == reference.generate([Request(tuple(PROMPT[:60]), 12)])
 
 
-def test_a_method_without_device_index_is_refused_by_name(directories: dict[tuple[str, str], Path]) -> None:
-    config = read_config(directories["llama", "flat"])
-    indexes: list[Index] = list(create_indexes(config, DeviceCache(config, torch.float32, CPU, None), {}, None))
-    with pytest.raises(ConfigError, match="FlatIndex does not run with device = 'cuda'; choose one of none, or build"):
-        device_indexes(indexes)
-    assert methods_for_device(indexes[0].context) == [], "without kernels of a GPU no method makes a device index"
-    found: list[Index] = [DeviceFullIndex(index.context) for index in indexes]
-    assert device_indexes(found) == found
+def test_a_method_that_does_not_run_on_a_gpu_is_refused_by_name(directories: dict[tuple[str, str], Path]) -> None:
+    config = dataclasses.replace(read_config(directories["llama", "flat"]), device="cuda", kernels="native")
+    pattern = "method = 'flat' does not run with device = 'cuda'; choose one of full, clusterkv, .*, or build with --dev"
+    with pytest.raises(ConfigError, match=pattern):
+        IndexMaker(config, {})
 
 
 def test_buckets() -> None:
@@ -161,21 +146,12 @@ def test_buckets() -> None:
         buckets_for(65)
 
 
-def test_requests_are_packed_in_the_order_of_their_fields() -> None:
-    state = RequestState(11, 12, 13, 14, 15, 16, 17, 18, True, (21, 22))
-    fixed = [int(getattr(state, field.name)) for field in dataclasses.fields(state) if field.name != "plan"]
-    assert pack([state]).tolist() == [[*fixed, 21, 22, 0, 0, 0, 0, 0]]
-    assert pack([]).shape == (0, 16)
-    with pytest.raises(AssertionError, match="at most 7 numbers, not 8"):
-        dataclasses.replace(state, plan=(0,) * 8).numbers()
-
-
 def test_a_step_is_padded_to_its_bucket() -> None:
-    padding = RequestState(0, 9, 0, 0, 1, 0, 0, 0, True)
+    padding = RequestState(slot=9, sink_rows=1, length=0, dense=True)
     seen: list[list[int]] = []
 
-    def run(batch: DeviceBatch) -> StepResult:
-        seen.append(batch.requests[:, 1].tolist())
+    def run(batch: Batch) -> StepResult:
+        seen.append(batch.column("slot").tolist())
         return StepResult(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int32))
 
     step = DecodeStep(4, padding, torch.zeros(10, 1, dtype=torch.int32), run)
@@ -187,7 +163,7 @@ def test_a_step_is_padded_to_its_bucket() -> None:
     step.load([])
     step.launch()
     assert seen == [[9, 9, 9, 9], [3, 1, 2, 9], [5, 9, 9, 9], [9, 9, 9, 9]]
-    assert step.batch.requests.tolist() == [list(padding.numbers())] * 4
+    assert step.batch.requests.tolist() == [list(padding.packed())] * 4
 
 
 @pytest.mark.parametrize(("q", "n"), [(7, 7), (5, 23), (1, 9), (16, 16)])
@@ -242,13 +218,13 @@ def test_no_token_is_an_error_of_its_request_alone(
     directories: dict[tuple[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine.load(directories["llama", "full"])
-    original = engine._decoder.decode_tokens
+    original = engine.decoder.decode_tokens
 
     def spoil(tokens: list[int], slots: list[int], greedy: list[bool]) -> Any:
         drawn, attended = original(tokens, slots, greedy)
         return [NO_TOKEN if slot == 0 else one for one, slot in zip(drawn, slots, strict=True)], attended
 
-    monkeypatch.setattr(engine._decoder, "decode_tokens", spoil)
+    monkeypatch.setattr(engine.decoder, "decode_tokens", spoil)
     bad, good = engine.submit(Request(tuple(PROMPT), 5)), engine.submit(Request(tuple(PROMPT[:9]), 5))
     ends = {}
     while engine.has_work:
@@ -272,7 +248,7 @@ def test_a_gpu_engine_without_a_gpu_says_so(directories: dict[tuple[str, str], P
 def test_append_refuses_what_its_kernel_would_misread() -> None:
     model = ModelConfig("llama", 16, 64, 64, 2, 2, 1, 32, 1e-5, 1e4, 1024)
     ops = LayerKernels(None, model, torch.float32, CPU, 4)  # type: ignore[arg-type]
-    batch = DeviceBatch(pack([RequestState(0, 0, 0, 0, 1, 0, 0, 0, True)] * 2), torch.zeros(1, 1, dtype=torch.int32))
+    batch = Batch.of([RequestState(slot=0, sink_rows=1, length=0, dense=True)] * 2, torch.zeros(1, 1, dtype=torch.int32))
     rows, window, memory = torch.zeros(2, 1, 32), torch.zeros(1, 1, 4, 2, 32), torch.zeros(2 * 32 + 1)
     with pytest.raises(
         KernelError, match=r"append: shape of values, .* = \(\(2, 2, 16\), 0\): must be \(\(2, 1, 32\), 0"

@@ -41,7 +41,7 @@ def greedy_transformers(reference: Any, prompt: list[int], tokens: int) -> tuple
 
 def engine_logits(engine: Engine, prompt: list[int], forced: list[int]) -> torch.Tensor:
     """Logits after the prompt and after each forced token but the last, by the engine's own decoder: [tokens, vocabulary]."""
-    decoder = engine._decoder
+    decoder = engine.decoder
     rows = [run_prefill(decoder, 0, prompt, len(forced))]
     rows += [decoder.decode([token], [0])[0][0] for token in forced[:-1]]
     decoder.cache.close(0)

@@ -8,26 +8,19 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
-from tests.support.device_stand_ins import TorchAttention, TorchLayer, make_decoder
+from tests.support.device_stand_ins import make_decoder
 from tests.support.prefill import run_prefill
 from tests.support.random_models import ARCHITECTURES
 from torch import Tensor
 
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.torch_model import graphed_decoder
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "60", "--cache.update", "8", "--cache.full_threshold", "40")
 LIMITS = ("--max_batch_size", "5", "--max_seq_len", "600", "--max_input_len", "500", "--prefill_chunk_tokens", "150")
 NUMBERS = torch.arange(400).mul(7).remainder(100).tolist()
 PROMPTS = {3: NUMBERS[:40], 0: NUMBERS[5:6], 4: NUMBERS[9:73], 1: NUMBERS[50:70]}  # by slot; 125 tokens
 MAX_DIFFERENCE = 2e-4
-
-
-@pytest.fixture(autouse=True)
-def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphed_decoder, "LayerKernels", TorchLayer)
-    monkeypatch.setattr(graphed_decoder, "DeviceAttention", TorchAttention)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +46,7 @@ def read_pack(decoder: Any, prompts: dict[int, list[int]], dropped: int | None =
         if units == 1 and dropped is not None:
             prefill.drop(dropped)
             decoder.cache.close(dropped)
-    assert units == decoder.model.num_layers
+    assert units == decoder.config.model.num_layers
     return dict(zip(prompts, prefill.finish(), strict=True))
 
 
@@ -67,8 +60,8 @@ def decode(decoder: Any, slots: list[int]) -> Tensor:
 def test_a_pack_gives_the_logits_of_its_prompts(architecture: str, device: str, directories: dict[str, Path]) -> None:
     """Also of the steps that follow: what the pack left in windows and indexes is that of prompts read alone."""
     directory = directories[architecture]
-    ours: Any = make_decoder(directory) if device == "cuda" else Engine.load(directory)._decoder
-    alone: Any = Engine.load(directory)._decoder
+    ours: Any = make_decoder(directory) if device == "cuda" else Engine.load(directory).decoder
+    alone: Any = Engine.load(directory).decoder
     expected = {slot: run_prefill(alone, slot, prompt, 30) for slot, prompt in PROMPTS.items()}
     for slot, logits in read_pack(ours, PROMPTS).items():
         assert (logits - expected[slot]).abs().max() <= MAX_DIFFERENCE
@@ -81,8 +74,8 @@ def test_prompts_beyond_the_window_may_be_packed_too(device: str, directories: d
     """The engine does not, but nothing in a decoder depends on it: rows and index entries are each prompt's own."""
     prompts = {2: NUMBERS[:100], 0: NUMBERS[100:150]}
     directory = directories["qwen3"]
-    ours: Any = make_decoder(directory) if device == "cuda" else Engine.load(directory)._decoder
-    alone: Any = Engine.load(directory)._decoder
+    ours: Any = make_decoder(directory) if device == "cuda" else Engine.load(directory).decoder
+    alone: Any = Engine.load(directory).decoder
     expected = {slot: run_prefill(alone, slot, prompt, 30) for slot, prompt in prompts.items()}
     for slot, logits in read_pack(ours, prompts).items():
         assert (logits - expected[slot]).abs().max() <= MAX_DIFFERENCE
@@ -93,9 +86,9 @@ def test_prompts_beyond_the_window_may_be_packed_too(device: str, directories: d
 @pytest.mark.parametrize("chunk", [16, 48, 150])
 def test_chunk_sizes_change_nothing(chunk: int, device: str, directories: dict[str, Path]) -> None:
     decoder: Any = (
-        make_decoder(directories["llama"]) if device == "cuda" else Engine.load(directories["llama"])._decoder
+        make_decoder(directories["llama"]) if device == "cuda" else Engine.load(directories["llama"]).decoder
     )
-    expected = run_prefill(Engine.load(directories["llama"])._decoder, 0, NUMBERS, 1)
+    expected = run_prefill(Engine.load(directories["llama"]).decoder, 0, NUMBERS, 1)
     decoder.cache.open(0, 401)
     prefill = decoder.prefill([(0, NUMBERS)])
     sizes = []
@@ -106,7 +99,7 @@ def test_chunk_sizes_change_nothing(chunk: int, device: str, directories: dict[s
 
 
 def test_a_prompt_that_leaves_a_pack_writes_nothing_more(directories: dict[str, Path]) -> None:
-    decoder: Any = Engine.load(directories["llama"])._decoder
+    decoder: Any = Engine.load(directories["llama"]).decoder
     expected = read_pack(decoder, PROMPTS)
     for slot in PROMPTS:
         decoder.cache.close(slot)
@@ -167,15 +160,15 @@ def test_a_failing_prompt_ends_alone(directories: dict[str, Path], monkeypatch: 
     engine = Engine.load(directories["llama"])
     requests = [Request(tuple(NUMBERS[i : 20 + i]), 6) for i in (0, 3, 7)]
     expected = engine.generate(requests)
-    decoder: Any = engine._decoder
-    store, bad = decoder.store_layer, Request((5,) * 13, 6)
+    decoder: Any = engine.decoder
+    store, bad = decoder.retrieval.store_layer, Request((5,) * 13, 6)
 
     def fail_for_one(number: int, slot: int, *rest: Any) -> None:
         if decoder.cache.tokens[slot] == 13 and number == 1:
             raise RuntimeError("an index failed")
         store(number, slot, *rest)
 
-    monkeypatch.setattr(decoder, "store_layer", fail_for_one)
+    monkeypatch.setattr(decoder.retrieval, "store_layer", fail_for_one)
     ids = [engine.submit(request) for request in (*requests[:2], bad, requests[2])]
     outputs = []
     while engine.has_work:

@@ -198,7 +198,7 @@ def test_the_cpu_computes_with_dequantised_weights(
 
 def logits(directory: Path) -> Tensor:
     """Logits after a prompt and after each of three tokens."""
-    decoder = Engine.load(directory)._decoder
+    decoder = Engine.load(directory).decoder
     rows = [run_prefill(decoder, 0, torch.arange(90).mul(7).remainder(100).tolist(), 3)]
     rows += [decoder.decode([token], [0])[0][0] for token in (5, 17, 80)]
     return torch.stack(rows)

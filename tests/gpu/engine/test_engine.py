@@ -71,7 +71,7 @@ def run_all(decoder: Any) -> tuple[Tensor, list[list[float]]]:
 
 def eager(engine: Engine, **options: bool) -> DeviceDecoder:
     """A second decoder over an engine's weights, cache and indexes."""
-    old = engine._decoder
+    old = engine.decoder
     assert isinstance(old, DeviceDecoder)
     return DeviceDecoder(old.config, old.weights, old.cache, old.indexes, old.ops._kernels, graphs=False, **options)
 
@@ -83,10 +83,10 @@ def test_dense_logits_are_those_of_the_cpu(
 ) -> None:
     flags = (*WINDOW, *LIMITS)
     expected, expected_attended = run_all(
-        Engine.load(build_engine(models[architecture], "full", *flags, *ON_CPU))._decoder
+        Engine.load(build_engine(models[architecture], "full", *flags, *ON_CPU)).decoder
     )
     engine = Engine.load(on_gpu(models[architecture], "full", *flags, "--cache.offload", offload))
-    found, attended = run_all(engine._decoder)
+    found, attended = run_all(engine.decoder)
     assert (found - expected).abs().max() <= MAX_DIFFERENCE
     assert attended == [pytest.approx(share) for share in expected_attended]
 
@@ -95,7 +95,7 @@ def test_dense_logits_are_those_of_the_cpu(
 def test_graphs_and_hot_rows_change_nothing(dtype: str, models: dict[str, Path], on_gpu: BuildEngine) -> None:
     flags = (*WINDOW, *LIMITS, "--pariskv.top_k", "20", "--dtype", dtype, "--cache.offload", "always")
     engine = Engine.load(on_gpu(models["qwen3"], "pariskv", *flags))
-    expected, attended = run_all(engine._decoder)
+    expected, attended = run_all(engine.decoder)
     assert max(attended[-1]) < len(PROMPT) / 2, "rows were selected"
     tolerance = 1e-5 if dtype == "float32" else 2e-2
     for options in ({"hot_rows": True}, {"hot_rows": False}):
@@ -109,8 +109,8 @@ def test_sixteen_bits_are_close(
     dtype: str, models: dict[str, Path], build_engine: BuildEngine, on_gpu: BuildEngine
 ) -> None:
     flags = (*WINDOW, *LIMITS)
-    expected, _ = run_all(Engine.load(build_engine(models["qwen3"], "full", *flags, *ON_CPU))._decoder)
-    found, _ = run_all(Engine.load(on_gpu(models["qwen3"], "full", *flags, "--dtype", dtype))._decoder)
+    expected, _ = run_all(Engine.load(build_engine(models["qwen3"], "full", *flags, *ON_CPU)).decoder)
+    found, _ = run_all(Engine.load(on_gpu(models["qwen3"], "full", *flags, "--dtype", dtype)).decoder)
     error = (found - expected).norm() / expected.norm()
     assert error <= {"bfloat16": 5e-2, "float16": 1e-2}[dtype]
 
@@ -129,7 +129,7 @@ def run(engine: Engine) -> list[StepOutput]:
 
 
 def test_greedy_tokens_are_those_of_the_logits(engine: Engine) -> None:
-    decoder = engine._decoder
+    decoder = engine.decoder
     for slot, prompt in SLOTS.items():
         run_prefill(decoder, slot, prompt, 10)
     tokens, _ = decoder.decode_tokens([1, 2, 3], [0, 1, 2], [True, False, True])
@@ -151,7 +151,7 @@ def test_a_seed_repeats(engine: Engine) -> None:
 
 
 def test_running_out_of_memory_ends_one_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = engine._decoder
+    decoder = engine.decoder
     assert isinstance(decoder, DeviceDecoder)
     (expected,) = engine.generate([Request(tuple(PROMPT[:60]), 30)])
     silu_mul = decoder.ops.silu_mul
@@ -183,7 +183,7 @@ def waiting_forbidden() -> Iterator[None]:
 
 
 def test_nothing_waits_for_the_device_but_tokens(engine: Engine) -> None:
-    decoder = engine._decoder
+    decoder = engine.decoder
     decoder.cache.open(0, len(PROMPT) + 60)
     prefill = decoder.prefill([(0, PROMPT)])
     with waiting_forbidden():
@@ -197,7 +197,7 @@ def test_nothing_waits_for_the_device_but_tokens(engine: Engine) -> None:
 
 
 def test_stages_cover_the_step(engine: Engine) -> None:
-    decoder = engine._decoder
+    decoder = engine.decoder
     assert isinstance(decoder, DeviceDecoder)
     stages: list[str] = []
     step = decoder.step(2)

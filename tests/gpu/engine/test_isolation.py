@@ -53,10 +53,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def left_behind(engine: Engine) -> list[Tensor]:
     """Windows, row pools, and what indexes and attention keep by extent or by slot, but for the padding's slot."""
-    decoder: Any = engine._decoder
+    decoder: Any = engine.decoder
     cache = decoder.cache
     slots, extents = cache.padding_slot, cache.extents.capacity
-    kept = [tensor for index in decoder.indexes for tensor in tensors_in(vars(index), set())]
+    kept = [tensor for index in decoder.retrieval.indexes for tensor in tensors_in(vars(index), set())]
     kept += [array for own in decoder.attentions for array in (own.hot_rows, own.hot_tags) if array is not None]
     by_extent = [tensor for tensor in kept if tensor.ndim and tensor.shape[0] == extents]
     by_slot = [tensor[:slots] for tensor in kept if tensor.ndim and tensor.shape[0] == slots + 1]

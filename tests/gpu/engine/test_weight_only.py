@@ -223,14 +223,14 @@ def test_engines_compute_with_dequantised_weights(
     model = save_random_model(tmp_path / "model", architecture, **sizes)
     other = save_dequantised(model, tmp_path / "dequantised", precision, getattr(torch, dtype))
     engine = Engine.load(on_gpu(model, "full", "--dtype", dtype, "--weight_only_precision", precision))
-    decoder = engine._decoder
+    decoder = engine.decoder
     assert isinstance(decoder, DeviceDecoder)
     for layer in decoder.layers:
         for product in (layer.qkv, layer.o, layer.gate_up, layer.down):
             assert isinstance(product, WeightOnlyLinear)
             assert product.weight.dtype is PRECISIONS[precision][0], "8 bits a weight on the GPU, too"
     found, attended = run_all(decoder)
-    expected, expected_attended = run_all(Engine.load(on_gpu(other, "full", "--dtype", dtype))._decoder)
+    expected, expected_attended = run_all(Engine.load(on_gpu(other, "full", "--dtype", dtype)).decoder)
     assert attended == expected_attended
     errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
     assert errors.max() <= ENGINE_ERROR[dtype]

@@ -52,7 +52,7 @@ def on_gpu(build_engine: BuildEngine) -> BuildEngine:
 
 def run_all(engine: Engine) -> tuple[Tensor, list[list[float]]]:
     """Logits of the prompts and of every step, and what each step attended to; upkeep runs as the engine runs it."""
-    decoder: Any = engine._decoder
+    decoder: Any = engine.decoder
     rows = [run_prefill(decoder, slot, prompt, STEPS)[None].cpu() for slot, prompt in SLOTS.items()]
     attended = []
     for tokens in TOKENS:

@@ -77,8 +77,8 @@ def make_cases(engine_dir: Path, count: int, seed: int) -> list[Case]:
     two logits nearly tie that would show as another token, so such requests are replaced by others.
     """
     engine, random = Engine.load(engine_dir, 1), Random(seed)
-    watcher = GapWatcher(engine._decoder)
-    engine._decoder.decode_tokens = watcher  # type: ignore[method-assign]
+    watcher = GapWatcher(engine.decoder)
+    engine.decoder.decode_tokens = watcher  # type: ignore[method-assign]
     cases: list[Case] = []
     while len(cases) < count:
         case = _draw(len(cases), engine, random)
@@ -155,7 +155,7 @@ def _agreement(got: Sequence[object], other: Sequence[object]) -> int:
 
 def _noisy_answers(engine_dir: Path, case: Case) -> Iterator[Case]:
     engine = Engine.load(engine_dir, 1)
-    table: torch.Tensor = engine._decoder.embed  # type: ignore[attr-defined]
+    table: torch.Tensor = engine.decoder.embed  # type: ignore[attr-defined]
     exact = table.clone()
     for trial in range(TRIALS):
         noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(trial))
