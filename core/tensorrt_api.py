@@ -74,7 +74,7 @@ class Logging(Protocol):
     def __hash__(self) -> int: ...
 
 
-class TensorRtRuntime(Logging, Protocol):
+class SessionApi(Logging, Protocol):
     """The module `tensorrt` or `tensorrt_rtx`: what a session begins with."""
 
     Runtime: Any
@@ -99,6 +99,6 @@ def import_tensorrt(name: str) -> ModuleType:
         raise KernelError(f"cannot import {name}: {error}; pip install {PACKAGES[name]}") from None
 
 
-def load_runtime(name: str) -> TensorRtRuntime:
+def load_session_api(name: str) -> SessionApi:
     """As `import_tensorrt`, for running plans."""
-    return cast(TensorRtRuntime, import_tensorrt(name))
+    return cast(SessionApi, import_tensorrt(name))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.engine.tensorrt.messages import logger, why
-from kvseek.engine.tensorrt.plan_files import PLANS_FILE, PlanEntry, PlanIndex, PlanLimits, Sizes
+from kvseek.engine.tensorrt.plan_files import PLANS_FILE, PlanEntry, PlanIndex, PlanLimits, Sizes, write_plan_index
 from kvseek.plugins.tensorrt.plugin import add_attention_layer
 
 from .api import ITensor, Network, TensorRt
@@ -75,7 +73,14 @@ def write_plans(
             write(writer.write_whole(functools.partial(add_attention_layer, model=config.model)))
         else:
             writer.write_segments(write)
-        _write_index(directory, api, config, limits, plans)
+        origin = {
+            "module": api.__name__,
+            "version": api.__version__,
+            "form": config.tensorrt.form,
+            "dtype": config.dtype,
+        }
+        index = PlanIndex(**origin, max_seq_len=config.max_seq_len, limits=limits, segments=tuple(plans))
+        write_plan_index(directory, index)
     except BaseException:
         _remove_plans(directory)
         raise
@@ -86,21 +91,6 @@ def _file(number: int, config: EngineConfig) -> str:
     if config.tensorrt.form == "engine":
         return WHOLE_FILE
     return f"{SEGMENTS_FOLDER}/segment-{number:05}-of-{plan_count(config):05}.plan"
-
-
-def _write_index(
-    directory: Path, api: TensorRt, config: EngineConfig, limits: PlanLimits, plans: list[PlanEntry]
-) -> None:
-    index = PlanIndex(
-        module=api.__name__,
-        version=api.__version__,
-        form=config.tensorrt.form,
-        dtype=config.dtype,
-        max_seq_len=config.max_seq_len,
-        limits=limits,
-        segments=tuple(plans),
-    )
-    (directory / PLANS_FILE).write_text(json.dumps(asdict(index), indent=2) + "\n", encoding="utf-8")
 
 
 def _refuse_plans(directory: Path) -> None:

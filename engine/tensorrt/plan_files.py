@@ -1,9 +1,9 @@
-"""Which TensorRT plans an engine directory holds: rank0.plans.json, which builder/tensorrt/plans.py writes from PlanIndex."""
+"""Which TensorRT plans an engine directory holds: rank0.plans.json, written and read."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,11 @@ def read_plan_index(directory: Path, config: EngineConfig) -> PlanIndex:
         if not (directory / entry.file).is_file():
             raise EngineDirectoryError(f"{directory / entry.file} is missing; {REBUILD}, or copy all of its files")
     return index
+
+
+def write_plan_index(directory: Path, index: PlanIndex) -> None:
+    """Write rank0.plans.json."""
+    (directory / PLANS_FILE).write_text(json.dumps(asdict(index), indent=2) + "\n", encoding="utf-8")
 
 
 def check_version(index: PlanIndex, api: Logging) -> None:

@@ -9,8 +9,7 @@ import torch
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
-from kvseek.core.tensorrt_api import TensorRtRuntime as Api
-from kvseek.core.tensorrt_api import load_runtime as load_api
+from kvseek.core.tensorrt_api import SessionApi, load_session_api
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.runtime import Footprint, layer_kernels
 from kvseek.engine.model.graph_steps import GraphSteps
@@ -47,7 +46,9 @@ class TensorRtRuntime:
         return Decoder(whole, retrieval, GraphSteps(whole, retrieval))
 
 
-def load_plans(directory: Path, config: EngineConfig, device: torch.device, api: Api | None = None) -> TensorRtRuntime:
+def load_plans(
+    directory: Path, config: EngineConfig, device: torch.device, api: SessionApi | None = None
+) -> TensorRtRuntime:
     """Load the plans of an engine directory; `api`: TensorRT's Python API, that of config.tensorrt.module if left out.
 
     Raises
@@ -57,7 +58,7 @@ def load_plans(directory: Path, config: EngineConfig, device: torch.device, api:
     KernelError
         If TensorRT cannot be imported, or cannot load a plan.
     """
-    api = load_api(config.tensorrt.module) if api is None else api
+    api = load_session_api(config.tensorrt.module) if api is None else api
     index = read_plan_index(directory, config)
     check_version(index, api)
     if index.form == "engine":

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvseek.core.errors import EngineDirectoryError, KernelError
 from kvseek.core.streams import SideStream, on_default_stream, stream_handle
-from kvseek.core.tensorrt_api import TYPE_NAMES, CudaEngine, ExecutionContext, TensorRtRuntime
+from kvseek.core.tensorrt_api import TYPE_NAMES, CudaEngine, ExecutionContext, SessionApi
 
 from .messages import logger, why
 
@@ -88,7 +88,7 @@ class Plan:
     """
 
     def __init__(
-        self, api: TensorRtRuntime, engine: CudaEngine, memory: Tensor, side: SideStream, contexts: Sequence[int]
+        self, api: SessionApi, engine: CudaEngine, memory: Tensor, side: SideStream, contexts: Sequence[int]
     ) -> None:
         self._api, self._engine, self._memory, self._side = api, engine, memory, side
         self.inputs, self.outputs = self._ports("INPUT"), self._ports("OUTPUT")
@@ -218,9 +218,7 @@ class Session:
         If TensorRT has no runtime to give, or cannot load a plan.
     """
 
-    def __init__(
-        self, api: TensorRtRuntime, files: Sequence[Path], device: torch.device, contexts: Sequence[int]
-    ) -> None:
+    def __init__(self, api: SessionApi, files: Sequence[Path], device: torch.device, contexts: Sequence[int]) -> None:
         self._api = api
         try:
             self._runtime = api.Runtime(logger(api))  # kept: the plans refer to it
