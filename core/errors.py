@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class ErrorCode(StrEnum):
-    """What kind of error ended a request; each protocol has a status for each (server/status.py)."""
+    """What kind of error ended a request; each protocol has a status for each (server/requests/status.py)."""
 
     INVALID = "invalid"  # the request cannot be served as it stands
     QUEUE_FULL = "queue_full"  # as many requests wait as may wait; a later attempt may succeed

@@ -9,8 +9,8 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-from tests.conftest import BuildEngine
 from random_models import save_random_model
+from tests.conftest import BuildEngine
 
 from kvseek import LLM, AsyncLLM, GenerationError, OutputPiece, RequestError, RequestOutput, SamplingParams
 from kvseek.core.errors import UnavailableError

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.engine.cache.cache import EVICT_AHEAD, Cache, Eviction
-from kvseek.engine.cache.memory_layout import layer_extent_bytes, lay_out_rows
+from kvseek.engine.cache.memory_layout import lay_out_rows, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.plugins.attention.reference import window_rows
 from kvseek.plugins.batch import Batch

@@ -40,7 +40,9 @@ def arrays_of(engine: Engine) -> list[Tensor]:
     by_slot = engine.config.max_batch_size
     counts = {cache.extents.capacity, by_slot}
     found = [cache.window, cache.rows]
-    constants = {id(tensor) for index in engine.decoder.retrieval.indexes for tensor in index.context.codebooks.values()}
+    constants = {
+        id(tensor) for index in engine.decoder.retrieval.indexes for tensor in index.context.codebooks.values()
+    }
     shared = {id(tensor) for tensor in (cache.extents.table, cache.extents.device_table)}
     for index in engine.decoder.retrieval.indexes:
         for tensor in tensors_in(vars(index), set()):
