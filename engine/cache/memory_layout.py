@@ -52,7 +52,7 @@ class RowLayout:
 class MemoryLayout:
     """Device memory of an engine, in bytes.
 
-    `device_row_bytes` is what DeviceCache takes: the most that rows may use, of which `rows.device_bytes` are used.
+    `device_row_bytes` is what lay_out_rows takes: the most that rows may use, of which `rows.device_bytes` are used.
     """
 
     rows: RowLayout
