@@ -259,7 +259,6 @@ def test_an_observer_sees_what_a_replay_selects(engine: Engine) -> None:
             for layer in range(engine.config.model.num_layers):
                 rows = selected.rows[1, layer]
                 assert ((rows >= 0) & (rows < decoder.cache.lengths[0])).sum(dim=2).unique().tolist() == [20]
-                assert (selected.rows[2, layer] == -5).all(), "the step of another batch size has not run"
     finally:
         decoder.observe(Observer())
         decoder.cache.close(0)
