@@ -26,8 +26,8 @@ serve: engine ## leave the server running in the foreground (Ctrl-C ends it)
 test: install model ## the tests but for the slow ones, in two processes; those that need a GPU are skipped without one
 	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile
 
-test-slow: install model ## soak, fuzz, load and faults of real servers, real models: one after the other
-	$(BIN)/python -m pytest -m slow
+test-slow: install model ## soak, fuzz, load and faults of real servers, real models: what make test leaves out
+	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile
 
 test-gpu: install ## tests/gpu and every other test that is marked gpu; fails without a GPU
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "PyTorch sees no CUDA device")'

@@ -110,8 +110,8 @@ class Batch:
         return self.requests.shape[0]
 
     def column(self, name: str) -> Tensor:
-        """A field of RequestState of all requests: contiguous int32 [batch], where `requests` is."""
-        return self.requests[:, _COLUMNS[name]].contiguous()
+        """A field of RequestState of all requests: a copy, int32 [batch], where `requests` is."""
+        return self.requests[:, _COLUMNS[name]].clone(memory_format=torch.contiguous_format)
 
     @cached_property
     def slots(self) -> list[int]:

@@ -25,21 +25,21 @@ import uvloop
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
 from kvseek.engine.tokenizer import Tokenizer
+from kvseek.server.grpc_door.checks import message_limit
+from kvseek.server.grpc_door.door import GrpcDoor
+from kvseek.server.http_door import closed as http_closed
+from kvseek.server.http_door.body import BODY_SECONDS, BodyReader
+from kvseek.server.http_door.generate import GenerateRoutes
+from kvseek.server.http_door.generate_json import body_limit, schemas
+from kvseek.server.http_door.listener import HEADER_SECONDS, HttpServer
+from kvseek.server.http_door.metrics import MetricsRoutes
+from kvseek.server.http_door.readiness import ServerState
+from kvseek.server.requests.engine_client import EngineClient
+from kvseek.server.requests.generations import Generations
+from kvseek.server.requests.served_request import MODELS, RequestFactory
+from kvseek.server.triton.relay import TritonRelay
 
-from . import http_closed
-from .engine_client import EngineClient
-from .generations import Generations
-from .grpc_checks import message_limit
-from .grpc_door import GrpcDoor
-from .http_body import BODY_SECONDS, BodyReader
-from .http_generate import GenerateRoutes
-from .http_json import body_limit, schemas
-from .http_metrics import MetricsRoutes
-from .http_server import HEADER_SECONDS, HttpServer
-from .http_state import ServerState
-from .served_request import MODELS, RequestFactory
 from .settings import ServeSettings
-from .triton_relay import TritonRelay
 
 OTHER_CONNECTIONS = 256  # open ones beside those whose requests run or wait: idle, or asking for health
 MAX_METRICS_CONNECTIONS = 64

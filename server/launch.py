@@ -23,14 +23,14 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
 from kvseek.core.manifest import verify
+from kvseek.server.requests.served_request import MODELS
+from kvseek.server.triton.find import SHARED_MEMORY_PREFIX, TritonServer, find_server
 
 from .errors import ServerError
 from .ports import Ports
 from .processes import Program
-from .served_request import MODELS
 from .settings import ServeSettings
 from .supervisor import Supervisor
-from .triton import SHARED_MEMORY_PREFIX, TritonServer, find_server
 
 READY_SECONDS = 180.0
 STOP_SECONDS = 5.0  # that a process may take to end once nothing runs in it any more
@@ -161,7 +161,7 @@ def _programs(
     return [
         Program(
             ENGINE,
-            (*python, "kvseek.server.engine_process", *own),
+            (*python, "kvseek.server.engine.process", *own),
             settings.drain_seconds + STOP_SECONDS,
             is_up=socket.exists,
             clean_up=lambda: socket.unlink(missing_ok=True),

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from .tallies import Families
+from kvseek.server.engine.tallies import Families
 
 
 def server_text(engine: str | None, restarts: Mapping[str, int]) -> str:

@@ -24,6 +24,7 @@ from kvseek.engine.model import bfloat16
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = ROOT / ".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 NEEDLE = ROOT.parent / "shared/needle"
+THREADS = torch.get_num_threads()
 BuildEngine = Callable[..., Path]
 RandomModel = Callable[..., Path]
 
@@ -34,8 +35,8 @@ bfloat16.usable()  # before any test multiplies matrices
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """One thread again, where the test before chose another number."""
-    torch.set_num_threads(1)
+    """As many threads as at first, where the test before chose another number."""
+    torch.set_num_threads(THREADS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import BuildEngine
-from random_models import save_random_model
+from tests.support.random_models import save_random_model
 
 from kvseek import LLM, AsyncLLM, GenerationError, OutputPiece, RequestError, RequestOutput, SamplingParams
 from kvseek.core.errors import UnavailableError

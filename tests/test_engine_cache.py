@@ -11,7 +11,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from tests.conftest import BuildEngine
-from random_models import save_random_model
+from tests.support.random_models import save_random_model
 
 from kvseek import LLM, ConfigError, SamplingParams, engine_cache
 from kvseek.core.config_file import read_config

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import BuildEngine
-from random_models import SPECIAL_TOKENS, save_random_model
+from tests.support.random_models import SPECIAL_TOKENS, save_random_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 

@@ -122,10 +122,10 @@ def key_tokens(cells: Sequence[Cell]) -> int:
 
 
 def fill_bytes(model: ModelConfig, cells: Sequence[Cell], itemsize: int) -> int:
-    """What filling these cells holds on the device beside caches and indexes (device_setup.Filler).
+    """What filling these cells holds on the device beside caches and indexes (filling.Filler).
 
     One layer's keys of the longest text, a chunk's values, two chunks of rows, and, when a selection is checked
-    (retrieval_check.py), a KV head's keys: as they are and, of two heads, in float32. What building an index takes, a copy
+    (selection_check.py), a KV head's keys: as they are and, of two heads, in float32. What building an index takes, a copy
     of a request's keys in an order of the method's choice among it, comes out of the work space.
     """
     tokens, row = key_tokens(cells), 2 * model.num_kv_heads * model.head_dim * itemsize

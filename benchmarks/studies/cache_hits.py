@@ -3,7 +3,7 @@
     python benchmarks/studies/cache_hits.py --methods NAME,NAME:cache_steps=0,OTHER --context 32768 --budget 1024
 
 A decoder of random weights asks random queries, in which a cache of earlier steps' rows finds little. Here the queries are
-synthetic ones that look for a topic and keep to it for a while (synthetic.py). Every step is a replay of a CUDA graph of one
+synthetic ones that look for a topic and keep to it for a while (synthetic_keys.py). Every step is a replay of a CUDA graph of one
 layer's selection and attention, timed by events inside the graph; upkeep runs between two steps, untimed. A method whose
 rows the common attention can keep is timed with hot rows and without; one with a cache of its own as its fields say, so
 name it twice.

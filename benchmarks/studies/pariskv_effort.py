@@ -2,7 +2,7 @@
 
     python benchmarks/studies/pariskv_effort.py --lengths 131072,262144,524288,786432 --betas 0.1,0.05,0.03,0.02
 
-Synthetic keys and queries (synthetic.py), one KV head of four query heads, head size 128, on the CPU. What a step pays for
+Synthetic keys and queries (synthetic_keys.py), one KV head of four query heads, head size 128, on the CPU. What a step pays for
 beta is in the decode benchmark. plugins/pariskv/README.md says what was made of the figures.
 """
 

@@ -2,7 +2,7 @@
 
     python benchmarks/studies/qcivf.py --output benchmarks/results/NAME.json
 
-One layer of a Llama-3.1-8B shape by default, synthetic keys and queries (synthetic.py). Faiss needs `pip install faiss-cpu`;
+One layer of a Llama-3.1-8B shape by default, synthetic keys and queries (synthetic_keys.py). Faiss needs `pip install faiss-cpu`;
 --faiss none leaves it out, --profile adds the time of each kernel. What is counted: benchmarks/README.md.
 """
 

@@ -50,7 +50,7 @@ def divide_device_memory(maker: IndexMaker, footprint: Footprint) -> MemoryLayou
     """
     assert maker.kernels is not None, "an engine on a GPU has kernels"
     device = maker.kernels.device
-    one, two = (_measured_bytes(maker, capacity) for capacity in (1, 2))
+    one, two = (measured_bytes(maker, capacity) for capacity in (1, 2))
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     device_bytes = free + torch.cuda.memory_allocated(device) + footprint.outside
@@ -91,7 +91,7 @@ def make_without_rows(maker: IndexMaker, capacity: int, slots: int) -> tuple[lis
     return indexes, attentions
 
 
-def _measured_bytes(maker: IndexMaker, capacity: int) -> int:
+def measured_bytes(maker: IndexMaker, capacity: int) -> int:
     """Measure the bytes of the indexes and attentions of all layers for a pool of `capacity` extents."""
     assert maker.kernels is not None, "an engine on a GPU has kernels"
     device = maker.kernels.device

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_models import save_random_model
+from tests.support.random_models import save_random_model
 
 from kvseek.builder import build
 from kvseek.builder.tensorrt.api import load_tensorrt

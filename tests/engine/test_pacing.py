@@ -88,10 +88,11 @@ class Server:
     def __init__(self, machine: Machine, chunk: int) -> None:
         cache = SimpleNamespace(retrieval_tokens=lambda tokens: max(0, tokens - 128))
         decoder: Any = SimpleNamespace(
-            model=SimpleNamespace(num_layers=machine.layers),
-            config=SimpleNamespace(prefill_chunk_tokens=chunk, max_input_len=1 << 20),
+            model=SimpleNamespace(reads_packs=True),
+            config=SimpleNamespace(
+                model=SimpleNamespace(num_layers=machine.layers), prefill_chunk_tokens=chunk, max_input_len=1 << 20
+            ),
             cache=cache,
-            reads_packs=True,
             prefill=lambda prompts: SimulatedPrefill(machine, prompts, self._spend),
         )
         self._machine, self._reader, self._seconds = machine, PromptReader(decoder, 8192), 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -33,9 +34,9 @@ def score(kind: str, gold: list[int], got: list[int]) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def engine(random_model: RandomModel, build_engine: BuildEngine) -> Engine:
-    model = random_model("qwen3")
-    return Engine.load(build_engine(model, "full", "--max_seq_len", "300", "--max_batch_size", "2"))
+def llm(random_model: RandomModel, build_engine: BuildEngine) -> Iterator[LLM]:
+    with LLM(build_engine(random_model("qwen3"), "full", "--max_seq_len", "300", "--max_batch_size", "2")) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from tests.support.waiting import SECONDS
 
 from kvseek.core.errors import ErrorCode, UnavailableError
 from kvseek.core.request import FinishReason, Request, StepOutput
-from kvseek.server.engine_client import EngineClient
-from kvseek.server.messages import Submit, frame
+from kvseek.server.requests.engine_client import EngineClient
+from kvseek.server.requests.messages import Submit, frame
 from kvseek.server.settings import ServeSettings
 
 SETTINGS = ServeSettings(threads=1)

@@ -15,7 +15,7 @@ import pytest
 
 from kvseek.core.errors import ErrorCode, QueueFullError, RequestError, TimeoutExpiredError
 from kvseek.core.request import FinishReason, Request, StepOutput
-from kvseek.server.generations import CodedError, Generations, Ticket, Workers
+from kvseek.server.requests.generations import CodedError, Generations, Ticket, Workers
 
 
 class Client:

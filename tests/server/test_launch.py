@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from kvseek.cli import main as cli
-from kvseek.server import launch, triton
+from kvseek.server import launch
 from kvseek.server.errors import ServerError
 from kvseek.server.ports import Ports
 from kvseek.server.settings import ServeSettings
+from kvseek.server.triton import find as triton
 
 
 def forget_system_server(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 from kvseek.core.errors import ErrorCode
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.core.statistics import RequestStatistics
+from kvseek.server.engine.tracing import RequestTracer
 from kvseek.server.errors import ServerError
-from kvseek.server.tracing import RequestTracer
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PROMPT = (101, 102, 103)

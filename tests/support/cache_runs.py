@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.engine.cache.cache import EVICT_AHEAD, Cache, Eviction
-from kvseek.engine.cache.memory_layout import layer_extent_bytes, lay_out_rows
+from kvseek.engine.cache.memory_layout import lay_out_rows, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.plugins.attention.reference import window_rows
 from kvseek.plugins.batch import Batch
@@ -83,6 +83,8 @@ def rows_of(request: int, layer: int, positions: Tensor) -> Tensor:
 
 def read_rows(cache: Cache, layer: int, slot: int) -> Tensor:
     """Rows of a slot's retrieval region by place, [KV_HEADS, n, 2, DIM] on the CPU."""
+    if cache.window.is_cuda:
+        torch.cuda.current_stream().synchronize()  # it waits for what is being copied to the host
     return cache.extents.read(cache.rows.of_layer(layer).pool, slot, cache.lengths[slot]).cpu()
 
 
@@ -130,11 +132,11 @@ class CacheRun:
         assert cache.begin_step(slots, self.indexes) == due
         rows = {slot: cache.state(slot, 0, (), dense=False).write_row for slot in slots}
         for layer in range(LAYERS):
-            for slot in slots:
-                position = torch.tensor([cache.tokens[slot] - 1])
-                key = rows_of(self.requests[slot], layer, position)[:, 0].to(self.device)
-                self.delay()
-                cache.window[layer, slot, :, rows[slot]] = torch.stack((key, -key), dim=1)
+            keys = [rows_of(self.requests[s], layer, torch.tensor([cache.tokens[s] - 1]))[:, 0] for s in slots]
+            written = torch.stack((torch.stack(keys), -torch.stack(keys)), dim=2).to(self.device)
+            self.delay()
+            for slot, row in zip(slots, written, strict=True):
+                cache.window[layer, slot, :, rows[slot]] = row
         cache.end_step(slots, self.indexes)
 
     def check_contents(self) -> None:

@@ -61,7 +61,7 @@ class Door:
 @contextmanager
 def engine_process(directory: Path, socket_path: Path, settings: ServeSettings) -> Iterator[subprocess.Popen[str]]:
     """An engine process; killed at the end if it still runs."""
-    command = [sys.executable, "-m", "kvseek.server.engine_process", "--engine_dir", str(directory)]
+    command = [sys.executable, "-m", "kvseek.server.engine.process", "--engine_dir", str(directory)]
     command += ["--socket", str(socket_path), "--settings", settings.to_json()]
     process = subprocess.Popen(command, text=True)
     try:

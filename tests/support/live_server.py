@@ -21,7 +21,7 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "triton_python_backend_shm_region_"
 # A text that only the command line of this process has.
 MARKS = {
-    "engine": "kvseek.server.engine_process",
+    "engine": "kvseek.server.engine.process",
     "doors": "kvseek.server.doors",
     "triton": "--model-repository=",
     "tensorrt_llm": "/models/tensorrt_llm/",

@@ -1,11 +1,11 @@
-"""tensorrt_llm_bls: text to text. A door of the engine process; server/triton_door.py has the code."""
+"""tensorrt_llm_bls: text to text. A door of the engine process; server/triton/door.py has the code."""
 
 import logging
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from kvseek.server.triton_door import TritonDoor
+from kvseek.server.triton.door import TritonDoor
 
 
 class TritonPythonModel:

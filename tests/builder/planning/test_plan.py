@@ -24,6 +24,9 @@ from kvseek.builder.sizes import memory_size, readable
 from kvseek.core.errors import CapacityError
 from kvseek.core.request import Request
 from kvseek.core.statistics import RequestStatistics
+from kvseek.engine.cache.cache import Cache
+from kvseek.engine.cache.memory_layout import lay_out_rows
+from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.schedule.queue import RequestQueue
 from kvseek.engine.schedule.sampling import Sampler
@@ -78,8 +81,9 @@ def admitted(own: FitSearch, context: int, batch: int, attempt: Attempt) -> int:
     """Requests of full length that a scheduler admits over the cache that loading would make, here on the CPU."""
     assert attempt.memory is not None
     config = own.config(context, batch)
-    cache = DeviceCache(config, own.dtype, CPU, attempt.memory.device_row_bytes)
-    assert cache.plan == attempt.memory.rows
+    layout = lay_out_rows(config, own.dtype, attempt.memory.device_row_bytes)
+    assert layout == attempt.memory.rows
+    cache = Cache(config, own.dtype, CPU, RowStorage(config, own.dtype, CPU, layout))
     scheduler = Scheduler(cache, config.max_batch_size, RequestQueue())
     for number in range(batch):
         request = Request((0,) * (context - 8), max_tokens=8)
@@ -254,7 +258,7 @@ def test_the_dtype_is_that_of_a_build(small: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--method", "flat"), "FlatIndex does not run with device = 'cuda'; choose one of full, clusterkv"),
+        (("--method", "flat"), "method = 'flat' does not run with device = 'cuda'; choose one of full, clusterkv"),
         (("--pariskv.top_k", "0"), "top_k = 0: must be >= 1"),
         (("--max_input_len", "900", "--max_seq_len", "800"), "max_input_len = 900: must be <= max_seq_len = 800"),
         (("--max_batch_size", "65"), "max_batch_size = 65: must be <= 64"),
@@ -310,7 +314,7 @@ def test_sizes() -> None:
 
 def test_loading_says_what_does_not_fit(small: Path) -> None:
     """Weights, windows and work space alone exceed the device: the message names them, whatever the method."""
-    from kvseek.engine.loading.load import IndexNeeds, divide_measured
+    from kvseek.engine.loading.memory import IndexNeeds, divide_measured
 
     for method in ("full", "clusterkv"):
         own = planner(small, method=method)

@@ -15,14 +15,14 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from tests.support.cache_runs import CPU, DIM, LAYERS, SLOTS, CacheRun, make_cache, make_config, read_rows, rows_of
+from tests.support.cache_runs import CPU, DIM, LAYERS, SLOTS, CacheRun, make_cache, make_config
 
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.streams import SideStream, Ticket
 from kvseek.engine.cache import cache as cache_module
 from kvseek.engine.cache.cache import COPIES_IN_FLIGHT, Cache
-from kvseek.engine.cache.memory_layout import host_rows, layer_extent_bytes, lay_out_rows
+from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.engine.loading.dry_run import ALLOCATION_BYTES, HOPPER, META, DryRun, MetaBytes, UnloadedKernels
-from kvseek.engine.loading.load import IndexNeeds, make_unbound
+from kvseek.engine.loading.indexes import IndexMaker
+from kvseek.engine.loading.memory import IndexNeeds, make_without_rows
 from kvseek.plugins.registry import get_method
 
 LLAMA = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 << 20)
@@ -28,7 +29,7 @@ def engine(model: ModelConfig, name: str, fields: dict[str, Any], tokens: int = 
         model,
         name,
         dataclasses.asdict(method.configure(fields)),
-        CacheConfig(**method.cache_defaults),
+        CacheConfig(**method.traits(method.configure(fields)).cache_defaults),
         dtype="bfloat16",
         device="cuda",
         max_batch_size=slots,
@@ -39,7 +40,7 @@ def engine(model: ModelConfig, name: str, fields: dict[str, Any], tokens: int = 
 
 def codebooks(config: EngineConfig) -> dict[str, Tensor]:
     method = get_method(config.method)
-    return method.codebooks(method.configure(config.method_config), config.model.head_dim)
+    return method.traits(method.configure(config.method_config)).codebooks(config.model.head_dim)
 
 
 def rounded(size: int) -> int:
@@ -70,7 +71,7 @@ def test_the_cpu_allocates_what_was_counted(name: str, fields: dict[str, Any]) -
     books, kernels = codebooks(config), UnloadedKernels(HOPPER)
     kernels.device = torch.device("cpu")
     for capacity, slots in ((1, 3), (3, 4)):
-        made = make_unbound(config, books, kernels, None, capacity, slots)
+        made = make_without_rows(IndexMaker(config, books, None, kernels), capacity, slots)
         storages = reachable_storages(made)
         for book in books.values():  # on a GPU each layer has its copy
             assert storages.pop(book.untyped_storage().data_ptr()) == book.nbytes
@@ -83,7 +84,7 @@ def test_the_cpu_allocates_what_was_counted(name: str, fields: dict[str, Any]) -
 def test_counting_a_few_layers_counts_all(name: str, fields: dict[str, Any]) -> None:
     config = engine(LLAMA, name, fields, 1 << 17)
     with MetaBytes() as count:
-        made = make_unbound(config, codebooks(config), UnloadedKernels(HOPPER), None, 4, 3)
+        made = make_without_rows(IndexMaker(config, codebooks(config), None, UnloadedKernels(HOPPER)), 4, 3)
     assert len(made[0]) == len(made[1]) == 32
     assert DryRun(codebooks(config)).index_bytes(config, 4, 3) == count.used
 
@@ -133,7 +134,9 @@ def test_work_space_follows_the_gpu() -> None:
 
 def test_what_kernels_refuse_is_refused() -> None:
     config = engine(SMALL, "flat", {})
-    with pytest.raises(ConfigError, match="FlatIndex does not run with device = 'cuda'; choose one of full, clusterkv"):
+    with pytest.raises(
+        ConfigError, match="method = 'flat' does not run with device = 'cuda'; choose one of full, clusterkv"
+    ):
         DryRun({}).index_needs(config)
     small = dataclasses.replace(HOPPER, shared_memory_per_block=16 << 10)
     for name in ("ctkvr", "clusterkv"):

@@ -1,4 +1,4 @@
-"""The host pool's rows and refusals. Pinned memory and copies from a GPU: tests/gpu/engine/test_device_cache.py."""
+"""The host pool's rows and refusals. Pinned memory and copies from a GPU: tests/gpu/engine/test_cache.py."""
 
 from __future__ import annotations
 

@@ -37,10 +37,11 @@ def request(prompt: list[int], tokens: int = TOKENS) -> Request:
 def arrays_of(engine: Engine) -> list[Tensor]:
     """Windows, the row pool, and what the indexes keep by extent or by slot."""
     cache = engine._cache
-    by_slot = engine.config.max_batch_size
-    counts = {cache.extents.capacity, by_slot}
-    found = [cache.window, cache.rows]
-    constants = {id(tensor) for index in engine.decoder.retrieval.indexes for tensor in index.context.codebooks.values()}
+    counts = {cache.extents.capacity, len(cache.lengths)}
+    found = [cache.window, cache.rows.pool.rows]
+    constants = {
+        id(tensor) for index in engine.decoder.retrieval.indexes for tensor in index.context.codebooks.values()
+    }
     shared = {id(tensor) for tensor in (cache.extents.table, cache.extents.device_table)}
     for index in engine.decoder.retrieval.indexes:
         for tensor in tensors_in(vars(index), set()):

@@ -135,7 +135,7 @@ def test_a_plan_keeps_all_limits(
     assert host is None or made.rows.host_bytes <= host
     assert device is None or offload == "always" or made.rows.device_bytes <= device
     own = config(offload, **fields)  # type: ignore[arg-type]
-    assert lay_out_rows(own, torch.bfloat16, made.device_row_bytes) == made.rows, "what DeviceCache will do"
+    assert lay_out_rows(own, torch.bfloat16, made.device_row_bytes) == made.rows, "what loading will do"
     if made.rows.device_layers < 32 and offload == "auto" and host is None and device is None:
         more = dataclasses.replace(made.rows, device_layers=made.rows.device_layers + 1)
         assert made.device_bytes - made.rows.device_bytes + more.device_bytes > int(device_gib * GIB), (

@@ -23,8 +23,8 @@ from kvseek.engine.engine import Engine
 from kvseek.engine.loading.indexes import IndexMaker
 from kvseek.engine.model.attention import causal_attention, causal_attention_device
 from kvseek.engine.model.graphs import DecodeStep, StepResult, bucket_of, buckets_for
-from kvseek.engine.model.layer_kernels import LayerKernels
 from kvseek.engine.model.kernel_model import KernelModel
+from kvseek.engine.model.layer_kernels import LayerKernels
 from kvseek.engine.schedule.sampling import NO_TOKEN
 from kvseek.plugins.batch import Batch, RequestState
 
@@ -131,7 +131,9 @@ def test_running_out_of_memory_ends_one_request_with_the_numbers(
 
 def test_a_method_that_does_not_run_on_a_gpu_is_refused_by_name(directories: dict[tuple[str, str], Path]) -> None:
     config = dataclasses.replace(read_config(directories["llama", "flat"]), device="cuda", kernels="native")
-    pattern = "method = 'flat' does not run with device = 'cuda'; choose one of full, clusterkv, .*, or build with --dev"
+    pattern = (
+        "method = 'flat' does not run with device = 'cuda'; choose one of full, clusterkv, .*, or build with --dev"
+    )
     with pytest.raises(ConfigError, match=pattern):
         IndexMaker(config, {})
 
@@ -248,7 +250,9 @@ def test_a_gpu_engine_without_a_gpu_says_so(directories: dict[tuple[str, str], P
 def test_append_refuses_what_its_kernel_would_misread() -> None:
     model = ModelConfig("llama", 16, 64, 64, 2, 2, 1, 32, 1e-5, 1e4, 1024)
     ops = LayerKernels(None, model, torch.float32, CPU, 4)  # type: ignore[arg-type]
-    batch = Batch.of([RequestState(slot=0, sink_rows=1, length=0, dense=True)] * 2, torch.zeros(1, 1, dtype=torch.int32))
+    batch = Batch.of(
+        [RequestState(slot=0, sink_rows=1, length=0, dense=True)] * 2, torch.zeros(1, 1, dtype=torch.int32)
+    )
     rows, window, memory = torch.zeros(2, 1, 32), torch.zeros(1, 1, 4, 2, 32), torch.zeros(2 * 32 + 1)
     with pytest.raises(
         KernelError, match=r"append: shape of values, .* = \(\(2, 2, 16\), 0\): must be \(\(2, 1, 32\), 0"

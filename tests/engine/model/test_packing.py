@@ -85,9 +85,7 @@ def test_prompts_beyond_the_window_may_be_packed_too(device: str, directories: d
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("chunk", [16, 48, 150])
 def test_chunk_sizes_change_nothing(chunk: int, device: str, directories: dict[str, Path]) -> None:
-    decoder: Any = (
-        make_decoder(directories["llama"]) if device == "cuda" else Engine.load(directories["llama"]).decoder
-    )
+    decoder: Any = make_decoder(directories["llama"]) if device == "cuda" else Engine.load(directories["llama"]).decoder
     expected = run_prefill(Engine.load(directories["llama"]).decoder, 0, NUMBERS, 1)
     decoder.cache.open(0, 401)
     prefill = decoder.prefill([(0, NUMBERS)])

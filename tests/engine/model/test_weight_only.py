@@ -22,8 +22,8 @@ from torch import Tensor
 from kvseek.builder import build
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, total_size, weight_reader, write_weights
-from kvseek.engine import weight_only_kernels
 from kvseek.engine.engine import Engine
+from kvseek.engine.model import weight_only_kernels
 from kvseek.engine.model.graphs import BUCKETS
 from kvseek.engine.model.weight_only import INPUTS_MULTIPLE, PRECISIONS, QUANTISED, dequantise, is_quantised, quantise
 from kvseek.engine.model.weight_only_kernels import MAX_ROWS, SHAPES, Shape
@@ -251,7 +251,7 @@ def test_inspection_shows_the_precision(
 
 
 def test_shapes_are_those_of_the_source() -> None:
-    source = Path(weight_only_kernels.__file__).with_name("weight_only.cu").read_text(encoding="utf-8")
+    source = (Path(weight_only_kernels.__file__).parent / "cuda/weight_only.cu").read_text(encoding="utf-8")
     compiled = re.findall(r"^KVSEEK_WEIGHT_ONLY_LINEAR\((\d+), (\d+), (\d+)\)", source, re.MULTILINE)
     shapes = {shape for listed in SHAPES.values() for _, shape in listed}
     assert {Shape(*map(int, numbers)) for numbers in compiled} == shapes

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tests.builder.tensorrt import network_interpreter
 from tests.builder.tensorrt.network_interpreter import Array, evaluate
-from tests.support.device_stand_ins import make_parts
+from tests.support.device_stand_ins import layer_ops, make_retrieval
 from torch import Tensor
 
 from kvseek.builder.checkpoints.open import open_checkpoint
@@ -20,9 +20,11 @@ from kvseek.builder.checkpoints.weights import weight_reader
 from kvseek.builder.tensorrt.graph import Graph
 from kvseek.builder.tensorrt.network_forms import NetworkWriter
 from kvseek.core.config import EngineConfig, TensorRtConfig
+from kvseek.engine.decoder import Decoder
+from kvseek.engine.model.graph_steps import GraphSteps
 from kvseek.engine.model.graphs import BUCKETS
-from kvseek.engine.tensorrt.decoder import SegmentsDecoder, TensorRtDecoder, WholeDecoder
 from kvseek.engine.tensorrt.messages import logger
+from kvseek.engine.tensorrt.models import SegmentsModel, WholeModel
 
 FORMS = ("segments", "engine")
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
@@ -93,24 +95,21 @@ class ServedLayers:
 
 def make_tensorrt_decoder(
     api: Any, model: Path, directory: Path, form: str, monkeypatch: Any, offload: str = "always"
-) -> TensorRtDecoder:
-    """A decoder over the networks of a checkpoint, and cache and indexes of its CPU engine.
-
-    The stand-ins of device_stand_ins.py must be in place.
-    """
+) -> Decoder:
+    """A decoder over the networks of a checkpoint, and cache and indexes of its CPU engine."""
     settings = TensorRtConfig("tensorrt" if form == "engine" else "tensorrt_rtx", form)
-    config, cache, indexes = make_parts(directory, offload, runtime="tensorrt", tensorrt=settings)
-    writer = make_writer(api, model, config)
-    kernels: Any = None
+    retrieval = make_retrieval(directory, offload, runtime="tensorrt", tensorrt=settings)
+    ops, shape = layer_ops(retrieval), retrieval.config.model
+    writer = make_writer(api, model, retrieval.config)
     if form == "segments":
         graphs: list[Graph] = []
         writer.write_segments(graphs.append)
-        plans = [NumpyPlan(api, graph) for graph in graphs]
-        return SegmentsDecoder(config, plans, cache, indexes, kernels, graphs=False)
-    layers = ServedLayers(config.model.num_heads, config.model.num_kv_heads)
+        segments = SegmentsModel([NumpyPlan(api, graph) for graph in graphs], retrieval, ops)
+        return Decoder(segments, retrieval, GraphSteps(segments, retrieval, graphs=False))
+    layers = ServedLayers(shape.num_heads, shape.num_kv_heads)
     monkeypatch.setitem(network_interpreter.LAYERS, "SLICE", ("ISliceLayer", layers.slice))
-    plan = NumpyPlan(api, writer.write_whole(layers.add))
-    return WholeDecoder(config, plan, layers.serving, cache, indexes, kernels, graphs=False)
+    whole = WholeModel(NumpyPlan(api, writer.write_whole(layers.add)), layers.serving, retrieval, ops)
+    return Decoder(whole, retrieval, GraphSteps(whole, retrieval, graphs=False))
 
 
 def make_writer(api: Any, model: Path, config: EngineConfig) -> NetworkWriter:
@@ -119,10 +118,10 @@ def make_writer(api: Any, model: Path, config: EngineConfig) -> NetworkWriter:
     return NetworkWriter(api, api.Builder(logger(api)), checkpoint.config, config.max_seq_len, torch.float32, weights)
 
 
-def plans_of(decoder: TensorRtDecoder) -> list[NumpyPlan]:
+def plans_of(decoder: Decoder) -> list[NumpyPlan]:
     """The plans that a decoder runs."""
-    found: Any = decoder
-    return found._plans if isinstance(decoder, SegmentsDecoder) else [found._plan]
+    model: Any = decoder.model
+    return list(model._plans) if isinstance(model, SegmentsModel) else [model._plan]
 
 
 def is_context(number: int) -> bool:

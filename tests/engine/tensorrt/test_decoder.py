@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.engine.tensorrt.numpy_plans import FORMS, is_context, make_tensorrt_decoder, plans_of
-from tests.support.device_stand_ins import TorchAttention, TorchLayer, make_decoder
+from tests.support.device_stand_ins import gpu_config, make_decoder
 from tests.support.prefill import run_prefill
 from tests.support.random_models import ARCHITECTURES
 from torch import Tensor
@@ -18,7 +18,6 @@ from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KernelError
 from kvseek.core.request import Request, SamplingParams
-from kvseek.engine import graphed_decoder
 from kvseek.engine.cache.activation_memory import decode_bytes, prefill_bytes
 from kvseek.engine.engine import Engine
 
@@ -29,12 +28,6 @@ LIMITS = ("--max_batch_size", "3", "--max_seq_len", "300", "--max_input_len", "2
 PROMPT = torch.arange(120).mul(7).remainder(100).tolist()  # three chunks
 MAX_DIFFERENCE = 1e-3
 Made = tuple[Path, Path]  # checkpoint, and CPU engine
-
-
-@pytest.fixture(autouse=True)
-def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphed_decoder, "LayerKernels", TorchLayer)
-    monkeypatch.setattr(graphed_decoder, "DeviceAttention", TorchAttention)
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +127,7 @@ def test_padding_stays_within_the_tables(
 
 def test_work_space_of_plans(made: dict[tuple[str, str], Made]) -> None:
     """What segments keep of a prompt is counted by the token; one plan keeps it in its own work space."""
-    config = read_config(made["llama", "full"][1])
-    config = dataclasses.replace(config, device="cuda", kernels="native")
+    config = gpu_config(read_config(made["llama", "full"][1]), "always")
     segments, whole = (
         dataclasses.replace(config, runtime="tensorrt", tensorrt=TensorRtConfig("tensorrt", form)) for form in FORMS
     )

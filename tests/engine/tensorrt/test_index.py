@@ -16,8 +16,9 @@ from tests.support.random_models import save_random_model
 from kvseek.builder.tensorrt.plans import limits_of
 from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.errors import EngineDirectoryError, KernelError
-from kvseek.engine import loading
-from kvseek.engine.loading.runtime import Footprint, load_backend
+from kvseek.engine.loading import memory
+from kvseek.engine.loading.indexes import IndexMaker
+from kvseek.engine.loading.runtime import Footprint, load_runtime
 from kvseek.engine.tensorrt.plan_files import PLANS_FILE, check_version, read_plan_index
 
 CPU = torch.device("cpu")
@@ -143,7 +144,7 @@ def test_a_module_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Monk
     config = write(tmp_path, make_config("engine"))
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     with pytest.raises(KernelError, match=r"cannot import tensorrt: .*pip install tensorrt-cu13"):
-        load_backend(tmp_path, config, CPU)
+        load_runtime(tmp_path, config, CPU)
 
 
 def test_plans_leave_less_room_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,15 +152,16 @@ def test_plans_leave_less_room_for_rows(monkeypatch: pytest.MonkeyPatch) -> None
     config = make_config("segments")
     for name, value in (("mem_get_info", (9 << 30, 0)), ("memory_allocated", 5000), ("empty_cache", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
-    monkeypatch.setattr(loading, "measured_index_bytes", lambda *arguments: 0)
+    monkeypatch.setattr(memory, "make_without_rows", lambda *arguments: None)
     kernels: Any = type("Kernels", (), {"device": CPU})
+    maker = IndexMaker(config, {}, None, kernels)
     rows = {}
     for name, footprint in {
         "none": Footprint(0),
         "torch": Footprint(1000),
         "plans": Footprint(1000, outside=1000, plan_work=3000),
     }.items():
-        rows[name] = loading.divide_device_memory(config, footprint, {}, kernels).device_row_bytes
+        rows[name] = memory.divide_device_memory(maker, footprint).device_row_bytes
     assert rows["none"] - rows["torch"] == 1000
     assert rows["none"] - rows["plans"] == 3000
 

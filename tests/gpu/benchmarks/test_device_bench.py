@@ -65,7 +65,8 @@ def check_entry(entry: dict[str, Any], cell: dict[str, Any]) -> None:
     assert entry["to_floor"] == pytest.approx(entry["step_seconds"]["median"] / entry["floor"]["total"])
     assert entry["host_layers"] == (SHAPE.num_layers if on_host else 0)
     assert entry["stages"].keys() == PARTS
-    assert entry["attended_tokens"] == (100 if selects else cell["context"] - WINDOW)
+    selected = 100 if selects else cell["context"] - WINDOW
+    assert WINDOW < entry["attended_tokens"] - selected <= WINDOW + 256, "window and what was generated"
     assert (0 < entry["overlap"] < 1) if selects else entry["overlap"] is None
     assert (entry["index_bytes"] > 0) == selects
     if selects:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvseek.core.errors import KernelError
 from kvseek.engine.model.layer_kernels import LayerKernels
-from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+from kvseek.plugins.batch import Batch, RequestState, pack
 
 pytestmark = pytest.mark.gpu
 
@@ -77,7 +77,7 @@ def test_a_graph_follows_its_requests(kernels: MakeKernels, device: torch.device
     """A replay reads keys, values, slots and rows as they are then."""
     ops = make(kernels, device, "bfloat16", 128)
     keys, values, window = world(ops, len(STATES), 128)
-    batch: DeviceBatch = requests(device, STATES)
+    batch: Batch = requests(device, STATES)
     graph: Any = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         ops.append(keys, values, batch, window)

@@ -10,7 +10,9 @@ from tests.plugins.cases import ON_GPU
 
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.engine.loading.dry_run import DryRun, GpuTraits
-from kvseek.engine.loading.load import measured_index_bytes, needs_cpu_library
+from kvseek.engine.loading.indexes import IndexMaker
+from kvseek.engine.loading.load import needs_cpu_library
+from kvseek.engine.loading.memory import measured_bytes
 from kvseek.plugins.registry import get_method
 
 pytestmark = pytest.mark.gpu
@@ -31,11 +33,12 @@ def test_counted_bytes_are_measured_bytes(name: str) -> None:
 
     method = get_method(name)
     settings = method.configure({})
+    own = method.traits(settings)
     config = EngineConfig(
         MODEL,
         name,
         dataclasses.asdict(settings),
-        CacheConfig(**method.cache_defaults),
+        CacheConfig(**own.cache_defaults),
         dtype="bfloat16",
         device="cuda",
         max_batch_size=3,
@@ -45,11 +48,11 @@ def test_counted_bytes_are_measured_bytes(name: str) -> None:
     major, minor = torch.cuda.get_device_capability()
     kernels = CudaKernels(cached_cubin(specialise(config), 10 * major + minor))
     library = CpuLibrary(cached_cpu_library()) if needs_cpu_library(config) else None
-    books = method.codebooks(settings, MODEL.head_dim)
+    books = own.codebooks(MODEL.head_dim)
     traits = GpuTraits("this", kernels.capability, kernels.multiprocessors, kernels.shared_memory_per_block)
     dry = DryRun(books, traits)
+    maker = IndexMaker(config, books, library, kernels)
     for capacity in (1, 64):
-        on_gpu = {key: tensor.to(kernels.device) for key, tensor in books.items()}
-        measured = measured_index_bytes(config, on_gpu, kernels, library, capacity)
+        measured = measured_bytes(maker, capacity)
         counted = dry.index_bytes(config, capacity, config.max_batch_size + 1)
         assert counted - KEPT_BYTES <= measured <= counted * 1.02 + SPARE_BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +18,12 @@ from torch import Tensor
 
 from kvseek.core.errors import CapacityError, ConfigError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.engine.decoder import Decoder
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.torch_model.device_decoder import STAGES, DeviceDecoder
+from kvseek.engine.loading.indexes import device_retrieval
+from kvseek.engine.model.graph_steps import GraphSteps
+from kvseek.engine.model.kernel_model import PARTS, KernelModel
+from kvseek.engine.observer import Observer
 from kvseek.engine.service import EngineService
 
 pytestmark = pytest.mark.gpu
@@ -69,11 +74,18 @@ def run_all(decoder: Any) -> tuple[Tensor, list[list[float]]]:
     return torch.cat(rows), attended
 
 
-def eager(engine: Engine, **options: bool) -> DeviceDecoder:
-    """A second decoder over an engine's weights, cache and indexes."""
-    old = engine.decoder
-    assert isinstance(old, DeviceDecoder)
-    return DeviceDecoder(old.config, old.weights, old.cache, old.indexes, old.ops._kernels, graphs=False, **options)
+def kernel_model(decoder: Decoder) -> KernelModel:
+    """The model of a decoder that runs kvseek's kernels."""
+    assert isinstance(decoder.model, KernelModel)
+    return decoder.model
+
+
+def eager(engine: Engine, *, hot_rows: bool) -> Decoder:
+    """A second decoder over an engine's weights, cache and indexes, without graphs."""
+    old, model = engine.decoder, copy.copy(kernel_model(engine.decoder))
+    kernels = model.ops._kernels
+    model.retrieval = device_retrieval(old.config, old.cache, list(old.retrieval.indexes), kernels, hot_rows=hot_rows)
+    return Decoder(model, model.retrieval, GraphSteps(model, model.retrieval, graphs=False))
 
 
 @pytest.mark.parametrize("offload", ["always", "never", "auto"])
@@ -98,8 +110,8 @@ def test_graphs_and_hot_rows_change_nothing(dtype: str, models: dict[str, Path],
     expected, attended = run_all(engine.decoder)
     assert max(attended[-1]) < len(PROMPT) / 2, "rows were selected"
     tolerance = 1e-5 if dtype == "float32" else 2e-2
-    for options in ({"hot_rows": True}, {"hot_rows": False}):
-        found, found_attended = run_all(eager(engine, **options))
+    for hot_rows in (True, False):
+        found, found_attended = run_all(eager(engine, hot_rows=hot_rows))
         assert (found - expected).abs().max() <= tolerance
         assert found_attended == attended
 
@@ -151,10 +163,9 @@ def test_a_seed_repeats(engine: Engine) -> None:
 
 
 def test_running_out_of_memory_ends_one_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = engine.decoder
-    assert isinstance(decoder, DeviceDecoder)
+    ops = kernel_model(engine.decoder).ops
     (expected,) = engine.generate([Request(tuple(PROMPT[:60]), 30)])
-    silu_mul = decoder.ops.silu_mul
+    silu_mul = ops.silu_mul
 
     def greedy_for_memory(gate_up: Tensor) -> Tensor:
         if gate_up.shape[0] >= 16:  # a chunk of the long prompt, while the short request decodes
@@ -164,7 +175,7 @@ def test_running_out_of_memory_ends_one_request(engine: Engine, monkeypatch: pyt
     short, outputs = engine.submit(Request(tuple(PROMPT[:60]), 30)), list[StepOutput]()
     while not any(output.token_id is not None for output in outputs):
         outputs += engine.step()
-    monkeypatch.setattr(decoder.ops, "silu_mul", greedy_for_memory)
+    monkeypatch.setattr(ops, "silu_mul", greedy_for_memory)
     long = engine.submit(Request(tuple(PROMPT[:150]), 12))
     outputs += run(engine)
     (failed,) = [output for output in outputs if output.request_id == long and output.finish_reason]
@@ -196,14 +207,30 @@ def test_nothing_waits_for_the_device_but_tokens(engine: Engine) -> None:
     decoder.cache.close(0)
 
 
-def test_stages_cover_the_step(engine: Engine) -> None:
-    decoder = engine.decoder
-    assert isinstance(decoder, DeviceDecoder)
-    stages: list[str] = []
-    step = decoder.step(2)
-    step.load([])  # what an earlier test loaded names slots that are closed now
-    decoder.run_layers(step.batch, stages.append)
-    assert stages == ["begin", *STAGES[1:-1] * len(decoder.layers), "head"]
+class Parts(Observer):
+    """Notes what it is told of parts."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def part_ended(self, name: str) -> None:
+        self.names.append(name)
+
+
+def test_parts_cover_the_step(engine: Engine) -> None:
+    """An observer sees each bucket's step twice, before its capture and in it, and replays not at all."""
+    decoder, parts = engine.decoder, Parts()
+    buckets = (1, 2, 4)
+    try:
+        decoder.observe(parts)
+        step = ["begin", *PARTS[1:-1] * len(kernel_model(decoder).layers), "head"]
+        assert parts.names == step * (2 * len(buckets))
+        run_prefill(decoder, 0, PROMPT, 2)
+        decoder.decode([5], [0])
+        assert len(parts.names) == len(step) * 2 * len(buckets)
+    finally:
+        decoder.observe(Observer())
+        decoder.cache.close(0)
 
 
 def test_a_service_generates_from_its_own_thread(models: dict[str, Path], on_gpu: BuildEngine, engine: Engine) -> None:
@@ -232,6 +259,6 @@ def test_rows_that_exceed_the_device_are_refused_with_the_numbers(tmp_path: Path
 
 
 def test_a_method_without_device_index_is_refused(models: dict[str, Path], on_gpu: BuildEngine) -> None:
-    pattern = r"FlatIndex does not run with device = 'cuda'; choose one of full, clusterkv, ctkvr, pariskv, prkv"
+    pattern = r"method = 'flat' does not run with device = 'cuda'; choose one of full, clusterkv, ctkvr, pariskv, prkv"
     with pytest.raises(ConfigError, match=pattern):
         Engine.load(on_gpu(models["llama"], "flat", *WINDOW, *LIMITS))

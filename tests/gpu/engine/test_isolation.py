@@ -36,12 +36,12 @@ SIDE_CYCLES = 600_000_000  # about 0.3 s: longer than to poison everything with 
 class SlowStream(SideStream):
     """Begins each piece of work late, so that a cancelled prompt's clustering ends after others have got its extents."""
 
-    def run(self, work: Callable[[], None]) -> Ticket:
+    def run(self, work: Callable[[], None], read: tuple[Tensor, ...] = ()) -> Ticket:
         def held_up() -> None:
             torch.cuda._sleep(SIDE_CYCLES)
             work()
 
-        return super().run(held_up)
+        return super().run(held_up, read)
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +57,11 @@ def left_behind(engine: Engine) -> list[Tensor]:
     cache = decoder.cache
     slots, extents = cache.padding_slot, cache.extents.capacity
     kept = [tensor for index in decoder.retrieval.indexes for tensor in tensors_in(vars(index), set())]
-    kept += [array for own in decoder.attentions for array in (own.hot_rows, own.hot_tags) if array is not None]
+    kernels = [attention.kernel for attention in decoder.retrieval.attentions]
+    kept += [array for own in kernels for array in (own.hot_rows, own.hot_tags) if array is not None]
     by_extent = [tensor for tensor in kept if tensor.ndim and tensor.shape[0] == extents]
     by_slot = [tensor[:slots] for tensor in kept if tensor.ndim and tensor.shape[0] == slots + 1]
-    return [cache.window[:, :slots], cache.device_rows, cache.pool.rows, *by_extent, *by_slot]
+    return [cache.window[:, :slots], cache.rows.device_rows, cache.rows.pool.rows, *by_extent, *by_slot]
 
 
 def cancel_while_it_is_read(engine: Engine, request: Request) -> None:

@@ -14,7 +14,7 @@ from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.engine.model.layer_kernels import LayerKernels, Rotation
 from kvseek.engine.model.rope import RotaryEmbedding, rotate
 from kvseek.engine.schedule.sampling import NO_TOKEN
-from kvseek.plugins.batch import DeviceBatch, RequestState, pack
+from kvseek.plugins.batch import Batch, RequestState
 
 pytestmark = pytest.mark.gpu
 
@@ -55,12 +55,12 @@ def check(found: Tensor, expected: Tensor, dtype: str) -> None:
     assert error <= TOLERANCE[dtype]
 
 
-def requests(device: torch.device, states: list[RequestState]) -> DeviceBatch:
-    return DeviceBatch(pack(states).to(device), torch.zeros(9, 1, dtype=torch.int32, device=device))
+def requests(device: torch.device, states: list[RequestState]) -> Batch:
+    return Batch.of(states, torch.zeros(9, 1, dtype=torch.int32, device=device))
 
 
 def state(token: int, slot: int, position: int, row: int) -> RequestState:
-    return RequestState(token, slot, position, row, 0, 0, 1, 0, True)
+    return RequestState(token=token, slot=slot, position=position, write_row=row, ring_rows=1, length=0, dense=True)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 2000])

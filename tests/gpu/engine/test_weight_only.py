@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import BuildEngine
-from tests.gpu.engine.test_engine import WINDOW, run_all
+from tests.gpu.engine.test_engine import WINDOW, kernel_model, run_all
 from tests.support.quantised_models import save_dequantised
 from tests.support.random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
@@ -19,7 +19,6 @@ from kvseek.builder.calibration.report import Calibration
 from kvseek.core.errors import KernelError
 from kvseek.engine.engine import Engine
 from kvseek.engine.model.linear import WeightOnlyLinear
-from kvseek.engine.model.torch_model.device_decoder import DeviceDecoder
 from kvseek.engine.model.weight_only import PRECISIONS, dequantise, quantise
 from kvseek.engine.model.weight_only_kernels import (
     ALIGNMENT,
@@ -224,8 +223,7 @@ def test_engines_compute_with_dequantised_weights(
     other = save_dequantised(model, tmp_path / "dequantised", precision, getattr(torch, dtype))
     engine = Engine.load(on_gpu(model, "full", "--dtype", dtype, "--weight_only_precision", precision))
     decoder = engine.decoder
-    assert isinstance(decoder, DeviceDecoder)
-    for layer in decoder.layers:
+    for layer in kernel_model(decoder).layers:
         for product in (layer.qkv, layer.o, layer.gate_up, layer.down):
             assert isinstance(product, WeightOnlyLinear)
             assert product.weight.dtype is PRECISIONS[precision][0], "8 bits a weight on the GPU, too"

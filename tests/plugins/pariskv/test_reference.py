@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plugins.index_cases import KV_HEADS, make_flat, make_index, random_keys, random_queries
+from tests.plugins.index_cases import KV_HEADS, make_flat, make_index, random_keys, random_queries, select_rows
 from torch import Tensor
 
 from kvseek.plugins.pariskv import codebook

@@ -14,8 +14,8 @@ from tritonclient.grpc import _utils, service_pb2
 
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import RequestError
-from kvseek.server.grpc_checks import admit
-from kvseek.server.http_json import schemas
+from kvseek.server.grpc_door.checks import admit
+from kvseek.server.http_door.generate_json import schemas
 
 MODEL = ModelConfig("llama", 101, 32, 64, 2, 4, 2, 8, 1e-5, 1e4, 2048)
 SCHEMAS = schemas(EngineConfig(MODEL, "full", max_input_len=1000, max_seq_len=1200))

@@ -13,8 +13,8 @@ import pytest
 from tests.server.doors.test_grpc_checks import SCHEMAS, request
 from tritonclient.grpc import service_pb2
 
-from kvseek.server.grpc_call import SERVICE
-from kvseek.server.grpc_door import GrpcDoor
+from kvseek.server.grpc_door.call import SERVICE
+from kvseek.server.grpc_door.door import GrpcDoor
 
 SECONDS = 30.0
 

@@ -23,9 +23,9 @@ from kvseek.client.http_client import HttpClient
 from kvseek.client.options import GenerateOptions
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.server.engine_client import EngineClient
-from kvseek.server.messages import Pong
-from kvseek.server.served_request import TEXT_MODEL, TOKEN_MODEL
+from kvseek.server.requests.engine_client import EngineClient
+from kvseek.server.requests.messages import Pong
+from kvseek.server.requests.served_request import TEXT_MODEL, TOKEN_MODEL
 from kvseek.server.settings import ServeSettings
 
 PROMPT = "the quick brown fox jumps over the lazy dog " * 4

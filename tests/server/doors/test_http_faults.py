@@ -26,9 +26,9 @@ from tests.support.waiting import SECONDS, wait_for
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from kvseek.core.request import StepOutput
-from kvseek.server import http_generate
 from kvseek.server.doors import Doors
-from kvseek.server.messages import (
+from kvseek.server.http_door import generate as http_generate
+from kvseek.server.requests.messages import (
     Cancel,
     FromDoor,
     Metrics,

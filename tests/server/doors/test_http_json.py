@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvseek.core.errors import RequestError
-from kvseek.server.http_json import ModelSchema, body_limit, chunk_to_json
-from kvseek.server.served_request import TEXT_MODEL, TOKEN_MODEL
+from kvseek.server.http_door.generate_json import ModelSchema, body_limit, chunk_to_json
+from kvseek.server.requests.served_request import TEXT_MODEL, TOKEN_MODEL
 
 CONFIG: Any = SimpleNamespace(max_input_len=800)
 TEXT = {"text_input": "the sea", "max_tokens": 4}

@@ -11,7 +11,7 @@ from hypothesis import given
 
 from kvseek.core.errors import RequestError
 from kvseek.core.request import SamplingParams
-from kvseek.server.translation import (
+from kvseek.server.requests.translation import (
     NEUTRAL,
     Parameters,
     engine_request,

@@ -15,9 +15,9 @@ from tests.support.door_processes import engine_process
 from tests.support.random_models import save_random_model
 from tests.support.waiting import wait_for
 
+from kvseek.server.requests.status import INTERNAL
 from kvseek.server.settings import ServeSettings
-from kvseek.server.status import INTERNAL
-from kvseek.server.triton_door import TritonDoor
+from kvseek.server.triton.door import TritonDoor
 
 FINAL = 1
 CODES = SimpleNamespace(INVALID_ARG=1, UNAVAILABLE=2, CANCELLED=3, INTERNAL=4)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from .http_errors import HttpError
+from .errors import HttpError
 
 BODY_SECONDS = 30.0  # in which a body must arrive, or so much of it as a slow line carries:
 BODY_BYTES_PER_SECOND = 64 << 10

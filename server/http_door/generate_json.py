@@ -15,11 +15,11 @@ from tritonclient.grpc import model_config_pb2
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
+from kvseek.server.requests.served_request import MAX_ID_CHARACTERS, MODELS, TEXT_MODEL, TOKEN_MODEL, Chunk
+from kvseek.server.requests.text_request import max_text_bytes
+from kvseek.server.requests.translation import Tensors
 
-from .http_fields import MAX_FIELD_BYTES, Input, shortened, shown
-from .served_request import MAX_ID_CHARACTERS, MODELS, TEXT_MODEL, TOKEN_MODEL, Chunk
-from .text_request import max_text_bytes
-from .translation import Tensors
+from .fields import MAX_FIELD_BYTES, Input, shortened, shown
 
 MODEL_VERSION = "1"
 MAX_LIST = 1024  # values of an input that is not the prompt

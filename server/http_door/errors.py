@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from kvseek.core.errors import ErrorCode, KvseekError, code_of
+from kvseek.server.requests.generations import CodedError
+from kvseek.server.requests.status import HTTP_STATUS, INTERNAL
 
-from .generations import CodedError
-from .http_fields import shortened
-from .http_json import error_to_json
-from .status import HTTP_STATUS, INTERNAL
+from .fields import shortened
+from .generate_json import error_to_json
 
 RETRY_AFTER_SECONDS = "1"
 RETRY_LATER = (429, 503)

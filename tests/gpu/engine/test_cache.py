@@ -1,4 +1,4 @@
-"""DeviceCache on a GPU: copies overlap, nothing waits on the host, and kernels find the rows where they are told to.
+"""The cache on a GPU: copies overlap, nothing waits on the host, and kernels find the rows where they are told to.
 
 Streams are held up by kernels that only wait, so that whatever is not ordered runs in the wrong order.
 """
@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.support.cache_twins import DIM, KV_HEADS, LAYERS, Twins, make_config, rows_of
+from tests.support.cache_runs import DIM, KV_HEADS, LAYERS, CacheRun, check_rows, make_config, rows_of
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.streams import SideStream, Ticket
-from kvseek.engine.cache.cache.host_cache import device_cache
+from kvseek.engine.cache import cache as cache_module
 from kvseek.engine.cache.host_pool import HostPool
 
 pytestmark = pytest.mark.gpu
@@ -28,12 +28,12 @@ STEP_CYCLES = 4_000_000  # about 2 ms: longer than any copy or kernel here takes
 class SlowStream(SideStream):
     """Holds every piece of work up, so that the current stream runs ahead of it."""
 
-    def run(self, work: Callable[[], None]) -> Ticket:
+    def run(self, work: Callable[[], None], read: tuple[Tensor, ...] = ()) -> Ticket:
         def held_up() -> None:
             torch.cuda._sleep(SIDE_CYCLES)
             work()
 
-        return super().run(held_up)
+        return super().run(held_up, read)
 
 
 @contextmanager
@@ -46,55 +46,53 @@ def no_host_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def as_kernels_read(twins: Twins, layer: int) -> Tensor:
-    """The layer's rows [extents, G, 1024, 2, D] by rows_pointer and extent_stride alone."""
-    cache, item = twins.cache, 4
-    shape = (cache.plan.capacity, KV_HEADS, EXTENT_TOKENS, 2, DIM)
+def as_kernels_read(run: CacheRun, layer: int) -> Tensor:
+    """The layer's rows [extents, G, 1024, 2, D] by pointer and extent stride alone."""
+    rows, item = run.cache.rows.of_layer(layer), 4
+    shape = (run.cache.rows.layout.capacity, KV_HEADS, EXTENT_TOKENS, 2, DIM)
     inner = (EXTENT_TOKENS * 2 * DIM, 2 * DIM, DIM, 1)
-    strides = tuple(stride * item for stride in (cache.extent_stride(layer), *inner))
-    described = {"shape": shape, "strides": strides, "typestr": "<f4", "data": (cache.rows_pointer(layer), False)}
+    strides = tuple(stride * item for stride in (rows.extent_stride, *inner))
+    described = {"shape": shape, "strides": strides, "typestr": "<f4", "data": (rows.pointer, False)}
     exporter = SimpleNamespace(__cuda_array_interface__={**described, "version": 3})
-    return torch.as_tensor(exporter, device=twins.device)
+    return torch.as_tensor(exporter, device=run.device)
 
 
 @pytest.mark.parametrize("device_layers", [0, 1, LAYERS])
 @pytest.mark.parametrize("slow", ["side streams", "current stream"])
-def test_the_same_as_the_synchronous_cache(
+def test_every_token_is_held_once_and_in_order(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, device_layers: int, slow: str
 ) -> None:
     if slow == "side streams":
-        monkeypatch.setattr(device_cache, "SideStream", SlowStream)
+        monkeypatch.setattr(cache_module, "SideStream", SlowStream)
     cycles = STEP_CYCLES if slow == "current stream" else 0
     config = make_config(4, 2, 8, device_layers=device_layers)
-    twins = Twins(config, device, delay=lambda: torch.cuda._sleep(cycles))
-    assert twins.cache.evict_ahead == 2
+    run = CacheRun(config, device, delay=lambda: torch.cuda._sleep(cycles))
+    assert run.cache.evict_ahead == 2
     for request, (slot, prompt, steps) in enumerate([(0, 1037, 12), (2, 2050, 9), (0, 30, 30), (1, 1500, 20)]):
-        twins.close(slot)
-        for _ in twins.prefill(request, slot, prompt, 3000):
-            twins.step()
+        run.close(slot)
+        for _ in run.prefill(request, slot, prompt, 3000):
+            run.step()
         for _ in range(steps):
-            twins.step()
-        twins.check_contents()
+            run.step()
+        run.check_contents()
 
 
 def test_a_cancelled_prompt_does_not_reach_the_next_owner_of_its_extents(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_cache, "SideStream", SlowStream)
-    twins = Twins(make_config(4, 8, 8, offload="always"), device)
-    next(twins.prefill(1, 0, 1500, 1500))  # layer 0 is on its way to the host
-    twins.close(0)
-    twins.cache.adopt(1, 1500)
-    keys = rows_of(2, 0, torch.arange(1488)).to(device)
-    rows = torch.stack((keys, -keys), dim=2)
-    twins.cache.write_rows(0, 1, 0, rows)
-    assert torch.equal(twins.cache.read_rows(0, 1, 1488), rows.cpu())
+    monkeypatch.setattr(cache_module, "SideStream", SlowStream)
+    run = CacheRun(make_config(4, 8, 8, offload="always"), device)
+    next(run.prefill(1, 0, 1500, 1500))  # layer 0 is on its way to the host
+    run.close(0)
+    for _ in run.prefill(2, 1, 1500, 1500):  # gets the extents that were given back
+        pass
+    run.check_contents()
 
 
 def test_the_host_never_waits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_cache, "SideStream", SlowStream)
-    twins = Twins(make_config(4, 12, 8, device_layers=1), device)
-    cache, indexes = twins.cache, twins.indexes
+    monkeypatch.setattr(cache_module, "SideStream", SlowStream)
+    run = CacheRun(make_config(4, 12, 8, device_layers=1), device)
+    cache, indexes = run.cache, run.indexes
     keys = rows_of(0, 0, torch.arange(1500)).to(device)
     cache.open(0, 2000)  # the first upload of a table row allocates pinned memory
     cache.close(0)
@@ -115,18 +113,17 @@ def test_the_host_never_waits(device: torch.device, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("device_layers", [0, 1, LAYERS])
 def test_kernels_find_the_rows(device: torch.device, device_layers: int) -> None:
-    twins = Twins(make_config(4, 12, 8, device_layers=device_layers), device)
-    for _ in twins.prefill(0, 1, 2500, 3000):
+    run = CacheRun(make_config(4, 12, 8, device_layers=device_layers), device)
+    for _ in run.prefill(0, 1, 2500, 3000):
         pass
     for _ in range(30):
-        twins.step()
+        run.step()
     torch.cuda.synchronize()
-    length, extents = twins.cache.lengths[1], twins.cache.extents
+    length, extents = run.cache.lengths[1], run.cache.extents
     for layer in range(LAYERS):
-        rows = extents.read(as_kernels_read(twins, layer), 1, length)
+        rows = extents.read(as_kernels_read(run, layer), 1, length)
         assert rows.is_cuda
-        expected = rows_of(0, layer, torch.arange(4, 4 + length))
-        assert torch.equal(rows.cpu(), torch.stack((expected, -expected), dim=2))
+        check_rows(rows.cpu(), rows_of(0, layer, torch.arange(4, 4 + length)))
     assert torch.equal(extents.device_table.cpu(), extents.table)
 
 
@@ -160,21 +157,21 @@ def test_runs_further_apart_than_a_strided_copy_allows(device: torch.device, str
 
 
 def test_index_work_that_fails_ends_with_its_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_cache, "SideStream", SlowStream)
-    twins = Twins(make_config(4, 12, 8, offload="always"), device)
-    for _ in twins.prefill(0, 0, 1500, 2000):
+    monkeypatch.setattr(cache_module, "SideStream", SlowStream)
+    run = CacheRun(make_config(4, 12, 8, offload="always"), device)
+    for _ in run.prefill(0, 0, 1500, 2000):
         pass
 
     def fail(slot: int, start: int, keys: Tensor) -> None:
         raise RuntimeError("broken")  # of memory that is short, the eviction would be tried again
 
-    monkeypatch.setattr(twins.indexes[1], "stage", fail)
+    monkeypatch.setattr(run.indexes[1], "append", fail)
     with pytest.raises(RuntimeError, match="broken"):
-        twins.step()
-    twins.close(0)
+        run.step()
+    run.close(0)
     monkeypatch.undo()
-    for _ in twins.prefill(1, 0, 1500, 2000):
+    for _ in run.prefill(1, 0, 1500, 2000):
         pass
     for _ in range(30):
-        twins.step()
-    twins.check_contents()
+        run.step()
+    run.check_contents()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from .http_errors import HttpError
-from .http_fields import shortened
+from .errors import HttpError
+from .fields import shortened
 
 ADMINISTRATION = "is closed: it would let clients change the server; use the flags of kvseek serve and restart it"
 CLOSED = {

@@ -15,11 +15,11 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from kvseek.core.errors import ErrorCode, RequestError
+from kvseek.server.http_door.generate_json import ModelSchema
+from kvseek.server.requests.served_request import MAX_ID_CHARACTERS
+from kvseek.server.triton.find import SHARED_MEMORY_PREFIX
 
-from .grpc_checks import ITEM_BYTES, WIRE_TYPES, admit
-from .http_json import ModelSchema
-from .served_request import MAX_ID_CHARACTERS
-from .triton import SHARED_MEMORY_PREFIX
+from .checks import ITEM_BYTES, WIRE_TYPES, admit
 
 SERVICE = "inference.GRPCInferenceService"
 LEAVE_SECONDS = (

@@ -27,11 +27,23 @@ from kvseek.core.errors import KvseekError, code_of
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.service import EngineService
+from kvseek.server.requests.messages import (
+    Cancel,
+    FromDoor,
+    FromEngine,
+    Metrics,
+    Outputs,
+    Ping,
+    Pong,
+    Refused,
+    Submit,
+    frame,
+    read_frame,
+)
+from kvseek.server.requests.status import INTERNAL
+from kvseek.server.settings import ServeSettings
 
-from .messages import Cancel, FromDoor, FromEngine, Metrics, Outputs, Ping, Pong, Refused, Submit, frame, read_frame
 from .metrics import EngineMetrics
-from .settings import ServeSettings
-from .status import INTERNAL
 from .tracing import RequestTracer
 
 UNREAD_BYTES = 64 << 20  # that a door may leave unread before it counts as dead
@@ -256,7 +268,7 @@ async def run(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run an engine process; its arguments come from `kvseek serve`."""
-    parser = argparse.ArgumentParser(prog="python -m kvseek.server.engine_process", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kvseek.server.engine.process", description=__doc__)
     parser.add_argument("--engine_dir", type=Path, required=True)
     parser.add_argument("--socket", type=Path, required=True, help="in a folder that only this user can enter")
     parser.add_argument("--settings", required=True, help="ServeSettings as JSON")

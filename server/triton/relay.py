@@ -13,7 +13,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from .http_errors import HttpError
+from kvseek.server.http_door.errors import HttpError
 
 ANSWER_SECONDS = 2.0
 TO_TRITON = [  # options of channels: after a restart Triton is found again soon; no proxy stands in between

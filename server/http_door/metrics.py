@@ -12,9 +12,8 @@ import aiohttp
 from aiohttp import web
 
 from kvseek.core.errors import KvseekError
-
-from .engine_client import EngineClient
-from .process_metrics import server_text
+from kvseek.server.process_metrics import server_text
+from kvseek.server.requests.engine_client import EngineClient
 
 TRITON_SECONDS = 2.0
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -14,11 +14,10 @@ from typing import Any
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
-
-from .http_fields import Input, shortened
-from .http_json import ModelSchema
-from .served_request import MAX_ID_CHARACTERS
-from .text_request import max_text_bytes
+from kvseek.server.http_door.fields import Input, shortened
+from kvseek.server.http_door.generate_json import ModelSchema
+from kvseek.server.requests.served_request import MAX_ID_CHARACTERS
+from kvseek.server.requests.text_request import max_text_bytes
 
 MAX_PARAMETERS = 8
 BYTES_PER_ID = 10  # of a token id: four as they are, up to ten as a number of the protocol

@@ -22,11 +22,10 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import ErrorCode, KvseekError, QueueFullError, RequestError, code_of
 from kvseek.core.request import FinishReason, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
-
-from .engine_client import EngineClient
-from .served_request import MAX_ID_CHARACTERS, Chunk, RequestFactory, ServedRequest, after
-from .status import INTERNAL, TRITON_CODE
-from .translation import Tensors, read_parameters, scalar
+from kvseek.server.requests.engine_client import EngineClient
+from kvseek.server.requests.served_request import MAX_ID_CHARACTERS, Chunk, RequestFactory, ServedRequest, after
+from kvseek.server.requests.status import INTERNAL, TRITON_CODE
+from kvseek.server.requests.translation import Tensors, read_parameters, scalar
 
 OUTPUT_DTYPES = {
     "text_output": object,

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics
-
-from .errors import ServerError
+from kvseek.server.errors import ServerError
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -14,14 +14,14 @@ from aiohttp import web
 from tritonclient.grpc import service_pb2
 
 from kvseek.core.errors import KvseekError
+from kvseek.server.requests.engine_client import EngineClient
+from kvseek.server.requests.messages import Pong
+from kvseek.server.requests.served_request import MODELS
+from kvseek.server.triton.relay import TritonRelay
 
-from .engine_client import EngineClient
-from .http_errors import HttpError, error_response
-from .http_fields import shortened
-from .http_json import MODEL_VERSION
-from .messages import Pong
-from .served_request import MODELS
-from .triton_relay import TritonRelay
+from .errors import HttpError, error_response
+from .fields import shortened
+from .generate_json import MODEL_VERSION
 
 ASK_SECONDS = 1.0  # between two questions
 ANSWER_SECONDS = 10.0  # an older answer counts for nothing

@@ -12,14 +12,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from aiohttp import web
 
 from kvseek.core.errors import RequestError, UnavailableError
+from kvseek.server.requests.generations import Generations, Ticket
+from kvseek.server.requests.served_request import TEXT_MODEL, Chunk, RequestFactory
+from kvseek.server.requests.translation import scalar
 
-from .generations import Generations, Ticket
-from .http_body import BodyReader
-from .http_errors import HttpError, describe
-from .http_fields import shortened
-from .http_json import MODEL_VERSION, GenerateBody, ModelSchema, chunk_to_json, error_to_json
-from .served_request import TEXT_MODEL, Chunk, RequestFactory
-from .translation import scalar
+from .body import BodyReader
+from .errors import HttpError, describe
+from .fields import shortened
+from .generate_json import MODEL_VERSION, GenerateBody, ModelSchema, chunk_to_json, error_to_json
 
 WRITE_SECONDS = 60.0  # that a client may leave a stream unread before it counts as gone
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")

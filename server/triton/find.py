@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .errors import ServerError
+from kvseek.server.errors import ServerError
 
 SYSTEM_SERVER = Path("/opt/tritonserver/bin/tritonserver")  # where the NGC containers have it
 WHEEL = "nvidia-pytriton"

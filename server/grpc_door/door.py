@@ -17,14 +17,14 @@ from google.protobuf.message import DecodeError, Message
 from tritonclient.grpc import service_pb2
 
 from kvseek.core.errors import ErrorCode, RequestError
+from kvseek.server.errors import ServerError
+from kvseek.server.http_door.generate_json import ModelSchema
+from kvseek.server.http_door.readiness import ServerState
+from kvseek.server.requests.served_request import MODELS
+from kvseek.server.triton.relay import TO_TRITON
 
-from .errors import ServerError
-from .grpc_call import SERVICE, GrpcCall, describe
-from .grpc_checks import admit
-from .http_json import ModelSchema
-from .http_state import ServerState
-from .served_request import MODELS
-from .triton_relay import TO_TRITON
+from .call import SERVICE, GrpcCall, describe
+from .checks import admit
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 PASSED_ON = ("ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics")

@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
-from .errors import ServerError
-from .http_errors import RETRY_AFTER_SECONDS, error_response, errors_as_json
-from .http_json import error_to_json
+from kvseek.server.errors import ServerError
+
+from .errors import RETRY_AFTER_SECONDS, error_response, errors_as_json
+from .generate_json import error_to_json
 
 HEADER_SECONDS = 75.0  # from connecting, or from the last response, to the end of the next request's headers
 LINGER_SECONDS = 3.0  # that what a refused client still sends is read, so that it gets to read the refusal
