@@ -111,7 +111,7 @@ class Batch:
         return self.requests.shape[0]
 
     def column(self, name: str) -> Tensor:
-        """A field of RequestState of all requests: a copy, int32 [batch], where `requests` is."""
+        """Copy a field of RequestState of all requests: int32 [batch], on the device of `requests`."""
         return self.requests[:, _COLUMNS[name]].clone(memory_format=torch.contiguous_format)
 
     @cached_property
