@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MODEL = "tensorrt_llm_bls"
-REPLY_SECONDS = 600.0  # longest silence of a server, which may read a prompt of a million tokens, or other prompts first
+REPLY_SECONDS = 600.0  # longest silence of a server: it may have to read a prompt of a million tokens
 
 
 @dataclass(frozen=True)

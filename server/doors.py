@@ -1,9 +1,10 @@
 """The doors: the process that clients reach over HTTP and gRPC, which also serves the metrics. `kvseek serve` starts it.
 
-The gRPC door (grpc_door) stands in front of Triton's port. The HTTP door stands in for Triton's own HTTP endpoint, which
+The gRPC door (server/grpc_door/) stands in front of Triton's port. The HTTP door stands in for Triton's own HTTP endpoint, which
 deeply nested JSON and floods of chunks crash, and which lets requests run on that are not streamed and whose client has left.
-Its modules have one concern each: bodies (http_body), their JSON (http_json, http_fields), requests at the engine
-(generations), endpoints (http_generate, http_state, triton_relay, http_metrics, http_closed), connections (http_server).
+The modules of server/http_door/ have one concern each: bodies (body), their JSON (generate_json, fields), endpoints (generate,
+readiness, metrics, closed), connections (listener). Both doors hand requests to the engine (server/requests/) and ask Triton
+about itself (server/triton/relay.py).
 """
 
 from __future__ import annotations

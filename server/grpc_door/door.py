@@ -1,6 +1,6 @@
 """The gRPC door: serves Triton's inference protocol in front of Triton, whose own port is for this machine alone.
 
-Requests are parsed, checked (grpc_checks.py) and passed on; responses go back as they are. Health is the whole server's, and
+Requests are parsed, checked (checks.py) and passed on; responses go back as they are. Health is the whole server's, and
 what has no use for clients of a model (repository, shared memory, trace, logging) is not passed on.
 """
 

@@ -80,7 +80,7 @@ def test_an_engine_directory_without_the_new_fields_is_for_the_cpu(tmp_path: Pat
 
 
 def test_gpu_macros_come_from_the_method() -> None:
-    assert get_method("full").cuda_defines(get_method("full").configure({}), 128, 4) == {}
+    assert get_method("full").traits().cuda_macros(128, 4) == {}
 
 
 @pytest.mark.parametrize(

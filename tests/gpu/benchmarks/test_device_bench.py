@@ -118,13 +118,13 @@ def test_rows_kept_on_the_device(tmp_path: Path, capsys: pytest.CaptureFixture[s
     flags = ["--shape", "tiny", "--context", "4096", "--budget", "60", "--steps", "12", "--output", str(output)]
     assert cache_hits.main([*flags, "--methods", "pariskv,clusterkv:cache_steps=0"]) == 0
     document = json.loads(output.read_text(encoding="utf-8"))
-    hot, cold, other = document["results"]
+    found = {entry["name"]: entry for entry in document["results"]}
     names = ["pariskv hot", "pariskv", "clusterkv:cache_steps=0"]
-    assert [entry["name"] for entry in (hot, cold, other)] == names
-    assert 0.1 < hot["hit_rate"] < 1, "neighbouring steps look for the same topic"
-    assert cold["hit_rate"] == other["hit_rate"] == 0
-    assert all(len(entry["samples"]) == 12 and min(entry["samples"]) > 0 for entry in (hot, cold, other))
-    assert cold["speed_up"] == pytest.approx(1)
+    assert set(names) <= set(found)
+    assert 0.1 < found["pariskv hot"]["hit_rate"] < 1, "neighbouring steps look for the same topic"
+    assert found["pariskv"]["hit_rate"] == found["clusterkv:cache_steps=0"]["hit_rate"] == 0
+    assert all(len(entry["samples"]) == 12 and min(entry["samples"]) > 0 for entry in found.values())
+    assert found["pariskv"]["speed_up"] == pytest.approx(1)
     assert document["methods"]["pariskv"]["settings"]["top_k"] == 60
     printed = capsys.readouterr().out
     assert all(text in printed for text in (*names, "60 rows", "found on the device")), printed

@@ -25,6 +25,8 @@ from kvseek.engine.model.graph_steps import GraphSteps
 from kvseek.engine.model.kernel_model import PARTS, KernelModel
 from kvseek.engine.observer import Observer
 from kvseek.engine.service import EngineService
+from kvseek.plugins.batch import Batch
+from kvseek.plugins.selection import Selection
 
 pytestmark = pytest.mark.gpu
 
@@ -228,6 +230,36 @@ def test_parts_cover_the_step(engine: Engine) -> None:
         run_prefill(decoder, 0, PROMPT, 2)
         decoder.decode([5], [0])
         assert len(parts.names) == len(step) * 2 * len(buckets)
+    finally:
+        decoder.observe(Observer())
+        decoder.cache.close(0)
+
+
+class Selected(Observer):
+    """Copies of what each layer's index selects, by batch size and layer; a replay writes them anew."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[int, int], Tensor] = {}
+
+    def selected(self, layer: int, queries: Tensor, batch: Batch, selection: Selection | None) -> None:
+        assert selection is not None
+        self.rows[batch.size, layer] = selection.rows.clone()
+
+
+def test_an_observer_sees_what_a_replay_selects(engine: Engine) -> None:
+    decoder, selected = engine.decoder, Selected()
+    run_prefill(decoder, 0, PROMPT, 10)
+    try:
+        decoder.observe(selected)
+        for token in (5, 6):
+            with torch.inference_mode():
+                for rows in selected.rows.values():
+                    rows.fill_(-5)
+            decoder.decode([token], [0])
+            length = decoder.cache.lengths[0]
+            for layer, index in enumerate(decoder.retrieval.indexes):
+                rows = selected.rows[1, layer]
+                assert ((rows >= 0) & (rows < length)).sum(dim=2).unique().tolist() == [index.effort(length).rows]
     finally:
         decoder.observe(Observer())
         decoder.cache.close(0)

@@ -109,7 +109,6 @@ def compare(
     torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("page", [1, 32, 1024, None])
 @pytest.mark.parametrize("lengths", [[1], [1500], [100, 3000, 0]])
 @pytest.mark.parametrize(("dim", "group"), [(64, 1), (64, 3), (96, 7), (128, 3), (128, 7)])

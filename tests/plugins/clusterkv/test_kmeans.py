@@ -33,7 +33,7 @@ def make(config: Config, head_dim: int, tokens: int) -> tuple[DeviceKMeans, Clus
         5, 2 * KV_HEADS, KV_HEADS, head_dim, 1.0, config, {}, table, [0, tokens], torch.bfloat16, device, None
     )
     kernels: Any = Kernels()
-    shape = (40, KV_HEADS, config.slots_per_extent)
+    shape = (40, KV_HEADS, config.clusters_per_extent)
     sizes = torch.zeros(shape, dtype=torch.int32)
     arrays = ClusterArrays(torch.zeros(*shape, head_dim), sizes, sizes.clone(), torch.zeros(40, KV_HEADS, 1024))
     return DeviceKMeans(context, config, kernels), arrays

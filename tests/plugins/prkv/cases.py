@@ -7,6 +7,7 @@ from tests.plugins.cases import MethodCases, NeedleCase
 CASES = MethodCases(
     sparse={"top_k": 32, "page": 8, "window_queries": 8, "update_interval": 16},
     index={"top_k": 64, "page": 8},
+    everything={"top_k": 8192, "page": 16},  # on a GPU at most 512 pages
     on_gpu={"prkv": {"top_k": 128}},
     counted=({"cache_steps": 0, "page": 16},),
     losses={"top_k": 64, "page": 16},
