@@ -1,4 +1,4 @@
-"""What the flags of a config class mean: the Attributes section of its docstring, which is written once and read twice."""
+"""Help texts of a config class's flags, from the Attributes section of its docstring, so that they are written only once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SECTION, RULE = "Attributes", "-"
 
 
 def field_texts(config_class: type) -> dict[str, str]:
-    """Text of each attribute that the class's NumPy-style docstring lists, on one line; empty without docstrings."""
+    """Read the text of each attribute in the class's NumPy-style docstring, on one line; empty without docstrings."""
     lines = inspect.cleandoc(config_class.__doc__ or "").splitlines()
     texts: dict[str, list[str]] = {}
     current: list[str] = []

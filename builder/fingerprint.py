@@ -1,4 +1,4 @@
-"""A digest of everything that a build depends on: whether an engine directory is what the build would make."""
+"""A digest of everything that a build depends on, to tell whether an engine directory is what the build would make."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ BUILT_IN = (
 
 
 def fingerprint(settings: dict[str, Any], model_files: Iterable[Path]) -> str:
-    """SHA-256 over everything that a build depends on.
+    """Compute the SHA-256 of everything that a build depends on.
 
     Parameters
     ----------
     settings : dict
-        What was asked for, JSON values.
+        Settings of the build, as JSON values.
     model_files : iterable of Path
-        Told apart by name, size and time of modification: reading them would take as long as the build.
+        Files compared by name, size and time of modification, because reading them would take as long as the build.
     """
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in model_files]
     document = {"version": version("kvseek"), "settings": settings, "files": stats, "sources": _digest_of_sources()}
@@ -48,7 +48,7 @@ def fingerprint(settings: dict[str, Any], model_files: Iterable[Path]) -> str:
 
 
 def up_to_date(directory: Path, build_fingerprint: str) -> bool:
-    """Whether `directory` holds an intact engine of this fingerprint. An engine that is damaged is not."""
+    """Whether `directory` holds an intact engine of this fingerprint; False for a damaged engine."""
     try:
         if read_manifest(directory).fingerprint != build_fingerprint:
             return False

@@ -1,4 +1,4 @@
-"""`kvseek build --inspect`: what an engine directory holds, from its JSON files alone."""
+"""`kvseek build --inspect`: describes an engine directory from its JSON files alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def print_engine(options: InspectOptions, console: Console) -> None:
 
 
 def engine_document(options: InspectOptions) -> dict[str, Any]:
-    """What the directory holds, as JSON values; `changed` lists the fields that differ from the defaults."""
+    """Describe the directory in JSON values; `changed` lists the fields that differ from the defaults."""
     config, manifest = read_config(options.directory), read_manifest(options.directory)
     method = get_method(config.method)
     defaults = {
@@ -77,14 +77,14 @@ def engine_document(options: InspectOptions) -> dict[str, Any]:
 
 
 def _kernels(options: InspectOptions, config: EngineConfig, files: set[str]) -> list[str]:
-    """What the engine computes with: compiled for the CPU, for architectures of GPUs, or the reference."""
+    """List the engine's kernels: compiled for the CPU, for architectures of GPUs, or the reference."""
     found = [f"sm_{arch}" for arch in cubin_architectures(options.directory)]
     found += ["cpu"] * (str(LIBRARY_FILE) in files)
     return found if config.kernels == "native" else [config.kernels]
 
 
 def _calibration(options: InspectOptions, files: set[str]) -> dict[str, Any] | None:
-    """What `--calibrate` found; None if the engine was built without."""
+    """Read the result of `--calibrate`; None if the engine was built without it."""
     return dataclasses.asdict(Calibration.load(options.directory)) if CALIBRATION_FILE in files else None
 
 
@@ -94,7 +94,7 @@ def _fields_table(title: str, fields: dict[str, Any], changed: list[str]) -> Any
 
 
 def _text(value: Any) -> str:
-    """A JSON value as a cell: numbers with thousands apart, lists of names with commas."""
+    """Write a JSON value as a cell: numbers with separated thousands, lists of names with commas."""
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return ", ".join(value)
     if isinstance(value, int) and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The command line of the builder, understood: what to build, to fit into a GPU, to inspect or to verify."""
+"""Options of the builder, from its command line or from Python: what to build, to plan, to inspect or to verify."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class BuildOptions(EngineOptions):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the engine's contents, beside the model: JSON values."""
+        """Settings that decide the engine's contents, beside the model, as JSON values."""
         names = ("method", *CHOICES, "cuda_archs", "limits", "cache", "method_config", "tensorrt", *CALIBRATE[1:])
         tokenizer = None if self.tokenizer is None else self.tokenizer.resolve().name
         return {"tokenizer": tokenizer, **{name: getattr(self, name) for name in names}}
@@ -134,18 +134,18 @@ def parse(argv: Sequence[str] | None) -> Options:
 
 
 def build_options(values: Mapping[str, Any]) -> BuildOptions:
-    """An engine to build from Python values instead of flags.
+    """Make the options of an engine to build from Python values instead of flags.
 
     Parameters
     ----------
     values : mapping of str to Any
-        "model", "method" and "output_dir", and what is not to be the default: the other flags of `kvseek build` by their
-        names, without those of calibration. "cache", "method_config" and "tensorrt" are dictionaries of their fields.
+        "model", "method" and "output_dir", and values that differ from the defaults: the other flags of `kvseek build` by
+        their names, without those of calibration. "cache", "method_config" and "tensorrt" are dictionaries of their fields.
 
     Raises
     ------
     ConfigError
-        On an unknown name, a value of the wrong type, or one that the other values would leave without effect. Values
+        On an unknown name, a value of the wrong type, or a value that has no effect because of other values. Values
         out of range are found by `EngineOptions.engine_config`.
     """
     groups = ("cache", "method_config", "tensorrt")

@@ -1,4 +1,4 @@
-"""Is there room? What a build will write and hold in memory, compared with what is free, before anything is written."""
+"""Compares the disk space and the memory that a build needs with what is free, before anything is written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OTHER_MEMORY = 256 << 20  # libraries that are imported later, and buffers
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of disk and of memory: what a build takes at most, or what there is."""
+    """Bytes of disk and of memory: the most that a build takes, or what is free."""
 
     disk: int
     memory: int
@@ -77,7 +77,7 @@ def weight_memory(checkpoint: Checkpoint, weight: Weight, weight_format: WeightF
 
 
 def available_room(output_dir: Path) -> Room:
-    """What is free now: on the file system that `output_dir` will lie on, and in memory.
+    """Find what is free now: on the file system that `output_dir` will lie on, and in memory.
 
     An engine that the build will replace stays until the new one is complete, so its space is not free.
     """

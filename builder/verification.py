@@ -53,7 +53,7 @@ def print_faults(directory: Path, console: Console) -> int:
 
 
 def find_faults(directory: Path, manifest: Manifest, advance: Advance) -> list[Fault]:
-    """All faults, those of the manifest's files first, then foreign files; `advance` gets the bytes that are done with."""
+    """Find all faults, those of the manifest's files first, then foreign files; `advance` gets the bytes just checked."""
     with ThreadPoolExecutor(HASH_THREADS) as pool:
         checked = pool.map(lambda name: _check(directory, name, manifest.files[name], advance), manifest.files)
         faults = [fault for fault in checked if fault is not None]

@@ -1,6 +1,6 @@
-"""How an engine directory holds the model's weights: as safetensors, or inside of TensorRT plans.
+"""The storage of the model's weights in an engine directory: as safetensors, or inside TensorRT plans.
 
-This file is the only door to builder/tensorrt/, which is imported for engines of `--runtime tensorrt` alone.
+This file is the only entry to builder/tensorrt/, which is imported only for engines of `--runtime tensorrt`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class WeightStorage(Protocol):
 
     @property
     def task(self) -> str:
-        """What the progress bar calls the writing."""
+        """Name of the writing in the progress bar."""
 
     @property
     def steps(self) -> int:
@@ -43,23 +43,23 @@ class WeightStorage(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a reader of `--plan` must know to trust the numbers."""
+        """Notes for the reader of `--plan` on what its numbers contain."""
 
     def versions(self) -> dict[str, str]:
-        """What the files depend on beside the build's options and kvseek; raises KernelError if it is not installed."""
+        """Return versions of other packages that the files depend on; raises KernelError if such a package is missing."""
 
     def write(self, checkpoint: Checkpoint, directory: Path, advance: Advance) -> None:
         """Write the weights into `directory`; raises ConfigError on a faulty checkpoint, KernelError as TensorRT fails."""
 
     def describe(self, directory: Path) -> dict[str, Any] | None:
-        """What `--inspect` tells of TensorRT plans, as JSON values; None without plans."""
+        """Describe TensorRT plans for `--inspect`, as JSON values; None without plans."""
 
     def tables(self, directory: Path) -> Sequence[Table]:
-        """The same to be printed."""
+        """Make tables of the same description, to be printed."""
 
 
 def weight_storage(config: EngineConfig) -> WeightStorage:
-    """How an engine of this configuration holds its weights."""
+    """Choose the storage of an engine's weights."""
     if config.runtime == "tensorrt":
         from kvseek.builder.tensorrt.storage import PlanStorage
 
@@ -83,16 +83,16 @@ class SafetensorsStorage:
 
     @property
     def steps(self) -> int:
-        """Bytes, too."""
+        """Number of bytes, because `write` advances by bytes."""
         return self.weight_bytes
 
     @property
     def disk_bytes(self) -> int:
-        """Headers aside, which builder/preflight.py counts for every storage."""
+        """Bytes of the weights, without headers, which builder/preflight.py counts for every storage."""
         return self.weight_bytes
 
     def versions(self) -> dict[str, str]:
-        """Nothing: kvseek writes the files itself."""
+        """Return nothing, because kvseek writes the files itself."""
         return {}
 
     def write(self, checkpoint: Checkpoint, directory: Path, advance: Advance) -> None:

@@ -21,7 +21,7 @@ from kvseek.server.settings import ServeSettings
 
 
 def shorten(document: str, tokenizer: Tokenizer, tokens: int) -> str:
-    """Whole paragraphs from the beginning of a document, as many as `tokens` tokens have room for."""
+    """Take whole paragraphs from the beginning of a document, as many as fit into `tokens` tokens."""
     kept = ""
     for paragraph in document.split("\n\n"):
         longer = f"{kept}\n\n{paragraph}" if kept else paragraph
@@ -32,7 +32,7 @@ def shorten(document: str, tokenizer: Tokenizer, tokens: int) -> str:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> None:
-    """The whole demonstration."""
+    """Run the whole demonstration."""
     config, tokenizer = read_config(arguments.engine_dir), Tokenizer(arguments.engine_dir)
     document = shorten(read_text(arguments.document), tokenizer, arguments.document_tokens)
     tokens = len(tokenizer.encode(document))

@@ -1,4 +1,4 @@
-"""The `kvseek` command: each subcommand is imported when it is asked for, so that help is quick."""
+"""The `kvseek` command. A subcommand's module is imported only when it is asked for, so that help is quick."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ DOCUMENT_TEMPLATE = "{document}\n\n{question}"
 
 
 def build_prompt(document: str | None, question: str) -> str:
-    """The text that is sent: the question alone, or a document followed by it."""
+    """Make the text that is sent: the question alone, or a document followed by the question."""
     return question if document is None else DOCUMENT_TEMPLATE.format(document=document.strip(), question=question)
 
 
@@ -96,7 +96,7 @@ def read_text(path: Path) -> str:
 
 
 def ask(arguments: argparse.Namespace) -> None:
-    """Send what the arguments say and print the answer."""
+    """Send the question of the arguments and print the answer."""
     if not 0 < arguments.timeout < threading.TIMEOUT_MAX:
         limit = f"> 0 and < {threading.TIMEOUT_MAX:g} seconds"
         raise ClientError(f"--timeout = {arguments.timeout:g}: must be {limit}; leave it out for the default")

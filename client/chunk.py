@@ -1,4 +1,4 @@
-"""What a client gets: pieces of text as they arrive, and the figures of a whole answer."""
+"""Pieces of text as they arrive at a client, and the figures of a whole answer."""
 
 from __future__ import annotations
 

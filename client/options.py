@@ -1,4 +1,4 @@
-"""What a client asks for: one generation request to the text model."""
+"""Options of one generation request to the text model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MODEL = "tensorrt_llm_bls"
-REPLY_SECONDS = 600.0  # that a server may be silent: a prompt of a million tokens, or others before this one
+REPLY_SECONDS = 600.0  # longest silence of a server: it may have to read a prompt of a million tokens
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class GenerateOptions:
     return_prefill_progress: bool = False
 
     def fields(self, text_input: str, stream: bool) -> dict[str, Any]:
-        """Inputs of tensorrt_llm_bls by name, those that are None or empty left out."""
+        """Return the inputs of tensorrt_llm_bls by name, without those that are None or empty."""
         values = {
             "text_input": text_input,
             "max_tokens": self.max_tokens,

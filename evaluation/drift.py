@@ -38,7 +38,7 @@ from kvseek.plugins.registry import get_method, method_traits
 SPAN = 1000  # steps whose figures are averaged
 DOCUMENT_TASK = "niah_multikey"  # of the needle folder, whose context is the document with --needle
 DOCUMENT_SEED = 10**6
-QUESTION_TOKENS = 32  # more than that task keeps free of the context, for a question and its answer
+QUESTION_TOKENS = 32  # more than DOCUMENT_TASK reserves for a question and its answer
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ScriptedSampler(Sampler):
         return False
 
     def sample(self, logits: Tensor) -> int:
-        """See Sampler.sample, which draws all the same, as generation does; raises RequestError as it does."""
+        """See Sampler.sample. A token is drawn as in generation, then replaced by the script's; raises as Sampler.sample."""
         return next(self._script, super().sample(logits))
 
 

@@ -22,8 +22,9 @@ MAKERS = 2  # threads that tokenise, beside the event loop: more would take the 
 class AsyncLLM(BaseLLM):
     """LLM for programs on asyncio: one prompt a call, any number of calls at once, computed together in batches.
 
-    A task that is cancelled, or leaves the iteration, has its request cancelled. Parameters and errors of the constructor are
-    those of LLM; it takes seconds, or minutes when it builds, so call it before the loop starts or with `asyncio.to_thread`.
+    The request of a task that is cancelled, or that leaves the iteration, is cancelled. Parameters and errors of the constructor
+    are those of LLM. The constructor takes seconds, or minutes if it builds, so call it before the loop starts or with
+    `asyncio.to_thread`.
     """
 
     def generate(
@@ -34,7 +35,7 @@ class AsyncLLM(BaseLLM):
         priority: int = DEFAULT_PRIORITY,
         timeout: float | None = None,
     ) -> AsyncGenerator[OutputPiece, None]:
-        """Continue a prompt, a text or token ids: its pieces as they come; the last one has the whole `output`.
+        """Continue a prompt, a text or token ids: yields pieces as they come; the last piece has the whole `output`.
 
         Parameters and errors are those of LLM.generate.
         """
@@ -78,7 +79,7 @@ class AsyncLLM(BaseLLM):
         return ThreadPoolExecutor(MAKERS, thread_name_prefix="kvseek-tokenise")
 
     async def _run(self, make: Callable[[], Generation]) -> AsyncGenerator[OutputPiece, None]:
-        """Make a request in a thread, submit it and give its pieces; it is cancelled if the iteration is left before its end."""
+        """Make a request in a thread, submit it and yield its pieces; leaving the iteration before its end cancels it."""
         self._check_open()
         loop = asyncio.get_running_loop()
         generation = await loop.run_in_executor(self._makers, make)

@@ -1,4 +1,4 @@
-"""What the synchronous and the asynchronous API share: the engine in its thread, and requests from prompts."""
+"""The common part of the synchronous and the asynchronous API: the engine in its thread, and requests from prompts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BaseLLM:
     Attributes
     ----------
     engine_dir : Path
-        The engine directory: the one that was given, or the cache's.
+        The engine directory that was given, or the engine directory in the cache.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class BaseLLM:
         source = engine_source(model, options, cache_dir, quiet)
         self.engine_dir = source.directory
         self._service = _load(source, threads, max_num_tokens)
-        # Also when the object is dropped, or the program ends without `close`: the engine's thread ends before PyTorch does.
+        # Also ends the engine's thread if the object is dropped, or if the program ends without `close`, before PyTorch ends.
         self._finalizer = weakref.finalize(self, self._service.close)
 
     @property
@@ -77,7 +77,7 @@ class BaseLLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine itself, for measurements. It belongs to a thread of its own: its docstrings say what others may call."""
+        """The engine itself, for measurements. It has a thread of its own; docstrings tell which methods others may call."""
         return self._service.engine
 
     def _close(self) -> None:
@@ -98,9 +98,9 @@ class BaseLLM:
         priority: int = DEFAULT_PRIORITY,
         timeout: float | None = None,
     ) -> Generation:
-        """A request that the engine can serve, not submitted yet; `templated` text has its special tokens already.
+        """Make a request that the engine can serve, without submitting it; `templated` text already has its special tokens.
 
-        Raises RequestError or CapacityError if the engine can never serve it, UnavailableError if it is closed.
+        Raises RequestError or CapacityError if the engine can never serve the request, UnavailableError if the LLM is closed.
         """
         self._check_open()
         if not isinstance(params, SamplingParams):
@@ -122,7 +122,7 @@ class BaseLLM:
     def _generations(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, **options: Any
     ) -> list[Generation]:
-        """`_generation` of every prompt; an error of one among several names it."""
+        """Make a `_generation` for every prompt; if there are several, an error names the prompt at fault."""
         each = _one_each(params, len(prompts))
         generations = []
         for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
@@ -136,7 +136,7 @@ class BaseLLM:
 
 
 def _load(source: EngineSource, threads: int | None, max_num_tokens: int) -> EngineService:
-    """Load the engine; an entry of the cache that is damaged is built again."""
+    """Load the engine; a damaged entry of the cache is built again first."""
     try:
         return EngineService.load(source.directory, threads, None, max_num_tokens)
     except EngineDirectoryError as error:
@@ -149,7 +149,7 @@ def _load(source: EngineSource, threads: int | None, max_num_tokens: int) -> Eng
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
-    """Sampling parameters of each prompt; raises RequestError if there are not as many as prompts."""
+    """Return sampling parameters for each prompt; raises RequestError if their number is not that of the prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence):
@@ -162,7 +162,7 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
 
 
 def _token_ids(ids: Sequence[int]) -> list[int]:
-    """Token ids as Python integers; raises RequestError if they are something else."""
+    """Convert token ids to Python integers; raises RequestError if they are something else."""
     try:
         return [operator.index(number) for number in ids]
     except TypeError:
@@ -170,7 +170,7 @@ def _token_ids(ids: Sequence[int]) -> list[int]:
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Prompts as a list: one text or one sequence of token ids is a list of one."""
+    """Make a list of prompts; a single text or a single sequence of token ids becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
     listed: list[Any] = list(prompts)

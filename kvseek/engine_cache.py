@@ -1,4 +1,4 @@
-"""From what a user calls a model to an engine directory: one that is there, or one that is built once and found again."""
+"""Finds the engine directory for a user's name of a model: an existing one, or one that is built once into a cache."""
 
 from __future__ import annotations
 
@@ -23,38 +23,36 @@ if TYPE_CHECKING:
     from kvseek.builder.options import BuildOptions
 
 DEFAULT_METHOD = "pariskv"
-DIGEST_CHARACTERS = 16  # of a folder's name
+DIGEST_CHARACTERS = 16  # characters of the digest in a folder's name
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # organisation/model, as on the Hugging Face hub
 
 
 @dataclass(frozen=True)
 class EngineSource:
-    """Where the engine of an LLM lies.
+    """Source of an LLM's engine: an engine directory, or an entry of the cache.
 
     Attributes
     ----------
     directory : Path
         The engine directory.
     options : BuildOptions or None
-        What it is built with if it is an entry of the cache; None if the user named an engine directory.
+        Options to build an entry of the cache with; None if the user named an engine directory.
     """
 
     directory: Path
     options: BuildOptions | None = None
 
     def build(self) -> None:
-        """Build the entry of the cache, unless it is intact; progress goes to stderr. Raises as `build_engine`.
+        """Build the entry of the cache, unless it is intact; progress goes to stderr. Raises as `build_engine` does.
 
-        Processes that build the same entry take turns, so that the second finds what the first has built.
+        Processes that build the same entry take turns, so that the second process finds the engine that the first has built.
         """
         from kvseek.builder.build import build_engine
 
         assert self.options is not None
         with _locked(self.directory):
             if self.directory.is_dir() and not (self.directory / MANIFEST_FILE).is_file():
-                shutil.rmtree(
-                    self.directory
-                )  # what a cleaner of caches has left over: the builder would not replace it
+                shutil.rmtree(self.directory)  # left over by a cleaner of caches; the builder would not replace it
             build_engine(self.options)
 
 
@@ -100,12 +98,12 @@ def engine_source(
 
 
 def default_cache_dir() -> Path:
-    """Folder of engines that Python programs had built."""
+    """Return the folder for engines that Python programs build."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvseek" / "engines"
 
 
 def _is_engine_directory(path: Path) -> bool:
-    """Whether kvseek wrote a directory, be it complete or not."""
+    """Whether kvseek wrote a directory, complete or not."""
     if (path / MANIFEST_FILE).is_file():
         return True
     try:
@@ -116,7 +114,7 @@ def _is_engine_directory(path: Path) -> bool:
 
 
 def _checkpoint(model: str, path: Path) -> Path:
-    """The path of a checkpoint, which may be that of a snapshot in Hugging Face's cache; raises ConfigError."""
+    """Find the path of a checkpoint, which may be a snapshot in Hugging Face's cache; raises ConfigError."""
     if path.exists() or not HUB_NAME.fullmatch(model):
         return path  # of one that does not exist the builder says so
     from huggingface_hub import constants, snapshot_download
@@ -132,7 +130,7 @@ def _checkpoint(model: str, path: Path) -> Path:
 
 
 def _cached_engine(model: str, checkpoint: Path, given: Mapping[str, Any], folder: Path) -> EngineSource:
-    """The cache's entry for a checkpoint and options, built if it is not there."""
+    """Return the cache's entry for a checkpoint and options; builds it if it is not there."""
     from kvseek.builder.build import engine_fingerprint
     from kvseek.builder.options import build_options
 
@@ -141,7 +139,7 @@ def _cached_engine(model: str, checkpoint: Path, given: Mapping[str, Any], folde
         values["tokenizer"] = Path(values["tokenizer"]).expanduser()
     options = build_options(values)
     fingerprint = engine_fingerprint(options)
-    # The fingerprint tells files by name, size and time: two models whose files were unpacked with the same times differ in path.
+    # The fingerprint compares files by name, size and time. These may be equal for two models, but their paths differ.
     digest = hashlib.sha256(f"{checkpoint.resolve()}\0{fingerprint}".encode()).hexdigest()[:DIGEST_CHARACTERS]
     name = f"{Path(model).name or 'model'}-{options.method}-{digest}"
     source = EngineSource(folder / name, replace(options, output_dir=folder / name))

@@ -1,4 +1,4 @@
-"""One request of the Python API: prompt and parameters to a request of the engine, the engine's outputs to pieces."""
+"""One request of the Python API: makes a request of the engine from prompt and parameters, and pieces from its outputs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CLOSED = "the LLM was closed before the request had ended: no text follows; keep
 
 
 class GenerationError(KvseekError):
-    """Requests failed while they were running; raised when all that were given together have ended, so nothing is lost.
+    """Requests failed while they were running. Raised when all requests of the call have ended, so that no output is lost.
 
     Attributes
     ----------
     outputs : list of RequestOutput
-        Of all prompts, in their order. Those that failed have an `error`, and what was generated before it.
+        Outputs of all prompts, in their order. Outputs of failed requests have an `error`, and the text generated before it.
     """
 
     def __init__(self, outputs: Sequence[RequestOutput]) -> None:
@@ -36,12 +36,12 @@ class GenerationError(KvseekError):
 
 
 class Generation:
-    """A request and what has come of it so far.
+    """A request and its output so far.
 
     Attributes
     ----------
     request : Request
-        For the engine.
+        The request for the engine.
     output : RequestOutput or None
         The complete output; None before the end.
     """
@@ -59,9 +59,9 @@ class Generation:
         self._statistics: RequestStatistics | None = None
 
     def push(self, output: StepOutput) -> OutputPiece | None:
-        """Take an output of the engine: the piece that it gives; None for progress in reading the prompt, and after the end.
+        """Take an output of the engine and return its piece; None for progress in reading the prompt, and after the end.
 
-        The engine does not know stop texts, and goes on after one: whoever calls this cancels the request then.
+        The engine does not know stop texts, and goes on after one, so the caller has to cancel the request then.
         """
         if self.output is not None or (output.token_id is None and output.finish_reason is None):
             return None

@@ -1,4 +1,4 @@
-"""LLM: a model in this process, and what it generates."""
+"""LLM: loads a model into this process and generates with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 class LLM(BaseLLM):
     """A model that is loaded into this process; use it in a `with` statement, or call `close`.
 
-    Any number of threads may call `generate` and `chat` at once; what they ask for is computed together, in batches.
+    Any number of threads may call `generate` and `chat` at once; their requests are computed together, in batches.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class LLM(BaseLLM):
         whose files must be in Hugging Face's cache (`hf download NAME`). Of a checkpoint an engine is built into a cache
         folder, and found there the next time.
     method : str, optional
-        What runs inside attention: full, flat, pariskv, ctkvr, clusterkv or prkv; pariskv if left out.
+        Retrieval method: full, flat, pariskv, ctkvr, clusterkv or prkv; pariskv if left out.
     device, dtype : str, optional
         "cpu" or "cuda"; "float32", "bfloat16" or, on cuda, "float16". cpu and float32 if left out.
     max_seq_len : int, optional
@@ -192,7 +192,7 @@ class LLM(BaseLLM):
         return sorted(outputs, key=lambda output: output.index)
 
     def _run(self, generations: Sequence[Generation]) -> Iterator[OutputPiece]:
-        """Submit requests and give their pieces; what has not ended when the iteration is left is cancelled."""
+        """Submit requests and yield their pieces; requests that have not ended when the iteration is left are cancelled."""
         arrived: SimpleQueue[tuple[int, StepOutput]] = SimpleQueue()
         handles: dict[int, int] = {}  # of the requests that have not ended, by index
         ended: list[RequestOutput] = []

@@ -1,4 +1,4 @@
-"""What generation gives: pieces while it goes on, one output at its end."""
+"""Results of generation: pieces while it goes on, one output at its end."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from kvseek.core.request import FinishReason
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One request from its prompt to its end.
+    """Complete output of one request.
 
     Attributes
     ----------
     index : int
-        Of the prompt among those that were given together.
+        Number of the prompt among the prompts of the call.
     prompt : str or None
-        As the model read it, a chat template included; None if token ids were given.
+        The prompt as the model read it, chat template included; None if token ids were given.
     prompt_token_ids : tuple of int
         Tokens of the prompt, special ones included.
     text : str
-        What was generated, up to a stop text and without it.
+        Generated text, up to a stop text and without it.
     token_ids : tuple of int
-        What was generated; those that spell a stop text are among them, a token that ended the output is not.
+        Generated tokens, including those that spell a stop text, but without an end token.
     finish_reason : FinishReason
         "end_id" (the model's own end token, or one of `stop_token_ids`), "stop_word", "length" (`max_tokens`), "timeout"
         or "error". It is a str.
@@ -32,7 +32,7 @@ class RequestOutput:
     cached_tokens : float
         Tokens in the KV cache at those steps, mean over the steps.
     queue_seconds : float
-        From submission until the engine began to read the prompt.
+        Time from submission until the engine began to read the prompt.
     ttft_seconds : float
         Time to first token: from submission, waiting included.
     tpot_seconds : float
@@ -62,19 +62,19 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class OutputPiece:
-    """What one step gave to one request, while it streams.
+    """Output of one step for a request that streams.
 
     Attributes
     ----------
     index : int
-        Of the prompt among those that were given together.
+        Number of the prompt among the prompts of the call.
     text : str
-        New text. Empty while a token is half of a character, or what came could be the beginning of a stop text. All
-        pieces of a prompt together are `RequestOutput.text`.
+        New text. Empty while a character is incomplete, or while the text could be the beginning of a stop text. All pieces of
+        a prompt together are `RequestOutput.text`.
     token_ids : tuple of int
         New tokens.
     finish_reason : FinishReason or None
-        Of the last piece; None before.
+        Why the output ended, in the last piece; None in earlier pieces.
     output : RequestOutput or None
         The complete output, with the last piece.
     """

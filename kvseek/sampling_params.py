@@ -1,4 +1,4 @@
-"""How a request generates: what the engine's sampler takes, how long the output may be, and what ends it."""
+"""Sampling parameters of the Python API: those of the engine's sampler, the output's length, and what ends the output."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class SamplingParams(request.SamplingParams):
     top_p : float
         Draw among the likeliest tokens that together have this probability; 1 is all.
     repetition_penalty : float
-        Above 1 makes tokens rarer that prompt and output have already.
+        A penalty above 1 makes tokens rarer that are already in prompt or output.
     seed : int
-        Of the request's own generator: the same seed, prompt and engine give the same tokens.
+        Seed of the request's own generator: the same seed, prompt and engine give the same tokens.
     max_tokens : int
         Most tokens to generate.
     stop : str or sequence of str
@@ -36,7 +36,7 @@ class SamplingParams(request.SamplingParams):
     stop_token_ids : sequence of int
         Tokens that end the output beside the model's own end tokens, and are not part of it.
     ignore_eos : bool
-        The model's own end tokens are tokens like others.
+        Whether to treat the model's own end tokens like other tokens.
 
     Raises
     ------
@@ -51,7 +51,7 @@ class SamplingParams(request.SamplingParams):
     ignore_eos: bool = False
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
-        """Refuse unknown parameters by name; Python's own TypeError would not say which there are."""
+        """Refuse unknown parameters by name; Python's own TypeError would not list the known ones."""
         names = [field.name for field in dataclasses.fields(cls)]
         if unknown := [name for name in values if name not in names]:
             raise RequestError(

@@ -1,1 +1,1 @@
-"""What evaluation and benchmarks share: the machine, results as JSON, variants of methods."""
+"""The common part of evaluation and benchmarks: the machine, results as JSON, variants of methods."""

@@ -7,12 +7,12 @@ from kvseek.plugins.contract import Index
 
 
 def batch_of(index: Index, slot: int = 0, position: int | None = None) -> Batch:
-    """The request that holds a slot, with all of its retrieval tokens and no window.
+    """Make the batch of the one request that holds a slot, with all of its retrieval tokens and no window.
 
     Parameters
     ----------
     position : int, optional
-        Of the query's token; the number of retrieval tokens if left out. Steps in a row have ascending positions.
+        Position of the query's token; the number of retrieval tokens if left out. Successive steps need ascending positions.
     """
     context = index.context
     length = context.lengths[slot]

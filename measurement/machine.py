@@ -1,4 +1,4 @@
-"""What a result depends on beside the code: machine, versions, commit; and what the machine can do at best."""
+"""Describes what a result depends on beside the code (machine, versions, commit), and measures the machine's best read rate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VERSIONS = ("kvseek", "torch", "transformers", "numpy")
 
 
 def describe() -> dict[str, object]:
-    """Machine, versions and commit, as they go into every result file."""
+    """Describe machine, versions and commit, as they go into every result file."""
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
@@ -29,7 +29,7 @@ def describe() -> dict[str, object]:
 
 
 def installed_version(name: str) -> str | None:
-    """Version of a package; None if it is not installed (kvseek itself may run from its checkout)."""
+    """Return the version of a package; None if it is not installed (kvseek itself may run from its checkout)."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -37,7 +37,7 @@ def installed_version(name: str) -> str | None:
 
 
 def describe_gpu(device: torch.device) -> dict[str, object]:
-    """The GPU, as it goes into result files beside `describe`."""
+    """Describe the GPU, as it goes into result files beside `describe`."""
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,
@@ -79,10 +79,10 @@ def resident_bytes() -> int:
 
 
 class PlainRead:
-    """Reads `size` bytes of memory in order with all threads: nothing that reads can be faster than this."""
+    """Reads `size` bytes of memory in order with all threads: no program that reads as many bytes can be faster."""
 
     def __init__(self, size: int) -> None:
-        # integers: a sum of floats waits for its additions
+        # Integers, because a sum of floats is limited by the latency of additions.
         self._numbers = torch.ones(size // 8, dtype=torch.int64)
 
     def __call__(self) -> None:

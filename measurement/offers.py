@@ -1,4 +1,4 @@
-"""What methods tell about themselves to measurements, which the engine never asks: costs.py and stages.py of their folders."""
+"""Loads costs.py and stages.py of methods' folders, which are for measurements and which the engine never uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ StagesOf = Callable[[Index, Tensor, int], Stages]
 
 
 def costs_of(method: str) -> Costs | None:
-    """What a decode step of a method moves (plugins/measurements/costs.py); None if nobody wrote it down.
+    """Return the function for a decode step's costs (plugins/measurements/costs.py); None if the method has none.
 
     Raises ConfigError for an unknown method.
     """
@@ -28,7 +28,7 @@ def costs_of(method: str) -> Costs | None:
 
 
 def stages_of(method: str) -> StagesOf | None:
-    """Which rows each stage of a method's selection keeps (plugins/measurements/stages.py); None if it does not tell.
+    """Return the function for a selection's stages (plugins/measurements/stages.py); None if the method has none.
 
     Raises ConfigError for an unknown method.
     """
@@ -36,6 +36,6 @@ def stages_of(method: str) -> StagesOf | None:
 
 
 def _offer(method: str, name: str) -> Any:
-    """The function `name` of the module `name` in a method's folder, if there is one."""
+    """Import the function `name` of the module `name` in a method's folder, if there is one."""
     module = f"{get_method(method).package}.{name}"
     return getattr(importlib.import_module(module), name) if find_spec(module) else None

@@ -1,4 +1,4 @@
-"""What every measurement does with its result: a file that is whole or absent, and JSON or a table on the screen."""
+"""Output of a measurement's result: a file that is whole or absent, and JSON or a table on the screen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_result(path: Path, document: dict[str, Any]) -> None:
-    """Write a result file, whole or not at all: a run may be ended at any time. Makes its folder."""
+    """Write a result file and its folder; the file is whole or absent, even if the run is ended at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

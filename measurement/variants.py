@@ -1,4 +1,4 @@
-"""Methods as measurements are asked for: a registered name, with fields of its own or of the cache set otherwise.
+"""Variants of methods for measurements: a registered name, with other values for fields of the method or of the cache.
 
 For example BASELINE,NAME,NAME:field=value,field=value,OTHER:cache.local=256 names four.
 """
@@ -28,11 +28,11 @@ class Variant:
     Attributes
     ----------
     label : str
-        How it was written: unique in a run.
+        The variant as it was written; unique in a run.
     fields, cache_fields : dict
-        What differs from the defaults of the method, and of its cache.
+        Fields that differ from the defaults of the method, and of its cache.
     weight_only_precision : str
-        Of the layers' weights, as EngineConfig's.
+        Precision of the layers' weights; see EngineConfig.
     """
 
     label: str
@@ -53,12 +53,12 @@ class Variant:
 
     @property
     def cache(self) -> CacheConfig:
-        """The cache that the method is meant for, unless told otherwise."""
+        """Configuration of the cache: the method's defaults, and the variant's own fields."""
         defaults = self.entry.traits(self.settings).cache_defaults
         return from_dict(CacheConfig, {**defaults, **self.cache_fields}, "cache")
 
     def flags(self) -> list[str]:
-        """Flags of `kvseek build` that make such an engine."""
+        """Return the flags of `kvseek build` that make such an engine."""
         named = {f"{self.method}.{name}": value for name, value in self.fields.items()}
         named |= {CACHE_PREFIX + name: value for name, value in self.cache_fields.items()}
         words = ["--method", self.method]
@@ -69,18 +69,18 @@ class Variant:
         return words
 
     def laid_out_as(self, cache: CacheConfig) -> Variant:
-        """The same on a cache with the windows of another."""
+        """Make the same variant with the window sizes of another cache."""
         names = ("sink", "local", "update", "full_threshold")
         windows = {name: getattr(cache, name) for name in names}
         return dataclasses.replace(self, cache_fields={**self.cache_fields, **windows})
 
     def with_fields(self, **values: Any) -> Variant:
-        """The same with further fields set, those that were asked for by name left as they are."""
+        """Make the same variant with further fields set; fields that it already sets are kept."""
         return dataclasses.replace(self, fields={**values, **self.fields})
 
 
 def parse_variants(text: str, flag: str = "--methods") -> list[Variant]:
-    """Read a comma list of variants, each one time; raises ConfigError with `flag` in the message.
+    """Read a comma-separated list of variants, each at most once; raises ConfigError with `flag` in the message.
 
     A part with "=" but no ":" before it is a further field of the variant before it.
     """
@@ -94,7 +94,7 @@ def parse_variants(text: str, flag: str = "--methods") -> list[Variant]:
         raise ConfigError(f"{flag} = {text!r}: must name each once; leave the second out")
     variants = [_parse(label, flag) for label in labels]
     for variant in variants:
-        _ = variant.settings, variant.cache  # named fields exist and are in range
+        _ = variant.settings, variant.cache  # raises if a field does not exist or is out of range
     return variants
 
 
@@ -116,7 +116,7 @@ def _parse(label: str, flag: str) -> Variant:
 
 
 def _value(text: str) -> Any:
-    """JSON where it is JSON (numbers, true, null), else the text itself."""
+    """Parse a value as JSON (numbers, true, null); text that is no JSON is returned unchanged."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -1,9 +1,10 @@
-"""The doors: the process that clients reach, over HTTP and gRPC, and that serves the metrics. `kvseek serve` starts it.
+"""The doors: the process that clients reach over HTTP and gRPC, which also serves the metrics. `kvseek serve` starts it.
 
-The gRPC door (grpc_door) stands in front of Triton's port. The HTTP door stands in for Triton's own HTTP endpoint, which
+The gRPC door (server/grpc_door/) stands in front of Triton's port. The HTTP door stands in for Triton's own HTTP endpoint, which
 deeply nested JSON and floods of chunks crash, and which lets requests run on that are not streamed and whose client has left.
-Its modules have one concern each: bodies (http_body), their JSON (http_json, http_fields), requests at the engine
-(generations), endpoints (http_generate, http_state, triton_relay, http_metrics, http_closed), connections (http_server).
+The modules of server/http_door/ have one concern each: bodies (body), their JSON (generate_json, fields), endpoints (generate,
+readiness, metrics, closed), connections (listener). Both doors hand requests to the engine (server/requests/) and ask Triton
+about itself (server/triton/relay.py).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from .settings import ServeSettings
 
 OTHER_CONNECTIONS = 256  # open ones beside those whose requests run or wait: idle, or asking for health
 MAX_METRICS_CONNECTIONS = 64
-GONE_SECONDS = 2.0  # without an engine process, after which what is still under way is ended
+GONE_SECONDS = 2.0  # time without an engine process after which all open requests are ended
 logger = logging.getLogger(__name__)
 
 
@@ -57,7 +58,7 @@ class Doors:
     state : Path or None
         The supervisor's file of restarts.
     body_seconds, header_seconds : float
-        That a client may take to send a body, and headers.
+        Seconds that a client may take to send a body, and to send headers.
     """
 
     def __init__(
@@ -85,7 +86,8 @@ class Doors:
         routes = [*self._state.routes(), *generate.routes(), *self._triton.routes(), *http_closed.routes()]
         connections = settings.max_queue_size + self._config.max_batch_size + OTHER_CONNECTIONS
         self._http = HttpServer(routes, connections, header_seconds)
-        # Health on the metrics port too: clients that take all connections of their port must not make the server seem dead.
+        # Health is on the metrics port too, so that clients who take all connections of the HTTP port do not make the server
+        # seem dead.
         routes = [*self._metrics.routes(), *self._state.routes()]
         self._metrics_http = HttpServer(routes, MAX_METRICS_CONNECTIONS, header_seconds)
 
@@ -105,7 +107,7 @@ class Doors:
         return *http, port
 
     async def finish(self) -> None:
-        """Take no requests any more, and return when those under way have ended or cannot end."""
+        """Take no requests any more, and return when all open requests have ended or cannot end."""
         self._state.stop_accepting()
         self._http.stop_accepting()
         deadline = time.monotonic() + self._settings.drain_seconds
@@ -117,7 +119,7 @@ class Doors:
             await asyncio.sleep(0.02)
 
     async def close(self) -> None:
-        """End everything."""
+        """Close all parts, and end the requests that are still open."""
         await asyncio.gather(self._http.close(), self._metrics_http.close(), self._grpc.close())
         await self._state.close()
         await self._metrics.close()
@@ -156,7 +158,7 @@ async def run(arguments: argparse.Namespace) -> None:
 
 
 def _announce(line: str) -> None:
-    """Write a line to standard output, which may be a file on a full disk: that is no reason to end."""
+    """Write a line to standard output; errors, such as a full disk, are ignored, because they are no reason to end."""
     with contextlib.suppress(OSError):
         os.write(1, f"{line}\n".encode())
 

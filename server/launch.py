@@ -1,4 +1,4 @@
-"""Runs a server over an engine directory: the engine process, the doors and Triton. `kvseek serve`, the demo, the tests."""
+"""Runs a server over an engine directory (engine process, doors and Triton), for `kvseek serve`, the demo and the tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .settings import ServeSettings
 from .supervisor import Supervisor
 
 READY_SECONDS = 180.0
-STOP_SECONDS = 5.0  # that a process may take to end once nothing runs in it any more
+STOP_SECONDS = 5.0  # time for a process to end once nothing runs in it any more
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOOPBACK = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
@@ -41,11 +41,11 @@ CLOSED_PROTOCOLS = "shared-memory,model-repository,trace,logging"
 KEY_HEADER = "kvseek-closed"
 ENGINE, DOORS, TRITON = "engine", "doors", "triton"
 STATE_FILE = "restarts.json"
-STANDARD_OUTPUT = Path("-")  # as a log: where a container's log belongs
+STANDARD_OUTPUT = Path("-")  # log to standard output, where a container's log belongs
 
 
 class RunningServer:
-    """A server that is ready, and where."""
+    """A server that is ready, with its host and ports."""
 
     def __init__(self, host: str, ports: Ports, supervisor: Supervisor) -> None:
         self.host, self.ports, self._supervisor = _reachable(host), ports, supervisor
@@ -112,7 +112,7 @@ def running_server(
             supervisor.wait_until(lambda: _is_ready(running.http_url), ready_seconds)
             yield running
         finally:
-            with _signals():  # a second one must not leave processes behind
+            with _signals():  # a second signal must not leave processes behind
                 supervisor.stop()
 
 
@@ -147,7 +147,7 @@ def _programs(
     settings: ServeSettings,
     verbose: bool,
 ) -> list[Program]:
-    """The engine process, the doors and Triton, in the order in which they start and end."""
+    """Describe the engine process, the doors and Triton, in the order in which they start and end."""
     server, socket = find_server(scratch), scratch / "engine.sock"
     repository = _write_repository(scratch / "models", engine_dir, config, socket, settings)
     inner = Ports(0, 0, 0).resolve(LOOPBACK)  # Triton's own
@@ -172,7 +172,7 @@ def _programs(
             _triton_command(server, repository, inner, verbose),
             2 * STOP_SECONDS,
             server.environment,
-            ends_with=DOORS,  # their calls are cancelled, of which Triton 2.51 may crash, and nobody waits for the answers
+            ends_with=DOORS,  # the dead doors' calls are cancelled, which may crash Triton 2.51, and nobody waits for answers
             workers=tuple(f"/models/{model}/" for model in MODELS),
             clean_up=lambda: _free_shared_memory(repository),
         ),
@@ -180,16 +180,16 @@ def _programs(
 
 
 def _triton_command(server: TritonServer, repository: Path, ports: Ports, verbose: bool) -> tuple[str, ...]:
-    """Triton's command line: its ports are for this machine alone, its HTTP endpoint is off (docs/security.md)."""
+    """Make Triton's command line: its ports are for this machine alone, its HTTP endpoint is off (docs/security.md)."""
     return (
         str(server.binary),
         f"--model-repository={repository}",
         f"--backend-directory={server.backends}",
         "--allow-http=false",
-        "--disable-auto-complete-config",  # else a process of each model is started and ended before its real one
+        "--disable-auto-complete-config",  # otherwise an extra process of each model is started and ended first
         f"--grpc-address={LOOPBACK}",
         f"--grpc-port={ports.grpc}",
-        # Nobody knows the key, so nobody can use these.
+        # Nobody knows the key, so nobody can use these protocols.
         f"--grpc-restricted-protocol={CLOSED_PROTOCOLS}:{KEY_HEADER}={secrets.token_hex(32)}",
         f"--metrics-address={LOOPBACK}",
         f"--metrics-port={ports.metrics}",
@@ -200,7 +200,7 @@ def _triton_command(server: TritonServer, repository: Path, ports: Ports, verbos
 
 
 def _reachable(host: str) -> str:
-    """An address of this machine for clients that run on it."""
+    """Return an address of this machine for clients that run on it."""
     return LOOPBACK if host in ("0.0.0.0", "") else host
 
 
@@ -215,22 +215,21 @@ def _is_ready(url: str) -> bool:
 
 
 def _memory_prefix(repository: Path) -> str:
-    """Name of this server's shared memory: Triton's own, by which it keeps clients away, and the scratch folder's."""
+    """Return the prefix of this server's shared memory: Triton's, which keeps clients away, and the scratch folder's name."""
     return f"{SHARED_MEMORY_PREFIX}{repository.parent.name}-"
 
 
 def _free_shared_memory(repository: Path) -> None:
-    """Remove what a Triton that had to be killed left behind: it would take up memory until the machine restarts."""
+    """Remove shared memory that a killed Triton left behind: it would take up memory until the machine restarts."""
     for region in SHARED_MEMORY.glob(f"{_memory_prefix(repository)}*"):
         region.unlink(missing_ok=True)
 
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM that arrive from now on.
+    """Collect the signals SIGINT and SIGTERM that arrive from now on.
 
-    A handler that raised would be late for a call that waits for a process and had just begun, and could leave
-    Popen's lock taken.
+    A handler that raises could be too late for a wait that has just begun, and could leave Popen's lock taken.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # Python lets no other thread handle signals
@@ -245,7 +244,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments of `kvseek serve`."""
+    """Parse the arguments of `kvseek serve`."""
     parser = argparse.ArgumentParser(prog="kvseek serve", description="Serve an engine directory with Triton.")
     default = ServeSettings()
     parser.add_argument("--engine_dir", type=Path, required=True, help="what kvseek build wrote")
@@ -276,7 +275,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`kvseek serve`: run until SIGINT or SIGTERM, or until the server ends."""
+    """Run `kvseek serve` until SIGINT or SIGTERM, or until the server ends."""
     arguments = parse_arguments(argv)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -1,4 +1,4 @@
-"""What the metrics port shows of kvseek: the engine's metrics, and what only those around the engine process know."""
+"""kvseek's text on the metrics port: the engine's metrics, and those known only outside of the engine process (restarts)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvseek.server.engine.tallies import Families
 
 
 def server_text(engine: str | None, restarts: Mapping[str, int]) -> str:
-    """kvseek's metrics in Prometheus' text format.
+    """Write kvseek's metrics in Prometheus' text format.
 
     Parameters
     ----------
     engine : str or None
-        What `EngineMetrics.text` gave; None: the engine process does not answer.
+        Result of `EngineMetrics.text`; None: the engine process does not answer.
     restarts : mapping
-        How often each process of the server was started again, by its name: the supervisor's state file.
+        Number of restarts of each process of the server, by its name, from the supervisor's state file.
     """
     registry = CollectorRegistry()
     registry.register(_Restarts(restarts))

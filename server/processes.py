@@ -1,4 +1,4 @@
-"""The processes of a server: how one is started, found in /proc, and ended. Linux only, as Triton is."""
+"""Starts processes of a server, finds them in /proc, and ends them. Linux only, as Triton is."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-LOG_BYTES = 64 << 10  # of a log's end that are read for an error message
+LOG_BYTES = 64 << 10  # bytes of a log's end that are read for an error message
 LOG_LINES = 30
 PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
 class Program:
-    """What to run as one process of a server.
+    """A program to run as one process of a server.
 
     Attributes
     ----------
     stop_seconds : float
-        From SIGTERM to the process's end, at most; then it is killed.
+        Most seconds from SIGTERM to the process's end; after these it is killed.
     is_up : callable
-        Whether the process has finished starting; looked at while it runs.
+        Returns whether the process has finished starting; called while the process runs.
     ends_with : str
-        Name of another program, or empty: when that one dies, this one is ended and started again too.
+        Name of another program, or empty: when that program dies, this one is ended and started again too.
     workers : tuple of str
         For each child process that must live as long as the process itself, a text that only its command line has.
     clean_up : callable
-        Called when the process and its children have ended: frees what a process that was killed leaves behind.
+        Called when the process and its children have ended, to free resources that a killed process leaves behind.
     """
 
     name: str
@@ -46,13 +46,13 @@ class Program:
 
 
 class Child:
-    """A program that has been started, in a session of its own: Ctrl-C in a terminal reaches the launcher alone.
+    """A program that has been started, in a session of its own, so that Ctrl-C in a terminal reaches only the launcher.
 
-    The kernel ends it when the thread that started it ends, so that no server outlives its launcher.
+    The kernel ends the process when the thread that started it ends, so that no server outlives its launcher.
     """
 
     def __init__(self, program: Program, output: Path | None) -> None:
-        """Start it; its output is added to a file, or (None) goes to this process's own."""
+        """Start the program; its output is appended to the file `output`, or goes to this process's output if that is None."""
         self.program = program
         with contextlib.nullcontext() if output is None else output.open("ab") as file:
             self.process = subprocess.Popen(
@@ -67,11 +67,11 @@ class Child:
         self._workers: dict[str, Path] = {}
 
     def find_workers(self) -> bool:
-        """Look for the worker processes that are not known yet; returns whether all are."""
+        """Look for worker processes that are not known yet; returns whether all are known now."""
         missing = [worker for worker in self.program.workers if worker not in self._workers]
         if missing:
             for folder in PROC.glob("[0-9]*"):
-                with contextlib.suppress(OSError):  # it has just ended
+                with contextlib.suppress(OSError):  # the process has just ended
                     if _status(folder)[1] == str(self.process.pid):
                         command = (folder / "cmdline").read_text(errors="replace")
                         self._workers |= {worker: folder for worker in missing if worker in command}
@@ -83,7 +83,7 @@ class Child:
         return {worker: int(folder.name) for worker, folder in self._workers.items()}
 
     def ended(self) -> str:
-        """How the process, or one of its workers, has ended; empty while all run."""
+        """Describe how the process, or one of its workers, has ended; empty while all run."""
         status = self.process.poll()
         if status is not None:
             return f"{self.program.name} ended with status {status}"
@@ -91,17 +91,17 @@ class Child:
         return f"{self.program.name}: its process {gone[0]} ended" if gone else ""
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Ask the process to end."""
         self.process.terminate()
 
     def wait(self) -> int:
-        """Wait as long as it may take to end, then kill it and its children; returns its exit status."""
+        """Wait `stop_seconds` for the process to end, then kill it and its children; returns its exit status."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(self.program.stop_seconds)
         return self.kill()
 
     def kill(self) -> int:
-        """End it and its children now; returns its exit status."""
+        """Kill the process and its children now; returns its exit status."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
@@ -110,7 +110,7 @@ class Child:
 
 
 def ending(log: Path | None) -> str:
-    """Where a log ends, for an error message."""
+    """Read the end of a log, for an error message."""
     if log is None:
         return "is above"
     if not log.is_file():
@@ -129,7 +129,7 @@ def _has_ended(folder: Path) -> bool:
 
 
 def _status(folder: Path) -> list[str]:
-    """State, parent and what follows them in /proc/PID/stat."""
+    """Read the fields of /proc/PID/stat from the process's state on; its parent comes next."""
     return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
 
 

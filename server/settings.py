@@ -1,4 +1,4 @@
-"""How a server runs: what `kvseek serve` is told, in one place, for the processes that it starts."""
+"""Settings of `kvseek serve`, in one place, for the processes that it starts."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class ServeSettings:
         _require(self.restarts >= 0, "restarts", self.restarts, ">= 0", "0 ends the server when a process dies")
 
     def to_json(self) -> str:
-        """For the command line of another process."""
+        """Write the settings as JSON, for the command line of another process."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> ServeSettings:
-        """What `to_json` gave."""
+        """Read settings that `to_json` wrote."""
         return cls(**json.loads(text))
 
 

@@ -1,4 +1,4 @@
-"""Keeps the processes of a server running: starts them, starts again what dies, ends all in order."""
+"""Keeps the processes of a server running: starts them, starts dead ones again, and ends all in order."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .errors import ServerError
 from .processes import Child, Program, ending
 
 POLL_SECONDS = 0.05
-FIND_SECONDS = 0.5  # between two looks for a process's workers
+FIND_SECONDS = 0.5  # time between two looks for a process's workers
 FIRST_DELAY_SECONDS = 0.25  # before the first restart; doubled with each further one in a row
 LONGEST_DELAY_SECONDS = 30.0
-STEADY_SECONDS = 120.0  # a process that has been up so long starts a new row of restarts
+STEADY_SECONDS = 120.0  # time after which a process that stays up begins a new row of restarts
 LOOK_AT_LOG_SECONDS = 10.0
-MAX_LOG_BYTES = 64 << 20  # of a log that nobody has asked for; then it is cut, and begins anew
+MAX_LOG_BYTES = 64 << 20  # most bytes of a log that nobody has asked for; at this size it is cut, and begins anew
 logger = logging.getLogger(__name__)
 
 
 class Watched:
-    """One program: its process, and how often it was started again."""
+    """One program with its process, and the number of its restarts."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -72,7 +72,7 @@ class Supervisor:
         self._thread.start()
 
     def wait_until(self, is_ready: Callable[[], bool], seconds: float) -> None:
-        """Wait until the server is ready; from then on what dies is started again. Raises ServerError."""
+        """Wait until the server is ready; from then on processes that die are started again. Raises ServerError."""
         deadline = time.monotonic() + seconds
         while not is_ready():
             self.check()
@@ -108,7 +108,7 @@ class Supervisor:
                 for watched in self._watched:
                     self._look_after(watched)
                 self._cut_log()
-        except Exception as error:  # of starting a program: there is no file or no memory for it
+        except Exception as error:  # a program could not be started, for want of a file or of memory
             logger.exception("the supervisor failed")
             self.failure = f"a process could not be started ({error})"
         finally:
@@ -137,7 +137,7 @@ class Supervisor:
 
     @staticmethod
     def _kill(watched: Watched) -> None:
-        """End a process, or what is left of it."""
+        """End a process, or those of its children that are left."""
         if watched.child is not None:
             watched.child.kill()
         watched.child, watched.look_at = None, 0.0
@@ -166,7 +166,7 @@ class Supervisor:
                 self.statuses[watched.program.name] = watched.child.wait()
 
     def _cut_log(self) -> None:
-        """Cut a log that nobody reads while the server runs: it lies on a disk that could be full one day."""
+        """Cut a log that nobody has asked for, because it could fill the disk one day."""
         now = time.monotonic()
         if not self._cut or now < self._look_at_log:
             return
@@ -181,5 +181,5 @@ class Supervisor:
         try:
             part.write_text(json.dumps(counts), encoding="utf-8")
             part.replace(self._state)  # readers see the old file or the new one
-        except OSError as error:  # the metrics are late then; no reason to end the server
+        except OSError as error:  # the metrics are then out of date, which is no reason to end the server
             logger.error("the number of restarts cannot be written for the metrics: %s", error)

@@ -111,7 +111,8 @@ class Bench:
         itemsize = self.dtype.itemsize
         every = [Needs.of(self.config(v, self.cells), itemsize, self._needs[v.label]) for v in variants]
         self.needs = Needs.most(every)
-        # With "always", the first layers of all variants that share a pool lie where one of them wants its dense ones.
+        # With "always", the rows of dense layers stay on the device. Variants share one pool, so the largest number of dense
+        # layers counts for all of them.
         self.dense_layers = max(v.entry.traits(v.settings).dense_layers for v in variants)
         self.region_cache = min((v.cache for v in variants), key=lambda cache: cache.sink + cache.local)
 

@@ -80,7 +80,10 @@ def decode_result(
 
 
 def fetched_hits(costs: SelectionCosts, found: float) -> float:
-    """Share of the rows that are not always on the device which were found there, from that of all selected rows."""
+    """Compute the hit rate of the fetched rows from `found`, the hit rate of all selected rows.
+
+    Fetched rows are those that a method does not always keep on the device.
+    """
     fetched = costs.rows - costs.device_rows
     return min(1.0, max(0.0, (found * costs.rows - costs.device_rows) / fetched)) if fetched > 0 else 0.0
 

@@ -1,1 +1,1 @@
-"""What fits into a GPU's memory, without the GPU: `kvseek build --plan`."""
+"""`kvseek build --plan`: finds what fits into a GPU's memory, without the GPU."""

@@ -1,6 +1,6 @@
-"""Which engines fit into a GPU's memory, without the GPU: what `kvseek build --plan` asks.
+"""Finds which engines fit into a GPU's memory, without the GPU, for `kvseek build --plan`.
 
-No answer comes from a formula of its own. Each is the division of the memory that loading would make
+There are no separate formulas. Each answer is the division of the memory that loading would make
 (engine/cache/memory_layout.py), with the bytes of the indexes counted on the meta device (engine/loading/dry_run.py), and the
 extents that admission would reserve.
 """
@@ -50,11 +50,11 @@ class Attempt:
     memory : MemoryLayout or None
         How loading would divide the device's memory; None if loading would refuse the engine.
     needs : IndexNeeds or None
-        What its indexes take; None if its kernels refuse the length.
+        Memory that the engine's indexes take; None if its kernels refuse the length.
     limit : str or None
-        What is short; None: the engine fits. It loads, and admits all of the requests at once.
+        Name of what is short. None: the engine fits, so it loads, and admits all of the requests at once.
     reason : str
-        What is short in a sentence, with numbers; empty if nothing is.
+        A sentence, with numbers, on what is short; empty if nothing is.
     """
 
     context: int
@@ -67,7 +67,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Most:
-    """The most that fits: `limit` is what keeps the next larger engine from it. `best` is None if nothing fits."""
+    """The largest engine that fits (`best`, None if nothing fits), and the `limit` that keeps the next larger from fitting."""
 
     best: Attempt | None
     limit: str
@@ -168,7 +168,7 @@ class FitSearch:
         return window_bytes(self.asked, self.dtype) // (self.asked.max_batch_size + 1)
 
     def _most(self, sizes: Sequence[int], attempt: Callable[[int], Attempt], end: str) -> Most:
-        """The largest of ascending sizes that fits. More never fits where less does not, so the border is searched for."""
+        """Find the largest of ascending sizes that fits, by bisection: a size never fits if a smaller one does not."""
         fitting, failing = -1, len(sizes)
         while failing - fitting > 1:
             middle = (fitting + failing) // 2
@@ -208,7 +208,7 @@ class FitSearch:
         return config.max_batch_size * extents_for(retrieval_tokens(config.cache, config.max_seq_len))
 
     def _short(self, config: EngineConfig) -> str:
-        """What to blame for too few extents: budgets that would be too small on any GPU, or the device."""
+        """Name the reason for too few extents: budgets that would be too small on any GPU, or the device's memory."""
         try:
             enough = lay_out_rows(config, self.dtype, None).capacity >= self._admitted(config)
         except CapacityError:

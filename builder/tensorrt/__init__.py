@@ -1,1 +1,1 @@
-"""`--runtime tensorrt`: the decoder as plans of TensorRT in place of weights."""
+"""`--runtime tensorrt`: builds the decoder as TensorRT plans, which hold the weights."""

@@ -22,7 +22,7 @@ from .graph import Graph
 
 @dataclass(frozen=True)
 class Stream:
-    """What flows from layer to layer, and the graph that it is in.
+    """The tensors that pass from layer to layer, and the graph that they are in.
 
     Attributes
     ----------

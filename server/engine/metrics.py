@@ -1,7 +1,7 @@
 """The engine's metrics in Prometheus' text format. docs/metrics.md has a table of them.
 
-Names are vLLM's, with `kvseek:` in the place of `vllm:`, wherever the meaning is the same, so that a dashboard for one serves
-the other. The engine's thread only adds to plain numbers; what costs more is done when somebody asks for the text.
+Names are vLLM's, with `kvseek:` in place of `vllm:`, wherever the meaning is the same, so that a dashboard for vLLM also works
+for kvseek. The engine's thread only adds to plain numbers; all costlier work is done when the text is asked for.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from kvseek.engine.cache.usage import CacheUsage
     from kvseek.engine.service import EngineService
 
-# Buckets. Seconds between tokens begin with what a small batch on a GPU takes; those of requests reach beyond the ten minutes
-# that a long prompt on a CPU takes.
+# Buckets. Seconds between tokens begin with the step time of a small batch on a GPU; seconds of requests reach beyond the ten
+# minutes that a long prompt on a CPU takes.
 TOKEN_MILLISECONDS = (2, 5, 7.5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 200, 300, 500, 1000, 2500, 10000, 30000)
 TOKEN_SECONDS = tuple(milliseconds / 1000 for milliseconds in TOKEN_MILLISECONDS)
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 240, 600, 1200, 3600)
@@ -74,22 +74,22 @@ class EngineMetrics(Collector):
     Parameters
     ----------
     service : EngineService
-        Its queue, requests and cache are looked at whenever the text is asked for.
+        The service whose queue, requests and cache are read whenever the text is asked for.
     model_name : str
-        What the label `model_name` says, as in vLLM; the label `method` is the engine's retrieval method.
+        Value of the label `model_name`, as in vLLM; the label `method` is the engine's retrieval method.
     max_queue_size : int
-        Requests that may wait.
+        Most requests that may wait.
     """
 
     def __init__(self, service: EngineService, model_name: str = "kvseek", max_queue_size: int = 256) -> None:
         self._service, self._max_queue_size, self._started = service, max_queue_size, time.time()
-        self._lock = threading.Lock()  # guards what counts ends of requests
+        self._lock = threading.Lock()  # guards the counts of requests that have ended
         self._families = Families(model_name=model_name, method=service.config.method)
         self._outcomes = dict.fromkeys(OUTCOMES, 0)
         self._finished = dict.fromkeys(FINISHED_REASONS.values(), 0)
         self._prompt_tokens = self._generated = self._cached = 0
         self._attended = 0.0
-        self._token_times: dict[int, float] = {}  # of running requests: when the last token came
+        self._token_times: dict[int, float] = {}  # by running request: the time of its last token
         self._between_tokens = Histogram(TOKEN_SECONDS)
         self._of_requests = {name: Histogram(bounds) for name, (bounds, _) in REQUEST_HISTOGRAMS.items()}
         self._of_steps = {name: Histogram(bounds) for name, (bounds, _) in STEP_HISTOGRAMS.items()}
@@ -118,7 +118,7 @@ class EngineMetrics(Collector):
                 self._end(output, output.finish_reason)
 
     def record_step(self, report: StepReport) -> None:
-        """Count what a step of the engine did: for Engine.on_step."""
+        """Count the work of a step; made to be Engine.on_step."""
         self._prompt_tokens += report.prefill_tokens
         steps = self._of_steps
         steps["engine_step_time_seconds"].observe(report.seconds)
@@ -129,22 +129,22 @@ class EngineMetrics(Collector):
             steps["refresh_time_seconds"].observe(report.refresh_seconds)
 
     def refused(self, code: str, count: int = 1) -> None:
-        """Count requests that were refused, with an ErrorCode, before the engine had them."""
+        """Count requests that a door refused with an ErrorCode, before the engine got them."""
         with self._lock:
             self._outcomes[code if code in self._outcomes else ErrorCode.INTERNAL.value] += count
 
     def text(self) -> str:
-        """All metrics in Prometheus' text format; takes some 4 ms."""
+        """Return all metrics in Prometheus' text format; takes some 4 ms."""
         return generate_latest(self._registry).decode()
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics as prometheus_client wants them; see `text`."""
+        """Yield the metrics in prometheus_client's form; see `text`."""
         yield from self._state()
         yield from self._tokens()
         yield from self._requests()
 
     def _state(self) -> Iterator[Metric]:
-        """What holds now."""
+        """Yield the metrics of the present state."""
         service, make = self._service, self._families
         description = "When the engine process was ready, in seconds since 1970"
         yield make.gauge("engine_start_time_seconds", description, self._started)
@@ -195,14 +195,14 @@ class EngineMetrics(Collector):
         self._token_times.pop(output.request_id, None)
         self._outcomes[(output.code if reason is FinishReason.ERROR else reason).value] += 1
         if output.statistics is None:
-            return  # the engine never had it
+            return  # the engine never got the request
         self._finished[FINISHED_REASONS[reason]] += 1
         for name, value in _figures(output.statistics, time.perf_counter()).items():
             self._of_requests[name].observe(value)
 
 
 def _figures(statistics: RequestStatistics, now: float) -> dict[str, float]:
-    """What the histograms of requests get when one ends, `now` in seconds of time.perf_counter.
+    """Compute the figures of a request that has ended, for the histograms; `now` in seconds of time.perf_counter.
 
     A phase that the request did not reach gives no figure.
     """

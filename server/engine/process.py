@@ -1,4 +1,4 @@
-"""The engine process: one engine, offered to the doors of this machine on a Unix socket. `kvseek serve` starts it.
+"""The engine process: serves one engine to the doors of this machine on a Unix socket. `kvseek serve` starts it.
 
 Only this process loads weights and owns the cache. Doors (Triton's two models, server/doors.py) are thin: when one of them
 dies, its requests are cancelled and all others go on; when this process dies, the doors tell their clients at once.
@@ -46,17 +46,17 @@ from kvseek.server.settings import ServeSettings
 from .metrics import EngineMetrics
 from .tracing import RequestTracer
 
-UNREAD_BYTES = 64 << 20  # that a door may leave unread before it counts as dead
+UNREAD_BYTES = 64 << 20  # most bytes that a door may leave unread; with more it counts as dead
 STATUS_FAILED = 3  # exit status when the engine has failed: every further call would fail too
-STATUS_HUNG = 4  # exit status when its loop has stopped
+STATUS_HUNG = 4  # exit status when the engine's loop has stopped
 HUNG_SECONDS = (
-    300.0  # without a round of the engine's loop, of which none takes as long: it looks around every unit of a prompt
+    300.0  # time without a round of the engine's loop; no round takes as long, because it reads only units of a prompt
 )
 logger = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Outputs on their way from the engine's thread to the event loop, which is woken once for many of them."""
+    """Outputs on their way from the engine's thread to the event loop, which is woken once for many outputs."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -84,7 +84,7 @@ class Outbox:
 
 
 class Door:
-    """One connection: the requests that came by it."""
+    """One connection of a door, with the requests that came over it."""
 
     def __init__(self, server: EngineServer, writer: asyncio.StreamWriter) -> None:
         self._server, self._writer = server, writer
@@ -92,7 +92,7 @@ class Door:
 
     def send(self, message: FromEngine) -> None:
         """Send a message, unless the door has gone; a door that has stopped reading is disconnected."""
-        if self._writer.is_closing():  # uvloop raises on writing to it, and other doors' outputs would be lost
+        if self._writer.is_closing():  # uvloop raises on a write then, and outputs of other doors would be lost
             return
         if self._writer.transport.get_write_buffer_size() > UNREAD_BYTES:
             logger.error("a door has left %d bytes unread: it is disconnected", UNREAD_BYTES)
@@ -108,7 +108,7 @@ class Door:
         self.send(Outputs(outputs))
 
     def take(self, message: FromDoor) -> None:
-        """Do what the door asks for."""
+        """Do what a message of the door asks for."""
         service, metrics = self._server.service, self._server.metrics
         if isinstance(message, Submit):
             self._submit(message)
@@ -146,7 +146,7 @@ class Door:
             self.send_outputs([(number, end)])
 
     def leave(self) -> None:
-        """The door is gone: nobody waits for its requests."""
+        """Cancel all requests of a door that has gone, because nobody waits for them."""
         for handle in self._handles.values():
             self._server.service.cancel(handle)
         self._writer.close()
@@ -157,10 +157,10 @@ class Watchdog:
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
-        self._asked_at: float | None = None  # time.monotonic of the question that is open
+        self._asked_at: float | None = None  # time.monotonic of the open question; None: no question is open
 
     def hangs(self) -> bool:
-        """Whether the loop has left a question open for too long. Asks it, to be called again and again."""
+        """Whether the loop has not answered a question for too long. Also asks; call this again and again."""
         if self._asked_at is None:
             self._asked_at = time.monotonic()
             self._service.call(self._answer)
@@ -188,7 +188,7 @@ class EngineServer:
         self._draining = False
 
     def with_defaults(self, request: Request) -> Request:
-        """A request as it is served: with the server's time limit if it has none of its own."""
+        """Complete a request: it gets the server's time limit if it has none of its own."""
         if request.timeout_seconds is None and self.settings.default_timeout is not None:
             return replace(request, timeout_seconds=self.settings.default_timeout)
         return request
@@ -219,7 +219,7 @@ class EngineServer:
                 if watchdog.hangs():
                     logger.critical("the engine's loop has not turned for %g s: its process ends", HUNG_SECONDS)
                     faulthandler.dump_traceback()
-                    os._exit(STATUS_HUNG)  # nothing that waits for the engine's thread would end
+                    os._exit(STATUS_HUNG)  # an orderly end would wait for the engine's thread for ever
             drained.result()
             return 0
         finally:
@@ -231,7 +231,7 @@ class EngineServer:
         self._draining = True
         await asyncio.to_thread(self.service.drain, self.settings.drain_seconds)
         self.outbox.flush()
-        await asyncio.sleep(0.2)  # what has been written leaves this process
+        await asyncio.sleep(0.2)  # so that written messages leave this process
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         door = Door(self, writer)

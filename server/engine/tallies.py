@@ -1,6 +1,6 @@
-"""Counts that one thread adds to and another reads, in a few hundred nanoseconds each.
+"""Counters that one thread adds to and another reads; adding takes a few hundred nanoseconds.
 
-Those of prometheus_client take a lock a time: some six microseconds a token, which the engine's thread has better uses for.
+The counters of prometheus_client take a lock each time, which would cost the engine's thread some six microseconds a token.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 
 class Histogram:
-    """How many values fell into each bucket. One thread observes; any thread may read, and then misses at most the latest.
+    """Number of values in each bucket. One thread observes; any thread may read, and misses at most the latest value.
 
     Parameters
     ----------
     bounds : sequence of float
-        Upper bounds of the buckets, ascending, themselves included; what is larger falls into one more bucket.
+        Upper bounds of the buckets, ascending, each inside its bucket; larger values fall into one more bucket.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -36,7 +36,7 @@ class Histogram:
         return self._sum
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper bound and number of values up to it, of each bucket, as Prometheus wants them."""
+        """Return, in Prometheus' form, the upper bound of each bucket and the number of values up to it."""
         found, buckets = 0, []
         for bound, count in zip((*self._bounds, None), list(self._counts), strict=True):
             found += count
@@ -51,33 +51,33 @@ class Families:
         self._names, self._values = tuple(labels), tuple(labels.values())
 
     def gauge(self, name: str, description: str, value: float) -> Metric:
-        """A value that goes up and down."""
+        """Make a metric of a value that goes up and down."""
         family = GaugeMetricFamily(f"kvseek:{name}", description, labels=self._names)
         family.add_metric(self._values, value)
         return family
 
     def counter(self, name: str, description: str, value: float) -> Metric:
-        """A value that only grows; `_total` is added to its name."""
+        """Make a metric of a value that only grows; `_total` is added to its name."""
         family = CounterMetricFamily(f"kvseek:{name}", description, labels=self._names)
         family.add_metric(self._values, value)
         return family
 
     def gauges(self, name: str, description: str, label: str, values: Mapping[str, float]) -> Metric:
-        """A gauge for each value of one more label."""
+        """Make a gauge for each value of one more label."""
         family = GaugeMetricFamily(f"kvseek:{name}", description, labels=(*self._names, label))
         for key, value in values.items():
             family.add_metric((*self._values, key), value)
         return family
 
     def counters(self, name: str, description: str, label: str, values: Mapping[str, float]) -> Metric:
-        """A counter for each value of one more label."""
+        """Make a counter for each value of one more label."""
         family = CounterMetricFamily(f"kvseek:{name}", description, labels=(*self._names, label))
         for key, value in values.items():
             family.add_metric((*self._values, key), value)
         return family
 
     def histogram(self, name: str, description: str, histogram: Histogram) -> Metric:
-        """What a histogram has counted."""
+        """Make a metric of a histogram's counts."""
         family = HistogramMetricFamily(f"kvseek:{name}", description, labels=self._names)
         family.add_metric(self._values, histogram.buckets(), histogram.sum)
         return family

@@ -1,7 +1,7 @@
-"""A span of every request, sent to an OpenTelemetry collector. Opt-in: without `--otlp_endpoint` nothing here is used.
+"""Sends a span of every request to an OpenTelemetry collector. Opt-in: without `--otlp_endpoint` nothing here is used.
 
-Names of attributes are those of OpenTelemetry's conventions for generative AI, and where these have none, vLLM's. Prompts and
-answers are never part of a span.
+Names of attributes are those of OpenTelemetry's conventions for generative AI, or vLLM's where the conventions have none.
+Prompts and answers are never part of a span.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SPAN_NAME = "llm_request"
 TRACES_PATH = "/v1/traces"
-EXPORT_SECONDS = 3.0  # that sending spans may take: the engine process waits for it when it ends
+EXPORT_SECONDS = 3.0  # most time for sending spans, for which the engine process waits when it ends
 SERVICE_NAME = "kvseek"
 
 
@@ -32,7 +32,7 @@ class RequestTracer:
     endpoint : str
         URL of an OTLP collector that listens for HTTP, as in OTEL_EXPORTER_OTLP_ENDPOINT: http://collector:4318.
     model_name : str
-        What spans say of the model.
+        Name of the model in spans.
 
     Raises
     ------
@@ -71,12 +71,12 @@ class RequestTracer:
         return RequestSpan(self._tracer, parent, _asked_for(request, self._model_name))
 
     def close(self) -> None:
-        """Send what has not been sent yet, for some seconds at most; no span may be ended any more."""
+        """Send the spans that have not been sent yet, for EXPORT_SECONDS at most; no span may be ended after this."""
         self._provider.shutdown()
 
 
 class RequestSpan:
-    """The span of one request. Nothing is made of it before its end, so it costs a running request nothing."""
+    """The span of one request. It is made only at the request's end, so it costs a running request nothing."""
 
     def __init__(self, tracer: Tracer, parent: Context, attributes: dict[str, AttributeValue]) -> None:
         self._tracer, self._parent, self._attributes = tracer, parent, attributes
@@ -118,7 +118,7 @@ def _outcome(output: StepOutput) -> dict[str, AttributeValue]:
 
 
 def _measured(statistics: RequestStatistics, seconds: float) -> dict[str, AttributeValue]:
-    """Tokens and latencies, seconds; `seconds` in all. A phase that the request did not reach has no attribute."""
+    """Make the attributes of tokens and latencies; `seconds` is the whole time. A phase not reached has no attribute."""
     attributes: dict[str, AttributeValue] = {
         "gen_ai.usage.completion_tokens": statistics.generated_tokens,
         "gen_ai.latency.e2e": seconds,

@@ -1,4 +1,4 @@
-"""One streaming call of a client at the gRPC door: its requests to Triton, Triton's responses back."""
+"""One streaming call of a client at the gRPC door: passes its requests on to Triton, and Triton's responses back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .checks import ITEM_BYTES, WIRE_TYPES, admit
 
 SERVICE = "inference.GRPCInferenceService"
 LEAVE_SECONDS = (
-    60.0  # that Triton may take to end the requests of a client that has left: a step of the engine, and more
+    60.0  # most time for Triton to end the requests of a client that has left: much longer than a step of the engine
 )
 NO_SHARED_MEMORY = (
     "the server has no shared memory left to pass the request on; try again later, or give it more (docs/deploy.md)"
@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 class GrpcCall:
     """A call to Triton for a call of a client.
 
-    It is not cancelled when the client leaves: Triton 2.51 crashes of cancelled calls, some once in a thousand, and leaks. The
-    models are told instead, by a call of its own, and the client's ends as they end its requests. gRPC cancels a call when a
-    task is cancelled that reads or writes it, so the tasks that do are never cancelled.
+    The call is not cancelled when the client leaves, because cancelled calls crash Triton 2.51, about one in a thousand, and
+    make it leak. Instead a separate call tells the models that the client has left; they end its requests, and so this call.
+    gRPC cancels a call when a task that reads or writes it is cancelled, so these tasks are never cancelled.
 
-    It is opened with the client's first request: a client that sends none costs Triton nothing.
+    The call is opened with the client's first request, so that a client that sends none costs Triton nothing.
 
     Parameters
     ----------
@@ -53,25 +53,25 @@ class GrpcCall:
     ) -> None:
         self._open_call, self._schemas, self._refused = open_call, schemas, refused
         self._call: Any = None
-        self._opened = asyncio.Event()  # there is a call, or there will be none
-        self._left = False  # the client
+        self._opened = asyncio.Event()  # set when there is a call, or there will be none
+        self._left = False  # whether the client has left
         self._name = uuid.uuid4().hex
-        self._models: set[str] = set()  # that the client has asked
-        self._writing = asyncio.Lock()  # to the client: both tasks do
+        self._models: set[str] = set()  # models that the client has asked
+        self._writing = asyncio.Lock()  # held while writing to the client, which both tasks do
 
     async def back(self, context: Any) -> None:
-        """Pass on all that Triton answers, until it has ended the call; raises AioRpcError if that is an error."""
+        """Pass on all responses of Triton until it ends the call; raises AioRpcError if it ends the call with an error."""
         await self._opened.wait()
         while self._call is not None and (data := await self._call.read()) is not grpc.aio.EOF:
             await self._write(context, without_names(bytes(data)))
 
     async def _write(self, context: Any, data: bytes) -> None:
-        """Send a response; nothing happens if the client is gone."""
+        """Send a response to the client; does nothing if the client is gone."""
         try:
             if not self._left:
                 async with self._writing:
                     await context.write(data)
-        except (Exception, asyncio.CancelledError):  # whatever gRPC has for a client that is gone
+        except (Exception, asyncio.CancelledError):  # gRPC raises various exceptions if the client is gone
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
@@ -82,7 +82,7 @@ class GrpcCall:
         try:
             await self._forward(requests, context)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # `back` tells how the call has ended
+            pass  # `back` reports how the call has ended
         finally:
             self._opened.set()
 
@@ -139,7 +139,7 @@ class GrpcCall:
             pass
 
     def _goodbye(self, model: str) -> bytes:
-        """A request that tells a model that the client has left; its tensors are the least that Triton lets through."""
+        """Make the request that tells a model that the client has left; it has only the tensors that Triton insists on."""
         request = service_pb2.ModelInferRequest(model_name=model)
         request.parameters["kvseek_call"].string_param = self._name
         request.parameters["kvseek_leave"].bool_param = True
@@ -154,16 +154,16 @@ class GrpcCall:
 
 
 def describe(error: Exception) -> str:
-    """An error of parsing or admitting a message, for the client."""
+    """Describe an error of parsing or admitting a message to the client."""
     return str(error) if isinstance(error, RequestError) else f"the message is no request ({error}); send a valid one"
 
 
 def without_names(data: bytes) -> bytes:
-    """A response as clients may see it: an error of Triton's Python backend names the server's shared memory."""
+    """Make a response fit for clients: errors of Triton's Python backend, which name shared memory, are replaced."""
     if SHARED_MEMORY_PREFIX.encode() not in data:
         return data
     response = service_pb2.ModelStreamInferResponse.FromString(data)
-    if SHARED_MEMORY_PREFIX not in response.error_message:  # but in a text
+    if SHARED_MEMORY_PREFIX not in response.error_message:  # the prefix was part of a generated text
         return data
     logger.error("Triton: %s", response.error_message)
     response.error_message = NO_SHARED_MEMORY

@@ -1,7 +1,7 @@
-"""What of a gRPC request may reach Triton. Triton 2.51 crashes or hangs on much that these checks refuse (docs/security.md).
+"""Checks gRPC requests before they reach Triton, which 2.51 crashes or hangs on much that is refused here (docs/security.md).
 
-A request passes if its tensors are what the model's config.pbtxt names, lie in the request itself, and are as large as they
-say; and if it uses nothing of Triton that kvseek has no use for: shared memory, classification, sequences.
+A request passes if its tensors are those that the model's config.pbtxt names, lie in the request itself, and are as large as
+they say, and if it uses no feature of Triton that kvseek does not need: shared memory, classification, sequences.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvseek.server.requests.served_request import MAX_ID_CHARACTERS
 from kvseek.server.requests.text_request import max_text_bytes
 
 MAX_PARAMETERS = 8
-BYTES_PER_ID = 10  # of a token id: four as they are, up to ten as a number of the protocol
+BYTES_PER_ID = 10  # most bytes of a token id: four in raw contents, up to ten as a number of the protocol
 OTHER_BYTES = 1 << 20
-PARAMETERS = frozenset({"triton_enable_empty_final_response", "traceparent"})  # of requests
+PARAMETERS = frozenset({"triton_enable_empty_final_response", "traceparent"})  # that requests may have
 ITEM_BYTES = {"INT32": 4, "UINT64": 8, "FP32": 4, "BOOL": 1}
 CONTENTS = {
     "INT32": "int_contents",
@@ -32,19 +32,19 @@ CONTENTS = {
     "STRING": "bytes_contents",
 }
 WIRE_TYPES = {"STRING": "BYTES"}  # where the protocol has another name than config.pbtxt
-PRIORITY = "priority"  # parameter of Triton's, for queues of its own
-TIMEOUT = "timeout"  # parameter of Triton's, in microseconds; input of ours, in seconds
+PRIORITY = "priority"  # a parameter of Triton, for its own queues
+TIMEOUT = "timeout"  # a parameter of Triton, in microseconds; an input of kvseek's models, in seconds
 
 
 def message_limit(config: EngineConfig, tokenizer: Tokenizer) -> int:
-    """Bytes that an inference request may have: a prompt of max_input_len tokens, as text or ids, and the other inputs."""
+    """Return the most bytes of an inference request: a prompt of max_input_len tokens, as text or ids, and other inputs."""
     return max(max_text_bytes(config, tokenizer), config.max_input_len * BYTES_PER_ID) + OTHER_BYTES
 
 
 def admit(request: Any, schemas: Mapping[str, ModelSchema]) -> None:
-    """Make a ModelInferRequest ready for Triton; raises RequestError if it may not reach it.
+    """Make a ModelInferRequest ready for Triton; raises RequestError if the request may not reach Triton.
 
-    Triton's parameter `timeout`, which its clients offer, becomes the models' input of that name.
+    Triton's parameter `timeout`, which its client libraries offer, becomes the models' input of that name.
     """
     schema = schemas.get(request.model_name)
     if schema is None:
@@ -127,7 +127,7 @@ def _check_tensor(tensor: Any, field: Input, raw: bytes | None) -> None:
     for size, wanted_size in zip(shape[1:], field.dims, strict=True):
         if wanted_size > 0 and size != wanted_size:
             raise RequestError(f"{name}: shape = {shape}: must be {[1, *field.dims]}, -1 for any size; reshape it")
-    count = math.prod(shape)  # of Python's integers: it does not overflow
+    count = math.prod(shape)  # Python's integers do not overflow
     if count > field.max_values:
         raise RequestError(f"{name} has {count} values: must be <= {field.max_values}; send fewer")
     _check_contents(tensor, field, raw, count)

@@ -1,6 +1,6 @@
-"""The gRPC door: Triton's inference protocol in front of Triton, whose own port is for this machine alone.
+"""The gRPC door: serves Triton's inference protocol in front of Triton, whose own port is for this machine alone.
 
-Requests are parsed, checked (grpc_checks.py) and passed on; responses go back as they are. Health is the whole server's, and
+Requests are parsed, checked (checks.py) and passed on; responses go back as they are. Health is the whole server's, and
 what has no use for clients of a model (repository, shared memory, trace, logging) is not passed on.
 """
 
@@ -32,15 +32,15 @@ CLOSED = (
     *("RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings"),
     *(f"{kind}SharedMemory{verb}" for kind in ("System", "Cuda") for verb in ("Status", "Register", "Unregister")),
 )
-MAX_CALLS = 4096  # open at a time
-MAX_STREAMS = 2048  # of those, that infer: the others are for health and metadata
+MAX_CALLS = 4096  # most calls that are open at a time
+MAX_STREAMS = 2048  # of the MAX_CALLS, those that may be inference streams; the rest stays free for health and metadata
 KEEPALIVE = [
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 ]  # finds clients whose machine is gone
-CLOSE_SECONDS = 1.0  # that responses which have been sent may take to leave this process
-MAX_OTHER_BYTES = 64 << 10  # of a message that is no inference request
-ANSWER_SECONDS = 10.0  # that Triton may take for what is no inference
+CLOSE_SECONDS = 1.0  # most time for sent responses to leave this process
+MAX_OTHER_BYTES = 64 << 10  # most bytes of a message that is no inference request
+ANSWER_SECONDS = 10.0  # most time for Triton to answer a call that is no inference
 NOT_RUNNING = "Triton does not run: it is being started or restarted; send the request again in some seconds"
 ENDED = "Triton ended while the request was with it, and is being restarted; send the request again"
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def _not_a_client_that_left(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("ExecuteBatchError raised in core")
 
 
-# What gRPC says when a client leaves while its status is sent: anybody can bring that about, it must not fill the log.
+# gRPC logs an error when a client leaves while its status is sent. Any client can cause that, so it must not fill the log.
 logging.getLogger("grpc._cython.cygrpc").addFilter(_not_a_client_that_left)
 
 
@@ -88,14 +88,14 @@ class GrpcDoor:
         self.open = 0
 
     async def start(self, host: str, port: int, max_message_bytes: int) -> int:
-        """Listen on a port, or (0) on a free one, which is returned; raises ServerError if it is taken.
+        """Listen on a port, or, if it is 0, on a free port; returns the port. Raises ServerError if it is taken.
 
-        A message may have `max_message_bytes`: gRPC itself refuses a larger one with RESOURCE_EXHAUSTED.
+        A message may have `max_message_bytes`; gRPC itself refuses larger messages with RESOURCE_EXHAUSTED.
         """
         options = [
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", -1),
-            ("grpc.so_reuseport", 0),  # else a second server could take the same port
+            ("grpc.so_reuseport", 0),  # otherwise a second server could take the same port
             *KEEPALIVE,
         ]
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
@@ -124,7 +124,7 @@ class GrpcDoor:
         await self._channel.close()
 
     def _handlers(self) -> dict[str, Any]:
-        """Handlers by method. Messages are bytes: what does not parse is the client's fault, not an internal error."""
+        """Make the handlers by method. They take bytes, so that a malformed message is the client's fault, no internal error."""
         handlers = {
             "ServerLive": self._answer(service_pb2.ServerLiveRequest, self._live),
             "ServerReady": self._answer(service_pb2.ServerReadyRequest, self._ready),
@@ -179,7 +179,7 @@ class GrpcDoor:
         return await _passed_on(self._infer(request.SerializeToString()), context)
 
     async def _model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        """Requests of one client to Triton, and both Triton's responses and refusals of ours back to the client."""
+        """Pass requests of one client on to Triton, and Triton's responses and the door's refusals back to the client."""
         if self.open >= MAX_STREAMS:
             message = f"{self.open} streams are open: at most {MAX_STREAMS} may; close some, or try again later"
             await context.abort(grpc.StatusCode.UNAVAILABLE, message)
@@ -188,7 +188,7 @@ class GrpcDoor:
         back = asyncio.create_task(upstream.back(context))
         self.open += 1
         try:
-            await asyncio.shield(back)  # if the client leaves, this handler is cancelled, but not that: see GrpcCall
+            await asyncio.shield(back)  # if the client leaves, this handler is cancelled, but not `back`: see GrpcCall
             await forward
         except grpc.aio.AioRpcError as error:
             await _abort(context, error.code(), error.details())
@@ -218,14 +218,14 @@ async def _passed_on(call: Any, context: Any) -> bytes:
 
 
 async def _abort(context: Any, code: grpc.StatusCode, details: str | None) -> None:
-    """End a call as Triton ended it, or, if there is no Triton any more, by saying so."""
+    """End a call as Triton ended it; if Triton does not run any more, the message says so."""
     if code is grpc.StatusCode.UNAVAILABLE:
         details = NOT_RUNNING if "connect" in (details or "") else ENDED
     await context.abort(code, details or "")
 
 
 def without_parameters(answer: bytes) -> bytes:
-    """A model's configuration without its parameters: they name this machine's files and the server's shared memory."""
+    """Remove the parameters from a model's configuration: they name this machine's files and the server's shared memory."""
     response = service_pb2.ModelConfigResponse.FromString(answer)
     response.config.parameters.clear()
     return bytes(response.SerializeToString())

@@ -1,4 +1,4 @@
-"""Reads the bodies of requests: no larger, no slower, and no more of them at once than the door can hold."""
+"""Reads the bodies of requests, with limits on their size, on their slowness, and on the bytes held in memory at once."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from aiohttp import web
 
 from .errors import HttpError
 
-BODY_SECONDS = 30.0  # in which a body must arrive, or so much of it as a slow line carries:
-BODY_BYTES_PER_SECOND = 64 << 10
-BODIES_AT_ONCE = 4  # of the largest size, in memory together
-SMALL_BODIES_BYTES = 256 << 20  # in memory together in any case
+BODY_SECONDS = 30.0  # time in which a body must arrive, or at least the part of it that a slow line carries, see below
+BODY_BYTES_PER_SECOND = 64 << 10  # rate of a slow line
+BODIES_AT_ONCE = 4  # bodies of the largest size that may be in memory at a time
+SMALL_BODIES_BYTES = 256 << 20  # bytes of bodies that may be in memory at a time in any case
 
 
 class BodyReader:
-    """Reads bodies of one server.
+    """Reads the bodies of one server's requests.
 
     Parameters
     ----------
     seconds : float
-        In which a body, or BODY_BYTES_PER_SECOND of it, must arrive; again and again until it is there.
+        Time in which a body must arrive, or BODY_BYTES_PER_SECOND for each of these seconds; it begins anew until the body is
+        complete.
     """
 
     def __init__(self, seconds: float = BODY_SECONDS) -> None:
@@ -30,18 +31,18 @@ class BodyReader:
         self._room, self._held = SMALL_BODIES_BYTES, 0
 
     def make_room_for(self, limit: int) -> None:
-        """Let some bodies of so many bytes be in memory together, those whose requests are being tokenised included."""
+        """Allow BODIES_AT_ONCE bodies of `limit` bytes in memory at a time; a body counts until its request is tokenised."""
         self._room = max(self._room, BODIES_AT_ONCE * limit)
 
     @asynccontextmanager
     async def read(self, request: web.Request, limit: int) -> AsyncIterator[bytearray]:
-        """The body of a request, which counts as held until the context ends.
+        """Read the body of a request; it counts as held in memory until the context ends.
 
         Raises
         ------
         HttpError
-            408 if it comes too slowly, 413 if it has more bytes than `limit`, 415 if it is compressed, 503 if there is no
-            room for it now.
+            408 if the body comes too slowly, 413 if it has more bytes than `limit`, 415 if it is compressed, 503 if there is
+            no room for it now.
         """
         encoding = request.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":

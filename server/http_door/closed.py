@@ -1,4 +1,4 @@
-"""What Triton's HTTP endpoint has and this server has not: each path says why, and what to use instead (docs/security.md)."""
+"""Refuses paths of Triton's HTTP endpoint that this server does not serve, with the reason and a remedy (docs/security.md)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPEN = "/v2/health, /v2/models/MODEL, /v2/models/MODEL/generate and generate_str
 
 
 def routes() -> list[web.RouteDef]:
-    """Catches every path that no other route has taken: to be added last."""
+    """Make the routes for every path that no other route has taken; they must be added last."""
     model = "/v2/models/{model}"
     found = []
     for start in (model, f"{model}/versions/{{version}}"):
@@ -29,16 +29,16 @@ def routes() -> list[web.RouteDef]:
 
 
 async def infer(_: web.Request) -> web.Response:
-    """Triton's HTTP endpoint cannot do this either: the models are decoupled."""
+    """Refuse `infer`, which Triton's HTTP endpoint cannot do either, because the models are decoupled."""
     raise HttpError(
         400, "infer: the models send many responses; use generate or generate_stream, or gRPC ModelStreamInfer"
     )
 
 
 async def closed(request: web.Request) -> web.Response:
-    """403 for what is closed on purpose, 404 for what does not exist."""
+    """Refuse a path with 403 if it is closed on purpose, with 404 if it does not exist."""
     path = request.path
-    if path.endswith(("/generate", "/generate_stream")):  # nothing but POST arrives here
+    if path.endswith(("/generate", "/generate_stream")):  # other routes take POST, so this is another method
         raise web.HTTPMethodNotAllowed(request.method, ["POST"])
     if path.endswith("/trace/setting"):
         raise HttpError(403, f"{shortened(path)} {ADMINISTRATION}")

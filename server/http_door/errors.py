@@ -1,4 +1,4 @@
-"""Errors of the HTTP door, and how every error of a request becomes a response."""
+"""Errors of the HTTP door, and the responses for all errors of requests."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .generate_json import error_to_json
 
 RETRY_AFTER_SECONDS = "1"
 RETRY_LATER = (429, 503)
-CLOSING = (408, 413, 415)  # after these the rest of a body may still come: the connection cannot be used again
+CLOSING = (408, 413, 415)  # the rest of a body may still come after these, so the connection cannot be used again
 logger = logging.getLogger(__name__)
 
 
 class HttpError(CodedError):
-    """A request that the door itself refuses, with the status that HTTP has for the reason."""
+    """An error by which the door itself refuses a request, with the HTTP status for its reason."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(ErrorCode.UNAVAILABLE if status == 503 else ErrorCode.INVALID, message)
@@ -29,7 +29,7 @@ class HttpError(CodedError):
 
 
 def describe(error: Exception) -> tuple[int, str]:
-    """Status and message of an error for a client; one that nobody has foreseen is logged, and its text kept from clients."""
+    """Return status and message of an error for a client; unforeseen errors are logged, and their text is kept from clients."""
     if isinstance(error, HttpError):
         return error.status, str(error)
     if isinstance(error, CodedError):
@@ -41,7 +41,7 @@ def describe(error: Exception) -> tuple[int, str]:
 
 
 def error_response(status: int, message: str) -> web.Response:
-    """An error as JSON, {"error": message}."""
+    """Make a response for an error, with the JSON {"error": message}."""
     response = web.Response(status=status, body=error_to_json(message), content_type="application/json")
     if status in RETRY_LATER:
         response.headers["Retry-After"] = RETRY_AFTER_SECONDS
@@ -68,6 +68,6 @@ async def errors_as_json(
     except web.RequestPayloadError:
         return error_response(400, "the body is not what its headers say; send it with a correct length or encoding")
     except ConnectionError:
-        raise  # the client has left: there is nobody to answer
+        raise  # the client has left, so there is nobody to answer
     except Exception as error:
         return error_response(*describe(error))

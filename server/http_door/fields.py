@@ -1,6 +1,6 @@
-"""One field of a JSON request to the tensor of a model's input: kinds, ranges and numbers of values are checked strictly.
+"""Makes the tensor of a model's input from a JSON field; kind, range and number of values are checked strictly.
 
-A client can send anything here, so no list is built from JSON before it is known to be short enough, and nothing that nests.
+A client can send anything here. So no list is built from JSON before it is known to be short enough, and no nested values.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from kvseek.core.errors import RequestError
 
-MAX_FIELD_BYTES = 1 << 20  # of JSON, for a field that is not the prompt
-SHOWN_CHARACTERS = 40  # of a value in an error message
+MAX_FIELD_BYTES = 1 << 20  # most bytes of JSON for a field that is not the prompt
+SHOWN_CHARACTERS = 40  # most characters of a value in an error message
 KINDS = {'"': "a string", "{": "an object", "[": "a list", "t": "true", "f": "false", "n": "null"}
 WANTED = {
     "INT32": "an integer",
@@ -34,7 +34,7 @@ DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,
     "STRING": object,
 }
-_number = int | float  # integers too: a decoder of integers alone would take 2.0
+_number = int | float  # for integers too, because a decoder of integers alone would accept 2.0
 _TYPES: dict[str, Any] = {"INT32": _number, "UINT64": _number, "FP32": _number, "BOOL": bool, "STRING": str}
 _ONE = {name: msgspec.json.Decoder(kind) for name, kind in _TYPES.items()}
 _MANY = {name: msgspec.json.Decoder(list[kind]) for name, kind in _TYPES.items()}  # type: ignore[valid-type]
@@ -50,11 +50,11 @@ class Input:
     datatype : str
         One of WANTED's keys.
     dims : tuple of int
-        Of a request's tensor without its first dimension; -1 for any number.
+        Shape of a request's tensor without its first dimension; -1 for any number.
     max_values : int
-        How many values it may have.
+        Most values that the input may have.
     prompt : bool
-        Whether it is the prompt, whose size the body's limit is made for.
+        Whether the input is the prompt, for whose size the limit of a body is made.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Input:
     prompt: bool = False
 
     def tensor(self, raw: msgspec.Raw) -> NDArray[Any]:
-        """The tensor, [1, *dims], of a field's JSON: one value or a flat list. Raises RequestError."""
+        """Make the tensor, [1, *dims], from a field's JSON, which is one value or a flat list; raises RequestError."""
         size = memoryview(raw).nbytes
         if size > MAX_FIELD_BYTES and not self.prompt:
             raise RequestError(f"{self.name} has {size} bytes of JSON: must be <= {MAX_FIELD_BYTES}; send less")
@@ -82,7 +82,7 @@ class Input:
         return array.reshape(1, *self.dims)
 
     def _values(self, raw: msgspec.Raw) -> list[Any]:
-        """Values of the right kind; the range of numbers is not checked yet."""
+        """Decode the values and check their kind, but not yet the range of numbers."""
         try:
             if first_character(raw) != "[":
                 return [_ONE[self.datatype].decode(raw)]
@@ -110,7 +110,7 @@ class Input:
             raise self._out_of_range(shortened(value))
 
     def _wrong_kind(self, raw: msgspec.Raw, reason: str) -> RequestError:
-        """The error for what msgspec has refused; its reason names the place in a list and the kind found there."""
+        """Make the error for JSON that msgspec has refused; its `reason` names the place in a list and the kind found there."""
         if "out of range" in reason and self.datatype in RANGES:
             return self._out_of_range(shown(raw))
         if "of length 1" in reason:
@@ -133,12 +133,12 @@ class Input:
 
 
 def first_character(raw: msgspec.Raw) -> str:
-    """What says of which kind JSON is; see KINDS, all others begin numbers."""
+    """Return the first character of JSON, which tells its kind; characters that are not in KINDS begin numbers."""
     return chr(memoryview(raw)[0])
 
 
 def shown(raw: msgspec.Raw) -> str:
-    """JSON of a client for an error message: numbers and words, but of lists and objects only what they are."""
+    """Shorten a client's JSON for an error message; lists and objects are only named as such."""
     kind = first_character(raw)
     if kind in "{[":
         return KINDS[kind]
@@ -146,6 +146,6 @@ def shown(raw: msgspec.Raw) -> str:
 
 
 def shortened(value: object) -> str:
-    """A value for an error message: no more of it than a reader needs to find it."""
+    """Shorten a value for an error message, to what a reader needs to find it."""
     text = str(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"

@@ -21,7 +21,7 @@ from .errors import HttpError, describe
 from .fields import shortened
 from .generate_json import MODEL_VERSION, GenerateBody, ModelSchema, chunk_to_json, error_to_json
 
-WRITE_SECONDS = 60.0  # that a client may leave a stream unread before it counts as gone
+WRITE_SECONDS = 60.0  # time for which a client may leave a stream unread before it counts as gone
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 SEVERAL = ("stream", "streaming", "return_prefill_progress")  # inputs that ask for several responses
 EVENT_STREAM = {
@@ -38,7 +38,7 @@ class GenerateRoutes:
     Parameters
     ----------
     limits : mapping
-        Bytes that a request's body may have, for each model; may be filled in later, requests are refused until then.
+        Most bytes of a request's body, for each model. It may be filled in later; requests are refused until then.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class GenerateRoutes:
         self._bodies, self._limits = bodies, limits
 
     def routes(self) -> list[web.RouteDef]:
-        """Where the handlers are found."""
+        """Make the routes of the handlers."""
         model = "/v2/models/{model}"
         return [
             web.post(f"{start}/{name}", handler)
@@ -62,7 +62,7 @@ class GenerateRoutes:
         ]
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """One response, when the request has ended."""
+        """Answer with one response, when the request has ended."""
         model, last = self._model(request), Chunk()
         async with self._answer(request, model, streams=False) as (request_id, chunks):
             async for chunk in chunks:
@@ -70,10 +70,10 @@ class GenerateRoutes:
         return _json(chunk_to_json(model, request_id, last))
 
     async def generate_stream(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events, one a chunk. An error before the first has a status, a later one is the last event."""
+        """Answer with server-sent events, one a chunk. An error before the first gives a status, a later one the last event."""
         model, response = self._model(request), web.StreamResponse(headers=EVENT_STREAM)
         async with self._answer(request, model, streams=True) as (request_id, chunks):
-            first = await anext(chunks, None)  # an error before it has a status of its own
+            first = await anext(chunks, None)  # until here, an error can still choose the response's status
             await response.prepare(request)
             if first is not None:
                 await _send(request, response, chunk_to_json(model, request_id, first))
@@ -109,7 +109,7 @@ class GenerateRoutes:
     async def _answer(
         self, request: web.Request, model: str, streams: bool
     ) -> AsyncIterator[tuple[str, AsyncIterator[Chunk]]]:
-        """The client's id of its request, and the chunks of the answer; none to one that stops another, which happens here."""
+        """Give the client's id of its request, and the chunks of the answer; a request that stops another is done here."""
         if model not in self._limits:
             raise UnavailableError("the server is starting; send the request again in some seconds")
         arrived = time.monotonic()
@@ -132,7 +132,7 @@ class GenerateRoutes:
             yield body.request_id, chunks
 
     def _parse(self, model: str, data: bytes | bytearray, streams: bool) -> GenerateBody:
-        """In a worker thread."""
+        """Parse a body; runs in a worker thread."""
         body = self._schemas[model].read(data)
         for name in () if streams or scalar(body.tensors, "stop", False) else SEVERAL:
             if scalar(body.tensors, name, False):
@@ -148,7 +148,7 @@ async def _nothing() -> AsyncIterator[Chunk]:
 
 
 async def _send(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-    """Send one event; raises ConnectionResetError if the client has left, or has long not read what was sent before."""
+    """Send one event; raises ConnectionResetError if the client has left, or has not read earlier events for too long."""
     try:
         async with asyncio.timeout(WRITE_SECONDS):
             await response.write(b"data: " + data + b"\n\n")
@@ -163,6 +163,6 @@ def _json(data: bytes) -> web.Response:
 
 
 def _trace(request: web.Request) -> str:
-    """The client's W3C traceparent; empty if there is none or it is malformed."""
+    """Return the client's W3C traceparent; empty if there is none or it is malformed."""
     value = request.headers.get("traceparent", "")
     return value if TRACEPARENT.fullmatch(value) else ""

@@ -1,4 +1,4 @@
-"""JSON of Triton's generate extension: a request's body to tensors, a chunk of an answer to JSON."""
+"""JSON of Triton's generate extension: makes tensors from a request's body, and JSON from a chunk of an answer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvseek.server.requests.translation import Tensors
 from .fields import MAX_FIELD_BYTES, Input, shortened, shown
 
 MODEL_VERSION = "1"
-MAX_LIST = 1024  # values of an input that is not the prompt
+MAX_LIST = 1024  # most values of an input that is not the prompt
 JSON_BYTES_PER_BYTE = 6  # a byte of text takes at most \\u0000
 JSON_BYTES_PER_ID = 12  # ten digits, a comma and a space
 PROMPTS = {TEXT_MODEL: "text_input", TOKEN_MODEL: "input_ids"}
-Fields = dict[str, msgspec.Raw]  # JSON of each field: checked for its syntax, but nothing is built from it
+Fields = dict[str, msgspec.Raw]  # JSON of each field; its syntax has been checked, but no values are built from it
 _fields = msgspec.json.Decoder(Fields)
 _string = msgspec.json.Decoder(str)
 
@@ -40,14 +40,14 @@ class GenerateBody:
 
 
 class ModelSchema:
-    """What a model takes, from its config.pbtxt.
+    """The inputs of a model, from its config.pbtxt.
 
     Parameters
     ----------
     model : str
         One of MODELS.
     config : EngineConfig
-        Its max_input_len limits the number of token ids.
+        Configuration whose max_input_len limits the number of token ids.
     """
 
     def __init__(self, model: str, config: EngineConfig) -> None:
@@ -55,7 +55,7 @@ class ModelSchema:
         text = files("kvseek.model_repository").joinpath(model, "config.pbtxt").read_text(encoding="utf-8")
         message = text_format.Parse(re.sub(r"\$\{\w+\}", "1", text), model_config_pb2.ModelConfig())
         self.inputs = {each.name: self._input(each, config.max_input_len) for each in message.input}
-        # Fields that nobody knows end the decoding: a body could have a million of them.
+        # An unknown field ends the decoding, because a body could have a million of them.
         names = (*self.inputs, "id", "parameters")
         known = msgspec.defstruct("Body", [(name, msgspec.Raw, None) for name in names], forbid_unknown_fields=True)
         self._decoder = msgspec.json.Decoder(known)
@@ -99,7 +99,7 @@ class ModelSchema:
             ) from None
 
     def _place(self, body: bytes | bytearray, message: str) -> str:
-        """The last known field before a fault of the syntax, as NaN is one."""
+        """Name the last known field before a fault of the syntax, such as NaN."""
         found = re.search(r"\(byte (\d+)\)", message)
         end = int(found[1]) if found else len(body)
         places = {name: body.rfind(f'"{name}"'.encode(), 0, end) for name in (*self.inputs, "id", "parameters")}
@@ -108,19 +108,19 @@ class ModelSchema:
 
 
 def schemas(config: EngineConfig) -> Mapping[str, ModelSchema]:
-    """The schemas of both models by name."""
+    """Make the schemas of both models, by name."""
     return {model: ModelSchema(model, config) for model in MODELS}
 
 
 def body_limit(model: str, config: EngineConfig, tokenizer: Tokenizer) -> int:
-    """Bytes that the body of a request to `model` may have: a prompt of max_input_len, escaped, and the other fields."""
+    """Return the most bytes of a body for `model`: a prompt of max_input_len tokens, escaped, and the other fields."""
     if model == TEXT_MODEL:
         return max_text_bytes(config, tokenizer) * JSON_BYTES_PER_BYTE + MAX_FIELD_BYTES
     return config.max_input_len * JSON_BYTES_PER_ID + MAX_FIELD_BYTES
 
 
 def chunk_to_json(model: str, request_id: str, chunk: Chunk) -> bytes:
-    """An answer or a part of one. A list of one value is that value, as Triton has it."""
+    """Write an answer or a part of one as JSON. A list of one value becomes that value, as in Triton."""
     own: Chunk = {"model_name": model, "model_version": MODEL_VERSION}
     if request_id:
         own["id"] = request_id
@@ -128,7 +128,7 @@ def chunk_to_json(model: str, request_id: str, chunk: Chunk) -> bytes:
 
 
 def error_to_json(message: str) -> bytes:
-    """What a client gets for an error."""
+    """Write an error as JSON for a client."""
     return msgspec.json.encode({"error": message})
 
 
@@ -151,7 +151,7 @@ def _request_id(raw: msgspec.Raw | None) -> str:
 
 
 def _refuse_parameters(raw: msgspec.Raw | None, model: str) -> None:
-    """Triton's `parameters` are an object; the models have none, what they take are inputs."""
+    """Refuse `parameters` unless they are an empty object, because the models take inputs and no parameters."""
     if raw is None:
         return
     size = memoryview(raw).nbytes

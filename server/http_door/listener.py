@@ -16,8 +16,8 @@ from .errors import RETRY_AFTER_SECONDS, error_response, errors_as_json
 from .generate_json import error_to_json
 
 HEADER_SECONDS = 75.0  # from connecting, or from the last response, to the end of the next request's headers
-LINGER_SECONDS = 3.0  # that what a refused client still sends is read, so that it gets to read the refusal
-SPARE_CONNECTIONS = 64  # beyond the limit, that get an orderly 503; further ones are closed at once
+LINGER_SECONDS = 3.0  # time for which a refused client's data is still read, so that the client reads the refusal
+SPARE_CONNECTIONS = 64  # connections beyond the limit that get an orderly 503; further ones are closed at once
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 logger = logging.getLogger(__name__)
 FULL = "the server has as many open connections as it may have; try again later"
@@ -27,15 +27,15 @@ def _not_a_client_fault(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError | ConnectionError))
 
 
-# Bytes that are no HTTP, and connections that end early, are what anybody can send: they must not fill the log.
+# Any client can send bytes that are no HTTP, or end a connection early, so these must not fill the log.
 logger.addFilter(_not_a_client_fault)
 
 
 class Full(asyncio.Protocol):
-    """Closes a connection of which there are too many."""
+    """Closes a connection because there are too many."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Say so and close."""
+        """Send status 503 and close the connection."""
         assert isinstance(transport, asyncio.Transport)
         body = error_to_json(FULL)
         head = f"HTTP/1.1 503 Service Unavailable\r\nRetry-After: {RETRY_AFTER_SECONDS}\r\nConnection: close\r\n"
@@ -49,9 +49,9 @@ class HttpServer:
     Parameters
     ----------
     max_connections : int
-        Open at once. Connections beyond it get status 503, but for health and metrics.
+        Most connections open at once. Requests on further connections get status 503, except for health and metrics.
     header_seconds : float
-        That a client may take to send the headers of its next request.
+        Seconds that a client may take to send the headers of its next request.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class HttpServer:
         self._max_connections = max_connections
         self._runner = web.AppRunner(
             app,
-            handler_cancellation=True,  # a client that leaves ends its handler, and that its request
+            handler_cancellation=True,  # when a client leaves, its handler is cancelled, which cancels its request
             access_log=None,
             logger=logger,
             keepalive_timeout=header_seconds,
@@ -89,14 +89,14 @@ class HttpServer:
         return int(self._server.sockets[0].getsockname()[1])
 
     def stop_accepting(self) -> None:
-        """Take no connection any more, and close those on which nothing is under way."""
+        """Take no connections any more, and close those without an open request."""
         if self._server is not None:
             self._server.close()
         if self._runner.server is not None:
             self._runner.server.pre_shutdown()
 
     async def close(self) -> None:
-        """End what is still under way."""
+        """End the requests that are still open."""
         self.stop_accepting()
         await self._runner.cleanup()
 
@@ -120,6 +120,6 @@ class HttpServer:
 
 
 async def _hide_version(_: web.Request, response: web.StreamResponse) -> None:
-    """Which software in which version answers is of use to attackers alone."""
+    """Replace the Server header, because the software's name and version are of use only to attackers."""
     with contextlib.suppress(RuntimeError):  # headers are frozen when they have been sent
         response.headers["Server"] = "kvseek"

@@ -1,4 +1,4 @@
-"""The metrics port: the engine's figures, then Triton's, then whether either could be asked."""
+"""The metrics port: serves the engine's metrics, then Triton's, then whether each of them answered."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MetricsRoutes:
     Parameters
     ----------
     answers : callable
-        Whether the engine's loop answers.
+        Returns whether the engine's loop answers.
     triton : str
         host:port of Triton's own metrics.
     state : Path or None
@@ -44,11 +44,11 @@ class MetricsRoutes:
         await self._session.close()
 
     def routes(self) -> list[web.RouteDef]:
-        """Where the handler is found."""
+        """Make the route of the handler."""
         return [web.get("/metrics", self.metrics)]
 
     async def metrics(self, _: web.Request) -> web.Response:
-        """Everything that can be had now."""
+        """Answer with all metrics that are available now."""
         engine, triton = await asyncio.gather(self._engine_text(), self._triton_text())
         up = {"engine": engine is not None and self._answers(), "triton": triton is not None}
         text = (

@@ -1,4 +1,4 @@
-"""Whether the server is ready: the engine's loop answers, and Triton does. Asked in the background, once a second."""
+"""Finds out whether the server is ready, by asking the engine's loop and Triton once a second in the background."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .errors import HttpError, error_response
 from .fields import shortened
 from .generate_json import MODEL_VERSION
 
-ASK_SECONDS = 1.0  # between two questions
+ASK_SECONDS = 1.0  # time between two questions
 ANSWER_SECONDS = 10.0  # an older answer counts for nothing
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Answers:
 
     @property
     def fresh(self) -> bool:
-        """Whether there was one lately."""
+        """Whether there was a good answer lately."""
         return time.monotonic() - self._at < ANSWER_SECONDS
 
     async def keep_asking(self) -> None:
@@ -48,13 +48,13 @@ class Answers:
                     self._at = time.monotonic()
                 else:
                     self._at = -ANSWER_SECONDS
-            except Exception:  # one that would end this loop would keep the server from ever being ready again
+            except Exception:  # if it ended this loop, the server would never be ready again
                 logger.exception("%s could not be asked whether it is ready", self._name)
             await asyncio.sleep(ASK_SECONDS)
 
 
 class ServerState:
-    """What the health endpoints say.
+    """State of the server, as the health endpoints report it.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class ServerState:
         self._tasks = [asyncio.create_task(each.keep_asking()) for each in (self._engine, self._triton_answers)]
 
     def stop_accepting(self) -> None:
-        """From now on the server is not ready."""
+        """Report the server as not ready from now on."""
         self._stopping = True
 
     async def close(self) -> None:
@@ -81,7 +81,7 @@ class ServerState:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def obstacles(self) -> list[str]:
-        """Why the server is not ready; empty if it is."""
+        """List the reasons why the server is not ready; empty if it is ready."""
         found = []
         if self._stopping or (self._pong is not None and self._pong.draining):
             found.append("the server is shutting down")
@@ -101,7 +101,7 @@ class ServerState:
         return self._client.connected and self._engine.fresh
 
     def routes(self) -> list[web.RouteDef]:
-        """The health endpoints."""
+        """Make the routes of the health endpoints."""
         model = "/v2/models/{model}"
         return [
             web.get("/v2/health/live", self.live),
@@ -111,11 +111,11 @@ class ServerState:
         ]
 
     async def live(self, _: web.Request) -> web.Response:
-        """200 while this process runs."""
+        """Answer 200 while this process runs."""
         return web.Response()
 
     async def ready(self, request: web.Request) -> web.Response:
-        """200, or 503 with the reasons. The models are ready when the server is."""
+        """Answer 200, or 503 with the reasons. The models are ready when the server is."""
         model, version = request.match_info.get("model"), request.match_info.get("version", MODEL_VERSION)
         if model is not None and (model not in MODELS or version != MODEL_VERSION):
             raise HttpError(404, f"model {shortened(model)} version {shortened(version)} is not found")

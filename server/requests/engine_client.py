@@ -1,4 +1,4 @@
-"""A door's connection to the engine process: submit, cancel, outputs by callback. It serves any number of requests."""
+"""A door's connection to the engine process, for any number of requests: submit, cancel, outputs by callback."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from .messages import (
     read_frame,
 )
 
-RETRY_SECONDS = 0.1  # between attempts to connect: the engine process may be loading, or being restarted
-ANSWER_SECONDS = 10.0  # that a ping may take: longer than a step of the engine, loaded machines included
-METRICS_SECONDS = 2.0  # that metrics may take: their reader waits, and they do not wait for a step
+RETRY_SECONDS = 0.1  # time between attempts to connect: the engine process may be loading, or being restarted
+ANSWER_SECONDS = 10.0  # most time for a ping: longer than a step of the engine, also on a loaded machine
+METRICS_SECONDS = 2.0  # most time for metrics, which do not wait for a step, and whose reader waits
 NOT_RUNNING = "the engine is not running: it is being started or restarted; send the request again in some seconds"
 DIED = "the engine process ended while the request was with it, and is being restarted; send the request again"
 Callback = Callable[[StepOutput], None]
@@ -47,8 +47,8 @@ class EngineClient:
     """Connects to the engine process, and connects again whenever it has been restarted.
 
     `submit`, `cancel` and `refused` may be called from any thread. Callbacks run on the client's event loop, must return soon,
-    and get every output of their request; the last has a finish reason. If the engine process ends, that is an error with
-    code UNAVAILABLE.
+    and get every output of their request; the last has a finish reason. If the engine process ends, the last output of every
+    request is an error with code UNAVAILABLE.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ class EngineClient:
         if not self.connected:
             raise UnavailableError(NOT_RUNNING)
         number = next(self._numbers)
-        data = frame(Submit(number, request, trace))  # here: long prompts must not hold up the loop
+        data = frame(Submit(number, request, trace))  # in this thread, because long prompts must not hold up the loop
         self._loop.call_soon_threadsafe(self._start, number, on_output, data)
         return number
 
@@ -101,16 +101,16 @@ class EngineClient:
         self._loop.call_soon_threadsafe(self._send, Cancel(number))
 
     def refused(self, code: ErrorCode) -> None:
-        """Have a request counted that was refused before it was submitted."""
+        """Let the engine count a request that was refused before it was submitted."""
         self._loop.call_soon_threadsafe(self._count, code.value, 1)
 
     async def ping(self) -> Pong:
-        """The engine's state, from its loop; raises UnavailableError if it does not answer within ANSWER_SECONDS."""
+        """Ask the engine's loop for its state; raises UnavailableError if it does not answer within ANSWER_SECONDS."""
         number = next(self._numbers)
         return await self._ask(Ping(number), number, Pong, ANSWER_SECONDS)
 
     async def read_metrics(self) -> str:
-        """The engine's metrics in Prometheus' text format; raises UnavailableError if they do not come in METRICS_SECONDS."""
+        """Ask for the engine's metrics in Prometheus' text format; raises UnavailableError after METRICS_SECONDS."""
         number = next(self._numbers)
         return (await self._ask(ReadMetrics(number), number, Metrics, METRICS_SECONDS)).text
 
@@ -124,7 +124,7 @@ class EngineClient:
             self._loop.close()
 
     async def _disconnect(self) -> None:
-        """Let `_run` end, which was cancelled, before the loop does."""
+        """Wait for the end of `_run`, which has been cancelled, before the loop ends."""
         while self.connected or any(task is not asyncio.current_task() for task in asyncio.all_tasks()):
             await asyncio.sleep(0)
 
@@ -167,10 +167,10 @@ class EngineClient:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _receive(self, reader: asyncio.StreamReader) -> None:
-        """Hand out what the engine sends until the connection ends."""
+        """Hand out the engine's messages until the connection ends."""
         writer = self._writer
         uncounted, self._uncounted = self._uncounted, Counter()
-        for code, count in (+uncounted).items():  # those above 0
+        for code, count in (+uncounted).items():  # + leaves only counts above 0
             self._count(code, count)
         try:
             while True:

@@ -1,6 +1,6 @@
-"""Requests of one door process at the engine: read and tokenised in threads, submitted, passed on, cancelled when nobody waits.
+"""Runs a door process's requests: reads and tokenises them in threads, submits them, passes answers on, and cancels requests.
 
-Every endpoint uses this; none of it knows HTTP.
+Every endpoint uses this module, which knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class CodedError(KvseekError):
-    """What ended a request, with its code: at the engine, or at a door for a reason that is the door's own."""
+    """An error that ended a request, with its code, at the engine or at a door."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -38,13 +38,13 @@ class Ticket:
     Attributes
     ----------
     request_id : str
-        What its client calls it; may be empty.
+        The client's own id of the request; may be empty.
     arrived : float
-        When its headers had come, in seconds of time.monotonic.
+        Time at which the request's headers had arrived, in seconds of time.monotonic.
     number : int or None
-        At the engine, once it is there.
+        Number of the request at the engine; None before it is submitted.
     stopped : bool
-        Another request has asked for its end.
+        Whether another request has asked for the end of this one.
     """
 
     request_id: str
@@ -56,7 +56,7 @@ class Ticket:
 class Workers:
     """Threads for work that would hold up the event loop.
 
-    What waits for a thread waits on the loop: when its client leaves, it goes at once, and the client's data with it.
+    Calls that wait for a thread wait on the loop. So when a client leaves, its call and its data are dropped at once.
     """
 
     def __init__(self, threads: int, name: str, max_open: int) -> None:
@@ -88,7 +88,7 @@ class Workers:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _done(self, _: Future[T]) -> None:
-        """From any thread."""
+        """Take note that a call has ended; runs in any thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._release)
 
@@ -98,32 +98,33 @@ class Workers:
 
 
 class Generations:
-    """See above. All methods are called on the event loop.
+    """Runs the requests of one door process. All methods must be called on the event loop.
 
     Parameters
     ----------
     client : EngineClient
-        On the same loop.
+        A client on the same loop.
     max_making : int
-        Requests that may be or wait to be tokenised; further ones are refused.
+        Most requests that are being tokenised or wait for it; further ones are refused.
     """
 
     def __init__(self, client: EngineClient, max_making: int) -> None:
         self._client = client
         self._makers = Workers(MAKERS, "tokenise", max_making)
-        self._readers = Workers(1, "read-json", max_making)  # not behind texts that are being tokenised
-        self._senders = ThreadPoolExecutor(1, thread_name_prefix="submit")  # nor these
+        # Threads of their own, so that reading and submitting do not wait for texts that are being tokenised.
+        self._readers = Workers(1, "read-json", max_making)
+        self._senders = ThreadPoolExecutor(1, thread_name_prefix="submit")
         self._tickets: set[Ticket] = set()
         self.open = 0
         """Requests whose callers wait."""
 
     async def read(self, function: Callable[[], T]) -> T:
-        """Call what takes milliseconds in a worker thread; raises QueueFullError if too many calls wait already."""
+        """Call a function of some milliseconds in a worker thread; raises QueueFullError if too many calls wait already."""
         return await self._readers.run(function)
 
     @asynccontextmanager
     async def made(self, ticket: Ticket, make: Callable[[], ServedRequest], slow: bool) -> AsyncIterator[ServedRequest]:
-        """A request, made by calling `make` in a worker thread; `stop` reaches it until the context ends.
+        """Make a request by calling `make` in a worker thread; `stop` can end the request until the context ends.
 
         Parameters
         ----------
@@ -133,7 +134,7 @@ class Generations:
         Raises
         ------
         QueueFullError
-            If too many wait to be made already.
+            If too many requests wait to be made already.
         """
         self._tickets.add(ticket)
         try:
@@ -145,10 +146,10 @@ class Generations:
     async def generate(
         self, served: ServedRequest, ticket: Ticket, trace: str = ""
     ) -> AsyncIterator[AsyncIterator[Chunk]]:
-        """Have the engine serve a request; gives the chunks. The request is cancelled if the context ends before them.
+        """Let the engine serve a request, and give its chunks; if the context ends before the last, the request is cancelled.
 
-        Entering raises UnavailableError if there is no engine and TimeoutExpiredError if the request's time is over, iterating
-        CodedError when the engine ends the request with an error.
+        Entering the context raises UnavailableError if there is no engine, and TimeoutExpiredError if the request's time is over.
+        Iterating raises CodedError when the engine ends the request with an error.
         """
         outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
         self.open += 1
@@ -157,17 +158,17 @@ class Generations:
                 request = after(served.request, time.monotonic() - ticket.arrived)
                 ticket.number = await self._submit(request, outputs, trace)
             try:
-                if ticket.stopped:  # while it was not there yet
+                if ticket.stopped:  # before the request had a number
                     self._client.cancel(ticket.number)
                 async with aclosing(_chunks(served, outputs)) as chunks:
                     yield chunks
             finally:
-                self._client.cancel(ticket.number)  # nothing happens if it has ended
+                self._client.cancel(ticket.number)  # does nothing if the request has ended
         finally:
             self.open -= 1
 
     def stop(self, request_id: str) -> None:
-        """End the requests to which their clients gave this id; an empty one is none."""
+        """End the requests to which their clients gave this id; an empty id matches none."""
         for ticket in self._tickets:
             if request_id and ticket.request_id == request_id:
                 ticket.stopped = True
@@ -176,7 +177,7 @@ class Generations:
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
-        """Have errors counted by which a request ends before it is submitted."""
+        """Count errors in the context, by which a request ends before it is submitted, in the engine's metrics."""
         try:
             yield
         except KvseekError as error:
@@ -190,7 +191,7 @@ class Generations:
         self._senders.shutdown(wait=False, cancel_futures=True)
 
     async def _submit(self, request: Request, outputs: asyncio.Queue[StepOutput], trace: str) -> int:
-        """Submit in a thread: a long prompt takes milliseconds to encode, in which all other streams would stand still."""
+        """Submit in a thread, because all streams would stand still for the milliseconds that encoding a long prompt takes."""
         future = self._senders.submit(self._client.submit, request, outputs.put_nowait, trace)
         try:
             return await asyncio.wrap_future(future)

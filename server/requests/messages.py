@@ -1,11 +1,11 @@
-"""What doors and the engine process say to each other over its Unix socket: one MessagePack document a frame.
+"""Messages between doors and the engine process over its Unix socket: one MessagePack document a frame.
 
-A door numbers its requests itself; numbers of different doors (connections) have nothing to do with each other. Every
-submitted request gets outputs, of which exactly the last has a finish reason, unless the connection ends first: then the
-door knows that the engine process has ended, and the engine that nobody waits for the door's requests.
+A door numbers its requests itself; numbers of different doors (connections) are independent of each other. Every
+submitted request gets outputs, of which exactly the last has a finish reason, unless the connection ends first. Then the
+door knows that the engine process has ended, and the engine knows that nobody waits for the door's requests.
 
 Why a plain socket: the kernel closes it when either process dies, however it dies, so both sides know at once and
-without heartbeats; a broker or a message queue between them would hide just that.
+without heartbeats. A broker or a message queue between them would hide just that.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ class Submit(msgspec.Struct, tag="submit"):
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
-    """Door to engine: the client of a request has left. Nothing happens if it has ended."""
+    """Door to engine: cancel a request, whose client has left. Without effect if the request has ended."""
 
     number: int
 
 
 class Refused(msgspec.Struct, tag="refused"):
-    """Door to engine: requests ended that the engine has not had, or has died with; for the metrics."""
+    """Door to engine: number of requests that ended without reaching this engine process, for the metrics."""
 
     code: str
     count: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class Ping(msgspec.Struct, tag="ping"):
-    """Door to engine: does the engine's loop answer?"""
+    """Door to engine: ask whether the engine's loop answers."""
 
     number: int
 
 
 class ReadMetrics(msgspec.Struct, tag="read_metrics"):
-    """Door to engine: the metrics, please."""
+    """Door to engine: ask for the metrics."""
 
     number: int
 
 
 class Outputs(msgspec.Struct, tag="outputs"):
-    """Engine to door: what happened to requests, in order: pairs of a request's number and an output."""
+    """Engine to door: outputs of requests, in order, as pairs of a request's number and an output."""
 
     outputs: list[tuple[int, StepOutput]]
 
@@ -83,18 +83,18 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: FromDoor | FromEngine) -> bytes:
-    """A message with its length before it."""
+    """Encode a message, with its length before it."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 async def read_frame(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
-    """The next message; raises IncompleteReadError at the end of the stream, MsgspecError on what is no message."""
+    """Read the next message; raises IncompleteReadError at the end of the stream, MsgspecError if it is no message."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > MAX_FRAME_BYTES:
         raise msgspec.ValidationError(f"a frame of {length} bytes: must be <= {MAX_FRAME_BYTES}")
     data = await reader.readexactly(length)
     try:
         return decoder.decode(data)
-    except UnicodeDecodeError as error:  # which is no MsgspecError
+    except UnicodeDecodeError as error:  # raised by msgspec, although it is no MsgspecError
         raise msgspec.ValidationError(f"a string that is no UTF-8: {error}") from None

@@ -1,4 +1,4 @@
-"""What a request of a client is to a door: tensors in, a request for the engine, its outputs to what the client gets."""
+"""A client's request at a door: its tensors make a request for the engine, whose outputs make the client's chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .translation import Tensors
 TEXT_MODEL = "tensorrt_llm_bls"
 TOKEN_MODEL = "tensorrt_llm"
 MODELS = (TOKEN_MODEL, TEXT_MODEL)
-MAX_ID_CHARACTERS = 256  # of what a client calls its request
+MAX_ID_CHARACTERS = 256  # most characters of a client's id of its request
 Chunk = dict[str, Any]  # name of an output → its value: a str, a number, or a list of token ids
 
 
@@ -28,11 +28,12 @@ class ServedRequest(Protocol):
     Attributes
     ----------
     request : Request
-        For the engine.
+        The request for the engine.
     streaming : bool
         Whether the client wants a response for every token.
     ended : bool
-        Whether the client has its last chunk although the engine goes on (a stop word came): cancel the rest.
+        Whether the client has its last chunk although the engine goes on, because a stop word came; the caller has to cancel
+        the request then.
     """
 
     request: Request
@@ -40,13 +41,13 @@ class ServedRequest(Protocol):
     ended: bool
 
     def push(self, output: StepOutput) -> Iterator[Chunk]:
-        """Take one output of the engine, not an error; yields what the client gets for it."""
+        """Take one output of the engine, which must be no error; yields the client's chunks for it."""
 
 
 def after(request: Request, seconds: float) -> Request:
-    """A request that has spent `seconds` at a door, which count towards its time limit; raises TimeoutExpiredError."""
+    """Take the `seconds` that a request has spent at a door off its time limit; raises TimeoutExpiredError if none are left."""
     limit = request.timeout_seconds
-    if limit is None or not limit > 0:  # the engine refuses the latter
+    if limit is None or not limit > 0:  # the engine refuses limits that are not above 0
         return request
     if seconds >= limit:
         raise TimeoutExpiredError(
@@ -64,7 +65,7 @@ class RequestFactory:
     tokenizer: Tokenizer
 
     def make(self, model: str, tensors: Tensors) -> ServedRequest:
-        """The request that tensors, [1, n] each, ask `model` for.
+        """Make the request that tensors, [1, n] each, ask `model` for.
 
         Tokenises text, which may take long. Raises RequestError on any input that cannot be served.
         """

@@ -1,4 +1,4 @@
-"""What an error is in each protocol. One table, so that every door says the same."""
+"""Status of every error code in each protocol, in one table, so that every door answers alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request of the text model: text to a request of the engine, tokens back to text. No Triton here."""
+"""One request of the text model: makes a request of the engine from text, and text from its tokens. No Triton here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHARACTERS_PER_TOKEN = 8  # more than most texts have
 
 
 def max_text_bytes(config: EngineConfig, tokenizer: Tokenizer) -> int:
-    """Bytes of UTF-8 beyond which a text cannot have as few tokens as max_input_len."""
+    """Return the bytes of UTF-8 beyond which a text certainly has more tokens than max_input_len."""
     return config.max_input_len * tokenizer.longest_token_bytes
 
 
@@ -95,7 +95,7 @@ class TextRequest:
 
 
 def _prompt(tensors: Tensors, limit: int) -> str:
-    """The text of a request, refused by its bytes: to tokenise a text that cannot fit would take minutes and gigabytes."""
+    """Read the text of a request; raises by its bytes, as tokenising a text that cannot fit would take minutes and gigabytes."""
     value = scalar(tensors, "text_input")
     size = len(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value)
     if size > limit:
@@ -109,11 +109,11 @@ def _prompt(tensors: Tensors, limit: int) -> str:
 
 
 def _encode(tokenizer: Tokenizer, prompt: str, add_special_tokens: bool, max_tokens: int) -> list[int]:
-    """Token ids of a prompt. One with too many is refused by its beginning: all of it could take a minute of a thread."""
+    """Tokenise a prompt. A prompt with too many tokens is refused by its beginning, as all of it could take a minute."""
     size = CHARACTERS_PER_TOKEN * max_tokens
     while size < len(prompt):
         tokens = len(tokenizer.encode(prompt[:size], add_special_tokens))
-        if tokens > max_tokens + max_tokens // 8 + 8:  # the cut may make some tokens of one
+        if tokens > max_tokens + max_tokens // 8 + 8:  # the cut may split one token into several
             raise RequestError(
                 f"text_input has {tokens:,} tokens in its first {size:,} of {len(prompt):,} characters: "
                 f"must be <= max_input_len = {max_tokens} in all; shorten it or build with a larger max_input_len"
@@ -123,7 +123,7 @@ def _encode(tokenizer: Tokenizer, prompt: str, add_special_tokens: bool, max_tok
 
 
 def _stop_words(tensors: Tensors) -> tuple[str, ...]:
-    """Stop words of a request; every token of its output is compared with all of them, so there may not be many."""
+    """Read the stop words of a request. Their number is limited, because every token is compared with all of them."""
     words = texts(tensors, "stop_words")
     if len(words) > MAX_STOP_WORDS:
         raise RequestError(f"stop_words has {len(words)} words: must be <= {MAX_STOP_WORDS}; send fewer")

@@ -1,4 +1,4 @@
-"""One request of the token model: its tensors to a request of the engine, outputs to token ids. No Triton here."""
+"""One request of the token model: makes a request of the engine from tensors, and token ids from outputs. No Triton here."""
 
 from __future__ import annotations
 

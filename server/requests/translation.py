@@ -1,4 +1,4 @@
-"""Tensors of the tensorrt_llm model to engine requests. Pure functions on NumPy arrays: no Triton here.
+"""Translates tensors of the tensorrt_llm model to engine requests. Pure functions on NumPy arrays: no Triton here.
 
 Names, types and defaults are those of TensorRT-LLM's Triton models, so that clients written for them work unchanged.
 An input that kvseek does not support is accepted at its neutral value and refused at any other.
@@ -19,9 +19,9 @@ from kvseek.core.request import DEFAULT_PRIORITY, Request, SamplingParams
 
 Tensors = Mapping[str, NDArray[Any]]
 
-MAX_STOP_WORDS = 64  # of tokens; as many as the text model takes
+MAX_STOP_WORDS = 64  # most stop words as token ids; the text model takes as many as texts
 
-# Inputs of TensorRT-LLM's models that kvseek does not support, and the values that ask for nothing.
+# Inputs of TensorRT-LLM's models that kvseek does not support, and the values at which they have no effect.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "beam_width": (1,),
     "num_return_sequences": (1,),
@@ -37,7 +37,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def scalar(tensors: Tensors, name: str, default: Any = None) -> Any:
-    """The one value of a tensor as a Python object, `default` if the tensor is absent; raises RequestError on several."""
+    """Return a tensor's one value as a Python object, `default` if the tensor is absent; raises RequestError on several."""
     if name not in tensors:
         return default
     if tensors[name].size != 1:
@@ -46,7 +46,7 @@ def scalar(tensors: Tensors, name: str, default: Any = None) -> Any:
 
 
 def refuse_unsupported(tensors: Tensors) -> None:
-    """Raise RequestError if an unsupported input has another value than its neutral one."""
+    """Raise RequestError if an unsupported input has another value than its neutral values."""
     for name, neutral in NEUTRAL.items():
         value = scalar(tensors, name, neutral[0])
         if value not in neutral:
@@ -56,7 +56,7 @@ def refuse_unsupported(tensors: Tensors) -> None:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of a request to a model of Triton: what is about the request and not in its tensors.
+    """Parameters of a request to a model of Triton: information about the request that is not in its tensors.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class Parameters:
     kvseek_call : str
         The gRPC door's name of the client's call, or empty. Clients cannot send it.
     kvseek_leave : bool
-        The client of that call has left: its requests are to end. The tensors mean nothing.
+        Whether this request tells that the client of that call has left, so that its requests end. The tensors mean nothing.
     """
 
     traceparent: str = ""
@@ -74,9 +74,9 @@ class Parameters:
 
 
 def read_parameters(parameters: str, model: str) -> Parameters:
-    """Parameters of a request to `model` from their JSON object.
+    """Read the parameters of a request to `model` from their JSON object.
 
-    Raises RequestError on one that is unknown or of the wrong type: nothing that a client asks for is ignored.
+    Raises RequestError on an unknown parameter or a wrong type, so that nothing that a client asks for is ignored.
     """
     values = json.loads(parameters or "{}")
     kinds = {field.name: type(field.default) for field in dataclasses.fields(Parameters)}
@@ -89,7 +89,7 @@ def read_parameters(parameters: str, model: str) -> Parameters:
 
 
 def sampling_params(tensors: Tensors, top_k: str = "runtime_top_k", top_p: str = "runtime_top_p") -> SamplingParams:
-    """Sampling parameters with TensorRT-LLM's meaning of what is absent.
+    """Read the sampling parameters; absent tensors mean the same as in TensorRT-LLM.
 
     Greedy unless a temperature, top_k or top_p is given; with one of them the absent temperature is 1.
     """
@@ -106,7 +106,7 @@ def sampling_params(tensors: Tensors, top_k: str = "runtime_top_k", top_p: str =
 
 
 def word_list(tensors: Tensors, name: str) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of TensorRT-LLM's word-list format: int32 [1, 2, n] or [2, n].
+    """Read token sequences in TensorRT-LLM's word-list format: int32 [1, 2, n] or [2, n].
 
     Row 0 has all tokens, one word after the other; row 1 the end of each word in row 0, padded with -1.
     """
@@ -131,7 +131,7 @@ def word_list(tensors: Tensors, name: str) -> tuple[tuple[int, ...], ...]:
 
 
 def engine_request(tensors: Tensors, default_end_ids: tuple[int, ...]) -> Request:
-    """The request that the tensors of tensorrt_llm ask for.
+    """Make the request that the tensors of tensorrt_llm ask for.
 
     Without `end_id` the model's own end ids end it; end_id -1 turns them off. Raises RequestError.
     """
@@ -156,7 +156,7 @@ def engine_request(tensors: Tensors, default_end_ids: tuple[int, ...]) -> Reques
 
 
 def end_ids(tensors: Tensors, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Tokens that end a request: `end_id`, none if that is -1, and `default` if it is absent."""
+    """Return the tokens that end a request: `end_id`, none if that is -1, and `default` if it is absent."""
     end_id = scalar(tensors, "end_id")
     if end_id is None:
         return default
@@ -171,7 +171,7 @@ def make_request(
     ends: tuple[int, ...],
     stop_words: tuple[tuple[int, ...], ...] = (),
 ) -> Request:
-    """A request of the engine; `max_tokens` names the input that has the number. Raises RequestError."""
+    """Make a request of the engine; `max_tokens` names the input that has this number. Raises RequestError."""
     if max_tokens not in tensors:
         raise RequestError(f"{max_tokens} is missing; say how many tokens to generate at most")
     seconds = scalar(tensors, "timeout")
@@ -199,6 +199,6 @@ def text(value: object, name: str) -> str:
 
 
 def texts(tensors: Tensors, name: str) -> tuple[str, ...]:
-    """Non-empty strings of a tensor."""
+    """Return the non-empty strings of a tensor."""
     values = tensors[name].reshape(-1).tolist() if name in tensors else []
     return tuple(decoded for value in values if (decoded := text(value, name)))

@@ -1,8 +1,8 @@
-"""A Triton model as a door: its requests to the engine process, what the engine makes of them to Triton.
+"""A Triton model as a door: passes requests on to the engine process, and the engine's outputs back to Triton.
 
 No thread waits for a request. Worker threads translate requests (tokenising takes long), the engine client's thread sends
-responses. That a client has left is what the gRPC door says. Triton is not asked: 2.51 crashes if a response is the last while it
-looks whether its client has left, once in some ten thousand requests.
+responses. The gRPC door tells when a client has left. Triton is not asked about that: once in some ten thousand requests, 2.51
+crashes if the last response is sent while it looks whether the client has left.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ logger = logging.getLogger(__name__)
 
 
 class Stream:
-    """One request's way back to its client. Its methods are called by one thread at a time."""
+    """Sends the responses of one request to its client. Its methods are called by one thread at a time."""
 
     def __init__(self, triton: Any, sender: Any, request_id: str) -> None:
         self._triton, self._sender = triton, sender
         self.request_id = request_id
         self.call = ""  # the gRPC door's name of the client's call
         self.served: ServedRequest | None = None
-        self.number: int | None = None  # of the request at the engine, once it has been submitted
-        self.left = False  # its client
-        self.stopped = False  # by another request
+        self.number: int | None = None  # number of the request at the engine, once it has been submitted
+        self.left = False  # whether the client has left
+        self.stopped = False  # whether another request has stopped this one
         self.arrived = time.monotonic()
         self.closed = False  # the last response has been sent
 
@@ -71,10 +71,10 @@ class Stream:
             self._sender.send(self._response(chunk), flags=final)
 
     def fail(self, message: str, code: ErrorCode) -> None:
-        """End with an error."""
+        """End the stream with an error."""
         self.closed = True
         name = TRITON_CODE[code]
-        if code is not ErrorCode.INVALID:  # clients of a stream see the message alone
+        if code is not ErrorCode.INVALID:  # clients of a stream see only the message, not the code
             message = f"{name}: {message}"
         error = self._triton.TritonError(message, getattr(self._triton.TritonError, name))
         self._sender.send(
@@ -88,7 +88,7 @@ class Stream:
 
 
 def as_tensor(name: str, value: Any) -> np.ndarray[Any, Any]:
-    """The value of an output as Triton wants it: [1, 1, n] for token ids (batch, beam, tokens), else [1, 1]."""
+    """Make the array of an output for Triton: [1, 1, n] for token ids (batch, beam, tokens), else [1, 1]."""
     dtype: Any = OUTPUT_DTYPES[name]
     if name == "output_ids":
         return np.asarray(value, dtype=dtype).reshape(1, 1, -1)
@@ -103,7 +103,7 @@ class TritonDoor:
     triton : module
         triton_python_backend_utils, which exists only inside the server.
     arguments : mapping
-        Of the model's `initialize`. The model's parameters are `engine_dir`, `socket` and `max_queue_size`.
+        Arguments of the model's `initialize`. The model's parameters are `engine_dir`, `socket` and `max_queue_size`.
     """
 
     def __init__(self, triton: Any, arguments: Mapping[str, str]) -> None:
@@ -118,7 +118,7 @@ class TritonDoor:
             tokenizer.encode("")  # reads the files now rather than in the first request
         self._client = EngineClient(Path(parameters["socket"]))
         self._lock = threading.Lock()
-        self._streams: set[Stream] = set()  # those that have not been closed
+        self._streams: set[Stream] = set()  # streams that have not been closed
         self._translating, self._max_translating = 0, int(parameters["max_queue_size"]) + engine_config.max_batch_size
         self._left: dict[str, None] = {}  # calls whose clients have left, oldest first: requests of them may still come
         self._pool = ThreadPoolExecutor(TRANSLATORS, thread_name_prefix="translate")
@@ -136,7 +136,7 @@ class TritonDoor:
         if len(stream.request_id) > MAX_ID_CHARACTERS:
             size = len(stream.request_id)
             raise RequestError(f"id has {size} characters: must be <= {MAX_ID_CHARACTERS}; choose a shorter one")
-        # Copies: the memory of a tensor is Triton's again when this call has returned.
+        # Copied, because the memory of a tensor belongs to Triton again when this call has returned.
         tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
         parameters = read_parameters(request.parameters(), self._model)
         stream.call = parameters.kvseek_call
@@ -150,7 +150,7 @@ class TritonDoor:
         stream.close()
 
     def _enqueue(self, stream: Stream, tensors: Tensors, trace: str) -> None:
-        """Let a request be translated; raises QueueFullError."""
+        """Queue a request for translation; raises QueueFullError."""
         with self._lock:
             if self._translating >= self._max_translating:
                 raise QueueFullError(
@@ -170,7 +170,7 @@ class TritonDoor:
             served = stream.served = self._factory.make(self._model, tensors)
             request = after(served.request, time.monotonic() - stream.arrived)
             stream.number = self._client.submit(request, lambda output: self._pass_on(stream, output), trace)
-            if stream.left or stream.stopped or stream.closed:  # while the number was not known yet
+            if stream.left or stream.stopped or stream.closed:  # this happened before the number was known
                 self._client.cancel(stream.number)
         except Exception as error:
             self._fail(stream, error)
@@ -179,7 +179,7 @@ class TritonDoor:
                 self._translating -= 1
 
     def _pass_on(self, stream: Stream, output: StepOutput) -> None:
-        """Send what an output of the engine gives; on the engine client's thread."""
+        """Send the responses for an output of the engine; runs on the engine client's thread."""
         if stream.closed:
             return
         try:
@@ -189,7 +189,7 @@ class TritonDoor:
             if not stream.closed:
                 self._forget(stream)
                 stream.fail("the answer could not be passed on; the server's log says why", ErrorCode.INTERNAL)
-            raise  # has the engine client cancel the request
+            raise  # makes the engine client cancel the request
 
     def _send(self, stream: Stream, output: StepOutput) -> None:
         served, last = stream.served, output.finish_reason is not None
@@ -231,14 +231,14 @@ class TritonDoor:
             return list(self._streams)
 
     def _stop(self, request_id: str) -> None:
-        """End the requests with an id, as TensorRT-LLM does for a request with `stop`; an empty one is none."""
+        """End the requests with an id, as TensorRT-LLM does for a request with `stop`; an empty id matches none."""
         for stream in self._open_streams():
             if request_id and stream.request_id == request_id:
                 stream.stopped = True
                 self._cancel(stream)
 
     def _leave_call(self, call: str) -> None:
-        """The client of a call has left: end its requests, those too that are still on their way to this model."""
+        """End the requests of a call whose client has left, also those that are still on their way to this model."""
         self._left[call] = None
         while len(self._left) > REMEMBERED_CALLS:
             del self._left[next(iter(self._left))]
@@ -252,7 +252,7 @@ class TritonDoor:
             self._client.cancel(stream.number)
 
     def finalize(self) -> None:
-        """End everything; Triton unloads the model."""
+        """End all requests, because Triton unloads the model."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._client.close()
         for stream in self._open_streams():

@@ -20,7 +20,7 @@ from kvseek.server.errors import ServerError
 
 SYSTEM_SERVER = Path("/opt/tritonserver/bin/tritonserver")  # where the NGC containers have it
 WHEEL = "nvidia-pytriton"
-SHARED_MEMORY_PREFIX = "triton_python_backend_shm_region_"  # of names by which Triton keeps clients away
+SHARED_MEMORY_PREFIX = "triton_python_backend_shm_region_"  # Triton keeps clients away from memory with such names
 STUB = "triton_python_backend_stub"
 BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -28,7 +28,7 @@ VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 @dataclass(frozen=True)
 class TritonServer:
-    """How to run a tritonserver: its binary, its backend directory and the environment it needs."""
+    """A tritonserver that can be run: its binary, its backend directory and the environment that it needs."""
 
     binary: Path
     backends: Path
@@ -36,12 +36,12 @@ class TritonServer:
 
 
 def find_server(scratch: Path) -> TritonServer:
-    """Find a server; an embedded one gets a backend directory assembled inside `scratch`, which must outlive it.
+    """Find a server. A server in a wheel gets a backend directory assembled inside `scratch`, which must outlive it.
 
     Raises
     ------
     ServerError
-        If there is none, or its Python backend cannot run with this Python.
+        If there is no server, or its Python backend cannot run with this Python.
     """
     on_path = shutil.which("tritonserver")
     binary = Path(on_path) if on_path else SYSTEM_SERVER
@@ -86,7 +86,7 @@ def _embedded_server(scratch: Path) -> TritonServer:
 
 
 def _require_numpy_1() -> None:
-    """The stub of this wheel reads arrays by NumPy 1's layout: under NumPy 2 every tensor repeats its first byte."""
+    """Raise ServerError under NumPy 2: the wheel's stub reads NumPy 1's layout, and would repeat a tensor's first byte."""
     if not np.__version__.startswith("1."):
         raise ServerError(
             f"numpy = {np.__version__}: must be < 2 with the server of {WHEEL}, whose Python backend misreads NumPy 2 arrays; "
@@ -95,7 +95,7 @@ def _require_numpy_1() -> None:
 
 
 def shared_libpython() -> Path:
-    """The shared library of the running Python, which the backend's stub loads; raises ServerError if there is none."""
+    """Find the shared library of the running Python, which the backend's stub loads; raises ServerError without one."""
     name = sysconfig.get_config_var("INSTSONAME") or f"libpython{VERSION}.so.1.0"
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
     folders = (
@@ -115,7 +115,7 @@ def shared_libpython() -> Path:
 
 
 def _environment(libraries: list[Path]) -> dict[str, str]:
-    """This process's environment, with the libraries first and this Python's packages for the backend's stub.
+    """Make an environment from this process's, with the libraries first and this Python's packages for the backend's stub.
 
     The stub is a program of its own that starts the `python3` of PATH's first folder: that of the virtual environment.
     """

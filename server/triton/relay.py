@@ -1,4 +1,4 @@
-"""What Triton says of itself and its models, asked over gRPC and answered as Triton's HTTP endpoint would."""
+"""Asks Triton about itself and its models over gRPC, and answers as Triton's HTTP endpoint would."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ STATUS = {grpc.StatusCode.NOT_FOUND: 404, grpc.StatusCode.INVALID_ARGUMENT: 400,
 
 
 class TritonRelay:
-    """Questions to Triton.
+    """Passes questions of HTTP clients on to Triton.
 
     Parameters
     ----------
     target : str
-        host:port of its gRPC endpoint.
+        host:port of Triton's gRPC endpoint.
     """
 
     def __init__(self, target: str) -> None:
@@ -38,7 +38,7 @@ class TritonRelay:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection; it breaks at once when Triton dies. A question makes one."""
+        """Whether there is a connection; it breaks at once when Triton dies. A question makes a new connection."""
         return self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def ask(self, method: str, message: Message) -> Any:
@@ -50,7 +50,7 @@ class TritonRelay:
         await self._channel.close()
 
     def routes(self) -> list[web.RouteDef]:
-        """The endpoints that say what there is."""
+        """Make the routes of the endpoints about the server and its models."""
         found = [web.get("/v2", self.server), web.get("/v2/models/stats", self.statistics)]
         for start in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
             handlers = (("", self.model), ("/config", self.config), ("/stats", self.statistics))
@@ -95,7 +95,7 @@ def _json(message: Message) -> web.Response:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message as JSON values, absent fields with their defaults, 64-bit integers as numbers: Triton's own form.
+    """Convert a message to JSON values in Triton's own form: absent fields have their defaults, 64-bit integers are numbers.
 
     google.protobuf.json_format would make strings of the integers, and [-1] dimensions ["-1"].
     """
