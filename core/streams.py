@@ -78,8 +78,9 @@ class InFlight:
         self._reclaim(self._most - 1)
 
     def add(self, slot: int, ticket: Ticket) -> None:
-        """Note a work; `make_room` came before it was begun."""
-        self._works.append((slot, ticket))
+        """Note a work, unless it has ended as every one has on the CPU; `make_room` came before it was begun."""
+        if not ticket.done:  # else its ticket would keep what it read, on the CPU a layer's rows during the next layer
+            self._works.append((slot, ticket))
 
     def finish(self, slot: int) -> None:
         """Make the current stream wait for the works of a slot; the host does not wait."""
