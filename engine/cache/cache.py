@@ -57,8 +57,8 @@ class Cache:
 
     Attributes
     ----------
-    window : Tensor [layers, slots + 1, G, window, 2, D], on the engine's device
-        Window rows, K then V.
+    window : Tensor [layers, slots, G, window, 2, D], on the engine's device
+        Window rows, K then V. There are max_batch_size slots; an engine on a GPU has one more, `padding_slot`.
     rows : RowStorage
         Rows of the retrieval regions.
     extents : ExtentTable
@@ -66,7 +66,7 @@ class Cache:
     tokens, lengths : list of int, one per slot
         Cached tokens in all, and of those, tokens in the retrieval region.
     padding_slot : int
-        The last slot: it holds one token, which every request that only fills up a batch overwrites.
+        Of an engine on a GPU: it holds one token, which every request that only fills up a batch overwrites.
     """
 
     def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device, rows: RowStorage) -> None:
@@ -75,12 +75,14 @@ class Cache:
         self.rows = rows
         self.ring = self.config.local + self.config.update
         self.padding_slot = config.max_batch_size
-        slots = config.max_batch_size + 1
+        padded = config.device == "cuda"  # the CPU fills up no batches: there the window of one slot more would be waste
+        slots = config.max_batch_size + padded
         max_extents = extents_for(max(0, config.max_seq_len - self.config.sink))
         self.extents = ExtentTable(slots, max_extents, rows.layout.capacity, device)
         self.window = _windows(config, slots, dtype, device)
         self.tokens, self.lengths = [0] * slots, [0] * slots
-        self.tokens[self.padding_slot] = 1
+        if padded:
+            self.tokens[self.padding_slot] = 1
         # On the CPU preparing an eviction beside the steps would gain nothing.
         self.evict_ahead = min(EVICT_AHEAD, self.config.update, self.config.local) if device.type == "cuda" else 0
         self._offload_stream, self._evict_stream = SideStream(device), SideStream(device)

@@ -52,7 +52,7 @@ class RowLayout:
 class MemoryLayout:
     """Device memory of an engine, in bytes.
 
-    `device_row_bytes` is what DeviceCache takes: the most that rows may use, of which `rows.device_bytes` are used.
+    `device_row_bytes` is what `lay_out_rows` takes: the most that rows may use, of which `rows.device_bytes` are used.
     """
 
     rows: RowLayout
@@ -84,7 +84,7 @@ def layer_extent_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
 
 
 def window_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """Bytes of the window of all layers and slots, that of padding requests included."""
+    """Bytes of the window of all layers and slots of an engine on a GPU, that of padding requests included."""
     model = config.model
     rows = model.num_layers * (config.max_batch_size + 1) * model.num_kv_heads * config.cache.window
     return rows * 2 * model.head_dim * dtype.itemsize
