@@ -1,4 +1,4 @@
-"""The directory that an engine is built in: beside the target, whose place it takes at the end."""
+"""The directory that an engine is built in: it lies beside the output directory and takes its place at the end."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def refuse_foreign(output_dir: Path) -> None:
 
 
 def remove_leftovers(output_dir: Path) -> None:
-    """Remove what builds of `output_dir` left that were killed, and put back an engine that one had moved away.
+    """Remove the directories that killed builds of `output_dir` left, and put back an engine that such a build moved away.
 
-    Directories of other processes that are alive are not touched. In containers builds often have the same process id: what
-    bears our own was left by an earlier one.
+    Directories of other processes that are alive are not touched. In containers builds often have the same process id, so a
+    directory with our own process id was left by an earlier build.
     """
     if not output_dir.parent.is_dir():
         return
@@ -38,7 +38,7 @@ def remove_leftovers(output_dir: Path) -> None:
         if match is None or _is_alive(int(match[1])):
             continue
         if match[2] == REPLACED and not output_dir.exists():
-            path.rename(output_dir)  # killed between two renames: this is the only engine that was there
+            path.rename(output_dir)  # the build was killed between its two renames: this is the engine that it replaced
         else:
             shutil.rmtree(path)
 
@@ -47,19 +47,19 @@ def _is_alive(process_id: int) -> bool:
     if process_id == os.getpid():
         return False
     try:
-        os.kill(process_id, 0)  # signal 0 only asks
+        os.kill(process_id, 0)  # signal 0 only tests whether the process exists
     except ProcessLookupError:
         return False
-    except (PermissionError, OverflowError):  # another user's; a number that no process has, so not our directory
+    except (PermissionError, OverflowError):  # another user's process; no process has this number
         return True
     return True
 
 
 @contextlib.contextmanager
 def atomic_directory(output_dir: Path) -> Iterator[Path]:
-    """A sibling of `output_dir` to build in; takes its place at the end, or is removed if the body raises.
+    """Make a directory beside `output_dir` to build in. It takes that one's place at the end; it is removed if the body raises.
 
-    Leftovers of killed builds are to be removed first.
+    Remove the leftovers of killed builds first.
     """
     partial, replaced = (
         output_dir.with_name(f".{output_dir.name}.{os.getpid()}.{kind}") for kind in (PARTIAL, REPLACED)
@@ -80,13 +80,13 @@ def atomic_directory(output_dir: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _parents(output_dir: Path) -> Iterator[None]:
-    """Create the folders above `output_dir`; those that were not there are removed again if the body raises."""
+    """Create the folders above `output_dir`; if the body raises, the folders that did not exist before are removed."""
     created = [path for path in output_dir.parents if not path.exists()]  # the deepest first
     try:
         output_dir.parent.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # one that another process has put something into stays
+        with contextlib.suppress(OSError):  # a folder into which another process has put something stays
             for path in created:
                 path.rmdir()
         raise

@@ -1,4 +1,4 @@
-"""`kvseek build`: turn a checkpoint into an engine directory, tell what would fit, or look at one (docs/builder.md)."""
+"""`kvseek build`: build an engine directory from a checkpoint, plan one, inspect one or verify one (docs/builder.md)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from kvseek.plugins.registry import method_traits
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build, tell what would fit, inspect or verify; returns 0, or 1 after printing why not. Bad usage exits with 2."""
+    """Build, plan, inspect or verify; returns 0, or 1 after printing an error. Bad usage exits with 2."""
     options = parse(argv)
     try:
         return _run(options)
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Options) -> int:
-    """Do what was asked for; each report is imported when it is wanted."""
+    """Do what the options ask for; each report's module is imported only when it is used."""
     if isinstance(options, BuildOptions):
         with _terminable():
             build_engine(options)
@@ -72,12 +72,12 @@ def _run(options: Options) -> int:
 
 @dataclass(frozen=True)
 class _Build:
-    """One engine to build: what was asked for, and what follows from that and from the checkpoint.
+    """One engine to build: the options, and all that follows from them and from the checkpoint.
 
     Attributes
     ----------
     text : Text or None
-        To calibrate with.
+        Text to calibrate with.
     fingerprint : str
         Digest of everything that the build depends on.
     """
@@ -114,15 +114,15 @@ def build_engine(options: BuildOptions) -> bool:
     Returns
     -------
     bool
-        Whether it was built.
+        Whether the engine was built now.
 
     Raises
     ------
     ConfigError
-        The model is unsupported or damaged, an option is out of range, the text to calibrate with cannot be read, the
+        If the model is unsupported or damaged, an option is out of range, the text to calibrate with cannot be read, the
         directory holds something that is no engine, or disk or memory do not suffice. Then nothing has been written.
     KernelError
-        The kernels cannot be compiled, or TensorRT cannot be imported or cannot build a plan.
+        If the kernels cannot be compiled, or TensorRT cannot be imported or cannot build a plan.
     """
     console = Console(stderr=True, quiet=options.quiet, markup=False)  # names may hold brackets
     checkpoint = open_checkpoint(options.model, options.tokenizer)
@@ -146,12 +146,12 @@ def build_engine(options: BuildOptions) -> bool:
 
 
 def engine_fingerprint(options: BuildOptions) -> str:
-    """The fingerprint that an engine of these options would have now; raises as `build_engine` before it writes."""
+    """Return the fingerprint of an engine built with these options now; raises as `build_engine` does before it writes."""
     return _Build.of(options, open_checkpoint(options.model, options.tokenizer)).fingerprint
 
 
 def _print_advice(config: EngineConfig, console: Console) -> None:
-    """Say what was asked for and costs more than it seems to."""
+    """Print advice on options that cost more than they seem to."""
     if config.weight_only_precision != NONE and config.device == "cuda" and config.max_batch_size > FASTER_ROWS:
         console.print(
             f"max_batch_size = {config.max_batch_size}: steps of more than {FASTER_ROWS} requests multiply with 8-bit weights "
@@ -160,7 +160,7 @@ def _print_advice(config: EngineConfig, console: Console) -> None:
 
 
 def _write_engine(build: _Build, directory: Path, console: Console) -> Calibration | None:
-    """Write all files of the engine, the manifest last; returns what a calibration found, if one was asked for."""
+    """Write all files of the engine, the manifest last; returns the calibration, if one was asked for."""
     options, config, checkpoint = build.options, build.config, build.checkpoint
     columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=options.quiet) as progress:
@@ -191,7 +191,7 @@ def _write_engine(build: _Build, directory: Path, console: Console) -> Calibrati
 def _calibrator(
     text: Text, config: EngineConfig, directory: Path, options: BuildOptions, progress: Progress
 ) -> Calibrator:
-    """Check the text before weights are written; says so if it has fewer tokens than were asked for."""
+    """Check the text before weights are written; prints a note if it has fewer tokens than were asked for."""
     calibrator = Calibrator(text, config, Tokenizer(directory), options.calibrate_tokens, options.calibrate_window)
     if calibrator.tokens < options.calibrate_tokens:
         short = f"fewer than calibrate_tokens = {options.calibrate_tokens:,}: all are used"
@@ -202,7 +202,7 @@ def _calibrator(
 def _write_kernels(
     directory: Path, config: EngineConfig, cuda_archs: Sequence[int], progress: Callable[[int], None]
 ) -> None:
-    """Write the CPU library, or a cubin per architecture, or both: compiled once per source text, not once per engine."""
+    """Write the CPU library, or a cubin per architecture, or both; each is compiled once per source text and then cached."""
     (directory / KERNELS_FOLDER).mkdir()
     if needs_cpu_library(config):
         shutil.copyfile(cached_cpu_library(), directory / LIBRARY_FILE)
@@ -213,7 +213,7 @@ def _write_kernels(
 
 
 def _write_tokenizer(directory: Path, checkpoint: Checkpoint) -> None:
-    """Save the tokenizer; raises ConfigError if a directory was named whose tokenizer is not this model's."""
+    """Save the tokenizer; raises ConfigError if the tokenizer of the directory --tokenizer is not this model's."""
     tokenizer, vocab_size = checkpoint.tokenizer(), checkpoint.config.vocab_size
     if checkpoint.tokenizer_directory is not None:
         last = max(tokenizer.get_vocab().values(), default=0)
@@ -228,7 +228,7 @@ def _write_codebooks(directory: Path, config: EngineConfig) -> None:
     codebooks = method_traits(config).codebooks(config.model.head_dim)
     if codebooks:
         data = save({name: tensor.contiguous() for name, tensor in codebooks.items()})
-        (directory / CODEBOOKS_FILE).write_bytes(data)  # save_file would make it readable by its owner alone
+        (directory / CODEBOOKS_FILE).write_bytes(data)  # save_file would make the file readable only by its owner
 
 
 @contextlib.contextmanager
@@ -243,7 +243,7 @@ def _step(progress: Progress, description: str, total: int = 1) -> Iterator[Call
 def _terminable() -> Iterator[None]:
     """Turn SIGTERM into SystemExit, so that a build that is told to stop removes what it wrote."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's
+        yield  # only the main thread can set signal handlers
         return
 
     def stop(number: int, frame: FrameType | None) -> None:

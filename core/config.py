@@ -11,10 +11,10 @@ from typing import Any
 
 from .errors import ConfigError
 
-FORMAT_VERSION = 2  # of engine directories
+FORMAT_VERSION = 2  # the format of engine directories
 CONFIG_FILE = "config.json"
 EXTENT_TOKENS = 1024  # tokens in one extent of the row pool and of every index array
-CHOICES = {  # values of EngineConfig's fields of a few words
+CHOICES = {  # the values that EngineConfig's fields of type str allow
     "dtype": ("float32", "bfloat16", "float16"),
     "device": ("cpu", "cuda"),
     "kernels": ("native", "reference"),
@@ -185,9 +185,9 @@ class EngineConfig:
 
     `method` names a folder of plugins/; `method_config` holds that method's own fields, checked by its config class.
     `device` is "cpu" or "cuda"; `kernels` is "native" (compiled, in the engine directory) or "reference" (PyTorch, on
-    the CPU alone); `dtype`, of weights and cache, is float32, bfloat16 or, on cuda, float16. `weight_only_precision` is "none",
-    or "int8" or "fp8" for layers whose matrices have 8 bits a weight (weight_only.py). `runtime` is what computes all but
-    attention: "torch", or "tensorrt" on a GPU, as `tensorrt` says.
+    the CPU alone); `dtype`, that of weights and cache, is float32, bfloat16 or, on cuda, float16. `weight_only_precision` is
+    "none", or "int8" or "fp8" for layers whose matrices have 8 bits a weight (engine/model/weight_only.py). `runtime` names
+    the library that computes all but attention: "torch", or on a GPU also "tensorrt", which the field `tensorrt` configures.
     """
 
     model: ModelConfig

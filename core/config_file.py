@@ -20,16 +20,16 @@ PRETRAINED = ("dtype",)
 
 @dataclass(frozen=True)
 class ConfigDocument:
-    """What config.json holds.
+    """The contents of config.json.
 
     Attributes
     ----------
     format_version : int
-        FORMAT_VERSION of the kvseek that wrote it.
+        FORMAT_VERSION of the kvseek that wrote the file.
     version : str
-        That kvseek's version.
+        Version of the kvseek that wrote the file.
     pretrained_config : dict
-        Fields of ModelConfig, and those of EngineConfig that PRETRAINED lists.
+        Fields of ModelConfig, and the fields of EngineConfig that PRETRAINED lists.
     build_config : dict
         All other fields of EngineConfig.
     """
@@ -55,9 +55,9 @@ def read_config(directory: Path) -> EngineConfig:
     Raises
     ------
     EngineDirectoryError
-        It is missing, no JSON, or of another format version.
+        If the file is missing, no JSON, or of another format version.
     ConfigError
-        A key is unknown or missing, naming the object that it belongs to, or a value is wrong.
+        If a key is unknown or missing, naming the object that it belongs to, or a value is wrong.
     """
     values = _read_object(directory)
     refuse_other_format(values, directory)

@@ -22,7 +22,10 @@ DEFAULT_SHARED_BYTES = 48 << 10  # static and dynamic shared memory of a block t
 
 @dataclass
 class _Kernel:
-    """A loaded kernel: its handle, bytes of its parameter, bytes of dynamic shared memory that a launch may ask for now."""
+    """A loaded kernel: its handle, the bytes of its parameter, and the bytes of dynamic shared memory that launches may use.
+
+    `shared_bytes` is raised by the first launch that needs more.
+    """
 
     function: Any
     argument_bytes: int
@@ -48,7 +51,7 @@ class CudaKernels:
     capability : tuple of int
         Compute capability of the GPU: major and minor version.
     multiprocessors : int
-        Streaming multiprocessors of the GPU: what persistent grids are sized by.
+        Streaming multiprocessors of the GPU; persistent grids are sized by them.
     shared_memory_per_block : int
         Most bytes of shared memory that a block may ask for.
 
@@ -79,7 +82,7 @@ class CudaKernels:
         Raises
         ------
         KernelError
-            If the directory has none for this GPU, naming those it has.
+            If the directory has no cubin for this GPU; the message names the architectures that it has.
         """
         device = cuda_device(device)
         major, minor = torch.cuda.get_device_capability(device)
@@ -101,9 +104,9 @@ class CudaKernels:
         shared_bytes: int = 0,
         overlap: bool = False,
     ) -> None:
-        """Launch a kernel on PyTorch's current stream of the device, which may be capturing a graph.
+        """Launch a kernel on PyTorch's current stream of the device, and make the device current in the calling thread.
 
-        Makes the device current in the calling thread.
+        The stream may be capturing a graph.
 
         Parameters
         ----------
@@ -112,19 +115,19 @@ class CudaKernels:
         threads : int
             Threads of a block.
         arguments : ctypes.Structure
-            Copied during the call. The memory that its pointers name must outlive the launch, and every replay of a
-            graph that holds it.
+            The kernel's parameter, copied during the call. The memory that its pointers name must outlive the launch, and
+            every replay of a graph that holds the launch.
         shared_bytes : int
             Dynamic shared memory of a block.
         overlap : bool
-            Start while the kernel before it on the stream ends: only for kernels that follow plugins/shared/overlap.cuh.
-            Without effect below compute capability 9.0.
+            Let the kernel start while the preceding kernel on the stream ends: only for kernels that follow
+            plugins/shared/overlap.cuh. Without effect below compute capability 9.0.
 
         Raises
         ------
         KernelError
-            If there is no such kernel, `arguments` has another size than its struct, or the driver refuses the launch
-            or reports the failure of an earlier one.
+            If there is no such kernel, `arguments` has another size than the kernel's struct, or the driver refuses the
+            launch or reports the failure of an earlier launch.
         """
         kernel = self._find(name, arguments)
         what = f"{name}, grid {grid}, {threads} threads, {shared_bytes} bytes of dynamic shared memory"
@@ -166,7 +169,7 @@ class CudaKernels:
         return kernel
 
     def _load(self, image: bytes) -> dict[str, _Kernel]:
-        """Load all kernels now: a kernel that is loaded by its first launch would disturb the capture of a graph."""
+        """Load all kernels now, because a kernel that its first launch loads would disturb the capture of a graph."""
         code = ctypes.create_string_buffer(image, len(image))
         library = self._call("cuLibraryLoadData", ctypes.addressof(code), [], [], 0, [], [], 0)
         count = self._call("cuLibraryGetKernelCount", library)
@@ -208,7 +211,10 @@ class CudaKernels:
 
 
 def cuda_device(device: torch.device | None = None) -> torch.device:
-    """A CUDA device with its index; None or no index: the current one. Raises KernelError if PyTorch sees no such GPU."""
+    """Return a CUDA device with its index: the current device if `device` is None or has no index.
+
+    Raises KernelError if PyTorch sees no such GPU.
+    """
     if device is not None and device.type != "cuda":
         raise KernelError(f"device = {str(device)!r}: must be a CUDA device; kernels of the GPU run nowhere else")
     if not torch.cuda.is_available():
@@ -224,30 +230,30 @@ def cuda_device(device: torch.device | None = None) -> torch.device:
 
 
 def cubin_path(directory: Path, arch: int) -> Path:
-    """Where an engine directory keeps the cubin of an architecture."""
+    """Return the path of an architecture's cubin in an engine directory."""
     return directory / KERNELS_FOLDER / f"sm_{arch}.cubin"
 
 
 def cubin_architectures(directory: Path) -> list[int]:
-    """Architectures that an engine directory holds cubins of, ascending."""
+    """Return the architectures that an engine directory holds cubins of, ascending."""
     names = [path.stem.removeprefix("sm_") for path in (directory / KERNELS_FOLDER).glob("sm_*.cubin")]
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def choose_architecture(available: Sequence[int], capability: int) -> int:
-    """The cubin that runs on a GPU: same major version, highest minor version that is not above the GPU's.
+    """Choose the cubin for a GPU: same major version, and the highest minor version that is not above the GPU's.
 
     Parameters
     ----------
     available : sequence of int
-        Architectures that cubins exist for: 90 is 9.0.
+        Architectures that cubins exist for; 90 stands for compute capability 9.0.
     capability : int
         The GPU's compute capability, 10 × major + minor.
 
     Raises
     ------
     KernelError
-        If none runs there.
+        If none of the cubins runs on the GPU.
     """
     fitting = [arch for arch in available if arch // 10 == capability // 10 and arch <= capability]
     if not fitting:

@@ -6,10 +6,10 @@ from enum import StrEnum
 
 
 class ErrorCode(StrEnum):
-    """What kind of error ended a request; each protocol has a status for each (server/requests/status.py)."""
+    """Kinds of errors that end a request; server/requests/status.py has the status of each kind in each protocol."""
 
     INVALID = "invalid"  # the request cannot be served as it stands
-    QUEUE_FULL = "queue_full"  # as many requests wait as may wait; a later attempt may succeed
+    QUEUE_FULL = "queue_full"  # the queue is full: max_queue_size requests wait; a later attempt may succeed
     UNAVAILABLE = "unavailable"  # the engine does not run, is shutting down, or had no memory left for the request
     TIMEOUT = "timeout"  # the request's own time limit passed while it waited
     INTERNAL = "internal"  # a fault of the engine; its log says more
@@ -40,11 +40,11 @@ class KernelError(KvseekError, RuntimeError):
 
 
 class QueueFullError(KvseekError):
-    """As many requests wait as may wait. A later attempt may succeed."""
+    """The queue is full: max_queue_size requests wait. A later attempt may succeed."""
 
 
 class UnavailableError(KvseekError):
-    """There is no engine to serve the request: it starts, has failed, or is shutting down."""
+    """There is no engine to serve the request: the engine is starting, has failed, or is shutting down."""
 
 
 class TimeoutExpiredError(KvseekError):
@@ -61,8 +61,8 @@ _CODES: dict[type[Exception], ErrorCode] = {
 
 
 def code_of(error: Exception) -> ErrorCode:
-    """The code of an error that refuses a request; INTERNAL for all that a client cannot have caused.
+    """Return the code of an error that refuses a request; INTERNAL for an error that a client cannot have caused.
 
-    What fails later, when the engine has found nothing wrong with a request, is no client's fault (Engine._fail).
+    A failure after the engine has accepted a request is no client's fault: Engine._fail chooses the code of those.
     """
     return next((code for kind, code in _CODES.items() if isinstance(error, kind)), ErrorCode.INTERNAL)

@@ -17,22 +17,22 @@ from .errors import CapacityError
 
 
 def extents_for(tokens: int) -> int:
-    """Extents that `tokens` retrieval tokens occupy."""
+    """Return the number of extents that `tokens` retrieval tokens occupy."""
     return -(-tokens // EXTENT_TOKENS)
 
 
 @dataclass
 class ExtentTable:
-    """Which extents each slot owns, and how many retrieval tokens it holds.
+    """The extents that each slot owns, and those that are free.
 
     Attributes
     ----------
     capacity : int
         Extents in the pool.
     table : Tensor, int32 [slots, max_extents]
-        Extent number of the e-th thousand tokens of a slot; -1 where there is none.
+        Number of the extent that holds places e * EXTENT_TOKENS and on of a slot, in column e; -1 where there is none.
     device_table : Tensor, int32 [slots, max_extents], on `device`
-        The same for kernels; kept equal to `table` by `reserve` and `release`.
+        A copy of `table` for kernels; `reserve` and `release` keep it equal.
     """
 
     slots: int
@@ -58,7 +58,7 @@ class ExtentTable:
     def reserve(self, slot: int, tokens: int) -> None:
         """Give `slot` the extents of `tokens` retrieval tokens; raises CapacityError if too few are free.
 
-        Whatever it raises, nothing has changed.
+        If it raises, nothing has changed.
         """
         if extents_for(tokens) > self.max_extents:
             raise CapacityError(
@@ -76,7 +76,7 @@ class ExtentTable:
         owned = [*self._owned[slot], *reversed(self._free[-needed:])]
         row = self.table[slot].clone()
         row[: len(owned)] = torch.tensor(owned, dtype=torch.int32)
-        self._upload(slot, row)  # first: it may fail
+        self._upload(slot, row)  # before the host's own tables change, because it may fail
         self.table[slot] = row
         self._owned[slot] = owned
         del self._free[-needed:]
@@ -89,18 +89,18 @@ class ExtentTable:
         self._upload(slot, self.table[slot])
 
     def _upload(self, slot: int, row: Tensor) -> None:
-        # Pinned, so that the host does not wait for the stream; a copy, so that it may change the table meanwhile.
+        # Pinned, so that the host does not wait for the stream; a copy, so that the host may change the table meanwhile.
         if self.device.type != "cpu":
             self.device_table[slot].copy_(row.pin_memory(), non_blocking=True)
 
     def room(self, slot: int) -> int:
-        """Retrieval tokens that the extents of `slot` hold."""
+        """Return the number of retrieval tokens for which the extents of `slot` have room."""
         return len(self._owned[slot]) * EXTENT_TOKENS
 
     def spans(self, slot: int, start: int, stop: int) -> list[tuple[int, slice, slice]]:
-        """Cut retrieval positions [start, stop) of a slot at extent borders.
+        """Cut the places [start, stop) of a slot at the borders of extents.
 
-        Returns (extent, positions inside the extent, positions inside [start, stop)) for each piece, in order.
+        Returns (extent, places inside the extent, places counted from `start`) for each piece, in order.
         """
         pieces = []
         position = start
@@ -113,12 +113,12 @@ class ExtentTable:
         return pieces
 
     def write(self, array: Tensor, slot: int, start: int, values: Tensor) -> None:
-        """Write `values` [G, n, ...] at retrieval positions start.. of `slot` into `array` [extents, G, 1024, ...]."""
+        """Write `values` [G, n, ...] to the places from `start` on of `slot`, in `array` [extents, G, 1024, ...]."""
         for extent, inside, source in self.spans(slot, start, start + values.shape[1]):
             array[extent, :, inside] = values[:, source]
 
     def read(self, array: Tensor, slot: int, length: int) -> Tensor:
-        """Copy the first `length` retrieval positions of `slot` out of `array` [extents, G, 1024, ...]: [G, length, ...]."""
+        """Copy the first `length` places of `slot` out of `array` [extents, G, 1024, ...]: [G, length, ...]."""
         parts = [array[extent, :, inside] for extent, inside, _ in self.spans(slot, 0, length)]
         if not parts:
             return array.new_empty((array.shape[1], 0, *array.shape[3:]))

@@ -1,4 +1,4 @@
-"""Dataclasses from JSON values: unknown keys, missing ones and wrong types are errors that say where."""
+"""Makes dataclasses from JSON values; errors about unknown keys, missing keys and wrong types say where they are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str) -> T:
     Raises
     ------
     ConfigError
-        On an unknown key, a missing one, or a value of the wrong type; `where` leads the message.
+        On an unknown key, a missing key, or a value of the wrong type; `where` begins the message.
     """
     names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     refuse_unknown(values, names, where)
@@ -28,19 +28,19 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str) -> T:
 
 
 def refuse_unknown(values: dict[str, Any], known: Collection[str], where: str) -> None:
-    """Raise ConfigError that names the first key of `values` that is not among the `known` ones, and lists those."""
+    """Raise ConfigError if `values` has keys that are not `known`; it names the first of them and lists the known keys."""
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(known))}")
 
 
 def read_fields(cls: type[Any], names: Collection[str], values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Convert the JSON values of those fields of the dataclass `cls` that `names` lists; other keys are left alone.
+    """Convert the JSON values of the fields of the dataclass `cls` that `names` lists; other keys are not looked at.
 
     Raises
     ------
     ConfigError
-        On a value of the wrong type, or a missing key whose field has no default; `where` leads the message.
+        On a value of the wrong type, or a missing key whose field has no default; `where` begins the message.
     """
     hints = _type_hints(cls)  # type: ignore[arg-type]  # classes are hashable
     arguments = {name: _convert(hints[name], values[name], f"{where}: {name}") for name in values if name in names}
@@ -53,7 +53,7 @@ def read_fields(cls: type[Any], names: Collection[str], values: dict[str, Any], 
 
 @functools.cache
 def _type_hints(cls: type) -> dict[str, Any]:
-    """Types of the fields of a dataclass; kept, for planning makes hundreds of configurations."""
+    """Return the types of a dataclass's fields; they are cached, because planning makes hundreds of configurations."""
     return typing.get_type_hints(cls)
 
 

@@ -1,4 +1,4 @@
-"""Engine directories of another format version are refused: they are built again."""
+"""Refuses engine directories of another format version: they have to be built again."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .errors import EngineDirectoryError
 
 
 def check_format(directory: Path) -> None:
-    """Raise EngineDirectoryError if the engine is of another format version, as `refuse_other_format` does.
+    """Raise EngineDirectoryError if config.json of `directory` states another format version.
 
-    A config.json that is missing or no JSON object states no version: checksums tell what happened to it.
+    A config.json that is missing or no JSON object passes, because it states no version: the checksums report it.
     """
     try:
         document = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))

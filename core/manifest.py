@@ -18,13 +18,13 @@ from .format_version import check_format
 
 MANIFEST_FILE = "manifest.json"
 CODEBOOKS_FILE = "codebooks.safetensors"
-READ_BYTES = 4 << 20  # hashed at a time
+READ_BYTES = 4 << 20  # bytes that are read and hashed at a time
 HASH_THREADS = 4  # hashing and reading release the interpreter lock; more threads only contend for the disk
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the builder wrote: size in bytes, and SHA-256 in hexadecimal."""
+    """Size in bytes and SHA-256 in hexadecimal of a file, as the builder wrote it."""
 
     size: int
     sha256: str
@@ -37,13 +37,13 @@ class Manifest:
     Attributes
     ----------
     kvseek_version : str
-        The version that built the engine.
+        Version of kvseek that built the engine.
     source_model : str
         Name of the checkpoint's folder or file.
     fingerprint : str
         Digest of everything that the build depended on (builder/fingerprint.py).
     files : dict of str to FileRecord
-        Every file of the directory but the manifest, by its path with forward slashes.
+        Every file of the directory but the manifest, by its path inside the directory, with forward slashes.
     """
 
     kvseek_version: str
@@ -53,7 +53,7 @@ class Manifest:
 
 
 def sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
-    """SHA-256 of a file in hexadecimal; `progress` is called with the bytes just read."""
+    """Return the SHA-256 of a file in hexadecimal; `progress` is called with the number of bytes just read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(READ_BYTES):
@@ -98,8 +98,8 @@ def verify(directory: Path) -> None:
     Raises
     ------
     EngineDirectoryError
-        If the engine is of another format version; else naming the first file that is missing, or whose size or SHA-256
-        differs, with the expected and the found value.
+        If the engine is of another format version, or a file is missing or differs in size or SHA-256. The message names
+        the first such file, with the expected and the found value.
     """
     check_format(directory)
     files = read_manifest(directory).files

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: requests, sampling parameters, step outputs."""
+"""The engine's input and output: requests, sampling parameters, step outputs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .statistics import RequestStatistics
 MAX_SEED = 2**64 - 1
 DEFAULT_PRIORITY = 128
 MAX_PRIORITY = 255
-MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0  # as good as none, and far below what a thread can be told to wait
-REPETITION_PENALTIES = 0.01, 100.0  # smaller and larger ones overflow what a client cannot know: the logits
+MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0  # as good as no limit, and far below the longest time that a thread can wait
+REPETITION_PENALTIES = 0.01, 100.0  # smaller and larger penalties can overflow the logits, whose size no client knows
 
 
 def _require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:
@@ -24,9 +24,9 @@ def _require(condition: bool, name: str, value: object, limit: str, remedy: str)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is drawn. Temperature 0 is greedy; top_k 0 and top_p 1 leave the distribution whole.
+    """Parameters of drawing the next token. Temperature 0 is greedy; top_k 0 and top_p 1 leave the distribution whole.
 
-    Order: repetition penalty, temperature, top-k, top-p, one draw from the request's own generator.
+    They apply in this order: repetition penalty, temperature, top-k, top-p, one draw from the request's own generator.
     """
 
     temperature: float = 0.0
@@ -51,10 +51,10 @@ class Request:
     """One generation request, in token ids.
 
     `end_id` ends the request when drawn and is not part of the output; None: only max_tokens and stop words end it.
-    `stop_words` are token sequences; output that ends with one stops there (it stays in the output of token ids).
-    `priority`, 0 to 255, says who starts first when requests wait: the larger, as in TensorRT-LLM (engine/schedule/queue.py).
-    `timeout_seconds` counts from submission: a request that still waits then ends with an error, one that runs ends with
-    what it has and FinishReason.TIMEOUT; at most a week; None: no limit of its own.
+    `stop_words` are token sequences; output that ends with one stops there (the stop word stays in the output's token ids).
+    `priority`, 0 to 255: of the requests that wait, those with the larger number start first, as in TensorRT-LLM
+    (engine/schedule/queue.py). `timeout_seconds` counts from submission and is at most a week: when it has passed, a waiting
+    request ends with an error, and a running request ends with the tokens it has and FinishReason.TIMEOUT. None: no limit.
     """
 
     prompt_ids: tuple[int, ...]
@@ -108,11 +108,11 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one engine step did for one request: a token, prefill progress, or the end.
+    """Result of one engine step for one request: a token, prefill progress, or the end.
 
     `token_id` is None when the step gave no token (prefill progress; end by end_id, cancellation or error).
-    `attended_tokens` of `cached_tokens` is what the step's attention read per KV head, averaged over the layers; both 0
-    for the first token, which prefill computes densely.
+    The step's attention read `attended_tokens` of the request's `cached_tokens` per KV head, averaged over the layers; both
+    are 0 for the first token, which prefill computes densely.
     """
 
     request_id: int

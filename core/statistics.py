@@ -1,4 +1,4 @@
-"""Statistics: of a request, counts and the three latencies that users compare (queueing, TTFT, TPOT); of a step, its work."""
+"""Statistics of requests (counts, and the latencies queueing, TTFT and TPOT, which users compare) and of engine steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass
 class RequestStatistics:
-    """Filled in while a request runs. Times are seconds of `time.perf_counter`; 0 until they happen."""
+    """Counts and times of one request, filled in while it runs.
+
+    Times are in seconds of `time.perf_counter`; a time is 0 until its event has happened.
+    """
 
     prompt_tokens: int
     submitted_at: float
@@ -17,7 +20,7 @@ class RequestStatistics:
     last_token_at: float = 0.0
     generated_tokens: int = 0
     cached_token_steps: int = 0  # cached tokens, summed over decode steps
-    attended_token_steps: float = 0.0  # of those, attended to
+    attended_token_steps: float = 0.0  # cached tokens that were attended to, summed over decode steps
 
     def record_token(self, cached_tokens: int, attended_tokens: float) -> None:
         """Count a token drawn now, by a step that attended to `attended_tokens` of `cached_tokens` (0 of 0: prefill)."""
@@ -30,7 +33,7 @@ class RequestStatistics:
 
     @property
     def queue_seconds(self) -> float:
-        """From submission to the start of prefill."""
+        """Time from submission to the start of prefill."""
         return max(0.0, self.started_at - self.submitted_at)
 
     @property
@@ -53,14 +56,15 @@ class RequestStatistics:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step of an engine did, and how full the engine was after it.
+    """Work of one engine step, and how full the engine was after it.
 
-    `prefill_tokens` is what the step read of all prompts, in tokens × layers, divided by the layers: a prompt that is read layer
-    by layer counts from its first layer on, not when its tokens have passed the last. Remainders go to later steps, so the
-    counts of all steps add up to what was read, that of prompts which end half-way included.
+    `prefill_tokens` counts the tokens that the step read of all prompts: tokens × layers read, divided by the number of layers.
+    So a prompt that is read layer by layer counts from its first layer on, not when its tokens have passed the last. Remainders
+    of the division go to later steps, so the counts of all steps add up to all that was read, prompts that ended half-way
+    included.
     """
 
-    number: int = 0  # of the step, from 1; 0: there was none
+    number: int = 0  # number of the step, from 1; 0: there was no step
     seconds: float = 0.0
     decode_batch: int = 0  # requests that got a token by decoding
     prefill_tokens: int = 0
@@ -68,4 +72,4 @@ class StepReport:
     running: int = 0
     extents_used: int = 0
     extents_free: int = 0
-    refresh_seconds: float = 0.0  # of the host, for the indexes' upkeep after decoding
+    refresh_seconds: float = 0.0  # time that the host spent on the indexes' upkeep after decoding

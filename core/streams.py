@@ -1,6 +1,6 @@
 """Work that runs beside the current stream: copies and index encoding that no decode step should wait for.
 
-On the CPU there are no streams: the work runs at once, so the code that uses this is the same for both.
+The CPU has no streams: there the work runs at once, so the code that uses side streams is the same for both devices.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Ticket:
-    """The end of a piece of side work. It keeps the tensors that the work reads for as long as it is kept itself."""
+    """The end of a piece of side work. A ticket keeps the tensors that the work reads alive as long as it lives itself."""
 
     def __init__(self, device: torch.device, event: torch.cuda.Event | None, read: tuple[Tensor, ...] = ()) -> None:
         self._device, self._event, self._read = device, event, read
@@ -33,8 +33,8 @@ class Ticket:
 class SideStream:
     """A stream of its own on a CUDA device. Pieces of work run one after the other, in the order given.
 
-    Tensors that the work allocates belong to the side stream. Tensors of the current stream that it reads must be kept
-    until its ticket is done, or until the current stream has waited for it: the ticket keeps those that it is given.
+    Tensors that the work allocates belong to the side stream. Tensors of the current stream that the work reads must be kept
+    until its ticket is done, or until the current stream has waited for it: the ticket keeps those that `run` is given.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,9 +44,9 @@ class SideStream:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(self, work: Callable[[], None], read: tuple[Tensor, ...] = ()) -> Ticket:
-        """Run `work`, which reads `read`, after all that the current stream has been given so far.
+        """Run `work`, which reads the tensors `read`, after everything that the current stream has been given so far.
 
-        What `work` raises passes through.
+        Exceptions of `work` pass through.
         """
         if self._stream is None:
             work()
@@ -58,15 +58,15 @@ class SideStream:
                 work()
                 return Ticket(self._device, self._stream.record_event(), read)
         except BaseException:
-            # No ticket: nobody could wait for the half that was launched, so what follows here does.
+            # There is no ticket to wait for the half that was launched, so the current stream waits for it now.
             current.wait_stream(self._stream)
             raise
 
 
 class InFlight:
-    """Side works of several slots that have not been waited for, oldest first.
+    """Pieces of side work of several slots that the current stream has not waited for, oldest first; at most `most`.
 
-    What they read belongs to the current stream, so after its wait that memory may go to whatever it runs next.
+    The memory that they read belongs to the current stream, so after the wait the stream may reuse it.
     """
 
     def __init__(self, most: int) -> None:
@@ -74,16 +74,19 @@ class InFlight:
         self._works: deque[tuple[int, Ticket]] = deque()
 
     def make_room(self) -> None:
-        """Make the current stream wait until one work less than the most is left."""
+        """Make the current stream wait for the oldest pieces of work, until there is room for one more."""
         self._reclaim(self._most - 1)
 
     def add(self, slot: int, ticket: Ticket) -> None:
-        """Note a work, unless it has ended as every one has on the CPU; `make_room` came before it was begun."""
-        if not ticket.done:  # else its ticket would keep what it read, on the CPU a layer's rows during the next layer
+        """Note a piece of work that has begun; call `make_room` before it begins. Work that has ended is not kept.
+
+        On the CPU all work has: its ticket would keep what it read, such as a layer's rows during the next layer.
+        """
+        if not ticket.done:
             self._works.append((slot, ticket))
 
     def finish(self, slot: int) -> None:
-        """Make the current stream wait for the works of a slot; the host does not wait."""
+        """Make the current stream wait for the work of a slot; the host does not wait."""
         if any(owner == slot for owner, _ in self._works):
             self._reclaim(0)
 
@@ -95,9 +98,10 @@ class InFlight:
 
 @contextmanager
 def wait_on_error(device: torch.device) -> Generator[None]:
-    """If the block raises, wait for what was launched on `device` before the exception goes on.
+    """If the block raises, wait for the work launched on `device` before the exception goes on.
 
-    Who handles it may hand on or free what that work reads; functions on host cores read tables of the host's as well.
+    Whoever handles the exception may hand on or free memory that this work reads, tables of the host included: functions
+    that run on host cores read those.
     """
     try:
         yield
@@ -108,10 +112,10 @@ def wait_on_error(device: torch.device) -> Generator[None]:
 
 
 def on_default_stream(device: torch.device) -> bool:
-    """Whether the device's default stream is the current one; the CPU has none."""
+    """Whether the device's default stream is the current one; False on the CPU, which has no streams."""
     return device.type == "cuda" and torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
 
 
 def stream_handle(device: torch.device) -> int:
-    """CUDA's handle of the current stream; 0 on the CPU, which has none."""
+    """Return CUDA's handle of the current stream; 0 on the CPU, which has no streams."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0

@@ -1,6 +1,6 @@
-"""What sessions use of TensorRT's Python API, which `tensorrt` and `tensorrt_rtx` have in common, and their loading.
+"""The part of TensorRT's Python API that sessions use, common to `tensorrt` and `tensorrt_rtx`, and the import of both.
 
-Neither package is imported before a plan is built or run with it: both are large, and most engines need none.
+Neither package is imported before a plan is built or run with it: both are large, and most engines need neither.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from .errors import ConfigError, KernelError
 
-PACKAGES = {"tensorrt_rtx": "tensorrt-rtx-cu13", "tensorrt": "tensorrt-cu13"}  # modules, and what brings them from PyPI
+PACKAGES = {"tensorrt_rtx": "tensorrt-rtx-cu13", "tensorrt": "tensorrt-cu13"}  # module: package on PyPI
 
 TYPE_NAMES = {  # members of TensorRT's DataType
     torch.float32: "FLOAT",
@@ -26,7 +26,7 @@ TYPE_NAMES = {  # members of TensorRT's DataType
 
 
 class ExecutionContext(Protocol):
-    """IExecutionContext. Its methods return False if TensorRT refuses; the logger is told why."""
+    """IExecutionContext. Its methods return False if TensorRT refuses; the reason goes to the logger."""
 
     def set_device_memory(self, memory: int, size: int) -> None: ...
 
@@ -65,7 +65,7 @@ class CudaEngine(Protocol):
 
 
 class Logging(Protocol):
-    """What the logger needs of the module."""
+    """The part of TensorRT's module that the logger needs."""
 
     __name__: str
     __version__: str
@@ -75,7 +75,7 @@ class Logging(Protocol):
 
 
 class SessionApi(Logging, Protocol):
-    """The module `tensorrt` or `tensorrt_rtx`: what a session begins with."""
+    """The part of the module `tensorrt` or `tensorrt_rtx` that a session needs."""
 
     Runtime: Any
     ExecutionContextAllocationStrategy: Any
@@ -89,7 +89,7 @@ def import_tensorrt(name: str) -> ModuleType:
     ConfigError
         If `name` is neither.
     KernelError
-        If the module cannot be imported, naming the package that brings it.
+        If the module cannot be imported; the message names the PyPI package that contains it.
     """
     if name not in PACKAGES:
         raise ConfigError(f"TensorRT module = {name!r}: must be one of {', '.join(PACKAGES)}; choose one of them")
@@ -100,5 +100,5 @@ def import_tensorrt(name: str) -> ModuleType:
 
 
 def load_session_api(name: str) -> SessionApi:
-    """As `import_tensorrt`, for running plans."""
+    """Import TensorRT for running plans; see import_tensorrt."""
     return cast(SessionApi, import_tensorrt(name))

@@ -1,1 +1,1 @@
-"""Loads an engine directory and generates tokens. Method-neutral: nothing here names a retrieval method."""
+"""Loads an engine directory and generates tokens. Independent of methods: nothing here names a retrieval method."""

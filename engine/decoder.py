@@ -1,4 +1,4 @@
-"""A decoder as an engine sees it: a model, what it retrieves from, and the way its decode steps run."""
+"""The decoder as an engine sees it: a model, the retrieval that it attends with, and the runner of its decode steps."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from .retrieval import Retrieval
 
 
 class PromptModel(Protocol):
-    """Reads prompts.
+    """A model that reads prompts.
 
     Attributes
     ----------
     reads_packs : bool
-        Whether a prefill may have several prompts, and units of any size. If not, it has one prompt, in units that are the
-        model's own, whatever `Prefill.advance` asks for.
+        Whether a prefill may have several prompts, and units of any size. If not, a prefill has one prompt, and the model
+        chooses the units, whatever `Prefill.advance` asks for.
     """
 
     @property
     def reads_packs(self) -> bool: ...
 
     def prefill(self, prompts: Prompts) -> Prefill:
-        """Begin to read prompts, slot and token ids of each; nothing is computed or changed before `Prefill.advance`.
+        """Begin to read prompts, each with its slot and token ids; nothing is computed or changed before `Prefill.advance`.
 
-        Several together must not be longer than a chunk (prefill_chunk_tokens), and the model must read packs.
+        Several prompts need a model that reads packs, and must not be longer than a chunk (prefill_chunk_tokens) together.
         """
 
 
@@ -39,7 +39,7 @@ class Steps(Protocol):
     """Runs decode steps: engine/model/host_steps.py, engine/model/graph_steps.py."""
 
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
-        """Append one token per request and compute what follows it.
+        """Append one token per request and compute the logits of the next.
 
         Returns
         -------
@@ -51,30 +51,33 @@ class Steps(Protocol):
     def decode_tokens(
         self, tokens: Sequence[int], slots: Sequence[int], greedy: Sequence[bool]
     ) -> tuple[list[Tensor | int], list[float]]:
-        """One decode step for an engine: as `decode`, but greedy requests get their next token.
+        """Run one decode step as `decode` does, but return the next token itself for greedy requests.
 
         Returns
         -------
         drawn : list
-            Per request: the token with the largest logit (NO_TOKEN if that is not finite) where `greedy` is set, else
-            logits, float32 [vocabulary] on the CPU.
+            Per request: where `greedy` is set, the token with the largest logit (NO_TOKEN if that logit is not finite), else
+            the logits, float32 [vocabulary] on the CPU.
         attended : list of float
-            As `decode`.
+            See `decode`.
         """
 
     def prepare(self) -> None:
-        """Capture all steps, anew if they were captured before, so that no request waits for it. The CPU captures none."""
+        """Capture the steps of all batch sizes, also those captured before, so that no request waits for a capture.
+
+        Does nothing on the CPU.
+        """
 
 
 class Decoder:
-    """Reads prompts and runs decode steps. One thread uses it.
+    """Reads prompts and runs decode steps. Only one thread may use it.
 
     Parameters
     ----------
     model : PromptModel
     retrieval : Retrieval
     steps : Steps
-        Decode steps of the same model over the same retrieval.
+        Runner of decode steps, with the same model and the same retrieval.
     """
 
     def __init__(self, model: PromptModel, retrieval: Retrieval, steps: Steps) -> None:
@@ -82,7 +85,7 @@ class Decoder:
 
     @property
     def config(self) -> EngineConfig:
-        """Of the engine."""
+        """Configuration of the engine."""
         return self.retrieval.config
 
     @property
@@ -105,10 +108,10 @@ class Decoder:
         return self.steps.decode_tokens(tokens, slots, greedy)
 
     def refresh(self, slots: Sequence[int]) -> None:
-        """Let the indexes do upkeep that is due for these slots."""
+        """Do the indexes' upkeep that is due for these slots."""
         self.retrieval.refresh(slots)
 
     def observe(self, observer: Observer) -> None:
-        """Let `observer` look into the decode steps from now on; steps are captured anew with it."""
+        """Let `observer` look into the decode steps from now on; captured steps are captured again with it."""
         self.retrieval.observer = observer
         self.steps.prepare()

@@ -35,7 +35,7 @@ MAX_NUM_TOKENS = 8192
 class Engine:
     """Continuous batching over one decoder: each `step` reads parts of prompts and runs one decode step.
 
-    One thread calls `step` and `cancel`. What other threads may call says so.
+    One thread calls `step` and `cancel`. Methods that other threads may call say so.
 
     Parameters
     ----------
@@ -71,10 +71,10 @@ class Engine:
         self._scheduler = Scheduler(decoder.cache, config.max_batch_size, self._queue)
         self._reader = PromptReader(decoder, max_num_tokens)
         self._ids = itertools.count(1)
-        self._token_layers = 0  # that all steps have read
+        self._token_layers = 0  # tokens × layers that all steps have read
         self._report = StepReport()
         self._meter = UsageMeter(decoder.cache, decoder.retrieval.indexes)
-        self._refresh_seconds = 0.0  # of the last step with decoding requests, 0 if it failed before
+        self._refresh_seconds = 0.0  # upkeep in the last step with decoding requests; 0 if the step failed before it
         self.on_step: Callable[[StepReport], None] | None = None
 
     @classmethod
@@ -92,7 +92,7 @@ class Engine:
         threads : int, optional
             CPU threads of the whole process (torch.set_num_threads); None leaves torch's choice.
         max_queue_size, max_num_tokens
-            As of Engine.
+            See Engine.
 
         Raises
         ------
@@ -112,7 +112,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do. Safe from any thread, like the next three."""
+        """Whether `step` has anything to do. Safe from any thread, like `waiting`, `running` and `step_report`."""
         return bool(self.waiting or self.running)
 
     @property
@@ -127,12 +127,12 @@ class Engine:
 
     @property
     def step_report(self) -> StepReport:
-        """What the last step did."""
+        """Report of the last step."""
         return self._report
 
     @property
     def cache_usage(self) -> CacheUsage:
-        """How the row pool is used now. Safe from any thread."""
+        """The present use of the row pool. Safe from any thread."""
         return self._meter.usage()
 
     def check(self, request: Request) -> None:
@@ -147,7 +147,7 @@ class Engine:
             )
 
     def prepare(self, request: Request) -> Sequence:
-        """What `enqueue` takes; raises as `check`. Safe from any thread."""
+        """Make the sequence of a request, for `enqueue`; raises as `check`. Safe from any thread."""
         self.check(request)
         sampler = Sampler(request.sampling, self.config.model.vocab_size, request.prompt_ids)
         return Sequence(
@@ -155,7 +155,7 @@ class Engine:
         )
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Let a prepared request wait for its turn; raises QueueFullError. Safe from any thread."""
+        """Put a prepared request into the queue; raises QueueFullError. Safe from any thread."""
         self._queue.push(sequence, self._scheduler.free_slots)
 
     def submit(self, request: Request) -> int:
@@ -181,11 +181,11 @@ class Engine:
         return [expired(sequence, now) for sequence in self._queue.expired(now)]
 
     def next_deadline(self) -> float | None:
-        """When the next waiting request expires, in seconds of time.perf_counter. Safe from any thread."""
+        """Return when the next waiting request expires, in seconds of time.perf_counter, or None. Safe from any thread."""
         return self._queue.next_deadline()
 
     def step(self) -> list[StepOutput]:
-        """Admit what fits, read parts of prompts and run one decode step; returns what happened, in order."""
+        """Admit the requests that fit, read parts of prompts and run one decode step; returns the outputs in order."""
         started = time.perf_counter()
         outputs = [*self.expire(), *self._time_out(), *self._admit()]
         decoding, begun = self._scheduler.decoding(), time.perf_counter()
@@ -210,13 +210,13 @@ class Engine:
         return list(tokens.values())
 
     def _time_out(self) -> list[StepOutput]:
-        """End running requests whose time limit has passed, with what they have."""
+        """End running requests whose time limit has passed, with the tokens that they have."""
         now = time.perf_counter()
         late = [s for s in self._scheduler.running if s.deadline is not None and s.deadline <= now]
         return [self._end(sequence, ended(sequence, FinishReason.TIMEOUT)) for sequence in late]
 
     def _admit(self) -> list[StepOutput]:
-        """Admit what fits; returns the ends of requests that could not be admitted."""
+        """Admit the requests that fit; returns the last outputs of requests whose admission failed."""
         ends: list[StepOutput] = []
         while (sequence := self._scheduler.admit()) is not None:
             try:
@@ -245,14 +245,14 @@ class Engine:
         self._refresh_seconds = 0.0
         try:
             drawn, attended = self.decoder.decode_tokens(tokens, slots, greedy)
-        except Exception as error:  # the step's caches are in doubt: its requests end, waiting ones go on
+        except Exception as error:  # the cached rows of the step's requests are in doubt, so these end; others go on
             return [self._fail(sequence, error) for sequence in sequences]
         self._meter.count(slots, attended)  # before slots are closed
         outputs = [self._take_token(s, one, share) for s, one, share in zip(sequences, drawn, attended, strict=True)]
         kept, begun = [s for s in sequences if s in self._scheduler.running], time.perf_counter()
         try:
             self.decoder.refresh([sequence.slot for sequence in kept])
-        except Exception as error:  # their indexes are in doubt; other requests have their own
+        except Exception as error:  # the indexes of these slots are in doubt, so their requests end; others go on
             outputs += [self._fail(sequence, error) for sequence in kept]
         self._refresh_seconds = time.perf_counter() - begun
         return outputs
@@ -261,7 +261,7 @@ class Engine:
         """Take the greedy token, or draw one from logits, and end the sequence if it is the last."""
         try:
             token = accept(drawn) if isinstance(drawn, int) else sequence.sampler.sample(drawn)
-        except Exception as error:  # of the model's numbers
+        except Exception as error:  # the model's numbers, such as NaN, allow no token
             return self._fail(sequence, error)
         statistics, cached = sequence.statistics, self._cache.tokens[sequence.slot] if attended else 0
         statistics.record_token(cached, attended)
@@ -301,14 +301,14 @@ class Engine:
             self.on_step(self._report)
 
     def _fail(self, sequence: Sequence, error: Exception, code: ErrorCode | None = None) -> StepOutput:
-        """End a request by an error of a step. Whatever its type, no client can have caused it: `check` found none."""
+        """End a request by an error of a step. No client can have caused it, whatever its type: `check` let the request in."""
         if code is None:
             out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
             code = ErrorCode.UNAVAILABLE if out_of_memory else ErrorCode.INTERNAL
         return self._end(sequence, failed(sequence, error, code))
 
     def _end(self, sequence: Sequence, output: StepOutput) -> StepOutput:
-        """Free what a running sequence holds. If that raises, as after a CUDA error, the engine cannot go on."""
+        """Free the slot and extents of a running sequence. If that raises, as after a CUDA error, the engine cannot go on."""
         self._reader.drop(sequence)
         self._scheduler.remove(sequence)
         return output

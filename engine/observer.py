@@ -1,4 +1,4 @@
-"""The one place where measurements look into a decode step; an engine that serves has nobody looking."""
+"""The one place where measurements look into a decode step; an engine that serves requests has no observer."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvseek.plugins.selection import Selection
 
 
 class Observer:
-    """Is told what decode steps do; override what is of interest. Observing: Decoder.observe.
+    """An object that is told what decode steps do. Subclasses override the methods of interest; Decoder.observe installs one.
 
-    On a GPU `part_ended` and `selected` are called while a step is captured as a graph: what they launch on the current
-    stream becomes part of it, and runs again at every replay.
+    On a GPU `part_ended` and `selected` are called while a step is captured as a graph: work that they launch on the current
+    stream becomes part of the graph, and runs again at every replay.
     """
 
     def part_ended(self, name: str) -> None:
-        """The kernels of a part of the step have been launched: see PARTS of the model that runs it."""
+        """Take note that the kernels of a part of the step have been launched; PARTS of kernel_model.py lists the parts."""
 
     def selected(self, layer: int, queries: Tensor, batch: Batch, selection: Selection | None) -> None:
-        """A layer's index has selected for queries [batch, H, D]. On the CPU requests that attend densely are left out."""
+        """Look at a layer's selection for queries [batch, H, D]. On the CPU requests that attend densely are left out."""
 
     def step_ended(self, slots: Sequence[int]) -> None:
-        """A step of these slots has been launched and its upkeep, which may move rows in the pool, comes next."""
+        """Take note that a step of these slots has been launched; the indexes' upkeep, which may move rows, comes next."""

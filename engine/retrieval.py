@@ -1,4 +1,4 @@
-"""What the layers of a model see of cache, indexes and attention: rows go in, attended outputs come out."""
+"""Retrieval: the one interface of a model's layers to cache, indexes and attention. Rows go in, attended outputs come out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvseek.plugins.contract import Attention, Effort, Index
 
 from .observer import Observer
 
-BUILDS_IN_FLIGHT = 2  # layers of a prompt that are indexed on side streams at a time: each keeps its keys
+BUILDS_IN_FLIGHT = 2  # layers of a prompt that are indexed on side streams at a time; each keeps its layer's keys
 
 
 class Retrieval:
@@ -27,7 +27,7 @@ class Retrieval:
     attentions : sequence of Attention
         One per layer, over the windows and rows of `cache`.
     hot_rows : sequence of DeviceAttention
-        Those attentions of a GPU that keep rows of a slot's last step, which the slot's next prompt invalidates.
+        The attentions of a GPU that keep rows of a slot's last step; the slot's next prompt makes these rows invalid.
     """
 
     def __init__(
@@ -42,24 +42,24 @@ class Retrieval:
         self.observer = Observer()
         self._hot_rows = hot_rows
         self._builds = InFlight(BUILDS_IN_FLIGHT)
-        self._effort = lru_cache(maxsize=1024)(self._effort_of)  # lengths change at evictions alone
+        self._effort = lru_cache(maxsize=1024)(self._effort_of)  # a slot's length changes only at evictions
 
     # A prompt: `expect`, then `store_layer` of every layer in order, then `finish_indexes`; `finish_rows` before a step.
 
     def expect(self, slot: int, tokens: int) -> None:
         """Prepare a slot for a prompt of `tokens` tokens."""
-        self._builds.finish(slot)  # of a prompt that was given up
+        self._builds.finish(slot)  # the builds of a prompt that was given up
         for attention in self._hot_rows:
             attention.forget(slot)
         self.cache.begin_prefill(slot, tokens)
 
     def new_rows(self, tokens: int) -> Tensor:
-        """Room for the keys or the values of a layer, [G, tokens, D]."""
+        """Allocate the keys or the values of a layer, [G, tokens, D]."""
         model = self.config.model
         return self.cache.window.new_empty(model.num_kv_heads, tokens, model.head_dim)
 
     def store_layer(self, layer: int, slot: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """Index a prompt's layer and write its rows: keys and values [G, n, D], its last queries [H, w, D]."""
+        """Index a layer of a prompt and write its rows: keys and values [G, n, D], and the prompt's last queries [H, w, D]."""
         sink, length = self.cache.config.sink, self.cache.lengths[slot]
         self._builds.make_room()
         built = self.indexes[layer].build(slot, keys[:, sink : sink + length], queries)
@@ -68,11 +68,11 @@ class Retrieval:
         self.cache.write_prompt(layer, slot, keys, values, built.order)
 
     def finish_indexes(self, slot: int) -> None:
-        """Make the current stream wait for what the indexes left running; the prompt's last layer has been stored."""
+        """Make the current stream wait for index work that still runs; call it after storing the prompt's last layer."""
         self._builds.finish(slot)
 
     def finish_rows(self, slot: int) -> None:
-        """Make the current stream wait for the prompt's rows."""
+        """Make the current stream wait until the prompt's rows are in the pool."""
         self.cache.finish_prompt(slot)
 
     # A decode step: `begin_step`, `attend` in every layer, `end_step`, and `refresh` between steps.
@@ -83,7 +83,7 @@ class Retrieval:
         Returns
         -------
         states : list of RequestState
-            What indexes and attention read about each request.
+            Of each request, the numbers that indexes and attention read.
         attended : list of float
             Cached tokens that one KV head attends to in the step, averaged over the layers.
         """
@@ -99,7 +99,7 @@ class Retrieval:
         return states, attended
 
     def attend(self, layer: int, queries: Tensor, batch: Batch) -> Tensor:
-        """Select and attend: queries [batch, H, D] to outputs [batch, H, D]."""
+        """Select rows and attend to them: queries [batch, H, D] to outputs [batch, H, D]."""
         index = self.indexes[layer]
         selection = index.select(queries, batch)
         self.observer.selected(layer, queries, batch, selection)
@@ -109,21 +109,21 @@ class Retrieval:
         return out
 
     def attend_densely(self, layer: int, queries: Tensor, batch: Batch) -> Tensor:
-        """The same for requests that all attend to every row, on the CPU: no index takes part."""
+        """Attend without an index, for requests that all attend to every row; only used on the CPU."""
         return self.attentions[layer](queries, batch, None)
 
     def end_step(self, slots: Sequence[int]) -> None:
-        """Start what may run beside a step that has been launched."""
+        """Start the evictions that may run beside the step, which has been launched."""
         self.cache.end_step(slots, self.indexes)
 
     def refresh(self, slots: Sequence[int]) -> None:
-        """Let the indexes do upkeep that is due for these slots."""
+        """Do the indexes' upkeep that is due for these slots."""
         self.observer.step_ended(slots)
         for index in self.indexes:
             index.refresh(slots)
 
     def _effort_of(self, length: int) -> Effort:
-        """What a step does over a region of `length` tokens, its rows averaged over the layers."""
+        """Compute a step's effort over a retrieval region of `length` tokens; its rows are averaged over the layers."""
         if length == 0:
             return Effort(0.0)
         efforts = [index.effort(length) for index in self.indexes]

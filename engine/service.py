@@ -22,17 +22,17 @@ from .tokenizer import Tokenizer
 
 Callback = Callable[[StepOutput], None]
 SHUTTING_DOWN = "the server is shutting down: no further requests; send them to another server, or start this one again"
-LONGEST_WAIT = 3600.0  # seconds, after which the timer looks again: a thread cannot be told to wait for any time
+LONGEST_WAIT = 3600.0  # seconds until the timer looks again, because a thread cannot wait for arbitrarily long
 logger = logging.getLogger(__name__)
 
 
 class EngineService:
     """Runs `Engine.step` while there is work and hands each output to its request's callback.
 
-    Outputs come from the engine's thread; those of a request that still waits also from the thread that cancels it and
-    from a timer's, so that cancellations and time limits are not kept up by a long step. A callback must return soon; an
-    exception that it raises cancels its request and no other. What the engine raises (after a CUDA error no call
-    succeeds) ends all requests with that error, and the service is closed.
+    Outputs come from the engine's thread. The output that ends a waiting request may also come from the thread that cancels
+    the request or from the timer's thread, so that cancellations and time limits need not wait for a long step. A callback
+    must return soon; an exception that it raises cancels its request and no other. An exception of the engine itself (after
+    a CUDA error no call succeeds) ends all requests with that error and closes the service.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -40,8 +40,9 @@ class EngineService:
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._callbacks: dict[int, Callback] = {}  # by request id; each is taken out by the request's last output
         self._ending = 0  # callbacks that are being given a last output
-        self._lock = threading.Lock()  # guards these, _refusal and _failure; never held while a callback runs
-        self._empty = threading.Condition(self._lock)  # notified when no request is left, and its callback has returned
+        # Guards _callbacks, _ending, _refusal and _failure; never held while a callback runs.
+        self._lock = threading.Lock()
+        self._empty = threading.Condition(self._lock)  # notified when no request is left and its callback has returned
         self._refusal = ""  # why no request is taken any more
         self._failure = ""  # why there is no engine any more
         self._closed = False
@@ -59,23 +60,23 @@ class EngineService:
         max_queue_size: int | None = None,
         max_num_tokens: int = MAX_NUM_TOKENS,
     ) -> EngineService:
-        """Load an engine directory and start its thread; arguments and errors as of `Engine.load`.
+        """Load an engine directory and start its thread; see Engine.load for arguments and errors.
 
-        A thread that has run PyTorch's parallel loops keeps OpenMP threads of its own until it ends. When a process has more of
-        them than cores, libgomp lets all sleep between two loops instead of spinning: a decode step then takes 1.5 times
-        as long. So the engine is loaded in a thread that ends, and later only the engine's thread runs such loops.
+        A thread that has run PyTorch's parallel loops keeps OpenMP threads of its own until it ends. When a process has more
+        OpenMP threads than cores, libgomp lets all of them sleep between two loops instead of spinning, and a decode step takes
+        1.5 times as long. So the engine is loaded in a thread that ends, and later only the engine's thread runs such loops.
         """
         with ThreadPoolExecutor(1) as loader:
             engine = loader.submit(Engine.load, directory, threads, max_queue_size, max_num_tokens).result()
         return cls(engine)
 
     def on_step(self, function: Callable[[StepReport], None]) -> None:
-        """Have a function called with the report of each step, by the engine's thread."""
+        """Set the function that the engine's thread calls with the report of each step."""
         self._engine.on_step = function
 
     @property
     def engine(self) -> Engine:
-        """The engine. It belongs to the service's thread: only what says that it is safe from any thread may be called."""
+        """The engine. It belongs to the service's thread: others may only call methods that are safe from any thread."""
         return self._engine
 
     @property
@@ -100,12 +101,12 @@ class EngineService:
 
     @property
     def step_report(self) -> StepReport:
-        """What the engine's last step did."""
+        """Report of the engine's last step."""
         return self._engine.step_report
 
     @property
     def cache_usage(self) -> CacheUsage:
-        """How the row pool is used now."""
+        """The present use of the row pool."""
         return self._engine.cache_usage
 
     @property
@@ -116,14 +117,14 @@ class EngineService:
     def submit(self, request: Request, on_output: Callback) -> int:
         """Queue a request and return a handle for `cancel`.
 
-        `on_output` gets every output; one with a finish_reason is the last. It may be called before this returns.
+        `on_output` gets every output; the output with a finish_reason is the last. It may be called before `submit` returns.
 
         Raises
         ------
         RequestError, CapacityError
             If the request can never be served.
         QueueFullError
-            If as many requests wait as may wait.
+            If the queue is full (max_queue_size).
         UnavailableError
             After `drain` or `close`, or when the engine has failed.
         """
@@ -132,7 +133,7 @@ class EngineService:
             if self._refusal:
                 raise UnavailableError(self._refusal)
             self._engine.enqueue(sequence)
-            # `_deliver` looks for the callback under the lock, so no output can come before it is known.
+            # `_deliver` takes the same lock to look for the callback, so no output can come before the callback is known.
             self._callbacks[sequence.request_id] = on_output
         if request.timeout_seconds is not None:
             self._deadlines.set()
@@ -140,20 +141,20 @@ class EngineService:
         return sequence.request_id
 
     def cancel(self, handle: int) -> None:
-        """End a request as cancelled: at once if it waits, else soon; does nothing if it has ended."""
+        """End a request as cancelled: at once if it waits, soon if it runs; does nothing if it has ended."""
         self._end(handle, FinishReason.CANCELLED)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Let the engine's thread call a function between two steps, to see that it still takes turns.
+        """Let the engine's thread call a function between two steps, which shows that the thread still works.
 
-        The function is never called if the engine hangs or has failed, or the service is closed. What it raises is logged.
+        The function is never called if the engine hangs or has failed, or the service is closed. Its exceptions are logged.
         """
         self._commands.put(lambda: _try(function))
 
     def drain(self, seconds: float) -> None:
-        """Take no further requests, let those that are there go on for `seconds`, and end the others as shut down.
+        """Take no further requests, let the present ones go on for `seconds`, and end those that are left as shut down.
 
-        Returns when no request is left; the thread goes on until `close`. Not to be called from a callback.
+        Returns when no request is left; the thread goes on until `close`. Must not be called from a callback.
         """
         self._refuse(SHUTTING_DOWN)
         with self._empty:
@@ -194,7 +195,7 @@ class EngineService:
             self._deliver(output)
 
     def _watch_deadlines(self) -> None:
-        """Expire waiting requests on time, whatever the engine's thread does meanwhile."""
+        """Expire waiting requests on time, even while the engine's thread is in a long step."""
         while not self._closed:
             try:
                 self._expire()
@@ -203,7 +204,7 @@ class EngineService:
                 time.sleep(1.0)  # an error that stays must not fill the log
 
     def _expire(self) -> None:
-        """Wait for the next deadline, or for another to come, and end the requests whose deadlines have passed."""
+        """Wait until the next deadline passes or a new one is set, and end the requests whose deadlines have passed."""
         deadline = self._engine.next_deadline()
         wait = LONGEST_WAIT if deadline is None else max(0.0, deadline - time.perf_counter())
         self._deadlines.wait(min(wait, LONGEST_WAIT))
@@ -263,7 +264,7 @@ class EngineService:
                 self._callbacks.pop(output.request_id, None)
                 if self._is_empty():
                     self._empty.notify_all()
-            self._engine.cancel(output.request_id)  # this is the engine's thread: others deliver last outputs alone
+            self._engine.cancel(output.request_id)  # in the engine's thread: other threads deliver only last outputs
 
     def _deliver_last(self, output: StepOutput) -> None:
         with self._lock:
@@ -272,7 +273,7 @@ class EngineService:
                 return
             self._ending += 1
         if output.finish_reason is FinishReason.ERROR and output.code in (ErrorCode.INTERNAL, ErrorCode.UNAVAILABLE):
-            # What clients bring about, such as a time limit that passes, must not fill the log.
+            # Errors that clients cause, such as a time limit that passes, must not fill the log.
             logger.error("request %d failed: %s", output.request_id, output.error)
         _try(lambda: callback(output))
         with self._empty:
@@ -285,7 +286,7 @@ class EngineService:
 
 
 def _try(function: Callable[[], None]) -> bool:
-    """Call a function that is not the service's own; returns whether it did not raise."""
+    """Call a function that is not the service's own and log its exception; returns whether it raised none."""
     try:
         function()
     except Exception:

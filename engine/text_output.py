@@ -1,4 +1,4 @@
-"""The text of one request while the engine's outputs arrive. The server's doors and the Python API both use this."""
+"""Makes the text of one request while the engine's outputs arrive, for the server's doors and for the Python API."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .tokenizer import Tokenizer
 class TextOutput:
     """Turns the outputs of one request into pieces of text, and ends the text before the first stop word.
 
-    A stop word is found in the text, whatever tokens it is spelt with. The engine does not know it: whoever passes the
-    outputs on cancels the request when `finish_reason` is set although the engine goes on.
+    A stop word is found in the text, whatever tokens it is spelt with. The engine does not look for it: the caller has to
+    cancel the request when `finish_reason` is set although the engine goes on.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ class TextOutput:
     token_ids : list of int
         Tokens so far, those that spell a stop word included.
     finish_reason : FinishReason or None
-        Why the text has ended: STOP_WORD, or what the engine says. None: it has not.
+        Why the text has ended: STOP_WORD, or the engine's own reason. None: the text has not ended.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_words: Sequence[str] = ()) -> None:
@@ -34,7 +34,7 @@ class TextOutput:
         self._words = tokenizer.stream(stop_words)
 
     def push(self, output: StepOutput) -> str:
-        """Take one output of the engine; returns the text that is certain now. Nothing comes after the end."""
+        """Take one output of the engine; returns the text that is certain now, nothing after the end."""
         if self.finish_reason is not None:
             return ""  # tokens drawn before the cancellation arrived
         text = ""

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and text that grows as tokens arrive."""
+"""Converts text to token ids and back, and makes text that grows as tokens arrive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from kvseek.core.errors import EngineDirectoryError, RequestError
 
 TOKENIZER_FOLDER = "tokenizer"  # inside an engine directory, as transformers' save_pretrained writes it
-REPLACEMENT = "\ufffd"  # what decoding puts in place of bytes that are no UTF-8
+REPLACEMENT = "\ufffd"  # decoding puts this in place of bytes that are no UTF-8
 LONGEST_RUN = 16  # tokens without complete text after which TextStream looks for a place to cut
 
 
@@ -26,12 +26,12 @@ class Tokenizer:
         self._lock = threading.Lock()
         self._loaded: Any = None
         self._special_ids: frozenset[int] = frozenset()
-        self._longest = 0  # 0: not counted yet
+        self._longest = 0  # longest_token_bytes; 0: not counted yet
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; `add_special_tokens` adds those with which the model expects a text to begin.
+        """Encode a text as token ids; `add_special_tokens` adds the tokens with which the model expects a text to begin.
 
-        Text from `apply_chat_template` has them already. Raises RequestError on lone surrogates.
+        Text from `apply_chat_template` already has these tokens. Raises RequestError on lone surrogates.
         """
         try:
             text.encode("utf-8")
@@ -41,14 +41,14 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """Decode token ids to text; bytes that are no UTF-8 become U+FFFD."""
         text: str = self._tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Text of a conversation up to where the model's answer begins; messages have "role" and "content".
+        """Write a conversation as text, up to where the model's answer begins; messages have "role" and "content".
 
         Raises RequestError if the model has no chat template, or its template refuses the messages.
         """
@@ -74,9 +74,9 @@ class Tokenizer:
 
     @property
     def longest_token_bytes(self) -> int:
-        """Bytes of UTF-8 that one token stands for at most.
+        """Most bytes of UTF-8 that one token stands for.
 
-        An upper bound: byte-level vocabularies spell some bytes as characters of two.
+        This is an upper bound: byte-level vocabularies spell some single bytes as characters of two bytes.
         """
         if self._longest == 0:
             self._longest = max(len(token.encode("utf-8", "replace")) for token in self._tokenizer.get_vocab())
@@ -94,13 +94,13 @@ class Tokenizer:
             raise EngineDirectoryError(f"{self._directory} is missing: the engine has no tokenizer; build it again")
         self._loaded = self._class().from_pretrained(str(self._directory), local_files_only=True)
         special = (number for number, token in self._loaded.added_tokens_decoder.items() if token.special)
-        # tokenizers differ in which of them they leave out: ask
+        # Tokenizers differ in which special tokens they leave out of text, so each token is tried.
         self._special_ids = frozenset(i for i in special if not self._loaded.decode([i], skip_special_tokens=True))
 
     def _class(self) -> Any:
-        """The class that save_pretrained has named: AutoTokenizer would find the same, but it imports torch first.
+        """Find the class that save_pretrained has named. AutoTokenizer would find the same class, but imports torch first.
 
-        A process that only tokenises needs no torch, which takes seconds and 200 MB.
+        A process that only tokenises does not need torch, whose import takes seconds and 200 MB.
         """
         import transformers
 
@@ -114,8 +114,8 @@ class TextStream:
     """Text of one output while its tokens arrive.
 
     `push` returns only text that later tokens cannot change: it holds back bytes of an incomplete UTF-8 character and
-    whatever could be the beginning of a stop word. All parts together equal `Tokenizer.decode` of all tokens, or, if
-    `stopped`, that text before the stop word that was complete first.
+    text that could be the beginning of a stop word. All returned texts together equal `Tokenizer.decode` of all tokens, or,
+    if `stopped`, the part of that text before the stop word that was complete first.
 
     The cost of a token does not grow with the output: a token is decoded together with the few before it, not with all.
     """
@@ -126,8 +126,8 @@ class TextStream:
         self.stopped = False
         self._tokenizer = tokenizer
         self._stop_words = tuple(stop_words)
-        self._ids: list[int] = []  # context (decoders need what stands before a token), then tokens not given out yet
-        self._context = 0  # how many of them are context
+        self._ids: list[int] = []  # context (decoders need the tokens before a token), then tokens not given out yet
+        self._context = 0  # number of context tokens at the start of _ids
         self._context_text = ""
         self._held = ""  # text that could begin a stop word
 
@@ -152,7 +152,7 @@ class TextStream:
         return text
 
     def _take(self, stop: int, text: str) -> str:
-        """Give out the tokens before `stop`, which together with the context read `text`; they are the next context."""
+        """Give out the tokens before `stop`, which become the next context; together with the old context they read `text`."""
         new = text[len(self._context_text) :]
         if new:
             del self._ids[: self._context]
@@ -161,10 +161,10 @@ class TextStream:
         return new
 
     def _cut_run(self, text: str) -> str:
-        """Give out what is certain of a long run of bytes that end in no complete character.
+        """Give out the certain part of a long run of tokens whose bytes end in an incomplete character.
 
-        A character has at most four bytes, so one of the last four places between tokens is not inside a character; it
-        is where both sides decode to the same text alone as together.
+        A character has at most four bytes, so one of the last four borders between tokens is not inside a character. At
+        that border the two sides decode to the same text alone as together.
         """
         for stop in range(len(self._ids) - 1, max(self._context, len(self._ids) - 5), -1):
             left = self._tokenizer.decode(self._ids[:stop])
@@ -173,7 +173,7 @@ class TextStream:
         return ""
 
     def _pass_on(self, text: str) -> str:
-        """Add certain text to what is held, stop at a stop word, hold what could begin one, return the rest."""
+        """Add certain text to the held text, stop at a stop word, hold text that could begin one, and return the rest."""
         self._held += text
         found = [(at + len(word), at) for word in self._stop_words if (at := self._held.find(word)) >= 0]
         if found:
@@ -186,7 +186,7 @@ class TextStream:
         return text
 
     def _possible_beginning(self) -> int:
-        """Length of the longest end of the held text with which a stop word begins."""
+        """Return the length of the longest end of the held text with which a stop word begins."""
         longest = min(len(self._held), max((len(word) - 1 for word in self._stop_words), default=0))
         for length in range(longest, 0, -1):
             if any(word.startswith(self._held[-length:]) for word in self._stop_words):

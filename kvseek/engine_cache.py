@@ -52,7 +52,9 @@ class EngineSource:
         assert self.options is not None
         with _locked(self.directory):
             if self.directory.is_dir() and not (self.directory / MANIFEST_FILE).is_file():
-                shutil.rmtree(self.directory)  # what a cleaner of caches has left over: the builder would not replace it
+                shutil.rmtree(
+                    self.directory
+                )  # what a cleaner of caches has left over: the builder would not replace it
             build_engine(self.options)
 
 

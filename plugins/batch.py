@@ -1,7 +1,7 @@
 """The requests of a decode step, as indexes and attention read them on any device (plugins/shared/batch.cuh).
 
-The kernels of a captured graph get the same arguments at every replay. What varies from step to step lies in one int32
-array, 16 numbers a request, which the engine writes before each step: into device memory on a GPU.
+The kernels of a captured graph get the same arguments at every replay. All values that vary from step to step are in one
+int32 array of 16 numbers a request, which the engine writes before each step; on a GPU it is in device memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 REQUEST_FIELDS = 16
-METHOD_NUMBERS = 7  # of those, the method's own
+METHOD_NUMBERS = 7  # fields of a request that are the method's own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +28,18 @@ class RequestState:
         Id of the token that the step reads; of no use to a method.
     slot : int
     position : int
-        Of that token in the sequence.
+        Position of that token in the sequence.
     write_row : int
         Window row that receives the token's key and value.
     sink_rows : int
         Window rows of the sink that hold a token, from row 0 on.
     ring_first, ring_rows : int
-        First row of the ring that holds a token, counted from the ring's start, and how many do; they wrap.
+        First row of the ring that holds a token, counted from the ring's start, and number of rows that hold one; behind the
+        ring's last row they go on at its first.
     length : int
-        Tokens of the retrieval region.
+        Tokens in the retrieval region.
     dense : bool
-        The request attends to every row: nothing is selected for it.
+        Whether the request attends to every row, so that nothing is selected for it.
     numbers : tuple of int
         Effort.numbers of the method for this length, at most 7.
     """
@@ -55,7 +56,7 @@ class RequestState:
     numbers: tuple[int, ...] = ()
 
     def packed(self) -> tuple[int, ...]:
-        """The 16 numbers that kernels read."""
+        """Return the 16 numbers that kernels read."""
         own = self.numbers
         assert len(own) <= METHOD_NUMBERS, f"a method has at most {METHOD_NUMBERS} numbers, not {len(own)}"
         return (  # field by field: dataclasses.astuple copies deeply, in every step for every request
@@ -77,7 +78,7 @@ _COLUMNS = {field.name: number for number, field in enumerate(fields(RequestStat
 
 
 def pack(states: Sequence[RequestState]) -> Tensor:
-    """Requests as kernels read them: int32 [batch, 16] on the CPU."""
+    """Pack requests as kernels read them: int32 [batch, 16] on the CPU."""
     return torch.tensor([state.packed() for state in states], dtype=torch.int32).view(len(states), REQUEST_FIELDS)
 
 
@@ -85,8 +86,8 @@ def pack(states: Sequence[RequestState]) -> Tensor:
 class Batch:
     """The requests of a decode step.
 
-    On a GPU the numbers change under a captured graph, so a selection that a graph holds passes on the two tensors and
-    looks at nothing else. References and the CPU's kernels read the rest, which waits for a GPU's stream.
+    On a GPU the numbers change from replay to replay of a captured graph. So a selection that is captured may only pass the
+    tensors on to kernels. References and the CPU's code also read `slots` and `lengths`, which wait for a GPU's stream.
 
     Attributes
     ----------
@@ -101,7 +102,7 @@ class Batch:
 
     @classmethod
     def of(cls, states: Sequence[RequestState], table: Tensor) -> Self:
-        """The batch of these requests, on the device of `table`."""
+        """Make the batch of these requests, on the device of `table`."""
         return cls(pack(states).to(table.device), table)
 
     @property
@@ -110,7 +111,7 @@ class Batch:
         return self.requests.shape[0]
 
     def column(self, name: str) -> Tensor:
-        """A field of RequestState of all requests: a copy, int32 [batch], where `requests` is."""
+        """Copy a field of RequestState of all requests: int32 [batch], on the device of `requests`."""
         return self.requests[:, _COLUMNS[name]].clone(memory_format=torch.contiguous_format)
 
     @cached_property
@@ -124,7 +125,7 @@ class Batch:
         return self._listed("length")
 
     def part(self, requests: Sequence[int]) -> Batch:
-        """The batch of some of the requests, by their numbers."""
+        """Make the batch of some of the requests, given by their numbers in this batch."""
         return Batch(self.requests[list(requests)], self.table)
 
     def _listed(self, name: str) -> list[int]:

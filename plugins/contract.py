@@ -1,17 +1,17 @@
 """The contract between the engine and a retrieval method.
 
-The engine owns the cache: a device-resident window (sink, local, update buffer) and a retrieval region whose full rows
-lie in host memory. A method owns one `Index` per layer over the retrieval region and answers, for each query, which
-retrieval rows to attend to. Adding a method: docs/add_a_method.md.
+The engine owns the cache: a device-resident window (sink, local, update buffer) and a retrieval region whose rows lie in
+host memory or on the device. A method owns one `Index` per layer over the retrieval region, which chooses for each query the
+retrieval rows to attend to. docs/add_a_method.md says how to add a method.
 
-Symbols: H query heads, G KV heads, D head size, n retrieval tokens of a slot. Keys and queries are what attention
-sees: after RoPE and, for Qwen3, after QK-norm. KV head j serves query heads j*H/G .. (j+1)*H/G - 1.
+Symbols: H query heads, G KV heads, D head size, n retrieval tokens of a slot. Keys and queries are given as attention
+uses them: after RoPE and, for Qwen3, after QK-norm. KV head j serves query heads j*H/G .. (j+1)*H/G - 1.
 
 An engine on a GPU calls an index on the device's streams, and `select` and `attend` while it captures a decode step as a
-CUDA graph. There they are a fixed sequence of kernel launches: they must not synchronise, must depend on nothing but their
-arguments' shapes, read all that varies between steps from the `Batch`, and skip requests whose `dense` field is set. The
-upload of `Batch.requests` lies between a selection and what `build`, `publish` and `refresh` launched: kernels may read
-what those wrote before they wait for the kernel before them (plugins/shared/overlap.cuh).
+CUDA graph. There both are a fixed sequence of kernel launches: they must not synchronise, must depend on nothing but their
+arguments' shapes, read all that varies between steps from the `Batch`, and skip requests whose `dense` field is set.
+`Batch.requests` is uploaded after the launches of `build`, `publish` and `refresh` and before those of `select`. So a kernel
+of a selection may read their results even before it waits for the preceding kernel of the graph (plugins/shared/overlap.cuh).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ LAST_QUERIES = 2048  # most queries of a prompt that Index.build is given
 
 @dataclass(frozen=True)
 class LayerRows:
-    """Where the full rows of a layer's retrieval region lie.
+    """The memory that holds the rows of a layer's retrieval regions.
 
     Attributes
     ----------
     pool : Tensor [extents, G, 1024, 2, D], strided by extent
-        Keys and values by place, addressed through `IndexContext.extents`. In host memory (pinned, on a GPU engine) or
-        on the engine's device. On a GPU it may be read and written in the order of the current stream alone.
+        Keys and values by place, addressed through `IndexContext.extents`. The tensor is in host memory (pinned, for an engine
+        on a GPU) or on the engine's device. On a GPU it may be read and written only in the order of the current stream.
     pointer : int
         Address of extent 0, KV head 0, place 0 as the engine's device sees it.
     extent_stride : int
@@ -65,7 +65,7 @@ class LayerRows:
 
 @dataclass(frozen=True)
 class IndexContext:
-    """What an index is made for. The same for every layer but `layer` and `rows`."""
+    """All that an index is told about its layer and engine. Only `layer` and `rows` differ between layers."""
 
     layer: int
     num_heads: int
@@ -73,16 +73,17 @@ class IndexContext:
     head_dim: int
     scaling: float  # softmax scale, 1/sqrt(D)
     config: Any  # the method's own Config
-    codebooks: dict[str, Tensor]  # what Traits.codebooks gave when the engine was built
+    codebooks: dict[str, Tensor]  # made by Traits.codebooks when the engine was built
     extents: ExtentTable
     lengths: list[int]  # retrieval tokens per slot; kept by the cache, read-only for an index
     dtype: torch.dtype
     device: torch.device
-    library: CpuLibrary | None = None  # compiled CPU kernels; None on the CPU: run the PyTorch reference
+    library: CpuLibrary | None = None  # compiled CPU kernels; None on the CPU: use the PyTorch reference
     cuda: CudaKernels | None = None  # kernels of the GPU; None on the CPU
-    # None while memory is divided, before rows are placed: allocate what rows in host memory would take, the most.
+    # None while memory is divided, before rows are placed. The index then allocates what it needs for rows in host memory,
+    # which is the most that it can need.
     rows: LayerRows | None = None
-    shared: dict[str, Any] = field(default_factory=dict)  # one dictionary for all layers: work space they take turns in
+    shared: dict[str, Any] = field(default_factory=dict)  # one dictionary for all layers: work space that they share
 
     @property
     def group_size(self) -> int:
@@ -91,13 +92,13 @@ class IndexContext:
 
     @property
     def rows_on_host(self) -> bool:
-        """Whether the layer's rows lie in host memory, or may."""
+        """Whether the layer's rows lie in host memory; True also before rows are placed."""
         return self.rows is None or self.rows.on_host
 
 
 @dataclass(frozen=True)
 class Built:
-    """What `Index.build` leaves to the engine.
+    """Result of `Index.build`: the order of the rows, and the work that is left for the engine to wait for.
 
     Attributes
     ----------
@@ -106,7 +107,7 @@ class Built:
         pool. None: token order. Tokens that leave the window later always come last.
     ticket : Ticket or None
         Work that still runs on a side stream. The engine waits for it before the first decode step of the slot and before
-        the slot receives another prompt, and lets the works of few layers run at a time.
+        the slot receives another prompt, and limits the number of layers whose work runs at a time.
     """
 
     order: Tensor | None = None
@@ -115,14 +116,15 @@ class Built:
 
 @dataclass(frozen=True)
 class Effort:
-    """What a decode step does over a retrieval region of a given length.
+    """Work of a decode step over a retrieval region of a given length.
 
     Attributes
     ----------
     rows : float
-        Rows that a KV head attends to, mean over the KV heads. As many as the region has: the layer attends densely.
+        Rows that a KV head attends to, averaged over the KV heads; all rows of the region if the layer attends densely.
     numbers : tuple of int
-        At most 7 numbers that the method's kernels find in the batch (RequestState.numbers), the same in all layers.
+        At most 7 numbers that the engine puts into the batch for the method's kernels (RequestState.numbers), the same in all
+        layers.
     """
 
     rows: float
@@ -130,10 +132,10 @@ class Effort:
 
 
 class Attention(Protocol):
-    """Attention of one layer over the window and the retrieval rows, wherever they lie."""
+    """Attention of one layer over the window and the retrieval rows, in host memory or on the device."""
 
     def __call__(self, queries: Tensor, batch: Batch, selection: Selection | None) -> Tensor:
-        """Queries [batch, H, D] to outputs [batch, H, D], over the window and what is selected (None: every row)."""
+        """Attend over the window and the selected rows (None: every row): queries [batch, H, D] to outputs [batch, H, D]."""
 
 
 class Index(ABC):
@@ -149,14 +151,14 @@ class Index(ABC):
     @property
     @abstractmethod
     def bytes_per_token(self) -> float:
-        """Index bytes per retrieval token, all KV heads of this layer."""
+        """Bytes that the index keeps per retrieval token, for all KV heads of this layer."""
 
     @abstractmethod
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
-        """Index a slot after this layer's prefill, replacing whatever the slot held or had under way.
+        """Index a slot after this layer's prefill, replacing all that the slot held or had under way.
 
-        Work that it leaves running on a side stream reads a copy of the slot's row of `extents.device_table`: a cancelled
-        request's row is cleared without a wait for that work.
+        Work that is left running on a side stream must read a copy of the slot's row of `extents.device_table`, because a
+        cancelled request's row is cleared without waiting for that work.
 
         Parameters
         ----------
@@ -168,44 +170,44 @@ class Index(ABC):
 
     @abstractmethod
     def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """Take in keys [G, u, D] of the places start .. start + u - 1, which will leave the window: as yet invisible.
+        """Take in keys [G, u, D] of the places start .. start + u - 1, which will leave the window; selections do not see them.
 
-        On a GPU it runs on a side stream beside decode steps: it must touch nothing that they read.
+        On a GPU it runs on a side stream beside decode steps, so it must not touch anything that they read or write.
         """
 
-    def publish(self, slot: int, start: int, count: int) -> None:  # noqa: B027  of most, the length says it all
-        """Let selections see the places that `append` took in last; `context.lengths[slot]` counts them from now on.
+    def publish(self, slot: int, start: int, count: int) -> None:  # noqa: B027  most methods need only the length
+        """Let selections see the places that `append` took in last; `context.lengths[slot]` already counts them.
 
-        Runs between steps.
+        It is called between steps.
         """
 
     @abstractmethod
     def effort(self, length: int) -> Effort:
-        """What a step does over a retrieval region of `length` >= 1 tokens."""
+        """Return the work of a step over a retrieval region of `length` >= 1 tokens."""
 
     @abstractmethod
     def select(self, queries: Tensor, batch: Batch) -> Selection | None:
         """Choose rows for queries [batch, H, D]; every request that is not dense has at least one retrieval token.
 
-        None, whatever the queries: this layer attends to every row.
+        Returns None, for any queries, if this layer attends densely.
         """
 
     def attend(self, queries: Tensor, batch: Batch, selection: Selection | None, attention: Attention) -> Tensor:
         """Attend over window and selection: queries [batch, H, D] to outputs [batch, H, D].
 
-        Most methods leave it to `attention`, the engine's own.
+        Most methods leave this to `attention`, the engine's own attention of the layer.
         """
         return attention(queries, batch, selection)
 
     def refresh(self, slots: Sequence[int]) -> None:  # noqa: B027  most methods have no upkeep
         """Do upkeep that is due after a decode step of these slots, off the critical path.
 
-        On a GPU: start side work that is due, and publish on the current stream what has ended since, so that a step
-        sees the old state or the new one.
+        On a GPU this starts side work that is due, and publishes on the current stream the results of side work that has ended,
+        so that a step sees either the old state or the new one.
         """
 
     def hit_rate(self) -> float | None:
-        """Share of the rows selected so far that the method's own store held; None if it has none. For metrics."""
+        """Return, for metrics, the share of the rows selected so far that the method's store held; None without a store."""
         return None
 
 
@@ -219,22 +221,22 @@ def _no_macros(head_dim: int, group_size: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Traits:
-    """What the engine and the builder must know of a method before an index exists, for one Config of it.
+    """Properties of a method, for one Config of it, that the engine and the builder need before an index exists.
 
     Attributes
     ----------
     devices : tuple of str
-        Devices that it runs on: "cpu", "cuda".
+        Devices that the method runs on: "cpu", "cuda".
     dense_layers : int
-        First layers that attend to every row: on a GPU their rows lie on the device, whatever cache.offload says.
+        Number of first layers that attend to every row. On a GPU their rows lie on the device with every cache.offload.
     cache_defaults : mapping
-        Defaults of CacheConfig fields where the method wants others than the engine's.
+        Defaults of CacheConfig fields, where the method needs others than the engine's.
     cpu_library_on_gpu : bool
-        Its index for the GPU calls compiled code of the CPU (kernels/cpu.so).
+        Whether the method's index for the GPU calls compiled code of the CPU (kernels/cpu.so).
     codebooks : callable
-        Of the head size: tensors by name that the builder computes once and stores beside the weights.
+        Takes the head size; returns tensors by name, which the builder computes once and stores beside the weights.
     cuda_macros : callable
-        Of head size and group size: macros that the method's GPU kernels are compiled with, beside those of
+        Takes head size and group size; returns macros that the method's GPU kernels are compiled with, beside those of
         builder/compile/cuda.py. Raises ConfigError for sizes that the kernels do not support.
     """
 

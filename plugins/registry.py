@@ -1,8 +1,8 @@
 """The methods: each folder of plugins/ that has a method.py. Nothing outside a method's folder names it.
 
 A method has three members: `Config` in config.py, a frozen dataclass of its fields, and in method.py
-`traits(config) -> Traits` and `create(context) -> Index` (plugins/contract.py). What measurements ask of it stands in
-costs.py and stages.py of its folder, which the engine does not look at (measurement/offers.py).
+`traits(config) -> Traits` and `create(context) -> Index` (plugins/contract.py). costs.py and stages.py of its folder are for
+measurements alone (measurement/offers.py); the engine does not look at them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _scan() -> dict[str, str]:
-    """Every folder beside this file that has a method.py, by its name. `full`, what the others are compared with, is first."""
+    """Find every folder beside this file that has a method.py. `full`, with which the others are compared, comes first."""
     folders = {path.parent.name for path in Path(__file__).parent.glob("*/method.py")}
     return {name: f"kvseek.plugins.{name}" for name in sorted(folders, key=lambda name: (name != "full", name))}
 
@@ -46,7 +46,7 @@ class Method:
         return from_dict(self.config_class, values, self.name)
 
     def traits(self, config: Any = None) -> Traits:
-        """What there is to know of the method before an index exists; None: with its defaults."""
+        """Return the method's traits for a Config of it; None: for its defaults."""
         config = self.configure({}) if config is None else config
         return cast("Traits", importlib.import_module(f"{self.package}.method").traits(config))
 
@@ -56,13 +56,13 @@ class Method:
 
 
 def get_method(name: str) -> Method:
-    """Look a method up; raises ConfigError that lists the known ones."""
+    """Look a method up by name; raises ConfigError that lists the known methods."""
     if name not in METHODS:
         raise ConfigError(f"method = {name!r}: unknown; choose one of {', '.join(METHODS)}")
     return Method(name, METHODS[name])
 
 
 def method_traits(config: EngineConfig) -> Traits:
-    """Traits of an engine's method with the engine's settings of it."""
+    """Return the traits of an engine's method, for the engine's settings of that method."""
     method = get_method(config.method)
     return method.traits(method.configure(config.method_config))

@@ -1,4 +1,4 @@
-"""What a method selects for a batch of queries: which rows of the retrieval region to attend to."""
+"""The selection of a method for a batch of queries: the rows of the retrieval region to attend to."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class Selection:
     Attributes
     ----------
     rows : Tensor, int32 [batch, G, entries]
-        Entry e stands for places e·page .. e·page + page - 1 of the retrieval region (those below its length); -1 is no
-        entry. No entry occurs twice in one [batch, KV head]. Neighbouring places should be neighbouring entries: a GPU
-        reads them together. Undefined for requests with `dense` set, and on a GPU for those that only fill up a batch.
+        Entry e stands for places e·page .. e·page + page - 1 of the retrieval region, as far as they are below its length; -1
+        is no entry. No entry occurs twice in one [batch, KV head]. Neighbouring places should be neighbouring entries, because
+        a GPU reads them together. Undefined for requests with `dense` set, and on a GPU for those that only fill up a batch.
     page : int
         Rows of an entry: 1, or the page size of a page-wise method. On a GPU always 1.
     store : Tensor [slots, G, store_rows, 2, D] or None
-        On a GPU: rows that the method keeps on the device, of a pool that lies in host memory.
+        On a GPU: copies of rows that the method keeps on the device, if the pool lies in host memory.
     cached : Tensor, int32 [batch, G, entries] or None
         Row of `store` that holds the entry's row, or -1: read the pool.
     keep : Tensor, int32 [batch, G, entries] or None
-        Row of `store` that receives a copy of the entry's row, or -1. No row that this step reads as `cached`.
+        Row of `store` that receives a copy of the entry's row, or -1. It must not be a row that the same step reads (`cached`).
     """
 
     rows: Tensor

@@ -1,1 +1,1 @@
-"""`kvseek build --calibrate`: what quantisation of the weights costs on a text."""
+"""`kvseek build --calibrate`: measures, on a text, what quantisation of the weights costs."""

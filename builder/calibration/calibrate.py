@@ -1,4 +1,4 @@
-"""`kvseek build --calibrate`: a text's perplexity with the weights in the engine's dtype and with those that are stored."""
+"""`kvseek build --calibrate`: a text's perplexity with the weights in the engine's dtype, and with the stored weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Text:
-    """A text to calibrate with: the name of its file, the SHA-256 of its bytes, what it says."""
+    """A text to calibrate with: the name of its file, the SHA-256 of its bytes, its content."""
 
     name: str
     sha256: str
@@ -53,19 +53,19 @@ class Text:
 
 
 class Calibrator:
-    """A calibration that can be made once the weights are written.
+    """A calibration, checked when it is made, and run once the weights are written.
 
     Parameters
     ----------
     tokens : int
-        How many tokens to read, from the start of the text; with fewer in it, all.
+        Number of tokens to read from the start of the text; a text with fewer tokens is read whole.
     window : int, optional
-        Tokens that see each other; None: CALIBRATE_TOKENS, or max_seq_len if that is less.
+        Number of tokens that see each other; None: CALIBRATE_TOKENS, or max_seq_len if that is less.
 
     Raises
     ------
     ConfigError
-        `tokens` or `window` is out of range, the text has fewer than two tokens or ids that the model does not know, or
+        If `tokens` or `window` is out of range, the text has fewer than two tokens or ids that the model does not know, or
         the processor cannot multiply numbers of the engine's dtype.
     """
 
@@ -96,14 +96,14 @@ class Calibrator:
         return self._windows.units(1 if self.config.weight_only_precision == NONE else 2)
 
     def run(self, checkpoint: Checkpoint, directory: Path, advance: Advance) -> Calibration:
-        """Compute with the weights that `directory` holds and, if they are quantised, with those of the checkpoint.
+        """Compute with the weights in `directory` and, if these are quantised, with the weights of the checkpoint.
 
         Raises
         ------
         ConfigError
-            A perplexity is not a finite number.
+            If a perplexity is not a finite number.
         CapacityError
-            The GPU has not enough memory.
+            If the GPU has not enough memory.
         """
         sources = [stored_layers(directory)]
         if self.config.weight_only_precision != NONE:
@@ -150,7 +150,7 @@ class Calibrator:
         )
 
     def _encode(self, tokenizer: Tokenizer) -> list[int]:
-        """The text's tokens as a request would have them; raises ConfigError on too few, or on ids beyond the model's."""
+        """Encode the text as a request would be; raises ConfigError on too few tokens, or on ids that the model lacks."""
         ids = tokenizer.encode(self.text.content)
         require(len(ids) >= 2, f"tokens of {self.text.name}", len(ids), ">= 2", "name a longer text with --calibrate")
         limit = f"< vocab_size = {self.config.model.vocab_size} of the model"
@@ -160,17 +160,17 @@ class Calibrator:
 
 
 def stored_layers(directory: Path) -> LayerSource:
-    """Layers of an engine directory, as they are stored: views of the mapped files."""
+    """Read layers of an engine directory as they are stored: views of the mapped files."""
 
     def read(number: int) -> dict[str, torch.Tensor]:
-        # The dtype of norm.weight tells engine/model/linear.py what to dequantise to.
+        # engine/model/linear.py dequantises to the dtype of norm.weight.
         return load_weights(directory, CPU, lambda name: name == "norm.weight" or _of_layer(name, number))
 
     return read
 
 
 def checkpoint_layers(checkpoint: Checkpoint, dtype: torch.dtype) -> LayerSource:
-    """Layers of a checkpoint, fused and in `dtype`: what an engine without quantisation would hold."""
+    """Read layers of a checkpoint, fused and in `dtype`, as an engine without quantisation would hold them."""
     read = weight_reader(checkpoint, dtype)
     names = [weight.name for weight in list_weights(checkpoint.config)]
     return lambda number: {name: read(name) for name in names if _of_layer(name, number)}

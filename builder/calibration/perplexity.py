@@ -1,7 +1,7 @@
-"""Perplexity of weights that are read one layer at a time, by the engine's own arithmetic for prompts.
+"""Computes the perplexity of a model that is read one layer at a time, by the engine's own arithmetic for prompts.
 
 The text is cut into windows that do not see each other. All windows pass a layer before the next layer is read, so memory
-holds their hidden states and the weights of one layer, never a model.
+holds all hidden states but the weights of only one layer, never those of the whole model.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from kvseek.engine.model.attention import causal_attention, causal_attention_dev
 from kvseek.engine.model.layer import Head, Layer
 from kvseek.engine.model.rope import RotaryEmbedding
 
-LOGIT_BYTES = 64 << 20  # of the logits of one slice of tokens; a handful of tensors of this size exist at a time
+LOGIT_BYTES = 64 << 20  # bytes of one slice's logits; a handful of tensors of this size exist at a time
 
-# Weights of the layer of a number, and norm.weight, on the CPU or on the device of the computation.
+# Takes a layer's number; returns its weights and norm.weight, on the CPU or on the device of the computation.
 LayerSource = Callable[[int], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Losses:
-    """What was found over all predictions.
+    """Results over all predictions, for one or two sets of weights.
 
     Attributes
     ----------
     perplexities : tuple of float
-        Of every set of weights: the exponential of the mean negative log-likelihood of the next token.
+        For every set of weights: the exponential of the mean negative log-likelihood of the next token.
     kl_divergence : float
-        Of the second set's distribution of the next token from the first's, mean over the predictions, in nats; 0 for one.
+        Divergence of the second set's distribution of the next token from the first set's, mean over the predictions, in nats;
+        0 for one set.
     same_token : float
-        Share of predictions whose most probable token is the same; 1 for one set.
+        Share of predictions whose most probable token is the same with both sets; 1 for one set.
     """
 
     perplexities: tuple[float, ...]
@@ -46,9 +47,9 @@ class Losses:
 
 
 class WindowedText:
-    """Token ids in windows of `window` tokens; the last has what is left.
+    """Token ids in windows of `window` tokens; the last window has the rest.
 
-    A window of n tokens has n - 1 predictions: its first token is predicted by nothing.
+    A window of n tokens has n - 1 predictions, because nothing predicts its first token.
 
     Parameters
     ----------
@@ -60,30 +61,30 @@ class WindowedText:
 
     def __init__(self, model: ModelConfig, ids: Sequence[int], window: int, device: torch.device) -> None:
         self.model, self.device = model, device
-        self.ids = torch.tensor(ids)  # on the CPU, as is the embedding that they are looked up in
+        self.ids = torch.tensor(ids)  # on the CPU, where the embedding is
         self.window = min(window, len(ids))
         self.spans = [(start, min(start + window, len(ids))) for start in range(0, len(ids), window)]
         self._slice = max(1, LOGIT_BYTES // (4 * model.vocab_size))
 
     @property
     def predictions(self) -> int:
-        """Tokens that are predicted."""
+        """Number of tokens that are predicted."""
         return len(self.ids) - len(self.spans)
 
     def units(self, sets: int) -> int:
-        """Steps of progress over so many sets of weights: windows of all layers, then slices of the predictions."""
+        """Count the steps of progress for `sets` sets of weights: windows of all layers, then slices of the predictions."""
         return sets * self.model.num_layers * len(self.spans) + len(list(self._slices()))
 
     @torch.inference_mode()
     def hidden_states(self, embedding: Tensor, layers: LayerSource, advance: Advance) -> Tensor:
-        """Hidden states [tokens, hidden] after the last layer.
+        """Compute the hidden states [tokens, hidden] after the last layer.
 
         Parameters
         ----------
         embedding : Tensor [vocabulary, hidden]
-            On the CPU: only the rows of the text are copied.
+            On the CPU; only the rows of the text's tokens are copied.
         layers : callable
-            Called once for each layer, in order; what it returned is dropped before the next call.
+            Called once for each layer, in order; the returned weights are dropped before the next call.
         """
         hidden = F.embedding(self.ids, embedding).to(self.device)
         cos, sin = RotaryEmbedding(self.model, self.device)(0, self.window)
@@ -93,7 +94,7 @@ class WindowedText:
 
     @torch.inference_mode()
     def losses(self, head: Head, hidden: Sequence[Tensor], advance: Advance) -> Losses:
-        """Compare one or two sets of hidden states [tokens, hidden] with the text, and the second with the first."""
+        """Compare one or two sets of hidden states [tokens, hidden] with the text, and the second set with the first."""
         likelihood = torch.zeros(len(hidden), dtype=torch.float64)
         divergence, same = 0.0, 0
         for start, stop in self._slices():
@@ -111,12 +112,12 @@ class WindowedText:
         return Losses(tuple(map(_exponential, means)), divergence / self.predictions, same / self.predictions)
 
     def _layer(self, layers: LayerSource, number: int) -> Layer:
-        """Weights go to the device as they are stored, and are dequantised there."""
+        """Make a layer; its weights are copied to the device as they are stored, and dequantised there."""
         weights = {name: tensor.to(self.device) for name, tensor in layers(number).items()}
         return Layer(self.model, weights, number)
 
     def _run_layer(self, layer: Layer, hidden: Tensor, cos: Tensor, sin: Tensor, advance: Advance) -> None:
-        """One layer over every window, in place."""
+        """Run one layer over every window, in place."""
         attention = causal_attention_device if self.device.type == "cuda" else causal_attention
         for start, stop in self.spans:
             x, tokens = hidden[start:stop], stop - start
@@ -126,7 +127,7 @@ class WindowedText:
             advance(1)
 
     def _slices(self) -> Iterator[tuple[int, int]]:
-        """Positions that predict the token after them, a slice at a time: the last of a window predicts nothing."""
+        """Cut the positions that predict a token into slices; the last position of a window predicts nothing."""
         for start, stop in self.spans:
             for first in range(start, stop - 1, self._slice):
                 yield first, min(first + self._slice, stop - 1)

@@ -1,4 +1,4 @@
-"""calibration.json of an engine directory: what quantisation of the weights costs on a text, and how it is printed."""
+"""Writes, reads and prints calibration.json of an engine directory: what quantisation of the weights costs on a text."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ CALIBRATION_FILE = "calibration.json"
 
 @dataclass(frozen=True)
 class QuantisationCost:
-    """Stored weights of 8 bits beside the weights in the engine's dtype, on the same text.
+    """Comparison of stored weights of 8 bits with the weights in the engine's dtype, on the same text.
 
     Attributes
     ----------
     perplexity : float
-        With the stored weights.
+        Perplexity with the stored weights.
     perplexity_ratio : float
-        Over that with the weights in the engine's dtype.
+        Perplexity with the stored weights over that with the weights in the engine's dtype.
     mean_kl_divergence : float
-        Of the next token's distribution from that of the weights in the engine's dtype, in nats.
+        Divergence of the next token's distribution with the stored weights from that with the weights in the engine's dtype, in
+        nats.
     same_token_share : float
         Share of predictions whose most probable token stays the same, 0 to 1.
     """
@@ -40,7 +41,7 @@ class QuantisationCost:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `--calibrate` found.
+    """Result of `--calibrate`.
 
     Attributes
     ----------
@@ -53,13 +54,13 @@ class Calibration:
     predictions : int
         Tokens that were predicted: all but the first of each window.
     device : str
-        What it was computed on: "cpu" or "cuda".
+        Device of the computation: "cpu" or "cuda".
     dtype, weight_only_precision : str
-        Of the engine.
+        Fields of the engine's configuration.
     perplexity : float
-        With the weights in `dtype`.
+        Perplexity with the weights in `dtype`.
     quantised : QuantisationCost or None
-        None without weights of 8 bits.
+        Results with the stored weights of 8 bits; None if there are none.
     """
 
     text: str
@@ -91,7 +92,7 @@ class Calibration:
             raise EngineDirectoryError(f"{path} is corrupt ({error}); build the engine again") from None
 
     def print(self, console: Console) -> None:
-        """Print a table with one column for each set of weights, and what it was computed from."""
+        """Print a table with one column for each set of weights, and the text and sizes that it was computed with."""
         headings: list[Column] = [("weights", "left"), (self.dtype, "right")]
         rows = [["perplexity", f"{self.perplexity:,.4f}"]]
         if (cost := self.quantised) is not None:

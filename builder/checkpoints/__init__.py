@@ -1,1 +1,1 @@
-"""What the builder reads: checkpoints of three kinds behind one interface, and the weights that are written from them."""
+"""Checkpoints that the builder reads, of three kinds behind one interface, and the weights that it writes from them."""

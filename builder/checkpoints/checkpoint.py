@@ -20,16 +20,16 @@ NAME_TOKENIZER = "name a directory with the model's tokenizer.json"
 
 @dataclass(frozen=True)
 class Header:
-    """A tensor of a checkpoint, unread.
+    """Description of a checkpoint's tensor that has not been read.
 
     Attributes
     ----------
     place : str
         The file and the tensor's name there, for messages.
     shape : tuple of int
-        Of the tensor under its Hugging Face name.
+        Shape of the tensor under its Hugging Face name.
     dtype : torch.dtype
-        Floating-point type that `Checkpoint.tensor` gives.
+        Floating-point type in which `Checkpoint.tensor` returns it.
     """
 
     place: str
@@ -45,12 +45,12 @@ class Checkpoint(ABC):
     path : Path
         The model's directory or file.
     tokenizer_directory : Path, optional
-        Where the tokenizer is read from instead of the checkpoint.
+        Directory that the tokenizer is read from, instead of the checkpoint.
 
     Attributes
     ----------
     reading_copies : int
-        Copies of a tensor that reading it takes at most, beside the tensor itself.
+        Most copies of a tensor that reading it needs, beside the tensor itself.
     """
 
     reading_copies = 0
@@ -71,7 +71,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def unused(self, names: set[str]) -> set[str]:
-        """Tensors of the checkpoint, under its own names, that are not among the Hugging Face `names`."""
+        """Return the checkpoint's own names of the tensors that are not among the Hugging Face `names`."""
 
     @abstractmethod
     def header(self, name: str) -> Header:
@@ -79,11 +79,11 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor, on the CPU, as `header` describes it; raises as that."""
+        """Read one tensor to the CPU, as `header` describes it; raises as `header` does."""
 
     @property
     def sources(self) -> list[Path]:
-        """Every file that the engine is made from: the checkpoint's, then those of the tokenizer's own directory."""
+        """List every file that the engine is made from: the checkpoint's, then those of a separate tokenizer directory."""
         apart = self.tokenizer_directory
         return [*self.files, *(metadata_files(apart) if apart is not None else [])]
 
@@ -99,4 +99,4 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def _own_tokenizer(self) -> Any:
-        """Load the tokenizer that lies with the model."""
+        """Load the tokenizer in the model's own directory or file."""

@@ -1,4 +1,4 @@
-"""Files of checkpoints: safetensors, JSON, tokenizers, read with errors that name the file."""
+"""Reads files of checkpoints: safetensors, JSON, tokenizers; errors name the file."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def open_safetensors(path: Path, remedy: str) -> Any:
 
 
 def tensor_types(file: Any) -> dict[str, TensorType]:
-    """Shape and type of every tensor of an open safetensors file, by its name."""
+    """Read shape and type of every tensor of an open safetensors file, by its name."""
     slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118  no mapping
     return {name: TensorType(tuple(entry.get_shape()), entry.get_dtype()) for name, entry in slices}
 
 
 def float_type(path: Path, name: str, dtype: str, remedy: str) -> torch.dtype:
-    """Look up a type by safetensors' name of it; raises ConfigError, ending in `remedy`, if it is not in FLOAT_TYPES."""
+    """Look up a type by its name in safetensors; raises ConfigError, ending in `remedy`, if it is not in FLOAT_TYPES."""
     if dtype not in FLOAT_TYPES:
         raise ConfigError(f"{path}: dtype of {name} = {dtype}: must be one of {', '.join(FLOAT_TYPES)}; {remedy}")
     return FLOAT_TYPES[dtype]
@@ -72,13 +72,13 @@ def load_tokenizer_directory(directory: Path, remedy: str) -> Any:
 
 
 def metadata_files(directory: Path) -> list[Path]:
-    """Configuration, tokenizer and template files of a directory, sorted."""
+    """List the configuration, tokenizer and template files of a directory, sorted."""
     suffixes = (".json", ".jinja", ".txt", ".model")
     return sorted(path for path in directory.iterdir() if path.suffix in suffixes and path.is_file())
 
 
 def generation_ends(directory: Path) -> list[int]:
-    """End ids that the generation_config.json of a directory states; empty without one."""
+    """Read the end ids that the generation_config.json of a directory states; empty without that file."""
     path = directory / "generation_config.json"
     if not path.exists():
         return []

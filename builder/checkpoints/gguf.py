@@ -26,7 +26,7 @@ from .model_config import model_config
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the RoPE frequencies, which Llama 3.1 files carry
 REMEDY = "use the model's Hugging Face directory"
-BLOCK_WEIGHTS = 4 << 20  # dequantised at a time
+BLOCK_WEIGHTS = 4 << 20  # weights that are dequantised at a time
 
 # Hugging Face field → GGUF key below the architecture's name
 FIELDS = {
@@ -41,7 +41,7 @@ FIELDS = {
     "rope_theta": "rope.freq_base",
     "num_experts": "expert_count",
 }
-OPTIONAL = ("num_key_value_heads", "head_dim", "rope_theta", "num_experts")  # of FIELDS; model_config says which when
+OPTIONAL = ("num_key_value_heads", "head_dim", "rope_theta", "num_experts")  # FIELDS that model_config may do without
 # RopeScaling field → GGUF key below "<architecture>.rope.scaling"
 SCALING_FIELDS = {
     "rope_type": "type",
@@ -50,13 +50,13 @@ SCALING_FIELDS = {
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
 }
-# Llama 3.1's own scaling (model card); a file states only its result, so it is recognised by that.
+# Llama 3.1's own scaling (model card). A file states only the resulting divisors, so the scaling is recognised by them.
 LLAMA3_SCALING = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 @dataclass(frozen=True)
 class _Contents:
-    """What a file holds: metadata by key, and tensors of gguf's reader by name, unread."""
+    """Contents of a file: metadata by key, and tensors of gguf's reader by name, unread."""
 
     metadata: dict[str, Any]
     tensors: dict[str, Any]
@@ -67,7 +67,7 @@ class GgufCheckpoint(Checkpoint):
 
     @cached_property
     def config(self) -> ModelConfig:
-        """Shape of the model, from the file's metadata and from which tensors it holds."""
+        """Shape of the model, from the file's metadata and the names of its tensors."""
         with naming(self.path):
             return self._config()
 
@@ -97,7 +97,7 @@ class GgufCheckpoint(Checkpoint):
         return [self.path]
 
     def unused(self, names: set[str]) -> set[str]:
-        """GGUF names of tensors that `names` leave out; the RoPE factors are part of the configuration."""
+        """Return the GGUF names of tensors that are not in `names`; the RoPE factors belong to the configuration."""
         return set(self._tensors) - {self._gguf_name(name) for name in names} - {ROPE_FACTORS}
 
     def header(self, name: str) -> Header:
@@ -123,7 +123,7 @@ class GgufCheckpoint(Checkpoint):
         return tensor
 
     def _tensor(self, name: str) -> Any:
-        """A tensor of gguf's reader by its name in the file."""
+        """Return a tensor of gguf's reader by its name in the file."""
         if name not in self._tensors:
             raise ConfigError(f"{self.path}: tensor {name} is missing; download the file again")
         return self._tensors[name]
@@ -180,7 +180,7 @@ class GgufCheckpoint(Checkpoint):
     def _rope_scaling(self) -> dict[str, Any] | None:
         prefix = f"{self.architecture}.rope.scaling."
         stated = {key.removeprefix(prefix): value for key, value in self._metadata.items() if key.startswith(prefix)}
-        stated.pop("finetuned", None)  # says how the model came to be, changes nothing
+        stated.pop("finetuned", None)  # tells how the model was made, without effect on it
         unknown = sorted(set(stated) - set(SCALING_FIELDS.values()))
         require(not unknown, prefix.rstrip("."), unknown, f"among {', '.join(SCALING_FIELDS.values())}", REMEDY)
         if stated.get("type", "none") == "none":
@@ -221,13 +221,13 @@ def _shape(found: Any) -> tuple[int, ...]:
 def _dequantise(path: Path, found: Any) -> Tensor:
     """Read a tensor of gguf's reader as float32, some rows at a time.
 
-    Not through the reader's mapping: its pages would count as the process's memory until the reader is closed, in the end
-    the whole file's.
+    The reader's mapping is not used, because its pages would count as the process's memory until the reader is closed: in
+    the end the whole file.
     """
     from gguf import dequantize
 
     values = torch.empty(_shape(found), dtype=torch.float32)
-    blocks = found.data.reshape(-1, found.data.shape[-1])  # what a row of weights takes in the file, not read here
+    blocks = found.data.reshape(-1, found.data.shape[-1])  # bytes of a row of weights in the file; not read here
     rows = values.view(blocks.shape[0], -1)
     step = max(1, BLOCK_WEIGHTS // rows.shape[1])
     with path.open("rb") as file:
@@ -240,9 +240,9 @@ def _dequantise(path: Path, found: Any) -> Tensor:
 
 
 def _strict_reader(path: Path) -> Any:
-    """A GGUFReader that raises ValueError where the file ends before its header says.
+    """Make a GGUFReader that raises ValueError if the file ends before its header says.
 
-    gguf's own takes what there is: over a damaged length of an array it would loop almost for ever.
+    gguf's own reader takes the bytes that there are, and would loop almost for ever over an array with a damaged length.
     """
     from gguf import GGUFReader
 

@@ -21,12 +21,12 @@ def load_tokenizer(path: Path, metadata: dict[str, Any]) -> Any:
     """Load a byte-level BPE tokenizer from a GGUF file as a transformers tokenizer.
 
     transformers reads vocabulary, merges and chat template, but splits every text as GPT-2 does, whatever
-    `tokenizer.ggml.pre` says; the split that it names is put in its place.
+    `tokenizer.ggml.pre` says. So its split is replaced by the one that `tokenizer.ggml.pre` names.
 
     Raises
     ------
     ConfigError
-        If the file has no tokenizer, or one of a kind whose split is not known here.
+        If the file has no tokenizer, or a tokenizer whose split is not known here.
     """
     from transformers import AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""What checkpoint files say of their tensors, compared with what the decoder needs before any tensor is read."""
+"""Compares the headers of checkpoint files with the tensors that the decoder needs, before any tensor is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .checkpoint import Checkpoint
 
 
 def source_shape(model: ModelConfig, name: str) -> tuple[int, ...]:
-    """Shape that a tensor of this Hugging Face name has in a model; raises KeyError if the decoder has no such tensor."""
+    """Return the shape of a model's tensor with this Hugging Face name; raises KeyError if the decoder has no such tensor."""
     *_, module, kind = name.split(".")
     hidden, queries = model.hidden_size, model.num_heads * model.head_dim
     keys, vocabulary = model.num_kv_heads * model.head_dim, (model.vocab_size, hidden)
@@ -35,7 +35,7 @@ def source_shape(model: ModelConfig, name: str) -> tuple[int, ...]:
 
 
 def check_headers(checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """Raise ConfigError unless the checkpoint has every tensor, in the shape of its configuration and a float type."""
+    """Raise ConfigError unless the checkpoint has every tensor of `names`, in the configured shape and of a float type."""
     for name in names:
         header, expected = checkpoint.header(name), source_shape(checkpoint.config, name)
         if header.shape != expected:

@@ -45,12 +45,12 @@ class HuggingFaceCheckpoint(Checkpoint):
         return sorted({*metadata_files(self.path), *(self.path / file for file in self._files.values())})
 
     def unused(self, names: set[str]) -> set[str]:
-        """Tensors that `names` leave out, as "NAME of FILE"; old Llama checkpoints' RoPE frequencies are no weights."""
+        """Return the tensors that are not in `names`, as "NAME of FILE", without old Llama checkpoints' RoPE frequencies."""
         left = set(self._files) - names
         return {f"{name} of {self._files[name]}" for name in left if not name.endswith("rotary_emb.inv_freq")}
 
     def header(self, name: str) -> Header:
-        """Describe one tensor; raises ConfigError if no file has it, or it is no floating-point tensor."""
+        """Describe one tensor; raises ConfigError if no file has the tensor, or it is no floating-point tensor."""
         if name not in self._files:
             raise ConfigError(f"{self.path}: tensor {name} is missing in {self._listing}; {DOWNLOAD_AGAIN}")
         path = self.path / self._files[name]
@@ -61,7 +61,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     def tensor(self, name: str) -> Tensor:
         """Read one tensor; raises as `header`."""
         self.header(name)
-        # Opened for every tensor: pages of a mapping that stays open count as the process's memory until it is closed.
+        # The file is opened anew for every tensor, because pages of an open mapping count as the process's memory.
         tensor: Tensor = open_safetensors(self.path / self._files[name], DOWNLOAD_AGAIN).get_tensor(name)
         return tensor
 

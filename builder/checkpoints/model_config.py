@@ -1,4 +1,4 @@
-"""ModelConfig from the config.json of a Hugging Face checkpoint. What the decoder cannot honour is refused by name."""
+"""Makes a ModelConfig from the config.json of a Hugging Face checkpoint. Fields that the decoder lacks are refused by name."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-DEFAULT_MISTRAL_WINDOW = 4096  # tokens; what transformers takes where a Mistral config.json does not say
+DEFAULT_MISTRAL_WINDOW = 4096  # tokens; transformers' default for a Mistral config.json without the field
 MOST_LAYERS = (
-    1024  # many times those of any published model; with a damaged number the weights would be listed for ever
+    1024  # many times more than any published model has; with a damaged number the weights would be listed for ever
 )
-DEFAULT_ROPE_THETA = 10_000.0  # what checkpoints older than the field mean (RoFormer, section 3.2.2)
+DEFAULT_ROPE_THETA = 10_000.0  # of checkpoints that are older than the field (RoFormer, section 3.2.2)
 USE_ANOTHER = "use another checkpoint: kvseek's decoder has no such part"
 
 
@@ -32,12 +32,12 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
     values : dict
         The parsed config.json.
     eos_token_ids : iterable of int
-        End ids from elsewhere (generation_config.json); those of `values` follow them.
+        End ids from elsewhere (generation_config.json); the end ids of `values` are put behind them.
 
     Raises
     ------
     ConfigError
-        Naming a field that is missing, malformed or asks for what the decoder does not have.
+        If a field is missing, malformed or asks for something that the decoder does not have; the message names the field.
     """
     architecture = _architecture(values)
     _refuse_unsupported(values)
@@ -108,7 +108,7 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
 
 
 def _sliding_window(values: dict[str, Any]) -> int | None:
-    """Mistral's window; Qwen's configurations state one too, which use_sliding_window = false puts out of use."""
+    """Read Mistral's window; Qwen's configurations also state a window, which use_sliding_window = false puts out of use."""
     if values["architectures"][0] != "MistralForCausalLM":
         return None
     window = values.get("sliding_window", DEFAULT_MISTRAL_WINDOW)
@@ -116,14 +116,14 @@ def _sliding_window(values: dict[str, Any]) -> int | None:
 
 
 def _kv_heads(values: dict[str, Any], architecture: str, heads: int) -> int:
-    """Llama checkpoints older than grouped-query attention do not state the number."""
+    """Read the number of KV heads, which Llama checkpoints older than grouped-query attention do not state."""
     if architecture == "llama" and values.get("num_key_value_heads") is None:
         return heads
     return _integer(values, "num_key_value_heads")
 
 
 def _head_dim(values: dict[str, Any], architecture: str, hidden: int, heads: int) -> int:
-    """Qwen3's head size does not follow from the others, so it must be stated."""
+    """Read or compute the head size; Qwen3's must be stated, because it does not follow from other fields."""
     if architecture != "qwen3" and values.get("head_dim") is None:
         limit = f"a multiple of num_attention_heads = {heads}"
         require(hidden % heads == 0, "hidden_size", hidden, limit, "or state head_dim")
@@ -132,7 +132,7 @@ def _head_dim(values: dict[str, Any], architecture: str, hidden: int, heads: int
 
 
 def _rope(values: dict[str, Any]) -> dict[str, Any]:
-    """Fields of ModelConfig that say how positions rotate, and how far they reach."""
+    """Read the fields of ModelConfig for the rotation of positions, and for how far positions reach."""
     modern = values.get("rope_parameters")  # transformers 5; version 4 has rope_theta and rope_scaling
     name = "rope_scaling" if modern is None else "rope_parameters"
     stated = values.get("rope_scaling") if modern is None else modern

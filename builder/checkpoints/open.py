@@ -1,4 +1,4 @@
-"""Opens a checkpoint of whichever kind."""
+"""Opens a checkpoint of any supported kind."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def open_checkpoint(path: Path, tokenizer_directory: Path | None = None) -> Chec
     Parameters
     ----------
     tokenizer_directory : Path, optional
-        Where the tokenizer is read from instead.
+        Directory that the tokenizer is read from, instead of the checkpoint.
 
     Raises
     ------
     ConfigError
-        If `path` is none of them, or `tokenizer_directory` no directory.
+        If `path` is none of these, or `tokenizer_directory` is no directory.
     """
     if tokenizer_directory is not None and not tokenizer_directory.is_dir():
         raise ConfigError(f"tokenizer = {str(tokenizer_directory)!r}: must be a directory; {NAME_TOKENIZER}")

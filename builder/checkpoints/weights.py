@@ -1,4 +1,4 @@
-"""Weights of an engine: fused from checkpoint tensors and streamed into safetensors shards, one tensor in memory."""
+"""Fuses weights of an engine from checkpoint tensors and writes safetensors shards, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .checkpoint import Checkpoint
 from .files import FLOAT_TYPES
 from .headers import check_headers
 
-SHARD_BYTES = 4 << 30  # a shard grows no larger unless a single tensor is
-HEADER_ALIGNMENT = 64  # a cache line: tensors are read in place from the mapped file
+SHARD_BYTES = 4 << 30  # most bytes of a shard, unless a single tensor is larger
+HEADER_ALIGNMENT = 64  # bytes of a cache line, because tensors are read in place from the mapped file
 DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_TYPES.items()}  # safetensors' own names
 STORED_NAMES = {**DTYPE_NAMES, torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}
 
@@ -38,7 +38,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a shard: a weight in the engine's dtype or quantised, or the scales of one that is."""
+    """One tensor of a shard: a weight in the engine's dtype, a quantised weight, or the scales of a quantised weight."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,18 +52,18 @@ class Stored:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How weights are stored: in `dtype`, and those that weight_only.is_quantised names in `precision` unless it is "none"."""
+    """The format of stored weights: `dtype`, or `precision`, unless it is "none", for those that is_quantised accepts."""
 
     dtype: torch.dtype
     precision: str = NONE
 
     @classmethod
     def of(cls, config: EngineConfig) -> WeightFormat:
-        """That of an engine."""
+        """Return the format of an engine's weights."""
         return cls(getattr(torch, config.dtype), config.weight_only_precision)
 
     def stored(self, weight: Weight) -> tuple[Stored, ...]:
-        """Tensors that a weight is stored as."""
+        """List the tensors that a weight is stored as."""
         if not self.quantises(weight.name):
             return (Stored(weight.name, weight.shape, self.dtype),)
         dtype, _ = PRECISIONS[self.precision]
@@ -71,7 +71,7 @@ class WeightFormat:
         return Stored(weight.name, weight.shape, dtype), scale
 
     def convert(self, tensor: Tensor, name: str) -> tuple[Tensor, ...]:
-        """The tensors of `stored`; raises ConfigError on a value that they cannot hold."""
+        """Convert a weight to the tensors of `stored`; raises ConfigError on a value that they cannot hold."""
         if not self.quantises(name):
             return (_convert(tensor, name, self.dtype),)
         try:
@@ -85,7 +85,7 @@ class WeightFormat:
 
 
 def list_weights(model: ModelConfig) -> list[Weight]:
-    """Every tensor of an engine, in the order of the computation.
+    """List every weight of an engine, in the order of the computation.
 
     embed.weight, then per layer i layers.{i}.attention_norm, qkv, q_norm, k_norm, o, mlp_norm, gate_up, down (norms that the
     model lacks are left out; qkv and o may have a .bias), then norm.weight and, unless tied to the embedding, lm_head.weight.
@@ -168,7 +168,7 @@ def write_weights(
 
 
 def weight_reader(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[str], Tensor]:
-    """A function that reads and fuses the weight of a name that `list_weights` lists, in `dtype`, on the CPU.
+    """Make a function that takes a name of `list_weights`, and reads and fuses that weight, in `dtype`, on the CPU.
 
     Raises
     ------
@@ -181,12 +181,12 @@ def weight_reader(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[str],
 
 
 def total_size(model: ModelConfig, weight_format: WeightFormat) -> int:
-    """Bytes of all weights of an engine."""
+    """Return the bytes of all weights of an engine."""
     return sum(_size(weight, weight_format) for weight in list_weights(model))
 
 
 def fuse(checkpoint: Checkpoint, weight: Weight) -> Tensor:
-    """Read and concatenate the sources of a weight, in the widest of their types if these differ."""
+    """Read and concatenate the sources of a weight, in the widest of their types if the types differ."""
     parts = [checkpoint.tensor(name) for name in weight.sources]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -195,7 +195,7 @@ def _convert(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     """Round to `dtype`; raises ConfigError on a value beyond its range, as may happen with float16."""
     limit = torch.finfo(dtype).max
     if limit < torch.finfo(tensor.dtype).max:
-        least, most = tensor.aminmax()  # their magnitudes alone, for those of all numbers would be a tensor more
+        least, most = tensor.aminmax()  # only the extremes: abs() of all would need memory for a second tensor
         if (largest := max(-least.item(), most.item())) > limit:
             raise ConfigError(
                 f"{name} holds {largest:.6g}: {str(dtype).removeprefix('torch.')} holds at most {limit:.6g}; build with "
@@ -207,7 +207,7 @@ def _convert(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
 def check_tensors(checkpoint: Checkpoint, weights: list[Weight]) -> None:
     """Raise ConfigError unless the checkpoint holds the sources of the weights, as configured, and nothing else.
 
-    Headers alone are read, so that a fault in the last tensor shows before the first is written.
+    Only headers are read, so that a fault in the last tensor is found before the first tensor is written.
     """
     names = [source for weight in weights for source in weight.sources]
     unused = sorted(checkpoint.unused({*names, "lm_head.weight"}))  # a tied checkpoint may repeat the embedding
@@ -239,7 +239,7 @@ def _size(weight: Weight, weight_format: WeightFormat) -> int:
 def _write_header(output: BinaryIO, tensors: list[Stored]) -> None:
     """Write a safetensors header: its length as 8 bytes, then JSON padded with spaces.
 
-    The library's own writer wants all tensors of a file in memory; the format needs only their shapes beforehand.
+    The library's own writer needs all tensors of a file in memory, while the format only needs their shapes beforehand.
     """
     header, offset = {}, 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""The user's folder of what was compiled once and serves every engine."""
+"""The user's folder of compiled kernels, which are compiled once and used by every engine."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/kvseek``, or ``~/.cache/kvseek`` without that variable; it need not exist yet."""
+    """Return ``$XDG_CACHE_HOME/kvseek``, or ``~/.cache/kvseek`` without that variable; the folder need not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvseek"

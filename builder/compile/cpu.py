@@ -44,13 +44,13 @@ REMEDY = "install one (Debian, Ubuntu: apt-get install g++), set CXX, or build w
 def compile_cpu_library(output: Path) -> None:
     """Compile every ``plugins/**/*.cpp`` into the shared library `output`, replacing it atomically.
 
-    On x86-64 each source is compiled for x86-64-v4, x86-64-v3 and the baseline; the library chooses at run time, so it
-    runs on any x86-64 processor, whichever compiled it. On other architectures there is the baseline alone.
+    On x86-64 each source is compiled for x86-64-v4, x86-64-v3 and the baseline. The library chooses among these at run time,
+    so it runs on every x86-64 processor. On other architectures there is only the baseline.
 
     Raises
     ------
     KernelError
-        No compiler, or the compiler failed (with the last lines of its messages).
+        If there is no compiler, or the compiler failed (with the last lines of its messages).
     """
     compiler = find_compiler()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def cached_cpu_library() -> Path:
 
 
 def find_compiler() -> list[str]:
-    """Command of the C++ compiler: ``$CXX``, else the first of c++, g++, clang++. Raises KernelError if there is none."""
+    """Return the command of the C++ compiler: ``$CXX``, else the first of c++, g++, clang++; raises KernelError without any."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     if chosen:
         if shutil.which(chosen[0]) is None:
@@ -97,17 +97,17 @@ def find_compiler() -> list[str]:
 
 
 def sources(pattern: str) -> list[Path]:
-    """Files of the plugins package that match `pattern`, in a fixed order."""
+    """List the files of the plugins package that match `pattern`, in a fixed order."""
     return sorted(path for root in kvseek.plugins.__path__ for path in Path(root).rglob(pattern))
 
 
 def instruction_levels() -> tuple[int, ...]:
-    """Levels that the sources are compiled for (plugins/shared/kernel.h)."""
+    """Return the instruction levels that the sources are compiled for (plugins/shared/kernel.h)."""
     return (0, 3, 4) if platform.machine() in ("x86_64", "AMD64") else (0,)
 
 
 def unit_flags(level: int) -> tuple[str, ...]:
-    """Compiler flags of one instruction level."""
+    """Return the compiler flags of one instruction level."""
     return (*FLAGS, *LEVEL_FLAGS[level], f"-DKVSEEK_LEVEL={level}")
 
 

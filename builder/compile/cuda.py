@@ -1,7 +1,7 @@
-"""Compile the CUDA C++ of the engine, of what methods share and of one method into one cubin per GPU architecture.
+"""Compiles the CUDA C++ of the engine, of plugins/shared and of one method into one cubin per GPU architecture.
 
-One translation unit includes every kernel that an engine needs, and macros fix what never changes while it runs (number
-type, head size, heads per group, what the method asks for): no template is instantiated for a shape that is not served.
+One translation unit includes every kernel that an engine needs. Macros fix what never changes while an engine runs (number
+type, head size, heads per group, the method's own macros), so no template is instantiated for a shape that is not served.
 NVRTC compiles it, so neither a CUDA toolkit nor a GPU is needed.
 """
 
@@ -35,20 +35,20 @@ HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_GROUP_SIZE = 32, 256, 16  # plugins/attention/a
 # kernels whose order of roundings matters say so with intrinsics.
 STANDARD = "c++17"
 LOG_LINES = 20
-IMPORT = threading.Lock()  # a thread that imports cuda.core while another does sees half of it
+IMPORT = threading.Lock()  # a thread that imports cuda.core while another thread does may see half of it
 REMEDY = "pip install 'kvseek[cuda]'"
-# Header that shows that a folder is the right one, and the package that brings it.
+# By folder: a header that must be in it, and the package that contains the folder.
 HEADERS = {"cudart": ("cuda_bf16.h", "nvidia-cuda-runtime"), "cccl": ("nv/target", "nvidia-cuda-cccl")}
 
 
 @dataclass(frozen=True)
 class Specialisation:
-    """What a cubin is compiled for, beside the architecture.
+    """Everything that a cubin is compiled for, beside the architecture.
 
     Attributes
     ----------
     dtype : str
-        Of rows, queries and outputs: float32, bfloat16 or float16.
+        Dtype of rows, queries and outputs: float32, bfloat16 or float16.
     group_size : int
         Query heads that share a KV head.
     method : str
@@ -56,7 +56,7 @@ class Specialisation:
     defines : tuple of (str, int)
         The method's own macros.
     weight_only_precision : str
-        Of products' weights: none, int8 or fp8.
+        Format of the weights of products: none, int8 or fp8.
     """
 
     dtype: str
@@ -79,7 +79,7 @@ class Specialisation:
 
 
 def specialise(config: EngineConfig) -> Specialisation:
-    """What the kernels of an engine are compiled for.
+    """Decide what the kernels of an engine are compiled for.
 
     Raises
     ------
@@ -127,8 +127,8 @@ def compile_cubin(specialisation: Specialisation, arch: int, roots: Sequence[Pat
     Raises
     ------
     KernelError
-        A package is missing, NVRTC does not know the architecture, or the sources do not compile (with the last lines
-        of its messages).
+        If a package is missing, NVRTC does not know the architecture, or the sources do not compile (with the last lines
+        of NVRTC's messages).
     """
     roots = package_roots() if roots is None else roots
     core = _compiler()
@@ -175,7 +175,7 @@ def cached_cubin(specialisation: Specialisation, arch: int, roots: Sequence[Path
 def cached_cubins(
     specialisation: Specialisation, archs: Sequence[int], progress: Callable[[int], None] | None = None
 ) -> dict[int, bytes]:
-    """Cubins of several architectures, compiled in parallel; `progress` is called with 1 after each."""
+    """Compile the cubins of several architectures in parallel; `progress` is called with 1 after each."""
 
     def make(arch: int) -> bytes:
         image = cached_cubin(specialisation, arch)
@@ -188,12 +188,12 @@ def cached_cubins(
 
 
 def package_roots() -> list[Path]:
-    """Folders of this installation that hold engine/ and plugins/: what the kernels' includes are relative to."""
+    """Return the folders of this installation that hold engine/ and plugins/; the kernels' includes are relative to them."""
     return sorted({Path(path).parent for package in (kvseek.engine, kvseek.plugins) for path in package.__path__})
 
 
 def unit_sources(method: str, roots: Sequence[Path]) -> list[str]:
-    """Sources of a method's translation unit, in order, relative to the roots; raises KernelError if there are none."""
+    """List the sources of a method's translation unit in order, relative to the roots; raises KernelError without any."""
     names = [
         path.relative_to(root).as_posix()
         for folder in ("plugins/attention", "engine", f"plugins/{method}")
@@ -208,12 +208,12 @@ def unit_sources(method: str, roots: Sequence[Path]) -> list[str]:
 
 
 def header_folders() -> list[Path]:
-    """Folders of CUDA's headers: those of the pip packages, else those of a CUDA toolkit.
+    """Find the folders of CUDA's headers: those of the pip packages, else those of a CUDA toolkit.
 
     Raises
     ------
     KernelError
-        If a header is in neither, naming the package that brings it.
+        If a header is in neither; the message names the package that contains it.
     """
     try:
         from cuda.pathfinder import find_nvidia_header_directory
@@ -232,21 +232,21 @@ def header_folders() -> list[Path]:
 
 
 def _toolkit_headers() -> list[Path]:
-    """Header folders of the CUDA toolkit whose nvcc is on PATH."""
+    """Return the header folders of the CUDA toolkit whose nvcc is on PATH."""
     nvcc = shutil.which("nvcc")
     include = Path(nvcc).resolve().parent.parent / "include" if nvcc else None
     return [] if include is None else [include, include / "cccl"]
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Major and minor version of NVRTC; raises KernelError if it is not installed."""
+    """Return major and minor version of NVRTC; raises KernelError if it is not installed."""
     major, minor = _nvrtc("nvrtcVersion")
     return major, minor
 
 
 def _check_architecture(arch: int) -> None:
     (supported,) = _nvrtc("nvrtcGetSupportedArchs")
-    known = [number for number in supported if number >= min(ARCHITECTURES)]  # older ones lack bfloat16 arithmetic
+    known = [number for number in supported if number >= min(ARCHITECTURES)]  # older GPUs lack bfloat16 arithmetic
     if arch not in known:
         raise KernelError(
             f"cuda_archs = {arch}: must be one of {', '.join(map(str, known))}; a newer nvidia-cuda-nvrtc may know more"
@@ -259,7 +259,7 @@ def _nvrtc(function: str) -> list[Any]:
         from cuda.bindings import nvrtc
 
         results: list[Any] = list(getattr(nvrtc, function)())
-    except (ImportError, RuntimeError) as error:  # the library itself is looked for at the first call
+    except (ImportError, RuntimeError) as error:  # RuntimeError: the first call did not find the library itself
         raise KernelError(f"NVRTC is missing ({error}): {REMEDY}") from None
     status = results.pop(0)
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -268,7 +268,7 @@ def _nvrtc(function: str) -> list[Any]:
 
 
 def _compiler() -> Any:
-    """The module that offers Program and ProgramOptions; raises KernelError if it is not installed."""
+    """Import the module that offers Program and ProgramOptions; raises KernelError if it is not installed."""
     try:
         with IMPORT:
             import cuda.core as core
@@ -281,7 +281,7 @@ def _compiler() -> Any:
 
 
 def _digest(specialisation: Specialisation, roots: Sequence[Path]) -> str:
-    """Digest of what decides a cubin, beside the architecture. Headers of all methods count: one may include another's."""
+    """Digest all that decides a cubin, beside the architecture. All headers count, those of other folders included."""
     digest = hashlib.sha256(repr((nvrtc_version(), STANDARD, specialisation.macros)).encode())
     names = unit_sources(specialisation.method, roots)
     files = [root / name for root in roots for name in names if (root / name).is_file()]

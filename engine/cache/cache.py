@@ -5,8 +5,8 @@ the retrieval region, rows [K(D) | V(D)] in the extents of a pool, in host memor
 the update buffer share a ring: the token at position p >= sink lies in window row sink + (p - sink) mod (local + update),
 so nothing is moved when tokens pass from the buffer to the local window.
 
-Nothing here waits for a GPU. Rows travel on side streams: those of a prompt while the next layer computes, those that will
-leave the window some steps before they do (docs/memory.md). On the CPU the same code runs at once.
+Nothing here waits for a GPU. Rows travel on side streams: a prompt's rows while the next layer computes, and the rows that
+are about to leave the window some steps ahead of time (docs/memory.md). On the CPU the same code runs at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Eviction:
-    """Tokens that leave the window of a slot, for the places start .. start + count - 1 of its retrieval region."""
+    """The passage of `count` tokens from a slot's window to places start .. start + count - 1 of its retrieval region."""
 
     slot: int
     start: int
@@ -46,27 +46,28 @@ class Eviction:
 
 @dataclass(frozen=True)
 class PreparedEviction:
-    """Tokens whose rows and index entries are written, or being written, but that are still in the window."""
+    """An eviction whose rows and index entries are written, or being written, while its tokens are still in the window."""
 
     eviction: Eviction
     ticket: Ticket
 
 
 class Cache:
-    """Windows and retrieval regions of all slots, and what happens when tokens pass from one to the other.
+    """Windows and retrieval regions of all slots, and the passage of tokens from one to the other.
 
     Attributes
     ----------
     window : Tensor [layers, slots, G, window, 2, D], on the engine's device
-        Window rows, K then V. There are max_batch_size slots; an engine on a GPU has one more, `padding_slot`.
+        Window rows, each a key and a value. There are max_batch_size slots; an engine on a GPU has one more.
     rows : RowStorage
         Rows of the retrieval regions.
     extents : ExtentTable
-        Which extents of `rows` a slot has.
+        The extents of `rows` that each slot has.
     tokens, lengths : list of int, one per slot
-        Cached tokens in all, and of those, tokens in the retrieval region.
+        All cached tokens of a slot, and the tokens in its retrieval region.
     padding_slot : int
-        Of an engine on a GPU: it holds one token, which every request that only fills up a batch overwrites.
+        The last slot of an engine on a GPU, for requests that only fill up a batch: it holds one token, which each of them
+        overwrites.
     """
 
     def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device, rows: RowStorage) -> None:
@@ -90,11 +91,11 @@ class Cache:
         self._prepared: dict[int, PreparedEviction] = {}
 
     def extents_needed(self, tokens: int) -> int:
-        """Extents that a request needs to grow to `tokens` tokens."""
+        """Return the number of extents that a request needs to grow to `tokens` tokens."""
         return extents_for(self.retrieval_tokens(tokens))
 
     def retrieval_tokens(self, tokens: int) -> int:
-        """Most tokens that the retrieval region holds when a request has `tokens` tokens."""
+        """Return the most tokens that the retrieval region can hold when a request has `tokens` tokens."""
         return retrieval_tokens(self.config, tokens)
 
     def open(self, slot: int, tokens: int) -> None:
@@ -102,9 +103,9 @@ class Cache:
         self.extents.reserve(slot, self.retrieval_tokens(tokens))
 
     def close(self, slot: int) -> None:
-        """Forget a slot and give its extents back; what is still being written to them ends before they are used again.
+        """Forget a slot and give its extents back, after the writes to them that are still under way.
 
-        All later writes to the extents follow the current stream, so it is enough that this one waits.
+        All later writes to the extents follow the current stream, so it is enough that the current stream waits.
         """
         self.finish_prompt(slot)
         prepared = self._prepared.pop(slot, None)
@@ -121,14 +122,15 @@ class Cache:
         self.lengths[slot] = self.retrieval_tokens(tokens)
 
     def write_prompt(self, layer: int, slot: int, keys: Tensor, values: Tensor, order: Tensor | None = None) -> None:
-        """Store a layer's prompt rows, keys and values [G, tokens, D], in window and pool. Both may be overwritten then.
+        """Store a layer's prompt rows, keys and values [G, tokens, D], in window and pool.
 
-        Rows for the host are copied on a side stream: `finish_prompt` must come before they are read.
+        `keys` and `values` may be overwritten after the call. Rows for host memory are copied on a side stream, so
+        `finish_prompt` must be called before the pool's rows are read.
 
         Parameters
         ----------
         order : Tensor, int64 [G, n], or None
-            Retrieval token of each place of the pool (Built.order); None: token order.
+            Retrieval token of each place (Built.order); None: the order of the tokens.
         """
         self._offloads.make_room()
         rows = torch.stack((keys, values), dim=2)
@@ -148,10 +150,10 @@ class Cache:
     # Decode steps.
 
     def begin_step(self, slots: Sequence[int], indexes: Sequence[Index]) -> list[Eviction]:
-        """Count one more token per slot; of full rings, the oldest `update` tokens pass to the retrieval region first.
+        """Count one more token per slot, after moving the oldest `update` tokens of full rings to the retrieval region.
 
-        Returns what passed. The current stream waits for the copies and index entries that `end_step` started; those
-        that it did not start are made here.
+        Returns these evictions. The current stream waits for those whose copies and index entries `end_step` has started;
+        the others are made here.
         """
         passed = []
         for slot in slots:
@@ -163,15 +165,15 @@ class Cache:
     def end_step(self, slots: Sequence[int], indexes: Sequence[Index]) -> None:
         """Start, beside the current stream, the evictions that are due within `evict_ahead` steps.
 
-        Call it when the step has been launched; its results need not be there. The index work must neither read nor
-        write what decode steps and other slots use (Index.append). An eviction that device memory does not suffice for
-        now is tried again, at the latest by the `begin_step` in which it is due.
+        Call it after launching the step, without waiting for its results. The index work must neither read nor write data
+        that decode steps or other slots use (Index.append). If device memory does not suffice for an eviction now, the
+        eviction is tried again, at the latest by the `begin_step` in which it is due.
         """
         if not self.evict_ahead:
             return
         for slot in slots:
             near = self._in_ring(slot) >= self.ring - self.evict_ahead
-            # A request that ends before its ring is full has no extents for what it will not evict.
+            # A request that ends before its ring is full never evicts, so it has no extents for that.
             if (
                 near
                 and slot not in self._prepared
@@ -183,7 +185,7 @@ class Cache:
                     logger.warning("no device memory to prepare the next eviction of slot %d ahead of time", slot)
 
     def state(self, slot: int, token: int, numbers: tuple[int, ...], dense: bool) -> RequestState:
-        """What indexes and attention read about a request whose last token, `token`, `begin_step` has just counted."""
+        """Return what indexes and attention read about a request; `begin_step` has just counted its last token, `token`."""
         position = self.tokens[slot] - 1
         return RequestState(
             token=token,
@@ -199,11 +201,11 @@ class Cache:
         )
 
     def padding_state(self) -> RequestState:
-        """A request that fills up a graph's bucket: its one token is the only one that it attends to."""
+        """Return the state of a request that fills up a graph's bucket: it has one token and attends to that alone."""
         return self.state(self.padding_slot, 0, (), dense=True)
 
     def _in_ring(self, slot: int) -> int:
-        """Tokens of a slot in local window and update buffer."""
+        """Count the tokens of a slot in local window and update buffer."""
         return max(0, self.tokens[slot] - self.config.sink) - self.lengths[slot]
 
     def _window_row(self, position: int) -> int:
@@ -211,13 +213,13 @@ class Cache:
         return position if position < sink else sink + (position - sink) % self.ring
 
     def _retrieval_rows(self, slot: int, rows: Tensor, order: Tensor | None) -> Tensor:
-        """Those of a prompt's rows [G, tokens, 2, D] that go to the pool, [G, n, 2, D] by place."""
+        """Pick from a prompt's rows [G, tokens, 2, D] those of the retrieval region, [G, n, 2, D] in the order of places."""
         sink, n = self.config.sink, self.lengths[slot]
         retrieval = rows[:, sink : sink + n]
         return retrieval if order is None else retrieval.gather(1, order[..., None, None].expand_as(retrieval))
 
     def _write_prompt_window(self, layer: int, slot: int, rows: Tensor) -> None:
-        """Store those of a prompt's rows [G, tokens, 2, D] that stay in the window."""
+        """Store the sink and the latest tokens of a prompt's rows [G, tokens, 2, D] in the window."""
         sink, n = self.config.sink, self.lengths[slot]
         window = self.window[layer, slot]
         window[:, :sink][:, : rows.shape[1]] = rows[:, :sink]
@@ -227,7 +229,7 @@ class Cache:
         window[:, sink + recent % self.ring] = rows[:, sink + recent]
 
     def _evict(self, slot: int, indexes: Sequence[Index]) -> Eviction:
-        """Let the oldest `update` tokens of a full ring pass to the retrieval region."""
+        """Move the oldest `update` tokens of a full ring to the retrieval region."""
         if slot not in self._prepared:
             self._prepare(slot, indexes)
         prepared = self._prepared.pop(slot)
@@ -239,9 +241,9 @@ class Cache:
         return eviction
 
     def _prepare(self, slot: int, indexes: Sequence[Index]) -> None:
-        """Copy the oldest `update` ring rows to the pool and into the indexes. They stay in the window until `_evict`.
+        """Copy the oldest `update` rows of the ring to pool and indexes; the rows stay in the window until `_evict`.
 
-        `evict_ahead` <= local keeps the ring from holding fewer than that many tokens.
+        The ring holds at least `update` tokens then, because `evict_ahead` is at most `local`.
         """
         eviction = Eviction(slot, self.lengths[slot], self.config.update)
         stop = eviction.start + eviction.count

@@ -1,4 +1,4 @@
-"""Host memory that can be allocated now: what the system and the control groups of this process leave."""
+"""Finds how much host memory can be allocated now: as much as the system and the process's control groups leave."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Where a version of control groups is mounted, and which files state a group's limit and usage."""
+    """A version of control groups: its mount point, and the files that state a group's limit and usage."""
 
     mount: str
     limit_file: str
@@ -21,9 +21,10 @@ VERSION_2 = Hierarchy("sys/fs/cgroup", "memory.max", "memory.current")
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Host memory that can be allocated now, in bytes.
+    """Return the host memory that can be allocated now, in bytes.
 
-    The least of MemAvailable and of what each control group of the process, its ancestors included, leaves below its limit.
+    This is the smallest of MemAvailable and of the room that each of the process's control groups and of their ancestors has
+    left below its limit.
 
     Parameters
     ----------
@@ -37,10 +38,10 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def _left_by_groups(root: Path) -> Iterator[int]:
-    """Bytes that each limited group leaves, cached files not counted."""
+    """Yield the bytes that each group with a limit has left; cached files do not count as used."""
     for group, hierarchy in _groups(root):
         if not (group / hierarchy.limit_file).is_file():
-            continue  # the root of a hierarchy has none, and a container does not see the groups above its own
+            continue  # the root of a hierarchy has no limit, and a container does not see the groups above its own
         limit = (group / hierarchy.limit_file).read_text(encoding="ascii").strip()
         if limit != "max":
             usage = int((group / hierarchy.usage_file).read_text(encoding="ascii"))
@@ -48,7 +49,7 @@ def _left_by_groups(root: Path) -> Iterator[int]:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, Hierarchy]]:
-    """The folders of the process's memory groups and of their ancestors."""
+    """Yield the folders of the process's memory groups and of their ancestors."""
     listing = root / "proc/self/cgroup"
     if not listing.is_file():
         return  # a kernel without control groups
@@ -63,9 +64,9 @@ def _groups(root: Path) -> Iterator[tuple[Path, Hierarchy]]:
 
 
 def _file_cache(statistics: Path) -> int:
-    """Bytes of cached files that a group is charged with; the system drops them when memory is asked for.
+    """Return the bytes of cached files that a group is charged with; the system drops them when memory is asked for.
 
-    Version 1 counts a group without its descendants, and with them under the same names after total_.
+    Version 1 counts a group without its descendants under the plain names, and with its descendants under total_<name>.
     """
     counts = dict(line.split() for line in statistics.read_text(encoding="ascii").splitlines())
     return sum(int(counts.get(f"total_{name}", counts[name])) for name in ("active_file", "inactive_file"))

@@ -16,7 +16,7 @@ from kvseek.core.errors import CapacityError, KernelError
 from .host_memory import available_bytes
 
 PINNED_RESERVE_BYTES = 1 << 30  # left to the system: pinned pages cannot be swapped or reclaimed
-MAX_PITCH_BYTES = 2**31 - 1  # of strided copies: what drivers report as CU_DEVICE_ATTRIBUTE_MAX_PITCH
+MAX_PITCH_BYTES = 2**31 - 1  # largest stride of a copy, which drivers report as CU_DEVICE_ATTRIBUTE_MAX_PITCH
 
 
 class HostPool:
@@ -27,7 +27,7 @@ class HostPool:
     rows : Tensor [extents, layers, G, 1024, 2, D], on the CPU
         K then V of each token and KV head. Pinned memory is freed when the last tensor over it is.
     device_pointer : int
-        Where kernels find `rows`; on the CPU, where the tensor lies.
+        Address of `rows` for kernels of the device; for the CPU, the address of the tensor.
     pinned : bool
         Whether a CUDA device can read the rows.
     """
@@ -35,7 +35,7 @@ class HostPool:
     def __init__(
         self, extents: int, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocate the pool for kernels of `device`: pinned if that is a CUDA device.
+        """Allocate the pool for kernels of `device`: pinned for a CUDA device.
 
         Raises
         ------
@@ -53,12 +53,12 @@ class HostPool:
             self.device_pointer = self.rows.data_ptr()
 
     def write(self, extent: int, first_layer: int, inside: slice, rows: Tensor) -> None:
-        """Copy rows to positions `inside` of an extent, in layers first_layer, first_layer + 1, ...
+        """Copy rows to places `inside` of an extent, in layers first_layer, first_layer + 1, ...
 
         Parameters
         ----------
         rows : Tensor [layers, G, tokens, 2, D]
-            On the CPU, or, into pinned memory, on the device: then the copy runs on the current stream, by a copy engine,
+            On the CPU; for a pinned pool they may be on the device. A copy engine then copies them, on the current stream,
             and the rows of all (layer, KV head) must be equally spaced.
         """
         layers = slice(first_layer, first_layer + rows.shape[0])
@@ -73,7 +73,7 @@ class HostPool:
             target.copy_(rows)
 
     def _copy_from_device(self, target: Tensor, rows: Tensor) -> None:
-        # In an extent the runs of all layers and heads have one distance: one strided copy moves them all.
+        # In an extent the runs of rows of all layers and heads are equally spaced, so one strided copy moves them all.
         runs = rows.view(rows.shape[0] * rows.shape[1], -1)
         together = runs.shape[0] if runs.stride(0) * runs.element_size() <= MAX_PITCH_BYTES else 1
         for first in range(0, runs.shape[0], together):
@@ -81,7 +81,7 @@ class HostPool:
             self._copy_runs(address, runs[first : first + together])
 
     def _copy_runs(self, address: int, runs: Tensor) -> None:
-        """Copy runs [layers and heads, numbers] of the device to `address` and on, an extent's distance apart."""
+        """Copy runs [layers × heads, numbers] from the device to `address` and on, spaced as in an extent."""
         width = runs.shape[1] * runs.element_size()
         driver = _driver()
         copy = driver.CUDA_MEMCPY2D()
@@ -97,7 +97,7 @@ class HostPool:
 
 
 def can_pin(size: int, available: int) -> bool:
-    """Whether a pool of `size` bytes may be pinned where `available` bytes of host memory are."""
+    """Whether a pool of `size` bytes may be pinned when `available` bytes of host memory can be allocated."""
     return size + PINNED_RESERVE_BYTES <= available
 
 
@@ -116,8 +116,8 @@ def _pageable(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _pin(size: int, device: torch.device) -> tuple[ctypes.Array[ctypes.c_byte], int]:
-    """Allocate pinned memory: a buffer that frees it when it is collected, and its address on the device."""
-    if not can_pin(size, available_bytes()):  # the driver would fill all of it and the system kill a process
+    """Allocate pinned memory. Returns a buffer that frees the memory when it is collected, and its address on the device."""
+    if not can_pin(size, available_bytes()):  # the driver would use up host memory, and the system kill a process
         raise _refusal(size, f"{PINNED_RESERVE_BYTES:,} of them stay free")
     driver = _driver()
     _check(driver.cuInit(0), "starting the CUDA driver")
@@ -140,7 +140,7 @@ def _pin(size: int, device: torch.device) -> tuple[ctypes.Array[ctypes.c_byte], 
 
 
 def _free(host: int, context: Any) -> None:
-    """Free pinned memory once the device has done with it; runs in whatever thread drops the last reference."""
+    """Free pinned memory once the device has finished with it; the thread that drops the last reference runs this."""
     driver = _driver()
     driver.cuCtxPushCurrent(context)
     driver.cuCtxSynchronize()
@@ -149,7 +149,7 @@ def _free(host: int, context: Any) -> None:
 
 
 def _driver() -> Any:
-    """The CUDA driver's bindings; imported late, because only CUDA engines need the package."""
+    """Import the CUDA driver's bindings, only when they are used: only CUDA engines need the package."""
     from cuda.bindings import driver
 
     return driver
@@ -160,7 +160,7 @@ def _current_stream(rows: Tensor) -> Any:
 
 
 def _check(result: tuple[Any, ...], what: str) -> tuple[Any, ...]:
-    """What a driver call returns after its status; raises KernelError unless that is success."""
+    """Return the values that a driver call gives after its status; raises KernelError unless the status is success."""
     status, *values = result
     if status != _driver().CUresult.CUDA_SUCCESS:
         raise KernelError(f"{what}: {_name(status)}; check the device with nvidia-smi")

@@ -1,4 +1,4 @@
-"""What fits where: how many extents the row pool gets, and which layers have their rows on the device.
+"""Decides how many extents the row pool gets, and which layers have their rows on the device.
 
 Rows of a layer lie either all on the device or all in host memory: the first `device_layers` layers on the device.
 docs/memory.md has the rules and examples.
@@ -18,18 +18,18 @@ from kvseek.plugins.registry import method_traits
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The row pool.
+    """The size of the row pool, and where its rows lie.
 
     Attributes
     ----------
     capacity : int
-        Extents.
+        Extents in the pool.
     device_layers : int
         Layers whose rows lie on the device.
     host_layers : int
-        The others.
+        Layers whose rows lie in host memory.
     layer_bytes : int
-        Of one extent in one layer.
+        Bytes of the rows of one extent in one layer.
     """
 
     capacity: int
@@ -52,7 +52,7 @@ class RowLayout:
 class MemoryLayout:
     """Device memory of an engine, in bytes.
 
-    `device_row_bytes` is what `lay_out_rows` takes: the most that rows may use, of which `rows.device_bytes` are used.
+    `device_row_bytes` is the most that rows may use; `rows.device_bytes` of them are used.
     """
 
     rows: RowLayout
@@ -64,43 +64,46 @@ class MemoryLayout:
 
     @property
     def device_bytes(self) -> int:
-        """All of it."""
+        """Bytes of all parts together."""
         return self.rows.device_bytes + self.weight_bytes + self.index_bytes + self.window_bytes + self.work_bytes
 
 
 def extents_wanted(config: EngineConfig) -> int:
-    """Extents that max_batch_size requests of max_seq_len tokens occupy."""
+    """Return the number of extents that max_batch_size requests of max_seq_len tokens occupy."""
     return config.max_batch_size * extents_for(max(0, config.max_seq_len - config.cache.sink))
 
 
 def retrieval_tokens(cache: CacheConfig, tokens: int) -> int:
-    """Most tokens that the retrieval region holds when a request has `tokens` tokens: what admission reserves extents for."""
+    """Return the most tokens that the retrieval region can hold when a request has `tokens` tokens.
+
+    Admission reserves the extents of so many.
+    """
     return max(0, tokens - cache.sink - cache.local)
 
 
 def layer_extent_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """Bytes of one extent's rows in one layer."""
+    """Return the bytes of one extent's rows in one layer."""
     return config.model.num_kv_heads * EXTENT_TOKENS * 2 * config.model.head_dim * dtype.itemsize
 
 
 def window_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """Bytes of the window of all layers and slots of an engine on a GPU, that of padding requests included."""
+    """Return the bytes of the windows of all layers and slots of an engine on a GPU, the padding slot included."""
     model = config.model
     rows = model.num_layers * (config.max_batch_size + 1) * model.num_kv_heads * config.cache.window
     return rows * 2 * model.head_dim * dtype.itemsize
 
 
 def host_rows(config: EngineConfig, dtype: torch.dtype) -> RowLayout:
-    """All rows in host memory: those of an engine on the CPU."""
+    """Lay out the rows of an engine on the CPU: all of them lie in host memory."""
     return _layout(config, dtype, 0, None)
 
 
 def lay_out_rows(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int | None) -> RowLayout:
     """Decide where the rows of an engine on a GPU go.
 
-    `offload` "always" puts no layer on the device but those that attend densely, which would read all of their rows over
-    PCIe in every step; "never" puts all there; "auto" chooses the number of layers that gives the most extents, and of
-    those the largest. The budgets of the configuration limit the extents; they never raise.
+    With `offload` "always" only the layers that attend densely have their rows on the device, because they would read all of
+    their rows over PCIe in every step. "never" puts the rows of all layers on the device. "auto" chooses the number of layers
+    that gives the most extents, and the largest such number. The configuration's budgets only lower the number of extents.
 
     Parameters
     ----------
@@ -134,12 +137,12 @@ def lay_out_rows(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int
 
 
 def dense_layers(config: EngineConfig) -> int:
-    """First layers that the engine's method attends to densely."""
+    """Return the number of first layers that attend densely with the engine's method."""
     return method_traits(config).dense_layers
 
 
 def _layout(config: EngineConfig, dtype: torch.dtype, device_layers: int, device_row_bytes: int | None) -> RowLayout:
-    """The most extents with rows of `device_layers` layers on the device."""
+    """Lay out as many extents as the budgets allow, with the rows of `device_layers` layers on the device."""
     cache, layer_bytes = config.cache, layer_extent_bytes(config, dtype)
     host_layers = config.model.num_layers - device_layers
     budgets = [(cache.kv_cache_host_memory_bytes, host_layers), (cache.kv_cache_device_memory_bytes, device_layers)]
@@ -166,16 +169,16 @@ def divide_memory(
     Parameters
     ----------
     device_bytes : int
-        All that the engine may use, weights included.
+        Device memory that the engine may use, the weights' included.
     work_bytes : int
-        For activations of prefill units and decode graphs.
+        Work space: activations of prefill units and decode graphs.
     index_bytes_per_token : float
-        Index.bytes_per_token: of one layer.
+        Bytes that the index of one layer keeps per token (Index.bytes_per_token).
 
     Raises
     ------
     CapacityError
-        If the parts do not fit, with the bytes of each; or as `lay_out_rows`.
+        If the parts do not fit; the message has the bytes of each. Also raised as by `lay_out_rows`.
     """
     windows = window_bytes(config, dtype)
     free = device_bytes - weight_bytes - work_bytes - windows
@@ -186,8 +189,8 @@ def divide_memory(
     def index_bytes(capacity: int) -> int:
         return round(config.model.num_layers * index_bytes_per_token * EXTENT_TOKENS) * capacity
 
-    # The index grows with the extents and leaves the rest to rows. Fewer bytes never give more extents, so the index of
-    # the second layout fits in what the first one's index takes.
+    # The index grows with the extents and leaves the rest to rows. Fewer bytes never give more extents, so the second
+    # layout's index is no larger than the first layout's.
     most = _layout_within(config, dtype, max(0, free))
     left = max(0, free - index_bytes(most.capacity))
     rows = _layout_within(config, dtype, left)
@@ -198,7 +201,10 @@ def divide_memory(
 
 
 def _layout_within(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int) -> RowLayout:
-    """As lay_out_rows, but rows that offload "never" has no room for are left to the caller's sum of all parts."""
+    """Lay out rows within `device_row_bytes`, but do not refuse rows that do not fit with `offload` "never".
+
+    The caller adds up all parts then, and refuses with the whole sum.
+    """
     return lay_out_rows(config, dtype, None if config.cache.offload == "never" else device_row_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Full rows of the retrieval regions, wherever they lie: the first layers' on the device, the others' in host memory."""
+"""Rows of the retrieval regions: those of the first layers on the device, those of the other layers in host memory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvseek.plugins.contract import LayerRows
 from .host_pool import HostPool
 from .memory_layout import RowLayout
 
-Span = tuple[int, slice, slice]  # extent, places in it, places in what is written (ExtentTable.spans)
+Span = tuple[int, slice, slice]  # extent, places inside the extent, places in the written tensor (ExtentTable.spans)
 
 
 class RowStorage:
-    """The memory of the row pool. Which extent belongs to whom is the cache's business.
+    """The memory of the row pool. The cache's ExtentTable, not this class, knows which slot an extent belongs to.
 
     Attributes
     ----------
     layout : RowLayout
-        Extents, and the layers (the first ones) whose rows lie on the device.
+        Number of extents, and number of first layers whose rows lie on the device.
     device_rows : Tensor [extents, device layers, G, 1024, 2, D], on the device
     pool : HostPool
         Rows of the other layers.
@@ -37,7 +37,7 @@ class RowStorage:
         self.device_rows = _device_rows(layout, self.pool.rows.shape[2:], dtype, device)
 
     def of_layer(self, layer: int) -> LayerRows:
-        """Where a layer's rows lie, for its index and its attention."""
+        """Return the place of a layer's rows in memory, for its index and its attention."""
         layout, on_device = self.layout, layer < self.layout.device_layers
         rows, number = (self.device_rows, layer) if on_device else (self.pool.rows, layer - layout.device_layers)
         base = self.device_rows.data_ptr() if on_device else self.pool.device_pointer

@@ -1,4 +1,4 @@
-"""How the cache is used: extents and their bytes, and the rows that steps ask of host memory. For metrics."""
+"""Measures, for metrics, how the cache is used: extents and their bytes, and the rows that steps read from host memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class CacheUsage:
     Attributes
     ----------
     extents_used, extents_free : int
-        Extents that requests hold, and the others.
+        Extents that requests hold, and extents that are free.
     device_extent_bytes, host_extent_bytes : int
-        Of an extent's rows, those on the device and those in host memory.
+        Bytes of an extent's rows on the device, and in host memory.
     host_rows : int
-        Retrieval rows in host memory, of all layers and KV heads, that decode steps have attended to since the start. Layers are
-        counted as if all attended alike, which first layers that attend densely (ClusterKV's) do not.
+        Retrieval rows in host memory, of all layers and KV heads, that decode steps have attended to since the start. All layers
+        are counted as if they attended alike, although the first layers of some methods (ClusterKV's) attend densely.
     store_hit_ratio : float or None
-        Share of the rows selected since the start that the method's store on the device held; None: nobody counts.
+        Share of the rows selected since the start that the method's store on the device held; None: the method does not count.
     """
 
     extents_used: int
@@ -38,20 +38,23 @@ class CacheUsage:
 
 
 class UsageMeter:
-    """Looks at a cache and its indexes. `usage` may be called from any thread, `count` from the engine's."""
+    """Measures the use of a cache and its indexes. Any thread may call `usage`; only the engine's thread calls `count`."""
 
     def __init__(self, cache: Cache, indexes: Sequence[Index]) -> None:
         self._cache = cache
-        # Rows of a token in host memory that a step may have to fetch. On the CPU nothing lies anywhere else.
+        # Rows of one token in host memory: one per KV head and layer there. On the CPU these are all of its rows.
         self._row_copies = cache.window.shape[2] * cache.rows.layout.host_layers
         self._host_rows = 0
         self._indexes = indexes
-        # A stream of its own: on the engine's the counters would be read after the steps that have been launched.
+        # A stream of its own: on the engine's stream the counters would be read only after all steps launched so far.
         device = cache.window.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def usage(self) -> CacheUsage:
-        """What holds now. Reads 16 bytes a layer from the device if the method counts hits; steps do not wait for it."""
+        """Return the present state. If the method counts hits, this reads 16 bytes a layer from the device.
+
+        Steps do not wait for that.
+        """
         extents, layout = self._cache.extents, self._cache.rows.layout
         free = extents.free
         return CacheUsage(
@@ -64,11 +67,11 @@ class UsageMeter:
         )
 
     def count(self, slots: Sequence[int], attended: Sequence[float]) -> None:
-        """Count a decode step, `attended` as Steps.decode returns it."""
+        """Count the rows of a decode step; `attended` is what Steps.decode returned."""
         if self._row_copies:
             tokens, lengths = self._cache.tokens, self._cache.lengths
             rows = sum(share - tokens[slot] + lengths[slot] for slot, share in zip(slots, attended, strict=True))
-            self._host_rows += round(rows * self._row_copies)  # the window is on the device
+            self._host_rows += round(rows * self._row_copies)  # without the window's rows, which are on the device
 
     def _hit_ratio(self) -> float | None:
         with torch.cuda.stream(self._stream):  # None: does nothing

@@ -1,7 +1,7 @@
-"""What a method's indexes take on a GPU, counted without one.
+"""Counts the memory that a method's indexes take on a GPU, without a GPU.
 
-The method's own classes run on PyTorch's meta device, where tensors have shapes and types but no numbers. So there is no
-second formula: what they would allocate is what is counted.
+The method's own classes run on PyTorch's meta device, where tensors have shapes and types but no numbers. What they would
+allocate is counted, so there is no second formula to keep equal.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .indexes import IndexMaker
 from .memory import IndexNeeds, make_without_rows
 
 META = torch.device("meta")
-ALLOCATION_BYTES = 512  # the CUDA allocator of PyTorch counts every tensor in multiples of it
+ALLOCATION_BYTES = 512  # PyTorch's CUDA allocator rounds the size of every tensor up to a multiple of this
 
 
 @dataclass(frozen=True)
 class GpuTraits:
-    """What sizes of work space depend on.
+    """Properties of a GPU on which the sizes of work space depend.
 
     Attributes
     ----------
     name : str
-        Which GPUs are like this.
+        Names of the GPUs that have these properties.
     capability : tuple of int
         Compute capability.
     multiprocessors : int
@@ -54,7 +54,7 @@ HOPPER = GpuTraits("H100, H200", (9, 0), 132, 227 << 10)  # the SXM ones; shared
 
 
 class UnloadedKernels(CudaKernels):
-    """Stands for the kernels of a GPU that is not there: launches do nothing."""
+    """Stands for the kernels of a GPU that this machine does not have: launches do nothing."""
 
     def __init__(self, traits: GpuTraits) -> None:
         self.device = META
@@ -74,16 +74,16 @@ class UnloadedKernels(CudaKernels):
 
 
 class MetaBytes(TorchFunctionMode):
-    """Counts the meta device's tensors that are made inside the `with` block and are still in use."""
+    """Counts the bytes of the meta device's tensors that are made inside the `with` block and are still in use."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, tuple[Any, int]] = {}  # weak references to memory, and its bytes
+        self._made: dict[int, tuple[Any, int]] = {}  # of each block of memory: a weak reference to it, and its bytes
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of PyTorch, and note the memory of its results; views share that of their base."""
+        """Run a function of PyTorch, and note the memory of its results; a view's memory is that of its base."""
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(tensor, Tensor) and tensor.device == META:
@@ -94,41 +94,41 @@ class MetaBytes(TorchFunctionMode):
 
     @property
     def used(self) -> int:
-        """Bytes, as torch.cuda.memory_allocated would count them."""
+        """Bytes in use, as torch.cuda.memory_allocated would count them."""
         sizes = [size for reference, size in self._made.values() if not reference.expired()]
         return sum(-(-size // ALLOCATION_BYTES) * ALLOCATION_BYTES for size in sizes)
 
 
 class DryRun:
-    """Measures engines of one method as loading does, on a GPU that is not there.
+    """Measures engines of one method as loading does, for a GPU that this machine does not have.
 
     Parameters
     ----------
     codebooks : dict of Tensor
-        What the builder computes for the method and the head size.
+        Codebooks that the builder computes for the method and the head size.
     """
 
     def __init__(self, codebooks: dict[str, Tensor], traits: GpuTraits = HOPPER) -> None:
         self._codebooks, self._kernels = codebooks, UnloadedKernels(traits)
 
     def index_needs(self, config: EngineConfig, slots: int | None = None) -> IndexNeeds:
-        """Bytes of indexes and attentions; `slots`, padding included, is max_batch_size + 1 if left out.
+        """Count the bytes of indexes and attentions; `slots`, the padding slot included, is max_batch_size + 1 if left out.
 
         Raises
         ------
         ConfigError
-            The method has no index for the GPU.
+            If the method has no index for the GPU.
         KernelError
-            Its kernels do not support the shape or the length.
+            If the method's kernels do not support the shape or the length.
         """
         slots = config.max_batch_size + 1 if slots is None else slots
         return IndexNeeds.of(*(self.index_bytes(config, capacity, slots) for capacity in (1, 2)))
 
     def index_bytes(self, config: EngineConfig, capacity: int, slots: int) -> int:
-        """Bytes of all layers' indexes and attentions for a pool of `capacity` extents.
+        """Count the bytes of all layers' indexes and attentions for a pool of `capacity` extents.
 
-        Layers differ in nothing but whether they attend densely, the first `dense_layers` of them; so one layer after these
-        is made, then two: what the second adds, each of the others adds too.
+        Layers differ only in whether they attend densely, as the first `dense_layers` do. So the dense layers are made with
+        one other layer, then with two others; the difference is what each further layer takes.
         """
         layers = config.model.num_layers
         first = dense_layers(config) + 1
@@ -143,5 +143,5 @@ class DryRun:
         with count:
             made = make_without_rows(IndexMaker(part, self._codebooks, None, self._kernels), capacity, slots)
         used = count.used
-        del made  # not before it is counted
+        del made  # kept until here, so that its tensors are counted
         return used

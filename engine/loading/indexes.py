@@ -1,4 +1,4 @@
-"""Makes the index and the attention of every layer: for an engine, and for counting what they take."""
+"""Makes the index and the attention of every layer, for an engine and for counting the memory that they take."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:  # only engines of the GPU load the CUDA packages
 
 @dataclass(frozen=True)
 class IndexMaker:
-    """What the indexes of an engine are made of, whatever cache they are made for.
+    """Makes the indexes of an engine, for any cache.
 
     Attributes
     ----------
     codebooks : dict of Tensor
-        What Traits.codebooks gave when the engine was built.
+        Codebooks that Traits.codebooks gave when the engine was built.
     library : CpuLibrary or None
         Compiled CPU kernels.
     kernels : CudaKernels or None
-        Those of the GPU; None on the CPU.
+        Kernels of the GPU; None on the CPU.
     """
 
     config: EngineConfig
@@ -46,7 +46,7 @@ class IndexMaker:
     kernels: CudaKernels | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError if the method does not run on the engine's device, naming those that do."""
+        """Raise ConfigError if the method does not run on the engine's device; the message names the methods that do."""
         device = self.config.device
         if device in method_traits(self.config).devices:
             return
@@ -58,7 +58,10 @@ class IndexMaker:
         )
 
     def make(self, extents: ExtentTable, lengths: list[int], rows: list[LayerRows] | None) -> list[Index]:
-        """One index per layer over retrieval regions of `lengths` tokens in `extents`; rows None: not placed as yet."""
+        """Make one index per layer, over retrieval regions of `lengths` tokens in `extents`.
+
+        `rows` are the rows of each layer; None: they have not been placed in memory yet.
+        """
         method, model, config = get_method(self.config.method), self.config.model, self.config
         settings, shared = method.configure(config.method_config), dict[str, Any]()
         return [
@@ -85,13 +88,13 @@ class IndexMaker:
         ]
 
     def over(self, cache: Cache) -> list[Index]:
-        """The indexes of a cache."""
+        """Make the indexes of a cache."""
         layers = range(self.config.model.num_layers)
         return self.make(cache.extents, cache.lengths, [cache.rows.of_layer(layer) for layer in layers])
 
 
 def host_retrieval(config: EngineConfig, cache: Cache, indexes: list[Index], library: CpuLibrary | None) -> Retrieval:
-    """Retrieval on the CPU."""
+    """Make the retrieval of an engine on the CPU."""
     attentions = [
         HostAttention(
             cache.window[layer],
@@ -108,12 +111,12 @@ def host_retrieval(config: EngineConfig, cache: Cache, indexes: list[Index], lib
 def device_retrieval(
     config: EngineConfig, cache: Cache, indexes: list[Index], kernels: CudaKernels, *, hot_rows: bool = True
 ) -> Retrieval:
-    """Retrieval on a GPU.
+    """Make the retrieval of an engine on a GPU.
 
     Parameters
     ----------
     hot_rows : bool
-        In layers whose rows lie in host memory, keep those of each slot's last step on the device
+        In layers whose rows lie in host memory, keep the rows that each slot's last step selected on the device
         (plugins/attention/device.py).
 
     Raises
@@ -122,7 +125,7 @@ def device_retrieval(
         If the attention kernel does not support a shape of the model.
     """
     model, dtype = config.model, cache.window.dtype
-    # Rows that lie on the device need no copy of the last step's.
+    # Layers whose rows lie on the device need no hot rows.
     hot_from = cache.rows.layout.device_layers if hot_rows else model.num_layers
     made = make_attentions(config, kernels, indexes, cache.extents.device_table, dtype, hot_from)
     attentions = [
@@ -140,20 +143,20 @@ def make_attentions(
     dtype: torch.dtype,
     hot_from: int = 0,
 ) -> list[DeviceAttention]:
-    """Attention of every layer; those from `hot_from` on keep hot rows.
+    """Make the attention of every layer; layers from `hot_from` on keep hot rows.
 
-    `table` int32 [slots, max_extents] is the cache's, the padding slot its last. How much an index selects shows when it
-    is launched once, on a padding request.
+    `table` int32 [slots, max_extents] is the cache's table of extents; its last slot is the padding slot. Each index selects
+    once, for a padding request, which shows how many rows it selects.
     """
     model, slots = config.model, table.shape[0]
     batch = Batch.of([RequestState(slot=slots - 1, sink_rows=1, length=0, dense=True)], table)
     queries = torch.zeros(1, model.num_heads, model.head_dim, dtype=dtype, device=table.device)
     attentions: list[DeviceAttention] = []
-    scratch: dict[int, AttentionScratch] = {}  # layers that select alike take turns in one
+    scratch: dict[int, AttentionScratch] = {}  # by number of selected rows: layers that select as many share one
     for layer, index in enumerate(indexes):
         selection = index.select(queries, batch)
         entries = 0 if selection is None else selection.rows.shape[2]
-        stored = selection is not None and selection.store is not None  # the method keeps rows itself
+        stored = selection is not None and selection.store is not None  # the method keeps rows on the device itself
         attentions.append(
             DeviceAttention(
                 kernels,

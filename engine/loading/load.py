@@ -1,4 +1,4 @@
-"""From an engine directory to a decoder: on the CPU, or on a GPU whose memory is divided first (docs/gpu.md)."""
+"""Loads the decoder of an engine directory: on the CPU, or on a GPU whose memory is divided first (docs/gpu.md)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load_decoder(directory: Path, config: EngineConfig) -> Decoder:
 
 
 def needs_cpu_library(config: EngineConfig) -> bool:
-    """Whether an engine calls compiled code of the CPU: with native kernels on the CPU, or if the method's GPU index does."""
+    """Whether an engine needs the compiled CPU library: for native kernels on the CPU, or for its method's index on a GPU."""
     return method_traits(config).cpu_library_on_gpu if config.device == "cuda" else config.kernels == "native"
 
 

@@ -28,9 +28,9 @@ class IndexNeeds:
     Attributes
     ----------
     extent : int
-        Of each extent of the pool.
+        Bytes that each extent of the pool adds.
     fixed : int
-        Of the slots, and of what all layers share.
+        Bytes that do not depend on the number of extents: those of the slots, and those that all layers share.
     """
 
     extent: int
@@ -38,15 +38,15 @@ class IndexNeeds:
 
     @classmethod
     def of(cls, one: int, two: int) -> IndexNeeds:
-        """From their bytes for pools of one and of two extents."""
+        """Derive both from the bytes for a pool of one extent and for a pool of two."""
         return cls(two - one, max(0, 2 * one - two))
 
 
 def divide_device_memory(maker: IndexMaker, footprint: Footprint) -> MemoryLayout:
-    """Divide what the GPU has free, the loaded weights or plans included; raises CapacityError with the bytes of each part.
+    """Divide the GPU's free memory and that of the loaded weights or plans; raises CapacityError with the bytes of each part.
 
-    What a method allocates is measured rather than asked for: its indexes and the attentions are made twice, for pools of
-    one and of two extents, and thrown away.
+    The memory that a method allocates is measured: its indexes and the attentions are made twice, for pools of one and of two
+    extents, and thrown away.
     """
     assert maker.kernels is not None, "an engine on a GPU has kernels"
     device = maker.kernels.device
@@ -60,10 +60,10 @@ def divide_device_memory(maker: IndexMaker, footprint: Footprint) -> MemoryLayou
 def divide_measured(
     config: EngineConfig, needs: IndexNeeds, device_bytes: int, weight_bytes: int, plan_work_bytes: int = 0
 ) -> MemoryLayout:
-    """Divide `device_bytes`, weights included.
+    """Divide `device_bytes`, which include the weights' bytes.
 
-    What indexes and attentions need whatever is cached counts as work space; so does `plan_work_bytes`, that of TensorRT's
-    plans.
+    The part of the indexes and attentions that does not grow with the cached tokens counts as work space. So does
+    `plan_work_bytes`, the work space of TensorRT's plans.
     """
     dtype = getattr(torch, config.dtype)
     return divide_memory(
@@ -77,11 +77,11 @@ def divide_measured(
 
 
 def make_without_rows(maker: IndexMaker, capacity: int, slots: int) -> tuple[list[Index], list[DeviceAttention]]:
-    """Indexes and attentions of all layers for a pool of `capacity` extents whose rows have no place as yet.
+    """Make the indexes and attentions of all layers for a pool of `capacity` extents, without allocating that pool.
 
-    Which layers' rows lie in host memory follows from their size, so each index keeps what it would keep for rows in host
-    memory (a store, hot rows): the most that a layer takes. A few KB a request that come with the rows are part of the
-    work space's reserve.
+    The size of the indexes decides which layers' rows lie in host memory. So each index allocates what it needs for rows in
+    host memory (a store, hot rows), which is the most that a layer takes. Indexes made for placed rows take a few KB a request
+    more, which the work space's reserve covers.
     """
     assert maker.kernels is not None, "an engine on a GPU has kernels"
     device, config = maker.kernels.device, maker.config
@@ -92,10 +92,10 @@ def make_without_rows(maker: IndexMaker, capacity: int, slots: int) -> tuple[lis
 
 
 def measured_bytes(maker: IndexMaker, capacity: int) -> int:
-    """Bytes of the indexes and attentions of all layers for a pool of `capacity` extents."""
+    """Measure the bytes of the indexes and attentions of all layers for a pool of `capacity` extents."""
     assert maker.kernels is not None, "an engine on a GPU has kernels"
     device = maker.kernels.device
-    gc.collect()  # indexes of one engine refer to each other
+    gc.collect()  # free indexes made before: those of one engine refer to each other
     before = torch.cuda.memory_allocated(device)
     made = make_without_rows(maker, capacity, maker.config.max_batch_size + 1)
     used = torch.cuda.memory_allocated(device) - before

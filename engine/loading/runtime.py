@@ -1,4 +1,4 @@
-"""What computes a GPU engine's products, loaded: weights for PyTorch and kvseek's kernels, or TensorRT's plans."""
+"""Loads the part of a GPU engine that computes its products: weights for PyTorch and kvseek's kernels, or TensorRT's plans."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from kvseek.engine.retrieval import Retrieval
 
 @dataclass(frozen=True)
 class Footprint:
-    """Device memory that is taken before anything else is divided, in bytes.
+    """Device memory, in bytes, that loading a runtime has taken.
 
     Attributes
     ----------
     weights : int
+        Weights, or the plans that contain them.
     outside : int
-        Of the weights, what PyTorch did not allocate, and so does not know of.
+        Part of `weights` that PyTorch did not allocate and does not count.
     plan_work : int
         Work space of TensorRT's plans, which PyTorch allocated.
     """
@@ -44,10 +45,10 @@ class Runtime(Protocol):
 
     @property
     def footprint(self) -> Footprint:
-        """Device memory that they hold."""
+        """Device memory that the runtime holds."""
 
     def decoder(self, retrieval: Retrieval, kernels: CudaKernels) -> Decoder:
-        """The decoder that runs them.
+        """Make the decoder that runs these weights or plans.
 
         Raises
         ------
@@ -60,7 +61,7 @@ class Runtime(Protocol):
 
 @dataclass(frozen=True)
 class TorchRuntime:
-    """Weights by name (engine/model/weights.py)."""
+    """The runtime "torch": weights by name (engine/model/weights.py)."""
 
     config: EngineConfig
     weights: dict[str, Tensor]
@@ -79,13 +80,13 @@ class TorchRuntime:
 
 
 def layer_kernels(retrieval: Retrieval, kernels: CudaKernels) -> LayerKernels:
-    """Launches what a layer computes around its products and its attention."""
+    """Make the launcher of the kernels for all that a layer computes besides products, selection and attention."""
     window, most = retrieval.cache.window, buckets_for(retrieval.config.max_batch_size)[-1]
     return LayerKernels(kernels, retrieval.config.model, window.dtype, window.device, most)
 
 
 def load_runtime(directory: Path, config: EngineConfig, device: torch.device) -> Runtime:
-    """Load what `config.runtime` computes with from an engine directory.
+    """Load the runtime that `config.runtime` names from an engine directory.
 
     Raises
     ------
@@ -96,7 +97,7 @@ def load_runtime(directory: Path, config: EngineConfig, device: torch.device) ->
     """
     if config.runtime == "tensorrt":
         from kvseek.engine.tensorrt.runtime import (
-            load_plans,  # the one door to TensorRT: who does not use it never imports it
+            load_plans,  # the one entry to TensorRT: engines without it never import it
         )
 
         return load_plans(directory, config, device)

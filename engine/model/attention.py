@@ -1,4 +1,4 @@
-"""Causal attention over a prompt, in chunks. That of a decode step: plugins/attention/host.py."""
+"""Causal attention over a prompt, in chunks. Attention of decode steps on the CPU is in plugins/attention/host.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvseek.plugins.attention.reference import merge
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """Attend from the last q tokens of a sequence to all of it, causally.
+    """Attend from the last q tokens of a sequence to the whole sequence, causally.
 
     Parameters
     ----------
@@ -34,18 +34,18 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: flo
 
 
 def _flash(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
-    # The public scaled_dot_product_attention keeps its log-sum-exp to itself; merging two parts needs it.
+    # The public scaled_dot_product_attention does not return the log-sum-exp that merging two parts needs.
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = operator(queries[None], keys[None], values[None], 0.0, causal, scale=scaling)
     return out[0], lse[0]
 
 
 def causal_attention_device(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """`causal_attention` on a GPU: queries [H, q, D] and keys, values [G, n, D] to [q, H, D], n >= q.
+    """Compute `causal_attention` on a GPU: queries [H, q, D] and keys, values [G, n, D] to [q, H, D], n >= q.
 
     Flash attention aligns its causal mask to the bottom right and lets heads share keys, so a chunk needs neither a mask
-    nor copies. It has no float32: the memory-efficient kernel that has reads keys of every query head, which are copied
-    for it. torch.nn.attention.bias chooses between the two by dtype.
+    nor copies. It does not support float32. The memory-efficient kernel does, but reads keys and values of every query head,
+    so these are copied for it. torch.nn.attention.bias chooses between the two kernels by dtype.
     """
     from torch.nn.attention.bias import causal_lower_right
 

@@ -1,7 +1,7 @@
 """Makes sure that bfloat16 matrix products run on this processor before a model depends on them.
 
 Some virtual machines advertise AMX and let programs request it, and then answer its instructions with SIGILL. oneDNN, which
-multiplies bfloat16 matrices for PyTorch, believes the advertisement; the process that finds out is lost.
+multiplies bfloat16 matrices for PyTorch, believes the advertisement, and the signal ends the process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-ONEDNN_LIMIT = "ONEDNN_MAX_CPU_ISA"  # read by oneDNN when it is first used
+ONEDNN_LIMIT = "ONEDNN_MAX_CPU_ISA"  # environment variable that oneDNN reads when it is first used
 WITHOUT_AMX = "AVX512_CORE_BF16"
 SIZE = 64
 
@@ -23,9 +23,10 @@ logger = logging.getLogger(__name__)
 
 @cache
 def usable() -> bool:
-    """Whether bfloat16 products work in this process, after keeping oneDNN from AMX where AMX does not work.
+    """Whether bfloat16 products work in this process. Where AMX does not work, this first keeps oneDNN from using it.
 
-    Tries a product in a forked child. Call it before the first matrix product of any dtype: oneDNN decides once per process.
+    A product is tried in a forked child. Call this before the first matrix product of any dtype, because oneDNN decides once
+    per process.
     """
     if _product_works():
         return True

@@ -1,4 +1,4 @@
-"""Decode steps on a GPU, whatever computes a layer's products: batches, buckets, CUDA graphs, and what the host waits for."""
+"""Decode steps on a GPU, for every StepModel: batches, buckets, CUDA graphs, and the copies that the host waits for."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .graphs import DecodeStep, HostCopy, StepResult, bucket_of, buckets_for
 
 
 class StepModel(Protocol):
-    """What a decode step computes: engine/model/kernel_model.py, and those of TensorRT's plans."""
+    """A model whose decode steps run on a GPU: engine/model/kernel_model.py, engine/tensorrt/models.py."""
 
     def run_layers(self, batch: Batch) -> StepResult:
-        """Launch a decode step on the current stream, kernel by kernel; reads nothing back."""
+        """Launch a decode step on the current stream, kernel by kernel, and read nothing back."""
 
 
 class GraphSteps:
@@ -28,7 +28,7 @@ class GraphSteps:
     Parameters
     ----------
     graphs : bool
-        Capture decode steps as CUDA graphs, each when its batch size first comes; False launches kernel by kernel.
+        Capture decode steps as CUDA graphs, each when its bucket is first used; False launches kernel by kernel.
 
     Raises
     ------
@@ -41,7 +41,8 @@ class GraphSteps:
         self._device = retrieval.cache.window.device
         self.buckets = buckets_for(retrieval.config.max_batch_size)
         self._steps: dict[int, DecodeStep] = {}
-        self._replaced: list[DecodeStep] = []  # PyTorch takes no captures into a memory pool that nobody uses any more
+        # Replaced steps are kept, because PyTorch captures no graph into a memory pool that no other graph uses any more.
+        self._replaced: list[DecodeStep] = []
         self._capture_stream: torch.cuda.Stream | None = None
         self._pool: Any = None
 
@@ -62,7 +63,7 @@ class GraphSteps:
         with wait_on_error(self._device):
             result, attended = self._launch(tokens, slots)
             copies = HostCopy([result.tokens, *(result.logits[request] for request in sampled)])
-            self._retrieval.end_step(slots)  # what it starts runs beside the step
+            self._retrieval.end_step(slots)  # starts evictions, which run beside the step
             chosen, *rows = copies.wait()
         drawn: list[Tensor | int] = list(chosen.tolist()[: len(slots)])
         for request, row in zip(sampled, rows, strict=True):
@@ -70,7 +71,7 @@ class GraphSteps:
         return drawn, attended
 
     def step(self, size: int) -> DecodeStep:
-        """The decode step for a bucket, captured when it is first asked for."""
+        """Return the decode step for a bucket; the first call captures it."""
         if size not in self._steps:
             cache = self._retrieval.cache
             step = DecodeStep(size, cache.padding_state(), cache.extents.device_table, self._model.run_layers)

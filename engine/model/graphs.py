@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs, one per batch size: what a step needs from the host is one upload, then one launch."""
+"""Decode steps as CUDA graphs, one per batch size, so that the host makes one upload and one launch for a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # batch sizes that steps exist for
 
 
 def buckets_for(max_batch_size: int) -> tuple[int, ...]:
-    """Batch sizes that an engine needs: all up to the first that holds `max_batch_size`; raises ConfigError above 64."""
+    """Return the buckets that an engine needs: all up to the first that holds `max_batch_size`; raises ConfigError above 64."""
     if max_batch_size > BUCKETS[-1]:
         raise ConfigError(
             f"max_batch_size = {max_batch_size}: must be <= {BUCKETS[-1]} with device = 'cuda'; build with less"
@@ -25,20 +25,20 @@ def buckets_for(max_batch_size: int) -> tuple[int, ...]:
 
 
 def bucket_of(batch: int) -> int:
-    """The smallest bucket that holds a batch."""
+    """Return the smallest bucket that holds a batch."""
     return next(size for size in BUCKETS if size >= batch)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a decode step computes for each request of its bucket, on its device.
+    """Results of a decode step for each request of its bucket, on the engine's device.
 
     Attributes
     ----------
     logits : Tensor [size, vocabulary]
         In the engine's dtype.
     tokens : Tensor, int32 [size]
-        The token with the largest logit; NO_TOKEN where that is not finite.
+        The token with the largest logit; NO_TOKEN where that logit is not finite.
     """
 
     logits: Tensor
@@ -51,7 +51,7 @@ class DecodeStep:
     Parameters
     ----------
     padding : RequestState
-        Stands for each request that a batch has less than `size`.
+        State that fills the places of the requests that a batch has fewer than `size`.
     table : Tensor, int32 [slots, max_extents]
         Extents of each slot; read when the step runs.
     run : callable
@@ -67,19 +67,21 @@ class DecodeStep:
         self._result: StepResult | None = None
 
     def capture(self, stream: torch.cuda.Stream, pool: Any) -> None:
-        """Record the step as a graph: from now on `launch` replays it. Call before the first `load`.
+        """Record the step as a graph, which `launch` replays from now on. Call this before the first `load`.
+
+        The host waits for the device.
 
         Parameters
         ----------
         stream : Stream
-            Any but the current one; the host waits for the device.
+            Any stream but the current one.
         pool : handle of torch.cuda.graph_pool_handle()
-            Memory that graphs share: they never run at the same time.
+            Memory that the graphs share, because they never run at the same time.
         """
         current = torch.cuda.current_stream(self.batch.requests.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            # Once outside of the graph, on padding requests alone: cuBLAS and the indexes allocate at first use.
+            # Run once outside of the graph, on padding requests alone, because cuBLAS and the indexes allocate at first use.
             self._run(self.batch)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
@@ -88,7 +90,7 @@ class DecodeStep:
         self._graph = graph
 
     def load(self, states: Sequence[RequestState]) -> None:
-        """Upload the requests of the next launch, at most `size`; in order with the current stream, without waiting."""
+        """Upload the requests of the next launch, at most `size`, on the current stream; the host does not wait."""
         packed = torch.cat((pack(states), self._padding.expand(self.size - len(states), -1)))
         requests = self.batch.requests
         if requests.is_cuda:
@@ -96,23 +98,23 @@ class DecodeStep:
         requests.copy_(packed, non_blocking=True)
 
     def launch(self) -> StepResult:
-        """Run the step on the current stream; the results hold until the next launch."""
+        """Run the step on the current stream; its results stay valid until the next launch."""
         if self._graph is None or self._result is None:
-            return self._run(Batch(self.batch.requests, self.batch.table))  # one that has read nothing back as yet
+            return self._run(Batch(self.batch.requests, self.batch.table))  # a new Batch, with nothing read back yet
         self._graph.replay()
         return self._result
 
 
 class HostCopy:
-    """Copies of tensors on their way to the host; what the current stream is given later does not delay them."""
+    """Copies of tensors on their way to the host. Work that the current stream is given later does not delay them."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # pinned, if they come from a GPU
+        self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # in pinned memory, if from a GPU
         on_gpu = bool(tensors) and tensors[0].is_cuda
         self._arrival = torch.cuda.current_stream(tensors[0].device).record_event() if on_gpu else None
 
     def wait(self) -> list[Tensor]:
-        """The copies, once they have arrived."""
+        """Wait until the copies have arrived, and return them."""
         if self._arrival is not None:
             self._arrival.synchronize()
         return self._copies

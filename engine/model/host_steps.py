@@ -1,4 +1,4 @@
-"""Decode steps on the CPU: one batch, split into requests that attend to every row and those that retrieve."""
+"""Decode steps on the CPU: the batch is split into requests that attend to every row and requests that retrieve."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .torch_model import TorchModel
 
 @dataclass(frozen=True)
 class Group:
-    """Requests of a batch that attend the same way."""
+    """Requests of a batch that attend the same way: to every row (`dense`), or to selected rows."""
 
     requests: list[int]
     batch: Batch
@@ -49,7 +49,7 @@ class HostSteps:
         return [greedy_token(row) if own else row for row, own in zip(logits, greedy, strict=True)], attended
 
     def prepare(self) -> None:
-        """See Steps.prepare: nothing is captured on the CPU."""
+        """See Steps.prepare. It does nothing: no steps are captured on the CPU."""
 
     def _attend(self, layer: int, queries: Tensor, groups: Sequence[Group]) -> Tensor:
         """Attend group by group: queries and outputs [batch, H, D]."""

@@ -1,4 +1,4 @@
-"""The decoder on a GPU: PyTorch's products, and kvseek's kernels for what lies between them."""
+"""The model on a GPU: PyTorch's matrix products, and kvseek's kernels for the work between them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .prefill import LayerwiseModel, Prefill, attend_pieces, pieces_of
 from .torch_model import Stream
 from .weight_only_kernels import WeightOnlyKernels
 
-# Parts of a step that an observer is told of, in order; those between the first and the last once a layer.
+# Parts of a step that an observer is told of, in order: "begin" and "head" once a step, the others once a layer.
 PARTS = ("begin", "norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "silu", "down", "head")
 
 
@@ -29,9 +29,9 @@ class KernelModel(LayerwiseModel[Stream]):
     Parameters
     ----------
     weights : dict of str to Tensor
-        As engine/model/weights.py loads them, on the cache's device and in its dtype.
+        Weights as engine/model/weights.py loads them, on the cache's device and in its dtype.
     weight_only : WeightOnlyKernels or None
-        Multiply with weights of 8 bits, for a model that has such.
+        Kernels that multiply with weights of 8 bits, for a model that has such weights.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class KernelModel(LayerwiseModel[Stream]):
         rotation: Rotation,
         mark: Callable[[str], None],
     ) -> Tensor:
-        """One layer of a decode step. Adds `delta` and the attention's output to x [batch, hidden]; returns the MLP's."""
+        """Run one layer of a decode step: add `delta` and attention's output to x [batch, hidden]; returns the MLP's output."""
         layer = self.layers[number]
         normed = self.ops.add_rms_norm(x, delta, layer.attention_norm)
         mark("norm")
@@ -115,7 +115,7 @@ class KernelModel(LayerwiseModel[Stream]):
 
 
 def to_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host on the device, [n]; in order with the current stream, without waiting."""
+    """Copy numbers of the host to the device, [n], on the current stream; the host does not wait."""
     on_host = torch.tensor(numbers, dtype=dtype)
     if device.type == "cuda":
         on_host = on_host.pin_memory()  # a copy from pageable memory would wait for the stream

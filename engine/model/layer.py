@@ -1,6 +1,6 @@
-"""One decoder layer and the head, without a cache: what Llama, Qwen2 and Qwen3 compute around attention.
+"""One decoder layer and the head, without a cache: all that Llama, Qwen2 and Qwen3 compute around attention.
 
-Differences between the architectures are biases and QK-norm.
+The architectures differ in biases and QK-norm.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Layer:
     Parameters
     ----------
     weights : mapping of str to Tensor
-        Those of this layer under the names of engine/model/weights.py, and norm.weight; others are not looked at.
+        Weights of this layer under the names of engine/model/weights.py, and norm.weight; others are not looked at.
     number : int
-        Which layer, from 0.
+        Number of the layer, from 0.
     kernels : WeightOnlyKernels, optional
-        Multiply with weights of 8 bits; without them such weights are dequantised here.
+        Kernels that multiply with weights of 8 bits; without them such weights are dequantised when the layer is made.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Layer:
         return qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Output projection and MLP, both residual: x [tokens, hidden], attended [tokens, H*D]."""
+        """Apply output projection and MLP, each with a residual: x [tokens, hidden], attended [tokens, H*D]."""
         x = x + self.o(attended)
         normed = F.rms_norm(x, (self.model.hidden_size,), self.mlp_norm, self.model.rms_norm_eps)
         gate, up = self.gate_up(normed).chunk(2, dim=-1)
@@ -84,6 +84,6 @@ class Head:
         self.model, self.norm, self.weight = model, norm, weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Logits, float32 [tokens, vocabulary], of x [tokens, hidden]."""
+        """Compute the logits, float32 [tokens, vocabulary], of x [tokens, hidden]."""
         normed = F.rms_norm(x, (self.model.hidden_size,), self.norm, self.model.rms_norm_eps)
         return F.linear(normed, self.weight).float()

@@ -1,7 +1,7 @@
-"""Launches cuda/layer.cu and cuda/append.cu: what a layer computes besides products, selection and attention.
+"""Launches cuda/layer.cu and cuda/append.cu: all that a layer computes besides products, selection and attention.
 
-Every function launches on the current stream, can be captured in a CUDA graph, allocates what it returns and reads
-nothing back. Tensors are contiguous, on the GPU and of the engine's dtype unless said otherwise. Arithmetic is in
+Every function launches on the current stream, can be captured in a CUDA graph, allocates the tensors that it returns and
+reads nothing back. Tensors are contiguous, on the GPU and of the engine's dtype unless said otherwise. Arithmetic is in
 float32, rounded once where a value is stored.
 """
 
@@ -34,7 +34,7 @@ ARGMAX_THREADS = 256
 
 PIECE = 8  # numbers that a thread loads at once
 WARP = 32
-ALIGNMENT = 16  # bytes, of what a kernel reads in pieces
+ALIGNMENT = 16  # bytes: alignment of tensors that a kernel reads in pieces
 MAX_HIDDEN = NORM_THREADS * NORM_PIECES * PIECE
 MAX_ARGMAX_BLOCKS = 64  # per request: one piece a thread for a vocabulary of 128K
 
@@ -125,12 +125,12 @@ class LayerKernels:
         self._kernels, self.model, self.dtype, self.device, self._max_batch = kernels, model, dtype, device, max_batch
         angles, self._factor = frequencies(model)
         self._frequencies = angles.to(device)
-        # Scratch of argmax, which leaves it zero for the next launch.
+        # Scratch memory of the argmax kernel, which leaves it zero for the next launch.
         self._best = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._arrived = torch.zeros(max_batch, dtype=torch.int32, device=device)
 
     def step_begin(self, batch: Batch, embed: Tensor) -> tuple[Tensor, Rotation]:
-        """Embeddings [batch, hidden] of the requests' tokens, from embed [vocabulary, hidden], and their rotation."""
+        """Compute the embeddings [batch, hidden] of the requests' tokens, from embed [vocabulary, hidden], and their rotation."""
         x = embed.new_empty(batch.size, embed.shape[1])
         cosines = torch.empty(batch.size, self.model.head_dim // 2, device=self.device)
         sines = torch.empty_like(cosines)
@@ -148,12 +148,12 @@ class LayerKernels:
         return x, (cosines, sines)
 
     def rotation(self, start: int, stop: int) -> Rotation:
-        """Rotation of positions start .. stop - 1, as `step_begin` computes it."""
+        """Compute the rotation of positions start .. stop - 1, as `step_begin` does."""
         angles = torch.outer(torch.arange(start, stop, device=self.device).float(), self._frequencies)
         return angles.cos() * self._factor, angles.sin() * self._factor
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """Add `delta` to x [rows, hidden] in place, unless it is None; returns the RMS norm of x, times `weight`."""
+        """Add `delta`, unless it is None, to x [rows, hidden] in place; returns the RMS norm of x, times `weight`."""
         out = torch.empty_like(x)
         arguments = AddRmsNormArguments(
             x=self._address("x", x),
@@ -205,7 +205,7 @@ class LayerKernels:
         return queries
 
     def append(self, keys: Tensor, values: Tensor, batch: Batch, window: Tensor) -> None:
-        """Put keys, rotated already, and values [batch, G, D] into a layer's window, as `rope_append` does."""
+        """Write keys, which are rotated already, and values [batch, G, D] to a layer's window, as `rope_append` does."""
         shape = (batch.size, self.model.num_kv_heads, self.model.head_dim)
         for name, tensor in (("keys", keys), ("values", values)):
             found = (tuple(tensor.shape), tensor.data_ptr() % ALIGNMENT)
@@ -236,7 +236,7 @@ class LayerKernels:
     ) -> Tensor:
         """Split a chunk's qkv [rows, (H + 2G) * D]: rotated queries [rows, H, D] are returned.
 
-        Rotated keys, and values, go to positions start .. of keys and values [G, tokens, D] of the whole prompt.
+        Rotated keys, and values, are written to `keys` and `values` [G, tokens, D] of the whole prompt, from token `start` on.
         """
         model = self.model
         queries = qkv.new_empty(qkv.shape[0], model.num_heads, model.head_dim)
@@ -259,7 +259,7 @@ class LayerKernels:
         return queries
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up [rows, intermediate] of gate_up [rows, 2 * intermediate]."""
+        """Compute silu(gate) * up [rows, intermediate] from gate_up [rows, 2 * intermediate]."""
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, size)
         arguments = SiluMulArguments(gate_up=self._address("gate_up", gate_up), out=out.data_ptr(), intermediate=size)
@@ -268,7 +268,10 @@ class LayerKernels:
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """Lowest index of the largest of logits [batch, vocabulary], int32 [batch]; -1 where the largest is not finite."""
+        """Find the index of each row's largest logit, int32 [batch], in logits [batch, vocabulary].
+
+        Of equal logits the lowest index is taken; -1 stands where the largest logit is not finite.
+        """
         batch, vocabulary = logits.shape
         if batch > self._max_batch:
             raise KernelError(
@@ -294,7 +297,7 @@ class LayerKernels:
         return rows, -(-heads // ROPE_WARPS), 1
 
     def _address(self, name: str, tensor: Tensor | None, dtype: torch.dtype | None = None) -> int:
-        """Address of a tensor's data, 0 for None; raises KernelError unless it is what kernels can read."""
+        """Return the address of a tensor's data, 0 for None; raises KernelError if kernels cannot read the tensor."""
         if tensor is None:
             return 0
         wanted = dtype or self.dtype

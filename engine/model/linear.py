@@ -1,4 +1,4 @@
-"""A decoder's matrix products: with weights in the engine's dtype, or of 8 bits with a scale for each row."""
+"""The matrix products of a model: with weights in the engine's dtype, or with weights of 8 bits and a scale for each row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Linear:
-    """x [rows, inputs] to x Wᵀ + b [rows, outputs].
+    """A linear map from x [rows, inputs] to x Wᵀ + b [rows, outputs].
 
     Parameters
     ----------
@@ -28,15 +28,16 @@ class Linear:
         self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply."""
+        """Multiply x with the weight and add the bias."""
         return F.linear(x, self.weight, self.bias)
 
 
 class WeightOnlyLinear(Linear):
-    """The same on a GPU with a weight of 8 bits; x keeps its dtype.
+    """A linear map on a GPU with a weight of 8 bits; x keeps its dtype.
 
-    Few rows, those of a decode step, are multiplied by a kernel that reads the weight as it is stored. More rows, those of a
-    prompt, are worth writing the weight out in the dtype of x first: cuBLAS multiplies faster than any conversion on the way.
+    The few rows of a decode step are multiplied by a kernel that reads the weight as it is stored. For the many rows of a
+    prompt the weight is first written out in the dtype of x, because cuBLAS then multiplies faster than a kernel that converts
+    while it multiplies.
 
     Parameters
     ----------
@@ -49,16 +50,17 @@ class WeightOnlyLinear(Linear):
         self.scale, self._kernels = scale, kernels
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply."""
+        """Multiply x with the weight and add the bias."""
         if x.shape[0] <= self._kernels.max_rows:
             return self._kernels.linear(x, self.weight, self.scale, self.bias)
         return F.linear(x, self._kernels.dequantise(self.weight, self.scale), self.bias)
 
 
 def make_linear(weights: Mapping[str, Tensor], name: str, kernels: WeightOnlyKernels | None = None) -> Linear:
-    """The product with the weight `name` of engine/model/weights.py, without ".weight".
+    """Make the product with the weight `name`, which is a name of engine/model/weights.py without ".weight".
 
-    Without `kernels` a weight of 8 bits is dequantised now, to the dtype of the norms: the same numbers, but no less memory.
+    Without `kernels` a weight of 8 bits is dequantised now, to the dtype of the norms: the numbers are the same, but no memory
+    is saved.
     """
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
     scale = weights.get(f"{name}.weight_scale")

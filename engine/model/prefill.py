@@ -1,4 +1,4 @@
-"""Prompts that are being read: one in chunks, or a pack of several short ones at once."""
+"""Prompts that are being read: one prompt in chunks, or a pack of several short prompts at once."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.contract import LAST_QUERIES
 
 Prompt = TypeVar("Prompt")
-Prompts = Sequence[tuple[int, Sequence[int]]]  # slot and token ids of each
+Prompts = Sequence[tuple[int, Sequence[int]]]  # slot and token ids of each prompt
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows start .. stop - 1 of a pack. They belong to one prompt, whose first token is row `first`.
+    """Rows start .. stop - 1 of a pack, which belong to one prompt. The prompt's first token is row `first`.
 
     The token of row r has position r - first, and attends to rows first .. r.
     """
@@ -50,9 +50,9 @@ def attend_pieces(
     scaling: float,
     pieces: Sequence[Piece],
 ) -> Tensor:
-    """Causal attention of a chunk, each prompt to itself: queries [H, chunk, D], keys and values [G, pack, D] to [chunk, H, D].
+    """Attend causally in a chunk, each prompt to itself: queries [H, chunk, D], keys and values [G, pack, D] to [chunk, H, D].
 
-    `attention` is one of engine/model/attention.py; `pieces` cut the chunk, which begins where the first of them does.
+    `attention` is a function of engine/model/attention.py. `pieces` are the pieces of the chunk, in order.
     """
     begin = pieces[0].start
     parts = [
@@ -68,7 +68,7 @@ def attend_pieces(
 
 
 class Prefill(ABC):
-    """Reads prompts in units of work; made by PromptModel.prefill. To give it up, let go of it.
+    """Reads prompts in units of work; made by PromptModel.prefill. A prefill that is given up needs no call: just drop it.
 
     Attributes
     ----------
@@ -95,15 +95,15 @@ class Prefill(ABC):
         """Share of the work that is done, 0 to 1."""
 
     def drop(self, slot: int) -> None:
-        """Store nothing more for a slot, which is about to be closed; the other prompts of the pack are read on."""
+        """Store nothing more for a slot, which is about to be closed; reading of the pack's other prompts goes on."""
         self.dropped.add(slot)
 
     @torch.inference_mode()
     def advance(self, max_tokens: int) -> int:
         """Run one unit of work over at most `max_tokens` tokens, unless the model has units of a fixed size.
 
-        Returns the work done: tokens, times the layers that they passed. What it raises ends the prefill: CapacityError
-        if the device's memory does not suffice, and others are not affected.
+        Returns the work done: tokens, times the layers that they passed. An exception ends this prefill and affects no other:
+        CapacityError if the device's memory does not suffice.
         """
         with self._guard():
             if not self._begun:
@@ -115,9 +115,9 @@ class Prefill(ABC):
 
     @torch.inference_mode()
     def finish(self) -> Tensor:
-        """Logits of each prompt's last token, float32 [prompts, vocabulary] on the CPU, once the progress is 1.
+        """Return the logits of each prompt's last token, float32 [prompts, vocabulary] on the CPU; call it at progress 1.
 
-        Then the first decode step of the prompts may be launched.
+        After it the first decode step of the prompts may be launched.
         """
         kept = [slot for slot in self.slots if slot not in self.dropped]
         with self._guard():
@@ -130,11 +130,11 @@ class Prefill(ABC):
 
     @abstractmethod
     def _advance(self, max_tokens: int) -> int:
-        """`advance`, once cache and indexes expect the prompts."""
+        """Run the unit of `advance`; cache and indexes expect the prompts by now."""
 
     @abstractmethod
     def _logits(self) -> Tensor:
-        """Logits of each prompt's last token, float32 [prompts, vocabulary], where they were computed."""
+        """Compute the logits of each prompt's last token, float32 [prompts, vocabulary], on the engine's device."""
 
     @contextmanager
     def _guard(self) -> Generator[None]:
@@ -147,7 +147,7 @@ class Prefill(ABC):
 
 
 def does_not_fit(retrieval: Retrieval, tokens: int) -> CapacityError:
-    """The error of a prefill of `tokens` tokens for which the device's memory did not suffice."""
+    """Make the error of a prefill of `tokens` tokens for which the device's memory did not suffice."""
     window = retrieval.cache.window
     free, _ = torch.cuda.mem_get_info(window.device)
     idle = torch.cuda.memory_reserved(window.device) - torch.cuda.memory_allocated(window.device)
@@ -159,7 +159,7 @@ def does_not_fit(retrieval: Retrieval, tokens: int) -> CapacityError:
 
 
 class LayerwiseModel(ABC, Generic[Prompt]):
-    """Reads prompts layer by layer (LayerwisePrefill). `Prompt` is what it keeps of them from one layer to the next."""
+    """A model that reads prompts layer by layer (LayerwisePrefill). It keeps a `Prompt` from one layer to the next."""
 
     reads_packs: ClassVar[bool] = True
 
@@ -173,18 +173,18 @@ class LayerwiseModel(ABC, Generic[Prompt]):
 
     @abstractmethod
     def begin_prompt(self, prefill: Prefill) -> Prompt:
-        """What the first layer begins with."""
+        """Make what the first layer begins with, such as the embeddings."""
 
     @abstractmethod
     def read_chunk(self, layer: int, prompt: Prompt, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
-        """One layer over rows start .. stop - 1, whose keys and values it adds to those of all rows, [G, n, D].
+        """Run one layer over rows start .. stop - 1, and write their keys and values to `keys` and `values` [G, n, D].
 
-        Returns the chunk's queries, [H, stop - start, D].
+        Returns the chunk's queries, [H, stop - start, D]. `keys` and `values` are those of all rows.
         """
 
     @abstractmethod
     def prompt_logits(self, prompt: Prompt) -> Tensor:
-        """Logits of each prompt's last token, float32 [prompts, vocabulary]; all layers are done."""
+        """Compute the logits of each prompt's last token, float32 [prompts, vocabulary], after the last layer."""
 
 
 class LayerwisePrefill(Prefill):
@@ -193,10 +193,10 @@ class LayerwisePrefill(Prefill):
     def __init__(self, model: LayerwiseModel[Any], retrieval: Retrieval, prompts: Prompts) -> None:
         super().__init__(retrieval, prompts)
         self._model, self._layers = model, model.model.num_layers
-        self._prompt: Any = None  # what the model keeps of it from layer to layer
+        self._prompt: Any = None  # what the model keeps from layer to layer
         self._layer, self._row = 0, 0  # the next unit begins here
         self._rows: tuple[Tensor, Tensor] | None = None  # keys and values of the layer
-        self._queries: list[Tensor] = []  # of the layer, those that its index will see
+        self._queries: list[Tensor] = []  # queries of the layer that its index will be given
 
     @property
     def progress(self) -> float:
@@ -212,7 +212,7 @@ class LayerwisePrefill(Prefill):
         size = max_tokens if self._model.reads_packs else self._model.config.prefill_chunk_tokens
         stop = self.tokens if len(self.slots) > 1 else min(start + size, self.tokens)
         queries = self._model.read_chunk(self._layer, self._prompt, start, stop, *self._rows)
-        # An index of a single prompt sees its last queries; those of a pack are all in this chunk.
+        # An index is given each prompt's last queries. A pack is one chunk, so this chunk has the queries of all its prompts.
         part = queries if len(self.slots) > 1 else queries[:, max(0, self.tokens - LAST_QUERIES - start) :]
         if part.shape[1] > 0:  # an empty part would keep the queries of its chunk
             self._queries.append(part)
@@ -230,10 +230,10 @@ class LayerwisePrefill(Prefill):
                 own = keys[:, first:stop], values[:, first:stop]
                 self.retrieval.store_layer(self._layer, slot, *own, self._last_queries(first, stop))
         self._layer, self._row = self._layer + 1, 0
-        self._rows, self._queries = None, []  # before the next layer allocates its own
+        self._rows, self._queries = None, []  # freed before the next layer allocates its own
 
     def _last_queries(self, first: int, stop: int) -> Tensor:
-        """Of the prompt in rows first .. stop - 1, as an index takes them: contiguous [H, w, D]."""
+        """Return the last queries of the prompt in rows first .. stop - 1, contiguous [H, w, D] as an index takes them."""
         if len(self.slots) == 1:
             return torch.cat(self._queries, dim=1)[:, -LAST_QUERIES:]
         return self._queries[0][:, first:stop][:, -LAST_QUERIES:].contiguous()

@@ -19,12 +19,12 @@ class RotaryEmbedding:
         self._cos = self._sin = torch.empty(0, config.head_dim, device=device)
 
     def __call__(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions start .. stop - 1, each [stop - start, 1, D]."""
+        """Return cosines and sines of positions start .. stop - 1, each [stop - start, 1, D]."""
         self._grow(stop)
         return self._cos[start:stop, None], self._sin[start:stop, None]
 
     def at(self, positions: list[int]) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the given positions, each [len(positions), 1, D]."""
+        """Return cosines and sines of the given positions, each [len(positions), 1, D]."""
         self._grow(max(positions) + 1)
         return self._cos[positions][:, None], self._sin[positions][:, None]
 
@@ -38,14 +38,14 @@ class RotaryEmbedding:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of x [tokens, heads, D]; result in x's dtype."""
+    """Rotate the pairs of channels (i, i + D/2) of x [tokens, heads, D]; the result has the dtype of x."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Angle per position of each channel pair, float32 [D/2], and the factor on cosines and sines."""
+    """Compute the angle per position of each channel pair, float32 [D/2], and the factor on cosines and sines."""
     exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
     plain = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
@@ -59,7 +59,7 @@ def frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Scale low frequencies, keep high ones, blend between (Llama 3.1 model card)."""
+    """Scale low frequencies, keep high ones, and blend between the two (Llama 3.1 model card)."""
     context = scaling.original_max_position_embeddings
     turns = context * plain / (2 * math.pi)  # full turns within the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor

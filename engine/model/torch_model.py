@@ -1,4 +1,4 @@
-"""The decoder on the CPU: Llama, Qwen2 and Qwen3 in PyTorch. layer.py has what a layer computes around attention."""
+"""The model on the CPU: Llama, Qwen2 and Qwen3 in PyTorch. layer.py has the part of a layer around attention."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines of tokens
 
 @dataclass(frozen=True)
 class Stream:
-    """What is kept of a pack of prompts, or of one, from layer to layer.
+    """State of one prompt, or of a pack of prompts, that is kept from layer to layer.
 
     Attributes
     ----------
     residual : Tensor [rows, hidden]
         The residual stream, which every layer changes in place.
     borders : tuple of int
-        As Prefill.borders.
+        See Prefill.borders.
     rotation : pair of Tensor, or None
-        Cosines and sines of all rows of a pack, in which positions begin anew with every prompt; None: one prompt, whose
-        positions are its rows.
+        Cosines and sines of all rows of a pack, in which positions begin anew with every prompt. None for a single prompt,
+        in which a row's number is its position.
     """
 
     residual: Tensor
@@ -44,7 +44,7 @@ class Stream:
 
     @classmethod
     def begin(cls, residual: Tensor, borders: tuple[int, ...], rotation: Callable[[int, int], Rotation]) -> Stream:
-        """Of embeddings [rows, hidden]; `rotation` gives cosines and sines of positions start .. stop - 1."""
+        """Begin with embeddings [rows, hidden]; `rotation` gives cosines and sines of positions start .. stop - 1."""
         lengths = [stop - start for start, stop in pairwise(borders)]
         if len(lengths) == 1:
             return cls(residual, borders, None)
@@ -52,13 +52,13 @@ class Stream:
         return cls(residual, borders, (torch.cat([cos[:n] for n in lengths]), torch.cat([sin[:n] for n in lengths])))
 
     def last(self) -> Tensor:
-        """The last row of each prompt, [prompts, hidden]."""
+        """Return the last row of each prompt, [prompts, hidden]."""
         # Slices rather than an index: a list of rows would be copied to a GPU, and the host would wait for it.
         rows = [self.residual[stop - 1 : stop] for stop in self.borders[1:]]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def rotation_of(self, start: int, stop: int, rotation: Callable[[int, int], Rotation]) -> Rotation:
-        """Cosines and sines of rows start .. stop - 1."""
+        """Return cosines and sines of rows start .. stop - 1."""
         if self.rotation is None:
             return rotation(start, stop)
         cos, sin = self.rotation
@@ -71,7 +71,7 @@ class TorchModel(LayerwiseModel[Stream]):
     Parameters
     ----------
     weights : dict of str to Tensor
-        As engine/model/weights.py loads them.
+        Weights as engine/model/weights.py loads them.
     """
 
     def __init__(self, weights: dict[str, Tensor], retrieval: Retrieval) -> None:
@@ -102,7 +102,7 @@ class TorchModel(LayerwiseModel[Stream]):
         return self.head(prompt.last())
 
     def run_layers(self, batch: Batch, attend: Attend) -> Tensor:
-        """Logits of a decode step, float32 [batch, vocabulary]; writes each token's rows to the window."""
+        """Run a decode step: write each token's rows to the window, and return logits, float32 [batch, vocabulary]."""
         positions, slots = batch.column("position").tolist(), batch.column("slot").long()
         write_rows = batch.column("write_row").long()
         cos, sin = self.rope.at(positions)
@@ -115,5 +115,5 @@ class TorchModel(LayerwiseModel[Stream]):
         return self.head(x)
 
     def _embed(self, ids: Sequence[int]) -> Tensor:
-        """Embeddings of token ids, [tokens, hidden]."""
+        """Look up the embeddings of token ids, [tokens, hidden]."""
         return F.embedding(torch.tensor(ids, device=self.embed.device), self.embed)

@@ -1,6 +1,6 @@
 """Weight-only quantisation: 8 bits a weight, a scale for each row of a matrix, activations as they are.
 
-`dequantise` defines what the weights are; kernels may multiply first and scale the sum, which rounds less.
+`dequantise` defines the value of the weights; kernels may multiply first and scale the sum, which rounds less.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from torch import Tensor
 from kvseek.core.errors import ConfigError
 
 NONE = "none"
-PRECISIONS = {  # values of EngineConfig.weight_only_precision: how weights are stored, and the largest that can be
+PRECISIONS = {  # values of EngineConfig.weight_only_precision: dtype of the weights, and its largest number
     "int8": (torch.int8, 127.0),
     "fp8": (torch.float8_e4m3fn, 448.0),
 }
 QUANTISED = ("qkv", "o", "gate_up", "down")  # products of a layer; embedding and head stay, as in TensorRT-LLM
-NUMBERS = 1 << 22  # that are quantised at a time, in whole rows: a few copies in float32 take memory beside the whole
-FASTER_ROWS = 32  # up to so many a GPU multiplies faster than with 16-bit weights (benchmarks/README.md)
-INPUTS_MULTIPLE = 16  # weights of a row: kernels load so many at once
+NUMBERS = 1 << 22  # weights quantised at a time, in whole rows: a few float32 copies of them take memory meanwhile
+FASTER_ROWS = 32  # most rows of x that a GPU multiplies faster than with 16-bit weights (benchmarks/README.md)
+INPUTS_MULTIPLE = 16  # a row must have a multiple of so many weights, because kernels load so many at once
 
 
 def quantise(weight: Tensor, precision: str) -> tuple[Tensor, Tensor]:
     """Round a weight [outputs, inputs] to 8 bits.
 
     A row's largest magnitude becomes the largest number of the format, 127 of int8 and 448 of float8_e4m3fn; there is no
-    zero point. Others are rounded to the nearest, ties to even.
+    zero point. The row's other weights are rounded to the nearest number, ties to even.
 
     Returns
     -------
     quantised : Tensor, int8 or float8_e4m3fn [outputs, inputs]
     scale : Tensor, float32 [outputs]
-        What a row is multiplied with to have its weights back; 1 for a row of zeros, and for one whose weights are all so
-        small (below 2e-36 with int8) that float32 has no exact scale for them: they become zeros.
+        Factor that turns a quantised row into its weights; 1 for a row of zeros, and for a row whose weights are all so
+        small (below 2e-36 with int8) that float32 has no exact scale for them. Such weights become zeros.
 
     Raises
     ------
@@ -63,7 +63,7 @@ def _quantise_rows(weight: Tensor, first: int, precision: str) -> tuple[Tensor, 
 
 
 def dequantise(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights [outputs, inputs] in `dtype`, from what `quantise` returned; the product is in float32, rounded once."""
+    """Compute the weights [outputs, inputs] in `dtype` from the results of `quantise`: a float32 product, rounded once."""
     return (weight.float() * scale[:, None]).to(dtype)
 
 

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 DEQUANTISE_THREADS = 256
 WARP = 32
 DEPTH = 2
-ALIGNMENT = 16  # bytes, of x, weights and what comes out: lanes load and store so many at once
+ALIGNMENT = 16  # bytes: alignment of x, weights and products, because lanes load and store so many bytes at once
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a thread block of kvseek_weight_only_linear_<rows>_<warps> computes: 16 output channels times `row_tiles`."""
+    """A kernel kvseek_weight_only_linear_<rows>_<warps>: its thread blocks compute 16 × `row_tiles` output channels each."""
 
     rows: int
     warps: int
@@ -39,7 +39,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """The kernel."""
+        """Name of the kernel."""
         return f"kvseek_weight_only_linear_{self.rows}_{self.warps}"
 
     @property
@@ -49,13 +49,13 @@ class Shape:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory: blocks of weights on their way, and sums of all warps but one."""
+        """Bytes of shared memory: blocks of weights that are being loaded, and the sums of all warps but one."""
         ring = self.warps * DEPTH * self.row_tiles * 4 * WARP * 16
         return ring + (self.warps - 1) * self.row_tiles * self.rows // 8 * 4 * WARP * 4
 
 
-# Measured on an H200 with the matrices of Llama-3.1-8B: by the most rows, shapes from many output channels to few, each with
-# the fewest channels for each multiprocessor that it is for.
+# Measured on an H200 with the matrices of Llama-3.1-8B. For each largest number of rows: shapes in descending order of output
+# channels per multiprocessor, each with the fewest channels per multiprocessor for which it is chosen.
 SHAPES = {
     8: ((128, Shape(8, 4, 1)), (40, Shape(8, 8, 1)), (0, Shape(8, 16, 1))),
     16: ((40, Shape(16, 4, 2)), (0, Shape(16, 8, 1))),
@@ -66,7 +66,7 @@ MAX_ROWS = max(SHAPES)
 
 
 def choose_shape(rows: int, channels: float) -> Shape:
-    """The kernel for `rows` of x and `channels` outputs for each multiprocessor; raises KernelError above MAX_ROWS."""
+    """Choose the kernel for `rows` of x and `channels` outputs per multiprocessor; raises KernelError above MAX_ROWS."""
     for most, shapes in SHAPES.items():
         if rows <= most:
             return next(shape for fewest, shape in shapes if channels >= fewest)
@@ -98,7 +98,7 @@ class WeightOnlyKernels:
     precision : str
         "int8" or "fp8".
     dtype : torch.dtype
-        Of what is multiplied with the weights, and of the products: bfloat16 or float16.
+        Dtype of x and of the products: bfloat16 or float16.
 
     Attributes
     ----------
@@ -124,7 +124,7 @@ class WeightOnlyKernels:
         Raises
         ------
         KernelError
-            If there are more than `max_rows` rows, or a tensor is not what the kernels read.
+            If there are more than `max_rows` rows, or the kernels cannot read a tensor.
         """
         (rows, inputs), outputs = x.shape, weight.shape[0]
         shape = choose_shape(rows, outputs / self._kernels.multiprocessors)
@@ -144,7 +144,7 @@ class WeightOnlyKernels:
         return out
 
     def dequantise(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """weight [outputs, inputs] times scale float32 [outputs], in the products' dtype."""
+        """Multiply a weight [outputs, inputs] with its scale, float32 [outputs]; the result has the products' dtype."""
         outputs, inputs = weight.shape
         out = torch.empty(outputs, inputs, dtype=self.dtype, device=weight.device)
         arguments = DequantiseArguments(
@@ -182,6 +182,6 @@ class WeightOnlyKernels:
 
 
 def weight_only_kernels(config: EngineConfig, kernels: CudaKernels) -> WeightOnlyKernels | None:
-    """The kernels that an engine multiplies with; None if its weights are in its dtype."""
+    """Make the kernels for an engine's weights of 8 bits; None if its weights are in its dtype."""
     precision = config.weight_only_precision
     return None if precision == NONE else WeightOnlyKernels(kernels, precision, getattr(torch, config.dtype))

@@ -19,12 +19,12 @@ def load_weights(
 ) -> dict[str, Tensor]:
     """Load weights of an engine directory onto `device`, as they are stored.
 
-    On the CPU they are views of the memory-mapped shards: pages are read when first used and shared between processes.
+    On the CPU the weights are views of the memory-mapped shards: pages are read when first used and shared between processes.
 
     Parameters
     ----------
     wanted : callable, optional
-        Whether to load the tensor of a name; None: all.
+        Takes the name of a tensor and returns whether to load it; None: all tensors are loaded.
 
     Returns
     -------
@@ -52,7 +52,7 @@ def load_weights(
 
 
 def _read_index(directory: Path) -> dict[str, list[str]]:
-    """Tensor names by shard file."""
+    """Read the names of the tensors in each shard file."""
     path = directory / INDEX_FILE
     try:
         weight_map: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]

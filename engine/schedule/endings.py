@@ -1,4 +1,4 @@
-"""The last output of a request, whatever ended it."""
+"""Makes the last output of a request, for each way in which a request ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .sequence import Sequence
 def ended(
     sequence: Sequence, reason: FinishReason, token: int | None = None, cached: int = 0, attended: float = 0.0
 ) -> StepOutput:
-    """The end of a request without an error, with the token that ended it if there is one."""
+    """Make the last output of a request that ends without an error, with the token that ended it if there is one."""
     statistics = sequence.statistics
     return StepOutput(
         sequence.request_id, token, reason, cached_tokens=cached, attended_tokens=attended, statistics=statistics
@@ -19,7 +19,7 @@ def ended(
 
 
 def failed(sequence: Sequence, error: Exception, code: ErrorCode | None = None) -> StepOutput:
-    """The end of a request by an error, under the error's own code if none is given."""
+    """Make the last output of a request that an error ends; its code is the error's own if none is given."""
     return StepOutput(
         sequence.request_id,
         finish_reason=FinishReason.ERROR,
@@ -30,7 +30,7 @@ def failed(sequence: Sequence, error: Exception, code: ErrorCode | None = None) 
 
 
 def expired(sequence: Sequence, now: float) -> StepOutput:
-    """The end of a request whose time limit passed while it waited; `now` in seconds of time.perf_counter."""
+    """Make the only output of a request whose time limit passed while it waited; `now` in seconds of time.perf_counter."""
     waited = now - sequence.statistics.submitted_at
     error = TimeoutExpiredError(
         f"timeout = {sequence.request.timeout_seconds:g} s: passed while the request waited for its turn, for {waited:.1f} s; "

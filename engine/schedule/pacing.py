@@ -1,42 +1,43 @@
-"""How much of the prompts a step may read, so that the requests that decode beside it hardly notice.
+"""Decides how much of the prompts a step may read, so that the requests that decode beside it hardly notice.
 
-A unit of reading is one layer over one chunk of tokens. Chunks are the same whatever else runs: other sizes would round
+A unit of reading is one layer over one chunk of tokens. Chunks have the same size whatever else runs: other sizes would round
 differently, and a method's selection can turn a difference in the last bit into another row. So the pace is kept by
-reading in some steps and not in others. Every decode step earns an allowance, a share of the time of an undisturbed one;
-reading spends the time by which it makes a step longer, and goes on when the account is above zero. On average, steps
-take SLOWDOWN times as long as undisturbed ones, single steps longer where a unit is larger than the allowance.
+reading in some steps and not in others. Every decode step earns an allowance, a share of an undisturbed step's time.
+Reading spends the time by which it makes a step longer, and goes on while the account is above zero. On average, steps
+take SLOWDOWN times as long as undisturbed steps; a single step takes longer if its unit is larger than the allowance.
 
-Small packs of short prompts do not wait for the account: else a short prompt would wait for a long one's debts. What they
-take is charged to it if there is a long prompt too, which then waits. As a pack comes in every second step at most,
-PACK_CHARGE leaves a part of two steps' allowance to the long prompt, however many short ones arrive.
+Small packs of short prompts do not wait for the account: else a short prompt would wait because of a long prompt's debts. If
+there is a long prompt too, the time of a pack is charged to the account, so that the long prompt waits. A pack is read in
+every second step at most, so PACK_CHARGE leaves a part of two steps' allowance to the long prompt, however many short prompts
+arrive.
 
-The time of an undisturbed decode step is the shortest of the last few that read nothing: what disturbs a step from
-outside, such as another program on the same cores, only makes it longer. How many small units fit into a step is
-predicted: a unit reads a layer's weights once, as a decode step does, and computes in proportion to its tokens, so
+The time of an undisturbed decode step is the shortest of the last few steps that read nothing: disturbances from outside,
+such as another program on the same cores, only make a step longer. How many small units fit into a step is predicted: a unit
+reads a layer's weights once, as a decode step does, and computes in proportion to its tokens, so
 
     unit = decode step / layers + token_seconds * tokens
 
-where `token_seconds` is learned from what steps took longer.
+where `token_seconds` is learned from the time by which reading made steps longer.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-SLOWDOWN = 1.8  # time of a step beside reading, on average, in undisturbed decode steps
-PACK_STEPS = 2.0  # most that a pack of short prompts, read in one step, may add to it, in undisturbed decode steps
-PACK_CHARGE = 1.5  # most that a pack is charged, in undisturbed decode steps; less than two steps' allowance
+SLOWDOWN = 1.8  # average time of a step that also reads, in undisturbed decode steps
+PACK_STEPS = 2.0  # time of a decode step that also reads a pack of short prompts, in undisturbed decode steps, at most
+PACK_CHARGE = 1.5  # most time charged for a pack, in undisturbed decode steps; less than two steps' allowance
 SMALLEST_PACK = 16  # tokens; packs are limited to multiples of it
 REST_INTERVAL = 32  # steps
 SAMPLES = 3  # undisturbed steps whose shortest counts
-FIRST_RESTS = 4  # steps between two that read nothing, until there are SAMPLES of them
+FIRST_RESTS = 4  # steps between two steps that read nothing, until SAMPLES such steps have been measured
 LEARNING_RATE = 0.5
-LARGEST_SAMPLE = 4.0  # times what was expected; a hiccup, or an index that is built, says little about the next unit
-LARGEST_CHARGE = 100.0  # undisturbed decode steps; reading need not make up for all the time that a machine has paused
+LARGEST_SAMPLE = 4.0  # times the expected time; a hiccup, or an index that is built, says little about the next unit
+LARGEST_CHARGE = 100.0  # undisturbed decode steps; reading need not make up for a long pause of the machine
 
 
 class Pacing:
-    """Says how much may be read beside decode steps.
+    """Keeps account of reading and says how much may be read beside decode steps.
 
     Parameters
     ----------
@@ -51,7 +52,7 @@ class Pacing:
         self._undisturbed: deque[float] = deque(maxlen=SAMPLES)
         self._since_rest = 0  # steps that read something
         self._token_seconds: float | None = None
-        self._credit = 0.0  # seconds that reading may take; below zero, what it has taken too much
+        self._credit = 0.0  # seconds that reading may take; below zero, the seconds that it has taken too much
 
     @property
     def rests(self) -> bool:
@@ -61,17 +62,20 @@ class Pacing:
 
     @property
     def in_debt(self) -> bool:
-        """Whether the next steps have to make up for what was read: at most a pack of short prompts may be read."""
+        """Whether earlier steps read more than their allowance.
+
+        Until that is made up for, a step may read at most a small pack of short prompts.
+        """
         return self._credit <= 0
 
     def affords(self, units: int, token_layers: int) -> bool:
-        """Whether a step may read so many units with so many tokens in all, by prediction. One unit it always may."""
+        """Whether a step may read `units` units with `token_layers` tokens in all, by prediction; one unit always."""
         return units == 1 or self._cost(units, token_layers) <= self._credit
 
     @property
     def pack(self) -> int:
-        """Tokens that a pack of short prompts may have, all layers of which are read in one step."""
-        room = (PACK_STEPS - 1) * self._decode_seconds  # a unit of each layer takes a decode step without any token
+        """Most tokens of a pack of short prompts, of which one step reads all layers."""
+        room = (PACK_STEPS - 1) * self._decode_seconds  # reading all layers takes a decode step, even without tokens
         tokens = int(room / (self._per_token * self._layers)) // SMALLEST_PACK * SMALLEST_PACK
         return min(self._max_pack, max(SMALLEST_PACK, tokens))
 
@@ -83,13 +87,13 @@ class Pacing:
         Parameters
         ----------
         seconds : float
-            Of the whole step; it has waited for its tokens, so whatever computes them.
+            Duration of the whole step. The step has waited for its tokens, so device time is included.
         units, token_layers : int
-            What it read: units, and their tokens in all. 0: nothing.
+            Units that the step read, and the sum of their tokens; 0 if it read nothing.
         pack : bool
-            Whether that was a small pack.
+            Whether the step read a small pack.
         long_waits : bool
-            Whether a long prompt is there, which waits for what a pack takes.
+            Whether there is a long prompt, which waits while packs are read.
         """
         decode = self._decode_seconds
         if units and self._undisturbed:
@@ -103,7 +107,7 @@ class Pacing:
         self._credit = min(self._credit + allowance, allowance)
 
     def _learn(self, seconds: float, units: int, token_layers: int) -> None:
-        """Learn what tokens cost."""
+        """Learn the time per token and layer from a step that read something."""
         self._since_rest += 1
         sample = max(0.0, seconds - self._decode_seconds - self._cost(units, 0)) / token_layers
         if self._token_seconds is not None:
@@ -111,7 +115,7 @@ class Pacing:
         self._token_seconds = sample + (1 - LEARNING_RATE) * (self._per_token - sample)
 
     def _cost(self, units: int, token_layers: int) -> float:
-        """Predicted seconds of units with so many tokens in all."""
+        """Predict the seconds that `units` units with `token_layers` tokens in all take."""
         return self._decode_seconds * units / self._layers + self._per_token * token_layers
 
     @property
@@ -120,7 +124,11 @@ class Pacing:
 
     @property
     def _per_token(self) -> float:
-        """Seconds per token and layer; until it is learned, that of a smallest pack as dear as its layer's weights."""
+        """Seconds per token and layer.
+
+        Until it has been learned: a layer's share of a decode step divided by SMALLEST_PACK, as if computing the smallest pack
+        took as long as reading that layer's weights.
+        """
         if self._token_seconds is None:
             return max(1e-12, self._decode_seconds / self._layers / SMALLEST_PACK)
         return max(1e-12, self._token_seconds)

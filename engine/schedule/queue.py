@@ -20,7 +20,7 @@ from kvseek.core.errors import ConfigError, QueueFullError
 
 from .sequence import Sequence
 
-LEVEL_SECONDS = 1.0  # by which one level of priority puts a request ahead
+LEVEL_SECONDS = 1.0  # seconds by which one level of priority puts a request ahead
 
 Key = tuple[float, int]
 
@@ -52,10 +52,10 @@ class RequestQueue:
         return len(self._sequences)
 
     def push(self, sequence: Sequence, free_slots: int = 0) -> None:
-        """Add a sequence; raises QueueFullError if as many wait as may wait.
+        """Add a sequence; raises QueueFullError if `max_size` sequences wait.
 
-        Every request is in the queue until the next step; those for which there are free slots do not count as waiting. Slots
-        that nobody can get for want of extents are not free (Scheduler.free_slots).
+        Every request is in the queue until the next step; as many requests as there are free slots do not count as waiting.
+        Slots that no request can get for want of extents are not free (Scheduler.free_slots).
         """
         with self._lock:
             waiting = len(self._sequences) - free_slots
@@ -70,12 +70,12 @@ class RequestQueue:
                 heapq.heappush(self._deadlines, (sequence.deadline, sequence.request_id))
 
     def remove(self, request_id: int) -> Sequence | None:
-        """Take a sequence out, wherever it is; None if it does not wait."""
+        """Take a sequence out, wherever it stands in the queue; None if it does not wait."""
         with self._lock:
             return self._remove(request_id)
 
     def pop(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
-        """Take the head out if it fits; None if it does not, or nobody waits. `fits` must not call the queue."""
+        """Take the head out if it fits; None if it does not fit or the queue is empty. `fits` must not call the queue."""
         with self._lock:
             if not self._order:
                 return None
@@ -94,7 +94,7 @@ class RequestQueue:
         return found
 
     def next_deadline(self) -> float | None:
-        """When the next waiting sequence expires, in seconds of time.perf_counter; None if none does."""
+        """Return when the next waiting sequence expires, in seconds of time.perf_counter; None if none has a time limit."""
         with self._lock:
             while self._deadlines and self._deadlines[0][1] not in self._sequences:
                 heapq.heappop(self._deadlines)

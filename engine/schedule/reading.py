@@ -1,13 +1,13 @@
-"""Which prompts a step reads, and how much of them.
+"""Decides which prompts a step reads, and how much of them, and reads them.
 
 Prompts that stay inside the cache's window are *short*: nothing of them is indexed or leaves the device, so reading one
-between two units of a long prompt cannot mix up what a method has under way. Short prompts are read in packs, the others
-one at a time, each in the order of admission. A step reads either packs or long prompts, and if both are there the steps
+between two units of a long prompt cannot disturb index work that is under way. Short prompts are read in packs, long prompts
+one at a time, both in the order of admission. A step reads either packs or long prompts. If there are both, the steps
 take turns, so that neither waits for the other to end.
 
-Alone, a step reads until `max_num_tokens` tokens have passed all layers, or for IDLE_SECONDS. Beside decoding requests
-Pacing says in which steps and how much: units within its allowance, or one pack that is small enough to be read to its end,
-which a long prompt then waits for.
+If no request decodes, a step reads until `max_num_tokens` tokens have passed all layers, or for IDLE_SECONDS. Beside decoding
+requests Pacing says in which steps to read and how much: units within its allowance, or one pack that is small enough to be
+read to its end in one step, while a long prompt waits.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .pacing import Pacing
 from .sequence import Sequence
 
 IDLE_SECONDS = (
-    0.25  # that a step reads if nobody decodes: the engine looks for new requests and cancellations in between
+    0.25  # reading time of a step if no request decodes: between steps the engine looks for requests and cancellations
 )
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a step's reading did for a request: `logits` of the prompt's last token, an `error`, or only progress."""
+    """Result of a step's reading for a request: `logits` of the prompt's last token, an `error`, or only progress."""
 
     sequence: Sequence
     progress: float = 1.0
@@ -41,12 +41,12 @@ class Reading:
 
 @dataclass
 class Work:
-    """What a step has read."""
+    """Amount of reading that a step has done."""
 
     units: int = 0
     token_layers: int = 0
     pack: bool = False  # a small pack, read to its end in this step
-    long_waits: bool = False  # a long prompt is there too, for another step if this one reads a pack
+    long_waits: bool = False  # there is a long prompt too, which waits for another step if this step reads a pack
 
     def add(self, token_layers: int) -> None:
         """Count a unit."""
@@ -56,7 +56,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Job:
-    """A prefill and the requests that it is for; those that end before it are taken out."""
+    """A prefill and the requests that it is for; requests that end before the prefill are taken out."""
 
     prefill: Prefill
     sequences: list[Sequence]
@@ -68,9 +68,9 @@ class PromptReader:
     Attributes
     ----------
     pacing : Pacing
-        To be told how long each step with decoding requests took.
+        The account of reading; the engine tells it how long each step with decoding requests took.
     work : Work
-        What the last `read` did.
+        Amount of reading that the last `read` did.
     """
 
     def __init__(self, decoder: Decoder, max_num_tokens: int) -> None:
@@ -79,14 +79,14 @@ class PromptReader:
         self._pack_tokens = min(self._chunk, decoder.config.max_input_len)
         self._budget = max_num_tokens * self._layers
         self.pacing, self.work = Pacing(self._layers, self._pack_tokens), Work()
-        self._jobs: dict[bool, Job] = {}  # by whether its prompts are short
+        self._jobs: dict[bool, Job] = {}  # True: the job of short prompts; False: the job of a long prompt
         self._short_went_last = False
-        self._alone: set[int] = set()  # requests that were in a pack that failed
+        self._alone: set[int] = set()  # requests whose pack failed; each of them is read alone
 
     def read(self, unread: SequenceOf[Sequence], beside: bool) -> list[Reading]:
         """Read a part of the prompts of `unread`; `beside` says whether the step decodes too.
 
-        Each request that ends or whose prompt is finished occurs once in what is returned, and need not be given again.
+        A request that ends or whose prompt is finished occurs once in the returned list, and need not be given again.
         """
         self.work = Work(long_waits=not all(self._is_short(sequence) for sequence in unread))
         if not unread or (beside and self.pacing.rests):
@@ -109,7 +109,7 @@ class PromptReader:
         return done
 
     def drop(self, sequence: Sequence) -> None:
-        """Read on without a request, whose slot is about to be closed."""
+        """Leave a request, whose slot is about to be closed, out of all further reading."""
         self._alone.discard(sequence.request_id)
         for short, job in list(self._jobs.items()):
             if sequence in job.sequences:
@@ -123,21 +123,24 @@ class PromptReader:
         return tokens <= self._pack_tokens and self._decoder.cache.retrieval_tokens(tokens) == 0
 
     def _turn(self, unread: SequenceOf[Sequence], beside: bool) -> bool | None:
-        """Whether this step reads short prompts, or long ones; None: neither, as others have to be waited for."""
+        """Decide what this step reads: True for short prompts, False for long prompts, None for nothing.
+
+        It reads nothing while Pacing is in debt, except a small pack if the last step read no short prompts.
+        """
         kinds = {self._is_short(sequence) for sequence in unread}
         if beside and self.pacing.in_debt:
             return True if True in kinds and not self._short_went_last and self._small_pack(unread) else None
         return not self._short_went_last if len(kinds) == 2 else kinds.pop()
 
     def _small_pack(self, unread: SequenceOf[Sequence]) -> bool:
-        """Whether the next pack is read to its end in one step beside decoding requests."""
+        """Whether the next pack is small enough to be read to its end in one step beside decoding requests."""
         if True in self._jobs:
             return self._whole(self._jobs[True])
         first = next(sequence for sequence in unread if self._is_short(sequence))
         return len(first.request.prompt_ids) <= self.pacing.pack
 
     def _job(self, short: bool, unread: SequenceOf[Sequence], beside: bool) -> Job | None:
-        """What is being read of that kind, or is to be read next; None if there is nothing."""
+        """Return the job of short or of long prompts, beginning the next if none is under way; None if no prompt waits."""
         if short not in self._jobs:
             waiting = [sequence for sequence in unread if self._is_short(sequence) == short]
             chosen = self._pack(waiting, beside) if short else waiting[:1]
@@ -148,7 +151,7 @@ class PromptReader:
         return self._jobs[short]
 
     def _pack(self, waiting: SequenceOf[Sequence], beside: bool) -> list[Sequence]:
-        """The first of `waiting`, and those behind it that fit into a pack with it."""
+        """Choose the first of `waiting`, and the requests behind it that fit into a pack with it."""
         limit = min(self._pack_tokens, self.pacing.pack) if beside else self._pack_tokens
         chosen, tokens = list[Sequence](), 0
         for sequence in waiting:
@@ -162,7 +165,7 @@ class PromptReader:
         return chosen
 
     def _has_room(self, short: bool, beside: bool, started: float) -> bool:
-        """Whether the step may run another unit; one it always may."""
+        """Whether the step may run another unit; the first unit of a step is always allowed."""
         if not self.work.units:
             return True
         if not beside:
@@ -178,7 +181,7 @@ class PromptReader:
         return self._is_short(job.sequences[0]) and job.prefill.tokens <= self.pacing.pack
 
     def _advance(self, job: Job) -> list[Reading]:
-        """Run one unit; returns what ended with it."""
+        """Run one unit of a job; returns the results of the requests that ended with it."""
         self.work.pack = self._whole(job)
         try:
             self.work.add(job.prefill.advance(self._chunk))
@@ -189,7 +192,8 @@ class PromptReader:
             self._release(job)
             if len(job.prefill.slots) == 1:
                 return [Reading(job.sequences[0], error=error)]
-            self._alone.update(sequence.request_id for sequence in job.sequences)  # which of them it was, shows then
+            # Each request of the pack is read alone next, which shows whose prompt fails.
+            self._alone.update(sequence.request_id for sequence in job.sequences)
             return []
         self._release(job)
         rows = dict(zip(job.prefill.slots, logits, strict=True))

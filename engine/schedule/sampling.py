@@ -10,7 +10,7 @@ from torch import Tensor
 from kvseek.core.errors import RequestError
 from kvseek.core.request import SamplingParams
 
-NO_TOKEN = -1  # in place of a greedy token: no logit is the largest, or it is not finite
+NO_TOKEN = -1  # stands for a greedy token if the largest logit is not finite
 
 
 class Sampler:
@@ -30,7 +30,7 @@ class Sampler:
         self.params = params
         self._generator = torch.Generator().manual_seed(params.seed)
         self._vocab_size, self._prompt_ids = vocab_size, prompt_ids
-        self._seen: Tensor | None = None  # made when it is first used: by the engine's thread, see EngineService.load
+        self._seen: Tensor | None = None  # made at first use, by the engine's thread: see EngineService.load
 
     @property
     def greedy(self) -> bool:
@@ -76,20 +76,20 @@ class Sampler:
 
 
 def greedy_token(logits: Tensor) -> int:
-    """What a greedy Sampler draws from float32 logits [vocabulary] on the CPU; NO_TOKEN if the largest is not finite."""
+    """Return the token of the largest of float32 logits [vocabulary] on the CPU; NO_TOKEN if that logit is not finite."""
     best, token = logits.max(dim=0)
     return int(token) if torch.isfinite(best) else NO_TOKEN
 
 
 def accept(token: int) -> int:
-    """The greedy token that a decoder chose; raises RequestError if it is NO_TOKEN."""
+    """Return a greedy token that a decoder chose; raises RequestError if it is NO_TOKEN."""
     if token == NO_TOKEN:
         raise not_finite(None)
     return token
 
 
 def not_finite(largest: float | None) -> RequestError:
-    """The error of a model whose largest logit is NaN or infinite; None: which of them is not known."""
+    """Make the error for a largest logit that is NaN or infinite; None if its value is not known."""
     found = "not finite" if largest is None else largest
     return RequestError(
         f"logits: the largest is {found}, must be finite; the model's numbers overflow, try a build with --dtype float32"
@@ -105,7 +105,7 @@ def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def candidates(scores: Tensor, temperature: float, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """Tokens that top-k and then top-p (nucleus sampling) leave, and their probabilities.
+    """Find the tokens that top-k and then top-p (nucleus sampling) leave, and their probabilities.
 
     Parameters
     ----------
@@ -114,15 +114,15 @@ def candidates(scores: Tensor, temperature: float, top_k: int, top_p: float) -> 
     temperature : float
         Greater than 0.
     top_k : int
-        Tokens to keep, with all that equal the last of them; 0 keeps every token.
+        Number of tokens to keep; tokens whose logit equals the last kept one's are kept too. 0 keeps every token.
     top_p : float
-        Keep the most probable tokens up to and with the one at which their probability reaches top_p.
+        Keep the most probable tokens, up to and including the token at which their sum of probabilities reaches top_p.
 
     Returns
     -------
     ids : Tensor, int64 [kept]
     probabilities : Tensor, float64 [kept]
-        Relative to what top-k left; they sum to less than 1 where top-p cut.
+        Relative to the tokens that top-k left; they sum to less than 1 if top-p left tokens out.
     """
     ids = torch.arange(scores.shape[0])
     if 0 < top_k < scores.shape[0]:

@@ -1,4 +1,4 @@
-"""Who runs: slots, and admission by free extents."""
+"""Decides which requests run: gives out slots, and admits requests by free extents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .sequence import Sequence
 
 
 class Scheduler:
-    """Running sequences. The queue's head is admitted when a slot is free and the extents that it may ever need are.
+    """The running sequences. The queue's head is admitted when a slot and all extents that it may ever need are free.
 
     Reserving the worst case at admission means that a running request never has to stop for want of memory. Everything
     but the queue belongs to the engine's thread; other threads may look at `free_slots` and at the length of `running`.
@@ -21,16 +21,16 @@ class Scheduler:
         self._cache = cache
         self._free_slots = list(range(slots - 1, -1, -1))
         self.queue = queue
-        self._head_waits = False  # the queue's head, for extents
+        self._head_waits = False  # whether the queue's head waits for extents
         self.running: list[Sequence] = []
 
     @property
     def free_slots(self) -> int:
-        """Slots that the next step can give away, as far as is known: none while the queue's head waits for extents."""
+        """Slots that the next step can probably give away: none while the queue's head waits for extents."""
         return 0 if self._head_waits else len(self._free_slots)
 
     def admit(self) -> Sequence | None:
-        """Take the head of the queue and give it a slot, or None if it has to wait. `open` comes next."""
+        """Take the head of the queue and give it a slot; None if it has to wait. Call `open` next."""
         if not self._free_slots:
             return None
         head_waits = False
@@ -49,20 +49,20 @@ class Scheduler:
         return sequence
 
     def open(self, sequence: Sequence) -> None:
-        """Give a sequence that was admitted its extents. If the cache cannot, what it raises passes through."""
+        """Give a sequence that was admitted its extents; the cache's errors pass through."""
         self._cache.open(sequence.slot, sequence.total_tokens)
 
     def unread(self) -> list[Sequence]:
-        """Sequences whose prompt has not been read to its end, in the order of their admission."""
+        """List the sequences whose prompt has not been read to its end, in the order of their admission."""
         return [s for s in self.running if not s.generated]
 
     def decoding(self) -> list[Sequence]:
-        """Sequences that take part in the next decode step."""
+        """List the sequences that take part in the next decode step."""
         return [s for s in self.running if s.generated]
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a running sequence out and free what it holds."""
+        """Take a running sequence out, and free its slot and extents."""
         self.running.remove(sequence)
         self._cache.close(sequence.slot)
         self._free_slots.append(sequence.slot)
-        self._head_waits = False  # `admit` will see
+        self._head_waits = False  # the next `admit` finds out

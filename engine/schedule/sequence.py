@@ -12,7 +12,7 @@ from .sampling import Sampler
 
 @dataclass(eq=False)
 class Sequence:
-    """A request on its way through the engine. One whose prompt has been read has generated at least one token."""
+    """A request on its way through the engine. Once its prompt has been read, it has generated at least one token."""
 
     request_id: int
     request: Request
@@ -28,6 +28,6 @@ class Sequence:
 
     @property
     def deadline(self) -> float | None:
-        """When its own time limit passes, in seconds of time.perf_counter; None: it has none."""
+        """Time at which the request's own time limit passes, in seconds of time.perf_counter; None: it has no limit."""
         limit = self.request.timeout_seconds
         return None if limit is None else self.statistics.submitted_at + limit

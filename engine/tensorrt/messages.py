@@ -1,4 +1,4 @@
-"""What TensorRT says while it builds and runs. Its API reports a failure as None, and why only to a logger."""
+"""Keeps TensorRT's messages. Its API reports a failure as None, and the reason only to a logger."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Messages:
         self._last.append(message)
 
     def take(self) -> str:
-        """The kept messages, which are forgotten then."""
+        """Return the kept messages and forget them."""
         text = "; ".join(self._last)
         self._last.clear()
         return text or "it gave no reason"
 
 
 def logger(api: Logging) -> Any:
-    """The logger for a Builder or a Runtime of `api`, one a process: TensorRT keeps to the first that it is given."""
+    """Return the logger for a Builder or a Runtime of `api`. A process has one, as TensorRT uses only the first it is given."""
     return _logger(api)[0]
 
 
 def why(api: Logging) -> str:
-    """TensorRT's name and version, and what it said last."""
+    """Return TensorRT's name and version, and its last messages."""
     return f"{api.__name__} {api.__version__}: {_logger(api)[1].take()}"
 
 

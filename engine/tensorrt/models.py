@@ -1,7 +1,7 @@
 """Models whose products, norms, rotation, embedding and head are TensorRT plans; attention, cache and steps stay kvseek's.
 
-docs/tensorrt.md says what the plans take and give. A captured step runs its plans in contexts of its own, numbered by the
-bucket: replays rely on what a context was given when it was captured.
+docs/tensorrt.md describes the plans' inputs and outputs. A captured step runs its plans in contexts of its own, numbered by
+the bucket, because its replays rely on the shapes and addresses that the context had at the capture.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .session import OUTSIDE_OF_GRAPHS
 
 Tensors = dict[str, Tensor]
 FIRST_PLAN = ("queries", "keys", "values", "next_hidden", "cos", "sin")  # outputs of segment 0
-NEXT_PLANS = FIRST_PLAN[:4]  # and of those after it, but the last
+NEXT_PLANS = FIRST_PLAN[:4]  # outputs of the segments after it, except the last
 
 
 class Runner(Protocol):
-    """What runs a plan: engine/tensorrt/session.py."""
+    """Runs a plan; implemented by Plan of engine/tensorrt/session.py."""
 
     def run(
         self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], context: int = OUTSIDE_OF_GRAPHS
@@ -41,7 +41,7 @@ class Runner(Protocol):
 
 
 class PlanTensors:
-    """The tensors that plans take and give, and what surrounds attention in a decode step: common to both forms."""
+    """Makes the tensors that plans take and give, and runs attention in a decode step; common to both forms of plans."""
 
     def __init__(self, retrieval: Retrieval, ops: LayerKernels) -> None:
         self.retrieval, self.ops, self.model = retrieval, ops, retrieval.config.model
@@ -52,32 +52,32 @@ class PlanTensors:
         )
 
     def attend_step(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
-        """A layer's attention in a decode step: queries [batch, H, D], keys and values [batch, G, D] to [batch, H, D]."""
+        """Run a layer's attention in a decode step: queries [batch, H, D], keys and values [batch, G, D] to [batch, H, D]."""
         self.ops.append(keys, values, batch, self.retrieval.cache.window[layer])
         return self.retrieval.attend(layer, queries, batch)
 
     def tokens_of(self, batch: Batch) -> Tensors:
-        """Token ids and positions of a batch, int32 [batch]. Copies: plans take no columns, and no odd addresses."""
+        """Copy token ids and positions of a batch, int32 [batch]: plans take neither strided columns nor odd addresses."""
         return {"ids": batch.column("token"), "positions": batch.column("position")}
 
     def tokens_from(self, ids: Sequence[int], start: int) -> Tensors:
-        """The same of a prompt's tokens from position `start` on."""
+        """Copy ids of a prompt's tokens, from position `start` on, and their positions to the device, int32 [tokens]."""
         positions = torch.arange(start, start + len(ids), dtype=torch.int32, device=self.device)
         return {"ids": to_device(ids, torch.int32, self.device), "positions": positions}
 
     def new_logits(self, rows: int) -> Tensor:
-        """Room for logits, float32 [rows, vocabulary]."""
+        """Allocate logits, float32 [rows, vocabulary]."""
         return torch.empty(rows, self.model.vocab_size, device=self.device)
 
     def result(self, logits: Tensor) -> StepResult:
-        """Of logits in float32; rounding is exact, for the head computed them in the engine's dtype."""
+        """Make a step's result from float32 logits, in the engine's dtype; exact, because the head computed in that dtype."""
         own = logits.to(self.dtype)
         return StepResult(own, self.ops.argmax(own))
 
 
 @dataclass
 class Chunk:
-    """What is kept of a prompt's chunk of T tokens from one segment to the next, in tensors of its own.
+    """State of a prompt's chunk of T tokens from one segment to the next, in tensors of its own.
 
     Attributes
     ----------
@@ -100,7 +100,7 @@ class SegmentsModel(LayerwiseModel[list[Chunk]]):
         One more than the model has layers.
     """
 
-    reads_packs: ClassVar[bool] = False  # a plan takes neither several prompts nor a part of the rows of another
+    reads_packs: ClassVar[bool] = False  # a plan takes one prompt, and only in its own chunks
 
     def __init__(self, plans: Sequence[Runner], retrieval: Retrieval, ops: LayerKernels) -> None:
         super().__init__(retrieval)
@@ -127,7 +127,7 @@ class SegmentsModel(LayerwiseModel[list[Chunk]]):
 
     def prompt_logits(self, prompt: list[Chunk]) -> Tensor:
         """See LayerwiseModel."""
-        # Copies: a row inside of a chunk is at no address that a plan takes.
+        # Copied, because the address of a row inside a chunk is not aligned as plans demand.
         last = {name: prompt[-1].state[name][-1:].clone() for name in ("attended", "hidden")}
         return self._to_logits(last, 1, OUTSIDE_OF_GRAPHS)
 
@@ -142,9 +142,9 @@ class SegmentsModel(LayerwiseModel[list[Chunk]]):
         return self._tensors.result(self._to_logits(state, size, size))
 
     def _to_attention(self, layer: int, tokens: Tensors, state: Tensors, count: int, context: int) -> Tensors:
-        """Run the plan that ends at a layer's attention; returns what attention takes.
+        """Run the plan that ends at a layer's attention; returns its outputs, attention's inputs among them.
 
-        `state` is as a Chunk's, whose `hidden` becomes that behind the plan.
+        `state` is that of a Chunk; its `hidden` is replaced by the plan's output.
         """
         inputs = tokens if layer == 0 else state
         outputs = self._new_outputs(FIRST_PLAN if layer == 0 else NEXT_PLANS, count)
@@ -154,14 +154,14 @@ class SegmentsModel(LayerwiseModel[list[Chunk]]):
         return outputs
 
     def _to_logits(self, state: Tensors, count: int, context: int) -> Tensor:
-        """Run the last plan for `count` tokens, all of them wanted: float32 [count, vocabulary]."""
+        """Run the last plan for `count` tokens; returns the logits of all of them, float32 [count, vocabulary]."""
         inputs = {"attended": state["attended"], "hidden": state["hidden"], "rows": self._tensors.rows[:count]}
         logits = self._tensors.new_logits(count)
         self._plans[-1].run(inputs, {"logits": logits}, context)
         return logits
 
     def _new_outputs(self, names: Sequence[str], tokens: int) -> Tensors:
-        """Room for outputs of a plan, in the engine's dtype."""
+        """Allocate the outputs of a plan, in the engine's dtype."""
         model = self.model
         shapes = {
             "queries": (model.num_heads, model.head_dim),
@@ -199,13 +199,14 @@ class WholePrefill(Prefill):
 class WholeModel:
     """Runs one plan, whose attention layers call back while TensorRT launches them.
 
-    A prompt is one call of the plan, so one unit of work: TensorRT's work space holds the activations of all its tokens.
+    A prompt is read in one call of the plan, which is one unit of work, so TensorRT's work space holds the activations of all
+    its tokens.
 
     Parameters
     ----------
     plan : Runner
     serving : callable
-        That of plugins/tensorrt/serving.py: within it, attention layers that TensorRT launches call a function.
+        The context manager of plugins/tensorrt/serving.py: inside it, attention layers that TensorRT launches call a function.
     """
 
     reads_packs: ClassVar[bool] = False  # a plan takes one prompt
@@ -234,9 +235,10 @@ class WholeModel:
         return self._call(self._tensors.tokens_from(prompt_ids, 0), rows, attend, OUTSIDE_OF_GRAPHS)
 
     def _read_layer(self, layer: int, slot: int, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """Attention of a layer over a whole prompt of n tokens, and its rows: queries, out [n, H, D], keys, values [n, G, D].
+        """Attend in a layer over a whole prompt of n tokens, and store its rows.
 
-        The rows are copied first: they outlast the call, TensorRT's memory does not.
+        Queries and `out` are [n, H, D], keys and values [n, G, D]. The rows are copied first, because they must outlast the
+        call, and TensorRT's memory does not.
         """
         n, scaling = keys.shape[0], self._model.head_dim**-0.5
         own_keys = self._retrieval.new_rows(n).copy_(keys.transpose(0, 1))
@@ -256,9 +258,9 @@ class WholeModel:
         return tensors.result(self._call(tensors.tokens_of(batch), tensors.rows[: batch.size], attend, batch.size))
 
     def _call(self, tokens: Tensors, rows: Tensor, attend: Attend, context: int) -> Tensor:
-        """Logits of the wanted rows, float32 [rows, vocabulary]; raises what `attend` raises.
+        """Run the plan; returns the logits of `rows`, float32 [rows, vocabulary].
 
-        Also raises KernelError unless every layer attended, once and in order.
+        Errors of `attend` pass through. Raises KernelError unless every layer attended, once and in order.
         """
         logits, served = self._tensors.new_logits(rows.shape[0]), list[int]()
 

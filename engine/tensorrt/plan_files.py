@@ -1,4 +1,4 @@
-"""Which TensorRT plans an engine directory holds: rank0.plans.json, written and read."""
+"""Writes and reads rank0.plans.json, the index of an engine directory's TensorRT plans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REBUILD = "build the engine again"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a dynamic dimension: plans admit minimum to maximum and are at their best at `optimum`."""
+    """Sizes of a dynamic dimension: plans admit `minimum` to `maximum`, and are fastest at `optimum`."""
 
     minimum: int
     optimum: int
@@ -33,7 +33,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class PlanLimits:
-    """Dynamic dimensions: tokens of a call, and the rows of them whose logits are wanted."""
+    """Sizes of the plans' dynamic dimensions: the tokens of a call, and the tokens (`rows`) whose logits it computes."""
 
     tokens: Sizes
     rows: Sizes
@@ -55,7 +55,7 @@ class PlanIndex:
     Attributes
     ----------
     module, version : str
-        The TensorRT that built the plans: they run with no other version.
+        Module and version of the TensorRT that built the plans, which run with no other version.
     form : str
         "engine": one plan; "segments": one more than the model has layers.
     """
@@ -70,7 +70,7 @@ class PlanIndex:
 
 
 def parse_plan_index(directory: Path) -> PlanIndex:
-    """Read the index of a directory's plans alone; raises EngineDirectoryError if it is missing or malformed."""
+    """Read the index of a directory's plans, checking nothing else; raises EngineDirectoryError if missing or malformed."""
     path = directory / PLANS_FILE
     try:
         return from_dict(PlanIndex, json.loads(path.read_text(encoding="utf-8")), PLANS_FILE)
@@ -81,13 +81,13 @@ def parse_plan_index(directory: Path) -> PlanIndex:
 
 
 def read_plan_index(directory: Path, config: EngineConfig) -> PlanIndex:
-    """Read the index of an engine's plans, and check that it is that engine's.
+    """Read the index of an engine's plans, and check that they were built for that engine.
 
     Raises
     ------
     EngineDirectoryError
-        If it is missing, malformed or of another engine than `config`, if its plans are too small for that engine, or a plan is
-        missing.
+        If the index is missing, malformed or of another engine than `config`, if the plans are too small for that engine, or a
+        plan is missing.
     """
     path, index = directory / PLANS_FILE, parse_plan_index(directory)
     _check_origin(path, index, config)
@@ -104,7 +104,7 @@ def write_plan_index(directory: Path, index: PlanIndex) -> None:
 
 
 def check_version(index: PlanIndex, api: Logging) -> None:
-    """Raise EngineDirectoryError unless the TensorRT that is installed built the plans."""
+    """Raise EngineDirectoryError unless the installed version of TensorRT built the plans."""
     if index.version != api.__version__:
         raise EngineDirectoryError(
             f"{PLANS_FILE}: version = {index.version!r}: must be {api.__version__!r}, that of the installed {api.__name__}: a "

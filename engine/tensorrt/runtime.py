@@ -23,7 +23,7 @@ from .session import OUTSIDE_OF_GRAPHS, Session
 
 @dataclass(frozen=True)
 class TensorRtRuntime:
-    """TensorRT plans and the bytes of their files, which are weights above all; a Runtime of engine/loading/runtime.py."""
+    """TensorRT plans, and the bytes of their files, which hold mostly weights; a Runtime of engine/loading/runtime.py."""
 
     config: EngineConfig
     session: Session
@@ -49,7 +49,7 @@ class TensorRtRuntime:
 def load_plans(
     directory: Path, config: EngineConfig, device: torch.device, api: SessionApi | None = None
 ) -> TensorRtRuntime:
-    """Load the plans of an engine directory; `api`: TensorRT's Python API, that of config.tensorrt.module if left out.
+    """Load the plans of an engine directory. `api` is TensorRT's Python API; None: the module config.tensorrt.module.
 
     Raises
     ------
@@ -64,7 +64,7 @@ def load_plans(
     if index.form == "engine":
         from kvseek.plugins.tensorrt.plugin import register
 
-        register(api)  # a plan with plugin layers loads only where they are known
+        register(api)  # a plan with plugin layers loads only after their classes have been registered
     files = [directory / entry.file for entry in index.segments]
     contexts = (OUTSIDE_OF_GRAPHS, *buckets_for(config.max_batch_size))
     return TensorRtRuntime(config, Session(api, files, device, contexts), sum(file.stat().st_size for file in files))

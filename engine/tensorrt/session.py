@@ -1,8 +1,8 @@
 """Runs TensorRT plans on PyTorch's tensors and streams. Nothing here waits for the device.
 
-What is relied on, in `tensorrt` 10.13 and `tensorrt_rtx` 1.7 alike: contexts without memory of their own (USER_MANAGED), whose
-block `set_device_memory` gives; calls by tensor names; and that a CUDA graph may capture a call whose context ran with
-the same shapes before and is used for nothing else.
+This relies on features that `tensorrt` 10.13 and `tensorrt_rtx` 1.7 share: contexts without memory of their own
+(USER_MANAGED), which `set_device_memory` gives them; calls by tensor names; and that a CUDA graph may capture a call whose
+context ran with the same shapes before and is used for nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvseek.core.tensorrt_api import TYPE_NAMES, CudaEngine, ExecutionContext, S
 
 from .messages import logger, why
 
-ALIGNMENT = 256  # bytes: TensorRT's own demand on addresses of tensors and of its work space
+ALIGNMENT = 256  # bytes: the alignment that TensorRT demands of tensors and of its work space
 OUTSIDE_OF_GRAPHS = 0  # number of the context for calls that no graph captures
 TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
@@ -49,9 +49,10 @@ class Port:
 
 
 class _Context:
-    """An execution context, and the shapes that its inputs have: one that stays is not set again.
+    """An execution context, and the shapes last set for its inputs.
 
-    So a captured call changes nothing that TensorRT would work out anew, as it may at the first launch with a shape.
+    A shape that has not changed is not set again: setting it could make TensorRT prepare the launch anew, which must not
+    happen in a captured call.
     """
 
     def __init__(self, execution: ExecutionContext) -> None:
@@ -59,7 +60,7 @@ class _Context:
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def set_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether TensorRT takes the shape."""
+        """Set the shape of an input, if it has changed; returns whether TensorRT accepts it."""
         if self._shapes.get(name) == shape:
             return True
         self._shapes.pop(name, None)
@@ -75,16 +76,16 @@ class Plan:
     Parameters
     ----------
     memory : Tensor, uint8
-        Work space of the contexts, which may share it with other plans': calls run one after the other.
+        Work space of the contexts. Several plans may share it, because their calls run one after the other.
     side : SideStream
-        For calls while the default stream is current, where TensorRT would make the host wait.
+        Stream for calls while the default stream is current, on which TensorRT would make the host wait.
     contexts : sequence of int
-        Numbers of the contexts to make. A captured call needs one of its own, which `run` has used once before.
+        Numbers of the contexts to make. A captured call needs a context of its own, which `run` has used once before.
 
     Raises
     ------
     KernelError
-        If TensorRT cannot make a context, or the plan has a type of tensor that the builder does not write.
+        If TensorRT cannot make a context, or the plan has a tensor of a dtype that the builder does not use.
     """
 
     def __init__(
@@ -102,15 +103,15 @@ class Plan:
         Parameters
         ----------
         inputs, outputs : mapping of str to Tensor
-            A tensor for each of the plan's inputs and outputs: contiguous, on the work space's device, from a multiple of 256
-            bytes on. Outputs are overwritten.
+            A tensor for each of the plan's inputs and outputs: contiguous, on the work space's device, at an address that is a
+            multiple of 256. Outputs are overwritten.
         context : int
-            Number of the context that runs it.
+            Number of the context that runs the plan.
 
         Raises
         ------
         KernelError
-            If a tensor is none that the plan can take, there is no such context, or TensorRT cannot launch the plan.
+            If the plan cannot take a tensor, there is no such context, or TensorRT cannot launch the plan.
         """
         if context not in self._contexts:
             numbers = sorted(self._contexts)
@@ -139,7 +140,7 @@ class Plan:
                     f"plan {engine.name}: type of {name} = {kind}: must be one of {', '.join(TYPES)}; build it again"
                 )
             shapes: list[tuple[int, ...]] = []
-            if mode == "INPUT":  # smallest, best and largest of the only profile
+            if mode == "INPUT":  # the only profile has the smallest, best and largest shape
                 shapes = [tuple(shape) for shape in engine.get_tensor_profile_shape(name, 0)][::2]
             ports[name] = Port(name, TYPES[kind], *shapes)
         return ports
@@ -200,29 +201,29 @@ class Session:
     Parameters
     ----------
     files : sequence of Path
-        Plans, of this version of TensorRT.
+        Files of plans that this version of TensorRT built.
     contexts : sequence of int
-        Numbers of the contexts of every plan.
+        Numbers of the contexts that every plan gets.
 
     Attributes
     ----------
     plans : list of Plan
     memory : Tensor, uint8
-        The work space.
+        The work space that all contexts share.
 
     Raises
     ------
     EngineDirectoryError
         If a file cannot be read.
     KernelError
-        If TensorRT has no runtime to give, or cannot load a plan.
+        If TensorRT cannot create its runtime, or cannot load a plan.
     """
 
     def __init__(self, api: SessionApi, files: Sequence[Path], device: torch.device, contexts: Sequence[int]) -> None:
         self._api = api
         try:
             self._runtime = api.Runtime(logger(api))  # kept: the plans refer to it
-        except (TypeError, RuntimeError) as error:  # TypeError: what the bindings make of a null pointer
+        except (TypeError, RuntimeError) as error:  # TypeError: raised by the bindings for a null pointer
             raise KernelError(f"cannot begin to run plans with {why(api)} ({error}); check GPU and driver") from None
         engines = [self._deserialise(file) for file in files]
         most = max(engine.device_memory_size_v2 for engine in engines)
@@ -232,7 +233,7 @@ class Session:
 
     def _deserialise(self, file: Path) -> CudaEngine:
         try:
-            # Mapped, not read: the weights, gigabytes maybe, go from the file to the device.
+            # Mapped, not read, so that the weights, possibly gigabytes, go from the file to the device without a copy.
             with file.open("rb") as plan, mmap.mmap(plan.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                 engine: Any = self._runtime.deserialize_cuda_engine(mapped)
         except (OSError, ValueError) as error:  # ValueError: the file is empty

@@ -1,6 +1,6 @@
 """Attention of one decode step by the CUDA kernel: rows are read where they lie, in device or in host memory.
 
-A launch depends on shapes alone and reads the rest from device memory, so that a CUDA graph can hold it.
+The host's part of a launch depends only on shapes; all else is read from device memory, so that a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_HEAD_DIM = 256
 MAX_GROUP_SIZE = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ALIGNMENT = 16  # bytes: the kernel loads that much at once
+ALIGNMENT = 16  # bytes that the kernel loads at once, to which tensors must be aligned
 UNSUPPORTED = "run the model with --device cpu"
 
 
@@ -51,13 +51,13 @@ class DeviceAttention:
     Parameters
     ----------
     kernels : CudaKernels
-        Compiled for this dtype, head size and group size.
+        Kernels that were compiled for this dtype, head size and group size.
     window_rows, sink : int
         Rows of a slot's window, and the row where its ring starts.
     slots : int
-        Slots whose requests may select rows; the hot rows are sized by it.
+        Slots whose requests may select rows; the number of hot rows follows from it.
     entries : int
-        Entries of a selection per KV head; 0 if nothing is ever selected.
+        Entries of a selection per KV head; 0 if no selection is ever given.
     max_batch : int
         Largest batch of a launch.
     scaling : float
@@ -65,13 +65,14 @@ class DeviceAttention:
     splits : int or None
         CTAs that share the retrieval rows of a request and KV head; None: `Splits.plan` chooses.
     hot_rows : bool
-        Keep the selected rows of each slot's last step on the device, where the next step finds most of its own:
-        2 · slots · G · entries rows. Of no use if the row pool lies on the device, or for selections with a store; of
-        selections whose places do not ascend, few rows are found.
+        Keep the selected rows of each slot's last step on the device, where the next step finds most of the rows that it
+        selects: 2 · slots · G · entries rows. Of no use if the row pool lies on the device, or for selections with a store. Few
+        rows are found for selections whose places do not ascend.
     scratch : AttentionScratch or None
-        That of another layer, which runs before or after this one; None: its own.
+        Scratch memory of another layer, which runs before or after this layer; None: memory of its own.
     counters : Tensor, int64 [2] on the device, or None
-        Selected rows that were found hot or cached, and those that were not, are added to it.
+        Receives counts: selected rows that were hot or cached are added to the first number, all other selected rows to the
+        second.
 
     Raises
     ------
@@ -121,7 +122,7 @@ class DeviceAttention:
             self.hot_tags = torch.full(shape, -1, dtype=torch.int32, device=device)
 
     def splits(self, batch: int) -> Splits:
-        """Splits of a launch of `batch` requests."""
+        """Choose the splits of a launch of `batch` requests."""
         lists = batch * self.kv_heads * self.tiles.tiles
         resident = self.kernels.multiprocessors * self.tiles.resident_ctas
         return Splits.plan(lists, self.window_rows, self.entries, resident, self._retrieval_splits)
@@ -146,20 +147,20 @@ class DeviceAttention:
             Contiguous, like every tensor here.
         window : Tensor [slots, G, window_rows, 2, D]
         rows_pointer : int
-            Address, as the GPU sees it, of the layer's rows. Row (extent e, KV head j, place p) starts
-            e · extent_stride + (j · 1024 + p mod 1024) · 2D numbers from there: the key, then the value.
+            Address, as the GPU sees it, of the layer's rows. The row of extent e, KV head j and place p starts
+            e · extent_stride + (j · 1024 + p mod 1024) · 2D numbers after it: the key, then the value.
         extent_stride : int
             Numbers from one extent to the next.
         selection : Selection or None
-            Of `entries` entries per KV head, what it says of requests with `dense` set is not read. None: all are dense.
-            Entries without a row may stand anywhere; if there are no others, the window alone is attended to.
+            A selection of `entries` entries per KV head; its part for requests with `dense` set is not read. None: all requests
+            are dense. Entries without a row may stand anywhere; if no entry has a row, the window alone is attended to.
         out : Tensor [batch, H, D], optional
             Receives the result.
         lse : Tensor, float32 [batch, H], optional
-            Receives the natural logarithm of the sum of the exponentials of all scaled scores, -infinity without rows: two
-            parts of an attention are merged by it.
+            Receives the natural logarithm of the sum of the exponentials of all scaled scores, -infinity without rows. With it
+            two parts of an attention can be merged.
         on_host : bool
-            The rows lie in host memory: they are read in the way that PCIe likes best.
+            Whether the rows lie in host memory; they are then read in the order that is fastest over PCIe.
 
         Returns
         -------
@@ -211,13 +212,13 @@ class DeviceAttention:
         return out
 
     def forget(self, slot: int) -> None:
-        """Invalidate the hot rows of a slot that gets another request; between steps, on the current stream."""
+        """Invalidate the hot rows of a slot that gets another request. Call it between steps; runs on the current stream."""
         if self.hot_tags is not None:
             self.hot_tags[slot].fill_(-1)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory of this layer, its scratch left out."""
+        """Bytes of device memory of this layer, without its scratch memory."""
         return sum(array.nbytes for array in (self.hot_rows, self.hot_tags) if array is not None)
 
     def _scratch_size(self) -> ScratchSize:
@@ -227,7 +228,7 @@ class DeviceAttention:
         return ScratchSize(heads * self.head_dim, 2 * heads, lists * self.max_batch)
 
     def _describe(self, selection: Selection, arguments: AttendArguments) -> None:
-        """Tell the kernel what is selected, and which rows the device holds already."""
+        """Set the arguments that tell the kernel which rows are selected, and which of them the device already holds."""
         arguments.selected = address(selection.rows)
         if selection.store is not None:
             arguments.store, arguments.store_rows = address(selection.store), selection.store.shape[2]
@@ -276,7 +277,7 @@ class LayerAttention:
     rows: LayerRows
 
     def __call__(self, queries: Tensor, batch: Batch, selection: Selection | None, lse: Tensor | None = None) -> Tensor:
-        """See Attention; `lse` as of DeviceAttention.launch."""
+        """See Attention; for `lse` see DeviceAttention.launch."""
         where = (self.window, self.rows.pointer, self.rows.extent_stride)
         return self.kernel.launch(queries, batch, *where, selection, lse=lse, on_host=self.rows.on_host)
 

@@ -35,7 +35,7 @@ class AttendArguments(ctypes.Structure):
 
 @lru_cache(maxsize=8)
 def kernel(library: CpuLibrary) -> ctypes._NamedFuncPointer:
-    """kvseek_attend of a library, declared once."""
+    """Return kvseek_attend of a library, declared once."""
     return library.function("kvseek_attend", c_void_p)
 
 
@@ -50,19 +50,19 @@ def attend(
     scaling: float,
     library: CpuLibrary,
 ) -> Tensor:
-    """Attend over the window and the selected retrieval rows: what reference.attend computes.
+    """Attend over the window and the selected retrieval rows, as reference.attend does.
 
-    Scores, softmax and sums are float32. The result of a request does not depend on the rest of the batch nor on the
-    number of threads, to the bit.
+    Scores, softmax and sums are float32. To the bit, the result of a request does not depend on the other requests of the
+    batch or on the number of threads.
 
     Parameters
     ----------
     queries : Tensor [batch, H, D]
-        float32 or bfloat16 as the rows, on the CPU. D is a multiple of 8 up to 256, H/G at most 16.
+        float32 or bfloat16, like the rows, on the CPU. D is a multiple of 8 up to 256, H/G at most 16.
     selection : Selection or None
         None: every row. With a selection no request may be dense.
     window, rows, sink
-        As of reference.attend.
+        See reference.attend.
 
     Returns
     -------
@@ -102,7 +102,7 @@ def attend(
 
 @lru_cache(maxsize=64)
 def _layout(query: tuple[Any, ...], cache: tuple[Any, ...]) -> bytes:
-    # Checked and laid out once for a combination of shapes: this runs in every layer of every step.
+    # The result is cached for each combination of shapes, because `attend` runs in every layer of every step.
     (batch, heads, dim), dtype, selected, entry_dtype = query
     (_, kv_heads, window_rows, _, _), window_stride, window_dtype, rows_stride, rows_dtype = cache
     group = heads // kv_heads

@@ -1,6 +1,6 @@
-"""Attention of one decode step over window and selected rows, in PyTorch: what the kernels of CPU and GPU compute.
+"""Attention of one decode step over window and selected rows, in PyTorch: the definition of correct for CPU and GPU kernels.
 
-Scores and softmax are in float32 whatever the rows' dtype.
+Scores and softmax are in float32 for rows of every dtype.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def attend(
     queries : Tensor [batch, H, D]
         Same dtype as the rows.
     selection : Selection or None
-        None: every row. Not read for requests that are dense.
+        None: all requests attend to every row. Not read for dense requests.
     window : Tensor [slots, G, window, 2, D]
         Window rows, K then V.
     rows : Tensor [extents, G, 1024, 2, D]
@@ -58,7 +58,7 @@ def attend(
 
 
 def window_rows(batch: Batch, request: int, window: Tensor, sink: int) -> Tensor:
-    """Window rows of one request in token order, [G, tokens, 2, D] (a copy)."""
+    """Copy the window rows of one request in token order, [G, tokens, 2, D]."""
     sink_rows, first, count = (int(batch.column(name)[request]) for name in ("sink_rows", "ring_first", "ring_rows"))
     ring = max(1, window.shape[2] - sink)
     wrapped = torch.arange(first, first + count, device=window.device) % ring + sink
@@ -67,7 +67,7 @@ def window_rows(batch: Batch, request: int, window: Tensor, sink: int) -> Tensor
 
 
 def retrieval_rows(batch: Batch, request: int, rows: Tensor) -> Tensor:
-    """Retrieval rows of one request by place, [G, n, 2, D] (a copy)."""
+    """Copy the retrieval rows of one request in the order of places, [G, n, 2, D]."""
     n = batch.lengths[request]
     extents = batch.table[batch.slots[request], : extents_for(n)].tolist()
     if not extents:
@@ -76,7 +76,7 @@ def retrieval_rows(batch: Batch, request: int, rows: Tensor) -> Tensor:
 
 
 def selected_places(selection: Selection | None, request: int, head: int, length: int) -> Tensor:
-    """Places of a region of `length` tokens that one request and KV head attends to, int64, in entry order."""
+    """List the places that a request and KV head attends to in a region of `length` tokens, int64, in the order of entries."""
     if selection is None:
         return torch.arange(length)
     entries = selection.rows[request, head].long()

@@ -1,4 +1,4 @@
-"""How attention on the GPU is cut into CTAs, and the scratch memory that their partial results need."""
+"""Cuts attention on the GPU into CTAs, and provides the scratch memory for their partial results."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ TILE_ROWS = 16  # rows that a warp takes at once
 MAX_SPLITS = 128
 SCALAR_SHARED_BYTES = 4224  # float32 rows stay in registers
 
-WINDOW_ROWS_OF_A_SPLIT = 128  # two tiles of 16 rows for each of four warps: done before any CTA that waits for the host
+WINDOW_ROWS_OF_A_SPLIT = 128  # two tiles of 16 rows a warp: such a CTA ends before any CTA that reads host memory
 MAX_WINDOW_SPLITS = 32
 MAX_RETRIEVAL_SPLITS = MAX_SPLITS - MAX_WINDOW_SPLITS
 MIN_DENSE_SPLITS = 8  # requests of a batch differ in length: the longest must not be left to a few CTAs
-MIN_SHORT_SPLITS = 4  # the same where requests are dense only while they are short
+MIN_SHORT_SPLITS = 4  # least splits of dense rows where requests are dense only while they are short
 
-FEW_ENTRIES = 256  # up to so many, a CTA takes one tile: few partial results either way, and more CTAs ask the host
-ROWS_OF_A_FULL_SPLIT = 512  # where a batch fills the GPU several times over
+FEW_ENTRIES = 256  # up to so many, a CTA takes one tile: partial results stay few, and more CTAs read from the host
+ROWS_OF_A_FULL_SPLIT = 512  # rows of a split if a batch fills the GPU several times over
 
 
 @dataclass(frozen=True)
 class HeadTiles:
-    """How the query heads of a KV head are cut into what one CTA serves, as attend_arguments.cuh does it."""
+    """Tiles of the query heads of a KV head, one for each CTA, cut as in attend_arguments.cuh."""
 
-    heads: int  # of a tile, some of them unused
+    heads: int  # query heads of a tile, some of them unused
     tiles: int
     resident_ctas: int  # CTAs that a multiprocessor is meant to hold at once
     shared_bytes: int  # dynamic shared memory of a CTA
 
     @classmethod
     def of(cls, dtype: torch.dtype, head_dim: int, group_size: int) -> HeadTiles:
-        """Tiles of a kernel's specialisation."""
+        """Compute the tiles of the kernel that is compiled for these sizes."""
         stride = 2 * head_dim * dtype.itemsize + 16  # bytes of a row in shared memory
         if dtype is torch.float32:
             most = min(group_size, 8 if head_dim <= 128 else 4)
@@ -52,7 +52,7 @@ class Splits:
 
     retrieval: int  # CTAs for a dense request's retrieval rows
     window: int
-    selected: int  # of the former, those that share what is selected; the others leave at once
+    selected: int  # of the `retrieval` CTAs, those that share a sparse request's rows; the others return at once
 
     @property
     def total(self) -> int:
@@ -63,10 +63,10 @@ class Splits:
     def plan(cls, lists: int, window_rows: int, entries: int, resident_ctas: int, retrieval: int | None) -> Splits:
         """Choose the splits of a launch.
 
-        The window gets a CTA per 128 rows. Selected rows get one per 64, a tile for each of its warps, or one per 16 if
-        they are few: all of them are then under way at once. If that is more than the GPU holds at once, both get shares
-        of what it holds that are as equal as their rows. Dense rows get as many CTAs as the GPU holds beside the
-        window's, so that a dense scan is one wave of equal parts. A CTA without rows leaves at once.
+        The window gets a CTA per 128 rows. Selected rows get a CTA per 64 rows, a tile for each of its warps, or a CTA per 16
+        rows if they are few, so that all of them are read at once. If these are more CTAs than the GPU holds at once, window
+        and selected rows share that number in proportion to their rows. Dense rows get as many CTAs as the GPU holds beside
+        the window's CTAs, so that a dense scan is one wave of equal parts. A CTA without rows returns at once.
 
         Parameters
         ----------
@@ -77,7 +77,7 @@ class Splits:
         resident_ctas : int
             CTAs that the whole GPU holds at once.
         retrieval : int or None
-            Overrides the choice.
+            CTAs for retrieval rows, instead of the chosen number; None: choose.
         """
         window = min(-(-window_rows // WINDOW_ROWS_OF_A_SPLIT), MAX_WINDOW_SPLITS)
         room = resident_ctas // lists
@@ -91,7 +91,7 @@ class Splits:
 
 
 def _share(entries: int, window_rows: int, window: int, room: int) -> tuple[int, int]:
-    """Splits of the selected rows and of the window, of which `room` are one wave; `window` are wanted for the latter."""
+    """Divide the `room` CTAs of one wave between the selected rows and the window, for which `window` CTAs are wanted."""
     of_a_split = TILE_ROWS if entries <= FEW_ENTRIES else WARPS * TILE_ROWS
     selected = min(-(-entries // of_a_split), MAX_RETRIEVAL_SPLITS)
     if selected + window <= room:
@@ -104,7 +104,7 @@ def _share(entries: int, window_rows: int, window: int, room: int) -> tuple[int,
 
 @dataclass(frozen=True)
 class ScratchSize:
-    """What one launch needs at most: numbers of the three arrays of AttentionScratch."""
+    """Sizes, in numbers, of the three arrays of AttentionScratch that one launch needs at most."""
 
     partials: int
     statistics: int
@@ -112,7 +112,7 @@ class ScratchSize:
 
 
 class AttentionScratch:
-    """Partial results of one launch. Layers run one after the other, so they may share it.
+    """Scratch memory for the partial results of one launch. Layers run one after the other, so they may share it.
 
     Attributes
     ----------
@@ -121,7 +121,7 @@ class AttentionScratch:
     statistics : Tensor, float32
         Largest score and sum of weights of every split and head.
     arrivals : Tensor, int32
-        Splits that are done; zeros between launches.
+        Number of splits that are done; zeros between launches.
     """
 
     def __init__(self, size: ScratchSize, device: torch.device) -> None:
@@ -131,7 +131,7 @@ class AttentionScratch:
         self.arrivals = torch.zeros(size.arrivals, dtype=torch.int32, device=device)
 
     def holds(self, size: ScratchSize) -> bool:
-        """Whether launches of such a size may use it."""
+        """Whether launches of such a size may use this scratch memory."""
         own = self.size
         fits = own.partials >= size.partials and own.statistics >= size.statistics
         return fits and own.arrivals >= size.arrivals
@@ -143,5 +143,5 @@ class AttentionScratch:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Address of a tensor's data for a kernel argument; None is the null pointer."""
+    """Return the address of a tensor's data for a kernel argument; None is the null pointer."""
     return None if tensor is None else tensor.data_ptr()

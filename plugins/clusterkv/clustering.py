@@ -1,4 +1,4 @@
-"""K-means of keys by cosine in PyTorch, on any device: what the kernels of kmeans.cu compute (paper, section III-B)."""
+"""K-means of keys by cosine in PyTorch, on any device; the reference for the kernels of kmeans.cu (paper, section III-B)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ ASSIGN_TOKENS = 8 * EXTENT_TOKENS  # keys assigned at a time, which bounds tempo
 
 @dataclass(frozen=True)
 class Clustering:
-    """Clusters of n keys. A cluster that lost all its keys has size 0 and a centroid of zeros, and is never selected.
+    """The clusters of n keys. A cluster that lost all its keys has size 0 and a centroid of zeros, and is never selected.
 
     Attributes
     ----------
     centroids : Tensor, float32 [G, C, D]
-        Mean of each cluster's keys as they are.
+        Mean of each cluster's keys, which are not normalised for it.
     sizes, starts : Tensor, int32 [G, C]
-        Keys of each cluster, and of all clusters before it.
+        Number of keys in each cluster, and in all clusters before it.
     order : Tensor, int32 [G, n]
-        Numbers of the keys sorted by cluster; those of a cluster ascend.
+        Numbers of the keys, sorted by cluster; inside a cluster they ascend.
     """
 
     centroids: Tensor
@@ -34,10 +34,10 @@ class Clustering:
 
 
 def cluster_keys(keys: Tensor, chosen: Tensor, iterations: int) -> Clustering:
-    """K-means of keys [G, n, D] by cosine, every KV head by itself; paper, section III-B.
+    """Cluster keys [G, n, D] by k-means with cosines, every KV head by itself; paper, section III-B.
 
-    A key belongs to the cluster whose direction is nearest (ties: lowest number); a cluster's direction is that of the
-    sum of its keys' unit vectors, so that a long key counts no more than a short one. One that loses all its keys
+    A key belongs to the cluster whose direction is nearest (ties: lowest number). A cluster's direction is that of the
+    sum of its keys' unit vectors, so that a long key counts no more than a short one. A cluster that loses all its keys
     keeps its direction, and may win keys again.
 
     Parameters
@@ -45,9 +45,10 @@ def cluster_keys(keys: Tensor, chosen: Tensor, iterations: int) -> Clustering:
     keys : Tensor [G, n, D]
         Any number type and device; computed in float32.
     chosen : Tensor, int64 [C]
-        The keys that give the first directions, in all heads.
+        Numbers of the keys that give the first directions, the same in all heads.
     iterations : int
-        Most rounds: directions from labels, labels from directions. It ends before if no label changes.
+        Most rounds; a round computes directions from labels, then labels from directions. A round that changes no label is
+        the last.
     """
     units = F.normalize(keys.float(), dim=-1)
     directions = units[:, chosen]
@@ -67,7 +68,7 @@ def cluster_keys(keys: Tensor, chosen: Tensor, iterations: int) -> Clustering:
 
 
 def nearest(units: Tensor, directions: Tensor) -> Tensor:
-    """Number of the direction with the largest cosine: [G, n, D] and [G, C, D] to int64 [G, n]."""
+    """Find the number of the direction with the largest cosine: [G, n, D] and [G, C, D] to int64 [G, n]."""
     parts = []
     for start in range(0, units.shape[1], ASSIGN_TOKENS):
         cosines = units[:, start : start + ASSIGN_TOKENS] @ directions.transpose(1, 2)
@@ -76,11 +77,11 @@ def nearest(units: Tensor, directions: Tensor) -> Tensor:
 
 
 def cluster_sums(vectors: Tensor, labels: Tensor, clusters: int) -> Tensor:
-    """Sum of the vectors [G, n, D] of each label [G, n]: [G, clusters, D]."""
+    """Add up the vectors [G, n, D] of each label [G, n]: [G, clusters, D]."""
     sums = vectors.new_zeros(vectors.shape[0], clusters, vectors.shape[2])
     return sums.scatter_add_(1, labels[..., None].expand_as(vectors), vectors)
 
 
 def cluster_sizes(labels: Tensor, clusters: int) -> Tensor:
-    """Keys of each label [G, n]: int64 [G, clusters]."""
+    """Count the keys of each label [G, n]: int64 [G, clusters]."""
     return labels.new_zeros(labels.shape[0], clusters).scatter_add_(1, labels, torch.ones_like(labels))

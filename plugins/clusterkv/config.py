@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.plugins.shared.group import require_group_reduce
 
-# An eviction of so many generated tokens is clustered by itself (paper, section III-B).
+# Generated tokens that leave the window together and are clustered by themselves (paper, section III-B).
 GENERATED_TOKENS = 320
 CLUSTER_STEP = 16  # the clusters that an extent has room for are a multiple of this
-MOST_ROWS = 65_535  # of a step's selection per KV head: kernels keep cluster sizes, cut at top_k, in 16 bits
+MOST_ROWS = 65_535  # limit of top_k: kernels keep cluster sizes, cut at top_k, in 16 bits
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Config:
     group_reduce : str
         "mean", "max" or "softmax_mean": how the query heads of a KV head agree (plugins/shared/group.py).
     cache_steps : int
-        Decode steps whose selected rows stay on the device, where those of a layer lie in host memory; 0: none.
+        Decode steps whose selected rows stay on the device, in layers whose rows lie in host memory; 0: none.
         `R` of the paper.
     """
 
@@ -61,21 +61,21 @@ class Config:
 
     @property
     def clusters_per_extent(self) -> int:
-        """Clusters that an extent has room for: its share at the faster of the two rates, and 2 for rounding up."""
+        """Clusters that an extent has room for: those of 1,024 tokens at the larger of both rates, and 2 for rounding up."""
         prompt = -(-EXTENT_TOKENS // self.tokens_per_cluster)
         generated = -(-EXTENT_TOKENS * self.clusters_per_update // GENERATED_TOKENS)
         return -(-(max(prompt, generated) + 2) // CLUSTER_STEP) * CLUSTER_STEP
 
     def prompt_clusters(self, tokens: int) -> int:
-        """Clusters of a prompt of `tokens` retrieval tokens: tokens / tokens_per_cluster, rounded down, at least 1."""
+        """Return the clusters of `tokens` retrieval tokens of a prompt: tokens / tokens_per_cluster rounded down, at least 1."""
         return max(1, tokens // self.tokens_per_cluster) if tokens else 0
 
     def generated_clusters(self, tokens: int) -> int:
-        """Clusters of the first `tokens` generated tokens that were evicted, to the nearest number, at least 1."""
+        """Return the clusters of the first `tokens` generated tokens that were evicted, rounded to nearest, at least 1."""
         rounded = (2 * tokens * self.clusters_per_update + GENERATED_TOKENS) // (2 * GENERATED_TOKENS)
         return max(1, rounded) if tokens else 0
 
     def most_clusters(self, tokens: int) -> int:
-        """Most clusters that a region of `tokens` tokens can have, however prompt and evictions share it."""
+        """Return the most clusters that a region of `tokens` tokens can have, for every division into prompt and evictions."""
         prompt, generated = tokens // self.tokens_per_cluster, tokens * self.clusters_per_update // GENERATED_TOKENS
         return max(prompt, generated) + 2

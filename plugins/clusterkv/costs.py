@@ -1,4 +1,4 @@
-"""What a decode step of ClusterKV moves, as the benchmark's floor model reads it (plugins/measurements/costs.py)."""
+"""Costs of a ClusterKV decode step, for the benchmark's floor model (plugins/measurements/costs.py)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from .config import Config
 
 KERNELS = 2  # score, choose
 NUMBER = 4  # bytes of a score, a size, a start, a place
-CACHE_BYTES = 2 * 16  # of a cluster taken: where the store holds it, read and written
-ENTRY_BYTES = 4 * NUMBER  # of a row: its place read; place, cached row and kept row written
+CACHE_BYTES = 2 * 16  # for each cluster taken: its entry of RecentRows.clusters, read and written
+ENTRY_BYTES = 4 * NUMBER  # for each row: its place is read; place, cached row and kept row are written
 
 
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
-    """Costs per request, layer and KV head.
+    """Compute the costs per request, layer and KV head.
 
-    Rows count as read from the pool: how many of them the last steps' rows spare shows only in a run
-    (CudaIndex.hit_rate). Generated tokens are taken to be clustered as a prompt's are, which holds for the defaults.
+    All rows count as read from the pool; how many of them the store of recent rows saves shows only in a run
+    (CudaIndex.hit_rate). Generated tokens count as if they were clustered like a prompt's, which holds for the defaults.
     """
     rows, clusters = min(config.top_k, length), config.prompt_clusters(length)
     lanes = 1 if config.group_reduce == "mean" else model.group_size

@@ -1,7 +1,7 @@
 """ClusterKV on the GPU: the reference's arrays, filled by DeviceKMeans and searched by two kernels (select.cu).
 
-Where a layer's rows lie in host memory, those that a slot's last steps selected stay on the device (paper, section
-IV-D): the attention kernel copies every selected row into a store, and the selection knows which clusters are there.
+If a layer's rows lie in host memory, copies of the rows that a slot's last steps selected stay on the device (paper, section
+IV-D): the attention kernel copies every selected row to a store, and the selection knows which clusters the store holds.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .config import Config
 from .kmeans import ClusterArrays, DeviceKMeans
 from .reference import ReferenceIndex
 
-SCORE_THREADS, CHOOSE_THREADS = 256, 1024  # as score.cuh and choose.cuh have them
+SCORE_THREADS, CHOOSE_THREADS = 256, 1024  # as in score.cuh and choose.cuh
 UNIT = 32  # clusters that are scored together (select.cuh)
-SCORE_BLOCKS = 4  # of a multiprocessor: as many as its registers hold at head_dim 128
+SCORE_BLOCKS = 4  # blocks per multiprocessor: as many as its registers hold at head_dim 128
 CHOOSE_STATIC_BYTES = 12 << 10  # upper bound of ChooseMemory (choose.cuh)
-NEVER = -(2**30)  # a decode step that no later one can be near
+NEVER = -(2**30)  # position of a step that no real step is near
 
 
 class SelectArguments(ctypes.Structure):
@@ -48,16 +48,16 @@ class SelectArguments(ctypes.Structure):
 
 
 class Workspace:
-    """Scores of a selection. Layers run one after another, so one work space serves all of them.
+    """Work space for the scores of a selection. Layers run one after another, so one work space serves all of them.
 
     Attributes
     ----------
     units : int
-        Units of clusters of the longest region.
+        Units of clusters in the longest region.
     scores : Tensor, float32 [slots, G, units, 32, lanes]
-        Of each cluster, as powers of two ("mean": q·k); -inf if it has no keys.
+        Score of each cluster, as an exponent of 2 ("mean": q·k); -inf if the cluster has no keys.
     statistics : Tensor, float32 [slots, G, units, lanes, 2]
-        Largest score of a unit, and the sum of the powers relative to it.
+        Largest score of a unit, and the sum of the powers of 2 relative to it.
     """
 
     def __init__(self, context: IndexContext, lanes: int) -> None:
@@ -70,14 +70,15 @@ class Workspace:
 
 @dataclass(frozen=True)
 class RecentRows:
-    """The rows that the last steps selected: a step at position p writes buffer p mod (R + 1), R = cache_steps.
+    """Rows that the last R = cache_steps steps selected. The step at position p writes to buffer p mod (R + 1) of the store.
 
     Attributes
     ----------
     store : Tensor [slots, G, (R + 1) * top_k, 2, D]
-        As in Selection.
+        See Selection.store.
     clusters : Tensor, int32 [E, G, S, 4]
-        Of each cluster: the last position that selected it, its first row in the store, its rows there, unused.
+        For each cluster: position of the last step that selected it, its first row in the store, number of its rows there,
+        unused.
     """
 
     store: Tensor
@@ -85,12 +86,12 @@ class RecentRows:
 
     @classmethod
     def empty(cls, context: IndexContext) -> RecentRows:
-        """Room for all slots, holding nothing."""
+        """Allocate room for all slots, holding no rows."""
         config: Config = context.config
         slots, capacity, heads = context.extents.slots, context.extents.capacity, context.num_kv_heads
         store = (slots, heads, (config.cache_steps + 1) * config.top_k, 2, context.head_dim)
         clusters = (capacity, heads, config.clusters_per_extent, 4)
-        with torch.inference_mode(False):  # they are written to in and outside of it
+        with torch.inference_mode(False):  # the tensors are written to inside and outside of that mode
             return cls(
                 torch.empty(store, dtype=context.dtype, device=context.device),
                 torch.full(clusters, NEVER, dtype=torch.int32, device=context.device),
@@ -100,12 +101,12 @@ class RecentRows:
 class CudaIndex(Index):
     """The index of one layer. Given the same clusters it selects the reference's rows, in the reference's order.
 
-    Scores differ from the reference's by rounding, so of two clusters that score alike either may be the one that is cut.
+    Scores differ from the reference's by rounding, so of two clusters with nearly equal scores either may be cut.
 
     Attributes
     ----------
     reference : ReferenceIndex
-        Owns the arrays, and clusters what leaves the window; by the kernels.
+        Owns the arrays, and clusters the keys that leave the window, by means of the kernels.
     recent : RecentRows or None
         Rows of the last steps; None if the layer keeps none.
     """
@@ -121,7 +122,7 @@ class CudaIndex(Index):
         if "clusterkv" not in shared:
             shared["clusterkv"] = (Workspace(context, lanes), SideStream(context.device))
         self.workspace: Workspace = shared["clusterkv"][0]
-        self._side: SideStream = shared["clusterkv"][1]  # on which prompts are clustered while the next layers compute
+        self._side: SideStream = shared["clusterkv"][1]  # clusters prompts while the next layers compute
         self._choose_bytes = choose_bytes(self.config.top_k, self.workspace.units, context.extents.max_extents)
         _check_shared_memory(context, self._choose_bytes, self._kernels.shared_memory_per_block - CHOOSE_STATIC_BYTES)
         kmeans = DeviceKMeans(context, self.config, self._kernels)
@@ -133,12 +134,12 @@ class CudaIndex(Index):
 
     @property
     def bytes_per_token(self) -> float:
-        """See ReferenceIndex.bytes_per_token; where rows lie in host memory, 16 bytes more per cluster."""
+        """See ReferenceIndex.bytes_per_token; 16 bytes more per cluster if the rows lie in host memory."""
         recent = 0.0 if self.recent is None else self.recent.clusters[0].nbytes / EXTENT_TOKENS
         return self.reference.bytes_per_token + recent
 
     def hit_rate(self) -> float | None:
-        """Share of the rows selected so far that the store held; None if there were none. Waits for the device."""
+        """Return the share of the rows selected so far that the store held; None if there were none. Waits for the device."""
         found, read = self._counters.tolist()
         return found / (found + read) if found + read else None
 
@@ -147,14 +148,14 @@ class CudaIndex(Index):
         return self.reference.effort(length)
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
-        """See Index.build: clusters on a side stream; the queries are not used."""
+        """See Index.build. Clusters on a side stream; the queries are not used."""
         index = self.reference
         index.begin(slot, keys.shape[1])
         if index.dense:
             return Built()
         self._forget_rows(slot)
         count = index.counts[slot]
-        # A request that is cancelled gives its extents back without a wait, and its row of the table is cleared.
+        # A copy, because a cancelled request's row of the table is cleared without waiting for this work.
         table = self.context.extents.device_table[slot].clone()
 
         def work() -> None:
@@ -162,7 +163,7 @@ class CudaIndex(Index):
                 self._cluster(slot, keys, 0, 0, count, table=table)
             index.show_clusters(slot)
 
-        # Even without keys: extents may come from a request whose clustering is still under way.
+        # Also without keys, because the extents may come from a request whose clustering is still under way.
         return Built(ticket=self._side.run(work, read=(keys, table)))
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
@@ -174,7 +175,7 @@ class CudaIndex(Index):
         self.reference.publish(slot, start, count)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection | None:
-        """See Index.select: two kernels, or none in a dense layer. Rows ascend inside a cluster.
+        """See Index.select. Launches two kernels, or none in a dense layer. Rows ascend inside a cluster.
 
         Raises KernelError for queries of another dtype or device than the cache's.
         """
@@ -194,14 +195,14 @@ class CudaIndex(Index):
         return selection
 
     def _forget_rows(self, slot: int) -> None:
-        """Mark every cluster of the slot's extents as one that the store holds no rows of; on the current stream.
+        """Mark every cluster of the slot's extents as not held by the store, on the current stream.
 
-        The extents and the slot's part of the store may come from another request: what they held is not this one's.
+        The extents and the slot's part of the store may come from another request, whose rows must not be found.
         """
         if self.recent is None:
             return
         owned = self.context.extents.room(slot) // EXTENT_TOKENS
-        extents = self.context.extents.device_table[slot, :owned].long()  # stays on the device: nobody waits for it
+        extents = self.context.extents.device_table[slot, :owned].long()  # on the device: the host does not wait
         self.recent.clusters.index_fill_(0, extents, NEVER)
 
     def _entries(self, batch: int) -> Tensor:
@@ -237,12 +238,12 @@ class CudaIndex(Index):
 
 
 def choose_bytes(top_k: int, units: int, max_extents: int) -> int:
-    """Bytes of ChooseArrays (choose.cuh)."""
+    """Return the bytes of ChooseArrays (choose.cuh)."""
     return 6 * units * UNIT + 4 * (5 * top_k + max_extents)
 
 
 def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int]:
-    """Macros that select.cuh expects; raises ConfigError on a head size that the kernels do not support."""
+    """Return the macros that select.cuh expects; raises ConfigError on a head size that the kernels do not support."""
     fits = head_dim % 32 == 0 and 32 <= head_dim <= 256
     limit = "a multiple of 32 up to 256 for ClusterKV on the GPU"
     require(fits, "head_dim", head_dim, limit, "build with --device cpu")
@@ -254,7 +255,7 @@ def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int
 
 
 def _check_shared_memory(context: IndexContext, wanted: int, limit: int) -> None:
-    """Raise KernelError unless the `wanted` bytes are among the `limit` that a block of this GPU may ask for."""
+    """Raise KernelError if a block needs more bytes of shared memory than the `limit` of this GPU."""
     if wanted > limit:
         config, tokens = context.config, context.extents.max_extents * EXTENT_TOKENS
         raise KernelError(

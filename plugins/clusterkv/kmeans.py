@@ -1,10 +1,10 @@
 """K-means of keys on the GPU, batched over KV heads: launches the kernels of kmeans.cu (ClusterKV paper, section III-B).
 
-The rounds are those of `clustering.cluster_keys`. Unit keys and directions, counted from a mean direction, are float16 for
-every number type and meet on tensor cores with float32 sums: cosines are off by less than 2^-11 of what keys and
-directions differ by, so a key that is as near to one cluster as to another may join either. Sums of unit keys are
-integers, in steps of 2^-21, and so do not depend on their order; lengths and means are float32, in an order that depends
-on the keys alone.
+The rounds are those of `clustering.cluster_keys`. Unit keys and directions, less a mean direction, are float16 for every
+dtype of keys, and are multiplied on tensor cores with float32 sums. So cosines are off by less than 2^-11 of the differences
+between keys and directions, and a key that is equally near to two clusters may join either. Sums of unit keys are integers,
+in steps of 2^-21, and so do not depend on the order of addition; lengths and means are float32, added in an order that
+depends only on the keys.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .seeding import initial_keys
 # As in kmeans.cuh, kmeans_assign.cuh, kmeans_turn.cuh, kmeans_mean.cuh.
 THREADS, WARPS = 256, 8
 CHUNK = 64  # list entries that a warp sums
-LABELS = 8  # of one load
-BIAS_HALVES = 8  # of a stored direction, after its numbers
-MOST_CLUSTERS = 65_520  # a label is 16 bits, and the blocks of the last clusters must not meet the label of no cluster
-MOST_TOKENS = 2**29  # of one clustering: lists hold keys and cluster in 32 bits
-ALIGNMENT = 16  # bytes: widest load of a key
+LABELS = 8  # labels of one load
+BIAS_HALVES = 8  # float16 numbers that follow a stored direction
+MOST_CLUSTERS = 65_520  # labels have 16 bits; the last block's clusters must not reach the label of "no cluster"
+MOST_TOKENS = 2**29  # tokens of one clustering: list entries hold a key and its cluster in 32 bits
+ALIGNMENT = 16  # bytes of the widest load of a key, to which keys must be aligned
 
-SMALL_TOKENS = 1024  # up to here one launch of a block per head: quick to start, and slow work for long prompts
-SEED_BLOCKS = 16  # of a head
+SMALL_TOKENS = 1024  # up to so many, one launch with a block per head: it starts quickly but is slow for long prompts
+SEED_BLOCKS = 16  # blocks per head
 
 
 class KMeansArguments(ctypes.Structure):
@@ -55,7 +55,7 @@ class KMeansArguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ClusterArrays:
-    """Where a clustering is written: the arrays of ReferenceIndex, on the GPU, contiguous.
+    """The arrays that a clustering is written to: those of ReferenceIndex, on the GPU, contiguous.
 
     Attributes
     ----------
@@ -73,14 +73,14 @@ class ClusterArrays:
 class DeviceKMeans:
     """Clusters keys of one layer on the current stream, which may be a side stream; the host never waits.
 
-    Work space belongs to the stream that is current: 14 bytes per token and KV head, 10 D + 28 per cluster and KV head.
+    Work space is allocated on the current stream: 14 bytes per token and KV head, and 10 D + 28 bytes per cluster and KV head.
 
     Parameters
     ----------
     context : IndexContext
-        Of the layer: seeds depend on it.
+        Context of the layer; seeds depend on the layer.
     kernels : CudaKernels
-        Of the method's cubin.
+        Kernels of the method.
     """
 
     def __init__(self, context: IndexContext, config: Config, kernels: CudaKernels) -> None:
@@ -98,31 +98,32 @@ class DeviceKMeans:
         arrays: ClusterArrays,
         table: Tensor | None = None,
     ) -> Tensor:
-        """Cluster keys by themselves; nothing that queries see changes before the slot's cluster count does.
+        """Cluster keys by themselves. Queries see the new clusters only after the slot's cluster count has been raised.
 
-        Writes the places of the keys, sorted by cluster and ascending inside one, as the slot's places first_place ..,
-        and mean, size and start of clusters first_cluster .. . A cluster without keys has size 0 and a mean of zeros.
+        Writes to `arrays.places`, from entry first_place on, the places of the keys, sorted by cluster and ascending inside a
+        cluster; and mean, size and start of the clusters from number first_cluster on. A cluster without keys has size 0 and a
+        mean of zeros.
 
         Parameters
         ----------
         keys : Tensor [G, n, D], dtype of the cache, on the GPU
-            Of places first_place .. first_place + n - 1, n >= 1; rows contiguous and aligned to 16 bytes, heads and
-            tokens strided. Must stay as they are until the current stream has come here.
+            Keys of places first_place .. first_place + n - 1, n >= 1. Each key is contiguous and aligned to 16 bytes; heads and
+            tokens may be strided. The keys must not change until the current stream has run this work.
         clusters : int
-            1 <= clusters <= n.
+            Number of clusters, 1 <= clusters <= n.
         table : Tensor, int32 [max_extents], on the GPU, or None
             Copy of the slot's row of the extent table, kept as long as the keys, if the slot may be closed before the
-            current stream has come here; None: the row itself.
+            current stream has run this work; None: the row itself is read.
 
         Returns
         -------
         Tensor, int32 [iterations + 1, G], on the GPU
-            Keys that each round moved to another cluster: zeros from the round that ended the search.
+            Number of keys that each round moved to another cluster: zeros from the round on that ended the search.
 
         Raises
         ------
         KernelError
-            If the keys are not as they should be, or the slot's extents have no room.
+            If the keys are not as described above, or the slot's extents have no room.
         ConfigError
             If there are fewer keys than clusters.
         """
@@ -181,7 +182,7 @@ class DeviceKMeans:
         cluster_blocks = -(-arguments.clusters // self.block_clusters)
         self._launch("seed", SEED_BLOCKS, arguments)
         for number in range(arguments.rounds):
-            arguments.round = number  # launches copy the arguments
+            arguments.round = number  # may be changed between launches, because each launch copies the arguments
             self._launch("assign", key_blocks, arguments)
             if number + 1 < arguments.rounds:
                 self._launch("place", -(-arguments.tokens // THREADS), arguments)
@@ -209,7 +210,7 @@ class DeviceKMeans:
 
 
 def check_keys(keys: Tensor, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Raise KernelError unless kernels can read `keys` as DeviceKMeans.cluster describes them."""
+    """Raise KernelError unless `keys` are as DeviceKMeans.cluster describes them."""
     if keys.dim() != 3 or keys.shape[0] != kv_heads or keys.shape[2] != head_dim:
         raise KernelError(f"keys: shape {tuple(keys.shape)}: must be [{kv_heads}, n, {head_dim}]")
     if not 1 <= keys.shape[1] <= MOST_TOKENS:

@@ -12,7 +12,7 @@ from .reference import ReferenceIndex
 
 
 def traits(config: Config) -> Traits:
-    """What the engine and the builder must know: the first 16 tokens are never clustered (paper, section III-B)."""
+    """Return the method's traits; the first 16 tokens are never clustered, so they are the sink (paper, section III-B)."""
     return Traits(
         dense_layers=config.dense_layers,
         cache_defaults={"update": GENERATED_TOKENS, "sink": 16},

@@ -25,14 +25,14 @@ from .seeding import initial_keys
 
 @dataclass(frozen=True)
 class Appended:
-    """What evicted keys became that queries do not see yet: new clusters, or keys that are to join the last one.
+    """Evicted keys that queries do not see yet: as new clusters, or as keys that are to join the slot's last cluster.
 
     Attributes
     ----------
     clusters : int
-        New clusters, which follow those that queries see.
+        Number of new clusters, which follow those that queries see.
     total : Tensor, float32 [G, D], or None
-        Sum of the keys that are to join; None if they became clusters.
+        Sum of the keys that are to join the last cluster; None if they became new clusters.
     """
 
     clusters: int = 0
@@ -42,26 +42,26 @@ class Appended:
 class ReferenceIndex(Index):
     """One layer's clusters. The first `dense_layers` layers have none: they attend to every row.
 
-    The clusters of a slot are numbered in the order in which they were made, the prompt's first, and are as many in every
-    KV head. Cluster c lies in the slot's extent c / S at c mod S, where S = config.clusters_per_extent. With E extents and
-    G KV heads:
+    The clusters of a slot are numbered in the order in which they were made, the prompt's first. Every KV head has the same
+    number of clusters. Cluster c is entry c mod S of the slot's extent c / S, where S = config.clusters_per_extent. With E
+    extents and G KV heads:
 
     Attributes
     ----------
     centroids : Tensor [E, G, S, D], dtype of the cache
-        Mean of each cluster's keys. Rounded to bfloat16 it moves a score by 0.5 % of the spread that the scores of a
-        cluster's keys have, and float32 would double what a step reads (README).
+        Mean of each cluster's keys. Rounding it to bfloat16 moves a score by 0.5 % of the spread of the scores of a
+        cluster's keys; float32 would double the bytes that a step reads (README).
     sizes, starts : Tensor, int32 [E, G, S]
-        Keys of each cluster, and where they begin in the slot's `places`.
+        Number of keys in each cluster, and entry of the slot's `places` where the cluster begins.
     places : Tensor, int32 [E, G, 1024]
-        The slot's places sorted by cluster, addressed like a row of the pool. Places of an eviction follow those before
-        it; those of a cluster ascend.
+        The slot's places, sorted by cluster; entries are addressed like rows of the pool. The places of an eviction follow
+        those before it; inside a cluster places ascend.
     clusters : Tensor, int32 [slots]
-        Clusters of each slot that queries see.
+        Number of clusters of each slot that queries see.
     counts, prompt_tokens : list of int, one per slot
-        The same on the host, and the tokens that `build` clustered.
+        The same number on the host, and the number of tokens that `build` clustered.
     clusterer : callable or None
-        What CudaIndex clusters by, with the arguments of `cluster`; None: PyTorch.
+        Function by which CudaIndex clusters, with the arguments of `cluster`; None: cluster in PyTorch.
     """
 
     clusterer: Callable[[int, Tensor, int, int, int], object] | None = None
@@ -83,7 +83,7 @@ class ReferenceIndex(Index):
 
     @property
     def bytes_per_token(self) -> float:
-        """A place per token; centroid, size and start per cluster that extents have room for. Nothing in a dense layer."""
+        """See Index. A place per token; centroid, size and start per cluster that extents have room for. 0 in a dense layer."""
         if self.dense:
             return 0.0
         cluster = self.context.head_dim * self.context.dtype.itemsize + 2 * 4
@@ -99,13 +99,13 @@ class ReferenceIndex(Index):
         return Built()
 
     def begin(self, slot: int, tokens: int) -> None:
-        """Note on the host that a slot now holds a prompt of `tokens` retrieval tokens and the clusters they get."""
+        """Note on the host that a slot now holds a prompt of `tokens` retrieval tokens, and how many clusters it gets."""
         self._appended.pop(slot, None)
         self.prompt_tokens[slot] = tokens
         self.counts[slot] = 0 if self.dense else self.config.prompt_clusters(tokens)
 
     def show_clusters(self, slot: int) -> None:
-        """Let queries see the clusters that the host counts."""
+        """Let queries see all clusters that `counts` has on the host."""
         self.clusters[slot].fill_(self.counts[slot])
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
@@ -113,7 +113,7 @@ class ReferenceIndex(Index):
         if self.dense:
             return
         added = self._new_clusters(slot, start, keys.shape[1])
-        if added:  # beyond the slot's count: queries do not see them
+        if added:  # written beyond the slot's count, so queries do not see them yet
             self.cluster(slot, keys, start, self.counts[slot], added)
             self._appended[slot] = Appended(clusters=added)
         else:
@@ -132,11 +132,11 @@ class ReferenceIndex(Index):
             self._join(slot, appended.total, count)
 
     def effort(self, length: int) -> Effort:
-        """See Index.effort: the budget, or all rows of a dense layer. The kernels need no numbers."""
+        """See Index.effort. The rows are the budget, or all rows in a dense layer. The kernels need no numbers."""
         return Effort(length if self.dense else min(self.config.top_k, length))
 
     def select(self, queries: Tensor, batch: Batch) -> Selection | None:
-        """Rows of the best clusters: queries [batch, H, D] to rows int32 [batch, G, top_k]. None in a dense layer.
+        """Select the rows of the best clusters: queries [batch, H, D] to rows int32 [batch, G, top_k]. None in a dense layer.
 
         Clusters ascend by number, rows by place inside a cluster; -1 fills up when the region holds fewer than top_k.
         """
@@ -147,29 +147,29 @@ class ReferenceIndex(Index):
         return Selection(torch.stack([self._rows(*request) for request in requests]))
 
     def read_clusters(self, array: Tensor, slot: int) -> Tensor:
-        """Entries of the slot's clusters in `array` [E, G, S, ...]: a copy, [G, clusters, ...]."""
+        """Copy the entries of the slot's clusters from `array` [E, G, S, ...]: [G, clusters, ...]."""
         extents, inside = self._entries(slot, 0, self.counts[slot])
         return array[extents, :, inside].transpose(0, 1)
 
     def write_clusters(self, array: Tensor, slot: int, first: int, values: Tensor) -> None:
-        """Write `values` [G, c, ...] as the entries of clusters first .. first + c - 1 into `array` [E, G, S, ...]."""
+        """Write `values` [G, c, ...] to `array` [E, G, S, ...] as the entries of clusters first .. first + c - 1."""
         extents, inside = self._entries(slot, first, values.shape[1])
         array[extents, :, inside] = values.transpose(0, 1).to(array.dtype)
 
     def _entries(self, slot: int, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Extents of the clusters first .. first + count - 1 of a slot, and their numbers inside: int64 [count] each."""
+        """Find the extents of clusters first .. first + count - 1 of a slot, and their entries there: int64 [count] each."""
         numbers = torch.arange(first, first + count)
         extents = self.context.extents.table[slot, numbers // self.config.clusters_per_extent]
         device = self.context.device
         return extents.long().to(device), (numbers % self.config.clusters_per_extent).to(device)
 
     def _new_clusters(self, slot: int, start: int, tokens: int) -> int:
-        """Clusters that an eviction of `tokens` tokens from place `start` on adds; 0: it joins the last cluster."""
+        """Count the clusters that an eviction of `tokens` tokens from place `start` on adds; 0: it joins the last cluster."""
         generated = start - self.prompt_tokens[slot]
         return self.config.generated_clusters(generated + tokens) - self.config.generated_clusters(generated)
 
     def cluster(self, slot: int, keys: Tensor, first_place: int, first_cluster: int, clusters: int) -> None:
-        """Cluster keys [G, n, D] of the places first_place, ... by themselves, into clusters first_cluster, ... ."""
+        """Cluster keys [G, n, D] of the places from first_place on by themselves, into clusters from first_cluster on."""
         if self.clusterer is not None:
             self.clusterer(slot, keys, first_place, first_cluster, clusters)
             return
@@ -182,12 +182,12 @@ class ReferenceIndex(Index):
         self.write_clusters(self.starts, slot, first_cluster, found.starts + first_place)
 
     def _write_run(self, slot: int, start: int, tokens: int) -> None:
-        """Write places start .. start + tokens - 1 as they come: those of keys that join the slot's last cluster."""
+        """Write places start .. start + tokens - 1 in ascending order, for keys that join the slot's last cluster."""
         places = torch.arange(start, start + tokens, dtype=torch.int32, device=self.context.device)
         self.context.extents.write(self.places, slot, start, places.expand(self.context.num_kv_heads, -1))
 
     def _join(self, slot: int, total: Tensor, tokens: int) -> None:
-        """Count `tokens` keys, whose sum is `total` [G, D], to the slot's last cluster, whose places they follow."""
+        """Add `tokens` keys, whose sum is `total` [G, D], to the slot's last cluster; their places follow the cluster's."""
         last = self.counts[slot] - 1
         extent = int(self.context.extents.table[slot, last // self.config.clusters_per_extent])
         inside = last % self.config.clusters_per_extent
@@ -205,7 +205,7 @@ class ReferenceIndex(Index):
         return self.rows_of_best(reduce_scores(scores, self.config.group_reduce, self.context.scaling), slot, length)
 
     def rows_of_best(self, values: Tensor, slot: int, length: int) -> Tensor:
-        """Places that the clusters with the largest values [G, clusters] hold: int32 [G, top_k], -1 fills up."""
+        """List the places of the clusters with the largest values [G, clusters]: int32 [G, top_k], -1 fills up."""
         taken = rows_taken(values, self.read_clusters(self.sizes, slot), self.config.top_k)
         entries = expand(self.read_clusters(self.starts, slot), taken, self.config.top_k)
         places = self.context.extents.read(self.places, slot, length)
@@ -213,9 +213,9 @@ class ReferenceIndex(Index):
 
 
 def rows_taken(values: Tensor, sizes: Tensor, top_k: int) -> Tensor:
-    """Rows to take of each cluster: values and sizes [G, C] to int64 [G, C].
+    """Count the rows to take of each cluster: values and sizes [G, C] to int64 [G, C].
 
-    Clusters are taken whole by descending value (ties: lowest number) until `top_k` rows are reached; the last is cut.
+    Clusters are taken whole, by descending value (ties: lowest number), until `top_k` rows are reached; the last is cut.
     """
     order = values.argsort(dim=-1, descending=True, stable=True)
     ranked = sizes.long().gather(-1, order)
@@ -225,7 +225,7 @@ def rows_taken(values: Tensor, sizes: Tensor, top_k: int) -> Tensor:
 
 
 def expand(starts: Tensor, taken: Tensor, top_k: int) -> Tensor:
-    """Entries of the sorted list that clusters stand for: starts and taken [G, C] to int64 [G, top_k], -1 at the end."""
+    """List the entries of `places` that clusters cover: starts and taken [G, C] to int64 [G, top_k], -1 at the end."""
     ends = taken.cumsum(dim=-1)
     wanted = torch.arange(top_k, device=taken.device).expand(taken.shape[0], -1).contiguous()
     cluster = torch.searchsorted(ends, wanted, right=True)

@@ -1,4 +1,4 @@
-"""Which keys a clustering starts from: the same for the reference and for the GPU (ClusterKV paper, section 3.B)."""
+"""Chooses the keys that a clustering starts from, for the reference and the GPU alike (ClusterKV paper, section III-B)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _SEEDS = 2**63
 
 
 def initial_keys(seed: int, layer: int, tokens: int, clusters: int) -> Tensor:
-    """Numbers of the keys that are the first centroids, chosen at random without repetition.
+    """Choose the keys that are the first centroids, at random without repetition.
 
-    They depend on nothing else, above all not on the slot or the batch, and are the same for all KV heads.
+    The choice depends only on the arguments, not on the slot or the batch, and is the same for all KV heads.
 
     Parameters
     ----------
     tokens : int
-        Keys to be clustered.
+        Number of keys to be clustered.
     clusters : int
-        Centroids wanted.
+        Number of centroids.
 
     Returns
     -------
     Tensor, int64 [clusters], on the CPU
-        Ascending, below `tokens`.
+        Numbers of the keys, ascending, below `tokens`.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Where ClusterKV loses rows: whole clusters fill the budget, or the centroids rank a cluster too low."""
+"""Stages at which ClusterKV loses rows: whole clusters fill the budget, or the centroids rank a cluster too low."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .reference import ReferenceIndex
 
 
 def stages(index: Index, query: Tensor, slot: int) -> Stages:
-    """Stages of a query [H, D]: `clusters`, what the best clusters hold if each is ranked by its best key; `centroids`.
+    """Find the stages of a query [H, D]: `clusters` keeps the best clusters if each is ranked by its best key; `centroids`.
 
-    A cluster's value is its keys' largest score of each lane, reduced over lanes and clusters as `select` reduces those of
-    centroids; the last cluster is cut as there. A dense layer keeps everything.
+    In the stage `clusters`, a cluster's score for a lane is the largest score of its keys. These scores are reduced, and the
+    last cluster is cut, as `select` does it with the scores of centroids. A dense layer keeps everything.
     """
     clusterkv = require_index(index, ReferenceIndex)
     kv_heads, n = clusterkv.context.num_kv_heads, clusterkv.context.lengths[slot]
@@ -32,7 +32,7 @@ def stages(index: Index, query: Tensor, slot: int) -> Stages:
 
 
 def best_scores(index: ReferenceIndex, lanes: Tensor, slot: int) -> Tensor:
-    """Largest q·k among the keys of each cluster: lanes [G, lanes, D] to [G, lanes, clusters], -inf for one without keys."""
+    """Find the largest q·k in each cluster: lanes [G, lanes, D] to [G, lanes, clusters]; -inf for a cluster without keys."""
     n = index.context.lengths[slot]
     scores = lanes @ stored_keys(index, slot).transpose(1, 2)
     sorted_places = index.context.extents.read(index.places, slot, n).long()

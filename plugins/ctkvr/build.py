@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TILE_SCORES = 1 << 24  # scores of a tile that are held at once: 64 MiB of float32
+TILE_SCORES = 1 << 24  # scores that are held at once, those of a tile: 64 MiB of float32
 
 
 def build_lists(queries: Tensor, keys: Tensor, rho: int, scaling: float, tile: int | None = None) -> Tensor:
@@ -22,7 +22,8 @@ def build_lists(queries: Tensor, keys: Tensor, rho: int, scaling: float, tile: i
     scaling : float
         Softmax scale.
     tile : int, optional
-        Centroids at a time, >= 1; None: as many as keep TILE_SCORES scores. Scores are float32 and [H, C, n] never exists.
+        Centroids at a time, >= 1; None: as many as have TILE_SCORES scores. Scores are float32; all [H, C, n] scores never
+        exist at once.
 
     Returns
     -------
@@ -45,19 +46,21 @@ def build_lists(queries: Tensor, keys: Tensor, rho: int, scaling: float, tile: i
 
 
 def attention_values(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
-    """Logarithm of each key's largest softmax weight in the group: queries [..., g, t, D], keys [..., n, D] to [..., t, n].
+    """Compute the logarithm of each key's largest softmax weight in the group.
 
-    Weights themselves would order the keys alike, but the small ones vanish in float32 and could not be told apart.
+    Queries [..., g, t, D] and keys [..., n, D] to [..., t, n]. The weights themselves would order the keys alike, but small
+    weights become zero in float32 and could not be told apart.
     """
     scores = (queries.float() @ keys.float().unsqueeze(-3).transpose(-1, -2)) * scaling
     return (scores - scores.logsumexp(dim=-1, keepdim=True)).amax(dim=-3)
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Indexes of the `count` largest of float32 values [..., n], largest first, ties by lowest: int64 [..., count].
+    """Find the indexes of the `count` largest of float32 values [..., n], largest first, ties by lowest: int64 [..., count].
 
-    A value's bits and its complemented index make one integer, so no order of evaluation matters; -0 is below 0. The bits
-    alone choose one more than asked for, several times as fast; only where that one ties with the last are all ranked.
+    A value's bits and its complemented index make one integer, so the order of evaluation does not matter; -0 is below 0.
+    First count + 1 values are chosen by their bits alone, which is several times as fast. Only where the last two of these are
+    equal, all values are ranked by the full integers.
     """
     bits = values.contiguous().view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -72,5 +75,5 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 
 def _ranked(ordered: Tensor, index: Tensor, count: int) -> Tensor:
-    """Where the `count` largest of int32 [..., m] stand, largest first, ties by lowest index: int64 [..., count]."""
+    """Find the positions of the `count` largest of int32 [..., m], largest first, ties by lowest index: int64 [..., count]."""
     return ((ordered.long() << 32) | (0xFFFFFFFF - index)).topk(count, dim=-1).indices

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from kvseek.core.config import require
 
-MOST_CENTROIDS = 2048  # prompt queries that an index sees at build (plugins/contract.py)
+MOST_CENTROIDS = 2048  # prompt queries that an index is given to build (LAST_QUERIES of plugins/contract.py)
 DEFAULT_RECENT = 1024  # our choice: with the window, the last 1,300 to 1,500 tokens take part in every step
 EXECUTIONS = ("cpu", "uva")
 
@@ -75,26 +75,26 @@ class Config:
 
     @property
     def rho(self) -> int:
-        """Places in a full list: ceil(recall_factor * top_k), in decimal arithmetic (1.1 * 10 is 11, not 12)."""
+        """Number of places in a full list: ceil(recall_factor * top_k), in decimal arithmetic (1.1 * 10 is 11, not 12)."""
         return math.ceil(Fraction(str(self.recall_factor)) * self.top_k)
 
     @property
     def prompt_probes(self) -> int:
-        """Probes that go to centroids of the prompt, as long as the ring holds so many."""
+        """Number of probes that go to centroids of the prompt, as long as the ring holds so many."""
         return self.probes // 2 if self.keep_prompt else 0
 
     def prompt_centroids(self, tokens: int, queries: int) -> int:
-        """Centroids of a prompt with `tokens` retrieval tokens of which `queries` queries are known; 0 without tokens."""
+        """Return the centroids of a prompt with `tokens` retrieval tokens and `queries` known queries; 0 without tokens."""
         return min(self.centroids, queries, -(-tokens // self.centroid_divisor))
 
     def ring(self, most_tokens: int) -> int:
-        """Centroids that a slot of at most `most_tokens` retrieval tokens has room for."""
+        """Return the number of centroids that a slot of at most `most_tokens` retrieval tokens has room for."""
         return max(1, self.prompt_centroids(most_tokens, self.centroids))
 
     def list_width(self, most_tokens: int) -> int:
-        """Places that a list of such a slot has room for: rho, or all that there can be."""
+        """Return the number of places in a list of a slot of at most `most_tokens` retrieval tokens: rho, or `most_tokens`."""
         return max(1, min(self.rho, most_tokens))
 
     def recall_capacity(self, most_tokens: int) -> int:
-        """Most places that a query of such a slot recalls per KV head."""
+        """Return the most places per KV head that a query recalls in a slot of at most `most_tokens` retrieval tokens."""
         return max(1, min(most_tokens, self.probes * self.list_width(most_tokens) + self.recent))

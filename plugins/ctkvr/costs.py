@@ -1,4 +1,4 @@
-"""What a decode step of CTkvr moves on a GPU, for the benchmark's floor (plugins/measurements/costs.py)."""
+"""Costs of a CTkvr decode step on a GPU, for the benchmark's floor model (plugins/measurements/costs.py)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kvseek.plugins.measurements.costs import SelectionCosts
 
 from .config import MOST_CENTROIDS, Config
 
-KERNELS = 3  # probe, recall, rerank; with host cores a merge in place of the rerank
-OFFSET_BYTES = 4  # of a centroid and query head: its product with the mean (centroids.py)
+KERNELS = 3  # probe, recall, rerank; with host cores a merge instead of the rerank
+OFFSET_BYTES = 4  # a centroid's product with the mean, per query head (centroids.py)
 DEDUPLICATION = 0.5  # share of the probed places that are distinct: section 3.1.2, footnote: "0.5 or less"
 
 
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
-    """Costs of a region of `length` prompt tokens; generated tokens that no list holds would be recalled as well."""
+    """Compute the costs for a region of `length` prompt tokens; recalled tokens that no list holds are not counted."""
     if length <= config.top_k:
         return SelectionCosts(rows=length, kernels=KERNELS)
     centroids = config.prompt_centroids(length, MOST_CENTROIDS)

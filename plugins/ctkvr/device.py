@@ -24,27 +24,27 @@ from .reference import ReferenceIndex
 from .workspace import TILE, StepArguments, Workspace
 
 PROBE_THREADS, RECALL_THREADS, RERANK_THREADS = 512, 512, 1024
-PROBE_CENTROIDS = 64  # of a block (probe.cu)
-# Shared memory of the recall: an extent's number, and a bit for each of its places.
+PROBE_CENTROIDS = 64  # centroids of a block (probe.cu)
+# Shared memory of the recall kernel for an extent: its number, and a bit for each of its places.
 EXTENT_BYTES = 4 + EXTENT_TOKENS // 8
-STATIC_BYTES = 9 << 10  # that the recall declares itself, rounded up
+STATIC_BYTES = 9 << 10  # static shared memory of the recall kernel, rounded up
 
 
 class CudaIndex(Index):
-    """The index of one layer. Lists are sets: places may come in any order, which no selection depends on.
+    """The index of one layer. The places of a list may be in any order, because no selection depends on it.
 
-    Scores are the reference's up to the order of sums, so rows may differ where weights agree to rounding. With
-    `execution = "cpu"` and rows in host memory, host cores rerank and attend (host_part.py), and `select` selects nothing
-    for the GPU.
+    Scores equal the reference's up to the order of sums, so rows may differ where weights agree to rounding. With
+    `execution = "cpu"` and rows in host memory, host cores rerank and attend (host_part.py), and `select` gives the GPU an
+    empty selection.
 
     Attributes
     ----------
     reference : ReferenceIndex
         Owns `centroids` [slots, H, ring, D] with their `means` and `offsets`, and `lists` int32 [slots, G, ring, width].
     written : Tensor, int32 [slots, G]
-        Centroids that a slot's ring ever received; kept by the kernels.
+        Number of centroids that a slot's ring ever received; the kernels count it.
     prompted : Tensor, int32 [slots]
-        Of them, the prompt's: the first ones.
+        Number of centroids of the prompt, which are the first that were written.
     listed : Tensor, int32 [slots]
         Tokens of the prompt's retrieval region.
 
@@ -70,14 +70,14 @@ class CudaIndex(Index):
         if "ctkvr" not in context.shared:
             context.shared["ctkvr"] = Workspace(context, self.ring, self.capacity)
         self.workspace: Workspace = context.shared["ctkvr"]
-        # While memory is measured, before rows are placed, `select` ranks on the device: that launches the most.
+        # While memory is measured, before rows are placed, `select` ranks on the device, which needs the most memory.
         self._host: HostPart | None = None
         if self.config.execution == "cpu" and context.rows is not None and context.rows.on_host:
             self._host = HostPart(self.reference, self.written, self.workspace.most, context.rows)
 
     @property
     def bytes_per_token(self) -> float:
-        """Nothing grows with the tokens: centroids and lists are allocated per slot (ReferenceIndex.bytes_per_slot)."""
+        """0, because centroids and lists are allocated per slot and not per token (ReferenceIndex.bytes_per_slot)."""
         return self.reference.bytes_per_token
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
@@ -98,7 +98,7 @@ class CudaIndex(Index):
         return self.reference.effort(length)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """See Index.select: three kernels, two with host cores. Rows ascend."""
+        """See Index.select. Launches three kernels, or two with host cores. Rows ascend."""
         require_fit("queries", queries, self.context)
         queries = queries.contiguous()
         if self._host is None:
@@ -114,7 +114,7 @@ class CudaIndex(Index):
         return self._host.attend(queries, batch, selection, attention)
 
     def refresh(self, slots: Sequence[int]) -> None:
-        """See Index.refresh: centroids are replaced inside the step; here the errors of host cores come up."""
+        """See Index.refresh. The step itself replaces centroids; `refresh` only raises the errors of host cores."""
         if self._host is not None:
             self._host.check()
 
@@ -144,7 +144,7 @@ class CudaIndex(Index):
     def _arguments(self, queries: Tensor, batch: Batch, host: HostBuffers | None = None) -> StepArguments:
         self.workspace.require(batch.size)
         copies = {} if host is None else host.targets()
-        rows = self.context.rows  # None while memory is measured: that launch has dense requests alone
+        rows = self.context.rows  # None while memory is measured, when all requests are dense and no row is read
         return StepArguments(
             **copies,
             **pointers(self.reference, "centroids", "means", "offsets", "lists"),

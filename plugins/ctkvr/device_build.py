@@ -1,4 +1,4 @@
-"""Construction of the query-centroid inverted file on the GPU: launches of build.cu and list.cu, work space."""
+"""Construction of the query-centroid inverted file on the GPU: launches build.cu and list.cu, and allocates work space."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
 
-WORK_BYTES = 288 << 20  # candidates of a band of centroids that are held at once
-SAMPLES = 4096  # keys of a sample, at most
+WORK_BYTES = 288 << 20  # most bytes of candidates held at once, those of a band of centroids
+SAMPLES = 4096  # most keys of a sample
 DEVIATIONS = 5  # standard deviations of a count that a bound allows for
-PRODUCT_THREADS, LIST_THREADS = 128, 256  # of a block (list_products.cuh, list_search.cuh)
+PRODUCT_THREADS, LIST_THREADS = 128, 256  # threads of a block (list_products.cuh, list_search.cuh)
 SLACK = 256  # entries that a search may keep beyond rho (list_search.cuh)
-TILE_KEYS = 64  # of a stage in shared memory (list_products.cuh)
-RESIDENT = 3  # blocks that a processor holds (build.cu)
-MOST_PARTS, PART_TILES = 16, 8  # blocks that share a centroid's keys; tiles that each has at least
+TILE_KEYS = 64  # keys of a tile in shared memory (list_products.cuh)
+RESIDENT = 3  # blocks that a multiprocessor holds (build.cu)
+MOST_PARTS, PART_TILES = 16, 8  # most blocks that share a centroid's keys; fewest tiles of each of these blocks
 
 
 class ListArguments(ctypes.Structure):
@@ -38,22 +38,22 @@ class ListArguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How many keys bound a list's candidates.
+    """Sizes of the sample of keys from which a list's bound is chosen: keys that reach the bound are the list's candidates.
 
-    Of the best `rho` keys about `rho / stride` are sampled, with the deviation of a Poisson variable at most. The bound
-    is a sampled entry of so much lower rank that fewer than `rho` keys hardly ever reach it; more than `capacity` hardly
-    ever do. The lists that it happens to are searched another way (list_search.cuh): what it costs is time.
+    About `rho / stride` of the best `rho` keys are sampled, with at most the deviation of a Poisson variable. The bound
+    is a sampled entry of so much lower rank that hardly ever fewer than `rho` keys, or more than `capacity`, reach it. Lists
+    for which that happens are searched another way (list_search.cuh), which costs only time.
 
     Attributes
     ----------
     stride : int
-        One of so many keys is sampled.
+        One in `stride` keys is sampled.
     samples : int
-        Keys of the sample.
+        Number of keys in the sample.
     rank : int
-        Of the sampled entry that is the bound, from 1; at most `samples`.
+        Rank in the sample, from 1, of the entry that is the bound; at most `samples`.
     capacity : int
-        Candidates that are kept.
+        Most candidates that are kept.
     """
 
     stride: int
@@ -63,7 +63,7 @@ class Sampling:
 
     @classmethod
     def of(cls, tokens: int, rho: int) -> Sampling:
-        """The sampling of a region; tokens > rho >= 1."""
+        """Choose the sampling of a region; tokens > rho >= 1."""
         stride = -(-tokens // SAMPLES)
         samples = tokens // stride
         expected = rho / stride
@@ -77,13 +77,13 @@ class Sampling:
 class DeviceBuilder:
     """Builds lists on the current stream; nothing waits for the GPU.
 
-    Scores are products of 16-bit numbers with float32 sums. Float32 queries and keys are rounded to float16 first,
-    scaled by powers of two, one a head: then a list is exact but for keys whose logits agree to about 2^-11.
+    Scores are products of 16-bit numbers with float32 sums. Float32 queries and keys are first scaled by a power of two per
+    head and rounded to float16; their lists are exact except for keys whose logits agree to about 2^-11.
 
     Parameters
     ----------
     group_size : int
-        Query heads of a KV head, as the kernels were compiled for.
+        Query heads of a KV head, the number that the kernels were compiled for.
     rho : int
         Width of a list.
     scaling : float
@@ -99,8 +99,8 @@ class DeviceBuilder:
         Parameters
         ----------
         queries : Tensor [H, C, D]
-            Centroid queries as attention saw them, not normalised; H = G x group_size. Of the dtype and D that the
-            kernels were compiled for, as the keys.
+            Centroid queries as attention saw them, not normalised; H = G x group_size. Queries and keys have the dtype and D
+            that the kernels were compiled for.
         keys : Tensor [G, n, D]
             Retrieval keys by place.
         lists : Tensor, int32 [G, at least C, rho]
@@ -115,7 +115,7 @@ class DeviceBuilder:
         n, centroids = keys.shape[1], queries.shape[1]
         if centroids == 0:
             return
-        if n <= self._rho:  # everything is in every list
+        if n <= self._rho:  # every list holds all keys
             places = torch.arange(self._rho, dtype=torch.int32, device=keys.device)
             lists[:, :centroids] = torch.where(places < n, places, -1)
             return
@@ -127,7 +127,7 @@ class DeviceBuilder:
             self._build_band(queries[:, start:end], keys, factors, sampling, lists[:, start:end])
 
     def band(self, capacity: int, kv_heads: int, dim: int, centroids: int) -> int:
-        """Centroids that are built at once: whole tiles, as many as WORK_BYTES hold candidates of."""
+        """Return the number of centroids built at once: whole tiles, as many as WORK_BYTES have room for the candidates of."""
         tile = self._tile_centroids(dim)
         tiles, most = -(-centroids // tile), max(1, WORK_BYTES // (8 * capacity * kv_heads * tile))
         return tile * -(-tiles // -(-tiles // most))
@@ -164,7 +164,7 @@ class DeviceBuilder:
         arguments.stride, arguments.samples = sampling.stride, sampling.samples
         sample_parts = self._parts(tiles * kv_heads, sampling.samples)
         self._launch("gather", (tiles, kv_heads, sample_parts), PRODUCT_THREADS, arguments, shared_bytes)
-        if sampling.stride > 1:  # else the sample is all there is
+        if sampling.stride > 1:  # otherwise every key is sampled, and a candidate
             self._launch("bound", (centroids, kv_heads, 1), LIST_THREADS, arguments)
             arguments.stride, arguments.samples = 1, n
             self._launch("gather", (tiles, kv_heads, parts), PRODUCT_THREADS, arguments, shared_bytes)
@@ -176,23 +176,23 @@ class DeviceBuilder:
         self._kernels.launch(f"kvseek_ctkvr_{name}", grid, threads, arguments, shared_bytes)
 
     def _tile_centroids(self, dim: int) -> int:
-        """Centroids of a block of the products: it holds 128 queries, 64 of D > 128 (list_products.cuh)."""
+        """Return the centroids of a block that multiplies: it holds 128 queries, or 64 if D > 128 (list_products.cuh)."""
         padded = 1 << (self._group - 1).bit_length()
         return (128 if dim <= 128 else 64) // padded
 
     @staticmethod
     def _stage_bytes(dim: int) -> int:
-        """Shared memory of the tiles of keys (list_products.cuh)."""
+        """Return the bytes of shared memory for the tiles of keys (list_products.cuh)."""
         return (3 if dim <= 128 else 2) * TILE_KEYS * (dim + 8) * 2
 
     def _parts(self, blocks: int, samples: int) -> int:
-        """Blocks that share a tile's keys, such that the last wave of blocks leaves few processors idle."""
+        """Choose how many blocks share a tile's keys, so that the last wave of blocks leaves few multiprocessors idle."""
         most = max(1, min(MOST_PARTS, -(-samples // TILE_KEYS) // PART_TILES))
         resident = RESIDENT * self._kernels.multiprocessors
         return min(range(1, most + 1), key=lambda parts: -(-blocks * parts // resident) / parts)
 
     def _operands(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """16-bit numbers in rows that kernels can read, and float32 [H]: binary logarithm of a weight by product."""
+        """Convert to 16-bit rows that kernels can read; also returns factors float32 [H] from products to log2 of weights."""
         factors = torch.full((queries.shape[0],), self._scaling * math.log2(math.e), device=keys.device)
         if keys.dtype is torch.float32:
             queries, query_exponents = _to_half(queries)

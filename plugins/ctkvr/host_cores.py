@@ -1,19 +1,19 @@
-"""How many cores a process can keep busy: those it may run on, or what its control group pays for."""
+"""Finds how many cores a process can keep busy, from its affinity mask and the limits of its control groups."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-GROUPS = Path("/sys/fs/cgroup")  # of version 2; version 1 has a folder for each resource there
+GROUPS = Path("/sys/fs/cgroup")  # control groups of version 2; version 1 has a folder for each resource there
 MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def usable_cores() -> int:
-    """Cores of the calling thread's affinity mask, fewer if a control group grants less processor time; at least 1.
+    """Count the cores of the calling thread's affinity mask; fewer if a control group grants less processor time, at least 1.
 
-    Threads that wait for work on more cores than that use the group's time up, and then all its threads stand still for
-    the rest of the period. A part of a core counts for nothing.
+    Threads that wait for work on more cores use up the group's time, and then all threads of the group stand still for the
+    rest of the period. A fraction of a core is not counted.
     """
     cores = len(os.sched_getaffinity(0))
     for folder in _groups():
@@ -22,7 +22,7 @@ def usable_cores() -> int:
 
 
 def _groups() -> list[Path]:
-    """The process's control group of version 2 and those around it, the outermost last, and version 1's of a container."""
+    """List the process's control group of version 2 and its parents, the outermost last, and a container's of version 1."""
     names = MEMBERSHIP.read_text(encoding="utf-8").splitlines() if MEMBERSHIP.is_file() else []
     inside = [name.split(":", 2)[2].strip("/") for name in names if name.startswith("0::")]
     groups = [GROUPS / name for name in inside if ".." not in Path(name).parts]
@@ -31,7 +31,7 @@ def _groups() -> list[Path]:
 
 
 def _granted(folder: Path, unlimited: int) -> int:
-    """Whole cores that a control group grants; `unlimited` if it sets no limit."""
+    """Return the whole cores that a control group grants; `unlimited` if it sets no limit."""
     if (folder / "cpu.max").is_file():
         quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
     elif (folder / "cpu.cfs_quota_us").is_file():

@@ -1,7 +1,7 @@
-"""CTkvr's share of host cores in a decode step: rerank and attention beside the GPU's window attention (section 3.2).
+"""The part of a CTkvr decode step on host cores: rerank and attention beside the GPU's window attention (section 3.2).
 
-The recall writes places and queries to pinned memory. A second branch of the stream, or of the graph that captures it, runs
-a host function on them while the GPU attends to the window; then a kernel merges both. No Python runs in a replay.
+The recall kernel writes places and queries to pinned memory. A second branch of the stream, or of the graph that captures it,
+runs a host function on them while the GPU attends to the window; then a kernel merges both results. No Python runs in a replay.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MERGE_THREADS = 256
 
 
 class HostBuffers:
-    """What the GPU and host cores hand to each other, for batches of up to `most` requests; layers take turns in it.
+    """Buffers between GPU and host cores, for batches of up to `most` requests; the layers use them one after another.
 
     All but the last two attributes lie in pinned memory, which both sides see at the same address.
 
@@ -55,13 +55,13 @@ class HostBuffers:
     best, best_counts : Tensor, int32 [most, G, width] and [most, G], or None if centroids are not updated
     window_lse : Tensor, float32 [most, H], on the device
     no_rows : Tensor, int32 [most, G, 1], on the device
-        A selection of nothing.
+        The rows of an empty selection.
     """
 
     def __init__(self, index: ReferenceIndex, most: int) -> None:
         context = index.context
         assert context.library is not None, "Traits.cpu_library_on_gpu asks for it"
-        host_levels(context.library)  # finds out what the processor can do, before a graph is captured
+        host_levels(context.library)  # tries the processor's instructions before a graph is captured
         heads, kv_heads, dim = context.num_heads, context.num_kv_heads, context.head_dim
 
         def pinned(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -79,17 +79,17 @@ class HostBuffers:
         self.stream = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
         # One core is left to the thread that launches the steps.
         self.pool = HostPool(context.library, min(MOST_THREADS, max(1, usable_cores() - 1)), "all")
-        # Not at exit: a step may still be running then, and the end of the process ends the threads.
+        # Not at exit, because a step may still be running then, and the end of the process ends the threads anyway.
         weakref.finalize(self, self.pool.close).atexit = False
 
     def targets(self) -> dict[str, int]:
-        """Addresses for StepArguments."""
+        """Return the addresses of the buffers for StepArguments."""
         names = ("recalled", "counts", "queries", "slots")
         return {f"host_{name}": getattr(self, name).data_ptr() for name in names}
 
 
 class HostPart:
-    """Attention of one layer with host cores; its HostSteps live as long as it does, for graphs hold their addresses."""
+    """Attention of one layer with host cores. It keeps its HostSteps alive, because graphs hold their addresses."""
 
     def __init__(self, index: ReferenceIndex, written: Tensor, most: int, rows: LayerRows) -> None:
         context = index.context
@@ -105,7 +105,7 @@ class HostPart:
         self._error = ctypes.c_int32(0)
 
     def attend(self, queries: Tensor, batch: Batch, selection: Selection | None, attention: LayerAttention) -> Tensor:
-        """See Index.attend; the recall of the same queries has been launched."""
+        """See Index.attend. The recall of the same queries must have been launched before."""
         current, lse = torch.cuda.current_stream(queries.device), self.buffers.window_lse[: batch.size]
         self.buffers.stream.wait_stream(current)
         self._launch_host(batch.size)
@@ -180,16 +180,16 @@ class HostPart:
             width=index.width,
             top_k=index.config.top_k,
         )
-        # Without overlap: it follows the host function as well.
+        # Without overlap, because this kernel also follows the host function.
         self._kernels.launch("kvseek_ctkvr_merge", (1, batch.size * kv_heads, 1), MERGE_THREADS, arguments)
 
 
 @lru_cache(maxsize=1)
 def _launch_host_function() -> Callable[[int, int, int], int]:
-    """The driver's own cuLaunchHostFunc(stream, function, data).
+    """Find the driver's own cuLaunchHostFunc(stream, function, data).
 
-    The one of cuda.bindings wraps the function into one that takes Python's lock, calls it and frees the wrapper: a graph
-    would call freed memory at its second replay.
+    The function of that name in cuda.bindings wraps the host function into one that takes Python's lock, calls it and frees
+    the wrapper, so a graph would call freed memory at its second replay.
     """
     from cuda.bindings import driver  # only engines of the GPU need the package
 

@@ -13,12 +13,12 @@ __all__ = ["create", "traits"]
 
 
 def traits(config: Config) -> Traits:
-    """On a GPU, host cores may rerank and attend."""
+    """Return the method's traits: with execution "cpu" a GPU engine needs the CPU library, for rerank and attention."""
     return Traits(cpu_library_on_gpu=config.execution == "cpu")
 
 
 def create(context: IndexContext) -> Index:
-    """Make the index of one layer: for the kernels that the engine has, else the reference."""
+    """Make the index of one layer: the index for the engine's kernels, or the reference without kernels."""
     if context.cuda is not None:
         return CudaIndex(context)
     return ReferenceIndex(context) if context.library is None else NativeIndex(context)

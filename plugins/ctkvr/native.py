@@ -23,7 +23,7 @@ from .reference import ReferenceIndex
 MAX_GROUP_SIZE = 16
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 32
-MOST_THREADS = 1024  # of a pool (host_pool.h)
+MOST_THREADS = 1024  # most threads of a pool (host_pool.h)
 AUTOMATIC = -1
 LEVEL_NAMES = {0: "baseline", 3: "AVX2", 4: "AVX-512", 5: "AVX-512 BF16", 6: "AMX"}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -41,7 +41,7 @@ ERRORS = {
 
 
 class HostStep(ctypes.Structure):
-    """One layer's work of a decode step, as in host_step.h, which says what the fields are."""
+    """One layer's work of a decode step; host_step.h describes the fields."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("pool", "queries", "recalled", "recalled_count", "slots", "table", "rows")),
@@ -70,14 +70,14 @@ class HostPoolArguments(ctypes.Structure):
 
 
 class HostPool:
-    """Threads for host steps: they stay, watching for work or asleep, until the pool is closed.
+    """Threads for host steps. Until the pool is closed, they watch for work or sleep.
 
     Attributes
     ----------
     pointer : int
-        For `HostStep.pool`; 0 once closed.
+        Address of the pool, for `HostStep.pool`; 0 once the pool is closed.
     threads : int
-        In all. The thread that calls a step is one of them, so there are `threads - 1` more.
+        Number of threads that work on a step: the thread that calls it, and `threads - 1` of the pool's own.
     """
 
     def __init__(self, library: CpuLibrary, threads: int, pin: str = "workers") -> None:
@@ -86,15 +86,16 @@ class HostPool:
         Parameters
         ----------
         threads : int
-            From 1 to MOST_THREADS. Leave a core to whoever waits for the GPU meanwhile.
+            From 1 to MOST_THREADS. Leave a core for the thread that waits for the GPU meanwhile.
         pin : str
-            "none"; "workers": bind the pool's own threads to cores, the first of the caller's cores left out; "all":
-            also, for good, each thread that calls a step, to the first core. "all" is for CUDA's host-function thread.
+            "none": bind no thread. "workers": bind each of the pool's own threads to one of the caller's cores, without the
+            first. "all": also bind each thread that calls a step to the first core, for good; meant for CUDA's host-function
+            thread.
 
         Raises
         ------
         KernelError
-            On a value out of range, or if the system refuses threads or binding.
+            If a value is out of range, or the system refuses to start or to bind threads.
         """
         if pin not in PINS:
             raise KernelError(f"pin = {pin!r}: must be one of {tuple(PINS)}; 'workers' is the default")
@@ -111,7 +112,7 @@ class HostPool:
         self.pointer: int = arguments.pool
 
     def close(self) -> None:
-        """End the threads. No step may be running on them or be started afterwards."""
+        """End the threads. No step may be running on them then, or be started afterwards."""
         if self.pointer:
             self._destroy(self.pointer)
         self.pointer = 0
@@ -125,28 +126,28 @@ class HostPool:
 
 @lru_cache(maxsize=8)
 def host_step(library: CpuLibrary) -> ctypes._NamedFuncPointer:
-    """kvseek_ctkvr_host_step of a library: takes a HostStep by address, writes results or its `error`."""
+    """Return kvseek_ctkvr_host_step of a library, which takes a HostStep by address and writes its results or its `error`."""
     return library.function("kvseek_ctkvr_host_step", c_void_p)
 
 
 @lru_cache(maxsize=8)
 def host_recall(library: CpuLibrary) -> ctypes._NamedFuncPointer:
-    """kvseek_ctkvr_host_recall of a library, declared once."""
+    """Return kvseek_ctkvr_host_recall of a library, declared once."""
     return library.function("kvseek_ctkvr_host_recall", c_void_p)
 
 
 def host_function(library: CpuLibrary) -> int:
-    """Address of kvseek_ctkvr_host_step, which has the signature of a CUDA host function (CUhostFn)."""
+    """Return the address of kvseek_ctkvr_host_step, which has the signature of a CUDA host function (CUhostFn)."""
     address = ctypes.cast(host_step(library), c_void_p).value
     assert address is not None, "a symbol that was found has an address"
     return address
 
 
 def host_levels(library: CpuLibrary) -> tuple[int, int]:
-    """Best instruction level of this processor, and the one that AUTOMATIC stands for (LEVEL_NAMES).
+    """Find the best instruction level of this processor, and the level that AUTOMATIC stands for (LEVEL_NAMES).
 
-    Tries AMX, once per process, for processors exist that advertise it in vain. Call it, or run a step, before the
-    first graph is captured.
+    Tries AMX, once per process, because some processors advertise it although it does not work. Call this, or run a step,
+    before the first graph is captured.
     """
     levels = (c_int32 * 2)()
     library.function("kvseek_ctkvr_host_level", c_void_p)(ctypes.byref(levels))
@@ -154,7 +155,7 @@ def host_levels(library: CpuLibrary) -> tuple[int, int]:
 
 
 def raise_error(code: int) -> None:
-    """Raise KernelError for a HostStep's error, if it is one."""
+    """Raise KernelError for a HostStep's error code; 0 is none."""
     if code:
         raise KernelError(f"CTkvr on host cores: {ERRORS.get(code, f'unknown error {code}')}")
 
@@ -162,7 +163,7 @@ def raise_error(code: int) -> None:
 class NativeIndex(ReferenceIndex):
     """The reference's centroids and lists, recalled and reranked by compiled kernels.
 
-    Rows are the reference's but for keys whose values differ by rounding alone. Lists of updated centroids hold their
+    Rows equal the reference's, except where values of keys differ only by rounding. Lists of updated centroids hold their
     places in ascending order, not best first.
     """
 
@@ -187,7 +188,7 @@ class NativeIndex(ReferenceIndex):
         return Selection(rows)
 
     def _recall_all(self, queries: Tensor, slots: Sequence[int], chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Candidates int32 [batch, G, capacity], ascending, and their numbers int32 [batch, G]; 0 where `chosen` is -1."""
+        """Recall candidates int32 [batch, G, capacity], ascending, and their number int32 [batch, G]; 0 if `chosen` is -1."""
         shape = (len(slots), self.context.num_kv_heads)
         probed = torch.full((*shape, self.config.probes), -1, dtype=torch.int32)
         for request, slot in enumerate(chosen):
@@ -222,7 +223,7 @@ class NativeIndex(ReferenceIndex):
     def _rerank_all(
         self, queries: Tensor, slots: Sequence[int], recalled: Tensor, counts: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Best rows int32 [batch, G, top_k], ascending, and lists int32 [batch, G, width]; -1 fills up."""
+        """Rank candidates: best rows int32 [batch, G, top_k], ascending, and lists int32 [batch, G, width]; -1 fills up."""
         context, table = self.context, self.context.extents.table
         assert context.rows is not None, "the rows are placed before anything is built"
         pool = context.rows.pool
@@ -261,7 +262,7 @@ class NativeIndex(ReferenceIndex):
 
 
 def check_supported(context: IndexContext) -> None:
-    """Raise KernelError unless the host kernels support the shapes and the dtype of an index, on whichever device."""
+    """Raise KernelError unless the host kernels support the shapes and the dtype of an index, which may be on any device."""
     dim, group = context.head_dim, context.group_size
     dims = f"a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
     limits = (

@@ -1,7 +1,7 @@
 """CTkvr in PyTorch, on any device: the definition of correct for the native and GPU kernels.
 
-The last queries of the prompt are centroids; each keeps the list of the places it attends to most. A query recalls the
-lists of the centroids that point its way, scores the recalled keys exactly, and keeps the best (CTkvr paper, section 3).
+The last queries of the prompt are centroids; each keeps a list of the places that it attends to most. A query recalls the
+lists of the centroids nearest to it, scores the recalled keys exactly, and keeps the best (CTkvr paper, section 3).
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from .config import Config
 
 
 class ReferenceIndex(Index):
-    """One layer's centroids and their lists: a ring per slot, which the oldest centroid leaves first.
+    """One layer's centroids and their lists. Each slot has a ring of centroids, in which new ones replace the oldest.
 
     Attributes
     ----------
     ring, width, capacity : int
-        Centroids of a slot, places of a list, places that a query recalls at most (Config).
+        Most centroids of a slot, most places of a list, most places that a query recalls (Config).
     centroids : Tensor [slots, H, ring, D], in the engine's dtype
         Queries less their prompt's mean, divided by their norms (centroids.py).
     means : Tensor, float32 [slots, H, D]
-        Mean of the prompt's centroid queries, which stays until the next prompt; zeros without `Config.centred`.
+        Mean of the prompt's centroid queries, kept until the next prompt; zeros without `Config.centred`.
     offsets : Tensor, float32 [slots, H, ring]
-        Products of the centroids, as stored, with the mean.
+        Products of the stored centroids with the mean.
     lists : Tensor, int32 [slots, G, ring, width]
         Places of each centroid, best first; -1 fills up.
     written : list of int
-        Centroids that each slot ever received: the next goes to `written % ring`, the first `written` (at most `ring`)
-        are valid.
+        Number of centroids that each slot ever received: the next goes to `written % ring`, and the first `written` (at most
+        `ring`) entries are valid.
     prompted : list of int
-        Centroids of each slot's prompt: the first `prompted` of those that were written.
+        Number of centroids of each slot's prompt, which are the first that were written.
     listed : list of int
-        Retrieval tokens of each slot's prompt. Later places are *unlisted*: no prompt list holds them.
+        Number of retrieval tokens of each slot's prompt. Later places are *unlisted*: no list of the prompt holds them.
     """
 
     def __init__(self, context: IndexContext) -> None:
@@ -63,16 +63,16 @@ class ReferenceIndex(Index):
 
     @property
     def bytes_per_token(self) -> float:
-        """Nothing grows with the tokens; see `bytes_per_slot`."""
+        """0, because nothing grows with the tokens; see `bytes_per_slot`."""
         return 0.0
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of a slot's centroids, with means and offsets, and of its lists in this layer."""
+        """Bytes of a slot in this layer: centroids, means, offsets and lists."""
         return sum(array[0].nbytes for array in (self.centroids, self.means, self.offsets, self.lists))
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
-        """See Index.build: the last queries become centroids, oldest first."""
+        """See Index.build. The last queries become centroids, oldest first."""
         self._pending.pop(slot, None)
         n = keys.shape[1]
         last = self.take_prompt(slot, n, queries)
@@ -87,12 +87,12 @@ class ReferenceIndex(Index):
         Returns
         -------
         Tensor [H, count, D]
-            Those queries: as many as `tokens` retrieval tokens get, and as the ring has room for.
+            The queries that became centroids: as many as `tokens` retrieval tokens get, and at most as the ring has room for.
 
         Raises
         ------
         KernelError
-            There are tokens, and no query is known.
+            If there are tokens, but no query is known.
         """
         known = queries.shape[1]
         if tokens and known == 0:
@@ -105,14 +105,14 @@ class ReferenceIndex(Index):
         return last
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See Index.append: new places are recalled as unlisted ones, by their number alone."""
+        """See Index.append. There is nothing to do: new places are recalled as unlisted places, by their number alone."""
 
     def effort(self, length: int) -> Effort:
-        """The top k rows; the kernels need no numbers but the length."""
+        """See Index.effort. The rows are the top k; the kernels need no numbers but the length."""
         return Effort(min(self.config.top_k, length))
 
     def refresh(self, slots: Sequence[int]) -> None:
-        """Let the slots' last queries replace their oldest centroids (algorithm 2, part d)."""
+        """Replace the slots' oldest centroids by their last queries (algorithm 2, part d)."""
         for slot in slots:
             if slot in self._pending:
                 query, best = self._pending.pop(slot)
@@ -122,10 +122,10 @@ class ReferenceIndex(Index):
                 self.written[slot] += 1
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """Best rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
+        """Select the best rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
 
         Rows ascend; -1 fills up when the region holds fewer than top_k. Regions of at most top_k tokens are selected
-        whole and their queries become no centroids.
+        whole, and queries over such a region become no centroids.
         """
         kv_heads, top_k = self.context.num_kv_heads, self.config.top_k
         rows = torch.full((batch.size, kv_heads, top_k), -1, dtype=torch.int32, device=queries.device)
@@ -138,25 +138,26 @@ class ReferenceIndex(Index):
         return Selection(rows)
 
     def probe(self, query: Tensor, slot: int) -> Tensor:
-        """Centroids whose lists a query [H, D] recalls: int64 [G, at most probes], none twice.
+        """Choose the centroids whose lists a query [H, D] recalls: int64 [G, at most probes], none twice.
 
-        First the nearest `Config.prompt_probes` of those of the prompt that the ring still holds, then the nearest of all others;
-        ties by lowest. A centroid's value is the largest cosine of the group's heads, each with its own head's centroid.
+        First come the nearest `Config.prompt_probes` of the prompt's centroids that the ring still holds, then the nearest of
+        all others; ties by lowest number. A centroid's nearness is the largest cosine over the group's heads, each with its own
+        head's centroid.
         """
         valid = min(self.written[slot], self.ring)
         stored, offsets = self.centroids[slot, :, :valid], self.offsets[slot, :, :valid]
         by_head = cosines(query, stored, self.means[slot], offsets)
         nearest = by_head.view(self.context.num_kv_heads, self.context.group_size, valid).amax(dim=1)
         oldest = max(0, self.written[slot] - self.ring)
-        of_prompt = nearest[:, oldest : self.prompted[slot]]  # empty once all have been replaced
+        of_prompt = nearest[:, oldest : self.prompted[slot]]  # empty once all of the prompt have been replaced
         kept = largest(of_prompt, min(self.config.prompt_probes, of_prompt.shape[1])) + oldest
         others = nearest.scatter(1, kept, -torch.inf)
         return torch.cat((kept, largest(others, min(self.config.probes, valid) - kept.shape[1])), dim=1)
 
     def recall(self, query: Tensor, slot: int) -> Tensor:
-        """Candidates for a query [H, D]: int32 [G, capacity], ascending, no place twice, -1 fills up.
+        """Recall the candidates for a query [H, D]: int32 [G, capacity], ascending, no place twice, -1 fills up.
 
-        The lists of the nearest centroids, and the newest `recent` of the unlisted places.
+        They are the places of the nearest centroids' lists, and the newest `recent` of the unlisted places.
         """
         n, kv_heads = self.context.lengths[slot], self.context.num_kv_heads
         probed = self.probe(query, slot)[..., None].expand(-1, -1, self.width)
@@ -170,13 +171,13 @@ class ReferenceIndex(Index):
         return recalled
 
     def first_recent(self, slot: int) -> int:
-        """First of the places that every query recalls; they end with the region."""
+        """Return the first of the recent places, which every query recalls; they reach to the end of the region."""
         return max(self.listed[slot], self.context.lengths[slot] - self.config.recent)
 
     def rerank(self, query: Tensor, slot: int, recalled: Tensor) -> tuple[Tensor, Tensor]:
         """Order candidates by exact attention (algorithm 2, part c).
 
-        A key's value is the maximum over the group of the softmax over the candidates, ties by lowest place.
+        A key's value is its largest softmax weight among the candidates over the heads of the group; ties by lowest place.
 
         Parameters
         ----------
@@ -187,14 +188,14 @@ class ReferenceIndex(Index):
         Returns
         -------
         rows : Tensor, int32 [G, top_k]
-            The best, ascending.
+            The places of the best top_k keys, ascending.
         best : Tensor, int32 [G, width]
-            The best, best first; -1 fills up.
+            The places of the best `width` keys, best first; -1 fills up.
         """
         grouped = query.view(self.context.num_kv_heads, -1, 1, query.shape[-1])
         values = torch.full(recalled.shape, -torch.inf, device=query.device)
         keys = self._keys(slot, recalled)
-        for head, count in enumerate((recalled >= 0).sum(dim=1).tolist()):  # -1 must not weigh in the softmax
+        for head, count in enumerate((recalled >= 0).sum(dim=1).tolist()):  # -1 must not take part in the softmax
             values[head, :count] = attention_values(grouped[head], keys[head, :count], self.context.scaling)[0]
         order = largest(values, max(self.config.top_k, self.width))
         best = recalled.gather(1, order)
@@ -206,13 +207,13 @@ class ReferenceIndex(Index):
             self._pending[slot] = (query.clone(), best.clone())
 
     def _write_centroids(self, slot: int, first: int, queries: Tensor) -> None:
-        """Make queries [H, C, D] the centroids from number `first` of the ring on."""
+        """Write queries [H, C, D] as centroids to the ring, from entry `first` on."""
         taken = slice(first, first + queries.shape[1])
         made = make_centroids(queries, self.means[slot], self.context.dtype)
         self.centroids[slot, :, taken], self.offsets[slot, :, taken] = made
 
     def _keys(self, slot: int, places: Tensor) -> Tensor:
-        """Keys of places [G, c] (-1: any key) from the row pool, float32 [G, c, D] on the places' device."""
+        """Read the keys of places [G, c] (-1: any key) from the row pool, float32 [G, c, D] on the places' device."""
         assert self.context.rows is not None, "the rows are placed before anything is built"
         pool = self.context.rows.pool
         inside = places.long().clamp(min=0).to(pool.device)

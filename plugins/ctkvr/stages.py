@@ -1,4 +1,4 @@
-"""Where CTkvr loses rows: no list holds them, no probed list does, or the exact ranking of the recalled ones."""
+"""Stages at which CTkvr loses rows: no list holds them, no probed list holds them, or the exact ranking leaves them out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from .reference import ReferenceIndex
 
 
 def stages(index: Index, query: Tensor, slot: int) -> Stages:
-    """Stages of a query [H, D]: `lists` of all centroids and the recent places, lists of the nearest (`probe`), `rerank`."""
+    """Find the stages of a query [H, D].
+
+    `lists` keeps all places that are recent or in a list of any centroid, `probe` those that are recent or in a probed list;
+    `rerank` ranks them.
+    """
     ctkvr = require_index(index, ReferenceIndex)
     n = ctkvr.context.lengths[slot]
     if n <= ctkvr.config.top_k:

@@ -1,4 +1,4 @@
-"""What the kernels of a CTkvr selection are given, and the memory for what they hand to each other."""
+"""Arguments of the kernels of a CTkvr selection, and the memory for their intermediate results."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ class MergeArguments(ctypes.Structure):
 class Workspace:
     """Intermediate results of a selection, for batches of up to `most` requests.
 
-    Layers run one after another, so one workspace serves all of them. It is allocated at once: captured graphs hold its
-    addresses, and it counts when memory is divided.
+    Layers run one after another, so one workspace serves all of them. It is allocated when it is made, because captured graphs
+    hold its addresses, and because it has to be counted when memory is divided.
 
     Attributes
     ----------
     most : int
-        Requests of the largest batch: what the slots allow, as a power of two where graphs are filled up.
+        Requests of the largest batch that the slots allow, those that fill up a graph included (most_requests).
     cosines : Tensor, float32 [most, G, ring]
     recalled : Tensor, int32 [most, G, capacity]
     counts : Tensor, int32 [most, G]
     scores : Tensor, float32 [most, G, capacity, g]
     statistics : Tensor, float32 [most, G, capacity / 16 rounded up, g, 2]
-    keys : Tensor, int32 [most, G, 2, capacity], or None if shared memory holds a task's
+    keys : Tensor, int32 [most, G, 2, capacity], or None if the keys of a request and KV head fit into shared memory
     """
 
     def __init__(self, context: IndexContext, ring: int, capacity: int) -> None:
@@ -87,5 +87,5 @@ class Workspace:
 
 
 def most_requests(slots: int) -> int:
-    """Requests of the largest batch over `slots` slots, of which a graph's padding may use one for several requests."""
+    """Return the requests of the largest batch over `slots` slots; several requests that fill up a graph share one slot."""
     return max(slots, 1 << max(0, slots - 2).bit_length())

@@ -10,7 +10,7 @@ from kvseek.plugins.shared.group import require_group_reduce
 
 @dataclass(frozen=True)
 class Config:
-    """How many rows are kept, and by which group reduction (plugins/shared/group.py) of the exact scores.
+    """Number of rows that are kept, and the group reduction (plugins/shared/group.py) of their exact scores.
 
     Attributes
     ----------

@@ -17,7 +17,7 @@ __all__ = ["create", "traits"]
 
 
 class FlatIndex(Index):
-    """Keeps its own copy of the keys, [extents, G, 1024, D] in the cache's dtype; scores are float32."""
+    """An index that keeps a copy of the keys, [extents, G, 1024, D] in the cache's dtype; scores are float32."""
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
@@ -27,7 +27,7 @@ class FlatIndex(Index):
 
     @property
     def bytes_per_token(self) -> float:
-        """The copy of the keys."""
+        """Bytes per token of the copy of the keys."""
         return self.context.num_kv_heads * self.context.head_dim * self.context.dtype.itemsize
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
@@ -36,15 +36,15 @@ class FlatIndex(Index):
         return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See Index.append: no selection reads beyond a region's length."""
+        """See Index.append. The keys are invisible as yet, because no selection reads beyond a region's length."""
         self.context.extents.write(self.keys, slot, start, keys)
 
     def effort(self, length: int) -> Effort:
-        """The top k rows."""
+        """See Index.effort. The rows are the top k."""
         return Effort(min(self.config.top_k, length))
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """Top k rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
+        """Select the top k rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
 
         Rows ascend; -1 fills up when the region holds fewer than top_k.
         """
@@ -59,16 +59,16 @@ class FlatIndex(Index):
 
 
 def exact_top_k(queries: Tensor, keys: Tensor, top_k: int, group_reduce: str, scaling: float) -> Tensor:
-    """Indexes of the best keys by exact scores: queries [G, g, D], keys [G, n, D] to int64 [G, min(top_k, n)].
+    """Find the best keys by exact scores: queries [G, g, D], keys [G, n, D] to indexes int64 [G, min(top_k, n)].
 
-    Ascending; ties are cut by lowest index.
+    The indexes ascend; of equal scores at the cut the lowest indexes are kept.
     """
     scores = query_lanes(queries, group_reduce) @ keys.float().transpose(1, 2)
     return best_positions(reduce_scores(scores, group_reduce, scaling), top_k)
 
 
 def traits(config: Config) -> Traits:
-    """The exact answer is for comparisons on the CPU: it has no kernels of the GPU."""
+    """Return the method's traits: it runs only on the CPU, because it is for comparisons and has no kernels."""
     return Traits(devices=("cpu",))
 
 

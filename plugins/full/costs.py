@@ -1,4 +1,4 @@
-"""What a decode step of dense attention moves."""
+"""Costs of a decode step with dense attention."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from .config import Config
 
 
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
-    """Every row, an extent's side by side, in every layer; no index."""
+    """Compute the costs: every layer reads every row, 1,024 neighbouring rows of an extent at a time; there is no index."""
     return SelectionCosts(rows=length, neighbours=EXTENT_TOKENS, dense_layers=model.num_layers)

@@ -13,7 +13,7 @@ __all__ = ["create", "traits"]
 
 
 class FullIndex(Index):
-    """Keeps nothing; every request attends to every row."""
+    """An index that keeps nothing; every request attends to every row."""
 
     bytes_per_token = 0.0
 
@@ -25,15 +25,15 @@ class FullIndex(Index):
         """See Index.append; there is nothing to take in."""
 
     def effort(self, length: int) -> Effort:
-        """All rows."""
+        """See Index.effort. The rows are all rows of the region."""
         return Effort(length)
 
     def select(self, queries: Tensor, batch: Batch) -> None:
-        """None stands for every row."""
+        """See Index.select. Returns None, which stands for every row."""
 
 
 def traits(config: Config) -> Traits:
-    """Runs everywhere, with the engine's defaults."""
+    """Return the method's traits: it runs on every device, with the engine's defaults."""
     return Traits()
 
 

@@ -1,8 +1,9 @@
-"""What a method's decode step moves beside the matrices, as the benchmark's floor model reads it (benchmarks/device/floors.py).
+"""Costs of a method's decode step beside the matrices, for the benchmark's floor model (benchmarks/device/floors.py).
 
 `costs(config, model, length, itemsize) -> SelectionCosts`, in costs.py of a method's folder, is for a step over a
 retrieval region of `length` tokens; `itemsize` is the bytes of a number of the row pool. All counts are for one request,
-one layer and one KV head, by model and not by counter. A layer that attends densely counts as dense attention does.
+one layer and one KV head, computed from a model and not counted in a run. Layers that attend densely cost as much as with
+dense attention.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ class SelectionCosts:
     Attributes
     ----------
     rows : float
-        Retrieval rows attended to, wherever they lie.
+        Retrieval rows attended to, on the device and in host memory.
     index_bytes : float
-        Of the index, read from device memory by every step: what the method scans.
+        Bytes of the index in device memory that every step reads.
     rerank_bytes : float
-        Further bytes of device memory that the choice reads.
+        Further bytes of device memory that are read to choose rows.
     reranked_keys : float
-        Keys of the row pool that the choice reads, where the pool lies.
+        Keys that are read from the row pool to choose rows.
     device_rows : float
-        Of `rows`, those that the method always keeps on the device.
+        Those of `rows` that the method always keeps on the device.
     neighbours : int
         Rows that lie next to each other in the pool and are read together: 1, or the size of a page.
     kernels : int
-        Graph nodes of a layer that dense attention does not have.
+        Kernel nodes of a layer in the graph, beside those of dense attention.
     host_functions : int
         Host-function nodes of a layer whose rows lie in host memory.
     host_cores : bool
-        Rows and reranked keys in host memory are read by host cores, not over PCIe.
+        Whether rows and reranked keys in host memory are read by host cores, not over PCIe.
     dense_layers : int
-        First layers that attend densely.
+        Number of first layers that attend densely.
     """
 
     rows: float

@@ -1,8 +1,8 @@
-"""What a method may tell about a selection: the stages through which a row comes to be selected, for measurements alone.
+"""Stages of a method's selection, at each of which rows are lost or kept; for measurements only.
 
-`stages(index, query, slot) -> Stages`, in stages.py of a method's folder, looks at one query [H, D] of one slot before
-`select` does. It changes nothing of the index, which must be the reference, and may be slow; it raises KernelError for an
-index that it does not know. evaluation/stage_losses.py counts by it where rows are lost.
+A method may have `stages(index, query, slot) -> Stages` in stages.py of its folder. It looks at one query [H, D] of one slot
+before `select` does. It changes nothing in the index, which must be the reference, and may be slow; it raises KernelError for
+an index of another kind. evaluation/stage_losses.py uses it to count at which stages rows are lost.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Stage:
     Attributes
     ----------
     name : str
-        Unique in the method.
+        Name that no other stage of the method has.
     kept : Tensor, bool [G, n]
-        By place, rows that could still be selected after the stage.
+        By place: whether the row could still be selected after the stage.
     ideal : bool
-        The stage stands for a limit, such as a budget of whole pages: `kept` is what a perfect ranking would take within
-        that limit. The method's own ranking may select other rows. Otherwise every selected row is kept.
+        Whether the stage stands for a limit, such as a budget of whole pages. Then `kept` are the rows that a perfect ranking
+        would take within that limit, and the method's own ranking may select other rows. Otherwise every selected row is kept.
     """
 
     name: str
@@ -42,18 +42,18 @@ class Stage:
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a selection in order, and what to call the last one, which chooses among the rows that they all keep."""
+    """The stages of a selection in order, and the name of the last stage, which chooses among the rows that all others keep."""
 
     stages: tuple[Stage, ...]
     last: str
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All stages, the last one included."""
+        """Names of all stages, the last included."""
         return (*(stage.name for stage in self.stages), self.last)
 
     def blame(self, missed: Tensor) -> Mapping[str, Tensor]:
-        """Split missed rows by the first stage that does not keep them: bool [G, n] by place to one such a stage."""
+        """Split missed rows, bool [G, n] by place, by the first stage that does not keep them: one bool [G, n] per stage."""
         found = {}
         for stage in self.stages:
             found[stage.name] = missed & ~stage.kept
@@ -74,7 +74,7 @@ def everything(index: Index, slot: int) -> Tensor:
 
 
 def require_index(index: Index, kind: type[Kind]) -> Kind:
-    """The index as the kind whose stages are known; raises KernelError for any other, such as one on a GPU."""
+    """Return the index if it is of the kind whose stages are known; raises KernelError for others, such as a GPU's index."""
     if not isinstance(index, kind):
         raise KernelError(
             f"stages of {type(index).__module__}.{type(index).__name__}: must be a {kind.__name__}; "
@@ -84,7 +84,7 @@ def require_index(index: Index, kind: type[Kind]) -> Kind:
 
 
 def stored_keys(index: Index, slot: int) -> Tensor:
-    """Keys of a slot's retrieval region by place, from the row pool: float32 [G, n, D]."""
+    """Read the keys of a slot's retrieval region from the row pool, in the order of places: float32 [G, n, D]."""
     context = index.context
     assert context.rows is not None, "an index that has built a slot has rows"
     return context.extents.read(context.rows.pool, slot, context.lengths[slot])[:, :, 0].float()

@@ -30,8 +30,8 @@ class ScheduleStep:
             require(0 < value <= 1, f"schedule_steps.{name}", value, "in (0, 1]", "it is a share of the keys")
 
 
-# Least candidates of each row that is kept. The paper's schedule is for 100 rows: of 704 rows of an 8K context it has 2.8
-# candidates each, which costs 1.4 % of the softmax mass (plugins/pariskv/README.md).
+# Fewest candidates per row that is kept. The paper's schedule is for 100 rows: with 704 rows of an 8K context it gives only
+# 2.8 candidates per row, which costs 1.4 % of the softmax mass (plugins/pariskv/README.md).
 CANDIDATES_OF_A_ROW = 4
 
 DEFAULT_SCHEDULE = (
@@ -90,11 +90,11 @@ class Config:
         require(ascending, name, bounds, "in ascending order of below_tokens", "sort the steps")
 
     def schedule(self, tokens: int) -> tuple[float, float]:
-        """(rho, beta) for a retrieval region of `tokens` tokens."""
+        """Return (rho, beta) for a retrieval region of `tokens` tokens."""
         step = next(s for s in self.schedule_steps if s.below_tokens is None or tokens < s.below_tokens)
         return step.rho, step.beta
 
     def candidates(self, tokens: int) -> int:
-        """Keys of a retrieval region of `tokens` tokens that are reranked."""
+        """Return the number of keys that are reranked in a retrieval region of `tokens` tokens."""
         _, beta = self.schedule(tokens)
         return min(tokens, max(CANDIDATES_OF_A_ROW * self.top_k, math.ceil(beta * tokens)))

@@ -1,4 +1,4 @@
-"""What a decode step of ParisKV moves (ParisKV paper, section 4)."""
+"""Costs of a ParisKV decode step (ParisKV paper, section 4), for plugins/measurements/costs.py."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from kvseek.plugins.measurements.costs import SelectionCosts
 from .codebook import padded_dim
 from .config import Config
 
-WEIGHT_BYTES = 2  # float16, one a block
+WEIGHT_BYTES = 2  # bytes of a block's weight, a float16
 KERNELS = 4  # vote, scan, rerank, top
 
 
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
-    """An id byte of each block of every key; codes and weights of the candidates; top_k rows."""
+    """Compute the costs: an id byte of each block of every key, codes and weights of the candidates, and top_k rows."""
     dim = padded_dim(model.head_dim)
     blocks = dim // config.block_size
     candidates = config.candidates(length)

@@ -20,14 +20,14 @@ from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 from .config import Config
 from .reference import CENTROIDS, ReferenceIndex
 
-MIN_DIM = 64  # smallest rotated vector of the kernels: two coordinates a thread of a warp
+MIN_DIM = 64  # smallest rotated vector of the kernels: two coordinates for each thread of a warp
 MAX_DIM = 256
 SCORES = 256  # bins of a histogram of votes
 ENCODE_WARPS = 8
 COUNT_THREADS, SCAN_THREADS, RERANK_THREADS, TOP_THREADS = 256, 1024, 256, 1024
-CHUNKS_OF_SCAN = 4  # parts of a region that one block of the scan takes, and one block of the rerank each
+CHUNKS_OF_SCAN = 4  # chunks of a region for one block of the scan; a block of the rerank takes one chunk
 LARGE_TABLE, SMALL_TABLE = 128 << 10, 64 << 10  # bytes of shared memory that the scan fills with copies of the votes
-MOST_TOP_BLOCKS = 16  # blocks of the top-k of a task: one a processor, shared by the tasks, but not more than this
+MOST_TOP_BLOCKS = 16  # most blocks of a task's top-k; the tasks share one block per multiprocessor
 MOST_ROWS = 2**32  # places of all extents and KV heads: kernels number them with 32 bits
 COUNT_KEYS = 4096  # keys that one block of the counting kernel takes at least
 
@@ -59,8 +59,8 @@ class SelectArguments(ctypes.Structure):
 class Workspace:
     """Intermediate results of a selection. Layers run one after another, so one workspace serves all of them.
 
-    What grows with a region lies in extents, as the index does: 9 + 4 x lanes bytes per token and KV head, once and not
-    per layer. The rest is kept for each batch size, for captured graphs hold its addresses.
+    Arrays that grow with a region lie in extents, as the index does: 9 + 4 x lanes bytes per token and KV head, once and not
+    per layer. The other arrays are kept for each batch size, because captured graphs hold their addresses.
     """
 
     def __init__(self, context: IndexContext, lanes: int, dim: int) -> None:
@@ -72,7 +72,7 @@ class Workspace:
         self._by_tasks: dict[int, dict[str, Any]] = {}
 
     def __call__(self, batch: int, top_k: int, multiprocessors: int) -> dict[str, Any]:
-        """Arrays and grid sizes for a batch, by their names in SelectArguments."""
+        """Return arrays and grid sizes for a batch, by their names in SelectArguments."""
         tasks = batch * self._context.num_kv_heads
         if tasks not in self._by_tasks:
             self._by_tasks[tasks] = self._for_tasks(tasks, top_k, multiprocessors)
@@ -86,7 +86,7 @@ class Workspace:
         return {
             "chunks": chunks,
             "top_blocks": top_blocks,
-            # Columns of lanes that do not exist stay zero.
+            # The last columns may belong to lanes that do not exist; they stay zero.
             "columns": torch.zeros((tasks, -(-self._lanes // 4), self._dim // 16, 32, 2), **integers),
             "votes": new((tasks, blocks // 4, CENTROIDS, 4, vote_bytes(self._lanes)), torch.uint8),
             "totals": new((tasks, SCORES), torch.int32),
@@ -104,8 +104,8 @@ class Workspace:
 class CudaIndex(Index):
     """The index of one layer. Ids, codes, counts, votes and candidates are the reference's to the bit.
 
-    Estimates differ from it by the rounding of weighted codes to float16 (5e-4 of a term), so a row near the k-th place
-    may differ.
+    Estimates differ from the reference's by the rounding of weighted codes to float16 (5e-4 of a term), so rows whose rank is
+    near k may differ.
     """
 
     def __init__(self, context: IndexContext) -> None:
@@ -129,7 +129,7 @@ class CudaIndex(Index):
         return self.reference.bytes_per_token
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
-        """See Index.build, on the current stream; the queries are not used."""
+        """See Index.build. Runs on the current stream; the queries are not used."""
         self.reference.counts[slot].zero_()
         if keys.shape[1]:
             self.append(slot, 0, keys)
@@ -156,11 +156,11 @@ class CudaIndex(Index):
         self._kernels.launch("kvseek_pariskv_count", (blocks, self.context.num_kv_heads, 1), COUNT_THREADS, arguments)
 
     def effort(self, length: int) -> Effort:
-        """See ReferenceIndex.effort; its numbers are `budget` and `candidates` of select.cuh."""
+        """See ReferenceIndex.effort. The numbers are `budget` and `candidates` of select.cuh."""
         return self.reference.effort(length)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """See Index.select: four kernels. Rows ascend."""
+        """See Index.select. Launches four kernels. Rows ascend."""
         require_fit("queries", queries, self.context)
         queries, heads, top_k = queries.contiguous(), self.context.num_kv_heads, self.config.top_k
         scratch = self.workspace(batch.size, top_k, self._kernels.multiprocessors)
@@ -210,12 +210,12 @@ class CudaIndex(Index):
 
 
 def vote_bytes(lanes: int) -> int:
-    """Bytes that hold a byte of votes for each lane: 4, 8 or 16."""
+    """Return the bytes of a vector with a byte of votes for each lane: 4, 8 or 16."""
     return 4 if lanes <= 4 else 8 if lanes <= 8 else 16
 
 
 def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int]:
-    """Macros that layout.cuh expects; raises ConfigError on a head size that the kernels do not support."""
+    """Return the macros that layout.cuh expects; raises ConfigError on a head size that the kernels do not support."""
     limit = f"a multiple of 32 from {MIN_DIM} to {MAX_DIM}"
     fits = head_dim % 32 == 0 and MIN_DIM <= head_dim <= MAX_DIM
     require(fits, "head_dim", head_dim, f"{limit} for ParisKV on the GPU", "build with --device cpu")

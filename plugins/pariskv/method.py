@@ -16,12 +16,12 @@ __all__ = ["create", "traits"]
 
 
 def traits(config: Config) -> Traits:
-    """Codebooks that need no data, and kernels for one number of lanes."""
+    """Return the method's traits: codebooks that need no data, and macros that compile kernels for one number of lanes."""
     return Traits(codebooks=partial(codebook.build_codebooks, config), cuda_macros=partial(cuda_macros, config))
 
 
 def create(context: IndexContext) -> Index:
-    """Make the index of one layer: for the kernels that the engine has, else the reference."""
+    """Make the index of one layer: the index for the engine's kernels, or the reference without kernels."""
     if context.cuda is not None:
         return CudaIndex(context)
     return ReferenceIndex(context) if context.library is None else NativeIndex(context)

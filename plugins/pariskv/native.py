@@ -50,7 +50,7 @@ class SelectArguments(ctypes.Structure):
 
 @lru_cache(maxsize=8)
 def kernels(library: CpuLibrary) -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
-    """Encode and select of a library, declared once."""
+    """Return kvseek_pariskv_encode and kvseek_pariskv_select of a library, declared once."""
     encode = library.function("kvseek_pariskv_encode", c_void_p)
     return encode, library.function("kvseek_pariskv_select", c_void_p)
 
@@ -58,8 +58,8 @@ def kernels(library: CpuLibrary) -> tuple[ctypes._NamedFuncPointer, ctypes._Name
 class NativeIndex(ReferenceIndex):
     """The reference's arrays, filled and searched by compiled kernels.
 
-    Centroid ids, counts, votes and candidates are the reference's to the bit; magnitudes that lie within rounding of a
-    threshold may get the neighbouring level, and estimates differ by rounding.
+    Centroid ids, counts, votes and candidates equal the reference's to the bit. Magnitudes that are equal to a threshold up to
+    rounding may get the neighbouring level, and estimates differ by rounding.
     """
 
     def __init__(self, context: IndexContext) -> None:

@@ -1,7 +1,7 @@
 """ParisKV in PyTorch, on any device: the definition of correct for the native and GPU kernels.
 
-Encode a key once; for a query, vote for keys block by block with one byte of each key's code (collision), estimate the
-scores of the best-voted share from 4-bit codes (rerank), keep the top k. ParisKV paper, section 4.
+A key is encoded once. A query votes for keys block by block with one byte of each key's code (collision), then the scores of
+the keys with the most votes are estimated from 4-bit codes (rerank), and the top k are kept. ParisKV paper, section 4.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ReferenceIndex(Index):
     weights : Tensor, float16 [E, G, 1024, B]
         w_b = ‖k‖ r_b / α_b.
     counts : Tensor, int32 [slots, G, B, 256]
-        Keys of each slot per centroid.
+        Number of keys of each slot per centroid.
     """
 
     def __init__(self, context: IndexContext) -> None:
@@ -59,14 +59,14 @@ class ReferenceIndex(Index):
 
     @property
     def bytes_per_token(self) -> float:
-        """Ids, codes and weights of all KV heads; the counters do not grow with the tokens."""
+        """Bytes of ids, codes and weights of all KV heads; the counts do not grow with the tokens."""
         return self.context.num_kv_heads * (self.blocks + self.padded_dim // 2 + 2 * self.blocks)
 
     def encode(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Encode keys [G, n, D]: ids uint8 [G, n, B], codes uint8 [G, n, P/2], weights float16 [G, n, B].
 
-        The key is rotated as it is: dividing by ‖k‖ first and multiplying the radius by it later would cancel.
-        A level is the number of thresholds below the magnitude. Weights beyond float16 are cut at its largest number.
+        The key is rotated without dividing it by ‖k‖ first, because multiplying the radius by ‖k‖ later would undo that.
+        A level is the number of thresholds below the magnitude. Weights beyond float16 become its largest number.
         """
         blocks = split_blocks(rotate(keys, self.signs))
         radius = block_sum(blocks.square()).sqrt()[..., None]
@@ -75,7 +75,7 @@ class ReferenceIndex(Index):
         level = torch.bucketize(magnitude, self.thresholds)
         nibbles = (level + 8 * negative).to(torch.uint8)
         weight = radius[..., 0]
-        if self.config.alpha_correction:  # α = <v, u>: sign patterns agree, so magnitudes suffice
+        if self.config.alpha_correction:  # α = <v, u>; v and u have the same signs, so magnitudes suffice
             alpha = block_sum(self.levels[level] * magnitude)
             weight = torch.where(weight > 0, weight / alpha, 0.0)
         weight = weight.clamp(max=torch.finfo(torch.float16).max)
@@ -89,26 +89,26 @@ class ReferenceIndex(Index):
         return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See Index.append: ids, codes and weights, which no selection reads beyond a region's length."""
+        """See Index.append. Writes ids, codes and weights, which no selection reads beyond a region's length."""
         for offset in range(0, keys.shape[1], ENCODE_TOKENS):
             encoded = self.encode(keys[:, offset : offset + ENCODE_TOKENS])
             for array, values in zip((self.ids, self.codes, self.weights), encoded, strict=True):
                 self.context.extents.write(array, slot, start + offset, values)
 
     def publish(self, slot: int, start: int, count: int) -> None:
-        """See Index.publish: the counts of centroids, which every selection reads."""
+        """See Index.publish. Adds to the counts of centroids, which every selection reads whole."""
         for extent, inside, _ in self.context.extents.spans(slot, start, start + count):
             by_block = self.ids[extent, :, inside].transpose(1, 2).long()
             self.counts[slot].scatter_add_(-1, by_block, torch.ones_like(by_block, dtype=torch.int32))
 
     def effort(self, length: int) -> Effort:
-        """The top k rows. For kernels: keys that earn a tier in each block, and keys that are reranked."""
+        """See Index.effort. The rows are the top k; the numbers are the keys with a tier in a block, and the reranked keys."""
         rho, _ = self.config.schedule(length)
         numbers = (math.ceil(rho * length), self.config.candidates(length))
         return Effort(min(self.config.top_k, length), numbers)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """Top k rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
+        """Select the top k rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
 
         Rows ascend; -1 fills up when the region holds fewer than top_k.
         """
@@ -134,11 +134,11 @@ class ReferenceIndex(Index):
         return candidates.gather(1, best_positions(values, top_k))
 
     def lanes(self, queries: Tensor) -> Tensor:
-        """Rotated queries that vote and rank on their own: [G, g, D] to float32 [G, lanes, P]."""
+        """Rotate the queries that vote and rank on their own: [G, g, D] to float32 [G, lanes, P]."""
         return rotate(query_lanes(queries, self.config.group_reduce), self.signs)
 
     def candidates(self, lanes: Tensor, slot: int, n: int) -> Tensor:
-        """Places of n that are reranked, those with the most votes: lanes [G, lanes, P] to int64 [G, c], ascending."""
+        """Choose the places with the most votes of n, to be reranked: lanes [G, lanes, P] to int64 [G, c], ascending."""
         budget, count = self.effort(n).numbers
         tiers = tier_table(lanes, self.counts[slot], budget)
         votes = collision_scores(tiers, self.context.extents.read(self.ids, slot, n))
@@ -146,14 +146,14 @@ class ReferenceIndex(Index):
 
 
 def block_sum(values: Tensor) -> Tensor:
-    """Sum over the last dimension (8) by adding neighbours, then neighbouring sums: an order that kernels can follow."""
+    """Sum over the last dimension (8) by adding neighbours, then neighbouring sums, an order that kernels can follow."""
     while values.shape[-1] > 1:
         values = values[..., ::2] + values[..., 1::2]
     return values[..., 0]
 
 
 def take_rows(array: Tensor, places: Tensor) -> Tensor:
-    """Rows of array [G, n, width] at places [G, c]: [G, c, width]."""
+    """Take the rows of array [G, n, width] at places [G, c]: [G, c, width]."""
     return array.gather(1, places[..., None].expand(-1, -1, array.shape[-1]))
 
 
@@ -172,10 +172,10 @@ def centroid_scores(lanes: Tensor) -> Tensor:
 
 
 def tier_table(lanes: Tensor, counts: Tensor, budget: int) -> Tensor:
-    """Votes of each centroid: rotated queries [G, lanes, P] and counts [G, B, 256] to uint8 [G, lanes, B, 256].
+    """Compute the votes of each centroid: rotated queries [G, lanes, P] and counts [G, B, 256] to uint8 [G, lanes, B, 256].
 
-    Centroids are walked by descending score (ties: ascending id). One that is preceded by less than 5/15/30/50/75/100 %
-    of `budget` = ceil(ρ n) keys earns 6/5/4/3/2/1, any other none.
+    Centroids are walked by descending score (ties: ascending id). A centroid with less than 5/15/30/50/75/100 % of
+    `budget` = ceil(ρ n) keys before it earns 6/5/4/3/2/1 votes, any other centroid none.
     """
     order = centroid_scores(lanes).argsort(dim=-1, descending=True, stable=True)
     ranked = counts[:, None].expand(order.shape).long().gather(-1, order)
@@ -187,9 +187,9 @@ def tier_table(lanes: Tensor, counts: Tensor, budget: int) -> Tensor:
 
 
 def collision_scores(tiers: Tensor, ids: Tensor) -> Tensor:
-    """Votes for each key: tiers uint8 [G, lanes, B, 256] and ids uint8 [G, n, B] to int32 [G, n].
+    """Count the votes for each key: tiers uint8 [G, lanes, B, 256] and ids uint8 [G, n, B] to int32 [G, n].
 
-    Summed over the blocks; the best lane counts.
+    Votes are summed over the blocks for each lane, and a key gets the largest of these sums.
     """
     by_block = ids.transpose(1, 2).long()[:, None].expand(-1, tiers.shape[1], -1, -1)
     return tiers.gather(-1, by_block).sum(dim=2, dtype=torch.int32).amax(dim=1)
@@ -201,7 +201,7 @@ def estimate_scores(lanes: Tensor, codes: Tensor, weights: Tensor, levels: Tenso
     Parameters
     ----------
     lanes : Tensor, float32 [G, lanes, P]
-        Rotated queries (not normalised: ‖q‖ is in them).
+        Rotated queries, not normalised, so that they contain ‖q‖.
     codes : Tensor, uint8 [G, c, P/2]
     weights : Tensor, float16 [G, c, B]
     levels : Tensor, float32 [8]

@@ -1,4 +1,4 @@
-"""Where ParisKV loses rows: too few votes to become a candidate, or a 4-bit estimate that is too low."""
+"""Stages at which ParisKV loses rows: too few votes to become a candidate, or a 4-bit estimate that is too low."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .reference import ReferenceIndex
 
 
 def stages(index: Index, query: Tensor, slot: int) -> Stages:
-    """Stages of a query [H, D]: the candidates of the collision `votes`, and the `estimate` that reranks them."""
+    """Find the stages of a query [H, D]: the candidates of the collision `votes`, and the `estimate` that reranks them."""
     pariskv = require_index(index, ReferenceIndex)
     kv_heads, n = pariskv.context.num_kv_heads, pariskv.context.lengths[slot]
     if n <= pariskv.config.top_k:

@@ -13,25 +13,26 @@ UPDATE_SCOPES = ("all", "selected")
 
 @dataclass(frozen=True)
 class Config:
-    """Rows that are kept, how pages are chosen, and when the static set is renewed.
+    """Numbers of rows, the choice of pages, and the renewal of the static set.
 
     Attributes
     ----------
     top_k : int
-        Rows of a KV head that a step attends to: static ones and those of selected pages. A multiple of `page`.
+        Rows of a KV head that a step attends to: static rows and rows of selected pages. A multiple of `page`.
     static_share : float
         Share of `top_k` that is static, rounded down to whole pages. The paper's experiments have 0.25 (section 5.1);
         more was better where it was measured (README).
     share_rule : str
-        "fixed": `static_share` holds everywhere. "auto": each layer finds the share of a prompt, by the overlap of what
-        the first and the last query of the observation window attend to (paper, appendix G); `static_share` is for
-        prompts of at most `top_k` retrieval tokens, whose overlap says nothing.
+        "fixed": `static_share` holds everywhere. "auto": each layer finds the share for a prompt, from the overlap of the keys
+        that the first and the last query of the observation window attend to (paper, appendix G); `static_share` then only
+        holds for prompts of at most `top_k` retrieval tokens, for which the overlap says nothing.
     page : int
         Rows of a page: a power of two from 8 to 128. The paper has 32 (section 4.2); a quarter of that loses far
         fewer answers (README).
     box_radius : float
-        What a page scores: q·centre + box_radius · Σ |q_c| · half-width of the box. 1 is the paper's upper bound of its
-        keys' scores, which no key comes close to; less is an estimate, which was better (README), and bounds nothing.
+        Weight in a page's score: q·centre + box_radius · Σ |q_c| · half-width of the box. With 1 the score is the paper's upper
+        bound of the page's keys, which no key comes close to; with less it is an estimate and no bound, which was better
+        (README).
     window_queries : int
         Queries of the observation window; `cache.local` should be at least as much, and is 256 by default.
     update_interval : int
@@ -89,10 +90,10 @@ class Config:
 
     @property
     def fixed_static(self) -> int:
-        """Static rows of `static_share`."""
+        """Number of static rows that `static_share` gives."""
         return int(self.top_k * self.static_share) // self.page * self.page
 
     @property
     def most_static(self) -> int:
-        """Static rows that a KV head has at most."""
+        """Most static rows of a KV head."""
         return self.top_k if self.automatic else self.fixed_static

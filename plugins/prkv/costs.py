@@ -1,4 +1,4 @@
-"""What a decode step of PRKV moves (plugins/measurements/costs.py)."""
+"""Costs of a PRKV decode step (plugins/measurements/costs.py)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ KERNELS = 1  # kvseek_prkv_select
 
 
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
-    """A box for each page, then the static rows and whole pages. Pages found in the store are not taken off `rows`.
+    """Compute the costs: a box for each page, then the static rows and whole pages.
 
-    Updates of the static set are left out: they run beside the steps.
+    Pages that the store holds count in `rows` like all others. Updates of the static set are left out, because they run beside
+    the steps.
     """
     if length <= config.top_k:  # dense
         return SelectionCosts(float(length), neighbours=config.page, kernels=KERNELS)

@@ -57,7 +57,7 @@ class Workspace:
     """Intermediate results of a selection. Layers run one after another, so one workspace serves all of them.
 
     Scores of pages lie in extents, as boxes do: 4 x lanes bytes per page and KV head, once and not per layer. The
-    rest is kept for each batch size, for captured graphs hold its addresses.
+    other arrays are kept for each batch size, because captured graphs hold their addresses.
     """
 
     def __init__(self, context: IndexContext, lanes: int, pages_of_extent: int) -> None:
@@ -67,7 +67,7 @@ class Workspace:
         self._by_tasks: dict[int, dict[str, Any]] = {}
 
     def __call__(self, batch: int, multiprocessors: int) -> dict[str, Any]:
-        """CTAs of a task, and arrays by their names in SelectArguments."""
+        """Return the number of CTAs of a task, and arrays by their names in SelectArguments."""
         tasks = batch * self._context.num_kv_heads
         if tasks not in self._by_tasks:
             chunks, device = max(1, multiprocessors // tasks), self._context.device
@@ -81,7 +81,7 @@ class Workspace:
 
 
 class CudaIndex(Index):
-    """The index of one layer. Boxes, static sets and exchanges are the reference's; bounds differ by rounding.
+    """The index of one layer. Boxes, static sets and exchanges equal the reference's; pages' scores differ by rounding.
 
     Attributes
     ----------
@@ -117,7 +117,7 @@ class CudaIndex(Index):
         return self.reference.effort(length)
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
-        """See ReferenceIndex.build; nothing is read back. The store gets the static rows with the attention of the first step."""
+        """See ReferenceIndex.build. Reads nothing back. The first step's attention copies the static rows to the store."""
         self.updater.forget(slot)
         if self.store is not None:
             self.store.forget(slot)
@@ -127,7 +127,7 @@ class CudaIndex(Index):
         return Built(order=order)
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See Index.append: boxes of new pages, and what is to join the last page."""
+        """See Index.append. Writes the boxes of new pages, and the box of the keys that are to join the last page."""
         require_rows("keys", keys, self.context.dtype)
         arguments = self._box_arguments(slot, start)
         arguments.keys, arguments.tokens = keys.data_ptr(), keys.shape[1]
@@ -137,27 +137,27 @@ class CudaIndex(Index):
         self._kernels.launch("kvseek_prkv_boxes", grid, BOX_THREADS, arguments)
 
     def publish(self, slot: int, start: int, count: int) -> None:
-        """See Index.publish: keys join the page that others began. New pages show by the length alone."""
+        """See Index.publish. Lets keys join the page that earlier keys began. The length alone makes new pages visible."""
         if start % self.config.page:
             grid = (self.context.num_kv_heads, 1, 1)
             self._kernels.launch("kvseek_prkv_join", grid, self.context.head_dim, self._box_arguments(slot, start))
 
     def refresh(self, slots: Sequence[int]) -> None:
-        """See Index.refresh: publish prepared updates, start those that are due."""
+        """See Index.refresh. Publishes prepared updates, and starts those that are due."""
         for slot in slots:
             if len(self.updater):
                 self.updater.publish(slot)
             if self.reference.count_step(slot):
                 try:
                     self.updater.start(slot)
-                except torch.OutOfMemoryError:  # the old static set serves on
+                except torch.OutOfMemoryError:  # the old static set stays in use
                     logger.warning("no device memory to choose a static set for slot %d; tried again later", slot)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """See Index.select: one kernel. Static places come first, then those of pages, ascending.
+        """See Index.select. Launches one kernel. Static places come first, then the places of pages, ascending.
 
-        It records the queries, counts the pages, and takes the rows that the store is to keep for stored: the attention of
-        the same step must follow. Raises KernelError for queries of another dtype or device than the cache's.
+        The kernel records the queries, counts the pages, and notes the rows of Selection.keep as stored, so the attention of
+        the same step must follow and store them. Raises KernelError for queries of another dtype or device than the cache's.
         """
         require_fit("queries", queries, self.context)
         queries = queries.contiguous()
@@ -215,12 +215,12 @@ class CudaIndex(Index):
 
 
 def select_threads(head_dim: int) -> int:
-    """Threads of a CTA of the selection, as in layout.cuh."""
+    """Return the threads of a CTA of the selection, as in layout.cuh."""
     return 512 if head_dim <= 128 else 256
 
 
 def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int]:
-    """Macros that layout.cuh expects; raises ConfigError on what the kernels do not support."""
+    """Return the macros that layout.cuh expects; raises ConfigError on sizes that the kernels do not support."""
     limit = "a multiple of 32 up to 256 for PRKV on the GPU"
     require(head_dim % 32 == 0 and head_dim <= 256, "head_dim", head_dim, limit, "build with --device cpu")
     pages, most = config.top_k // config.page, select_threads(head_dim)

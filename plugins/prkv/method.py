@@ -12,10 +12,10 @@ from .reference import ReferenceIndex
 
 
 def traits(config: Config) -> Traits:
-    """What the engine and the builder must know."""
+    """Return the method's traits: the macros of its kernels."""
     return Traits(cuda_macros=partial(cuda_macros, config))
 
 
 def create(context: IndexContext) -> Index:
-    """Make the index of one layer: for the kernels of a GPU if the engine has them, else the reference."""
+    """Make the index of one layer: the index for the GPU's kernels if the engine has them, else the reference."""
     return ReferenceIndex(context) if context.cuda is None else CudaIndex(context)

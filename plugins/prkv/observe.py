@@ -1,4 +1,4 @@
-"""What the observation window attends to, by CUDA kernels: static.observation_scores on the GPU."""
+"""Attention of the observation window to keys, by CUDA kernels: static.observation_scores on the GPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
 
 THREADS = 256
-BLOCKS_OF_MULTIPROCESSOR = 2  # that fit beside each other
-ALIGNMENT = 16  # bytes: the kernels load that much at once
+BLOCKS_OF_MULTIPROCESSOR = 2  # blocks that a multiprocessor holds at once
+ALIGNMENT = 16  # bytes that the kernels load at once, to which rows must be aligned
 
 
 class ObserveArguments(ctypes.Structure):
@@ -28,18 +28,18 @@ class ObserveArguments(ctypes.Structure):
 
 
 def observe(kernels: CudaKernels, queries: Tensor, keys: Tensor, scaling: float, valid: Tensor | None = None) -> Tensor:
-    """Softmax attention of the observation window to each key, averaged over the window and the heads of a group.
+    """Compute the softmax attention of the observation window to each key, averaged over the window and a group's heads.
 
-    Two launches on the current stream; nothing as large as the products is written. Weights differ from those of
-    static.observation_scores by rounding.
+    Makes two launches on the current stream, and writes nothing as large as the products of queries and keys. Results differ
+    from those of static.observation_scores by rounding.
 
     Parameters
     ----------
     queries : Tensor [H, w, D]
     keys : Tensor [G, n, D], n >= 1
-        Both of the kernels' dtype, on the GPU; rows of neighbouring numbers from multiples of 16 bytes on.
+        Queries and keys have the kernels' dtype and are on the GPU; each row is contiguous and aligned to 16 bytes.
     valid : Tensor, int32 [G], or None
-        Keys of each KV head that count, the first ones; the others score -1.
+        Number of first keys of each KV head that count; the keys after them score -1.
 
     Returns
     -------
@@ -72,7 +72,7 @@ def observe(kernels: CudaKernels, queries: Tensor, keys: Tensor, scaling: float,
 
 
 def require_rows(name: str, rows: Tensor, dtype: torch.dtype) -> None:
-    """Raise KernelError unless the kernels can read rows [heads, n, D] of `dtype` where they lie."""
+    """Raise KernelError unless the kernels can read rows [heads, n, D] of `dtype` without a copy."""
     strides = [stride * dtype.itemsize for stride in rows.stride()[:2]]
     aligned = all(number % ALIGNMENT == 0 for number in (rows.data_ptr(), *strides))
     if rows.dtype is not dtype or not rows.is_cuda or rows.stride(-1) != 1 or not aligned:

@@ -1,7 +1,7 @@
 """PRKV in PyTorch, on any device: the definition of correct for the GPU kernels.
 
-The rows that the last queries attended to most lie first in the pool (the static set) and are attended to by every step;
-the others form pages, of which a step chooses the best by the bounding boxes of their keys. PRKV paper, section 4.
+The rows that the last queries attended to most have the first places of the pool (the static set), and every step attends to
+them. The other rows form pages, of which a step chooses the best by the bounding boxes of their keys. PRKV paper, section 4.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvseek.plugins.shared.group import best_positions, query_lanes, reduce_scor
 from .config import Config
 from .static import automatic_count, candidates, largest, observation_scores, pair_exchange, static_first
 
-STAGGER = 4  # decode steps by which the updates of neighbouring layers differ: no step has to publish them all
+STAGGER = 4  # decode steps between the updates of neighbouring layers, so that no step has to publish them all
 
 
 class ReferenceIndex(Index):
     """One layer's boxes, in extents of 1,024 places, and static sets.
 
-    Page p of a slot holds places p * page .. p * page + page - 1, whichever tokens lie there; those of the static set
-    are the first pages. With E extents, G KV heads, P pages an extent, S the most static rows and w window queries:
+    Page p of a slot holds places p * page .. p * page + page - 1, whichever tokens have these places; the first pages hold the
+    static set. With E extents, G KV heads, P pages an extent, S the most static rows and w window queries:
 
     Attributes
     ----------
@@ -36,17 +36,17 @@ class ReferenceIndex(Index):
     picked : Tensor, int32 [E, G, P]
         How often a page was selected since the last update.
     static_rows : Tensor, int32 [slots]
-        Static places of each KV head: whole pages.
+        Number of static places of each KV head: those of whole pages.
     homes : Tensor, int32 [slots, G, S]
-        Where in the sequence the rows of the first S places belong, about: what pairs them with places at an update.
+        For the rows of the first S places: approximately where they belong in the sequence. An update pairs rows by it.
     recent : Tensor [slots, w, H, D]
         The last queries, in any order.
     pending : Tensor [slots, G, 2, D]
-        Box of the keys that are to join a page that others began, from `append` to `publish`.
+        Box of the keys that are to join a page that earlier keys began, kept from `append` to `publish`.
     targets : list of Tensor, int64 scalar
-        Static rows that each slot is to have as soon as it holds so many.
+        Number of static rows that each slot is to have as soon as it holds so many rows.
     observe : callable
-        static.observation_scores, or what does the same: (queries, keys, scaling, valid) to scores.
+        static.observation_scores, or a function that computes the same: (queries, keys, scaling, valid) to scores.
     """
 
     observe: Callable[..., Tensor]
@@ -73,16 +73,16 @@ class ReferenceIndex(Index):
 
     @property
     def bytes_per_token(self) -> float:
-        """Boxes and counts of all KV heads; static sets and queries do not grow with the tokens."""
+        """Bytes of boxes and counts of all KV heads; static sets and queries do not grow with the tokens."""
         box = 2 * self.context.head_dim * self.context.dtype.itemsize
         return self.context.num_kv_heads * (box + self.picked.itemsize) / self.config.page
 
     def effort(self, length: int) -> Effort:
-        """See Index.effort: static rows and those of pages fill the budget. The kernels need no numbers."""
+        """See Index.effort. The rows are the budget: static rows and rows of pages. The kernels need no numbers."""
         return Effort(min(self.config.top_k, length))
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
-        """See Index.build: the static tokens come first, both they and the others in token order."""
+        """See Index.build. In the pool the static tokens come first, then the others, both in token order."""
         order = self.begin(slot, keys, queries)
         self._enclose(slot, 0, ordered(keys, order))
         return Built(order=order)
@@ -95,7 +95,7 @@ class ReferenceIndex(Index):
         self._start(slot, queries)
         config, n = self.config, keys.shape[1]
         self.static_rows[slot] = 0
-        self.homes[slot] = torch.arange(config.most_static, device=keys.device)  # of rows yet to come: as they come
+        self.homes[slot] = torch.arange(config.most_static, device=keys.device)  # for rows yet to come: their places
         if config.most_static == 0 or n < config.page:
             self.targets[slot] = torch.full((), config.fixed_static, device=keys.device)
             return None
@@ -113,7 +113,7 @@ class ReferenceIndex(Index):
         return order
 
     def _start(self, slot: int, queries: Tensor) -> None:
-        # The prompt's last queries are the recent ones, repeated if they are too few.
+        # The prompt's last queries become the recent queries; they are repeated if they are too few.
         window, extents = self.config.window_queries, self.context.extents
         self._selected[slot] = self._steps[slot] = 0
         self.picked.index_fill_(0, self.extents_of(slot, extents.room(slot)), 0)
@@ -122,43 +122,43 @@ class ReferenceIndex(Index):
             self.recent[slot] = last[torch.arange(window, device=queries.device) % last.shape[0]]
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See Index.append: new rows fill the last page up, then new pages, which show by the length alone."""
+        """See Index.append. New rows fill up the last page, then new pages, which the length alone makes visible."""
         joining = min(-start % self.config.page, keys.shape[1])
         if joining:
             self.pending[slot] = box_of(keys[:, :joining])
         self._enclose(slot, start + joining, keys[:, joining:])
 
     def publish(self, slot: int, start: int, count: int) -> None:
-        """See Index.publish: rows join the page that others began."""
+        """See Index.publish. Lets rows join the page that earlier rows began."""
         if start % self.config.page:
             box, joining = self._box(slot, start // self.config.page), self.pending[slot]
             box[:, 0] = torch.minimum(box[:, 0], joining[:, 0])
             box[:, 1] = torch.maximum(box[:, 1], joining[:, 1])
 
     def extents_of(self, slot: int, places: int) -> Tensor:
-        """Numbers of the extents that hold the first places of a slot, int64, where the arrays are."""
+        """Return the numbers of the extents that hold the first places of a slot, int64, on the arrays' device."""
         return self.context.extents.device_table[slot, : -(-places // EXTENT_TOKENS)].long()
 
     def _enclose(self, slot: int, start: int, keys: Tensor) -> None:
-        """Write the boxes of the pages from place `start` on, which begins one, that keys [G, u, D] fill."""
+        """Write the boxes of the pages that keys [G, u, D] fill, from place `start` on, where a page begins."""
         page = self.config.page
         for first in range(0, keys.shape[1], page):
             self._box(slot, (start + first) // page).copy_(box_of(keys[:, first : first + page]))
 
     def _box(self, slot: int, number: int) -> Tensor:
-        """Box of a page, [G, 2, D], to be written to."""
+        """Return the box of a page, [G, 2, D], as a view that may be written to."""
         extent = self.context.extents.table[slot, number // self.pages_of_extent]
         return self.boxes[int(extent), :, number % self.pages_of_extent]
 
     def by_page(self, array: Tensor, slot: int, places: int) -> Tensor:
-        """Entries of `boxes` or `picked` of the pages that the first places of a slot occupy: [G, pages, ...] (a copy)."""
+        """Copy the entries of `boxes` or `picked` for the pages that a slot's first places occupy: [G, pages, ...]."""
         own = array.index_select(0, self.extents_of(slot, places)).transpose(0, 1)
         return own.flatten(1, 2)[:, : -(-places // self.config.page)]
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """Static pages and the best of the others: queries [batch, H, D] to pages int32 [batch, G, top_k / page].
+        """Select static pages and the best of the others: queries [batch, H, D] to pages int32 [batch, G, top_k / page].
 
-        Pages ascend; -1 fills up when the region holds fewer.
+        Pages ascend; -1 fills up when the region holds fewer pages.
         """
         kv_heads, config = self.context.num_kv_heads, self.config
         shape = (batch.size, kv_heads, config.top_k // config.page)
@@ -172,7 +172,7 @@ class ReferenceIndex(Index):
         return Selection(rows, config.page)
 
     def _pages(self, queries: Tensor, slot: int, length: int) -> Tensor:
-        # queries [G, g, D] to ascending pages int64 [G, min(top_k / page, pages)]; counts those that are not static
+        # queries [G, g, D] to ascending pages int64 [G, min(top_k / page, pages)]; counts the pages that are not static
         config = self.config
         static = int(self.static_rows[slot]) // config.page
         boxes = self.by_page(self.boxes, slot, length)[:, static:]
@@ -186,13 +186,13 @@ class ReferenceIndex(Index):
         return torch.cat((first, chosen), dim=1)
 
     def refresh(self, slots: Sequence[int]) -> None:
-        """See Index.refresh: a new static set, every `update_interval` steps of a slot."""
+        """See Index.refresh. Chooses a new static set every `update_interval` steps of a slot."""
         for slot in slots:
             if self.count_step(slot):
                 self._update(slot)
 
     def count_step(self, slot: int) -> bool:
-        """Count a decode step of a slot; whether an update of its static set is due after it."""
+        """Count a decode step of a slot; returns whether an update of its static set is due after it."""
         self._steps[slot] += 1
         return update_is_due(self.config, self.context.layer, self._steps[slot])
 
@@ -214,7 +214,7 @@ class ReferenceIndex(Index):
         self.picked.index_fill_(0, self.extents_of(slot, whole), 0)
 
     def _read(self, slot: int, places: Tensor) -> Tensor:
-        """Rows of the pool at places [G, m]: [G, m, 2, D] (a copy)."""
+        """Copy the rows of the pool at places [G, m]: [G, m, 2, D]."""
         extents = self.context.extents.table[slot][places // EXTENT_TOKENS].long()
         heads = torch.arange(places.shape[0], device=places.device)[:, None].expand_as(places)
         return self._pool[extents, heads, places % EXTENT_TOKENS]
@@ -225,7 +225,7 @@ class ReferenceIndex(Index):
         return self.context.rows.pool
 
     def _exchange(self, slot: int, leaving: Tensor, entering: Tensor) -> None:
-        """Let rows change places in pairs, and take the boxes of the pages that rows came from anew."""
+        """Swap pairs of rows in the pool, and recompute the boxes of all pages that they lie in from the keys."""
         page, pool = self.config.page, self._pool
         for head in range(leaving.shape[0]):
             pairs = leaving[head] >= 0
@@ -242,29 +242,29 @@ class ReferenceIndex(Index):
 
 
 def ordered(keys: Tensor, order: Tensor | None) -> Tensor:
-    """Keys [G, n, D] by place: `order` int64 [G, n] says which token has each place; None: token order."""
+    """Put keys [G, n, D] in the order of places: `order` int64 [G, n] is the token of each place; None: token order."""
     return keys if order is None else keys.gather(1, order[..., None].expand_as(keys))
 
 
 def box_of(keys: Tensor) -> Tensor:
-    """Smallest and largest number of each channel among keys [G, n, D], n >= 1: [G, 2, D]."""
+    """Find the smallest and largest number of each channel among keys [G, n, D], n >= 1: [G, 2, D]."""
     return torch.stack((keys.amin(dim=1), keys.amax(dim=1)), dim=1)
 
 
 def update_is_due(config: Config, layer: int, steps: int) -> bool:
-    """Whether a slot's static set is chosen anew after so many decode steps; layers take turns.
+    """Whether a slot's static set is chosen anew after `steps` decode steps; layers take turns.
 
-    Not before the observation window can hold queries of decode steps alone. It does unless some of the last
-    `window_queries` steps attended to everything: those record no queries, and a prompt's last ones stand in for them.
+    The first update waits until the observation window can be full of decode steps' queries. Steps that attended to everything
+    record no query; for those the prompt's last queries stay in the window.
     """
     return steps >= config.window_queries and (steps - STAGGER * layer) % config.update_interval == 0
 
 
 def page_scores(lanes: Tensor, boxes: Tensor, radius: float = 1.0) -> Tensor:
-    """q·centre + radius · Σ |q_c| · half-width of each page's box: float32 [G, lanes, pages].
+    """Score each page's box by q·centre + radius · Σ |q_c| · half-width: float32 [G, lanes, pages].
 
-    With radius 1, upper bounds of q·k. It is the sum of two products: the largest numbers of the channels times
-    max(q · near, q · far), the smallest ones times min(q · near, q · far), with near, far = (1 ± radius) / 2. Both
+    With radius 1 the scores are upper bounds of q·k. A score is the sum of two products: the largest numbers of the channels
+    times max(q · near, q · far), and the smallest numbers times min(q · near, q · far), with near, far = (1 ± radius) / 2. Both
     factors and their products with q are rounded to the dtype of the lanes.
 
     Parameters
@@ -280,6 +280,6 @@ def page_scores(lanes: Tensor, boxes: Tensor, radius: float = 1.0) -> Tensor:
 
 
 def page_lanes(queries: Tensor, group_reduce: str) -> Tensor:
-    """Queries that score pages on their own: [G, g, D] to [G, lanes, D], as they are or float32 averages."""
+    """Make the queries that score pages on their own: [G, g, D] to [G, lanes, D], unchanged or averaged in float32."""
     lanes = query_lanes(queries, group_reduce)
     return lanes if group_reduce == "mean" else lanes.to(queries.dtype)

@@ -1,4 +1,4 @@
-"""Where PRKV loses rows: whole pages fill the budget, or the boxes rank a page too low."""
+"""Stages at which PRKV loses rows: whole pages fill the budget, or the boxes rank a page too low."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from .reference import ReferenceIndex
 
 
 def stages(index: Index, query: Tensor, slot: int) -> Stages:
-    """Stages of a query [H, D]: `pages`, static rows and what the best pages hold if each is ranked by its best key; `boxes`.
+    """Find the stages of a query [H, D].
 
-    A page's value is its keys' largest score of each lane, reduced over the lanes and pages as `select` reduces bounds.
+    `pages` keeps the static rows, and the rows of the best pages if each page is ranked by its best key; `boxes` ranks pages.
+    In the stage `pages`, a page's score for a lane is the largest score of its keys; these scores are reduced as `select`
+    reduces those of boxes.
     """
     prkv = require_index(index, ReferenceIndex)
     config, n = prkv.config, prkv.context.lengths[slot]

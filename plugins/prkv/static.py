@@ -1,6 +1,6 @@
-"""The static set in PyTorch, on any device and without a synchronisation: scores, choice, order, exchange.
+"""The static set: scores, choice, order, exchange; in PyTorch, on any device, without a synchronisation.
 
-PRKV paper, section 4.1, algorithm 1, and appendix G. The GPU's index runs the same code as the reference.
+PRKV paper, section 4.1, algorithm 1, and appendix G. The GPU's index and the reference run the same code.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from torch import Tensor
 
 from .config import Config
 
-SCORE_BYTES = 64 << 20  # scores that are held at a time; the operations on them need two or three times as much
+SCORE_BYTES = 64 << 20  # bytes of scores held at a time; operations on them need two or three times as much
 NOWHERE = -1  # fills up lists of places
 
 
 def observation_scores(queries: Tensor, keys: Tensor, scaling: float, valid: Tensor | None = None) -> Tensor:
-    """Softmax attention of the observation window to each key, averaged over the window and the heads of a group.
+    """Compute the softmax attention of the observation window to each key, averaged over the window and a group's heads.
 
-    The softmax of a query head runs over the given keys alone. All queries are taken to come after all keys, which
-    holds as long as the cache's local window is no shorter than the observation window.
+    The softmax of a query head runs over the given keys alone. All queries are assumed to come after all keys, which
+    holds if the cache's local window is no shorter than the observation window.
 
     Parameters
     ----------
     queries : Tensor [H, w, D]
     keys : Tensor [G, n, D]
     valid : Tensor, bool [G, n], or None
-        Keys that count; the others score -1.
+        Which keys count; all other keys score -1.
 
     Returns
     -------
@@ -49,7 +49,7 @@ def observation_scores(queries: Tensor, keys: Tensor, scaling: float, valid: Ten
 
 
 def _products(rows: Tensor, keys: Tensor) -> Tensor:
-    """rows [G, r, D] times keys [G, n, D]: float32 [G, r, n]. On a GPU 16-bit numbers stay what they are."""
+    """Multiply rows [G, r, D] with keys [G, n, D]: float32 [G, r, n]. On a GPU 16-bit numbers are not converted first."""
     if keys.is_cuda and keys.dtype is not torch.float32:
         return torch.bmm(rows, keys.transpose(1, 2), out_dtype=torch.float32)
     return rows.float() @ keys.float().transpose(1, 2)
@@ -61,22 +61,23 @@ def largest(values: Tensor, count: Tensor, most: int) -> Tensor:
     Parameters
     ----------
     count : Tensor, int64 scalar
-        At most `most` and n; on the device of the values, so that the host need not know it.
+        At most `most` and n; on the device of the values, so that the host does not wait for it.
     """
     most = min(most, values.shape[-1])
     if most == 0:
         return torch.zeros_like(values, dtype=torch.bool)
     best = values.topk(most, dim=-1).values
-    last = best.index_select(-1, (count - 1).clamp(min=0).view(1))  # the smallest that is in
+    last = best.index_select(-1, (count - 1).clamp(min=0).view(1))  # the smallest of the `count` largest
     above, equal = values > last, values == last
     left = count - above.sum(dim=-1, keepdim=True)
     return (above | (equal & (equal.cumsum(dim=-1) <= left))) & (count > 0)
 
 
 def automatic_count(queries: Tensor, keys: Tensor, scaling: float, top_k: int, page: int) -> Tensor:
-    """Static rows by the overlap of what the window's first and last query attend to: int64 scalar (eqs. 4 and 5).
+    """Count static rows by the overlap between the window's first and last query: int64 scalar (eqs. 4 and 5).
 
-    Mean over all query heads of the layer of the top-k keys that both share, rounded down to whole pages.
+    The count is the mean number, over all query heads of the layer, of keys that are in the top k of both queries, rounded down
+    to whole pages.
 
     Parameters
     ----------
@@ -93,7 +94,7 @@ def automatic_count(queries: Tensor, keys: Tensor, scaling: float, top_k: int, p
 
 
 def static_first(static: Tensor) -> Tensor:
-    """The order with the marked tokens first, both parts in token order: bool [G, n] to int64 [G, n], token by place."""
+    """Order marked tokens first, both parts in token order: bool [G, n] to the token of each place, int64 [G, n]."""
     others = ~static
     count = static.sum(dim=-1, keepdim=True)
     places = torch.where(static, static.cumsum(dim=-1) - 1, count + others.cumsum(dim=-1) - 1)
@@ -102,26 +103,26 @@ def static_first(static: Tensor) -> Tensor:
 
 
 def pair_exchange(chosen: Tensor, places: Tensor, homes: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows that change places so that the chosen ones lie first: those that leave the static set, and those that enter.
+    """Pair the rows that leave the static set with those that enter it; after swapping, the chosen rows have the first places.
 
-    Both are in the order of the sequence, so that a row that leaves comes to lie near its old neighbours, as far as the
-    places that become free allow it.
+    Both lists are in the order of the sequence, so that a row that leaves gets a place near its old neighbours, as far as the
+    free places allow it.
 
     Parameters
     ----------
     chosen : Tensor, bool [G, m]
-        Candidates of the new static set, `count` a KV head.
+        Which of the m candidates form the new static set: `count` per KV head.
     places : Tensor, int64 [G, m]
-        Their places, no place twice; all those below `count` are among them.
+        Places of the candidates, no place twice; all places below `count` are among them.
     homes : Tensor, int64 [G, S]
-        Where the row of each of the first S places was before it became static.
+        Place that the row of each of the first S places had before it became static.
     count : Tensor, int64 scalar
-        Static rows from now on, at most S.
+        Number of static rows from now on, at most S.
 
     Returns
     -------
     leaving, entering : Tensor, int64 [G, min(S, m)]
-        Row i of each pair changes places with the other; -1 behind the last pair.
+        Places of pair i: the rows at leaving[i] and entering[i] are swapped; -1 behind the last pair.
     """
     far = torch.iinfo(torch.int64).max
     first = torch.arange(homes.shape[1], device=homes.device).expand_as(homes)
@@ -140,17 +141,17 @@ def pair_exchange(chosen: Tensor, places: Tensor, homes: Tensor, count: Tensor) 
 
 
 def candidates(config: Config, picked: Tensor, whole: int) -> tuple[Tensor, Tensor]:
-    """Places that may be static from now on, and which of them count: int64 and bool [G, m].
+    """List the places that may be static from now on, and which of them count: int64 and bool [G, m].
 
-    The first places come first: they may be static already. Then pages: all, or those selected most often since the
-    last update (ties: the first ones).
+    The first places, which may be static already, come first. Then come the places of pages: of all pages, or of those selected
+    most often since the last update (ties: the first pages).
 
     Parameters
     ----------
     picked : Tensor, int32 [G, whole / page]
         How often each page was selected.
     whole : int
-        Places of the region's whole pages: the last page may still grow.
+        Number of places in the region's whole pages; the last page may still grow.
     """
     first_pages = min(config.most_static, whole) // config.page
     own = torch.arange(first_pages, device=picked.device).expand(picked.shape[0], -1)

@@ -12,16 +12,16 @@ from .config import Config
 class RowStore:
     """Static rows and pages of each slot's last steps, of one layer.
 
-    The store has room for C pages, in *frames*. A page stays in its frame while steps select it, and longer if no other needs
-    the frame; its rows come there with the attention of the step that selects it first (Selection.keep). S is the
-    most static rows.
+    The store has room for C pages, in *frames*. A page stays in its frame while steps select it, and longer if no other page
+    needs the frame. The attention of the step that first selects the page copies its rows there (Selection.keep). S is the
+    largest number of static rows.
 
     Attributes
     ----------
     rows : Tensor [slots, G, S + C * page, 2, D]
         The static rows by place, then the frames.
     static_held : Tensor, int32 [slots, G]
-        How many static rows are there.
+        Number of static rows that the store holds.
     held : Tensor, int32 [slots, G, C]
         Number of the page in each frame, or -1.
     """
@@ -36,12 +36,12 @@ class RowStore:
         self.held = torch.full((*heads, pages), -1, dtype=torch.int32, device=device)
 
     def forget(self, slot: int) -> None:
-        """Empty a slot's part, which held another request's rows: its next step reads all rows from the pool."""
+        """Mark a slot's part of the store, which held another request's rows, as empty: its next step reads the pool."""
         self.static_held[slot] = 0
         self.held[slot] = -1
 
 
 def cached_pages(config: Config) -> int:
-    """Pages of a slot and KV head that the store has room for: what a step selects."""
+    """Return the pages of a slot and KV head that the store has room for: as many as a step selects."""
     static = 0 if config.automatic else config.fixed_static
     return config.cache_steps * (config.top_k - static) // config.page

@@ -1,8 +1,8 @@
-"""The periodic choice of a new static set on the GPU: beside the decode steps until one launch publishes it.
+"""The periodic choice of a new static set on the GPU: prepared beside the decode steps, published by one launch.
 
-What is read and computed goes to buffers that no step sees, on a side stream. Between two steps one kernel then lets rows
-change places in the pool, and writes the boxes and the device's copy of the static rows: a step sees all of it or none.
-Only whole pages take part, so evictions, which append places, never meet an update. PRKV paper, section 4.1.
+A side stream reads and computes all that is needed, into buffers that no step sees. Between two steps one kernel then swaps
+rows in the pool, and writes the boxes and the device's copy of the static rows: a step sees all of these changes or none.
+Only whole pages take part, so an eviction, which appends places, never touches rows of an update. PRKV paper, section 4.1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .static import candidates, largest, pair_exchange
 from .store import RowStore
 
 GATHER_THREADS = 256
-GATHER_BLOCKS = 32  # of all KV heads: enough requests for PCIe, few enough to leave the GPU to decode steps
+GATHER_BLOCKS = 32  # blocks of all KV heads: enough to use PCIe fully, few enough to leave the GPU to decode steps
 PUBLISH_THREADS = 128
 
 
@@ -49,20 +49,20 @@ class PublishArguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Exchange:
-    """What an update is going to write; P pairs of places, in buffers of the side stream.
+    """Everything that an update is going to write, for P pairs of places, in buffers of the side stream.
 
     Attributes
     ----------
     count : Tensor, int32 [1]
-        Static rows from now on.
+        Number of static rows after the update.
     leaving, entering : Tensor, int32 [G, P]
-        Places whose rows change with each other; -1 behind the last pair.
+        Pairs of places whose rows are swapped; -1 behind the last pair.
     static_after : Tensor [G, P, 2, D]
-        Rows of places 0 .. P - 1 from now on.
+        Rows of places 0 .. P - 1 after the update.
     left : Tensor [G, P, 2, D]
-        Rows of the places `leaving` until now.
+        Rows of the places `leaving` before the update.
     new_boxes : Tensor [G, P, 2, D]
-        Boxes of the pages of the places `entering` from now on.
+        Boxes, after the update, of the pages that the places `entering` lie in.
     """
 
     count: Tensor
@@ -75,7 +75,7 @@ class Exchange:
 
 @dataclass
 class Update:
-    """An update of a slot that is under way, with what the side stream reads of the current stream's memory."""
+    """An update of a slot that is under way, with the tensors of the current stream that the side stream reads."""
 
     queries: Tensor
     picked: Tensor
@@ -87,12 +87,12 @@ class Update:
 
     @property
     def done(self) -> bool:
-        """Whether it can be published; never waits."""
+        """Whether the update can be published; never waits."""
         return self.ticket is not None and self.ticket.done
 
 
 class Updater:
-    """Updates of one layer. `store` is None if the layer keeps no rows beside its pool."""
+    """Prepares and publishes the updates of one layer. `store` is None if the layer keeps no rows beside its pool."""
 
     def __init__(self, context: IndexContext, arrays: ReferenceIndex, store: RowStore | None) -> None:
         self._context, self._arrays, self._store = context, arrays, store
@@ -124,18 +124,18 @@ class Updater:
         if update is None or not update.done:
             return
         del self._under_way[slot]
-        # The buffers belong to the side stream, whose next work waits for the current stream: for this launch too.
+        # The buffers belong to the side stream. Its next work waits for the current stream, and so for this launch too.
         self._publish(slot, update)
 
     def forget(self, slot: int) -> None:
-        """Never publish what is under way for a slot."""
+        """Drop the update that is under way for a slot, so that it is never published."""
         self._dropped = [update for update in self._dropped if not update.done]
         update = self._under_way.pop(slot, None)
         if update is not None:
             self._dropped.append(update)  # the side stream still reads the current stream's copies
 
     def __len__(self) -> int:
-        """Updates that are under way."""
+        """Number of updates that are under way."""
         return len(self._under_way)
 
     @property
@@ -165,11 +165,11 @@ class Updater:
         )
 
     def _boxes(self, update: Update, leaving: Tensor, entering: Tensor) -> Tensor:
-        """Boxes of the pages of `entering` once the pairs have changed places: [G, P, 2, D]."""
+        """Compute the boxes that the pages of `entering` will have after the pairs are swapped: [G, P, 2, D]."""
         page, far = self._arrays.config.page, torch.iinfo(torch.int64).max
         inside = torch.arange(page, device=entering.device)
         places = (entering[..., None] // page * page + inside).flatten(1)
-        ascending = torch.where(entering >= 0, entering, far)  # the order they come in
+        ascending = torch.where(entering >= 0, entering, far)  # `entering` is ascending already
         near = torch.searchsorted(ascending, places).clamp(max=entering.shape[1] - 1)
         moved = ascending.gather(1, near) == places
         sources = torch.where(moved, leaving.gather(1, near), places).clamp(min=-1)
@@ -178,7 +178,7 @@ class Updater:
         return torch.stack((keys.amin(dim=2), keys.amax(dim=2)), dim=2)
 
     def gather(self, table: Tensor, places: Tensor, width: int) -> Tensor:
-        """The first `width` numbers of the rows at places int64 [G, m]: [G, m, width]; zeros for -1.
+        """Read the first `width` numbers of the rows at places int64 [G, m]: [G, m, width]; zeros for -1.
 
         `table` int32 [max_extents] is a slot's row of the extent table.
         """

@@ -1,4 +1,4 @@
-"""What indexes pass to compiled kernels: addresses of their arrays, and tensors that were checked first."""
+"""Helpers for the arguments of compiled kernels: addresses of an index's arrays, and checks of tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvseek.plugins.contract import IndexContext
 
 
 def pointers(owner: object, *names: str) -> dict[str, int]:
-    """Addresses of an object's tensors by name, for a structure of arguments whose fields have the same names."""
+    """Return the addresses of an object's tensors by name, for a structure of arguments whose fields have the same names."""
     return {name: getattr(owner, name).data_ptr() for name in names}
 
 

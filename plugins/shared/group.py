@@ -1,8 +1,8 @@
-"""Retrieval for the query heads that share a KV head: one ranking of keys out of several queries.
+"""Retrieval for the query heads that share a KV head: makes one ranking of keys from several queries.
 
 ``mean`` averages the queries before retrieval (the ParisKV release). ``max`` and ``softmax_mean`` score each query head
-by itself, take the softmax of its scaled scores, and reduce those over the group: averaging queries loses the heads
-whose scores cancel (PRKV paper).
+by itself, take the softmax of its scaled scores, and reduce the softmax weights over the group, because averaging queries
+loses the heads whose scores cancel (PRKV paper).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def require_group_reduce(value: str, where: str) -> None:
 
 
 def query_lanes(queries: Tensor, group_reduce: str) -> Tensor:
-    """Queries that retrieval scores on their own: [G, g, D] to float32 [G, lanes, D]; "mean" has one lane, else g."""
+    """Make the queries that retrieval scores on their own: [G, g, D] to float32 [G, lanes, D]; 1 lane with "mean", else g."""
     queries = queries.float()
     return queries.mean(dim=1, keepdim=True) if group_reduce == "mean" else queries
 
@@ -37,6 +37,6 @@ def reduce_scores(scores: Tensor, group_reduce: str, scaling: float) -> Tensor:
 
 
 def best_positions(values: Tensor, count: int) -> Tensor:
-    """Indexes of the `count` largest of values [..., n], ties cut by lowest index: int64 [..., count], ascending."""
+    """Find the indexes of the `count` largest of values [..., n], ties cut by lowest index: int64 [..., count], ascending."""
     order = values.argsort(dim=-1, descending=True, stable=True)
     return order[..., :count].sort(dim=-1).values

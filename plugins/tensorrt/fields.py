@@ -1,4 +1,4 @@
-"""What an attention layer of a TensorRT plan is made of, and its way through TensorRT's plugin fields."""
+"""The fields of an attention layer of a TensorRT plan, and their conversion to and from TensorRT's plugin fields."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NUMBERS = ("layer", "num_heads", "num_kv_heads", "head_dim")
 
 @dataclass(frozen=True)
 class AttentionFields:
-    """Fields of an attention layer: its number, and shape and dtype of what it attends to.
+    """Fields of an attention layer: its number, and the shape and dtype of its queries, keys and values.
 
     Raises
     ------
     ConfigError
-        A field is out of range.
+        If a field is out of range.
     """
 
     layer: int
@@ -45,7 +45,7 @@ class AttentionFields:
 
     @classmethod
     def read(cls, api: Any, collection: Iterable[Any]) -> AttentionFields:
-        """From a PluginFieldCollection of `api`; raises ConfigError that names a field which is missing, unknown or malformed."""
+        """Read a PluginFieldCollection of `api`; raises ConfigError that names a missing, unknown or malformed field."""
         found = {field.name: field for field in collection}
         names = [field.name for field in dataclasses.fields(cls)]
         if wrong := sorted(set(found) ^ set(names)):
@@ -55,15 +55,15 @@ class AttentionFields:
         return cls(**values)
 
     def packed(self, api: Any) -> PackedFields:
-        """As plugin fields of `api`: numbers as int32, the dtype's name as characters."""
+        """Convert to plugin fields of `api`: numbers as int32, the dtype's name as characters."""
         return _pack(api, {name: [getattr(self, name)] for name in NUMBERS}, self.dtype)
 
 
 @dataclass(frozen=True)
 class PackedFields:
-    """A PluginFieldCollection and the fields and arrays that it refers to, to be kept as long as it is used.
+    """A PluginFieldCollection with the fields and arrays that it refers to.
 
-    A collection copies the addresses of names and values, and keeps nothing alive.
+    These must be kept as long as the collection is used, because a collection copies only addresses and keeps nothing alive.
     """
 
     collection: Any
@@ -71,7 +71,7 @@ class PackedFields:
 
 
 def field_names(api: Any) -> PackedFields:
-    """The fields that a creator announces, without values."""
+    """Make the fields that a creator announces, without values."""
     return _pack(api, {name: [] for name in NUMBERS}, "")
 
 
@@ -84,7 +84,7 @@ def _pack(api: Any, numbers: dict[str, list[int]], dtype: str) -> PackedFields:
 
 
 def _value(api: Any, field: Any) -> int | str:
-    """A plugin field's number or text."""
+    """Read a plugin field's number or text."""
     number = field.name in NUMBERS
     kind = api.PluginFieldType.INT32 if number else api.PluginFieldType.CHAR
     name = f"attention plugin's {field.name}"

@@ -1,4 +1,4 @@
-"""Attention as a layer of a TensorRT plan: an IPluginV3 that hands its tensors to whoever serves the plan.
+"""Attention as a layer of a TensorRT plan: an IPluginV3 that hands its tensors to the function that serves the plan.
 
 The layer has no attention of its own. When TensorRT enqueues it, it calls the function that `serving` was given, so one plan
 serves every method. TensorRT is never imported here: all functions take its module, `tensorrt` or `tensorrt_rtx`, whose
@@ -30,7 +30,7 @@ MISFIT = "the plan is of another model: build the engine again"
 
 
 class PluginGraph(Protocol):
-    """What is needed of builder/tensorrt/graph.py's Graph."""
+    """The part of Graph (builder/tensorrt/graph.py) that is needed here."""
 
     api: Any
     dtype: torch.dtype
@@ -39,12 +39,12 @@ class PluginGraph(Protocol):
 
 
 class AttentionPlugin:
-    """Behaviour of the plugin, for all of its capabilities. Its subclasses also derive from TensorRT's classes.
+    """The plugin, with all of its capabilities. Subclasses of it also derive from TensorRT's classes.
 
     Parameters
     ----------
     building : bool
-        Whether it belongs to a network that is being built, which TensorRT may time with buffers of no meaning.
+        Whether the plugin belongs to a network that is being built, which TensorRT may time with meaningless buffers.
     """
 
     api: ClassVar[Any]
@@ -60,30 +60,30 @@ class AttentionPlugin:
         self._packed = fields.packed(self.api)
 
     def get_capability_interface(self, type: Any) -> AttentionPlugin:
-        """It has all capabilities itself."""
+        """Return the plugin itself, which has all capabilities."""
         return self
 
     def clone(self) -> AttentionPlugin:
-        """Another of the same fields and phase."""
+        """Make another plugin with the same fields and phase."""
         return self.__class__(self.fields, self.building)
 
     def attach_to_context(self, resource_context: Any) -> AttentionPlugin:
-        """It uses no resources of an execution context."""
+        """Make the plugin of an execution context: a clone, because it uses no resources of the context."""
         return self.clone()
 
     def get_fields_to_serialize(self) -> Any:
-        """What the creator makes the same plugin of when a plan is loaded."""
+        """Return the fields of which the creator makes the same plugin when a plan is loaded."""
         return self._packed.collection
 
     def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
-        """The dtype of the fields; raises ConfigError if an input has another."""
+        """Return the dtype of the fields; raises ConfigError if an input has another dtype."""
         self._require_inputs(len(input_types))
         for name, found in zip(TENSORS, input_types, strict=False):
             self._require_type(name, found)
         return [self._type]
 
     def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], expr_builder: Any) -> list[Any]:
-        """The shape of the queries, in TensorRT's expressions; raises ConfigError unless inputs are three of rank 3."""
+        """Return the queries' shape, in TensorRT's expressions; raises ConfigError unless there are three inputs of rank 3."""
         self._require_inputs(len(inputs))
         require(len(shape_inputs) == 0, "attention plugin's shape inputs", len(shape_inputs), "none", MISFIT)
         for name, shape in zip(TENSORS, inputs, strict=False):
@@ -91,20 +91,20 @@ class AttentionPlugin:
         return [self.api.DimsExprs([inputs[0][axis] for axis in range(3)])]
 
     def supports_format_combination(self, pos: int, in_out: Sequence[Any], num_inputs: int) -> bool:
-        """Contiguous tensors of the fields' dtype and no others."""
+        """Whether a tensor is contiguous and has the fields' dtype; no others are supported."""
         found = in_out[pos].desc
         return bool(found.format == self.api.TensorFormat.LINEAR and found.type == self._type)
 
     def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Check what the network gives it, in which numbers of tokens may be -1; raises ConfigError."""
+        """Check the network's tensors, in whose shapes the number of tokens may be -1; raises ConfigError."""
         self._check([tensor.desc for tensor in (*inputs, *outputs)])
 
     def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Check what it is about to be called with; raises ConfigError."""
+        """Check the tensors of the next calls; raises ConfigError."""
         self._check([*inputs, *outputs])
 
     def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-        """None: what attends has memory of its own."""
+        """Return 0, because the function that attends has memory of its own."""
         return 0
 
     def enqueue(
@@ -116,12 +116,12 @@ class AttentionPlugin:
         workspace: int,
         stream: int,
     ) -> None:
-        """Have `serving`'s function attend on TensorRT's stream; what is raised fails TensorRT's execution.
+        """Have `serving`'s function attend on TensorRT's stream; an exception makes TensorRT's execution fail.
 
         Raises
         ------
         KernelError
-            Outside of `serving`.
+            If the plugin runs outside of `serving`.
         """
         call = current_call()
         if call is not None:
@@ -131,7 +131,7 @@ class AttentionPlugin:
                 f"attention of layer {self.fields.layer} is enqueued outside of serving(): run the plan within "
                 "kvseek.plugins.tensorrt.serving, in the thread that enqueues it"
             )
-        # A builder that times its layers reads no results, and there are no rows to attend to.
+        # While a builder times its layers, nobody reads results, and there are no rows to attend to.
 
     def _attend(self, call: Call, descriptions: Sequence[Any], pointers: Sequence[int], stream: int) -> None:
         queries, keys, values, out = (
@@ -167,26 +167,26 @@ class AttentionPlugin:
 
 
 class AttentionCreator:
-    """Makes plugins of their fields; its subclasses also derive from TensorRT's IPluginCreatorV3One."""
+    """Makes plugins from their fields. Subclasses of it also derive from TensorRT's IPluginCreatorV3One."""
 
     plugin_class: ClassVar[type[AttentionPlugin]]
 
     def __init__(self) -> None:
         api = self.plugin_class.api
         api.IPluginCreatorV3One.__init__(self)
-        # All four must be set: the bindings crash the process when the registry asks for one that is not.
+        # All four attributes must be set: the bindings crash the process when the registry asks for a missing one.
         self.name, self.plugin_version, self.plugin_namespace = NAME, VERSION, NAMESPACE
         self._packed = field_names(api)
         self.field_names = self._packed.collection
 
     def create_plugin(self, name: str, field_collection: Iterable[Any], phase: Any) -> AttentionPlugin:
-        """A plugin for a network that is built, or of a plan that is loaded; raises ConfigError on wrong fields."""
+        """Make a plugin for a network that is built, or of a plan that is loaded; raises ConfigError on wrong fields."""
         api = self.plugin_class.api
         return self.plugin_class(AttentionFields.read(api, field_collection), phase == api.TensorRTPhase.BUILD)
 
 
 def _make_creator(api: Any) -> AttentionCreator:
-    """A creator whose class, and that of its plugins, derive from those of `api`."""
+    """Make a creator; its class and the class of its plugins derive from the classes of `api`."""
     bases = (api.IPluginV3, api.IPluginV3OneCore, api.IPluginV3OneBuild, api.IPluginV3OneRuntime)
     plugin = type("KvseekAttentionPlugin", (AttentionPlugin, *bases), {"api": api, "bases": bases})
     parents = (AttentionCreator, api.IPluginCreatorV3One)
@@ -196,7 +196,7 @@ def _make_creator(api: Any) -> AttentionCreator:
 
 @functools.cache
 def register(api: Any) -> AttentionCreator:
-    """Make the plugin known to TensorRT, before a plan with it is built or loaded. The registry is asked once a process.
+    """Register the plugin with TensorRT, once a process, before a plan with the plugin is built or loaded.
 
     Parameters
     ----------
@@ -206,12 +206,12 @@ def register(api: Any) -> AttentionCreator:
     Returns
     -------
     AttentionCreator
-        The one that is registered.
+        The registered creator.
 
     Raises
     ------
     KernelError
-        The module has no such plugins, or the registry refuses the creator.
+        If the module has no such plugins, or the registry refuses the creator.
     """
     try:
         creator, registry = _make_creator(api), api.get_plugin_registry()
@@ -240,14 +240,14 @@ def add_attention_layer(
     Returns
     -------
     ITensor
-        What was attended to, [tokens, H, D].
+        Attention's output, [tokens, H, D].
 
     Raises
     ------
     ConfigError
-        The dtype is another.
+        If the network's dtype is another.
     KernelError
-        TensorRT has no plugin layers, or refuses this one.
+        If TensorRT has no plugin layers, or refuses this layer.
     """
     creator, dtype = register(graph.api), str(graph.dtype).removeprefix("torch.")
     fields = AttentionFields(layer, model.num_heads, model.num_kv_heads, model.head_dim, dtype)

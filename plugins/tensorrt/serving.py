@@ -1,4 +1,4 @@
-"""What the attention layers of a TensorRT plan call while the plan is enqueued: a function, given thread by thread."""
+"""Sets the function that attention layers of a TensorRT plan call while the plan is enqueued; each thread has its own."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 
 
 class Call:
-    """What one `serving` is for, and what went wrong in it: TensorRT's API only says that something did."""
+    """The function of one `serving`, and the exception that it raised: TensorRT only reports that a call has failed."""
 
     def __init__(self, attend: Attend) -> None:
         self._attend = attend
         self.failure: BaseException | None = None
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """Call the function, and keep what it raises, which TensorRT would turn into a bare failure."""
+        """Call the function, and keep its exception, of which TensorRT would only report that there was one."""
         try:
             self._attend(layer, queries, keys, values, out)
         except BaseException as error:
@@ -29,7 +29,7 @@ class Call:
 
 
 class _Calls(threading.local):
-    """The thread's calls, the innermost last."""
+    """The open calls of each thread, the innermost last."""
 
     def __init__(self) -> None:
         self.open: list[Call] = []
@@ -40,15 +40,15 @@ _calls = _Calls()
 
 @contextmanager
 def serving(attend: Attend) -> Iterator[None]:
-    """Within the context, attention layers that TensorRT enqueues in this thread call `attend`.
+    """Let attention layers that TensorRT enqueues in this thread call `attend`, within the context.
 
-    They do so with TensorRT's stream as PyTorch's current one, and with tensors over TensorRT's memory, which are valid
-    until `attend` returns. Contexts nest: the innermost counts.
+    During the call TensorRT's stream is PyTorch's current stream, and the tensors are views of TensorRT's memory, valid
+    until `attend` returns. If contexts are nested, the innermost counts.
 
     Raises
     ------
     BaseException
-        What `attend` raised, at the end of the context, in place of an error that TensorRT's failure led to.
+        The exception of `attend`, at the end of the context, in place of an error that TensorRT's failure led to.
     """
     call = Call(attend)
     _calls.open.append(call)
@@ -65,5 +65,5 @@ def serving(attend: Attend) -> Iterator[None]:
 
 
 def current_call() -> Call | None:
-    """The innermost `serving` of this thread; None outside of all."""
+    """Return the call of this thread's innermost `serving`; None outside of any."""
     return _calls.open[-1] if _calls.open else None

@@ -14,14 +14,14 @@ from kvseek.core.tensorrt_api import TYPE_NAMES
 
 @dataclass(frozen=True)
 class Element:
-    """A type of elements: as the CUDA array interface writes it, and PyTorch's own."""
+    """A type of elements: its name in the CUDA array interface, and its dtype in PyTorch."""
 
     interface: str
     torch: torch.dtype
 
     @property
     def tensorrt(self) -> str:
-        """Its name in TensorRT's DataType."""
+        """Name of the type in TensorRT's DataType."""
         return TYPE_NAMES[self.torch]
 
 
@@ -58,12 +58,12 @@ def device_tensor(pointer: int, shape: Sequence[int], dtype: str) -> Tensor:
     Raises
     ------
     KernelError
-        The memory is another device's.
+        If the memory belongs to another device.
     """
     element = ELEMENTS[dtype]
     memory = _DeviceMemory(pointer, shape, element.interface)
-    tensor = torch.as_tensor(memory, device="cuda")  # named: a default device of PyTorch's would have it copied
-    if tensor.data_ptr() != pointer:  # it was copied from another device, and what is written would be lost
+    tensor = torch.as_tensor(memory, device="cuda")  # without a device, PyTorch's default device could make it a copy
+    if tensor.data_ptr() != pointer:  # a copy from another device: data written to it would be lost
         raise KernelError(
             f"memory at {pointer:#x} of an attention layer is not on the current device, {tensor.device}; call "
             "torch.cuda.set_device with the device that the plan was loaded on, in the thread that enqueues it"

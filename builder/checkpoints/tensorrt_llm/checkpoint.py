@@ -1,6 +1,6 @@
-"""TensorRT-LLM checkpoints: config.json and one safetensors file a rank, as its convert_checkpoint.py writes them.
+"""TensorRT-LLM checkpoints: config.json and one safetensors file a rank, as TensorRT-LLM's convert_checkpoint.py writes them.
 
-Tensors are joined over the ranks when they are read and given under their Hugging Face names.
+Tensors are joined over the ranks when they are read, and returned under their Hugging Face names.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TensorRtLlmCheckpoint(Checkpoint):
 
     @cached_property
     def config(self) -> ModelConfig:
-        """Shape of the model; special tokens, of which a TensorRT-LLM configuration says nothing, are the tokenizer's."""
+        """Shape of the model; special tokens are the tokenizer's, because a TensorRT-LLM configuration has none."""
         path, ends = self.path / "config.json", generation_ends(self.tokenizer_directory or self.path)
         with naming(path):
             values = hugging_face_values(self._values)
@@ -54,7 +54,7 @@ class TensorRtLlmCheckpoint(Checkpoint):
         return [*metadata_files(self.path), *self._rank_paths]
 
     def unused(self, names: set[str]) -> set[str]:
-        """Tensors that `names` leave out, as "NAME of FILE"; scales of a quantised KV cache are no weights."""
+        """Return the tensors that are not in `names`, as "NAME of FILE", without the scales of a quantised KV cache."""
         expected: list[set[str]] = [set() for _ in range(self._mapping.pp_size)]
         for name in names:
             part = self._layout.locate(name)
@@ -122,7 +122,7 @@ class TensorRtLlmCheckpoint(Checkpoint):
             return Layout(model, mapping, layers)
 
     def _layers_of_ranks(self) -> list[int]:
-        """Number of layers of each pipeline rank, whose files number them from 0."""
+        """Number of layers of each pipeline rank; its files number the layers from 0."""
         layers = []
         for rank in self._ranks[:: self._mapping.tp_size]:
             numbers = [int(found[1]) for name in rank.names if (found := LAYER.match(name))]
@@ -133,6 +133,6 @@ class TensorRtLlmCheckpoint(Checkpoint):
         return layers
 
     def _sharing(self, part: Part) -> list[RankFile]:
-        """The tensor-parallel ranks that share a tensor."""
+        """Return the tensor-parallel ranks that share a tensor."""
         first = part.pipeline_rank * self._mapping.tp_size
         return self._ranks[first : first + self._mapping.tp_size]

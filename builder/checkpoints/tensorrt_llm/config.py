@@ -13,7 +13,7 @@ from kvseek.core.config import require
 from kvseek.core.errors import ConfigError
 
 LLAMA_LIKE = ("LlamaForCausalLM", "MistralForCausalLM")
-QWEN = "QWenForCausalLM"  # of any generation, which qwen_type tells
+QWEN = "QWenForCausalLM"  # Qwen of any generation; qwen_type tells which
 QWEN_TYPES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SAME_NAMES = (
     "vocab_size",
@@ -26,7 +26,7 @@ SAME_NAMES = (
 )
 # Hugging Face field → TensorRT-LLM's name for it
 OTHER_NAMES = {"rms_norm_eps": "norm_epsilon", "rope_theta": "rotary_base"}
-# Fields that change the decoder, each with the value at which it does not; absent and null mean that value.
+# Fields that can change the decoder, each with the value at which it does not; absent and null mean that value too.
 NEUTRAL: dict[str, Any] = {
     "position_embedding_type": "rope_gpt_neox",
     "mlp_bias": False,
@@ -40,7 +40,7 @@ NEUTRAL: dict[str, Any] = {
     "residual_multiplier": 1.0,
     "output_multiplier_scale": 1.0,
 }
-# What `rotary_scaling` of type llama3 means where it does not say; conversions of Meta's own files do not.
+# Defaults of `rotary_scaling` of type llama3; conversions of Meta's own files do not state these fields.
 LLAMA3_DEFAULTS = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -52,11 +52,11 @@ CHECK = "check the checkpoint's config.json"
 
 @dataclass(frozen=True)
 class Mapping:
-    """How a checkpoint is spread over files, one a rank: rank = pipeline rank × tp_size + tensor-parallel rank."""
+    """The division of a checkpoint over files, one a rank: rank = pipeline rank × tp_size + tensor-parallel rank."""
 
     tp_size: int
     pp_size: int
-    embedding_axis: int | None  # along which tensor-parallel ranks share the embedding; None: each holds all of it
+    embedding_axis: int | None  # axis along which tensor-parallel ranks share the embedding; None: each holds all of it
 
     @property
     def world_size(self) -> int:
@@ -107,7 +107,7 @@ def hugging_face_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _architecture(values: dict[str, Any]) -> str:
-    """The Hugging Face name of `architecture`, which `qwen_type` completes or confirms."""
+    """Find the Hugging Face name of `architecture`, which `qwen_type` completes or confirms."""
     found, qwen_type = values.get("architecture"), values.get("qwen_type")
     if found in LLAMA_LIKE:
         return str(found)

@@ -1,4 +1,4 @@
-"""Where the tensors of a model lie in the files of a TensorRT-LLM checkpoint's ranks."""
+"""Locates the tensors of a model in the files of a TensorRT-LLM checkpoint's ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 @dataclass(frozen=True)
 class Module:
-    """TensorRT-LLM's name of a layer's module, and the axis along which ranks share its weight; None: each holds all."""
+    """TensorRT-LLM's name of a layer's module, and the axis along which ranks share its weight; None: each holds it whole."""
 
     name: str
     axis: int | None = None
 
 
-# By the Hugging Face name. In a gated MLP TensorRT-LLM calls `fc` what goes through the activation and `gate` what
-# multiplies it.
+# By the Hugging Face name. In a gated MLP TensorRT-LLM calls the projection that goes through the activation `fc`, and the
+# projection that is multiplied with it `gate`.
 MODULES = {
     "input_layernorm": Module("input_layernorm"),
     "self_attn.q_norm": Module("attention.q_layernorm"),
@@ -37,24 +37,24 @@ MODULES = {
 
 @dataclass(frozen=True)
 class Part:
-    """Where one tensor of the model lies in the files of the ranks that share it.
+    """Location of one tensor of the model in the files of the ranks that share it.
 
     Attributes
     ----------
     pipeline_rank : int
-        Whose tensor-parallel ranks hold the tensor: each pipeline rank has its own layers.
+        Pipeline rank whose tensor-parallel ranks hold the tensor; each pipeline rank has its own layers.
     name : str
-        Of the tensor in every rank's file.
+        Name of the tensor in every rank's file.
     shape : tuple of int
-        Of the tensor in every rank's file.
+        Shape of the tensor in every rank's file.
     rows : slice
-        The rows of it that belong to the wanted tensor.
+        Rows of that tensor which belong to the wanted tensor.
     axis : int
-        Along which the ranks' rows are joined.
+        Axis along which the ranks' rows are joined.
     size : int
-        Length along `axis` after joining; what exceeds it is padding.
+        Length along `axis` after joining; rows beyond it are padding.
     copies : int
-        Neighbouring ranks that hold the same rows.
+        Number of neighbouring ranks that hold the same rows.
     """
 
     pipeline_rank: int
@@ -72,7 +72,7 @@ class Part:
 
 
 class Layout:
-    """Where every tensor of the model lies in the ranks' files.
+    """Locations of all tensors of the model in the ranks' files.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ class Layout:
         require(fits, "num_key_value_heads", kv_heads, limit, "check config.json")
 
     def locate(self, name: str) -> Part:
-        """Place of the tensor with a Hugging Face name."""
+        """Locate the tensor with a Hugging Face name."""
         model, last, axis = self._model, len(self._layers) - 1, self._mapping.embedding_axis
         vocabulary = (model.vocab_size, model.hidden_size)
         match name.split("."):
@@ -122,12 +122,12 @@ class Layout:
         if module in PROJECTIONS:
             return self._projection(pipeline_rank, f"{prefix}attention.qkv.{kind}", PROJECTIONS.index(module), kind)
         theirs = MODULES[module]
-        axis = None if kind == "bias" else theirs.axis  # a bias of a sum over the ranks: each holds all of it
+        axis = None if kind == "bias" else theirs.axis  # each rank holds the whole bias of a sum over the ranks
         shape = source_shape(self._model, f"{module}.{kind}")
         return self._shared(pipeline_rank, f"{prefix}{theirs.name}.{kind}", shape, axis)
 
     def _shared(self, pipeline_rank: int, name: str, shape: tuple[int, ...], axis: int | None) -> Part:
-        """A tensor that the ranks share evenly along an axis, the last one's padded, or that each holds whole."""
+        """Describe a tensor that ranks share evenly along an axis, with padding at the last rank, or that each holds whole."""
         tp_size = self._mapping.tp_size
         if axis is None:
             return Part(pipeline_rank, name, shape, slice(None), axis=0, size=shape[0], copies=tp_size)
@@ -136,7 +136,7 @@ class Layout:
         return Part(pipeline_rank, name, tuple(local), slice(None), axis, size=shape[axis], copies=1)
 
     def _projection(self, pipeline_rank: int, name: str, which: int, kind: str) -> Part:
-        """Queries (0), keys (1) or values (2): each rank holds the rows of its heads, in this order.
+        """Describe the projection of queries (0), keys (1) or values (2); each rank holds the rows of its heads, in this order.
 
         With fewer KV heads than ranks, neighbouring ranks hold the same KV head.
         """

@@ -1,4 +1,4 @@
-"""The files of a TensorRT-LLM checkpoint's ranks, and tensors joined from them, one at a time."""
+"""Reads the files of a TensorRT-LLM checkpoint's ranks, and joins tensors from them, one at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COPY_AGAIN = "copy the checkpoint again, or convert the model again"
 class RankFile:
     """One rank's safetensors file, opened for every tensor.
 
-    Pages of a mapping that stays open count as the process's memory until it is closed: in the end the whole file's.
+    It does not stay open, because pages of an open mapping count as the process's memory: in the end the whole file.
 
     Raises
     ------
@@ -32,7 +32,7 @@ class RankFile:
         self.names = frozenset(self._types)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor; raises ConfigError if it is absent, or of a type that unquantised weights do not have."""
+        """Return the type of a tensor; raises ConfigError if it is absent, or of a type that no unquantised weight has."""
         return float_type(self.path, name, self._type(name).dtype, "convert the model without quantisation")
 
     def check(self, part: Part, dtype: torch.dtype) -> None:
@@ -62,7 +62,7 @@ class RankFile:
 
 
 def join(ranks: Sequence[RankFile], part: Part) -> Tensor:
-    """Join a tensor from the tensor-parallel ranks that share it, in memory the tensor and one rank's rows.
+    """Join a tensor from the tensor-parallel ranks that share it; memory holds the tensor and one rank's rows.
 
     Raises
     ------
