@@ -78,8 +78,12 @@ class InFlight:
         self._reclaim(self._most - 1)
 
     def add(self, slot: int, ticket: Ticket) -> None:
-        """Note a piece of work that has begun; call `make_room` before it begins."""
-        self._works.append((slot, ticket))
+        """Note a piece of work that has begun; call `make_room` before it begins. Work that has ended is not kept.
+
+        On the CPU all work has: its ticket would keep what it read, such as a layer's rows during the next layer.
+        """
+        if not ticket.done:
+            self._works.append((slot, ticket))
 
     def finish(self, slot: int) -> None:
         """Make the current stream wait for the work of a slot; the host does not wait."""

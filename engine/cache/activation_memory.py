@@ -9,11 +9,12 @@ from kvseek.engine.model.graphs import buckets_for
 from kvseek.engine.model.weight_only import NONE
 from kvseek.plugins.contract import LAST_QUERIES
 
+from .cache import COPIES_IN_FLIGHT
+
 # For memory that cannot be counted: cuBLAS work spaces (32 MiB a stream on Hopper), graphs, blocks that the allocator splits.
 RESERVE_BYTES = 1 << 30
 TOKEN_BYTES = 8  # id and position of a prompt's token, as a plan takes them
 LOGITS_BYTES = 4  # a logit, as a plan returns it
-ROW_COPIES = 2  # layers of a prompt whose rows wait for their copy to the host (cache.py)
 
 
 def prefill_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
@@ -52,7 +53,7 @@ def _plans_prefill(config: EngineConfig, tokens: int, chunk: int) -> int:
 
 def _row_numbers(keys: int) -> int:
     """Count the numbers per token of a layer's keys and values, and of the copies that wait for the host."""
-    return (1 + ROW_COPIES) * 2 * keys
+    return (1 + COPIES_IN_FLIGHT) * 2 * keys
 
 
 def decode_bytes(config: EngineConfig, dtype: torch.dtype) -> int:

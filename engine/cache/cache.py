@@ -57,8 +57,8 @@ class Cache:
 
     Attributes
     ----------
-    window : Tensor [layers, slots + 1, G, window, 2, D], on the engine's device
-        Window rows, each a key and a value.
+    window : Tensor [layers, slots, G, window, 2, D], on the engine's device
+        Window rows, each a key and a value. There are max_batch_size slots; an engine on a GPU has one more.
     rows : RowStorage
         Rows of the retrieval regions.
     extents : ExtentTable
@@ -66,7 +66,8 @@ class Cache:
     tokens, lengths : list of int, one per slot
         All cached tokens of a slot, and the tokens in its retrieval region.
     padding_slot : int
-        The last slot, for requests that only fill up a batch: it holds one token, which each of them overwrites.
+        The last slot of an engine on a GPU, for requests that only fill up a batch: it holds one token, which each of them
+        overwrites.
     """
 
     def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device, rows: RowStorage) -> None:
@@ -75,12 +76,14 @@ class Cache:
         self.rows = rows
         self.ring = self.config.local + self.config.update
         self.padding_slot = config.max_batch_size
-        slots = config.max_batch_size + 1
+        padded = config.device == "cuda"  # the CPU fills up no batches: there the window of one slot more would be waste
+        slots = config.max_batch_size + padded
         max_extents = extents_for(max(0, config.max_seq_len - self.config.sink))
         self.extents = ExtentTable(slots, max_extents, rows.layout.capacity, device)
         self.window = _windows(config, slots, dtype, device)
         self.tokens, self.lengths = [0] * slots, [0] * slots
-        self.tokens[self.padding_slot] = 1
+        if padded:
+            self.tokens[self.padding_slot] = 1
         # On the CPU preparing an eviction beside the steps would gain nothing.
         self.evict_ahead = min(EVICT_AHEAD, self.config.update, self.config.local) if device.type == "cuda" else 0
         self._offload_stream, self._evict_stream = SideStream(device), SideStream(device)

@@ -87,7 +87,7 @@ def layer_extent_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
 
 
 def window_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the windows of all layers and slots, the padding slot included."""
+    """Return the bytes of the windows of all layers and slots of an engine on a GPU, the padding slot included."""
     model = config.model
     rows = model.num_layers * (config.max_batch_size + 1) * model.num_kv_heads * config.cache.window
     return rows * 2 * model.head_dim * dtype.itemsize

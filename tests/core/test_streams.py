@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -60,6 +62,16 @@ def test_works_that_have_ended_are_let_go() -> None:
     made["a"].ended = made["c"].ended = True
     flight.make_room()
     assert waits == ["a"]
+
+
+def test_a_work_that_has_ended_keeps_nothing() -> None:
+    """On the CPU every work has: a layer's rows must not stay until the next layer's are copied."""
+    flight, rows = InFlight(2), torch.zeros(4)
+    alive = weakref.ref(rows)
+    flight.make_room()
+    flight.add(0, SideStream(CPU).run(lambda: None, read=(rows,)))
+    del rows
+    assert alive() is None
 
 
 def test_the_cpu_works_at_once_and_tells_of_errors() -> None:

@@ -221,3 +221,4 @@ def test_the_pool_of_a_cpu_engine_respects_its_budget() -> None:
     cache = Cache(config, torch.float32, CPU, rows)
     assert cache.extents.capacity == len(rows.pool.rows) == 3
     assert cache.evict_ahead == 0, "beside the steps of a CPU there is nothing to gain"
+    assert cache.window.shape[1] == len(cache.lengths) == cache.extents.table.shape[0] == SLOTS, "nothing is filled up"
