@@ -76,7 +76,8 @@ class Cache:
         self.rows = rows
         self.ring = self.config.local + self.config.update
         self.padding_slot = config.max_batch_size
-        padded = config.device == "cuda"  # the CPU fills up no batches: there the window of one slot more would be waste
+        # The CPU fills up no batches: there the window and the index arrays of one slot more would be waste.
+        padded = config.device == "cuda"
         slots = config.max_batch_size + padded
         max_extents = extents_for(max(0, config.max_seq_len - self.config.sink))
         self.extents = ExtentTable(slots, max_extents, rows.layout.capacity, device)
