@@ -27,6 +27,8 @@ class AsyncLLM(BaseLLM):
     `asyncio.to_thread`.
     """
 
+    _closing: asyncio.Task[None] | None = None  # once `close` has been called
+
     def generate(
         self,
         prompt: Prompt,
@@ -61,10 +63,14 @@ class AsyncLLM(BaseLLM):
         return self._run(make)
 
     async def close(self) -> None:
-        """End all requests and free the engine; no thread is left. May be called again."""
-        if self._finalizer.alive:
-            await asyncio.get_running_loop().run_in_executor(self._makers, self._close)
-            self._makers.shutdown()
+        """End all requests and free the engine; no thread is left. May be called again, also while it is under way."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close_once())
+        await asyncio.shield(self._closing)
+
+    async def _close_once(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._makers, self._close)
+        self._makers.shutdown()
 
     async def __aenter__(self) -> Self:
         return self

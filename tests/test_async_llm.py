@@ -118,3 +118,17 @@ def test_errors(directory: Path) -> None:
             await last(llm.generate("log"))
 
     run(directory, use)
+
+
+def test_closing_twice_at_once_waits_for_the_end(directory: Path) -> None:
+    before = threading.enumerate()
+
+    async def main() -> None:
+        llm = AsyncLLM(directory)
+        first = asyncio.create_task(llm.close())
+        await asyncio.sleep(0)
+        await llm.close()
+        assert first.done()
+
+    asyncio.run(main())
+    assert threading.enumerate() == before

@@ -120,9 +120,9 @@ class CudaIndex(Index):
         lanes = 1 if self.config.group_reduce == "mean" else context.group_size
         shared = context.shared
         if "clusterkv" not in shared:
-            shared["clusterkv"] = (Workspace(context, lanes), SideStream(context.device))
-        self.workspace: Workspace = shared["clusterkv"][0]
-        self._side: SideStream = shared["clusterkv"][1]  # clusters prompts while the next layers compute
+            shared["clusterkv"], shared["clusterkv_side"] = Workspace(context, lanes), SideStream(context.device)
+        self.workspace: Workspace = shared["clusterkv"]
+        self._side: SideStream = shared["clusterkv_side"]  # clusters prompts while the next layers compute
         self._choose_bytes = choose_bytes(self.config.top_k, self.workspace.units, context.extents.max_extents)
         _check_shared_memory(context, self._choose_bytes, self._kernels.shared_memory_per_block - CHOOSE_STATIC_BYTES)
         kmeans = DeviceKMeans(context, self.config, self._kernels)
