@@ -41,6 +41,8 @@ class GraphSteps:
         self._device = retrieval.cache.window.device
         self.buckets = buckets_for(retrieval.config.max_batch_size)
         self._steps: dict[int, DecodeStep] = {}
+        # Replaced steps are kept, because PyTorch captures no graph into a memory pool that no other graph uses any more.
+        self._replaced: list[DecodeStep] = []
         self._capture_stream: torch.cuda.Stream | None = None
         self._pool: Any = None
 
@@ -80,12 +82,10 @@ class GraphSteps:
 
     def prepare(self) -> None:
         """See Steps.prepare."""
-        # PyTorch captures no graph into a memory pool that no graph uses any more: the old ones go when the new ones are there.
-        replaced = list(self._steps.values())
+        self._replaced += self._steps.values()
         self._steps.clear()
         for size in self.buckets:
             self.step(size)
-        del replaced
 
     def _launch(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[StepResult, list[float]]:
         step = self.step(bucket_of(len(slots)))
