@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Generate and measure; the JSON-able report."""
     engine = Engine.load(arguments.engine_dir, arguments.threads)
     top_k, group_reduce = selection_settings(engine)
-    dense = method_traits(engine.config).dense_layers
+    dense = method_traits(engine.config).device_layers
     layers = chosen_layers(arguments.layers, engine.config.model.num_layers, dense)
     tap = SelectionTap.into(engine, layers)
     request = submit(engine, arguments, document(arguments, engine))

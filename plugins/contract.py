@@ -227,8 +227,9 @@ class Traits:
     ----------
     devices : tuple of str
         Devices that the method runs on: "cpu", "cuda".
-    dense_layers : int
-        Number of first layers that attend to every row. On a GPU their rows lie on the device with every cache.offload.
+    device_layers : int
+        Number of first layers whose rows lie on a GPU's device with every cache.offload: their `select` gives None, so from
+        host memory a step would read all of their rows over PCIe.
     cache_defaults : mapping
         Defaults of CacheConfig fields, where the method needs others than the engine's.
     cpu_library_on_gpu : bool
@@ -241,7 +242,7 @@ class Traits:
     """
 
     devices: tuple[str, ...] = ("cpu", "cuda")
-    dense_layers: int = 0
+    device_layers: int = 0
     cache_defaults: Mapping[str, Any] = field(default_factory=dict)
     cpu_library_on_gpu: bool = False
     codebooks: Callable[[int], dict[str, Tensor]] = _no_codebooks

@@ -113,7 +113,7 @@ class Bench:
         self.needs = Needs.most(every)
         # With "always", the rows of dense layers stay on the device. Variants share one pool, so the largest number of dense
         # layers counts for all of them.
-        self.dense_layers = max(v.entry.traits(v.settings).dense_layers for v in variants)
+        self.dense_layers = max(v.entry.traits(v.settings).device_layers for v in variants)
         self.region_cache = min((v.cache for v in variants), key=lambda cache: cache.sink + cache.local)
 
     def load(self) -> None:

@@ -116,7 +116,7 @@ def lay_out_rows(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int
         If a budget has no room for one extent, or, with "never", the rows exceed `device_row_bytes`.
     """
     layers, cache = config.model.num_layers, config.cache
-    dense = min(dense_layers(config), layers)
+    dense = min(method_traits(config).device_layers, layers)
     choices = {"always": [dense], "never": [layers], "auto": list(range(dense, layers + 1))}[cache.offload]
     layouts = [_layout(config, dtype, device_layers, device_row_bytes) for device_layers in choices]
     best = max(layouts, key=lambda layout: (layout.capacity, layout.device_layers))
@@ -134,11 +134,6 @@ def lay_out_rows(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int
             "kv_cache_device_memory_bytes, max_batch_size or max_seq_len"
         )
     return best
-
-
-def dense_layers(config: EngineConfig) -> int:
-    """Return the number of first layers that attend densely with the engine's method."""
-    return method_traits(config).dense_layers
 
 
 def _layout(config: EngineConfig, dtype: torch.dtype, device_layers: int, device_row_bytes: int | None) -> RowLayout:

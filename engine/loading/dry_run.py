@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
-from kvseek.engine.cache.memory_layout import dense_layers
+from kvseek.plugins.registry import method_traits
 
 from .indexes import IndexMaker
 from .memory import IndexNeeds, make_without_rows
@@ -127,11 +127,11 @@ class DryRun:
     def index_bytes(self, config: EngineConfig, capacity: int, slots: int) -> int:
         """Count the bytes of all layers' indexes and attentions for a pool of `capacity` extents.
 
-        Layers differ only in whether they attend densely, as the first `dense_layers` do. So the dense layers are made with
-        one other layer, then with two others; the difference is what each further layer takes.
+        Layers differ only in whether they attend densely, as the first ones of some methods do (Traits.device_layers). So those
+        are made with one other layer, then with two others; the difference is what each further layer takes.
         """
         layers = config.model.num_layers
-        first = dense_layers(config) + 1
+        first = method_traits(config).device_layers + 1
         if layers <= first + 1:
             return self._made_bytes(config, capacity, slots, layers)
         one, two = (self._made_bytes(config, capacity, slots, number) for number in (first, first + 1))

@@ -14,7 +14,7 @@ from .reference import ReferenceIndex
 def traits(config: Config) -> Traits:
     """Return the method's traits; the first 16 tokens are never clustered, so they are the sink (paper, section III-B)."""
     return Traits(
-        dense_layers=config.dense_layers,
+        device_layers=config.dense_layers,  # `select` gives None there
         cache_defaults={"update": GENERATED_TOKENS, "sink": 16},
         cuda_macros=partial(cuda_macros, config),
     )

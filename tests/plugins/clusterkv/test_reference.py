@@ -244,7 +244,7 @@ def test_default_sizes() -> None:
     assert (config.clusters_per_extent, config.prompt_clusters(32_768), config.generated_clusters(320)) == (32, 819, 4)
     assert (paper.clusters_per_extent, paper.prompt_clusters(32_768)) == (16, 409)
     assert traits(config).cache_defaults == {"update": 320, "sink": 16}
-    assert traits(Config(dense_layers=5)).dense_layers == 5
+    assert traits(Config(dense_layers=5)).device_layers == 5
 
 
 @pytest.mark.parametrize(
