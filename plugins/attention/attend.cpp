@@ -5,8 +5,8 @@
 // are cut depends on the head's own row count only, so a request's output does not depend on its batch or on threads.
 #include "../shared/kernel.h"
 #include "../shared/parallel.h"
-#include "rows.h"
 #include "../shared/simd.h"
+#include "rows.h"
 
 namespace kvseek {
 namespace {

@@ -67,7 +67,8 @@ class RowCursor {
           table_(a.table + a.requests[request].slot * a.max_extents),
           length_(a.requests[request].length),
           row_(2 * a.dim),
-          window_(static_cast<const T*>(a.window) + a.requests[request].slot * a.window_stride + head * a.window_rows * row_),
+          window_(static_cast<const T*>(a.window) + a.requests[request].slot * a.window_stride +
+                  head * a.window_rows * row_),
           retrieval_(static_cast<const T*>(a.rows) + head * EXTENT_TOKENS * row_),
           ring_first_(a.requests[request].ring_first),
           ring_left_(a.requests[request].ring_rows) {

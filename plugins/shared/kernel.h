@@ -1,7 +1,7 @@
 // How a kernel becomes a function of the shared library.
 //
-// Each source is compiled once per instruction level (builder/compile/cpu.py): KVSEEK_LEVEL is 4 (x86-64-v4, AVX-512), 3
-// (x86-64-v3, AVX2 and FMA) or 0 (whatever the architecture guarantees). The level-0 object also defines the public
+// Each source is compiled once per instruction level (builder/compile/cpu.py): KVSEEK_LEVEL is 4 (x86-64-v4, AVX-512),
+// 3 (x86-64-v3, AVX2 and FMA) or 0 (whatever the architecture guarantees). The level-0 object also defines the public
 // symbol, which picks the best level that the processor runs. Kernels take one pointer to a struct of arguments, so
 // that dispatch needs no knowledge of them.
 //

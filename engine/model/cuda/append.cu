@@ -1,5 +1,5 @@
-// Puts keys and values that something else rotated, such as a TensorRT plan, into the window. engine/model/layer_kernels.py
-// launches it.
+// Puts keys and values that something else rotated, such as a TensorRT plan, into the window.
+// engine/model/layer_kernels.py launches it.
 #include "engine/model/cuda/window_row.cuh"
 #include "plugins/shared/numbers.cuh"
 #include "plugins/shared/overlap.cuh"

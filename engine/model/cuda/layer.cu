@@ -2,7 +2,8 @@
 // first and last kernel of a decode step. Arithmetic is in float32 and rounded once, where a value is stored.
 //
 // These kernels move little: at batch 1 a launch is latency, not bandwidth. So one launch does all that can be done
-// without leaving a row, and what a reduction needs later is loaded before it. engine/model/layer_kernels.py launches them.
+// without leaving a row, and what a reduction needs later is loaded before it. engine/model/layer_kernels.py launches
+// them.
 #include "engine/model/cuda/window_row.cuh"
 #include "plugins/shared/batch.cuh"
 #include "plugins/shared/numbers.cuh"

@@ -247,8 +247,8 @@ __device__ __forceinline__ void linear(const WeightOnlyLinearArguments& a) {
 }
 
 // Kernels by the rows of x that they have room for, and by warps: a matrix of few channels, so of few thread blocks,
-// needs more warps in each to keep enough weights on their way. engine/model/weight_only_kernels.py knows the shapes and
-// chooses.
+// needs more warps in each to keep enough weights on their way. engine/model/weight_only_kernels.py knows the shapes
+// and chooses.
 #define KVSEEK_WEIGHT_ONLY_LINEAR(ROWS, WARPS, ROW_TILES)                                                         \
     extern "C" __global__ void __launch_bounds__(WARPS * 32)                                                      \
         kvseek_weight_only_linear_##ROWS##_##WARPS(const __grid_constant__ kvseek::WeightOnlyLinearArguments a) { \
