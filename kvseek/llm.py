@@ -107,7 +107,8 @@ class LLM(BaseLLM):
         priority : int
             0 to 255: of requests that wait, those with larger numbers start first.
         timeout : float, optional
-            Seconds from the start. A request that still waits then fails, one that runs ends with what it has.
+            Seconds from the start, which with `stream` is the first step of the iteration. A request that still waits then
+            fails, one that runs ends with what it has.
 
         Returns
         -------
