@@ -149,7 +149,7 @@ class CacheRun:
             assert (state.length, state.sink_rows + state.ring_rows + n) == (n, tokens)
             assert n == 0 or state.ring_rows >= cache.config.local, "the local window is never shorter than asked for"
             batch = Batch.of([state], cache.extents.device_table)
-            near = torch.cat((torch.arange(min(sink, tokens)), torch.arange(sink + n, tokens)))
+            near = torch.cat((torch.arange(min(sink, tokens)), torch.arange(min(sink + n, tokens), tokens)))
             for layer in range(LAYERS):
                 check_rows(window_rows(batch, 0, cache.window[layer], sink).cpu(), rows_of(request, layer, near))
                 far = rows_of(request, layer, torch.arange(sink, sink + n))
