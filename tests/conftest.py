@@ -12,6 +12,7 @@ from typing import Any
 # they share cores with another process (a test of 1 s takes 11 s). To be set before anything loads OpenMP.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import torch
 from tests.support.random_models import save_random_model
@@ -31,6 +32,9 @@ RandomModel = Callable[..., Path]
 if not Path(str(build.__file__)).resolve().is_relative_to(ROOT):
     pytest.exit(f"kvseek.builder.build is {build.__file__}, not this checkout's: run make install, or make links", 3)
 bfloat16.usable()  # before any test multiplies matrices
+# The same examples in every run, so that a change is what turns a test red. `--hypothesis-profile=default` looks for new ones.
+hypothesis.settings.register_profile("fixed", derandomize=True)
+hypothesis.settings.load_profile("fixed")
 
 
 @pytest.hookimpl(tryfirst=True)
