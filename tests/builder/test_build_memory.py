@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,8 +26,9 @@ SHAPE = {
 LAYERS = 6
 MIB = 1 << 20
 # What the process may grow by, beside a shard, over builds of tiny models: buffers of writing and hashing (4 threads
-# of 4 MiB) and what the allocator keeps. The model exceeds a shard and this by more than 180 MiB.
-ALLOWANCE = 64 * MIB
+# of 4 MiB) and what the allocator keeps: peaks of 44 to 121 MiB were seen, the largest beside other load. The
+# model exceeds a shard and this by more than 140 MiB.
+ALLOWANCE = 96 * MIB
 # Builds every checkpoint that it is given and prints its status and the peak until then. Not ru_maxrss, which begins
 # with the peak of the process that started this one.
 SCRIPT = """
@@ -87,7 +89,7 @@ def test_peaks_follow_the_largest_shard(tmp_path: Path) -> None:
     large = checkpoints(tmp_path, **SHAPE)
     shards = [path.stat().st_size for path in large["hugging_face"].glob("*.safetensors")]
     assert len(shards) == LAYERS + 1
-    assert sum(shards) > max(shards) + ALLOWANCE + 180 * MIB, "holding the model would show"
+    assert sum(shards) > max(shards) + ALLOWANCE + 140 * MIB, "holding the model would show"
     command = [
         sys.executable,
         "-c",
@@ -97,7 +99,10 @@ def test_peaks_follow_the_largest_shard(tmp_path: Path) -> None:
         *tiny.values(),
         *large.values(),
     ]
-    lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split("\n")[:-1]
+    # One arena of the C library's allocator: what each thread's own keeps varies from run to run by dozens of MiB.
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
+    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    lines = result.stdout.split("\n")[:-1]
     status, peaks = zip(*(map(int, line.split()) for line in lines), strict=True)
     assert set(status) == {0}
     base = peaks[len(tiny) - 1]
