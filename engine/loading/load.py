@@ -13,7 +13,7 @@ from kvseek.core.cpu_library import LIBRARY_FILE, CpuLibrary
 from kvseek.core.errors import CapacityError, KvseekError
 from kvseek.core.manifest import CODEBOOKS_FILE
 from kvseek.engine.cache.cache import Cache
-from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
+from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.model import bfloat16
@@ -68,8 +68,8 @@ def _load_cuda(
     maker = IndexMaker(config, codebooks, library, kernels)
     try:
         runtime = load_runtime(directory, config, device)
-        layout = lay_out_rows(config, dtype, divide_device_memory(maker, runtime.footprint).device_row_bytes)
-        cache = Cache(config, dtype, device, RowStorage(config, dtype, device, layout))
+        layout = divide_device_memory(maker, runtime.footprint)
+        cache = Cache(config, dtype, device, RowStorage(config, dtype, device, layout.rows))
         decoder = runtime.decoder(device_retrieval(config, cache, maker.over(cache), kernels), kernels)
         decoder.steps.prepare()
     except torch.OutOfMemoryError as error:
