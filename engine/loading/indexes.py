@@ -50,7 +50,7 @@ class IndexMaker:
         device = self.config.device
         if device in method_traits(self.config).devices:
             return
-        others = [name for name in METHODS if device in get_method(name).traits(get_method(name).configure({})).devices]
+        others = [name for name in METHODS if device in get_method(name).traits().devices]
         other = "cpu" if device == "cuda" else "cuda"
         raise ConfigError(
             f"method = {self.config.method!r} does not run with device = {device!r}; choose one of "

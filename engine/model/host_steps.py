@@ -53,15 +53,17 @@ class HostSteps:
 
     def _attend(self, layer: int, queries: Tensor, groups: Sequence[Group]) -> Tensor:
         """Attend group by group: queries and outputs [batch, H, D]."""
-        out: Tensor | None = None
+        if len(groups) == 1:
+            return self._attend_alike(layer, queries.contiguous(), groups[0])
+        out = torch.empty_like(queries)
         for group in groups:
-            attend = self._retrieval.attend_densely if group.dense else self._retrieval.attend
-            if len(groups) == 1:
-                return attend(layer, queries.contiguous(), group.batch)
-            out = torch.empty_like(queries) if out is None else out
-            out[group.requests] = attend(layer, queries[group.requests], group.batch)
-        assert out is not None, "a batch has requests"
+            out[group.requests] = self._attend_alike(layer, queries[group.requests], group)
         return out
+
+    def _attend_alike(self, layer: int, queries: Tensor, group: Group) -> Tensor:
+        """Attend for the requests of a group, whose queries these are."""
+        attend = self._retrieval.attend_densely if group.dense else self._retrieval.attend
+        return attend(layer, queries, group.batch)
 
 
 def _groups(batch: Batch) -> list[Group]:

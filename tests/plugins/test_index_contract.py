@@ -84,7 +84,7 @@ def test_appended_keys_are_invisible_until_they_are_published(method: str, kerne
 def test_growth_over_5000_generated_tokens(method: str, library: CpuLibrary) -> None:
     """Evictions come as the method asks the engine for them; runs of a topic are as long as a generated cluster."""
     cases = CASES[method]
-    evicted = get_method(method).traits(get_method(method).configure({})).cache_defaults.get("update", EVICTED)
+    evicted = get_method(method).traits().cache_defaults.get("update", EVICTED)
     prompt, total = 300, 300 + 16 * 320
     keys, queries = topical(total, 4, run=80)
     settings = {**cases.index, **({} if cases.dense else {"top_k": GROWN_KEEP})}
