@@ -26,9 +26,8 @@ SHAPE = {
 LAYERS = 6
 MIB = 1 << 20
 # What the process may grow by, beside a shard, over builds of tiny models: buffers of writing and hashing (4 threads
-# of 4 MiB) and what the allocator keeps: peaks of 44 to 121 MiB were seen, the largest beside other load. The
-# model exceeds a shard and this by more than 140 MiB.
-ALLOWANCE = 96 * MIB
+# of 4 MiB) and what the allocator keeps. The model exceeds a shard and this by more than 180 MiB.
+ALLOWANCE = 64 * MIB
 # Builds every checkpoint that it is given and prints its status and the peak until then. Not ru_maxrss, which begins
 # with the peak of the process that started this one.
 SCRIPT = """
@@ -89,7 +88,7 @@ def test_peaks_follow_the_largest_shard(tmp_path: Path) -> None:
     large = checkpoints(tmp_path, **SHAPE)
     shards = [path.stat().st_size for path in large["hugging_face"].glob("*.safetensors")]
     assert len(shards) == LAYERS + 1
-    assert sum(shards) > max(shards) + ALLOWANCE + 140 * MIB, "holding the model would show"
+    assert sum(shards) > max(shards) + ALLOWANCE + 180 * MIB, "holding the model would show"
     command = [
         sys.executable,
         "-c",
