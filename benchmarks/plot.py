@@ -8,9 +8,9 @@ other method of the files is the one whose ratios are written beside its line. F
 several may hold parts of one picture (other contexts, other methods), but none may hold a point that another one holds.
 Without files it draws those that README.md shows:
 
-    kvseek bench --shape llama-3.1-8b --methods full,pariskv,clusterkv,prkv --hot_rows off --offload never \\
+    kvseek bench --shape llama-3.1-8b --methods full,pariskv,clusterkv,prkv --offload never \\
         --contexts 16384,32768,65536,131072,262144,524288 --output benchmarks/results/decode-step-h200-rows-on-device.json
-    kvseek bench --shape llama-3.1-8b --methods full,pariskv,clusterkv,prkv --hot_rows off --offload always \\
+    kvseek bench --shape llama-3.1-8b --methods full,pariskv,clusterkv,prkv --hot_rows on --offload always \\
         --contexts 16384,32768,65536,131072,262144,524288 --output benchmarks/results/decode-step-h200-rows-on-host.json
 """
 
@@ -57,17 +57,19 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def points(document: dict[str, Any]) -> Iterator[tuple[str, Point]]:
-    """Each measurement with batch 1 and without hot rows, with the place of the rows (a key of PLACES)."""
+    """Each measurement with batch 1, with the place of the rows (a key of PLACES).
+
+    Of a method that was measured with and without hot rows, only the measurement with them: serving has them, too.
+    """
     for phase in document["phases"]:
         for cell in phase["cells"]:
             if cell["batch"] == 1:
+                hot = {entry["method"] for entry in cell["results"] if entry["hot_rows"]}
                 for entry in cell["results"]:
-                    if not entry["hot_rows"]:
+                    if entry["hot_rows"] or entry["method"] not in hot:
                         milliseconds = entry["step_seconds"]["median"] * 1e3
-                        yield (
-                            phase["offload"],
-                            Point(entry["method"], cell["context"], milliseconds, entry["to_baseline"]),
-                        )
+                        point = Point(entry["method"], cell["context"], milliseconds, entry["to_baseline"])
+                        yield phase["offload"], point
 
 
 def chart(paths: Sequence[Path]) -> Chart:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvseek.core.config import EngineConfig
 from kvseek.core.streams import InFlight
 from kvseek.engine.cache.cache import Cache
-from kvseek.plugins.attention.device import DeviceAttention
+from kvseek.plugins.attention.hot_rows import HotRows
 from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.contract import Attention, Effort, Index
 
@@ -26,8 +26,8 @@ class Retrieval:
     ----------
     attentions : sequence of Attention
         One per layer, over the windows and rows of `cache`.
-    hot_rows : sequence of DeviceAttention
-        The attentions of a GPU that keep rows of a slot's last step; the slot's next prompt makes these rows invalid.
+    hot_rows : sequence of HotRows
+        The rows that layers on a GPU keep of each slot's last steps; the slot's next prompt makes them invalid.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class Retrieval:
         cache: Cache,
         indexes: Sequence[Index],
         attentions: Sequence[Attention],
-        hot_rows: Sequence[DeviceAttention] = (),
+        hot_rows: Sequence[HotRows] = (),
     ) -> None:
         self.config, self.cache, self.indexes, self.attentions = config, cache, indexes, attentions
         self.observer = Observer()
-        self._hot_rows = hot_rows
+        self.hot_rows = hot_rows
         self._builds = InFlight(BUILDS_IN_FLIGHT)
         self._effort = lru_cache(maxsize=1024)(self._effort_of)  # a slot's length changes only at evictions
 
@@ -49,8 +49,8 @@ class Retrieval:
     def expect(self, slot: int, tokens: int) -> None:
         """Prepare a slot for a prompt of `tokens` tokens."""
         self._builds.finish(slot)  # the builds of a prompt that was given up
-        for attention in self._hot_rows:
-            attention.forget(slot)
+        for hot in self.hot_rows:
+            hot.forget(slot)
         self.cache.begin_prefill(slot, tokens)
 
     def new_rows(self, tokens: int) -> Tensor:

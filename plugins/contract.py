@@ -65,7 +65,7 @@ class LayerRows:
 
 @dataclass(frozen=True)
 class IndexContext:
-    """All that an index is told about its layer and engine. Only `layer` and `rows` differ between layers."""
+    """All that an index is told about its layer and engine. Only `layer`, `rows` and `frames` differ between layers."""
 
     layer: int
     num_heads: int
@@ -83,6 +83,9 @@ class IndexContext:
     # None while memory is divided, before rows are placed. The index then allocates what it needs for rows in host memory,
     # which is the most that it can need.
     rows: LayerRows | None = None
+    # Frame of the hot rows that received each row of the pool last, int16 [extents, G, 1024], where the engine keeps hot rows
+    # (plugins/attention/hot_rows.py). An index that lets rows change places writes NO_FRAME there.
+    frames: Tensor | None = None
     shared: dict[str, Any] = field(default_factory=dict)  # one dictionary for all layers: work space that they share
 
     @property
@@ -206,10 +209,6 @@ class Index(ABC):
         so that a step sees either the old state or the new one.
         """
 
-    def hit_rate(self) -> float | None:
-        """Return, for metrics, the share of the rows selected so far that the method's store held; None without a store."""
-        return None
-
 
 def _no_codebooks(head_dim: int) -> dict[str, Tensor]:
     return {}
@@ -230,6 +229,9 @@ class Traits:
     device_layers : int
         Number of first layers whose rows lie on a GPU's device with every cache.offload: their `select` gives None, so from
         host memory a step would read all of their rows over PCIe.
+    kept_steps : int
+        Number of a request's last steps whose selected rows stay on the device, where a GPU's rows lie in host memory; 0 if
+        `select` gives no rows.
     cache_defaults : mapping
         Defaults of CacheConfig fields, where the method needs others than the engine's.
     cpu_library_on_gpu : bool
@@ -243,6 +245,7 @@ class Traits:
 
     devices: tuple[str, ...] = ("cpu", "cuda")
     device_layers: int = 0
+    kept_steps: int = 1
     cache_defaults: Mapping[str, Any] = field(default_factory=dict)
     cpu_library_on_gpu: bool = False
     codebooks: Callable[[int], dict[str, Tensor]] = _no_codebooks

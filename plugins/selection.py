@@ -19,16 +19,7 @@ class Selection:
         a GPU reads them together. Undefined for requests with `dense` set, and on a GPU for those that only fill up a batch.
     page : int
         Rows of an entry: 1, or the page size of a page-wise method. On a GPU always 1.
-    store : Tensor [slots, G, store_rows, 2, D] or None
-        On a GPU: copies of rows that the method keeps on the device, if the pool lies in host memory.
-    cached : Tensor, int32 [batch, G, entries] or None
-        Row of `store` that holds the entry's row, or -1: read the pool.
-    keep : Tensor, int32 [batch, G, entries] or None
-        Row of `store` that receives a copy of the entry's row, or -1. It must not be a row that the same step reads (`cached`).
     """
 
     rows: Tensor
     page: int = 1
-    store: Tensor | None = None
-    cached: Tensor | None = None
-    keep: Tensor | None = None

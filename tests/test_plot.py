@@ -94,14 +94,14 @@ def test_markers_lie_where_the_results_say(tmp_path: Path, capsys: pytest.Captur
     assert plot.main([str(file), "--output", str(picture)]) == 0
     assert capsys.readouterr().out.splitlines()[2:4] == [
         "| `full` (Keys and values in GPU memory; all methods) | 10.00 | 20.00 | 40.00 |",
-        "| `fast` (Keys and values in GPU memory; all methods) | 5.00 (0.50) | 6.00 (0.30) |  |",
+        "| `fast` (Keys and values in GPU memory; all methods) | 4.00 (0.40) | 6.00 (0.30) |  |",
     ]
     found = markers(picture)
     assert set(found) == {
         "full, 16,384 tokens: 10.000 ms, 1.000 × full",
         "full, 32,768 tokens: 20.000 ms, 1.000 × full",
         "full, 65,536 tokens: 40.000 ms, 1.000 × full",
-        "fast, 16,384 tokens: 5.000 ms, 0.500 × full",
+        "fast, 16,384 tokens: 4.000 ms, 0.400 × full",
         "fast, 32,768 tokens: 6.000 ms, 0.300 × full",
     }
     (x1, y1), (x2, y2), (x3, y3) = (found[text] for text in sorted(found) if text.startswith("full"))

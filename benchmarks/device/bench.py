@@ -188,12 +188,12 @@ class Bench:
         """Device bytes of a variant's indexes and attentions over a pool of `extents` extents in host memory."""
         cells = [Cell(max(cell.context for cell in self.cells), batch)]
         config, kernels, slots = self.config(variant, cells), self.kernels(variant), batch + 1
-        maker, hot_from = self._index_maker(variant, cells), self.model.num_layers * (self.arguments.hot_rows == "off")
+        maker, hot_rows = self._index_maker(variant, cells), self.arguments.hot_rows != "off"
         gc.collect()  # indexes of one engine refer to each other
         before = torch.cuda.memory_allocated(self.device)
         table = ExtentTable(slots, extents_for(config.max_seq_len), extents, self.device)
         indexes = maker.make(table, [0] * slots, None)
-        attentions = make_attentions(config, kernels, indexes, table.device_table, self.dtype, hot_from)
+        attentions = make_attentions(config, kernels, indexes, table.device_table, self.dtype, hot_rows=hot_rows)
         used = torch.cuda.memory_allocated(self.device) - before
         del indexes, attentions
         gc.collect()

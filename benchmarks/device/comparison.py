@@ -143,17 +143,16 @@ class Comparison:
         return [target for target in self.targets if any(target[0] is cache for cache in caches)]
 
     def _add_contestants(self, variant: Variant, cache: Cache, indexes: list[Index]) -> None:
-        """With the last step's rows kept on the device and without, where the common attention can keep them."""
+        """With the last steps' rows kept on the device and without, where there are such rows."""
         wanted = {"both": (True, False), "on": (True,), "off": (False,)}[self.bench.arguments.hot_rows]
-        for kept in wanted if cache.rows.layout.host_layers else (False,):
+        for kept in wanted:
             decoder = self.bench.decoder(variant, cache, indexes, self.cells, kept)
-            contestant = DeviceContestant(f"{variant.label} {self.pools.phase.offload}", variant.label, decoder, kept)
-            if kept and contestant.keeps_rows:
+            contestant = DeviceContestant(f"{variant.label} {self.pools.phase.offload}", variant.label, decoder)
+            if contestant.hot:
                 contestant.name += " hot"
-            contestant.hot = kept and contestant.keeps_rows
             self.contestants.append(contestant)
             if kept and not contestant.hot:
-                return  # the method keeps rows itself, or none: the other would be the same
+                return  # it keeps no rows: the other would be the same
 
     def _add_baseline(self) -> None:
         bench, pools, variant = self.bench, self.pools, self.bench.variants[0]
@@ -171,7 +170,7 @@ class Comparison:
         indexes = bench.indexes(variant, cache, cells)
         index_sets.append(indexes)
         decoder = bench.decoder(variant, cache, indexes, cells, hot_rows=False)
-        self.baseline = DeviceContestant(f"{variant.label} never", variant.label, decoder, hot=False)
+        self.baseline = DeviceContestant(f"{variant.label} never", variant.label, decoder)
 
 
 def device_seconds(call: Callable[[], object]) -> float:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvseek.core.errors import KvseekError
-from kvseek.plugins.attention.device import DeviceAttention, LayerAttention
 
 from .memory_plan import Cell
 from .memory_rates import elapsed_seconds, timing_event
@@ -26,7 +25,6 @@ from .observers import PartClock, SelectedRows, capture_stream, observing, share
 if TYPE_CHECKING:
     from kvseek.engine.cache.cache import Cache
     from kvseek.engine.model.graphs import StepResult
-    from kvseek.engine.retrieval import Retrieval
     from kvseek.plugins.batch import Batch
 
     from .bench import BenchDecoder
@@ -43,41 +41,34 @@ class DeviceContestant:
     name, method : str
         Its own, and the label of its variant.
     hot : bool
-        Whether the common attention keeps the rows of the last step on the device.
+        Whether layers keep the rows of the last steps on the device.
     wall : list of float
         Host seconds of each step since `start`, from counting the tokens to having the next ones and starting upkeep.
-    found : float or None
-        Share of the selected rows that the attention read from what the device keeps, in the steps of `overlap`; None
-        before, or if nothing was read by it.
     attended : float
         Tokens that one KV head of a request attended to in the last step (mean over layers and requests).
     """
 
-    def __init__(self, name: str, method: str, decoder: BenchDecoder, hot: bool) -> None:
-        self.name, self.method, self.decoder, self.hot = name, method, decoder, hot
+    def __init__(self, name: str, method: str, decoder: BenchDecoder) -> None:
+        self.name, self.method, self.decoder = name, method, decoder
+        self.hot = bool(decoder.retrieval.hot_rows)
         self.cache: Cache = decoder.cache
         self.wall: list[float] = []
         self.attended = 0.0
-        self.found: float | None = None
 
     @property
     def done(self) -> int:
         """Steps since the cell's context, those that it began behind included."""
         return self._done
 
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether the common attention of any layer keeps rows; methods may keep rows of their own instead."""
-        return any(attention.hot_rows is not None for attention in attention_kernels(self.decoder.retrieval))
-
     def start(self, cell: Cell, behind: int = 0) -> None:
         """Begin `behind` tokens behind the cell's context, which the cache holds already."""
         self._slots, self._context, self._done = list(range(cell.batch)), cell.context, behind
         self._tokens = [slot + 1 for slot in self._slots]
         self.wall = []
-        for attention in attention_kernels(self.decoder.retrieval):
+        for hot in self.decoder.retrieval.hot_rows:
             for slot in self._slots:
-                attention.forget(slot)
+                hot.forget(slot)
+            hot.hits.zero_()
 
     def step(self) -> float:
         """One decode step; device seconds of its graph, by CUDA events around the replay."""
@@ -124,12 +115,9 @@ class DeviceContestant:
     def overlap(self) -> float | None:
         """Share of the selected rows that the step before had selected too; None if no selection reaches the device.
 
-        Steps run kernel by kernel here, what each layer's index selects is kept, and the attention counts (`found`): timed
-        steps do not, as that takes time.
+        Steps run kernel by kernel here, and what each layer's index selects is kept.
         """
-        counters = torch.zeros(2, dtype=torch.int64, device=self.cache.window.device)  # rows found, and rows read
         selected, shares, retrieval = SelectedRows(len(self._slots)), list[float](), self.decoder.retrieval
-        count_rows(retrieval, counters)
         with torch.inference_mode(), observing(retrieval, selected):
             for _ in range(OVERLAP_STEPS + 1):
                 before = selected.take()
@@ -137,16 +125,12 @@ class DeviceContestant:
                 self._take_tokens(self.decoder.model.run_layers(self._step.batch))
                 pairs = [(before[layer], rows) for layer, rows in selected.rows.items() if layer in before]
                 shares += [shared_rows(old, new) for old, new in pairs if bool((new >= 0).any())]
-        count_rows(retrieval, None)
-        found, read = counters.tolist()
-        self.found = found / (found + read) if found + read else None
         return statistics.mean(shares) if shares else None
 
-    def hit_rate(self) -> float | None:
-        """Share of rows that the method's own device cache held so far, mean over its layers; None without such a cache."""
-        rates = (index.hit_rate() for index in self.decoder.retrieval.indexes)
-        found = [rate for rate in rates if rate is not None]
-        return statistics.mean(found) if found else None
+    def hit_rate(self) -> float:
+        """Share of the rows selected since `start` that the device had kept, mean over the layers that keep rows; 0 without."""
+        rates = [hot.hit_rate() or 0.0 for hot in self.decoder.retrieval.hot_rows]
+        return statistics.mean(rates) if rates else 0.0
 
     @torch.inference_mode()
     def _load(self) -> None:
@@ -167,14 +151,3 @@ class DeviceContestant:
         """The tokens of the next step, once the device has them; then upkeep, as an engine has it."""
         self._tokens = result.tokens[: len(self._slots)].tolist()
         self.decoder.refresh(self._slots)
-
-
-def attention_kernels(retrieval: Retrieval) -> list[DeviceAttention]:
-    """The attention kernel of every layer of a GPU's retrieval."""
-    return [attention.kernel for attention in retrieval.attentions if isinstance(attention, LayerAttention)]
-
-
-def count_rows(retrieval: Retrieval, counters: torch.Tensor | None) -> None:
-    """Let every layer's attention count rows, as DeviceAttention.counters, in what is launched or captured from now on."""
-    for attention in attention_kernels(retrieval):
-        attention.counters = counters

@@ -121,7 +121,7 @@ def work(config: EngineConfig, step: Step, itemsize: int) -> Work:
     dense_on_host = max(0, dense - (model.num_layers - step.host_layers))
     selecting, on_host = model.num_layers - dense, step.host_layers - dense_on_host
     heads = step.batch * model.num_kv_heads
-    at_home = heads * (costs.rows * selecting - _fetched(costs) * on_host * (1 - step.hit_rate))
+    at_home = heads * (costs.rows * selecting - costs.rows * on_host * (1 - step.hit_rate))
     at_home += heads * (step.window * model.num_layers + step.retrieval * (dense - dense_on_host))
     keys_at_home = heads * costs.reranked_keys * (selecting - on_host) * row / 2
     nodes = model.num_layers * COMMON_NODES + selecting * costs.kernels + STEP_NODES
@@ -136,17 +136,12 @@ def work(config: EngineConfig, step: Step, itemsize: int) -> Work:
     )
 
 
-def _fetched(costs: SelectionCosts) -> float:
-    """Rows of a KV head that lie where the pool lies."""
-    return costs.rows - costs.device_rows
-
-
 def _host_parts(costs: SelectionCosts, lists: int, row: int, hit_rate: float, dense_bytes: float) -> dict[str, float]:
     """What `lists` KV heads and requests, of layers whose rows lie in host memory, read there; dense layers read all.
 
     A reranked key is half a row; over PCIe it costs what a row does, which is a matter of requests and not of bytes.
     """
-    rows = lists * _fetched(costs) * (1 - hit_rate)
+    rows = lists * costs.rows * (1 - hit_rate)
     keys = lists * costs.reranked_keys
     if costs.host_cores:
         return {"host_core_bytes": rows * row + keys * row / 2, "host_page_bytes": dense_bytes}

@@ -88,7 +88,7 @@ def _row(entry: dict[str, Any]) -> list[str]:
         *(f"{seconds * 1e3:.2f}" for seconds in part_groups(entry["stages"]).values()),
         f"{entry['attended_tokens']:,.0f}",
         "" if overlap is None else f"{overlap:.0%}",
-        "" if hits is None else f"{hits:.0%}",
+        f"{hits:.0%}" if entry["hot_rows"] else "",
         f"{sum(entry['bytes'].values()) / 1e9:.2f}",
         f"{entry['index_bytes_per_token_and_kv_head']:.0f}",
         f"{entry['index_bytes'] / GIB:.2f}",

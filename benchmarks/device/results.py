@@ -10,9 +10,8 @@ import torch
 
 from kvseek.benchmarks.timing import Samples
 from kvseek.measurement.machine import peak_memory_bytes
-from kvseek.plugins.measurements.costs import SelectionCosts
 
-from .floors import Rates, Step, costs_of, work
+from .floors import Rates, Step, work
 from .memory_plan import Cell
 
 if TYPE_CHECKING:
@@ -43,11 +42,9 @@ def decode_result(
     cache = contestant.cache
     tokens, retrieval = cache.tokens[0], cache.lengths[0]
     config, itemsize = contestant.decoder.config, bench.dtype.itemsize
-    hits = contestant.hit_rate()  # of the timed steps, if the method counts
+    hits = contestant.hit_rate()  # of the timed steps
     parts, overlap = contestant.part_seconds(), contestant.overlap()
-    if hits is None and contestant.found is not None:
-        hits = fetched_hits(costs_of(config, retrieval, itemsize), contestant.found)
-    step = Step(retrieval, tokens - retrieval, cell.batch, cache.rows.layout.host_layers, hits or 0.0)
+    step = Step(retrieval, tokens - retrieval, cell.batch, cache.rows.layout.host_layers, hits)
     moved = work(config, step, itemsize)
     index = (
         contestant.decoder.retrieval.indexes[-1].bytes_per_token / bench.model.num_kv_heads
@@ -77,15 +74,6 @@ def decode_result(
         walls,
         baseline_seconds,
     )
-
-
-def fetched_hits(costs: SelectionCosts, found: float) -> float:
-    """Compute the hit rate of the fetched rows from `found`, the hit rate of all selected rows.
-
-    Fetched rows are those that a method does not always keep on the device.
-    """
-    fetched = costs.rows - costs.device_rows
-    return min(1.0, max(0.0, (found * costs.rows - costs.device_rows) / fetched)) if fetched > 0 else 0.0
 
 
 def with_times(

@@ -83,9 +83,8 @@ def _try(bench: Bench, variant: Variant, cell: Cell, filler: Filler, document: d
 def _measure(bench: Bench, variant: Variant, cell: Cell, filler: Filler) -> dict[str, Any]:
     cache, method = bench.new_cache(bench.row_storage("auto", [cell]), variant, [cell]), variant.label
     indexes = bench.indexes(variant, cache, [cell])
-    hot = bench.arguments.hot_rows != "off" and cache.rows.layout.host_layers > 0
-    contestant = DeviceContestant(method, method, bench.decoder(variant, cache, indexes, [cell], hot), hot)
-    contestant.hot = hot and contestant.keeps_rows
+    hot = bench.arguments.hot_rows != "off"
+    contestant = DeviceContestant(method, method, bench.decoder(variant, cache, indexes, [cell], hot))
     filler.fill(cell, [(cache, [indexes])])
     contestant.start(cell)
     first = max(contestant.step() for _ in range(2))  # captures the graph, too

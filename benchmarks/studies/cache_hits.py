@@ -1,12 +1,11 @@
 """What rows kept on the device save: one layer's selection and attention, rows in host memory, over synthetic decode steps.
 
-    python benchmarks/studies/cache_hits.py --methods NAME,NAME:cache_steps=0,OTHER --context 32768 --budget 1024
+    python benchmarks/studies/cache_hits.py --methods NAME,NAME:cache_steps=2,OTHER --context 32768 --budget 1024
 
 A decoder of random weights asks random queries, in which a cache of earlier steps' rows finds little. Here the queries are
 synthetic ones that look for a topic and keep to it for a while (synthetic_keys.py). Every step is a replay of a CUDA graph of one
-layer's selection and attention, timed by events inside the graph; upkeep runs between two steps, untimed. A method whose
-rows the common attention can keep is timed with hot rows and without; one with a cache of its own as its fields say, so
-name it twice.
+layer's selection and attention, timed by events inside the graph; upkeep runs between two steps, untimed. Every variant is timed
+with hot rows and without.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from kvseek.benchmarks.device.bench import Bench
-from kvseek.benchmarks.device.contestant import attention_kernels
 from kvseek.benchmarks.device.main import describe_variant
 from kvseek.benchmarks.device.memory_plan import Cell
 from kvseek.benchmarks.device.observers import PartClock, capture_stream
@@ -50,10 +48,7 @@ class LayerRun:
     def __init__(self, retrieval: Retrieval, queries: Tensor) -> None:
         """Capture the last layer; queries [steps, H, D] are those of the steps to come."""
         self.retrieval, self.index, self.queries = retrieval, retrieval.indexes[-1], queries
-        self.counters = torch.zeros(2, dtype=torch.int64, device=queries.device)
-        kernel = attention_kernels(retrieval)[-1]
-        kernel.counters = self.counters  # rows found, and rows read
-        kernel.forget(0)
+        self.hot = retrieval.hot_rows[-1] if retrieval.hot_rows else None
         self._query = torch.zeros_like(queries[:1])
         self._clock = PartClock()
         self._step = self._capture()
@@ -63,8 +58,8 @@ class LayerRun:
         """Device seconds of each step after the first `warmup`, and the share of their rows that were found."""
         seconds = []
         for number, query in enumerate(self.queries):
-            if number == warmup:
-                self.counters.zero_()
+            if number == warmup and self.hot is not None:
+                self.hot.hits.zero_()
             self._query.copy_(query[None])
             states, _ = self.retrieval.begin_step([0], [0])
             self._step.load(states)
@@ -72,8 +67,7 @@ class LayerRun:
             torch.cuda.synchronize()
             seconds.append(self._clock.seconds()["layer"])
             self.index.refresh([0])
-        found, read = self.counters.tolist()
-        return seconds[warmup:], found / max(1, found + read)
+        return seconds[warmup:], self.hot.hit_rate() or 0.0 if self.hot is not None else 0.0
 
     def _capture(self) -> DecodeStep:
         from kvseek.engine.model.graphs import DecodeStep
@@ -94,7 +88,7 @@ class LayerRun:
 
 
 def measure(bench: Bench, variant: Variant, rows: RowStorage, filler: Filler, cell: Cell) -> list[dict[str, Any]]:
-    """A variant with hot rows and without, or once if its rows are not the common attention's to keep."""
+    """A variant with hot rows, if it keeps any, and without."""
     steps = bench.arguments.steps + WARMUP
     cache, found = bench.new_cache(rows, variant, [cell]), []
     for hot in (True, False):
@@ -103,7 +97,7 @@ def measure(bench: Bench, variant: Variant, rows: RowStorage, filler: Filler, ce
         filler.fill(cell, [(cache, [indexes])])
         queries = sought(bench, filler, steps)
         seconds, hits = LayerRun(retrieval, queries).run(WARMUP)
-        kept = attention_kernels(retrieval)[-1].hot_rows is not None
+        kept = bool(retrieval.hot_rows)
         found.append(
             {
                 "name": variant.label + (" hot" if kept else ""),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvseek.plugins.contract import Index
+from kvseek.plugins.attention.hot_rows import HotRows
 
 from .cache import Cache
 
@@ -25,8 +25,8 @@ class CacheUsage:
     host_rows : int
         Retrieval rows in host memory, of all layers and KV heads, that decode steps have attended to since the start. All layers
         are counted as if they attended alike, although the first layers of some methods (ClusterKV's) attend densely.
-    store_hit_ratio : float or None
-        Share of the rows selected since the start that the method's store on the device held; None: the method does not count.
+    hot_row_hit_ratio : float or None
+        Share of the rows selected since the start that the device had kept from earlier steps; None where it keeps no rows.
     """
 
     extents_used: int
@@ -34,24 +34,24 @@ class CacheUsage:
     device_extent_bytes: int
     host_extent_bytes: int
     host_rows: int
-    store_hit_ratio: float | None
+    hot_row_hit_ratio: float | None
 
 
 class UsageMeter:
-    """Measures the use of a cache and its indexes. Any thread may call `usage`; only the engine's thread calls `count`."""
+    """Measures the use of a cache and of its hot rows. Any thread may call `usage`; only the engine's thread calls `count`."""
 
-    def __init__(self, cache: Cache, indexes: Sequence[Index]) -> None:
+    def __init__(self, cache: Cache, hot_rows: Sequence[HotRows]) -> None:
         self._cache = cache
         # Rows of one token in host memory: one per KV head and layer there. On the CPU these are all of its rows.
         self._row_copies = cache.window.shape[2] * cache.rows.layout.host_layers
         self._host_rows = 0
-        self._indexes = indexes
+        self._hot_rows = hot_rows
         # A stream of its own: on the engine's stream the counters would be read only after all steps launched so far.
         device = cache.window.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def usage(self) -> CacheUsage:
-        """Return the present state. If the method counts hits, this reads 16 bytes a layer from the device.
+        """Return the present state. Where the device keeps rows, this reads their hits, 16 bytes a layer.
 
         Steps do not wait for that.
         """
@@ -63,7 +63,7 @@ class UsageMeter:
             device_extent_bytes=layout.device_layers * layout.layer_bytes,
             host_extent_bytes=layout.host_layers * layout.layer_bytes,
             host_rows=self._host_rows,
-            store_hit_ratio=self._hit_ratio(),
+            hot_row_hit_ratio=self._hit_ratio(),
         )
 
     def count(self, slots: Sequence[int], attended: Sequence[float]) -> None:
@@ -75,5 +75,5 @@ class UsageMeter:
 
     def _hit_ratio(self) -> float | None:
         with torch.cuda.stream(self._stream):  # None: does nothing
-            found = [rate for rate in (index.hit_rate() for index in self._indexes) if rate is not None]
+            found = [rate for rate in (hot.hit_rate() for hot in self._hot_rows) if rate is not None]
         return sum(found) / len(found) if found else None

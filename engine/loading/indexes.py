@@ -17,6 +17,7 @@ from kvseek.engine.model.graphs import buckets_for
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.attention.device import DeviceAttention, LayerAttention
 from kvseek.plugins.attention.host import HostAttention
+from kvseek.plugins.attention.hot_rows import HotRows, empty_frames
 from kvseek.plugins.attention.splits import AttentionScratch
 from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.contract import Index, IndexContext, LayerRows
@@ -64,6 +65,7 @@ class IndexMaker:
         """
         method, model, config = get_method(self.config.method), self.config.model, self.config
         settings, shared = method.configure(config.method_config), dict[str, Any]()
+        keeps = self._keeps_rows(rows)
         return [
             method.create(
                 IndexContext(
@@ -81,11 +83,19 @@ class IndexMaker:
                     library=self.library,
                     cuda=self.kernels,
                     rows=None if rows is None else rows[layer],
+                    frames=empty_frames(extents, model.num_kv_heads) if keeps[layer] else None,
                     shared=shared,
                 )
             )
             for layer in range(model.num_layers)
         ]
+
+    def _keeps_rows(self, rows: list[LayerRows] | None) -> list[bool]:
+        """Tell for each layer whether the device keeps rows that steps select, as far as rows lie in host memory."""
+        method, layers = method_traits(self.config), range(self.config.model.num_layers)
+        if self.kernels is None or not method.kept_steps:
+            return [False for _ in layers]
+        return [layer >= method.device_layers and (rows is None or rows[layer].on_host) for layer in layers]
 
     def over(self, cache: Cache) -> list[Index]:
         """Make the indexes of a cache."""
@@ -116,23 +126,20 @@ def device_retrieval(
     Parameters
     ----------
     hot_rows : bool
-        In layers whose rows lie in host memory, keep the rows that each slot's last step selected on the device
-        (plugins/attention/device.py).
+        In layers whose rows lie in host memory, keep the rows that each slot's last steps selected on the device
+        (plugins/attention/hot_rows.py).
 
     Raises
     ------
     KernelError
         If the attention kernel does not support a shape of the model.
     """
-    model, dtype = config.model, cache.window.dtype
-    # Layers whose rows lie on the device need no hot rows.
-    hot_from = cache.rows.layout.device_layers if hot_rows else model.num_layers
-    made = make_attentions(config, kernels, indexes, cache.extents.device_table, dtype, hot_from)
+    made = make_attentions(config, kernels, indexes, cache.extents.device_table, cache.window.dtype, hot_rows=hot_rows)
     attentions = [
         LayerAttention(attention, cache.window[layer], cache.rows.of_layer(layer))
         for layer, attention in enumerate(made)
     ]
-    return Retrieval(config, cache, indexes, attentions, [one for one in made if one.hot_rows is not None])
+    return Retrieval(config, cache, indexes, attentions, [one.hot for one in made if one.hot is not None])
 
 
 def make_attentions(
@@ -141,22 +148,25 @@ def make_attentions(
     indexes: list[Index],
     table: Tensor,
     dtype: torch.dtype,
-    hot_from: int = 0,
+    *,
+    hot_rows: bool = True,
 ) -> list[DeviceAttention]:
-    """Make the attention of every layer; layers from `hot_from` on keep hot rows.
+    """Make the attention of every layer, with hot rows where its index has frames for them.
 
-    `table` int32 [slots, max_extents] is the cache's table of extents; its last slot is the padding slot. Each index selects
-    once, for a padding request, which shows how many rows it selects.
+    `table` int32 [slots, max_extents] is the cache's table of extents; its last slot is the padding slot, which selects no rows.
+    Each index selects once, for a padding request, which shows how many rows it selects.
     """
-    model, slots = config.model, table.shape[0]
-    batch = Batch.of([RequestState(slot=slots - 1, sink_rows=1, length=0, dense=True)], table)
+    model, slots, steps = config.model, table.shape[0] - 1, method_traits(config).kept_steps
+    batch = Batch.of([RequestState(slot=slots, sink_rows=1, length=0, dense=True)], table)
     queries = torch.zeros(1, model.num_heads, model.head_dim, dtype=dtype, device=table.device)
     attentions: list[DeviceAttention] = []
     scratch: dict[int, AttentionScratch] = {}  # by number of selected rows: layers that select as many share one
-    for layer, index in enumerate(indexes):
+    for index in indexes:
         selection = index.select(queries, batch)
         entries = 0 if selection is None else selection.rows.shape[2]
-        stored = selection is not None and selection.store is not None  # the method keeps rows on the device itself
+        hot, frames = None, index.context.frames
+        if hot_rows and frames is not None and entries:
+            hot = HotRows.make(frames, slots=slots, entries=entries, steps=steps, head_dim=model.head_dim, dtype=dtype)
         attentions.append(
             DeviceAttention(
                 kernels,
@@ -166,12 +176,11 @@ def make_attentions(
                 dtype=dtype,
                 window_rows=config.cache.window,
                 sink=config.cache.sink,
-                slots=slots,
                 entries=entries,
                 max_batch=buckets_for(config.max_batch_size)[-1],
                 scaling=model.head_dim**-0.5,
                 device=table.device,
-                hot_rows=layer >= hot_from and not stored,
+                hot=hot,
                 scratch=scratch.get(entries),
             )
         )

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "plugins/shared/batch.cuh"
+#include "plugins/shared/frames.cuh"
 #include "plugins/shared/numbers.cuh"
 
 namespace kvseek {
@@ -14,16 +15,14 @@ struct AttendArguments {
     const Number* window;      // [slots, G, window_rows, 2, D]
     const Number* rows;        // the layer's row pool; host or device memory
     const int* selected;       // [batch, G, entries]: places, -1 anywhere; null: every row
-    const int* cached;         // [batch, G, entries]: store row that holds the entry's row, or -1; null: none does
-    const int* keep;           // [batch, G, entries]: store row that receives a copy, or -1; null: none does
-    Number* store;             // [slots, G, store_rows, 2, D]: rows that the method keeps; null: it keeps none
-    Number* hot_rows;          // [slots, 2, G, entries, 2, D]; null: no hot rows
-    int* hot_tags;             // [slots, 2, G, entries]: place of each hot row, or -1
+    Number* hot_rows;          // [slots, G, hot_buffers * entries, 2, D]; null: no hot rows (hot_rows.cuh)
+    int* hot_places;           // [slots, G, hot_buffers * entries]: place of the row in each frame, or -1
+    FrameNumber* frames;       // [extents, G, 1024]: frame that received each row of the pool last
     float* lse;                // [batch, H]: natural log of the sum of the scores' exponentials; null: not asked for
     float* partials;           // [batch, G, tiles, splits, tile heads, D]
     float2* statistics;        // [batch, G, tiles, splits, tile heads]: largest score, sum of weights
     int* arrivals;             // [batch, G, tiles], 0 between launches
-    unsigned long long* hits;  // [2]: selected rows found hot or cached, and not; null: not counted
+    unsigned long long* hits;  // [slots, G, 2]: selected rows that were found among the hot rows, and that were not
     long long extent_stride;   // numbers from one extent of the pool to the next
     long long window_stride;   // numbers from one slot of the window to the next
     int kv_heads;
@@ -31,7 +30,7 @@ struct AttendArguments {
     int window_rows;
     int sink;  // the ring starts at window row `sink`
     int entries;
-    int store_rows;
+    int hot_buffers;
     int rows_on_host;      // `rows` lies in host memory
     int retrieval_splits;  // CTAs x < retrieval_splits read retrieval rows, the others the window
     int selected_splits;   // of those, the first ones share what is selected; all of them share dense rows

@@ -20,17 +20,24 @@ struct PoolRows {
     const Number* rows;
     const int* extents;
     long long extent_stride;
-    int kv_head;
+    int kv_heads, kv_head;
 
     __device__ PoolRows(const AttendArguments& a, const Place& place)
         : rows(a.rows),
           extents(a.table + static_cast<long long>(place.slot) * a.table_stride),
           extent_stride(a.extent_stride),
+          kv_heads(a.kv_heads),
           kv_head(place.kv_head) {}
 
-    __device__ __forceinline__ const Number* row(int position) const {
+    __device__ __forceinline__ int extent(int position) const { return extents[position / EXTENT_TOKENS]; }
+    __device__ __forceinline__ const Number* row(int extent, int position) const {
         const int inside = kv_head * EXTENT_TOKENS + position % EXTENT_TOKENS;
-        return rows + extents[position / EXTENT_TOKENS] * extent_stride + static_cast<long long>(inside) * ROW;
+        return rows + extent * extent_stride + static_cast<long long>(inside) * ROW;
+    }
+    __device__ __forceinline__ const Number* row(int position) const { return row(extent(position), position); }
+    // Number of the row in an array [extents, G, 1024].
+    __device__ __forceinline__ long long number(int extent, int position) const {
+        return (static_cast<long long>(extent) * kv_heads + kv_head) * EXTENT_TOKENS + position % EXTENT_TOKENS;
     }
     __device__ __forceinline__ AdjacentRows tile(int first) const { return {row(first)}; }
 };

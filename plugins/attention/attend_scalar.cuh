@@ -65,19 +65,19 @@ struct ScalarWarp {
                                            Number* = nullptr) {
         int first = begin + static_cast<int>(threadIdx.x) / 32 * ROWS;
         if (first >= end) return;
-        FoundRows rows = source.find<ROWS>(source.read<ROWS>(first, end), first, end);
+        FoundRows rows = source.find<ROWS>(source.read<ROWS>(first, end), first);
         Part keys, values;
         load_found(rows, 0, keys);
         load_found(rows, DIM, values);
         while (true) {
             const int next = first + STEP;
             const unsigned valid = __ballot_sync(ALL_LANES, rows.from != nullptr) & ((1u << ROWS) - 1);
-            const FoundRows following = source.find<ROWS>(source.read<ROWS>(next, end), next, end);
+            const FoundRows following = source.find<ROWS>(source.read<ROWS>(next, end), next);
             float scores[ROWS][TILE];
-            keep_part(source.kept, rows, 0, keys);
+            keep_part(source.hot.rows, rows, 0, keys);
             multiply_keys(keys, scores);
             load_found(following, 0, keys);
-            keep_part(source.kept, rows, DIM, values);
+            keep_part(source.hot.rows, rows, DIM, values);
             if (valid) {
                 soften(scores, valid);
                 multiply_values(values, scores);

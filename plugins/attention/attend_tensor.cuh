@@ -63,11 +63,11 @@ struct TensorWarp {
 
     // Attend to selected rows begin .. end - 1: as `stream`, but each row has a place of its own.
     __device__ __forceinline__ void gather(const SelectedRows& source, int begin, int end, float scale, Number* rings) {
-        __shared__ int keeps[WARPS][STAGES][ROWS];  // where the copies of a tile in the ring go
+        __shared__ int keeps[WARPS][STAGES][ROWS];  // frames of the rows of a tile in the ring
         const int warp = threadIdx.x / 32;
         Number* ring = rings + warp * STAGES * TILE_NUMBERS;
         int first = begin + warp * ROWS;
-        Entry next = source.read<ROWS>(first, end);
+        int next = source.read<ROWS>(first, end);
 #pragma unroll
         for (int stage = 0; stage < STAGES; ++stage)
             next = copy_found(source, next, first + stage * PASS, end, ring + stage * TILE_NUMBERS, keeps[warp][stage]);
@@ -76,7 +76,7 @@ struct TensorWarp {
             await_copy_groups<STAGES - 1>();
             __syncwarp();  // each lane waits for its own copies only
             const int keep = keeps[warp][stage][lane % ROWS];
-            if (__any_sync(ALL_LANES, keep >= 0)) keep_rows(source.kept, tile, keep);
+            if (__any_sync(ALL_LANES, keep >= 0)) keep_rows(source.hot.rows, tile, keep);
             const unsigned valid = __ballot_sync(ALL_LANES, keep != NO_ROW) & ALL_ROWS;
             if (valid) attend_tile(tile, valid, scale);
             __syncwarp();  // before new rows replace these
@@ -84,13 +84,13 @@ struct TensorWarp {
         }
     }
 
-    // Start to copy the rows of a tile's entries, if there are any; returns the entries of the warp's next tile.
+    // Start to copy the rows of a tile's entries, if there are any; returns the places of the warp's next tile.
     // Missing rows become zeros: they are multiplied by 0, and memory may hold NaN.
-    __device__ __forceinline__ Entry copy_found(const SelectedRows& source, const Entry& entry, int first, int end,
-                                                Number* to, int* keeps) const {
-        const Entry next = source.read<ROWS>(first + PASS, end);
+    __device__ __forceinline__ int copy_found(const SelectedRows& source, int place, int first, int end, Number* to,
+                                              int* keeps) const {
+        const int next = source.read<ROWS>(first + PASS, end);
         if (first < end) {
-            const FoundRows rows = source.find<ROWS>(entry, first, end);
+            const FoundRows rows = source.find<ROWS>(place, first);
             if (lane < ROWS) keeps[lane] = rows.keep;
             if (__any_sync(ALL_LANES, rows.from != nullptr)) {
                 if (source.on_host)
@@ -135,7 +135,7 @@ struct TensorWarp {
         }
     }
 
-    // Copy rows of a tile to where they are kept: lane l knows the place of row l % ROWS.
+    // Copy rows of a tile to their frames: lane l knows the frame of row l % ROWS.
     __device__ __forceinline__ void keep_rows(Number* kept, const Number* tile, int keep) const {
 #pragma unroll
         for (int i = 0; i < ROWS * PIECES / 32; ++i) {

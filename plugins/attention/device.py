@@ -19,6 +19,7 @@ from kvseek.plugins.batch import REQUEST_FIELDS, Batch
 from kvseek.plugins.contract import LayerRows
 from kvseek.plugins.selection import Selection
 
+from .hot_rows import HotRows
 from .splits import MAX_RETRIEVAL_SPLITS, THREADS, AttentionScratch, HeadTiles, ScratchSize, Splits, address
 
 if TYPE_CHECKING:
@@ -36,11 +37,11 @@ class AttendArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("queries", "out", "requests", "table", "window", "rows", "selected")),
-        *((name, c_void_p) for name in ("cached", "keep", "store", "hot_rows", "hot_tags", "lse", "partials")),
+        *((name, c_void_p) for name in ("hot_rows", "hot_places", "frames", "lse", "partials")),
         *((name, c_void_p) for name in ("statistics", "arrivals", "hits")),
         *((name, c_int64) for name in ("extent_stride", "window_stride")),
         *((name, c_int32) for name in ("kv_heads", "table_stride", "window_rows", "sink", "entries")),
-        *((name, c_int32) for name in ("store_rows", "rows_on_host", "retrieval_splits", "selected_splits")),
+        *((name, c_int32) for name in ("hot_buffers", "rows_on_host", "retrieval_splits", "selected_splits")),
         ("scale", c_float),
     )
 
@@ -54,8 +55,6 @@ class DeviceAttention:
         Kernels that were compiled for this dtype, head size and group size.
     window_rows, sink : int
         Rows of a slot's window, and the row where its ring starts.
-    slots : int
-        Slots whose requests may select rows; the number of hot rows follows from it.
     entries : int
         Entries of a selection per KV head; 0 if no selection is ever given.
     max_batch : int
@@ -64,15 +63,10 @@ class DeviceAttention:
         Softmax scale.
     splits : int or None
         CTAs that share the retrieval rows of a request and KV head; None: `Splits.plan` chooses.
-    hot_rows : bool
-        Keep the selected rows of each slot's last step on the device, where the next step finds most of the rows that it
-        selects: 2 · slots · G · entries rows. Of no use if the row pool lies on the device, or for selections with a store. Few
-        rows are found for selections whose places do not ascend.
+    hot : HotRows or None
+        Copies of the rows that each slot's last steps selected. Of no use if the row pool lies on the device.
     scratch : AttentionScratch or None
         Scratch memory of another layer, which runs before or after this layer; None: memory of its own.
-    counters : Tensor, int64 [2] on the device, or None
-        Receives counts: selected rows that were hot or cached are added to the first number, all other selected rows to the
-        second.
 
     Raises
     ------
@@ -90,21 +84,19 @@ class DeviceAttention:
         dtype: torch.dtype,
         window_rows: int,
         sink: int,
-        slots: int,
         entries: int,
         max_batch: int,
         scaling: float,
         device: torch.device,
         splits: int | None = None,
-        hot_rows: bool = True,
+        hot: HotRows | None = None,
         scratch: AttentionScratch | None = None,
-        counters: Tensor | None = None,
     ) -> None:
         _check_shape(num_heads, kv_heads, head_dim, dtype)
         _require(0 <= sink < window_rows, "sink", sink, f"in [0, window_rows = {window_rows})", "the ring needs a row")
         limit = f"between 1 and {MAX_RETRIEVAL_SPLITS}"
         _require(splits is None or 1 <= splits <= MAX_RETRIEVAL_SPLITS, "splits", splits, limit, "None chooses")
-        self.kernels, self.dtype, self.counters = kernels, dtype, counters
+        self.kernels, self.dtype, self.hot = kernels, dtype, hot
         self.num_heads, self.kv_heads, self.head_dim = num_heads, kv_heads, head_dim
         self.window_rows, self.sink, self.entries, self.max_batch = window_rows, sink, entries, max_batch
         self.tiles = HeadTiles.of(dtype, head_dim, num_heads // kv_heads)
@@ -114,12 +106,6 @@ class DeviceAttention:
         fits = scratch is None or scratch.holds(size)
         _require(fits, "scratch", scratch and scratch.size, f"at least {size}", "share that of a layer of this shape")
         self.scratch = scratch or AttentionScratch(size, device)
-        self.hot_rows: Tensor | None = None
-        self.hot_tags: Tensor | None = None
-        if hot_rows and entries:
-            shape = (slots, 2, kv_heads, entries)
-            self.hot_rows = torch.empty((*shape, 2, head_dim), dtype=dtype, device=device)
-            self.hot_tags = torch.full(shape, -1, dtype=torch.int32, device=device)
 
     def splits(self, batch: int) -> Splits:
         """Choose the splits of a launch of `batch` requests."""
@@ -192,7 +178,6 @@ class DeviceAttention:
             partials=self.scratch.partials.data_ptr(),
             statistics=self.scratch.statistics.data_ptr(),
             arrivals=self.scratch.arrivals.data_ptr(),
-            hits=address(self.counters),
             extent_stride=extent_stride,
             window_stride=window.stride(0),
             kv_heads=self.kv_heads,
@@ -206,20 +191,11 @@ class DeviceAttention:
             scale=self._scale,
         )
         if selection is not None:
-            self._describe(selection, arguments)
+            arguments.selected = selection.rows.data_ptr()
+            self._describe_hot_rows(arguments)
         grid = (splits.total, self.kv_heads * self.tiles.tiles, batch.size)
         self.kernels.launch("kvseek_attend", grid, THREADS, arguments, self.tiles.shared_bytes, overlap=True)
         return out
-
-    def forget(self, slot: int) -> None:
-        """Invalidate the hot rows of a slot that gets another request. Call it between steps; runs on the current stream."""
-        if self.hot_tags is not None:
-            self.hot_tags[slot].fill_(-1)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory of this layer, without its scratch memory."""
-        return sum(array.nbytes for array in (self.hot_rows, self.hot_tags) if array is not None)
 
     def _scratch_size(self) -> ScratchSize:
         lists = self.kv_heads * self.tiles.tiles
@@ -227,14 +203,12 @@ class DeviceAttention:
         heads = splits * lists * self.tiles.heads
         return ScratchSize(heads * self.head_dim, 2 * heads, lists * self.max_batch)
 
-    def _describe(self, selection: Selection, arguments: AttendArguments) -> None:
-        """Set the arguments that tell the kernel which rows are selected, and which of them the device already holds."""
-        arguments.selected = address(selection.rows)
-        if selection.store is not None:
-            arguments.store, arguments.store_rows = address(selection.store), selection.store.shape[2]
-            arguments.cached, arguments.keep = address(selection.cached), address(selection.keep)
-        else:
-            arguments.hot_rows, arguments.hot_tags = address(self.hot_rows), address(self.hot_tags)
+    def _describe_hot_rows(self, arguments: AttendArguments) -> None:
+        hot = self.hot
+        if hot is not None:
+            arguments.hot_rows, arguments.hot_places = hot.rows.data_ptr(), hot.places.data_ptr()
+            arguments.frames, arguments.hits = hot.frames.data_ptr(), hot.hits.data_ptr()
+            arguments.hot_buffers = hot.rows.shape[2]
 
     def _check_launch(self, queries: Tensor, batch: Batch, window: Tensor, out: Tensor, lse: Tensor | None) -> None:
         _require(1 <= batch.size <= self.max_batch, "batch", batch.size, f"1 to {self.max_batch}", "raise max_batch")
@@ -251,14 +225,6 @@ class DeviceAttention:
     def _check_selection(self, selection: Selection, batch: int) -> None:
         shape = (batch, self.kv_heads, self.entries)
         _check_tensor("selection.rows", selection.rows, torch.int32, shape)
-        store = selection.store
-        if store is not None:
-            rows = (store.shape[0], self.kv_heads, *store.shape[2:3], 2, self.head_dim)
-            _check_tensor("selection.store", store, self.dtype, rows)
-        for name, tensor in (("selection.cached", selection.cached), ("selection.keep", selection.keep)):
-            if tensor is not None:
-                _require(store is not None, name, tuple(tensor.shape), "None without a store", "give the store as well")
-                _check_tensor(name, tensor, torch.int32, shape)
 
 
 @dataclass(frozen=True)

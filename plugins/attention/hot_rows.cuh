@@ -1,9 +1,14 @@
-// Hot rows: the selected rows of a slot's last step, kept on the device by the engine for methods without a store.
+// Hot rows: copies, on the device, of the rows that a slot's last steps selected from a pool in host memory.
 //
-// A slot has two buffers of `entries` rows and tags. A step at position p reads buffer (p + 1) % 2 and writes buffer
-// p % 2, so no CTA writes what another one reads. Rows of the retrieval region never change while a request lives, so a
-// tag that matches is enough; the host clears the tags when a slot gets another request. The search relies on tags that
-// ascend, with -1s at the end: of other selections few rows are found, and all the others are read from the pool.
+// A slot and KV head has a buffer of `entries` frames for each of these steps and one more. The step at position p
+// copies its entry e to frame e of buffer p mod buffers: where to write needs no search, and as this step counts the
+// rows in that buffer as not found, no CTA reads what another one writes. For each row of the pool, `frames` says which
+// frame received it last; for each frame, `places` says whose row it holds. A copy is found if both agree, so `frames`
+// need not be cleared when extents pass from one request to another: of a row that this request has not copied yet it
+// may say anything, but no frame holds that row. (Briggs and Torczon, An Efficient Representation for Sparse Sets,
+// 1993.) Only `places` of a slot are cleared for the slot's next request.
+//
+// The rows of a request do not change; a method that lets them change places writes NO_FRAME to `frames` there.
 #pragma once
 
 #include "plugins/attention/attend_arguments.cuh"
@@ -11,62 +16,49 @@
 namespace kvseek {
 namespace attention {
 
-// Where each row of a warp is among ascending tags: a lane asks for `place` of row lane % ROWS, and gets its index or
-// -1. Eight neighbouring lanes look one row up and cut what is left to an eighth at a time; the ROWS / 4 rounds of a
-// warp are under way together. The whole warp calls it.
-template <int ROWS>
-__device__ __forceinline__ int find_tags(const int* tags, int entries, int place) {
-    constexpr int ROUNDS = ROWS / 4;
-    const int lane = threadIdx.x % 32, part = lane % 8;
-    int wanted[ROUNDS], low[ROUNDS], found[ROUNDS];
-    bool may_be_there[ROUNDS];
-#pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-        wanted[r] = __shfl_sync(ALL_LANES, place, 4 * r + lane / 8);
-        low[r] = 0, may_be_there[r] = true;
-    }
-    for (int count = entries, stride = 0; stride != 1; count = stride) {
-        stride = (count + 7) / 8;
-        int tag[ROUNDS];
-#pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) {
-            const int index = low[r] + part * stride;
-            tag[r] = part * stride < count && index < entries ? tags[index] : -1;
-        }
-#pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) {
-            const unsigned all = __ballot_sync(ALL_LANES, tag[r] >= 0 && tag[r] <= wanted[r]);
-            const unsigned below = all >> (lane & ~7) & 0xff;  // the first lanes of the eight: tags ascend
-            may_be_there[r] = may_be_there[r] && below != 0;
-            const int nearest = below ? __popc(below) - 1 : 0;
-            low[r] += nearest * stride;
-            found[r] = __shfl_sync(ALL_LANES, tag[r], nearest, 8);
-        }
-    }
-    int result = -1;
-#pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-        const int index = may_be_there[r] && found[r] == wanted[r] ? low[r] : -1;
-        const int of_row = __shfl_sync(ALL_LANES, index, lane % 4 * 8);
-        if (lane % ROWS / 4 == r) result = of_row;
-    }
-    return result;
-}
-
-// What a CTA reads and writes of the hot rows.
+// The hot rows of a slot and KV head in one step.
 struct HotRows {
-    const Number* old_rows;  // [entries, 2, D]
-    const int* old_tags;
-    Number* new_rows;
-    int* new_tags;
+    Number* rows = nullptr;              // [size, 2, D]; null: there are none
+    int* places = nullptr;               // [size]: place of the row that a frame holds, or -1
+    FrameNumber* frames = nullptr;       // [extents, G, 1024]: the frame that received each row of the pool last
+    unsigned long long* hits = nullptr;  // [2]: rows that were found, and rows that were not; null: not counted here
+    int size = 0, entries = 0;
+    int first = 0;          // frame of this step's buffer
+    bool receives = false;  // whether this CTA copies rows; another head tile reads the same ones
 
-    __device__ HotRows(const AttendArguments& a, const Request& request, int kv_head) {
-        const int parity = request.position & 1;
-        const long long buffers = static_cast<long long>(request.slot) * 2;
-        const long long old_list = (buffers + 1 - parity) * a.kv_heads + kv_head;
-        const long long new_list = (buffers + parity) * a.kv_heads + kv_head;
-        old_rows = a.hot_rows + old_list * a.entries * ROW, old_tags = a.hot_tags + old_list * a.entries;
-        new_rows = a.hot_rows + new_list * a.entries * ROW, new_tags = a.hot_tags + new_list * a.entries;
+    __device__ HotRows(const AttendArguments& a, const Request& request, const Place& place) {
+        if (!a.hot_rows) return;
+        const long long list = static_cast<long long>(place.slot) * a.kv_heads + place.kv_head;
+        size = a.hot_buffers * a.entries, entries = a.entries;
+        rows = a.hot_rows + list * size * ROW, places = a.hot_places + list * size, frames = a.frames;
+        first = request.position % a.hot_buffers * a.entries;
+        receives = place.tile == 0;
+        if (receives) hits = a.hits + 2 * list;
+    }
+
+    __device__ __forceinline__ bool exist() const { return rows != nullptr; }
+
+    // The copy of the row at `place`, which is row `number` of the pool, or null.
+    __device__ __forceinline__ const Number* find(long long number, int place) const {
+        const int frame = frames[number];
+        const bool written = static_cast<unsigned>(frame - first) < static_cast<unsigned>(entries);
+        if (frame >= size || written || places[frame] != place) return nullptr;
+        return rows + static_cast<long long>(frame) * ROW;
+    }
+
+    // Note that the frame of an entry holds this row, and return the frame; the caller copies the row there.
+    __device__ __forceinline__ int receive(long long number, int place, int entry) const {
+        const int frame = first + entry;
+        places[frame] = place, frames[number] = static_cast<FrameNumber>(frame);
+        return frame;
+    }
+
+    // Count the rows of a warp; the whole warp calls it.
+    __device__ __forceinline__ void count(bool exists, bool found) const {
+        const int all = __popc(__ballot_sync(ALL_LANES, exists)), hot = __popc(__ballot_sync(ALL_LANES, found));
+        if (threadIdx.x % 32) return;
+        if (hot) atomicAdd(hits, static_cast<unsigned long long>(hot));
+        if (all > hot) atomicAdd(hits + 1, static_cast<unsigned long long>(all - hot));
     }
 };
 

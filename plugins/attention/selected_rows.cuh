@@ -1,7 +1,7 @@
 // Selected rows: where each one lies, and where a copy of it goes.
 //
-// A warp takes a few entries at once (16 of 16-bit numbers, 4 of float32): lane l holds entry l % ROWS. The entries of
-// the next tile are on their way while this tile is in work, so that only the rows themselves are waited for.
+// A warp takes a few entries at once (16 of 16-bit numbers, 4 of float32): lane l < ROWS holds entry l, the others
+// none. The places of the next tile's entries are on their way while this tile is in work.
 #pragma once
 
 #include "plugins/attention/attend_rows.cuh"
@@ -13,15 +13,10 @@ namespace attention {
 constexpr int NO_ROW = -2;  // the entry names no row
 constexpr int NO_COPY = -1;
 
-// What a selection says about one entry.
-struct Entry {
-    int place, cached, keep;
-};
-
-// Rows of a warp; lane l holds row l % ROWS.
+// Rows of a warp; lane l < ROWS holds row l.
 struct FoundRows {
     const Number* from;  // null: no row
-    int keep;            // row of SelectedRows::kept that receives a copy; NO_COPY, NO_ROW
+    int keep;            // frame of the hot rows that receives a copy; NO_COPY, NO_ROW
 
     __device__ __forceinline__ const Number* row(int i) const {
         const unsigned long long address = reinterpret_cast<unsigned long long>(from);
@@ -33,71 +28,44 @@ struct FoundRows {
 // The selected rows of a request and KV head.
 struct SelectedRows {
     PoolRows pool;
-    const int *places, *cached = nullptr, *keep = nullptr;
-    const Number* held = nullptr;  // rows on the device that an entry may be found in: the store's, or the hot ones
-    Number* kept = nullptr;        // rows that receive copies; null: another head tile writes them, or nobody
-    const int* old_tags = nullptr;
-    int* new_tags = nullptr;
-    int entries, length;
+    HotRows hot;
+    const int* places;
+    int length;
     bool on_host;
-    unsigned long long* hits;
 
     __device__ SelectedRows(const AttendArguments& a, const Request& request, const Place& place)
         : pool(a, place),
-          entries(a.entries),
+          hot(a, request, place),
+          places(a.selected + (static_cast<long long>(place.request) * a.kv_heads + place.kv_head) * a.entries),
           length(place.length),
-          on_host(a.rows_on_host),
-          hits(place.tile ? nullptr : a.hits) {
-        const long long list = (static_cast<long long>(place.request) * a.kv_heads + place.kv_head) * a.entries;
-        places = a.selected + list;
-        if (a.store) {
-            const long long own = static_cast<long long>(place.slot) * a.kv_heads + place.kv_head;
-            Number* rows = a.store + own * a.store_rows * ROW;
-            held = rows, kept = place.tile ? nullptr : rows;
-            if (a.cached) cached = a.cached + list;
-            if (a.keep) keep = a.keep + list;
-        } else if (a.hot_rows) {
-            const HotRows hot(a, request, place.kv_head);
-            held = hot.old_rows, old_tags = hot.old_tags;
-            if (place.tile == 0) kept = hot.new_rows, new_tags = hot.new_tags;
+          on_host(a.rows_on_host) {}
+
+    // Place of this lane's entry, `first` + lane, below `end`; or -1. Its load is under way: use it late.
+    template <int ROWS>
+    __device__ __forceinline__ int read(int first, int end) const {
+        const int lane = threadIdx.x % 32;
+        return lane < ROWS && first + lane < end ? places[first + lane] : -1;
+    }
+
+    // Where the rows of entries `first` .. `first` + ROWS - 1 lie, whose places `read` gave. The whole warp calls it,
+    // once a tile.
+    template <int ROWS>
+    __device__ __forceinline__ FoundRows find(int place, int first) const {
+        const bool exists = place >= 0 && place < length;
+        const Number* copy = nullptr;
+        FoundRows found{nullptr, NO_ROW};
+        if (exists) {
+            const int extent = pool.extent(place);
+            found = {pool.row(extent, place), NO_COPY};
+            if (hot.exist()) {
+                const long long number = pool.number(extent, place);
+                copy = hot.find(number, place);
+                if (copy) found.from = copy;
+                if (hot.receives) found.keep = hot.receive(number, place, first + static_cast<int>(threadIdx.x) % 32);
+            }
         }
-    }
-
-    // Entry `first + lane % ROWS` of the list, below `end`. Its loads are under way: use it late.
-    template <int ROWS>
-    __device__ __forceinline__ Entry read(int first, int end) const {
-        const int entry = first + static_cast<int>(threadIdx.x) % ROWS;
-        if (entry >= end) return {-1, -1, NO_COPY};
-        return {places[entry], cached ? cached[entry] : -1, keep ? keep[entry] : NO_COPY};
-    }
-
-    // Where the rows of such entries lie; the whole warp calls it, once a tile. Rows of the hot buffer are kept in the
-    // order of the entries.
-    template <int ROWS>
-    __device__ __forceinline__ FoundRows find(const Entry& entry, int first, int end) const {
-        const int lane = threadIdx.x % 32, own = first + lane % ROWS;
-        const bool exists = entry.place >= 0 && entry.place < length;
-        int index = entry.cached, keep_at = kept ? entry.keep : NO_COPY;
-        if (old_tags) {
-            index = find_tags<ROWS>(old_tags, entries, exists ? entry.place : -1);
-            if (new_tags && own < end && lane < ROWS) new_tags[own] = exists ? entry.place : -1;
-            keep_at = kept ? own : NO_COPY;
-        }
-        const bool is_held = exists && held && index >= 0;
-        if (hits) count_hits<ROWS>(exists, is_held);
-        if (!exists) return {nullptr, NO_ROW};
-        const Number* from = is_held ? held + static_cast<long long>(index) * ROW : pool.row(entry.place);
-        return {from, keep_at >= 0 ? keep_at : NO_COPY};
-    }
-
-    template <int ROWS>
-    __device__ __forceinline__ void count_hits(bool exists, bool is_held) const {
-        constexpr unsigned OWN = (1u << ROWS) - 1;  // the other lanes repeat these
-        const int found = __popc(__ballot_sync(ALL_LANES, is_held) & OWN);
-        const int rows = __popc(__ballot_sync(ALL_LANES, exists) & OWN);
-        if (threadIdx.x % 32 || !rows) return;
-        atomicAdd(hits, static_cast<unsigned long long>(found));
-        atomicAdd(hits + 1, static_cast<unsigned long long>(rows - found));
+        if (hot.hits) hot.count(exists, copy != nullptr);
+        return found;
     }
 };
 

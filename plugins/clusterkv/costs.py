@@ -9,15 +9,14 @@ from .config import Config
 
 KERNELS = 2  # score, choose
 NUMBER = 4  # bytes of a score, a size, a start, a place
-CACHE_BYTES = 2 * 16  # for each cluster taken: its entry of RecentRows.clusters, read and written
-ENTRY_BYTES = 4 * NUMBER  # for each row: its place is read; place, cached row and kept row are written
+ENTRY_BYTES = 2 * NUMBER  # for each row: its place is read and written
 
 
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
     """Compute the costs per request, layer and KV head.
 
-    All rows count as read from the pool; how many of them the store of recent rows saves shows only in a run
-    (CudaIndex.hit_rate). Generated tokens count as if they were clustered like a prompt's, which holds for the defaults.
+    All rows count as read from the pool; how many of them are hot shows only in a run. Generated tokens count as
+    if they were clustered like a prompt's, which holds for the defaults.
     """
     rows, clusters = min(config.top_k, length), config.prompt_clusters(length)
     lanes = 1 if config.group_reduce == "mean" else model.group_size
@@ -25,7 +24,7 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
     return SelectionCosts(
         rows=rows,
         index_bytes=clusters * (model.head_dim * itemsize + 2 * NUMBER),  # both kernels read the sizes
-        rerank_bytes=clusters * 2 * NUMBER * lanes + taken * (NUMBER + CACHE_BYTES) + rows * ENTRY_BYTES,
+        rerank_bytes=clusters * 2 * NUMBER * lanes + taken * NUMBER + rows * ENTRY_BYTES,
         kernels=KERNELS,
         dense_layers=config.dense_layers,
     )

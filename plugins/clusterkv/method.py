@@ -15,6 +15,7 @@ def traits(config: Config) -> Traits:
     """Return the method's traits; the first 16 tokens are never clustered, so they are the sink (paper, section III-B)."""
     return Traits(
         device_layers=config.dense_layers,  # `select` gives None there
+        kept_steps=config.cache_steps,
         cache_defaults={"update": GENERATED_TOKENS, "sink": 16},
         cuda_macros=partial(cuda_macros, config),
     )

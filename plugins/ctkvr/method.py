@@ -13,8 +13,9 @@ __all__ = ["create", "traits"]
 
 
 def traits(config: Config) -> Traits:
-    """Return the method's traits: with execution "cpu" a GPU engine needs the CPU library, for rerank and attention."""
-    return Traits(cpu_library_on_gpu=config.execution == "cpu")
+    """Return the method's traits: with execution "cpu" a GPU engine lets the CPU library choose rows and attend to them."""
+    on_host = config.execution == "cpu"
+    return Traits(cpu_library_on_gpu=on_host, kept_steps=0 if on_host else 1)
 
 
 def create(context: IndexContext) -> Index:

@@ -33,8 +33,8 @@ class FullIndex(Index):
 
 
 def traits(config: Config) -> Traits:
-    """Return the method's traits: it runs on every device, with the engine's defaults."""
-    return Traits()
+    """Return the method's traits: it selects no rows, so there are none to keep."""
+    return Traits(kept_steps=0)
 
 
 def create(context: IndexContext) -> Index:

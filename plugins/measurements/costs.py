@@ -18,15 +18,13 @@ class SelectionCosts:
     Attributes
     ----------
     rows : float
-        Retrieval rows attended to, on the device and in host memory.
+        Retrieval rows attended to.
     index_bytes : float
         Bytes of the index in device memory that every step reads.
     rerank_bytes : float
         Further bytes of device memory that are read to choose rows.
     reranked_keys : float
         Keys that are read from the row pool to choose rows.
-    device_rows : float
-        Those of `rows` that the method always keeps on the device.
     neighbours : int
         Rows that lie next to each other in the pool and are read together: 1, or the size of a page.
     kernels : int
@@ -43,7 +41,6 @@ class SelectionCosts:
     index_bytes: float = 0.0
     rerank_bytes: float = 0.0
     reranked_keys: float = 0.0
-    device_rows: float = 0.0
     neighbours: int = 1
     kernels: int = 0
     host_functions: int = 0

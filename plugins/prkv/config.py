@@ -45,7 +45,7 @@ class Config:
     group_reduce : str
         "mean", "max" or "softmax_mean": how the query heads of a KV head agree on pages (plugins/shared/group.py).
     cache_steps : int
-        1: on a GPU, keep the pages of each request's last step on the device, if the row pool is not there. 0: do not.
+        Number of each request's last steps whose selected rows a GPU keeps on the device, if the row pool is not there.
     """
 
     top_k: int = 1024
@@ -81,7 +81,7 @@ class Config:
         require(fits, "update_scope", self.update_scope, f"one of {UPDATE_SCOPES}", '"selected" is the default')
         require(self.update_pages >= 1, "update_pages", self.update_pages, ">= 1", "2048 is the default")
         require_group_reduce(self.group_reduce, "group_reduce")
-        require(self.cache_steps in (0, 1), "cache_steps", self.cache_steps, "0 or 1", "older pages are not kept")
+        require(0 <= self.cache_steps <= 8, "cache_steps", self.cache_steps, "between 0 and 8", "1 is the default")
 
     @property
     def automatic(self) -> bool:

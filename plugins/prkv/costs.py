@@ -13,8 +13,7 @@ KERNELS = 1  # kvseek_prkv_select
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
     """Compute the costs: a box for each page, then the static rows and whole pages.
 
-    Pages that the store holds count in `rows` like all others. Updates of the static set are left out, because they run beside
-    the steps.
+    Updates of the static set are left out, because they run beside the steps.
     """
     if length <= config.top_k:  # dense
         return SelectionCosts(float(length), neighbours=config.page, kernels=KERNELS)
@@ -22,7 +21,6 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
     return SelectionCosts(
         rows=float(config.top_k),
         index_bytes=(length - config.fixed_static) / config.page * box_bytes,
-        device_rows=float(config.fixed_static),
         neighbours=config.page,
         kernels=KERNELS,
     )

@@ -22,7 +22,6 @@ from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 from .config import Config
 from .observe import observe, require_rows
 from .reference import ReferenceIndex, ordered
-from .store import RowStore, cached_pages
 from .update import Updater
 
 BOX_THREADS = 256
@@ -34,9 +33,9 @@ class BoxArguments(ctypes.Structure):
     """Arguments of kvseek_prkv_boxes and _join, as in boxes.cu."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("keys", "table", "boxes", "pending", "held")),
+        *((name, c_void_p) for name in ("keys", "table", "boxes", "pending")),
         *((name, c_int64) for name in ("head_stride", "token_stride")),
-        *((name, c_int32) for name in ("kv_heads", "tokens", "first", "held_pages")),
+        *((name, c_int32) for name in ("kv_heads", "tokens", "first")),
     )
 
 
@@ -45,10 +44,8 @@ class SelectArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("queries", "requests", "table", "boxes", "static_rows", "scores")),
-        *((name, c_void_p) for name in ("normalisers", "finished", "picked", "recent", "static_held", "held")),
-        *((name, c_void_p) for name in ("rows", "cached", "keep")),
+        *((name, c_void_p) for name in ("normalisers", "finished", "picked", "recent", "rows")),
         *((name, c_int32) for name in ("kv_heads", "max_extents", "top_k", "window_queries")),
-        *((name, c_int32) for name in ("held_pages", "static_room")),
         *((name, c_float) for name in ("scaling", "near", "far")),
     )
 
@@ -87,8 +84,6 @@ class CudaIndex(Index):
     ----------
     reference : ReferenceIndex
         Owns the arrays, and chooses static sets.
-    store : RowStore or None
-        Rows that stay on the device; None if the layer keeps none.
     """
 
     def __init__(self, context: IndexContext) -> None:
@@ -103,9 +98,7 @@ class CudaIndex(Index):
             lanes = 1 if self.config.group_reduce == "mean" else context.group_size
             context.shared["prkv"] = Workspace(context, lanes, self.reference.pages_of_extent)
         self.workspace: Workspace = context.shared["prkv"]
-        keeps = context.rows_on_host and self.config.most_static + cached_pages(self.config) > 0
-        self.store = RowStore(context) if keeps else None
-        self.updater = Updater(context, self.reference, self.store)
+        self.updater = Updater(context, self.reference)
 
     @property
     def bytes_per_token(self) -> float:
@@ -117,10 +110,8 @@ class CudaIndex(Index):
         return self.reference.effort(length)
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
-        """See ReferenceIndex.build. Reads nothing back. The first step's attention copies the static rows to the store."""
+        """See ReferenceIndex.build. Reads nothing back."""
         self.updater.forget(slot)
-        if self.store is not None:
-            self.store.forget(slot)
         order = self.reference.begin(slot, keys, queries)
         if keys.shape[1]:
             self.append(slot, 0, ordered(keys, order))
@@ -156,62 +147,49 @@ class CudaIndex(Index):
     def select(self, queries: Tensor, batch: Batch) -> Selection:
         """See Index.select. Launches one kernel. Static places come first, then the places of pages, ascending.
 
-        The kernel records the queries, counts the pages, and notes the rows of Selection.keep as stored, so the attention of
-        the same step must follow and store them. Raises KernelError for queries of another dtype or device than the cache's.
+        The kernel records the queries and counts the pages. Raises KernelError for queries of another dtype or device than the
+        cache's.
         """
         require_fit("queries", queries, self.context)
         queries = queries.contiguous()
         rows = torch.empty(
             (batch.size, self.context.num_kv_heads, self.config.top_k), dtype=torch.int32, device=queries.device
         )
-        selection = Selection(rows)
-        if self.store is not None:
-            selection = Selection(rows, 1, self.store.rows, torch.empty_like(rows), torch.empty_like(rows))
         scratch = self.workspace(batch.size, self._kernels.multiprocessors)
         grid = (scratch["chunks"], batch.size * self.context.num_kv_heads, 1)
-        arguments = self._select_arguments(queries, batch, selection, scratch)
+        arguments = self._select_arguments(queries, batch, rows, scratch)
         self._kernels.launch("kvseek_prkv_select", grid, self._threads, arguments, overlap=True)
-        return selection
+        return Selection(rows)
 
     def _select_arguments(
-        self, queries: Tensor, batch: Batch, selection: Selection, scratch: dict[str, Any]
+        self, queries: Tensor, batch: Batch, rows: Tensor, scratch: dict[str, Any]
     ) -> SelectArguments:
-        config, store = self.config, self.store
-        arguments = SelectArguments(
+        config = self.config
+        return SelectArguments(
             **pointers(self.reference, "boxes", "static_rows", "picked", "recent"),
             **pointers(self.workspace, "scores"),
             **pointers(batch, "requests", "table"),
             queries=queries.data_ptr(),
             normalisers=scratch["normalisers"].data_ptr(),
             finished=scratch["finished"].data_ptr(),
-            rows=selection.rows.data_ptr(),
+            rows=rows.data_ptr(),
             kv_heads=self.context.num_kv_heads,
             max_extents=batch.table.shape[1],
             top_k=config.top_k,
             window_queries=config.window_queries,
-            static_room=config.most_static,
             scaling=self.context.scaling,
             near=(1 + config.box_radius) / 2,
             far=(1 - config.box_radius) / 2,
         )
-        if store is not None:
-            stored = pointers(store, "static_held", "held") | pointers(selection, "cached", "keep")
-            for name, number in stored.items():
-                setattr(arguments, name, number)
-            arguments.held_pages = store.held.shape[2]
-        return arguments
 
     def _box_arguments(self, slot: int, start: int) -> BoxArguments:
-        arguments = BoxArguments(
+        return BoxArguments(
             table=self.context.extents.device_table[slot].data_ptr(),
             boxes=self.reference.boxes.data_ptr(),
             pending=self.reference.pending[slot].data_ptr(),
             kv_heads=self.context.num_kv_heads,
             first=start,
         )
-        if self.store is not None and self.store.held.shape[2]:
-            arguments.held, arguments.held_pages = self.store.held[slot].data_ptr(), self.store.held.shape[2]
-        return arguments
 
 
 def select_threads(head_dim: int) -> int:

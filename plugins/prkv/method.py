@@ -12,8 +12,8 @@ from .reference import ReferenceIndex
 
 
 def traits(config: Config) -> Traits:
-    """Return the method's traits: the macros of its kernels."""
-    return Traits(cuda_macros=partial(cuda_macros, config))
+    """Return the method's traits: the steps whose rows stay on the device, and the macros of its kernels."""
+    return Traits(kept_steps=config.cache_steps, cuda_macros=partial(cuda_macros, config))
 
 
 def create(context: IndexContext) -> Index:

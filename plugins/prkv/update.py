@@ -1,7 +1,7 @@
 """The periodic choice of a new static set on the GPU: prepared beside the decode steps, published by one launch.
 
 A side stream reads and computes all that is needed, into buffers that no step sees. Between two steps one kernel then swaps
-rows in the pool, and writes the boxes and the device's copy of the static rows: a step sees all of these changes or none.
+rows in the pool, writes the boxes, and makes the hot rows of these places invalid: a step sees all of these changes or none.
 Only whole pages take part, so an eviction, which appends places, never touches rows of an update. PRKV paper, section 4.1.
 """
 
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from kvseek.core.streams import SideStream, Ticket
+from kvseek.plugins.attention.splits import address
 from kvseek.plugins.contract import IndexContext, LayerRows
 
 from .reference import ReferenceIndex
 from .static import candidates, largest, pair_exchange
-from .store import RowStore
 
 GATHER_THREADS = 256
 GATHER_BLOCKS = 32  # blocks of all KV heads: enough to use PCIe fully, few enough to leave the GPU to decode steps
@@ -41,9 +41,9 @@ class PublishArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("pool", "table", "leaving", "entering", "static_after", "left", "new_boxes")),
-        *((name, c_void_p) for name in ("count", "boxes", "store", "static_rows", "static_held", "held", "homes")),
+        *((name, c_void_p) for name in ("count", "boxes", "frames", "static_rows", "homes")),
         ("extent_stride", c_int64),
-        *((name, c_int32) for name in ("kv_heads", "pairs", "most_static", "store_rows", "held_pages")),
+        *((name, c_int32) for name in ("kv_heads", "pairs", "most_static")),
     )
 
 
@@ -92,10 +92,10 @@ class Update:
 
 
 class Updater:
-    """Prepares and publishes the updates of one layer. `store` is None if the layer keeps no rows beside its pool."""
+    """Prepares and publishes the updates of one layer."""
 
-    def __init__(self, context: IndexContext, arrays: ReferenceIndex, store: RowStore | None) -> None:
-        self._context, self._arrays, self._store = context, arrays, store
+    def __init__(self, context: IndexContext, arrays: ReferenceIndex) -> None:
+        self._context, self._arrays = context, arrays
         assert context.cuda is not None, "made by an index of CUDA kernels"
         self._kernels = context.cuda
         if "prkv_side" not in context.shared:
@@ -200,7 +200,7 @@ class Updater:
 
     def _publish(self, slot: int, update: Update) -> None:
         (exchange,) = update.results
-        arrays, store = self._arrays, self._store
+        arrays = self._arrays
         arguments = PublishArguments(
             pool=self._rows.pointer,
             table=update.table.data_ptr(),
@@ -211,6 +211,7 @@ class Updater:
             new_boxes=exchange.new_boxes.data_ptr(),
             count=exchange.count.data_ptr(),
             boxes=arrays.boxes.data_ptr(),
+            frames=address(self._context.frames),
             static_rows=arrays.static_rows[slot].data_ptr(),
             homes=arrays.homes[slot].data_ptr(),
             extent_stride=self._rows.extent_stride,
@@ -218,9 +219,5 @@ class Updater:
             pairs=exchange.leaving.shape[1],
             most_static=arrays.config.most_static,
         )
-        if store is not None:
-            arguments.store, arguments.static_held = store.rows[slot].data_ptr(), store.static_held[slot].data_ptr()
-            arguments.store_rows, arguments.held_pages = store.rows.shape[2], store.held.shape[2]
-            arguments.held = store.held[slot].data_ptr() if store.held.shape[2] else None
         grid = (exchange.leaving.shape[1], self._context.num_kv_heads, 1)
         self._kernels.launch("kvseek_prkv_publish", grid, PUBLISH_THREADS, arguments)

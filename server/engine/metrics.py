@@ -168,8 +168,8 @@ class EngineMetrics(Collector):
             yield make.gauges(f"row_pool_{state}_bytes", description, "location", by_location)
         description = "Retrieval rows in host memory that decode steps attended to"
         yield make.counter("host_rows_requested", description, usage.host_rows)
-        share = math.nan if usage.store_hit_ratio is None else usage.store_hit_ratio
-        yield make.gauge("store_hit_ratio", "Share of the selected rows that the method's store held so far", share)
+        share = math.nan if usage.hot_row_hit_ratio is None else usage.hot_row_hit_ratio
+        yield make.gauge("hot_row_hit_ratio", "Share of the selected rows that the device had kept so far", share)
 
     def _tokens(self) -> Iterator[Metric]:
         make = self._families

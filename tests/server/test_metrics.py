@@ -133,7 +133,7 @@ def test_the_state_is_shown(server: Server) -> None:
     model = server.service.config.model
     row_bytes = model.num_layers * model.num_kv_heads * 2 * model.head_dim * 4
     assert value(found, "row_pool_free_bytes", location="host") == value(found, "extents_free") * 1024 * row_bytes
-    assert math.isnan(value(found, "store_hit_ratio")), "nobody counts hits on the CPU"
+    assert math.isnan(value(found, "hot_row_hit_ratio")), "nobody counts hits on the CPU"
     assert time.time() - 600 < value(found, "engine_start_time_seconds") <= time.time()
 
 
@@ -159,7 +159,7 @@ def test_extents_on_both_sides() -> None:
     assert value(found, "row_pool_used_bytes", location="host") == 600
     assert value(found, "row_pool_free_bytes", location="host") == 200
     assert value(found, "host_rows_requested_total") == 64
-    assert value(found, "store_hit_ratio") == 0.75
+    assert value(found, "hot_row_hit_ratio") == 0.75
 
 
 @pytest.mark.parametrize("reason", list(FinishReason))

@@ -34,23 +34,21 @@ struct ChooseMemory {
     Cut cut;
     float largest[QUERY_LANES], factor[QUERY_LANES];  // of each lane: weight = factor * 2^(score - largest)
     int warp_counts[CHOOSE_WARPS];
-    int found;  // rows that the store holds
 };
 
 // Arrays in dynamic shared memory, whose lengths depend on the engine; device.py counts their bytes.
 struct ChooseArrays {
     unsigned* bits;        // [units * UNIT] of a cluster: its value, in an order that integers share
     int *list, *first;     // [top_k] clusters taken, and the first of its rows among those of the selection
-    int *begin, *stored;   // [top_k] first entry of a taken cluster in `places`, first row of it in the store
-    int* held;             // [top_k] rows of it that the store holds
+    int* begin;            // [top_k] first entry of a taken cluster in `places`
     int* table;            // [max_extents]
     unsigned short* rows;  // [units * UNIT] keys of a cluster, top_k if there are more
 
     __device__ __forceinline__ ChooseArrays(const SelectArguments& a, void* memory) {
         bits = static_cast<unsigned*>(memory);
         list = reinterpret_cast<int*>(bits + a.units * UNIT);
-        first = list + a.top_k, begin = first + a.top_k, stored = begin + a.top_k, held = stored + a.top_k;
-        table = held + a.top_k;
+        first = list + a.top_k, begin = first + a.top_k;
+        table = begin + a.top_k;
         rows = reinterpret_cast<unsigned short*>(table + a.max_extents);
     }
     __device__ __forceinline__ ClusterKey key(int cluster) const {
@@ -69,7 +67,6 @@ __device__ __forceinline__ void load_sizes(const SelectArguments& a, const Selec
     for (int c = threadIdx.x; c < clusters; c += CHOOSE_THREADS)
         arrays.rows[c] = static_cast<unsigned short>(min(a.sizes[task.cluster_entry(a, c)], a.top_k));
     for (int i = threadIdx.x; i < BINS; i += CHOOSE_THREADS) memory.histogram[i] = 0;
-    if (threadIdx.x == 0) memory.found = 0;
 }
 
 // The softmax of each lane over all clusters: a warp merges the statistics of its units, in their order.
@@ -221,12 +218,10 @@ __device__ __forceinline__ int list_taken(const Cut& cut, int clusters, const Ch
     return all;
 }
 
-// Where each taken cluster's rows are and go: in `places`, among the rows of the selection, in the store. Returns the
-// rows of the selection.
+// Where each taken cluster's rows are and go: in `places`, and among the rows of the selection. Returns the rows of the
+// selection.
 __device__ __forceinline__ int place_taken(const SelectArguments& a, const SelectTask& task, const Cut& cut, int count,
                                            const ChooseArrays& arrays, ChooseMemory& memory) {
-    const int position = task.request.position;
-    const int buffer = position % (a.cache_steps + 1) * a.top_k;
     int selected = 0;
     for (int base = 0; base < count; base += CHOOSE_THREADS) {
         const int i = base + threadIdx.x;
@@ -236,17 +231,8 @@ __device__ __forceinline__ int place_taken(const SelectArguments& a, const Selec
         const int first = selected + block_prefix_sum<CHOOSE_THREADS>(rows, memory.sums, total);
         selected += total;
         if (i >= count) continue;
-        const long long entry = task.cluster_entry(a, cluster);
         arrays.first[i] = first;
-        arrays.begin[i] = a.starts[entry];
-        if (!a.recent) continue;
-        const int4 last = a.recent[entry];  // position, first row in the store, rows
-        // The store holds what the last cache_steps steps selected: this step overwrites what was there before.
-        const bool there = static_cast<unsigned>(position - 1 - last.x) < static_cast<unsigned>(a.cache_steps);
-        arrays.stored[i] = last.y;
-        arrays.held[i] = there ? min(last.z, rows) : 0;
-        if (there) atomicAdd(&memory.found, arrays.held[i]);
-        a.recent[entry] = make_int4(position, buffer + first, rows, 0);
+        arrays.begin[i] = a.starts[task.cluster_entry(a, cluster)];
     }
     __syncthreads();
     return selected;
@@ -256,9 +242,8 @@ __device__ __forceinline__ int place_taken(const SelectArguments& a, const Selec
 __device__ __forceinline__ void write_rows(const SelectArguments& a, const SelectTask& task, int count, int selected,
                                            const ChooseArrays& arrays) {
     const long long out = static_cast<long long>(task.number) * a.top_k;
-    const int buffer = task.request.position % (a.cache_steps + 1) * a.top_k;
     for (int entry = threadIdx.x; entry < a.top_k; entry += CHOOSE_THREADS) {
-        int place = -1, cached = -1;
+        int place = -1;
         if (entry < selected) {
             int low = 0, high = count;  // the last cluster that begins at `entry` or before it is `low`
             while (high - low > 1) {
@@ -267,12 +252,8 @@ __device__ __forceinline__ void write_rows(const SelectArguments& a, const Selec
             }
             const int inside = entry - arrays.first[low];
             place = a.places[extent_row(arrays.table, a.kv_heads, task.head, arrays.begin[low] + inside)];
-            if (a.recent && inside < arrays.held[low]) cached = arrays.stored[low] + inside;
         }
         a.rows[out + entry] = place;
-        if (!a.recent) continue;
-        a.cached[out + entry] = cached;
-        a.keep[out + entry] = place < 0 ? -1 : buffer + entry;
     }
 }
 

@@ -56,8 +56,4 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::CHOOSE_THREADS)
     const int count = list_taken(cut, clusters, arrays, memory);
     const int selected = place_taken(a, task, cut, count, arrays, memory);
     write_rows(a, task, count, selected, arrays);
-    if (a.recent && threadIdx.x == 0) {
-        atomicAdd(a.counters, static_cast<unsigned long long>(memory.found));
-        atomicAdd(a.counters + 1, static_cast<unsigned long long>(selected - memory.found));
-    }
 }

@@ -37,15 +37,10 @@ struct SelectArguments {
     const int* places;        // [extents, kv_heads, 1024] places of the pool, sorted by cluster
     float* scores;            // [slots, kv_heads, units, UNIT, QUERY_LANES] of each cluster, as powers of two
     float2* statistics;       // [slots, kv_heads, units, QUERY_LANES] largest score, sum of the powers relative to it
-    int4* recent;  // [extents, kv_heads, EXTENT_CLUSTERS] where the store holds a cluster; null: nothing is stored
-    unsigned long long* counters;  // [2] rows found in the store, and not
-    int* rows;                     // [batch, kv_heads, top_k] places, -1 at the end
-    int* cached;                   // [batch, kv_heads, top_k] row of the store, or -1: it does not hold this row
-    int* keep;                     // [batch, kv_heads, top_k] row of the store that receives this row, or -1
+    int* rows;                // [batch, kv_heads, top_k] places, -1 at the end
     int kv_heads, max_extents, units;
     int top_k;
-    int cache_steps;  // steps whose rows the store still holds
-    float scale;      // softmax scale times log2(e); 1 for REDUCTION == MEAN
+    float scale;  // softmax scale times log2(e); 1 for REDUCTION == MEAN
 };
 
 // One (request, KV head).

@@ -18,7 +18,6 @@ constexpr int CANDIDATES = 1024;                                    // keys that
 
 struct BestMemory {
     NthMemory<8> nth;
-    int scratch[33];
     float normaliser[LANES];  // log2 of what the softmax divides by
     SortKey maxima[THREADS];  // of each thread's keys
     SortKey groups[GROUPS];   // of each group's keys

@@ -10,12 +10,10 @@ struct BoxArguments {
     const int* table;        // [max_extents] of the slot
     Number* boxes;           // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
     Number* pending;         // [kv_heads, 2, HEAD_DIM] of the slot: keys that are to join a page that others began
-    int* held;               // [kv_heads, held_pages] of the slot: page in each frame of the store; null: no store
     long long head_stride;   // numbers from one KV head to the next
     long long token_stride;  // numbers from one token to the next
     int kv_heads, tokens;
     int first;  // place of the first token
-    int held_pages;
 };
 
 constexpr int PIECES = DIM / 8;  // of a key: a thread has eight channels
@@ -55,8 +53,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// grid: kv_heads; HEAD_DIM threads. Let the keys in `pending` join the page of place `first`, whose copy in the store
-// lacks their rows.
+// grid: kv_heads; HEAD_DIM threads. Let the keys in `pending` join the page of place `first`.
 extern "C" __global__ void __launch_bounds__(kvseek::prkv::DIM)
     kvseek_prkv_join(const __grid_constant__ kvseek::prkv::BoxArguments a) {
     using namespace kvseek;
@@ -66,7 +63,4 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::DIM)
     const Number* joining = a.pending + head * BOX + channel;
     if (to_float(joining[0]) < to_float(box[0])) box[0] = joining[0];
     if (to_float(joining[DIM]) > to_float(box[DIM])) box[DIM] = joining[DIM];
-    if (!a.held) return;
-    for (int i = channel; i < a.held_pages; i += DIM)
-        if (a.held[head * a.held_pages + i] == page) a.held[head * a.held_pages + i] = -1;
 }

@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
     kvseek_prkv_select(const __grid_constant__ kvseek::prkv::SelectArguments a) {
     using namespace kvseek;
     using namespace kvseek::prkv;
-    __shared__ ChooseMemory memory;
+    __shared__ BestMemory memory;
     __shared__ PowerSum warp_sums[WARPS][LANES];
     const Task task(a);
     const int pages = task.pages(), first_page = task.static_rows(a) / PAGE;

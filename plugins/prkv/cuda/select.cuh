@@ -18,14 +18,8 @@ struct SelectArguments {
     int* finished;            // [tasks] CTAs that are done; 0 between launches
     int* picked;              // [extents, kv_heads, PAGES_OF_EXTENT] selections of each page
     Number* recent;           // [slots, window_queries, kv_heads * GROUP, HEAD_DIM] last queries
-    int* static_held;         // [slots, kv_heads] static rows that the store holds; null: there is no store
-    int* held;                // [slots, kv_heads, held_pages] page in each frame of the store, or -1
     int* rows;                // [batch, kv_heads, top_k] result
-    int* cached;              // [batch, kv_heads, top_k] result, if there is a store
-    int* keep;                // [batch, kv_heads, top_k] result, if there is a store
     int kv_heads, max_extents, top_k, window_queries;
-    int held_pages;   // frames of the store, of a slot and KV head: each has room for a page
-    int static_room;  // static rows that it has room for: the frames come behind them
     float scaling;    // softmax scale
     float near, far;  // (1 ± box_radius) / 2: what q times a box's nearer and farther number counts
 };
@@ -45,10 +39,6 @@ struct Task {
     __device__ __forceinline__ int static_rows(const SelectArguments& a) const { return a.static_rows[request.slot]; }
     __device__ __forceinline__ long long entry(const SelectArguments& a, int page) const {
         return page_entry(table, a.kv_heads, head, page);
-    }
-    // This slot and KV head in an array [slots, kv_heads, ...].
-    __device__ __forceinline__ long long list(const SelectArguments& a) const {
-        return static_cast<long long>(request.slot) * a.kv_heads + head;
     }
     // Query of the group's first head.
     __device__ __forceinline__ const Number* queries(const SelectArguments& a) const {

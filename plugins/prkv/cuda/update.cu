@@ -1,6 +1,7 @@
 // A new static set (PRKV paper, section 4.1, "Periodic static token update"): read rows beside the decode steps, and
 // let rows change places between two of them.
 #include "layout.cuh"
+#include "plugins/shared/frames.cuh"
 
 namespace kvseek {
 namespace prkv {
@@ -27,13 +28,11 @@ struct PublishArguments {
     const Number* new_boxes;     // [kv_heads, pairs, 2, HEAD_DIM] box of the page of each other place, from now on
     const int* count;            // [1] static rows from now on
     Number* boxes;               // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
-    Number* store;               // [kv_heads, store_rows, 2, HEAD_DIM] of the slot; null: there is none
+    FrameNumber* frames;         // [extents, kv_heads, 1024] of the pool's rows; null: there are no hot rows
     int* static_rows;            // [1] of the slot
-    int* static_held;            // [kv_heads] of the slot; null: there is no store
-    int* held;                   // [kv_heads, held_pages] of the slot; null: the store holds no pages
     int* homes;                  // [kv_heads, most_static] of the slot
     long long extent_stride;
-    int kv_heads, pairs, most_static, store_rows, held_pages;
+    int kv_heads, pairs, most_static;
 };
 
 constexpr int EACH = 16 / static_cast<int>(sizeof(Number));  // numbers of 16 bytes
@@ -70,25 +69,19 @@ extern "C" __global__ void __launch_bounds__(128)
     kvseek_prkv_publish(const __grid_constant__ kvseek::prkv::PublishArguments a) {
     using namespace kvseek;
     using namespace kvseek::prkv;
-    const int head = blockIdx.y, number = blockIdx.x, count = *a.count;
+    const int head = blockIdx.y, number = blockIdx.x;
     const long long pair = static_cast<long long>(head) * a.pairs + number;
     const int leaving = a.leaving[pair], entering = a.entering[pair];
-    if (a.store && number < count) {
-        const long long stored = static_cast<long long>(head) * a.store_rows + number;
-        copy_numbers(a.store + stored * ROW, a.static_after + pair * ROW, ROW);
-    }
-    if (number == 0 && threadIdx.x == 0) {
-        if (a.static_held) a.static_held[head] = count;
-        if (head == 0) *a.static_rows = count;
-    }
+    if (number == 0 && head == 0 && threadIdx.x == 0) *a.static_rows = *a.count;
     if (leaving < 0) return;
     const long long inside = static_cast<long long>(head) * a.pairs + leaving;
     copy_numbers(a.pool + row_start(a.table, a.extent_stride, head, leaving), a.static_after + inside * ROW, ROW);
     copy_numbers(a.pool + row_start(a.table, a.extent_stride, head, entering), a.left + pair * ROW, ROW);
     const int page = entering / PAGE;  // that of several pairs, perhaps: they all write the same
     copy_numbers(a.boxes + page_entry(a.table, a.kv_heads, head, page) * BOX, a.new_boxes + pair * BOX, BOX);
-    if (threadIdx.x == 0) a.homes[static_cast<long long>(head) * a.most_static + leaving] = entering;
-    if (!a.held) return;
-    for (int i = threadIdx.x; i < a.held_pages; i += blockDim.x)
-        if (a.held[head * a.held_pages + i] == page) a.held[head * a.held_pages + i] = -1;
+    if (threadIdx.x) return;
+    a.homes[static_cast<long long>(head) * a.most_static + leaving] = entering;
+    if (!a.frames) return;
+    a.frames[extent_row(a.table, a.kv_heads, head, leaving)] = NO_FRAME;  // copies hold the rows of before
+    a.frames[extent_row(a.table, a.kv_heads, head, entering)] = NO_FRAME;
 }

@@ -11,7 +11,7 @@ from tests.benchmarks.device.configs import config_for
 from kvseek.benchmarks.device import floors
 from kvseek.benchmarks.device.floors import STEP_NODES, Rates, Step, Work, work
 from kvseek.benchmarks.device.memory_rates import host_memory_rate, random_row_offsets
-from kvseek.benchmarks.device.results import borrow_baselines, fetched_hits, peak_tokens_per_second, pooled, with_times
+from kvseek.benchmarks.device.results import borrow_baselines, peak_tokens_per_second, pooled, with_times
 from kvseek.benchmarks.shapes import LLAMA_3_1_8B
 from kvseek.benchmarks.timing import Samples
 from kvseek.core.config import CacheConfig
@@ -46,7 +46,7 @@ class TestFloor:
         assert floor["nodes"] < 0.3e-3
         assert moved.nodes == 32 * 15 + STEP_NODES
 
-    def test_hot_and_device_rows_are_read_on_the_device(self) -> None:
+    def test_hot_rows_are_read_on_the_device(self) -> None:
         config = config_for(LLAMA_3_1_8B, "pariskv", 131_072, 2)
         cold, hot = (work(config, Step(100_000, 320, 2, 16, rate), 2) for rate in (0.0, 0.75))
         assert cold.host_rows == 2 * 8 * 16 * 100
@@ -71,22 +71,15 @@ class TestFloor:
         assert moved.host_page_bytes == 32 * 8 * 1000 * 512
         assert (moved.host_rows, moved.device_rows) == (0, 32 * 8 * 320 * 512)
 
-    def test_pages_and_rows_that_stay_on_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of 1,024 rows 256 are never fetched; of the rest a quarter was kept."""
-        costs = SelectionCosts(rows=1024, device_rows=256, neighbours=32, kernels=2)
+    def test_pages(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of 1,024 rows a quarter was kept."""
+        costs = SelectionCosts(rows=1024, neighbours=32, kernels=2)
         moved = self.moved(costs, Step(100_000, 0, 1, 32, 0.25), monkeypatch)
         lists = 32 * 8
-        assert moved.host_page_bytes == lists * 576 * 512
-        assert moved.device_rows == lists * (256 + 192) * 512
-        assert moved.floor(self.rates)["host_pages"] == pytest.approx(lists * 576 * 512 / 49e9)
+        assert moved.host_page_bytes == lists * 768 * 512
+        assert moved.device_rows == lists * 256 * 512
+        assert moved.floor(self.rates)["host_pages"] == pytest.approx(lists * 768 * 512 / 49e9)
         assert moved.nodes == 32 * 13 + STEP_NODES
-
-    def test_hits_of_rows_that_are_fetched(self) -> None:
-        """Of 1,024 rows 256 always lie on the device: 448 found are a quarter of the others."""
-        costs = SelectionCosts(rows=1024, device_rows=256)
-        assert fetched_hits(costs, 448 / 1024) == pytest.approx(0.25)
-        assert fetched_hits(costs, 0.1) == 0  # layers whose rows lie on the device find none
-        assert fetched_hits(SelectionCosts(rows=256, device_rows=256), 1.0) == 0
 
     def test_host_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Half of the layers on the device: their keys are reranked there; the others take a host function each."""

@@ -98,17 +98,19 @@ def test_the_documented_figures() -> None:
     """docs/memory.md and the methods' READMEs, by hand: bytes a token, layer and KV head, and what layers share."""
     heads, layers = 8, 32
     assert needs("full").extent == 0
-    assert needs("pariskv").extent == 1024 * heads * (layers * 112 + 9 + 4 * 4)
+    frame = 2  # of a row: the number of the frame that may hold a copy
+    assert needs("pariskv").extent == 1024 * heads * (layers * (112 + frame) + 9 + 4 * 4)
     assert needs("ctkvr").extent == 0
     pages = 1024 // 8
-    assert needs("prkv").extent == heads * pages * (layers * (2 * 128 * 2 + 4) + 4 * 4)
+    assert needs("prkv").extent == heads * pages * (layers * (2 * 128 * 2 + 4 + 8 * frame) + 4 * 4)
     clusters = 32  # of 40 keys, a multiple of 16
     stored = 4 * 1024 + clusters * (2 * 128 + 2 * 4)
-    assert needs("clusterkv").extent == heads * (layers - 2) * (stored + clusters * 16)
+    assert needs("clusterkv").extent == heads * (layers - 2) * (stored + 1024 * frame)
     centroids, lists = 2048 * (32 * (2 * 128 + 4)), heads * 2048 * 1280 * 4
-    hot_rows = 2 * heads * 512 * (2 * 128 * 2 + 4)
-    slot = layers * (centroids + 32 * 128 * 4 + lists + hot_rows)
+    slot = layers * (centroids + 32 * 128 * 4 + lists)
     assert slot <= needs("ctkvr").fixed / 3 <= 1.01 * slot, "three slots, and a work space that layers share"
+    hot_rows = layers * heads * 2 * 1024 * (2 * 128 * 2 + 4)
+    assert 2 * hot_rows <= needs("prkv").fixed <= 2.2 * hot_rows, "two slots: the padding slot selects no rows"
 
 
 def test_what_is_freed_is_not_counted() -> None:

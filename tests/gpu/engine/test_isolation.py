@@ -57,11 +57,10 @@ def left_behind(engine: Engine) -> list[Tensor]:
     cache = decoder.cache
     slots, extents = cache.padding_slot, cache.extents.capacity
     kept = [tensor for index in decoder.retrieval.indexes for tensor in tensors_in(vars(index), set())]
-    kernels = [attention.kernel for attention in decoder.retrieval.attentions]
-    kept += [array for own in kernels for array in (own.hot_rows, own.hot_tags) if array is not None]
+    hot_rows = [array for hot in decoder.retrieval.hot_rows for array in (hot.rows[:slots], hot.places[:slots])]
     by_extent = [tensor for tensor in kept if tensor.ndim and tensor.shape[0] == extents]
     by_slot = [tensor[:slots] for tensor in kept if tensor.ndim and tensor.shape[0] == slots + 1]
-    return [cache.window[:, :slots], cache.rows.device_rows, cache.rows.pool.rows, *by_extent, *by_slot]
+    return [cache.window[:, :slots], cache.rows.device_rows, cache.rows.pool.rows, *by_extent, *by_slot, *hot_rows]
 
 
 def cancel_while_it_is_read(engine: Engine, request: Request) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.extents import ExtentTable
+from kvseek.plugins.attention.device import DeviceAttention, LayerAttention
+from kvseek.plugins.attention.hot_rows import HotRows, empty_frames
 from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.contract import IndexContext, LayerRows
 from kvseek.plugins.prkv.config import Config
@@ -72,7 +74,9 @@ class World:
             device=self.device,
             cuda=load_kernels(config, dtype, dim, group) if cuda else None,
             rows=LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)),
+            frames=empty_frames(table, KV_HEADS) if cuda and on_host else None,
         )
+        self.hot = make_hot_rows(self.context)
         self.index = CudaIndex(self.context) if cuda else ReferenceIndex(self.context)
         self.arrays = self.index.reference if isinstance(self.index, CudaIndex) else self.index
         poison(self.index)
@@ -82,6 +86,8 @@ class World:
         """Give a slot its rows [G, n, 2, D] and the prompt's last queries [H, w, D], both from the CPU."""
         rows, queries = rows.to(self.device), queries.to(self.device)
         self.truth[slot] = rows
+        if self.hot is not None:
+            self.hot.forget(slot)
         built = self.index.build(slot, rows[:, :, 0], queries)
         assert built.ticket is None, "nothing is left to wait for"
         order = built.order
@@ -124,10 +130,6 @@ def poison(index: CudaIndex | ReferenceIndex) -> None:
         integers.fill_(-77)
     if isinstance(index, CudaIndex):
         index.workspace.scores.fill_(torch.nan)
-        if index.store is not None:
-            index.store.rows.fill_(torch.nan)
-            index.store.static_held.fill_(9999)
-            index.store.held.fill_(0)
 
 
 def random_rows(n: int, dim: int, dtype: torch.dtype, first: int = 0) -> Tensor:
@@ -161,25 +163,52 @@ def make_pair(
     return worlds[0], worlds[1]
 
 
-def attend(world: World, selection: Selection, slots: Sequence[int]) -> Tensor:
-    """Rows that attention would read, [batch, G, entries, 2, D] on the device, NaN for none; keeps what it is told to."""
-    index = world.index
-    assert isinstance(index, CudaIndex)
-    gathered = [gather(world, slot, selection.rows[request].long()) for request, slot in enumerate(slots)]
-    rows = torch.stack(gathered)
-    if selection.store is not None:
-        assert selection.cached is not None
-        assert selection.keep is not None
-        heads = torch.arange(KV_HEADS, device=rows.device)[:, None]
-        for request, slot in enumerate(slots):
-            cached, keep = selection.cached[request].long(), selection.keep[request].long()
-            stored = selection.store[slot][heads, cached.clamp(min=0)]
-            rows[request] = torch.where((cached >= 0)[..., None, None], stored, rows[request])
-            spare = selection.store.new_empty((KV_HEADS, selection.store.shape[2] + 1, 2, world.dim))
-            spare[:, :-1] = selection.store[slot]
-            spare[heads, torch.where(keep >= 0, keep, spare.shape[1] - 1)] = rows[request]
-            selection.store[slot] = spare[:, :-1]
+def make_hot_rows(context: IndexContext) -> HotRows | None:
+    """Hot rows for the context's frames; what they hold before a copy is NaN."""
+    if context.frames is None:
+        return None
+    sizes = {"slots": context.extents.slots, "entries": context.config.top_k, "steps": context.config.cache_steps}
+    hot = HotRows.make(context.frames, head_dim=context.head_dim, dtype=context.dtype, **sizes)
+    assert hot is not None
+    hot.rows.fill_(torch.nan)
+    return hot
+
+
+def attend(world: World, selection: Selection, slots: Sequence[int], position: int) -> Tensor:
+    """Rows that attention reads, [batch, G, entries, 2, D] on the device, NaN for none.
+
+    With rows in host memory the kernel runs; the copies that it makes for the next step are the rows that it has read.
+    """
+    if world.hot is None:
+        rows = torch.stack([gather(world, slot, selection.rows[i].long()) for i, slot in enumerate(slots)])
+    else:
+        launch_attention(world, selection, slots, position)
+        rows = world.hot.rows[list(slots), :, position % world.hot.rows.shape[2]]
     return torch.where((selection.rows >= 0)[..., None, None], rows, torch.nan)
+
+
+def launch_attention(world: World, selection: Selection, slots: Sequence[int], position: int) -> None:
+    """A launch of the attention kernel, over the selected rows alone: the window is empty."""
+    context = world.context
+    assert context.cuda is not None
+    assert context.rows is not None
+    kernel = DeviceAttention(
+        context.cuda,
+        num_heads=context.num_heads,
+        kv_heads=KV_HEADS,
+        head_dim=world.dim,
+        dtype=world.dtype,
+        window_rows=1,
+        sink=0,
+        entries=world.config.top_k,
+        max_batch=len(slots),
+        scaling=context.scaling,
+        device=world.device,
+        hot=world.hot,
+    )
+    window = torch.zeros(context.extents.slots, KV_HEADS, 1, 2, world.dim, dtype=world.dtype, device=world.device)
+    queries = torch.zeros(len(slots), context.num_heads, world.dim, dtype=world.dtype, device=world.device)
+    LayerAttention(kernel, window, context.rows)(queries, world.batch(slots, position), selection)
 
 
 def gather(world: World, slot: int, places: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.gpu.plugins.clusterkv_pairs import (
     KV_HEADS,
+    batch_of,
     build,
     copy_clusters,
     make_context,
@@ -192,7 +193,7 @@ def test_a_slot_may_be_closed_while_its_prompt_is_clustered() -> None:
     assert (places[[extent for extent in range(extents.capacity) if extent not in owned]] == -7).all()
 
 
-def test_dense_layers_select_nothing_and_keep_nothing() -> None:
+def test_dense_layers_select_nothing() -> None:
     index = CudaIndex(make_context(Config(), "bfloat16", 64, 2, [2000], "cuda", room=320, layer=1))
     keys = random_keys(2320, 64, "bfloat16").cuda()
     build(index, 0, keys[:, :2000])
@@ -200,7 +201,28 @@ def test_dense_layers_select_nothing_and_keep_nothing() -> None:
     queries = torch.randn(1, KV_HEADS * 2, 64, device="cuda").bfloat16()
     assert select(index, queries, [0]) is None
     assert index.effort(2320).rows == 2320
-    assert index.recent is None
+
+
+def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None:
+    torch.manual_seed(3)
+    lengths = [3000, 40_000, 12_000]
+    _, index = make_pair(Config(iterations=2), "bfloat16", 128, 4, lengths, on_host=True)
+    queries = torch.randn(3, KV_HEADS * 4, 128, device="cuda").bfloat16()
+    batch = batch_of(index, [50_000] * 3, [0, 1, 2])
+    want = index.select(queries, batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = index.select(queries, batch)
+    assert want is not None
+    assert found is not None
+    found.rows.fill_(-9)
+    graph.replay()
+    assert torch.equal(found.rows, want.rows)
+    batch.requests.copy_(batch_of(index, [50_001] * 3, [2, 0, 1], dense=[1]).requests)
+    found.rows.fill_(-9)
+    graph.replay()
+    assert (found.rows[2] == -9).all(), "nothing is selected for a dense request"
+    assert torch.equal(found.rows[:2], select_rows(index, queries[:2], [2, 0]).rows)
 
 
 def test_queries_of_another_dtype_are_refused() -> None:

@@ -258,11 +258,9 @@ def make_attention(index: CudaIndex, cache: RandomCache, queries: Tensor, batch:
         dtype=context.dtype,
         window_rows=cache.window.shape[2],
         sink=cache.sink,
-        slots=cache.window.shape[0],
         entries=selection.rows.shape[2],
         max_batch=batch.size,
         scaling=context.scaling,
         device=CUDA,
-        hot_rows=False,
     )
     return LayerAttention(kernel, cache.window, context.rows)

@@ -1,4 +1,4 @@
-"""PRKV's CUDA kernels against the PyTorch reference: order, boxes, pages, the store."""
+"""PRKV's CUDA kernels against the PyTorch reference: order, boxes, pages."""
 
 from __future__ import annotations
 
@@ -111,56 +111,30 @@ def check_request(world: World, queries: Tensor, slot: int, rows: Tensor) -> Non
         assert largest <= smallest + tolerance
 
 
-def test_the_store_serves_what_was_selected_before() -> None:
+def test_rows_that_were_selected_before_are_hot() -> None:
     torch.manual_seed(1)
     world = World(Config(top_k=256, static_share=0.25, page=16), "bfloat16", 64, 3, [3000, 4001])
     for slot, n in enumerate(world.context.lengths):
         world.prompt(slot, random_rows(n, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
     queries = torch.randn(2, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
-    slots = [1, 0]
-    for step in range(4):
+    slots, hot = [1, 0], world.hot
+    assert hot is not None
+    for step in range(5):
+        if step == 4:
+            world.prompt(0, world.truth[0], torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
+        hot.hits.zero_()
         selection = world.select(queries if step < 2 else -queries, slots, step)
-        assert selection.cached is not None
-        hits, exists = selection.cached >= 0, selection.rows >= 0
-        assert not (hits & ~exists).any()
-        if step == 0:
-            assert not hits.any()
-        if step in (1, 3):
-            assert torch.equal(hits, exists), "the same pages again: all are there"
-        if step == 2:
-            assert hits[:, :, :64].all(), "static rows stay"
-            assert (~hits & exists).any(), "other pages are read"
-        rows = attend(world, selection, slots)
+        rows = attend(world, selection, slots, step)
         for request, slot in enumerate(slots):
             check_attended(world, slot, world.context.lengths[slot], selection.rows[request].cpu(), rows[request])
-    world.prompt(0, world.truth[0], torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
-    selection = world.select(queries, slots, 9)
-    assert selection.cached is not None
-    assert not (selection.cached[1] >= 0).any(), "another prompt finds nothing"
-
-
-def test_a_set_that_is_all_static_is_stored_before_it_is_found() -> None:
-    """The store has no pages; a slot's first step reads every row from the pool."""
-    torch.manual_seed(7)
-    world = World(Config(top_k=1024, static_share=1.0), "bfloat16", 64, 3, [3000])
-    queries = torch.randn(1, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
-    for prompt in range(20):
-        world.prompt(0, random_rows(3000, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
-        for step in range(2):
-            selection = world.select(queries, [0], 2 * prompt + step)
-            assert selection.cached is not None
-            assert (selection.cached >= 0).all() if step else (selection.cached == -1).all()
-            check_attended(world, 0, 3000, selection.rows[0].cpu(), attend(world, selection, [0])[0])
-
-
-def test_rows_on_the_device_need_no_store() -> None:
-    world = World(Config(top_k=256, static_share=0.25, page=16), "bfloat16", 64, 3, [3000], on_host=False)
-    world.prompt(0, random_rows(3000, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
-    queries = torch.randn(1, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
-    selection = world.select(queries, [0])
-    assert selection.store is None
-    assert selection.cached is None
-    check_attended(world, 0, 3000, selection.rows[0].cpu(), attend(world, selection, [0])[0])
+            found, read = hot.hits[slot].sum(dim=0).tolist()
+            if step == 0 or (step == 4 and slot == 0):
+                assert not found, "the prompt is new"
+            elif step != 2:
+                assert not read, "the same pages again: all are there"
+            else:
+                assert found >= 64 * KV_HEADS, "static rows stay"
+                assert read, "other pages are read"
 
 
 def test_a_step_records_its_queries_and_counts_its_pages() -> None:

@@ -115,7 +115,7 @@ def test_every_step_sees_one_order(scope: str, on_host: bool) -> None:
             world.context.lengths[slot] += keys.shape[1]
             index.publish(slot, start, keys.shape[1])
         selection = world.select(queries, slots, number)
-        rows = attend(world, selection, slots)
+        rows = attend(world, selection, slots, number)
         for request, slot in enumerate(slots):
             steps.append(Step(slot, world.context.lengths[slot], selection.rows[request].clone(), rows[request]))
         for slot in slots:

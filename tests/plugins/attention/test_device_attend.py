@@ -12,6 +12,7 @@ from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
 from kvseek.plugins.attention.device import AttendArguments, DeviceAttention, LayerAttention
+from kvseek.plugins.attention.hot_rows import HotRows, empty_frames
 from kvseek.plugins.attention.splits import MAX_SPLITS, HeadTiles, Splits
 from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.contract import Effort, IndexContext, LayerRows
@@ -48,7 +49,6 @@ SHAPE: dict[str, Any] = {
     "dtype": torch.bfloat16,
     "window_rows": 576,
     "sink": 64,
-    "slots": 5,
     "entries": 100,
     "max_batch": 4,
     "scaling": 128**-0.5,
@@ -57,7 +57,13 @@ SHAPE: dict[str, Any] = {
 
 
 ROWS = torch.zeros(2, 8, 100, dtype=torch.int32)
-STORE = torch.zeros(5, 8, 9, 2, 128, dtype=torch.bfloat16)
+
+
+def make_hot_rows(entries: int = 100, steps: int = 1) -> HotRows:
+    frames = empty_frames(ExtentTable(5, 3, 6), 8)
+    hot = HotRows.make(frames, slots=4, entries=entries, steps=steps, head_dim=128, dtype=torch.bfloat16)
+    assert hot is not None
+    return hot
 
 
 def make(**changes: Any) -> DeviceAttention:
@@ -141,31 +147,22 @@ def test_a_batch_is_one_wave_of_parts_that_are_alike(batch: int, entries: int) -
     assert largest <= 4 * least
 
 
-def test_a_store_takes_the_place_of_hot_rows() -> None:
-    attention = make()
-    store = torch.zeros(5, 8, 40, 2, 128, dtype=torch.bfloat16)
-    cached, keep, lse = indices(attention), indices(attention), torch.zeros(2, 32)
-    launch(attention, selection=Selection(indices(attention), store=store, cached=cached, keep=keep), lse=lse)
-    launch(attention, selection=Selection(indices(attention), store=store))
-    first, second = (arguments for *_, arguments in attention.kernels.launches)  # type: ignore[attr-defined]
-    assert (first.store, first.cached, first.keep) == (store.data_ptr(), cached.data_ptr(), keep.data_ptr())
-    assert (first.store_rows, first.hot_rows, first.hot_tags, first.lse) == (40, None, None, lse.data_ptr())
-    assert (second.store, second.cached, second.keep, second.lse) == (store.data_ptr(), None, None, None)
-
-
 def test_launch_describes_what_it_is_given() -> None:
-    attention = make()
+    hot = make_hot_rows(steps=3)
+    attention = make(hot=hot)
     out = launch(attention)
     assert out.shape == (2, 32, 128)
     ((name, grid, threads, arguments),) = attention.kernels.launches  # type: ignore[attr-defined]
     splits = attention.splits(2)
     assert (name, grid, threads) == ("kvseek_attend", (splits.total, 8, 2), 128)
     assert arguments.out == out.data_ptr()
-    assert arguments.hot_rows == attention.hot_rows.data_ptr()  # type: ignore[union-attr]
+    found = (arguments.hot_rows, arguments.hot_places, arguments.frames, arguments.hits, arguments.hot_buffers)
+    assert found == (*(array.data_ptr() for array in (hot.rows, hot.places, hot.frames, hot.hits)), 4)
     assert (arguments.window_stride, arguments.table_stride) == (8 * 576 * 2 * 128, 3)
     assert arguments.scale == pytest.approx(128**-0.5 * 1.4426950408889634)
     launch(attention, selection=None)
-    assert attention.kernels.launches[1][3].hot_rows is None  # type: ignore[attr-defined]
+    arguments = attention.kernels.launches[1][3]  # type: ignore[attr-defined]
+    assert (arguments.selected, arguments.hot_rows) == (None, None)
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -190,17 +187,28 @@ def test_layers_share_scratch_memory_if_it_is_large_enough() -> None:
 
 
 def test_hot_rows_are_forgotten_slot_by_slot() -> None:
-    attention = make()
-    assert attention.hot_rows is not None
-    assert attention.hot_tags is not None
-    assert attention.nbytes == attention.hot_rows.nbytes + attention.hot_tags.nbytes
-    attention.hot_tags.fill_(3)
-    attention.forget(1)
-    assert (attention.hot_tags[1] == -1).all()
-    assert (attention.hot_tags[[0, 2, 3, 4]] == 3).all()
-    without = make(hot_rows=False)
-    without.forget(1)
-    assert without.nbytes == 0
+    hot = make_hot_rows()
+    assert hot.nbytes == 6 * 8 * 1024 * 2 + 4 * 8 * (2 * 100 * (2 * 128 * 2 + 4) + 16)
+    hot.places.fill_(3)
+    hot.forget(1)
+    assert (hot.places[1] == -1).all()
+    assert (hot.places[[0, 2, 3]] == 3).all()
+
+
+def test_frames_have_16_bits(caplog: pytest.LogCaptureFixture) -> None:
+    """Two buffers of 30,000 frames have numbers, three do not; 40,000 rows of a step are not kept at all. Both are said."""
+    assert make_hot_rows(30_000, steps=2).rows.shape[2] == 2
+    assert "3 steps of 30000 selected rows exceed 65535 frames: the device keeps the rows of 1 steps" in caplog.text
+    frames = empty_frames(ExtentTable(5, 3, 6), 8)
+    assert HotRows.make(frames, slots=4, entries=40_000, steps=1, head_dim=128, dtype=torch.bfloat16) is None
+    assert "keeps the rows of 0 steps" in caplog.text
+
+
+def test_hits_are_a_share() -> None:
+    hot = make_hot_rows()
+    assert hot.hit_rate() is None
+    hot.hits[1, 2, 0], hot.hits[1, 2, 1], hot.hits[3, 0, 1] = 3, 1, 4
+    assert hot.hit_rate() == 3 / 8
 
 
 @pytest.mark.parametrize(
@@ -228,9 +236,6 @@ def test_shapes_that_the_kernel_lacks_are_refused(field: str, changes: dict[str,
         ("window", {"window": torch.zeros(5, 8, 575, 2, 128, dtype=torch.bfloat16)}),
         ("selection.rows", {"selection": Selection(torch.zeros(2, 8, 99, dtype=torch.int32))}),
         ("selection.rows", {"selection": Selection(torch.zeros(2, 8, 100, dtype=torch.int64))}),
-        ("selection.store", {"selection": Selection(ROWS, store=torch.zeros(5, 8, 9, 2, 64, dtype=torch.bfloat16))}),
-        ("selection.cached", {"selection": Selection(ROWS, store=STORE, cached=torch.zeros(2, 8, 99).int())}),
-        ("selection.keep", {"selection": Selection(ROWS, keep=ROWS)}),
         ("lse", {"lse": torch.zeros(2, 32, dtype=torch.bfloat16)}),
         ("rows_pointer", {"rows_pointer": 4097}),
         ("rows_pointer", {"extent_stride": 4}),

@@ -284,7 +284,7 @@ def test_updates_of_layers_take_turns() -> None:
         ({"update_interval": 63}, "update_interval = 63: must be >= window_queries = 64"),
         ({"update_scope": "none"}, "update_scope = 'none'"),
         ({"update_pages": 0}, "update_pages = 0"),
-        ({"cache_steps": 2}, "cache_steps = 2: must be 0 or 1"),
+        ({"cache_steps": 9}, "cache_steps = 9: must be between 0 and 8"),
         ({"group_reduce": "sum"}, "group_reduce = 'sum'"),
     ],
 )
@@ -303,7 +303,7 @@ def test_shapes_that_the_gpu_does_not_support() -> None:
 def test_costs() -> None:
     model = ModelConfig("llama", 100, 64, 96, 2, 8, 2, 128, 1e-6, 1e4, 1 << 20)
     found = costs(Config(), model, 131_072, 2)
-    assert (found.rows, found.device_rows, found.neighbours) == (1024, 512, 8)
+    assert (found.rows, found.neighbours) == (1024, 8)
     assert found.index_bytes == (131_072 - 512) / 8 * 512
     assert costs(Config(), model, 1000, 2).rows == 1000
     index = ReferenceIndex(make_context(Config(), 128, 4, [10]))

@@ -11,6 +11,7 @@ from tests.gpu.plugins.attention.random_cache import POISON, RandomCache
 from torch import Tensor
 
 from kvseek.plugins.attention.device import DeviceAttention
+from kvseek.plugins.attention.hot_rows import HotRows, empty_frames
 from kvseek.plugins.batch import RequestState
 from kvseek.plugins.selection import Selection
 
@@ -19,11 +20,17 @@ KV_HEADS, ENTRIES = 2, 100
 
 
 def make_attention(
-    kernels: MakeKernels, cache: RandomCache, group: int, entries: int = ENTRIES, **options: Any
+    kernels: MakeKernels, cache: RandomCache, group: int, entries: int = ENTRIES, kept_steps: int = 1, **options: Any
 ) -> DeviceAttention:
-    """Attention over a cache, with poisoned scratch memory."""
-    dtype = cache.window.dtype
-    options = {"max_batch": 16, "slots": cache.window.shape[0], **options}
+    """Attention over a cache that keeps the rows of `kept_steps` steps, with poisoned memory."""
+    dtype, hot = cache.window.dtype, None
+    if kept_steps and entries:
+        sizes = {"slots": cache.window.shape[0], "entries": entries, "steps": kept_steps, "head_dim": cache.dim}
+        hot = HotRows.make(empty_frames(cache.extents, cache.kv_heads), dtype=dtype, **sizes)
+        assert hot is not None
+        hot.rows.fill_(POISON)
+        hot.frames.random_(0, 2 * entries + 3)  # another request may have left anything there
+    options = {"max_batch": 16, **options}
     attention = DeviceAttention(
         kernels(str(dtype).removeprefix("torch."), cache.dim, group),
         num_heads=cache.kv_heads * group,
@@ -35,12 +42,11 @@ def make_attention(
         entries=entries,
         scaling=cache.dim**-0.5,
         device=cache.device,
+        hot=hot,
         **options,
     )
     attention.scratch.partials.fill_(POISON)
     attention.scratch.statistics.fill_(POISON)
-    if attention.hot_rows is not None:
-        attention.hot_rows.fill_(POISON)
     return attention
 
 

@@ -1,4 +1,4 @@
-"""Where the attention kernel of the GPU finds rows and keeps copies: places in any order, the method's store, hot rows."""
+"""Where the attention kernel of the GPU finds rows and keeps copies: places in any order, hot rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tests.gpu.plugins.attention.attention_runs import (
     ENTRIES,
     KV_HEADS,
     check,
-    compare,
     make_attention,
     make_queries,
     run,
@@ -19,7 +18,7 @@ from tests.gpu.plugins.attention.attention_runs import (
 from tests.gpu.plugins.attention.random_cache import POISON, RandomCache
 from torch import Tensor
 
-from kvseek.plugins.selection import Selection
+from kvseek.plugins.attention.hot_rows import NO_FRAME
 
 pytestmark = pytest.mark.gpu
 
@@ -49,60 +48,14 @@ def test_places_in_any_order_with_gaps(
     requests = [cache.request(slot, 16, 3, 60, 76 + slot, slot == 1) for slot in range(4)] + [cache.padding()]
     few, many = cache.select(requests, 250), cache.select(requests, entries)
     lists = [scattered(few, entries), scattered(many, entries), cache.pages(requests, entries, 32)]
-    for hot_rows in (False, True):
-        attention = make_attention(kernels, cache, group, entries, hot_rows=hot_rows)
+    for kept_steps in (0, 1):
+        attention = make_attention(kernels, cache, group, entries, kept_steps)
         for selected in lists:
             selected[3] = -1
             selected[0, 1] = -1
             selected[1] = 2**30  # dense: must not be read
             check(attention, cache, group, requests, selected)
             check(attention, cache, group, requests[3:], selected[3:].contiguous())
-
-
-@pytest.mark.parametrize(("dtype", "dim", "group"), GAP_SHAPES)
-@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
-def test_rows_come_from_the_methods_store_and_go_there(
-    dtype: str, dim: int, group: int, share: float, kernels: MakeKernels, device: torch.device
-) -> None:
-    """`share` of the entries are cached; half of the others are kept. All that nothing may read is poisoned."""
-    torch.manual_seed(8)
-    lengths, entries, store_rows = (3000, 1500, 40), 500, 1200
-    cache = RandomCache(lengths, kv_heads=KV_HEADS, dim=dim, dtype=getattr(torch, dtype), device=device, host_rows=True)
-    requests = [cache.request(slot, 16, 3, 60, 76 + slot, slot == 1) for slot in (2, 0, 1)] + [cache.padding()]
-    rows = scattered(cache.select(requests, 450), entries)
-    store = torch.full(
-        (len(lengths) + 1, KV_HEADS, store_rows, 2, dim), POISON, dtype=cache.window.dtype, device=device
-    )
-    cached, keep = torch.full_like(rows, -1), torch.full_like(rows, -1)
-    queries = make_queries(cache, len(requests), group)
-    expected = cache.expected(queries, requests, rows, dim**-0.5)
-    after = store.clone()
-    misses = hits = 0
-    for number, request in enumerate(requests):
-        if request.dense:
-            cached[number], keep[number] = 7, 7  # must be left alone
-            continue
-        pool = cache.extents.read(cache.rows, request.slot, request.length).to(device)
-        for head in range(KV_HEADS):
-            named = (rows[number, head] >= 0).nonzero().flatten()
-            places = rows[number, head, named].long()
-            free = torch.randperm(store_rows, device=device)[: len(named)]
-            hot = torch.rand(len(named), device=device) < share
-            kept = ~hot & (torch.rand(len(named), device=device) < 0.5)
-            cached[number, head, named[hot]] = free[hot].int()
-            keep[number, head, named[kept]] = free[kept].int()
-            store[request.slot, head, free[hot]] = pool[head, places[hot]]
-            after[request.slot, head, free[hot | kept]] = pool[head, places[hot | kept]]
-            for place in places[hot].tolist():
-                (extent, inside, _), *_ = cache.extents.spans(request.slot, place, place + 1)
-                cache.rows[extent, head, inside] = POISON
-            hits, misses = hits + int(hot.sum()), misses + int((~hot).sum())
-    counters = torch.zeros(2, dtype=torch.int64, device=device)
-    attention = make_attention(kernels, cache, group, entries, hot_rows=False, counters=counters)
-    found = run(attention, cache, queries, requests, Selection(rows, store=store, cached=cached, keep=keep))
-    compare(found, expected, requests)
-    assert counters.tolist() == [hits, misses]
-    assert torch.equal(store.nan_to_num(1e4), after.nan_to_num(1e4))
 
 
 @pytest.mark.parametrize(("dtype", "dim", "group"), GAP_SHAPES)
@@ -140,44 +93,61 @@ def drift(selected: Tensor, length: int, share: float) -> Tensor:
     return changed
 
 
+@pytest.mark.parametrize("kept_steps", [1, 3])
 @pytest.mark.parametrize(("dtype", "dim", "group"), [("bfloat16", 128, 4), ("bfloat16", 256, 11), ("float32", 128, 13)])
 @pytest.mark.parametrize("entries", [5, ENTRIES, 300])
 def test_hot_rows_change_nothing_but_where_rows_come_from(
-    dtype: str, dim: int, group: int, entries: int, kernels: MakeKernels, device: torch.device
+    dtype: str, dim: int, group: int, entries: int, kept_steps: int, kernels: MakeKernels, device: torch.device
 ) -> None:
+    """Selections drift. Rows of the last steps are found, whatever their order; all others are read from the pool."""
     torch.manual_seed(4)
-    lengths = (3000, 1500, 40)  # the last has fewer rows than entries, so -1 fills its list
+    lengths = (3000, 1500, 40)  # the last has fewer rows than entries
     cache = RandomCache(lengths, kv_heads=KV_HEADS, dim=dim, dtype=getattr(torch, dtype), device=device, host_rows=True)
-    counters = torch.zeros(2, dtype=torch.int64, device=device)
-    warm = make_attention(kernels, cache, group, entries, counters=counters)
-    cold = make_attention(kernels, cache, group, entries, hot_rows=False)
+    warm = make_attention(kernels, cache, group, entries, kept_steps)
+    cold = make_attention(kernels, cache, group, entries, 0)
+    assert warm.hot is not None
     requests = [cache.request(slot, 16, 3, 60, 76 + slot, False) for slot in range(3)]
     selected = cache.select(requests, entries)
-    held: dict[int, Tensor] = {}
-    for step in range(6):
+    kept: dict[int, list[Tensor]] = {slot: [] for slot in range(3)}
+    for step in range(8):
         batch = [
-            replace(request, position=request.position + step, dense=request.slot == 1 and step == 3)
+            replace(request, position=request.position + step, dense=request.slot == 1 and step == 5)
             for request in requests
-            if not (request.slot == 2 and step == 2)  # not in every batch
+            if not (request.slot == 2 and step == 4)  # not in every batch
         ]
-        rows = selected[[request.slot for request in batch]]
+        rows = scattered(selected[[request.slot for request in batch]], entries)
         queries = make_queries(cache, len(batch), group)
-        counters.zero_()
+        warm.hot.hits.zero_()
         found = run(warm, cache, queries, batch, rows)
         assert torch.equal(found, run(cold, cache, queries, batch, rows)), step
-        hits = misses = 0
-        for number, request in enumerate(batch):
+        for request, own in zip(batch, rows, strict=True):
             if request.dense:
+                kept[request.slot] = []  # what the step before left is found by a later one: no longer foreseen here
                 continue
-            before = held.get(request.slot) if step not in (3, 4) or request.slot == 0 else None
+            steps_before = kept[request.slot][-kept_steps:]
             for head in range(KV_HEADS):
-                own = rows[number, head][rows[number, head] >= 0]
-                hot = int(torch.isin(own, before[head]).sum()) if before is not None else 0
-                hits, misses = hits + hot, misses + len(own) - hot
-            held[request.slot] = rows[number]
-        if step not in (3, 4):  # a step left out leaves both buffers older than `held` tells
-            assert counters.tolist() == [hits, misses], step
+                places = own[head][own[head] >= 0]
+                before = torch.cat([rows[head] for rows in steps_before] or [places[:0]])
+                hits = int(torch.isin(places, before).sum())
+                if step <= 3:
+                    assert warm.hot.hits[request.slot, head].tolist() == [hits, len(places) - hits], step
+            kept[request.slot].append(own)
         selected = torch.stack([drift(selected[slot], lengths[slot], 0.3) for slot in range(3)])
+    assert warm.hot.hit_rate() is not None
+
+
+def test_rows_that_changed_places_are_read_again(kernels: MakeKernels, device: torch.device) -> None:
+    torch.manual_seed(6)
+    cache = RandomCache((500,), kv_heads=KV_HEADS, dim=64, dtype=torch.bfloat16, device=device)
+    attention = make_attention(kernels, cache, 4)
+    assert attention.hot is not None
+    request = cache.request(0, 16, 0, 40, 556, False)
+    selected = cache.select([request], ENTRIES)
+    check(attention, cache, 4, [request], selected)
+    cache.rows.mul_(-1)
+    attention.hot.frames.fill_(NO_FRAME)
+    check(attention, cache, 4, [replace(request, position=557)], selected)
+    assert attention.hot.hits.sum(dim=(0, 1)).tolist() == [0, 2 * KV_HEADS * ENTRIES]
 
 
 def test_forgotten_rows_are_read_again(kernels: MakeKernels, device: torch.device) -> None:
@@ -188,6 +158,7 @@ def test_forgotten_rows_are_read_again(kernels: MakeKernels, device: torch.devic
     selected = cache.select(requests, ENTRIES)
     check(attention, cache, 3, requests, selected)
     cache.rows.mul_(-1)  # another request has the slots
-    attention.forget(0)
-    attention.forget(1)
+    assert attention.hot is not None
+    attention.hot.forget(0)
+    attention.hot.forget(1)
     check(attention, cache, 3, [replace(request, position=557) for request in requests], selected)
