@@ -15,6 +15,10 @@ DEFAULT_PRIORITY = 128
 MAX_PRIORITY = 255
 MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0  # as good as no limit, and far below the longest time that a thread can wait
 REPETITION_PENALTIES = 0.01, 100.0  # smaller and larger penalties can overflow the logits, whose size no client knows
+MAX_PENALTY = 100.0  # of presence and frequency, and of a bias: as good as a ban or an order
+MAX_LOGPROBS = 20  # likeliest tokens whose log probabilities a step may return
+MAX_BAD_WORDS = 256  # every token is compared with all of them
+MAX_BIASED_TOKENS = 1024
 
 
 def _require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:
@@ -26,7 +30,25 @@ def _require(condition: bool, name: str, value: object, limit: str, remedy: str)
 class SamplingParams:
     """Parameters of drawing the next token. Temperature 0 is greedy; top_k 0 and top_p 1 leave the distribution whole.
 
-    They apply in this order: repetition penalty, temperature, top-k, top-p, one draw from the request's own generator.
+    They apply in this order: bias, repetition penalty, presence and frequency penalty, bad words and min_tokens, temperature,
+    top-k, top-p, one draw from the request's own generator.
+
+    Attributes
+    ----------
+    repetition_penalty : float
+        Divides positive and multiplies negative logits of the tokens of prompt and output.
+    presence_penalty, frequency_penalty : float
+        Subtracted from the logits of tokens that have occurred: once, and once for every occurrence. The prompt counts, but for
+        its first `prompt_ignore_length` tokens.
+    min_tokens : int
+        Until so many tokens are generated, no end token is drawn. Stop words end the request all the same.
+    bad_words : tuple of tuple of int
+        Token sequences that the output never contains.
+    logit_bias : tuple of (int, float)
+        Numbers that are added to the logits of tokens.
+    logprobs : int or None
+        Return the log probability of every token, and of as many of the likeliest tokens. They are those of the model's own
+        logits, before anything here changes them. None: return none.
     """
 
     temperature: float = 0.0
@@ -34,6 +56,13 @@ class SamplingParams:
     top_p: float = 1.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    prompt_ignore_length: int = 0
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         finite = math.isfinite(self.temperature) and self.temperature >= 0
@@ -44,6 +73,26 @@ class SamplingParams:
         penalty = low <= self.repetition_penalty <= high
         _require(penalty, "repetition_penalty", self.repetition_penalty, f"in [{low}, {high}]", "1 is no penalty")
         _require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"in [0, {MAX_SEED}]", "any such number will do")
+        within = f"in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]"
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(abs(getattr(self, name)) <= MAX_PENALTY, name, getattr(self, name), within, "0 is no penalty")
+        for name in ("prompt_ignore_length", "min_tokens"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0", "0 is the default")
+        _require(all(self.bad_words), "bad_words", (), "non-empty sequences", "leave empty bad words out")
+        count = len(self.bad_words)
+        _require(count <= MAX_BAD_WORDS, "bad_words", f"{count} words", f"<= {MAX_BAD_WORDS} words", "send fewer")
+        count, limit = len(self.logit_bias), f"<= {MAX_BIASED_TOKENS} tokens"
+        _require(count <= MAX_BIASED_TOKENS, "logit_bias", f"{count} tokens", limit, "send fewer")
+        for token, bias in self.logit_bias:
+            _require(abs(bias) <= MAX_PENALTY, f"logit_bias of token {token}", bias, within, "0 is no bias")
+        fits = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
+        _require(fits, "logprobs", self.logprobs, f"in [0, {MAX_LOGPROBS}]", "0 is the token's own alone")
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether something changes the logits, or they are asked for: then the largest is not enough at temperature 0."""
+        changed = (self.presence_penalty, self.frequency_penalty, self.min_tokens, self.bad_words, self.logit_bias)
+        return self.repetition_penalty != 1 or any(changed) or self.logprobs is not None
 
 
 @dataclass(frozen=True)
@@ -82,6 +131,8 @@ class Request:
             ("input_ids", self.prompt_ids),
             ("end_id", self.end_ids),
             *(("stop_words_list", w) for w in self.stop_words),
+            *(("bad_words_list", w) for w in self.sampling.bad_words),
+            ("logit_bias", tuple(token for token, _ in self.sampling.logit_bias)),
         ):
             bad = next((i for i in ids if not 0 <= i < vocabulary), None)
             _require(bad is None, name, bad, limit, "the vocabulary of the model has no such id")
@@ -107,12 +158,23 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True)
+class LogProbs:
+    """Natural logarithms of the probabilities that the model's logits give a token.
+
+    `token` is that of the token that was drawn; `top` are the likeliest tokens, likeliest first, as (token id, log probability).
+    """
+
+    token: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class StepOutput:
     """Result of one engine step for one request: a token, prefill progress, or the end.
 
     `token_id` is None when the step gave no token (prefill progress; end by end_id, cancellation or error).
     The step's attention read `attended_tokens` of the request's `cached_tokens` per KV head, averaged over the layers; both
-    are 0 for the first token, which prefill computes densely.
+    are 0 for the first token, which prefill computes densely. `logprobs` come with a token, if the request asked for them.
     """
 
     request_id: int
@@ -124,3 +186,4 @@ class StepOutput:
     statistics: RequestStatistics | None = None  # with the first token, and with finish_reason
     error: str = ""  # with FinishReason.ERROR
     code: ErrorCode = ErrorCode.INTERNAL  # with FinishReason.ERROR
+    logprobs: LogProbs | None = None

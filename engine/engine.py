@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -149,7 +150,7 @@ class Engine:
     def prepare(self, request: Request) -> Sequence:
         """Make the sequence of a request, for `enqueue`; raises as `check`. Safe from any thread."""
         self.check(request)
-        sampler = Sampler(request.sampling, self.config.model.vocab_size, request.prompt_ids)
+        sampler = Sampler(request, self.config.model.vocab_size)
         return Sequence(
             next(self._ids), request, sampler, RequestStatistics(len(request.prompt_ids), time.perf_counter())
         )
@@ -264,6 +265,7 @@ class Engine:
         except Exception as error:  # the model's numbers, such as NaN, allow no token
             return self._fail(sequence, error)
         statistics, cached = sequence.statistics, self._cache.tokens[sequence.slot] if attended else 0
+        logprobs = sequence.sampler.logprobs
         statistics.record_token(cached, attended)
         if token in sequence.request.end_ids:
             return self._end(sequence, ended(sequence, FinishReason.END_ID, None, cached, attended))
@@ -271,10 +273,9 @@ class Engine:
         reason = self._finish_reason(sequence)
         if reason is None:
             first = statistics if statistics.generated_tokens == 1 else None
-            return StepOutput(
-                sequence.request_id, token, cached_tokens=cached, attended_tokens=attended, statistics=first
-            )
-        return self._end(sequence, ended(sequence, reason, token, cached, attended))
+            output = StepOutput(sequence.request_id, token, statistics=first, logprobs=logprobs)
+            return replace(output, cached_tokens=cached, attended_tokens=attended)
+        return self._end(sequence, replace(ended(sequence, reason, token, cached, attended), logprobs=logprobs))
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         generated, request = sequence.generated, sequence.request

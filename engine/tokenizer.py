@@ -40,6 +40,14 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
+    def spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """Encode a word as it stands alone and behind a space, which most vocabularies spell differently.
+
+        There are more spellings of a word: these are the two that a model uses by itself.
+        """
+        found = (tuple(self.encode(text, add_special_tokens=False)) for text in (word, " " + word.lstrip(" ")))
+        return tuple(dict.fromkeys(ids for ids in found if ids))
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode token ids to text; bytes that are no UTF-8 become U+FFFD."""
         text: str = self._tokenizer.decode(

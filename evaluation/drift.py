@@ -60,8 +60,8 @@ class ScriptedSampler(Sampler):
     Never greedy: greedy requests on a GPU ask no sampler.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, prompt_ids: Sequence[int], script: Sequence[int]):
-        super().__init__(params, vocab_size, prompt_ids)
+    def __init__(self, request: Request, vocab_size: int, script: Sequence[int]):
+        super().__init__(request, vocab_size)
         self._script = iter(script)
 
     @property
@@ -179,7 +179,7 @@ def submit(engine: Engine, arguments: argparse.Namespace, ids: tuple[int, ...]) 
     # One token comes from prefill; another is left over, so that the last measured step finds the request's rows in place.
     sequence = engine.prepare(Request(prompt, arguments.steps + 2, sampling))
     if arguments.follow:
-        sequence.sampler = ScriptedSampler(sampling, engine.config.model.vocab_size, prompt, script)
+        sequence.sampler = ScriptedSampler(sequence.request, engine.config.model.vocab_size, script)
     engine.enqueue(sequence)
     return sequence.request_id
 

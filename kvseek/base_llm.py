@@ -107,11 +107,12 @@ class BaseLLM:
             raise RequestError(f"sampling_params = {params!r}: must be a kvseek.SamplingParams; make one")
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(prompt, not templated) if isinstance(prompt, str) else _token_ids(prompt)
+        bad_words = tuple(spelling for word in params.bad_words for spelling in self.tokenizer.spellings(word))
         ends = () if params.ignore_eos else self.config.model.eos_token_ids
         request = Request(
             prompt_ids=tuple(ids),
             max_tokens=params.max_tokens,
-            sampling=params,
+            sampling=params.for_engine(bad_words, len(ids)),
             end_ids=(*ends, *params.stop_token_ids),
             priority=priority,
             timeout_seconds=timeout,

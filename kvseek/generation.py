@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvseek.core.errors import KvseekError, UnavailableError
-from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.request import FinishReason, LogProbs, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.text_output import TextOutput
 from kvseek.engine.tokenizer import Tokenizer
@@ -56,6 +56,7 @@ class Generation:
         self._text: list[str] = []
         self._cached: list[int] = []  # tokens in the cache, at each decode step
         self._attended: list[float] = []  # of those, attended to
+        self._logprobs: list[LogProbs] = []
         self._statistics: RequestStatistics | None = None
 
     def push(self, output: StepOutput) -> OutputPiece | None:
@@ -72,6 +73,8 @@ class Generation:
         if output.cached_tokens:
             self._cached.append(output.cached_tokens)
             self._attended.append(output.attended_tokens)
+        if output.logprobs is not None:
+            self._logprobs.append(output.logprobs)
         text = self._words.push(output)
         self._text.append(text)
         ids = () if output.token_id is None else (output.token_id,)
@@ -95,5 +98,6 @@ class Generation:
             queue_seconds=0.0 if times is None else times.queue_seconds,
             ttft_seconds=0.0 if times is None else times.ttft_seconds,
             tpot_seconds=0.0 if times is None else times.tpot_seconds,
+            logprobs=None if self.request.sampling.logprobs is None else tuple(self._logprobs),
             error=error,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvseek.core.request import FinishReason
+from kvseek.core.request import FinishReason, LogProbs
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class RequestOutput:
         Time to first token: from submission, waiting included.
     tpot_seconds : float
         Time per output token after the first; 0 with fewer than two tokens.
+    logprobs : tuple of LogProbs, or None
+        Log probabilities of each token of `token_ids`, if `SamplingParams.logprobs` asked for them.
     error : str
         What failed, with finish_reason "error"; else empty.
     """
@@ -52,6 +54,7 @@ class RequestOutput:
     queue_seconds: float = 0.0
     ttft_seconds: float = 0.0
     tpot_seconds: float = 0.0
+    logprobs: tuple[LogProbs, ...] | None = None
     error: str = ""
 
     @property

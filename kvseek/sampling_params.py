@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from kvseek.core import request
@@ -14,8 +14,8 @@ DEFAULT_MAX_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class SamplingParams(request.SamplingParams):
-    """Sampling of one request. Names are vLLM's; the meaning of the first five is that of the engine (core/request.py).
+class SamplingParams:
+    """Sampling of one request. Names and meanings are vLLM's; two defaults differ: `temperature` and `max_tokens`.
 
     Parameters
     ----------
@@ -37,6 +37,17 @@ class SamplingParams(request.SamplingParams):
         Tokens that end the output beside the model's own end tokens, and are not part of it.
     ignore_eos : bool
         Whether to treat the model's own end tokens like other tokens.
+    presence_penalty, frequency_penalty : float
+        Subtracted from the logits of tokens that are in the output: once, and once for each time. -100 to 100.
+    min_tokens : int
+        Tokens to generate before an end token may be drawn.
+    bad_words : str or sequence of str
+        Words that are not generated, as the tokenizer spells them alone and behind a space.
+    logit_bias : mapping of int to float
+        Numbers from -100 to 100 that are added to the logits of tokens.
+    logprobs : int or None
+        Return the log probability of every generated token, and of so many likeliest tokens, at most 20, as the model gives
+        them before any of these parameters changes them.
 
     Raises
     ------
@@ -45,10 +56,21 @@ class SamplingParams(request.SamplingParams):
         when a request is made.
     """
 
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
     max_tokens: int = DEFAULT_MAX_TOKENS
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    bad_words: str | Sequence[str] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    logprobs: int | None = None
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         """Refuse unknown parameters by name; Python's own TypeError would not list the known ones."""
@@ -61,7 +83,17 @@ class SamplingParams(request.SamplingParams):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        words = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", words)  # as tuples: equal parameters are equal, whatever they were given as
+        # As tuples and a dict of its own: equal parameters are equal, whatever they were given as.
+        for name in ("stop", "bad_words"):
+            words = getattr(self, name)
+            object.__setattr__(self, name, (words,) if isinstance(words, str) else tuple(words))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        self.for_engine((), 0)  # raises on a number that is out of range
+
+    def for_engine(self, bad_words: tuple[tuple[int, ...], ...], prompt_tokens: int) -> request.SamplingParams:
+        """Make the engine's parameters of these, for a prompt of so many tokens and with the bad words as tokens."""
+        names = [one.name for one in dataclasses.fields(request.SamplingParams)]
+        shared = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        shared |= {"bad_words": bad_words, "logit_bias": tuple(self.logit_bias.items())}
+        return request.SamplingParams(**shared, prompt_ignore_length=prompt_tokens)

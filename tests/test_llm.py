@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,31 @@ def test_a_parameter_set_for_each_prompt(llm: LLM, expected: list[list[int]]) ->
     drawn = [SamplingParams(max_tokens=8, temperature=1.5, seed=seed, ignore_eos=True) for seed in (1, 2, 1)]
     first, other, again = (output.token_ids for output in llm.generate([PROMPTS[0]] * 3, drawn))
     assert first == again != other
+
+
+def test_log_probabilities_and_what_changes_logits(llm: LLM) -> None:
+    (plain,) = llm.generate([PROMPTS[0]], GREEDY)
+    assert plain.logprobs is None
+    (told,) = llm.generate([PROMPTS[0]], replace(GREEDY, logprobs=2))
+    assert told.token_ids == plain.token_ids
+    assert told.logprobs is not None
+    assert [one.top[0] for one in told.logprobs] == [
+        (i, one.token) for i, one in zip(told.token_ids, told.logprobs, strict=True)
+    ]
+    assert all(len(one.top) == 2 and one.token <= 0 for one in told.logprobs)
+    first = plain.token_ids[0]
+    (biased,) = llm.generate([PROMPTS[0]], replace(GREEDY, logit_bias={first: -100.0}))
+    assert first not in biased.token_ids
+    (forced,) = llm.generate([PROMPTS[0]], replace(GREEDY, logit_bias={7: 100.0}))
+    assert set(forced.token_ids) == {7}
+    (varied,) = llm.generate(
+        [PROMPTS[0]], replace(GREEDY, logit_bias={7: 100.0}, frequency_penalty=100.0, max_tokens=4)
+    )
+    assert varied.token_ids.count(7) < 4
+    text = next(word for word in plain.text.split() if word)
+    (without,) = llm.generate([PROMPTS[0]], replace(GREEDY, bad_words=text))
+    for spelling in llm.tokenizer.spellings(text):
+        assert all(without.token_ids[at : at + len(spelling)] != spelling for at in range(len(without.token_ids)))
 
 
 def test_pieces_add_up_to_the_outputs(llm: LLM) -> None:

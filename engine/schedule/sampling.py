@@ -1,14 +1,12 @@
-"""Draws the next token of one request: repetition penalty, temperature, top-k, top-p, one draw."""
+"""Draws the next token of one request: bias, penalties, bad words, temperature, top-k, top-p, one draw."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvseek.core.errors import RequestError
-from kvseek.core.request import SamplingParams
+from kvseek.core.request import LogProbs, Request
 
 NO_TOKEN = -1  # stands for a greedy token if the largest logit is not finite
 
@@ -22,20 +20,26 @@ class Sampler:
     ----------
     vocab_size : int
         Length of the logits.
-    prompt_ids : sequence of int
-        Tokens that the repetition penalty counts as seen from the start.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, prompt_ids: Sequence[int]) -> None:
-        self.params = params
-        self._generator = torch.Generator().manual_seed(params.seed)
-        self._vocab_size, self._prompt_ids = vocab_size, prompt_ids
+    def __init__(self, request: Request, vocab_size: int) -> None:
+        self.params = request.sampling
+        self._generator = torch.Generator().manual_seed(self.params.seed)
+        self._vocab_size, self._prompt_ids, self._end_ids = vocab_size, request.prompt_ids, request.end_ids
+        self._generated: list[int] = []
         self._seen: Tensor | None = None  # made at first use, by the engine's thread: see EngineService.load
+        self._counts: Tensor | None = None
+        self._logprobs: LogProbs | None = None
 
     @property
     def greedy(self) -> bool:
-        """Whether the next token is the one with the largest logit, whatever was drawn before (`greedy_token`)."""
-        return self.params.temperature == 0 and self.params.repetition_penalty == 1
+        """Whether the next token is the one with the largest logit, and nothing else is asked for (`greedy_token`)."""
+        return self.params.temperature == 0 and not self.params.needs_logits
+
+    @property
+    def logprobs(self) -> LogProbs | None:
+        """Log probabilities of the last token, if the request asks for them."""
+        return self._logprobs
 
     @torch.inference_mode()
     def sample(self, logits: Tensor) -> int:
@@ -49,23 +53,58 @@ class Sampler:
         Raises
         ------
         RequestError
-            If a logit is NaN or +inf, or all are -inf.
+            If a logit is NaN or +inf, all are -inf, or bad words leave no token.
         """
-        scores = logits
-        if self.params.repetition_penalty != 1:
-            if self._seen is None:
-                self._seen = torch.zeros(self._vocab_size, dtype=torch.bool)
-                self._seen[torch.tensor(self._prompt_ids, dtype=torch.long)] = True
-            scores = penalise(scores, self._seen, self.params.repetition_penalty)
-        best, token = scores.max(dim=0)  # of equal scores the lowest id; a NaN anywhere comes out as the maximum
+        best = logits.max()  # a NaN anywhere comes out as the maximum
         if not torch.isfinite(best):
             raise not_finite(float(best))
+        scores = self._adjusted(logits)
+        best, token = scores.max(dim=0)  # of equal scores the lowest id
+        if not torch.isfinite(best):
+            raise RequestError("bad_words, min_tokens: together they leave no token to draw; send fewer bad words")
         if self.params.temperature > 0:
             token = self._draw(scores)
         drawn = int(token)
+        if self.params.logprobs is not None:
+            self._logprobs = log_probabilities(logits, drawn, self.params.logprobs)
+        self._note(drawn)
+        return drawn
+
+    def _adjusted(self, logits: Tensor) -> Tensor:
+        """Apply all that changes logits before the temperature; the result may be `logits` itself."""
+        params, scores = self.params, logits
+        if params.logit_bias:
+            ids, biases = zip(*params.logit_bias, strict=True)
+            scores = scores.index_add(0, torch.tensor(ids), torch.tensor(biases, dtype=scores.dtype))
+        if params.repetition_penalty != 1:
+            if self._seen is None:
+                self._seen = torch.zeros(self._vocab_size, dtype=torch.bool)
+                self._seen[torch.tensor(self._prompt_ids, dtype=torch.long)] = True
+            scores = penalise(scores, self._seen, params.repetition_penalty)
+        if params.presence_penalty or params.frequency_penalty:
+            if self._counts is None:
+                counted = torch.tensor(self._prompt_ids[params.prompt_ignore_length :], dtype=torch.long)
+                self._counts = torch.bincount(counted, minlength=self._vocab_size).float()
+            scores = scores - params.presence_penalty * (self._counts > 0) - params.frequency_penalty * self._counts
+        banned = self._banned()
+        if banned:
+            scores = scores.index_fill(0, torch.tensor(banned), -torch.inf)
+        return scores
+
+    def _banned(self) -> list[int]:
+        """Return the tokens that must not come next: end tokens before min_tokens, and the last tokens of bad words."""
+        generated = tuple(self._generated)
+        early = self._end_ids if len(generated) < self.params.min_tokens else ()
+        begun = (word for word in self.params.bad_words if generated[len(generated) - len(word) + 1 :] == word[:-1])
+        return [*early, *(word[-1] for word in begun)]
+
+    def _note(self, drawn: int) -> None:
         if self._seen is not None:
             self._seen[drawn] = True
-        return drawn
+        if self._counts is not None:
+            self._counts[drawn] += 1
+        if self.params.bad_words or self.params.min_tokens:
+            self._generated.append(drawn)
 
     def _draw(self, scores: Tensor) -> Tensor:
         ids, probabilities = candidates(scores, self.params.temperature, self.params.top_k, self.params.top_p)
@@ -73,6 +112,13 @@ class Sampler:
         target = torch.rand((), generator=self._generator, dtype=torch.float64) * cumulative[-1]
         # right=True passes over tokens of probability 0; target < cumulative[-1], so the index is in range
         return ids[torch.searchsorted(cumulative, target, right=True)]
+
+
+def log_probabilities(logits: Tensor, token: int, count: int) -> LogProbs:
+    """Compute the log probabilities of a token and of the `count` likeliest, for float32 logits [vocabulary]."""
+    values = logits.log_softmax(dim=0)
+    best, ids = values.topk(min(count, values.shape[0]))
+    return LogProbs(float(values[token]), tuple(zip(ids.tolist(), best.tolist(), strict=True)))
 
 
 def greedy_token(logits: Tensor) -> int:

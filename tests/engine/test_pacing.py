@@ -107,7 +107,7 @@ class Server:
     def arrive(self, tokens: int) -> int:
         number, request = len(self._arrived), Request((1,) * tokens, 4)
         statistics = RequestStatistics(tokens, 0.0)
-        self._unread.append(Sequence(number, request, Sampler(request.sampling, 10, ()), statistics, number))
+        self._unread.append(Sequence(number, request, Sampler(request, 10), statistics, number))
         self._arrived[number] = len(self.steps)
         return number
 

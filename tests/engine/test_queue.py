@@ -18,7 +18,7 @@ def make(
     number: int, at: float = 0.0, *, tokens: int = 1, priority: int = 128, timeout: float | None = None
 ) -> Sequence:
     request = Request((1,) * tokens, 4, priority=priority, timeout_seconds=timeout)
-    return Sequence(number, request, Sampler(request.sampling, 10, ()), RequestStatistics(tokens, at))
+    return Sequence(number, request, Sampler(request, 10), RequestStatistics(tokens, at))
 
 
 def drain(queue: RequestQueue) -> list[int]:

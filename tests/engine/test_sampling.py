@@ -4,10 +4,18 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from kvseek.core.errors import RequestError
-from kvseek.core.request import SamplingParams
+from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.schedule.sampling import Sampler, candidates, penalise
 
 VOCABULARY = 500
@@ -22,8 +30,14 @@ def random_logits(seed: int, size: int = VOCABULARY) -> torch.Tensor:
     return torch.special.ndtri(parts / size) * 4
 
 
+def make(
+    params: SamplingParams, size: int = VOCABULARY, prompt: tuple[int, ...] = (), ends: tuple[int, ...] = ()
+) -> Sampler:
+    return Sampler(Request(prompt, 1, params, end_ids=ends), size)
+
+
 def draw(params: SamplingParams, rows: torch.Tensor, prompt: tuple[int, ...] = ()) -> list[int]:
-    sampler = Sampler(params, rows.shape[1], prompt)
+    sampler = make(params, rows.shape[1], prompt)
     return [sampler.sample(row) for row in rows]
 
 
@@ -57,9 +71,81 @@ def test_repetition_penalty_agrees_with_transformers(seed, previous, penalty):
 
 def test_repetition_penalty_counts_prompt_and_drawn_tokens():
     logits = torch.tensor([1.0, 0.9, 0.8, -5.0])
-    sampler = Sampler(SamplingParams(repetition_penalty=1.5), 4, (0,))
+    sampler = make(SamplingParams(repetition_penalty=1.5), 4, (0,))
     assert [sampler.sample(logits) for _ in range(4)] == [1, 2, 0, 0]
     assert logits.tolist() == pytest.approx([1.0, 0.9, 0.8, -5.0])  # the engine's tensor is not changed
+
+
+@given(seeds, st.lists(st.integers(0, 5), max_size=9), st.integers(0, 9), st.floats(-2, 2), st.floats(-2, 2))
+@settings(max_examples=50, deadline=None)
+def test_presence_and_frequency_penalties_count_prompt_and_output(seed, prompt, ignored, presence, frequency):
+    """OpenAI's formula, by hand: c occurrences cost c times the one, and once the other."""
+    rows = torch.stack([random_logits(seed + step, 6) for step in range(8)])
+    penalties = {"presence_penalty": presence, "frequency_penalty": frequency, "prompt_ignore_length": ignored}
+    sampler, seen = make(SamplingParams(**penalties), 6, tuple(prompt)), prompt[ignored:]
+    for row in rows:
+        counts = [seen.count(token) for token in range(6)]
+        values = [float(row[token]) - frequency * c - presence * (c > 0) for token, c in enumerate(counts)]
+        second, best = sorted(values)[-2:]
+        drawn = sampler.sample(row)
+        assert drawn == values.index(best) or best - second < 1e-5
+        seen = [*seen, drawn]
+
+
+@given(seeds, st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_bad_words_agree_with_transformers(seed, words):
+    assume(len({word[0] for word in words if len(word) == 1}) < 4)  # a token is left
+    sampler, drawn = make(SamplingParams(bad_words=tuple(map(tuple, words))), 4, prompt=(0, 1, 2)), []
+    processor = NoBadWordsLogitsProcessor(words)
+    for step in range(12):
+        row = random_logits(seed + step, 4)
+        # An id that no word has stands for the prompt, of which bad words do not count.
+        scores = processor(torch.tensor([[9, *drawn]]), torch.cat((row, torch.zeros(6)))[None])[0, :4]
+        if not scores.isfinite().any():
+            with pytest.raises(RequestError, match="bad_words, min_tokens: together they leave no token"):
+                sampler.sample(row)
+            return
+        drawn.append(sampler.sample(row))
+        assert drawn[-1] == int(scores.argmax())
+
+
+def test_end_tokens_come_late_and_biases_count_as_in_transformers():
+    rows = [random_logits(step) for step in range(6)]
+    ends = [int(row.argmax()) for row in rows[:2]]
+    bias = {int(rows[4].topk(9).indices[8]): 50.0, int(rows[5].argmax()): -50.0}
+    params = SamplingParams(min_tokens=3, logit_bias=tuple(bias.items()))
+    sampler, drawn = make(params, ends=tuple(ends)), []
+    late = MinNewTokensLengthLogitsProcessor(1, 3, ends)
+    biased = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
+    for row in rows:
+        ids = torch.tensor([[1, *drawn]])
+        drawn.append(sampler.sample(row))
+        assert drawn[-1] == int(late(ids, biased(ids, row[None])).argmax())
+    assert not set(drawn[:3]) & set(ends)
+
+
+def test_log_probabilities_are_those_of_the_models_logits():
+    logits = random_logits(5)
+    params = SamplingParams(temperature=0.5, top_k=3, repetition_penalty=2.0, logit_bias=((7, 3.0),), logprobs=4)
+    sampler = make(params, prompt=(1, 2))
+    assert sampler.logprobs is None
+    drawn, expected = sampler.sample(logits), logits.log_softmax(0)
+    found = sampler.logprobs
+    assert found.token == pytest.approx(float(expected[drawn]))
+    assert [token for token, _ in found.top] == expected.topk(4).indices.tolist()
+    assert [value for _, value in found.top] == pytest.approx(expected.topk(4).values.tolist())
+    sampler = make(SamplingParams(logprobs=0))
+    sampler.sample(logits)
+    assert sampler.logprobs.top == ()
+
+
+def test_only_plain_requests_are_greedy():
+    plain = (SamplingParams(), SamplingParams(top_k=3, top_p=0.5, seed=9, prompt_ignore_length=4))
+    assert all(make(params).greedy for params in plain)
+    changes = {"temperature": 0.1, "repetition_penalty": 1.1, "presence_penalty": -1, "frequency_penalty": 0.1}
+    changes |= {"min_tokens": 1, "bad_words": ((1,),), "logit_bias": ((1, 1.0),), "logprobs": 0}
+    assert not any(make(SamplingParams(**{name: value})).greedy for name, value in changes.items())
 
 
 @given(seeds)
@@ -106,7 +192,7 @@ def test_draws_do_not_depend_on_other_requests():
     rows = torch.stack([random_logits(i) for i in range(20)])
     params = [SamplingParams(temperature=0.8, top_p=0.9, seed=seed) for seed in range(4)]
     alone = [draw(p, rows) for p in params]
-    samplers = [Sampler(p, VOCABULARY, ()) for p in params]
+    samplers = [make(p) for p in params]
     torch.manual_seed(0)
     together = [[] for _ in params]
     for row in rows:
@@ -117,7 +203,7 @@ def test_draws_do_not_depend_on_other_requests():
 
 def test_draws_follow_the_distribution():
     probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125, 0.0])
-    sampler = Sampler(SamplingParams(temperature=1.0, seed=3), 5, ())
+    sampler = make(SamplingParams(temperature=1.0, seed=3), 5)
     drawn = torch.tensor([sampler.sample(probabilities.log()) for _ in range(4000)])
     share = drawn.bincount(minlength=5) / drawn.numel()
     assert share[4] == 0  # -inf is never drawn
@@ -140,15 +226,40 @@ def test_logits_that_are_no_numbers_fail_the_request(params, bad):
         logits = random_logits(2)
         logits[position] = bad
         with pytest.raises(RequestError, match=r"logits: the largest is (nan|inf), must be finite"):
-            Sampler(params, VOCABULARY, (17,)).sample(logits)
+            make(params, prompt=(17,)).sample(logits)
     with pytest.raises(RequestError, match="-inf"):
-        Sampler(params, VOCABULARY, ()).sample(torch.full((VOCABULARY,), float("-inf")))
+        make(params).sample(torch.full((VOCABULARY,), float("-inf")))
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("temperature", -1.0), ("temperature", float("nan")), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5), ("seed", -1)],
+    [
+        *(
+            ("temperature", -1.0),
+            ("temperature", float("nan")),
+            ("top_k", -1),
+            ("top_p", 0.0),
+            ("top_p", 1.5),
+            ("seed", -1),
+        ),
+        *(("presence_penalty", 101), ("frequency_penalty", float("nan")), ("min_tokens", -1), ("logprobs", 21)),
+        ("prompt_ignore_length", -1),
+    ],
 )
 def test_bad_parameters_are_named(field, value):
     with pytest.raises(RequestError, match=f"{field} = {value}"):
         SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bad_words": ((),)}, "bad_words = \\(\\): must be non-empty"),
+        ({"bad_words": ((1,),) * 257}, "bad_words = '257 words': must be <= 256 words"),
+        ({"logit_bias": ((1, 101.0),)}, "logit_bias of token 1 = 101.0: must be in"),
+        ({"logit_bias": ((1, 1.0),) * 1025}, "logit_bias = '1025 tokens': must be <= 1024 tokens"),
+    ],
+)
+def test_bad_lists_are_named(fields, message):
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**fields)

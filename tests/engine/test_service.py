@@ -195,7 +195,7 @@ from kvseek.engine.service import EngineService
 
 before = len(os.listdir("/proc/self/task"))
 service = EngineService.load(Path(sys.argv[1]), threads=2)
-Sampler(SamplingParams(repetition_penalty=1.5), 1_000_000, range(100_000))  # made by the thread that submits
+Sampler(Request(tuple(range(100_000)), 1, SamplingParams(repetition_penalty=1.5)), 1_000_000)  # made by the thread that submits
 service.submit(Request(tuple(range(60)), 4), lambda output: None)
 service.drain(60)
 print(len(os.listdir("/proc/self/task")) - before)

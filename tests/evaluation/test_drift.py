@@ -105,11 +105,11 @@ def test_following_feeds_the_document(
 
 
 def test_the_script_ends_in_draws() -> None:
-    sampler = drift.ScriptedSampler(SamplingParams(), 4, (1,), [3, 1])
+    sampler = drift.ScriptedSampler(Request((1,), 3), 4, [3, 1])
     assert not sampler.greedy
     assert [sampler.sample(torch.tensor([0.0, 0.0, 5.0, 0.0])) for _ in range(3)] == [3, 1, 2]
     with pytest.raises(RequestError, match="must be finite"):
-        drift.ScriptedSampler(SamplingParams(), 4, (1,), [3]).sample(torch.tensor([0.0, float("nan")]))
+        drift.ScriptedSampler(Request((1,), 3), 4, [3]).sample(torch.tensor([0.0, float("nan")]))
 
 
 def test_the_needle_document_is_followed(needle_folder: Path, build_engine: BuildEngine) -> None:

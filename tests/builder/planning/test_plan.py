@@ -88,7 +88,7 @@ def admitted(own: FitSearch, context: int, batch: int, attempt: Attempt) -> int:
     for number in range(batch):
         request = Request((0,) * (context - 8), max_tokens=8)
         statistics = RequestStatistics(prompt_tokens=context - 8, submitted_at=0.0)
-        scheduler.queue.push(Sequence(number, request, Sampler(request.sampling, 384, ()), statistics))
+        scheduler.queue.push(Sequence(number, request, Sampler(request, 384), statistics))
     while (sequence := scheduler.admit()) is not None:
         scheduler.open(sequence)
     return len(scheduler.running)
