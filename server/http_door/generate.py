@@ -122,7 +122,7 @@ class GenerateRoutes:
                         self._generations.stop(body.request_id)
                     else:
                         made = self._generations.made(
-                            ticket, lambda: self._factory.make(model, body.tensors), model == TEXT_MODEL
+                            ticket, lambda: self._factory.make_one(model, body.tensors), model == TEXT_MODEL
                         )
                         served = await stack.enter_async_context(made)
             chunks = _nothing()

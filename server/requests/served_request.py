@@ -7,17 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.errors import TimeoutExpiredError
+from kvseek.core.errors import RequestError, TimeoutExpiredError
 from kvseek.core.request import Request, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 
-from .text_request import TextRequest
-from .token_request import TokenRequest
+from .text_request import text_requests
+from .token_request import token_requests
 from .translation import Tensors
 
 TEXT_MODEL = "tensorrt_llm_bls"
 TOKEN_MODEL = "tensorrt_llm"
 MODELS = (TOKEN_MODEL, TEXT_MODEL)
+ALIASES = {"ensemble": TEXT_MODEL}  # other names of models, under which TensorRT-LLM's clients ask for them
 MAX_ID_CHARACTERS = 256  # most characters of a client's id of its request
 Chunk = dict[str, Any]  # name of an output → its value: a str, a number, or a list of token ids
 
@@ -64,11 +65,32 @@ class RequestFactory:
     config: EngineConfig
     tokenizer: Tokenizer
 
-    def make(self, model: str, tensors: Tensors) -> ServedRequest:
-        """Make the request that tensors, [1, n] each, ask `model` for.
+    def make(self, model: str, tensors: Tensors) -> list[list[ServedRequest]]:
+        """Make the requests that tensors, [batch, ...] each, ask `model` for: of each prompt, its sequences.
 
         Tokenises text, which may take long. Raises RequestError on any input that cannot be served.
         """
+        sizes = {name: tensor.shape[0] for name, tensor in tensors.items()}
+        batch = max(sizes.values())
+        for name, size in sizes.items():
+            if size != batch:
+                raise RequestError(f"{name} has {size} rows: must be {batch}, one for each prompt; send as many")
+        return [
+            self._sequences(model, {name: each[row : row + 1] for name, each in tensors.items()})
+            for row in range(batch)
+        ]
+
+    def make_one(self, model: str, tensors: Tensors) -> ServedRequest:
+        """Make the request of one prompt for one sequence; raises RequestError if more are asked for."""
+        made = self.make(model, tensors)
+        if len(made) != 1 or len(made[0]) != 1:
+            count = len(made) * len(made[0])
+            raise RequestError(
+                f"num_return_sequences = {count}: must be 1 over HTTP; use gRPC, or send several requests"
+            )
+        return made[0][0]
+
+    def _sequences(self, model: str, tensors: Tensors) -> list[ServedRequest]:
         if model == TOKEN_MODEL:
-            return TokenRequest(tensors, self.config.model.eos_token_ids)
-        return TextRequest(tensors, self.tokenizer, self.config)
+            return [*token_requests(tensors, self.config.model.eos_token_ids)]
+        return [*text_requests(tensors, self.tokenizer, self.config)]

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
-from kvseek.core.request import FinishReason, StepOutput
+from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.text_output import TextOutput
 from kvseek.engine.tokenizer import Tokenizer
 
+from .log_probs import RunningLogProbs
 from .translation import (
     MAX_STOP_WORDS,
     Tensors,
     end_ids,
     make_request,
+    numbered,
     refuse_unsupported,
     sampling_params,
     scalar,
+    sequences,
     text,
     texts,
 )
@@ -33,27 +37,10 @@ def max_text_bytes(config: EngineConfig, tokenizer: Tokenizer) -> int:
 
 
 class TextRequest:
-    """See ServedRequest. A stop word is found in the text, whatever tokens it is spelt with, and is not part of the output.
+    """See ServedRequest. A stop word is found in the text, whatever tokens it is spelt with, and is not part of the output."""
 
-    Raises
-    ------
-    RequestError
-        From the constructor, on any input that cannot be served.
-    """
-
-    def __init__(self, tensors: Tensors, tokenizer: Tokenizer, config: EngineConfig) -> None:
-        refuse_unsupported(tensors)
-        if texts(tensors, "bad_words"):
-            raise RequestError("bad_words: must be empty; kvseek does not support it, leave it out")
-        sampling = sampling_params(tensors, "top_k", "top_p")  # errors name the inputs as the client knows them
-        stop_words = _stop_words(tensors)
-        prompt = _prompt(tensors, max_text_bytes(config, tokenizer))
-        use_template = bool(scalar(tensors, "apply_chat_template", False))
-        if use_template:
-            prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-        prompt_ids = _encode(tokenizer, prompt, not use_template, config.max_input_len)
-        ends = end_ids(tensors, config.model.eos_token_ids)
-        self.request = make_request(tensors, prompt_ids, "max_tokens", sampling, ends)
+    def __init__(self, request: Request, prompt: str, tensors: Tensors, tokenizer: Tokenizer) -> None:
+        self.request = request
         self.streaming = bool(scalar(tensors, "stream", False))
         self.ended = False
         self._wants = {
@@ -62,7 +49,8 @@ class TextRequest:
         }
         echo = not self.streaming and not scalar(tensors, "exclude_input_in_output", False)
         self._text = prompt if echo else ""
-        self._output = TextOutput(tokenizer, stop_words)
+        self._output = TextOutput(tokenizer, _stop_words(tensors))
+        self._log_probs = RunningLogProbs(request)
 
     def push(self, output: StepOutput) -> Iterator[dict[str, Any]]:
         """See ServedRequest."""
@@ -72,6 +60,7 @@ class TextRequest:
             return
         if self.ended:
             return  # tokens drawn before the cancellation arrived
+        self._log_probs.push(output)
         self._text += self._output.push(output)
         reason = self._output.finish_reason
         self.ended = reason is FinishReason.STOP_WORD
@@ -86,12 +75,46 @@ class TextRequest:
             "cached_tokens": output.cached_tokens,
             "attended_tokens": output.attended_tokens,
             "prefill_progress": output.prefill_progress,
+            **self._log_probs.take(),
         }
         if self._wants["return_num_input_tokens"]:
             chunk["num_input_tokens"] = len(self.request.prompt_ids)
         if self._wants["return_num_output_tokens"]:
             chunk["num_output_tokens"] = len(self._output.token_ids)
         return chunk
+
+
+def text_requests(tensors: Tensors, tokenizer: Tokenizer, config: EngineConfig) -> list[TextRequest]:
+    """Make the sequences that tensors, [1, ...] each, ask for; raises RequestError on any input that cannot be served."""
+    refuse_unsupported(tensors)
+    bad_words = tuple(spelling for word in _words(tensors, "bad_words") for spelling in tokenizer.spellings(word))
+    sampling = sampling_params(tensors, "top_k", "top_p", bad_words, _logit_bias(tensors, tokenizer))
+    count = sequences(tensors)
+    _stop_words(tensors)  # refused before the prompt is tokenised
+    prompt = _prompt(tensors, max_text_bytes(config, tokenizer))
+    use_template = bool(scalar(tensors, "apply_chat_template", False))
+    if use_template:
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+    prompt_ids = _encode(tokenizer, prompt, not use_template, config.max_input_len)
+    ends = end_ids(tensors, config.model.eos_token_ids)
+    request = make_request(tensors, prompt_ids, "max_tokens", sampling, ends)
+    return [TextRequest(numbered(request, number), prompt, tensors, tokenizer) for number in range(count)]
+
+
+def _logit_bias(tensors: Tensors, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
+    """Read biases: each token of a word, however the word is spelt, gets the word's weight; several weights add up."""
+    words = _words(tensors, "embedding_bias_words")
+    weights = tensors["embedding_bias_weights"].reshape(-1).tolist() if "embedding_bias_weights" in tensors else []
+    if len(words) != len(weights):
+        raise RequestError(
+            f"embedding_bias_weights has {len(weights)} numbers: must be {len(words)}, one for each of embedding_bias_words; "
+            "send as many"
+        )
+    biases: Counter[int] = Counter()
+    for word, weight in zip(words, weights, strict=True):
+        for token in {token for spelling in tokenizer.spellings(word) for token in spelling}:
+            biases[token] += weight
+    return tuple(biases.items())
 
 
 def _prompt(tensors: Tensors, limit: int) -> str:
@@ -123,11 +146,15 @@ def _encode(tokenizer: Tokenizer, prompt: str, add_special_tokens: bool, max_tok
 
 
 def _stop_words(tensors: Tensors) -> tuple[str, ...]:
-    """Read the stop words of a request. Their number is limited, because every token is compared with all of them."""
-    words = texts(tensors, "stop_words")
+    return _words(tensors, "stop_words")
+
+
+def _words(tensors: Tensors, name: str) -> tuple[str, ...]:
+    """Read words of a request. Their number is limited, because every token is compared with all of them."""
+    words = texts(tensors, name)
     if len(words) > MAX_STOP_WORDS:
-        raise RequestError(f"stop_words has {len(words)} words: must be <= {MAX_STOP_WORDS}; send fewer")
+        raise RequestError(f"{name} has {len(words)} words: must be <= {MAX_STOP_WORDS}; send fewer")
     longest = max((len(word.encode()) for word in words), default=0)
     if longest > MAX_STOP_WORD_BYTES:
-        raise RequestError(f"stop_words: one has {longest} bytes: must be <= {MAX_STOP_WORD_BYTES}; shorten it")
+        raise RequestError(f"{name}: one has {longest} bytes: must be <= {MAX_STOP_WORD_BYTES}; shorten it")
     return words

@@ -1,34 +1,31 @@
-"""One request of the token model: makes a request of the engine from tensors, and token ids from outputs. No Triton here."""
+"""One sequence of the token model: makes a request of the engine from tensors, and token ids from outputs. No Triton here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from kvseek.core.request import StepOutput
+from kvseek.core.request import Request, StepOutput
 
-from .translation import Tensors, engine_request, scalar
+from .log_probs import RunningLogProbs
+from .translation import Tensors, engine_request, numbered, scalar, sequences
 
 
 class TokenRequest:
-    """See ServedRequest. A complete answer begins with its prompt unless `exclude_input_in_output`, as in TensorRT-LLM.
+    """See ServedRequest. A complete answer begins with its prompt unless `exclude_input_in_output`, as in TensorRT-LLM."""
 
-    Raises
-    ------
-    RequestError
-        From the constructor, on any input that cannot be served.
-    """
-
-    def __init__(self, tensors: Tensors, default_end_ids: tuple[int, ...]) -> None:
-        self.request = engine_request(tensors, default_end_ids)
+    def __init__(self, request: Request, tensors: Tensors) -> None:
+        self.request = request
         self.streaming = bool(scalar(tensors, "streaming", False))
         self.ended = False
         self._wants_progress = bool(scalar(tensors, "return_prefill_progress", False))
+        self._log_probs = RunningLogProbs(request)
         excluded = self.streaming or scalar(tensors, "exclude_input_in_output", False)
         self._ids = [] if excluded else list(self.request.prompt_ids)
 
     def push(self, output: StepOutput) -> Iterator[dict[str, Any]]:
         """See ServedRequest."""
+        self._log_probs.push(output)
         if output.token_id is not None:
             self._ids.append(output.token_id)
         last = output.finish_reason is not None
@@ -43,6 +40,13 @@ class TokenRequest:
             "cached_tokens": output.cached_tokens,
             "attended_tokens": output.attended_tokens,
             "prefill_progress": output.prefill_progress,
+            **self._log_probs.take(),
         }
         if self.streaming and not progress:
             self._ids = []
+
+
+def token_requests(tensors: Tensors, default_end_ids: tuple[int, ...]) -> list[TokenRequest]:
+    """Make the sequences that tensors, [1, ...] each, ask for; raises RequestError on any input that cannot be served."""
+    request = engine_request(tensors, default_end_ids)
+    return [TokenRequest(numbered(request, number), tensors) for number in range(sequences(tensors))]

@@ -15,22 +15,19 @@ from typing import Any
 from numpy.typing import NDArray
 
 from kvseek.core.errors import RequestError
-from kvseek.core.request import DEFAULT_PRIORITY, Request, SamplingParams
+from kvseek.core.request import DEFAULT_PRIORITY, MAX_SEED, Request, SamplingParams
 
 Tensors = Mapping[str, NDArray[Any]]
 
 MAX_STOP_WORDS = 64  # most stop words as token ids; the text model takes as many as texts
 
+MAX_SEQUENCES = 8  # most sequences of a prompt: num_return_sequences
+
 # Inputs of TensorRT-LLM's models that kvseek does not support, and the values at which they have no effect.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "beam_width": (1,),
-    "num_return_sequences": (1,),
-    "min_length": (0, 1),
     "len_penalty": (0.0, 1.0),
     "length_penalty": (0.0, 1.0),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "return_log_probs": (False,),
     "return_context_logits": (False,),
     "return_generation_logits": (False,),
 }
@@ -62,6 +59,8 @@ class Parameters:
     ----------
     traceparent : str
         W3C trace context of the client, or empty.
+    Streaming : bool
+        What NVIDIA's clients send beside the input `streaming`, which decides.
     kvseek_call : str
         The gRPC door's name of the client's call, or empty. Clients cannot send it.
     kvseek_leave : bool
@@ -69,6 +68,7 @@ class Parameters:
     """
 
     traceparent: str = ""
+    Streaming: bool = False
     kvseek_call: str = ""
     kvseek_leave: bool = False
 
@@ -88,21 +88,55 @@ def read_parameters(parameters: str, model: str) -> Parameters:
     return Parameters(**values)
 
 
-def sampling_params(tensors: Tensors, top_k: str = "runtime_top_k", top_p: str = "runtime_top_p") -> SamplingParams:
-    """Read the sampling parameters; absent tensors mean the same as in TensorRT-LLM.
+def sampling_params(
+    tensors: Tensors,
+    top_k: str = "runtime_top_k",
+    top_p: str = "runtime_top_p",
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    logit_bias: tuple[tuple[int, float], ...] = (),
+) -> SamplingParams:
+    """Read the sampling parameters; absent tensors, and numbers that turn something off, mean the same as in TensorRT-LLM.
 
-    Greedy unless a temperature, top_k or top_p is given; with one of them the absent temperature is 1.
+    There top_k 0 and top_p 0, the defaults, are off. With both off the likeliest token is drawn, whatever the temperature is.
+    `top_k` and `top_p` name the inputs that have these numbers.
     """
-    given = [name for name in ("temperature", top_k, top_p) if name in tensors]
-    default = 1.0 if given else 0.0
-    seed = scalar(tensors, "seed", scalar(tensors, "random_seed", 0))
-    return SamplingParams(
-        temperature=float(scalar(tensors, "temperature", default)),
-        top_k=scalar(tensors, top_k, 0),
-        top_p=float(scalar(tensors, top_p, 1.0)),
-        repetition_penalty=float(scalar(tensors, "repetition_penalty", 1.0)),
-        seed=seed,
-    )
+    k, p = scalar(tensors, top_k, 0), float(scalar(tensors, top_p, 0.0))
+    greedy = k == 1 or (k == 0 and p == 0)
+    shortest = max(scalar(tensors, "min_tokens", 0), scalar(tensors, "min_length", 0))
+    try:
+        return SamplingParams(
+            temperature=0.0 if greedy else float(scalar(tensors, "temperature", 1.0)),
+            top_k=0 if greedy else k,
+            top_p=1.0 if p == 0 else p,
+            repetition_penalty=float(scalar(tensors, "repetition_penalty", 1.0)),
+            seed=scalar(tensors, "seed", scalar(tensors, "random_seed", 0)),
+            presence_penalty=float(scalar(tensors, "presence_penalty", 0.0)),
+            frequency_penalty=float(scalar(tensors, "frequency_penalty", 0.0)),
+            prompt_ignore_length=max(0, scalar(tensors, "prompt_ignore_length", 0)),
+            min_tokens=max(0, shortest),
+            bad_words=bad_words,
+            logit_bias=logit_bias,
+            logprobs=0 if scalar(tensors, "return_log_probs", False) else None,
+        )
+    except RequestError as error:  # it has the engine's names, clients know those of the inputs
+        for own, name in (("top_k", top_k), ("top_p", top_p)):
+            if str(error).startswith(f"{own} ="):
+                raise RequestError(f"{name}{str(error)[len(own) :]}") from None
+        raise
+
+
+def sequences(tensors: Tensors) -> int:
+    """Return how many sequences of each prompt a request asks for; raises RequestError."""
+    count: int = scalar(tensors, "num_return_sequences", 1)
+    if not 1 <= count <= MAX_SEQUENCES:
+        raise RequestError(f"num_return_sequences = {count}: must be in [1, {MAX_SEQUENCES}]; send several requests")
+    return count
+
+
+def numbered(request: Request, sequence: int) -> Request:
+    """Make the request of a prompt's sequence of this number: it draws with a seed of its own."""
+    seed = (request.sampling.seed + sequence) & MAX_SEED
+    return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, seed=seed))
 
 
 def word_list(tensors: Tensors, name: str) -> tuple[tuple[int, ...], ...]:
@@ -136,12 +170,7 @@ def engine_request(tensors: Tensors, default_end_ids: tuple[int, ...]) -> Reques
     Without `end_id` the model's own end ids end it; end_id -1 turns them off. Raises RequestError.
     """
     refuse_unsupported(tensors)
-    if word_list(tensors, "bad_words_list"):
-        raise RequestError("bad_words_list: must be empty; kvseek does not support it, leave it out")
-    ids = tensors["input_ids"]
-    if ids.ndim == 2 and ids.shape[0] != 1:
-        raise RequestError(f"input_ids has shape {list(ids.shape)}: must be [1, tokens]; send one request per prompt")
-    prompt = ids.reshape(-1)
+    prompt = tensors["input_ids"].reshape(-1)
     length = scalar(tensors, "input_lengths", prompt.size)
     if not 0 <= length <= prompt.size:
         raise RequestError(f"input_lengths = {length}: must be in [0, {prompt.size}], the tokens in input_ids")
@@ -149,7 +178,7 @@ def engine_request(tensors: Tensors, default_end_ids: tuple[int, ...]) -> Reques
         tensors,
         prompt[:length].tolist(),
         "request_output_len",
-        sampling_params(tensors),
+        sampling_params(tensors, bad_words=word_list(tensors, "bad_words_list")),
         end_ids(tensors, default_end_ids),
         word_list(tensors, "stop_words_list"),
     )
