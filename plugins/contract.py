@@ -83,8 +83,8 @@ class IndexContext:
     # None while memory is divided, before rows are placed. The index then allocates what it needs for rows in host memory,
     # which is the most that it can need.
     rows: LayerRows | None = None
-    # Frame of the hot rows that received each row of the pool last, int16 [extents, G, 1024], where the engine keeps hot rows
-    # (plugins/attention/hot_rows.py). An index that lets rows change places writes NO_FRAME there.
+    # For each row of the pool, int16 [extents, G, 1024], the frame to which it was copied last, where the engine keeps copies on
+    # a GPU (plugins/attention/hot_rows.py); else None. An index that lets rows change places writes NO_FRAME for these rows.
     frames: Tensor | None = None
     shared: dict[str, Any] = field(default_factory=dict)  # one dictionary for all layers: work space that they share
 
@@ -92,11 +92,6 @@ class IndexContext:
     def group_size(self) -> int:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
-
-    @property
-    def rows_on_host(self) -> bool:
-        """Whether the layer's rows lie in host memory; True also before rows are placed."""
-        return self.rows is None or self.rows.on_host
 
 
 @dataclass(frozen=True)
@@ -230,8 +225,7 @@ class Traits:
         Number of first layers whose rows lie on a GPU's device with every cache.offload: their `select` gives None, so from
         host memory a step would read all of their rows over PCIe.
     kept_steps : int
-        Number of a request's last steps whose selected rows stay on the device, where a GPU's rows lie in host memory; 0 if
-        `select` gives no rows.
+        Number of a request's last steps whose selected rows a GPU keeps, in layers whose rows lie in host memory; 0: none.
     cache_defaults : mapping
         Defaults of CacheConfig fields, where the method needs others than the engine's.
     cpu_library_on_gpu : bool

@@ -3,7 +3,7 @@
 Contestants may share a cache: each puts the lengths back to where its own sequence stands before it steps. What others
 wrote to the newest window rows in between changes values, not work. No step evicts: the update buffer is not full.
 
-Indexes may have a state of their own (rings of queries, rows and pages kept by position), so positions over one index
+Indexes and hot rows have a state by position (rings of queries, buffers of rows), so positions over one index
 only ever ascend: those who share one run one after the other, each from where the one before stopped. The baseline may take
 turns with any of them, for it has no state.
 """
@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvseek.core.errors import KvseekError
+from kvseek.plugins.attention.hot_rows import hit_rate
 
 from .memory_plan import Cell
 from .memory_rates import elapsed_seconds, timing_event
 from .observers import PartClock, SelectedRows, capture_stream, observing, shared_rows
+from .options import WARMUP
 
 if TYPE_CHECKING:
     from kvseek.engine.cache.cache import Cache
@@ -68,10 +70,12 @@ class DeviceContestant:
         for hot in self.decoder.retrieval.hot_rows:
             for slot in self._slots:
                 hot.forget(slot)
-            hot.hits.zero_()
 
     def step(self) -> float:
         """One decode step; device seconds of its graph, by CUDA events around the replay."""
+        if len(self.wall) == WARMUP:
+            for hot in self.decoder.retrieval.hot_rows:
+                hot.hits.zero_()
         begin = time.perf_counter()
         self._load()
         first, last = timing_event(), timing_event()
@@ -128,9 +132,11 @@ class DeviceContestant:
         return statistics.mean(shares) if shares else None
 
     def hit_rate(self) -> float:
-        """Share of the rows selected since `start` that the device had kept, mean over the layers that keep rows; 0 without."""
-        rates = [hot.hit_rate() or 0.0 for hot in self.decoder.retrieval.hot_rows]
-        return statistics.mean(rates) if rates else 0.0
+        """Share of the rows selected since `start` that were hot, in the layers that keep rows; 0 without such layers.
+
+        The first WARMUP steps do not count.
+        """
+        return hit_rate(self.decoder.retrieval.hot_rows) or 0.0
 
     @torch.inference_mode()
     def _load(self) -> None:

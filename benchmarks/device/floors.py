@@ -121,7 +121,7 @@ def work(config: EngineConfig, step: Step, itemsize: int) -> Work:
     dense_on_host = max(0, dense - (model.num_layers - step.host_layers))
     selecting, on_host = model.num_layers - dense, step.host_layers - dense_on_host
     heads = step.batch * model.num_kv_heads
-    at_home = heads * (costs.rows * selecting - costs.rows * on_host * (1 - step.hit_rate))
+    at_home = heads * costs.rows * (selecting - on_host * (1 - step.hit_rate))
     at_home += heads * (step.window * model.num_layers + step.retrieval * (dense - dense_on_host))
     keys_at_home = heads * costs.reranked_keys * (selecting - on_host) * row / 2
     nodes = model.num_layers * COMMON_NODES + selecting * costs.kernels + STEP_NODES

@@ -29,6 +29,7 @@ from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.measurement.machine import describe, describe_gpu
 from kvseek.measurement.output import show, write_result
 from kvseek.measurement.variants import FORM, Variant, parse_variants
+from kvseek.plugins.attention.hot_rows import hit_rate
 
 if TYPE_CHECKING:
     from kvseek.benchmarks.device.filling import Filler
@@ -67,7 +68,7 @@ class LayerRun:
             torch.cuda.synchronize()
             seconds.append(self._clock.seconds()["layer"])
             self.index.refresh([0])
-        return seconds[warmup:], self.hot.hit_rate() or 0.0 if self.hot is not None else 0.0
+        return seconds[warmup:], hit_rate(self.retrieval.hot_rows[-1:]) or 0.0
 
     def _capture(self) -> DecodeStep:
         from kvseek.engine.model.graphs import DecodeStep

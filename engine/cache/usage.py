@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvseek.plugins.attention.hot_rows import HotRows
+from kvseek.plugins.attention.hot_rows import HotRows, hit_rate
 
 from .cache import Cache
 
@@ -26,7 +26,8 @@ class CacheUsage:
         Retrieval rows in host memory, of all layers and KV heads, that decode steps have attended to since the start. All layers
         are counted as if they attended alike, although the first layers of some methods (ClusterKV's) attend densely.
     hot_row_hit_ratio : float or None
-        Share of the rows selected since the start that the device had kept from earlier steps; None where it keeps no rows.
+        Share of the rows selected since the start that the device had kept from earlier steps; None where it keeps no rows, and
+        before the first selection.
     """
 
     extents_used: int
@@ -75,5 +76,4 @@ class UsageMeter:
 
     def _hit_ratio(self) -> float | None:
         with torch.cuda.stream(self._stream):  # None: does nothing
-            found = [rate for rate in (hot.hit_rate() for hot in self._hot_rows) if rate is not None]
-        return sum(found) / len(found) if found else None
+            return hit_rate(self._hot_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,13 @@ from kvseek.engine.model.graphs import buckets_for
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.attention.device import DeviceAttention, LayerAttention
 from kvseek.plugins.attention.host import HostAttention
-from kvseek.plugins.attention.hot_rows import HotRows, empty_frames
+from kvseek.plugins.attention.hot_rows import HotRows, empty_frames, fitting_steps
 from kvseek.plugins.attention.splits import AttentionScratch
 from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.contract import Index, IndexContext, LayerRows
 from kvseek.plugins.registry import METHODS, get_method, method_traits
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:  # only engines of the GPU load the CUDA packages
     from kvseek.core.cuda import CudaKernels
@@ -91,9 +94,9 @@ class IndexMaker:
         ]
 
     def _keeps_rows(self, rows: list[LayerRows] | None) -> list[bool]:
-        """Tell for each layer whether the device keeps rows that steps select, as far as rows lie in host memory."""
+        """Tell for each layer whether the device keeps copies of rows: if the layer selects rows, and they lie in host memory."""
         method, layers = method_traits(self.config), range(self.config.model.num_layers)
-        if self.kernels is None or not method.kept_steps:
+        if self.kernels is None or not method.kept_steps or self.config.cache.offload == "never":
             return [False for _ in layers]
         return [layer >= method.device_layers and (rows is None or rows[layer].on_host) for layer in layers]
 
@@ -139,7 +142,21 @@ def device_retrieval(
         LayerAttention(attention, cache.window[layer], cache.rows.of_layer(layer))
         for layer, attention in enumerate(made)
     ]
+    _tell_of_steps_not_kept(method_traits(config).kept_steps, indexes, made)
     return Retrieval(config, cache, indexes, attentions, [one.hot for one in made if one.hot is not None])
+
+
+def _tell_of_steps_not_kept(steps: int, indexes: list[Index], attentions: list[DeviceAttention]) -> None:
+    """Log a warning if some layer keeps the rows of fewer steps than the method asks for."""
+    for index, attention in zip(indexes, attentions, strict=True):
+        kept = fitting_steps(attention.entries, steps)
+        if index.context.frames is not None and attention.entries and kept < steps:
+            logger.warning(
+                "steps whose rows stay on the device = %d: must be <= %d with %d selected rows, as frames have numbers of "
+                "16 bits; %d are kept: select fewer rows, or lower cache_steps",
+                *(steps, kept, attention.entries, kept),
+            )
+            return
 
 
 def make_attentions(
@@ -164,9 +181,9 @@ def make_attentions(
     for index in indexes:
         selection = index.select(queries, batch)
         entries = 0 if selection is None else selection.rows.shape[2]
-        hot, frames = None, index.context.frames
-        if hot_rows and frames is not None and entries:
-            hot = HotRows.make(frames, slots=slots, entries=entries, steps=steps, head_dim=model.head_dim, dtype=dtype)
+        hot, frames, kept = None, index.context.frames, fitting_steps(entries, steps)
+        if hot_rows and frames is not None and kept:
+            hot = HotRows.make(frames, slots=slots, entries=entries, steps=kept, head_dim=model.head_dim, dtype=dtype)
         attentions.append(
             DeviceAttention(
                 kernels,

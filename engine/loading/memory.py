@@ -80,7 +80,7 @@ def make_without_rows(maker: IndexMaker, capacity: int, slots: int) -> tuple[lis
     """Make the indexes and attentions of all layers for a pool of `capacity` extents, without allocating that pool.
 
     The size of the indexes decides which layers' rows lie in host memory. So each index allocates what it needs for rows in
-    host memory, hot rows among it, which is the most that a layer takes. Indexes made for placed rows take a few KB a request
+    host memory, and so do hot rows: that is the most that a layer takes. Indexes made for placed rows take a few KB a request
     more, which the work space's reserve covers.
     """
     assert maker.kernels is not None, "an engine on a GPU has kernels"

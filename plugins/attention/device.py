@@ -106,6 +106,11 @@ class DeviceAttention:
         fits = scratch is None or scratch.holds(size)
         _require(fits, "scratch", scratch and scratch.size, f"at least {size}", "share that of a layer of this shape")
         self.scratch = scratch or AttentionScratch(size, device)
+        if hot is not None:
+            wanted, found = (kv_heads, entries, 2, head_dim), hot.rows.shape
+            fits = (found[1], *found[3:]) == wanted and hot.rows.dtype == dtype
+            limit = f"{dtype} [slots, {kv_heads}, buffers, {entries}, 2, {head_dim}]"
+            _require(fits, "hot.rows", (hot.rows.dtype, tuple(found)), limit, "make hot rows of the layer's shape")
 
     def splits(self, batch: int) -> Splits:
         """Choose the splits of a launch of `batch` requests."""

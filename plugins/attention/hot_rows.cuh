@@ -1,12 +1,15 @@
 // Hot rows: copies, on the device, of the rows that a slot's last steps selected from a pool in host memory.
 //
 // A slot and KV head has a buffer of `entries` frames for each of these steps and one more. The step at position p
-// copies its entry e to frame e of buffer p mod buffers: where to write needs no search, and as this step counts the
-// rows in that buffer as not found, no CTA reads what another one writes. For each row of the pool, `frames` says which
-// frame received it last; for each frame, `places` says whose row it holds. A copy is found if both agree, so `frames`
-// need not be cleared when extents pass from one request to another: of a row that this request has not copied yet it
-// may say anything, but no frame holds that row. (Briggs and Torczon, An Efficient Representation for Sparse Sets,
-// 1993.) Only `places` of a slot are cleared for the slot's next request.
+// copies its entry e to frame e of buffer p mod buffers: where to write needs no search. As a step counts the rows in
+// that buffer as not found, no CTA reads a frame that another one writes. (Where several CTAs serve the heads of a
+// group, one of them writes the number of a row's frame while the others read it. They find the frame of before, which
+// stays as it is, or this step's, and then read the pool.)
+//
+// For each row of the pool, `frames` says which frame received it last; for each frame, `places` says whose row it
+// holds. A copy is found if both agree, so `frames` need not be cleared when extents pass from one request to another:
+// of a row that this request has not copied yet it may say anything, but no frame holds that row. (Briggs and Torczon,
+// An Efficient Representation for Sparse Sets, 1993.) Only `places` of a slot are cleared for the slot's next request.
 //
 // The rows of a request do not change; a method that lets them change places writes NO_FRAME to `frames` there.
 #pragma once

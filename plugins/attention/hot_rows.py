@@ -1,12 +1,12 @@
 """Hot rows: copies, on the device, of the rows that each slot's last steps selected from a pool in host memory.
 
-Selections change slowly, and a row from host memory takes as long as some 275 rows from device memory. The attention kernel looks
-up, reads and writes the copies (hot_rows.cuh says how); here is their memory.
+Selections change slowly, and rows cross PCIe much more slowly than they are read on the device. The attention kernel looks up,
+reads and writes the copies (hot_rows.cuh says how); here is their memory.
 """
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,14 +19,12 @@ from kvseek.core.extents import ExtentTable
 NO_FRAME = -1  # bits 0xffff, as in plugins/shared/frames.cuh
 MOST_FRAMES = 2**16 - 1
 
-logger = logging.getLogger(__name__)
-
 
 def empty_frames(extents: ExtentTable, kv_heads: int) -> Tensor:
-    """Allocate the frame numbers of a layer's rows, int16 [extents, G, 1024], on the device of `extents`.
+    """Allocate frame numbers for all rows of a layer's pool: int16 [extents, G, 1024], on the device of `extents`.
 
-    A frame number is unsigned, in 16 bits: that of the frame that received the row last, whichever request the row was of then;
-    or NO_FRAME.
+    The kernels read them as unsigned numbers of 16 bits. A row's number is that of the frame to which a row in this place of the
+    pool was copied last, perhaps for another request; or NO_FRAME.
     """
     shape = (extents.capacity, kv_heads, EXTENT_TOKENS)
     return torch.full(shape, NO_FRAME, dtype=torch.int16, device=extents.device)
@@ -53,18 +51,10 @@ class HotRows:
     hits: Tensor
 
     @classmethod
-    def make(
-        cls, frames: Tensor, *, slots: int, entries: int, steps: int, head_dim: int, dtype: torch.dtype
-    ) -> Self | None:
-        """Allocate the hot rows of `steps` steps that select `entries` rows each; None if frame numbers do not suffice."""
-        kept = min(steps, MOST_FRAMES // entries - 1)
-        if kept < steps:
-            message = "%d steps of %d selected rows exceed %d frames: the device keeps the rows of %d steps"
-            logger.warning(message, steps + 1, entries, MOST_FRAMES, max(kept, 0))
-        if kept < 1:
-            return None
+    def make(cls, frames: Tensor, *, slots: int, entries: int, steps: int, head_dim: int, dtype: torch.dtype) -> Self:
+        """Allocate room for `steps` steps that select `entries` rows each; see `fitting_steps`."""
         device, kv_heads = frames.device, frames.shape[1]
-        shape = (slots, kv_heads, kept + 1, entries)
+        shape = (slots, kv_heads, steps + 1, entries)
         return cls(
             frames,
             torch.empty((*shape, 2, head_dim), dtype=dtype, device=device),
@@ -76,12 +66,15 @@ class HotRows:
         """Forget the rows of a slot that gets another request. Call it between steps; runs on the current stream."""
         self.places[slot].fill_(-1)
 
-    def hit_rate(self) -> float | None:
-        """Return the share of the selected rows that were found since the start; None before any. Waits for the device."""
-        found, read = self.hits.sum(dim=(0, 1)).tolist()
-        return found / (found + read) if found + read else None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory."""
-        return sum(array.nbytes for array in (self.frames, self.rows, self.places, self.hits))
+def hit_rate(layers: Sequence[HotRows]) -> float | None:
+    """Return the share of the selected rows of some layers that were found; None before any. Waits for the device once."""
+    if not layers:
+        return None
+    found, read = torch.stack([hot.hits for hot in layers]).sum(dim=(0, 1, 2)).tolist()
+    return found / (found + read) if found + read else None
+
+
+def fitting_steps(entries: int, steps: int) -> int:
+    """Return how many of `steps` steps with `entries` selected rows can be kept: there are 65,535 frame numbers."""
+    return max(0, min(steps, MOST_FRAMES // entries - 1)) if entries else 0

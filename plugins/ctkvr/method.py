@@ -13,7 +13,7 @@ __all__ = ["create", "traits"]
 
 
 def traits(config: Config) -> Traits:
-    """Return the method's traits: with execution "cpu" a GPU engine lets the CPU library choose rows and attend to them."""
+    """Return the method's traits: with execution "cpu" host cores attend to rows in host memory."""
     on_host = config.execution == "cpu"
     return Traits(cpu_library_on_gpu=on_host, kept_steps=0 if on_host else 1)
 

@@ -40,7 +40,7 @@ class PublishArguments(ctypes.Structure):
     """Arguments of kvseek_prkv_publish, as in update.cu."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("pool", "table", "leaving", "entering", "static_after", "left", "new_boxes")),
+        *((name, c_void_p) for name in ("pool", "table", "leaving", "entering", "entered", "left", "new_boxes")),
         *((name, c_void_p) for name in ("count", "boxes", "frames", "static_rows", "homes")),
         ("extent_stride", c_int64),
         *((name, c_int32) for name in ("kv_heads", "pairs", "most_static")),
@@ -57,10 +57,8 @@ class Exchange:
         Number of static rows after the update.
     leaving, entering : Tensor, int32 [G, P]
         Pairs of places whose rows are swapped; -1 behind the last pair.
-    static_after : Tensor [G, P, 2, D]
-        Rows of places 0 .. P - 1 after the update.
-    left : Tensor [G, P, 2, D]
-        Rows of the places `leaving` before the update.
+    entered, left : Tensor [G, P, 2, D]
+        Rows of the places `entering` and `leaving` before the update; zeros behind the last pair.
     new_boxes : Tensor [G, P, 2, D]
         Boxes, after the update, of the pages that the places `entering` lie in.
     """
@@ -68,7 +66,7 @@ class Exchange:
     count: Tensor
     leaving: Tensor
     entering: Tensor
-    static_after: Tensor
+    entered: Tensor
     left: Tensor
     new_boxes: Tensor
 
@@ -152,14 +150,12 @@ class Updater:
         count = update.target.clamp(max=update.whole)
         chosen = largest(values, count, config.most_static)
         leaving, entering = pair_exchange(chosen, places, arrays.homes[slot].long(), count)
-        first = torch.arange(leaving.shape[1] + 1, device=leaving.device).repeat(leaving.shape[0], 1)
-        partner = first.scatter_(1, torch.where(leaving >= 0, leaving, leaving.shape[1]), entering)[:, :-1]
         row = 2 * self._context.head_dim
         return Exchange(
             count.int().view(1),
             leaving.int().contiguous(),
             entering.int().contiguous(),
-            self.gather(update.table, partner, row),
+            self.gather(update.table, entering, row),
             self.gather(update.table, leaving, row),
             self._boxes(update, leaving, entering),
         )
@@ -206,7 +202,7 @@ class Updater:
             table=update.table.data_ptr(),
             leaving=exchange.leaving.data_ptr(),
             entering=exchange.entering.data_ptr(),
-            static_after=exchange.static_after.data_ptr(),
+            entered=exchange.entered.data_ptr(),
             left=exchange.left.data_ptr(),
             new_boxes=exchange.new_boxes.data_ptr(),
             count=exchange.count.data_ptr(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 from tests.engine.cache.test_dry_run import SMALL, codebooks, engine
 
@@ -59,6 +60,17 @@ def test_a_method_says_of_how_many_steps() -> None:
     assert all(one.kernel.hot is None for one in make("clusterkv", cache_steps=0)[1])
     kept = [one.kernel.hot for one in make("clusterkv", cache_steps=2)[1]]
     assert [hot is None or tuple(hot.rows.shape[2:4]) for hot in kept] == [True, True, (3, 1024), (3, 1024), (3, 1024)]
+
+
+def test_steps_that_are_not_kept_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    _, attentions = make("clusterkv", top_k=8192, cache_steps=8)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "steps whose rows stay on the device = 8: must be <= 6 with 8192 selected rows"
+    )
+    hot = attentions[-1].kernel.hot
+    assert hot is not None
+    assert hot.rows.shape[2] == 7
 
 
 def test_a_prompt_invalidates_what_its_slot_kept() -> None:

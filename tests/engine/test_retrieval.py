@@ -49,7 +49,7 @@ class SideIndex(KeyList):
 
 
 class Forgetful:
-    """Stands for an attention that keeps hot rows."""
+    """Stands for the hot rows of a layer."""
 
     def __init__(self) -> None:
         self.forgotten: list[int] = []
@@ -102,7 +102,7 @@ def test_a_slots_next_prompt_follows_the_builds_of_one_that_was_given_up(
     assert waits == []
     read(retrieval, 1, 0)
     assert waits == [0, 1]
-    assert hot.forgotten == [1, 1], "each prompt makes what is known of the slot's last step invalid"
+    assert hot.forgotten == [1, 1], "each prompt makes the hot rows of the slot's last request invalid"
 
 
 def test_rows_go_to_the_places_that_the_index_asks_for(retrieval: Retrieval) -> None:

@@ -20,17 +20,17 @@ struct GatherArguments {
 // Mirrored field by field in update.py.
 struct PublishArguments {
     Number* pool;
-    const int* table;            // [max_extents] of the slot
-    const int* leaving;          // [kv_heads, pairs] static place of each pair, or -1
-    const int* entering;         // [kv_heads, pairs] the other place
-    const Number* static_after;  // [kv_heads, pairs, 2, HEAD_DIM] rows of the first places, from now on
-    const Number* left;          // [kv_heads, pairs, 2, HEAD_DIM] row of the static place of each pair, until now
-    const Number* new_boxes;     // [kv_heads, pairs, 2, HEAD_DIM] box of the page of each other place, from now on
-    const int* count;            // [1] static rows from now on
-    Number* boxes;               // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
-    FrameNumber* frames;         // [extents, kv_heads, 1024] of the pool's rows; null: there are no hot rows
-    int* static_rows;            // [1] of the slot
-    int* homes;                  // [kv_heads, most_static] of the slot
+    const int* table;         // [max_extents] of the slot
+    const int* leaving;       // [kv_heads, pairs] static place of each pair, or -1
+    const int* entering;      // [kv_heads, pairs] the other place
+    const Number* entered;    // [kv_heads, pairs, 2, HEAD_DIM] row of the other place of each pair, until now
+    const Number* left;       // [kv_heads, pairs, 2, HEAD_DIM] row of the static place of each pair, until now
+    const Number* new_boxes;  // [kv_heads, pairs, 2, HEAD_DIM] box of the page of each other place, from now on
+    const int* count;         // [1] static rows from now on
+    Number* boxes;            // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
+    FrameNumber* frames;      // [extents, kv_heads, 1024] of the pool's rows; null: there are no hot rows
+    int* static_rows;         // [1] of the slot
+    int* homes;               // [kv_heads, most_static] of the slot
     long long extent_stride;
     int kv_heads, pairs, most_static;
 };
@@ -74,8 +74,7 @@ extern "C" __global__ void __launch_bounds__(128)
     const int leaving = a.leaving[pair], entering = a.entering[pair];
     if (number == 0 && head == 0 && threadIdx.x == 0) *a.static_rows = *a.count;
     if (leaving < 0) return;
-    const long long inside = static_cast<long long>(head) * a.pairs + leaving;
-    copy_numbers(a.pool + row_start(a.table, a.extent_stride, head, leaving), a.static_after + inside * ROW, ROW);
+    copy_numbers(a.pool + row_start(a.table, a.extent_stride, head, leaving), a.entered + pair * ROW, ROW);
     copy_numbers(a.pool + row_start(a.table, a.extent_stride, head, entering), a.left + pair * ROW, ROW);
     const int page = entering / PAGE;  // that of several pairs, perhaps: they all write the same
     copy_numbers(a.boxes + page_entry(a.table, a.kv_heads, head, page) * BOX, a.new_boxes + pair * BOX, BOX);

@@ -57,7 +57,8 @@ def left_behind(engine: Engine) -> list[Tensor]:
     cache = decoder.cache
     slots, extents = cache.padding_slot, cache.extents.capacity
     kept = [tensor for index in decoder.retrieval.indexes for tensor in tensors_in(vars(index), set())]
-    hot_rows = [array for hot in decoder.retrieval.hot_rows for array in (hot.rows[:slots], hot.places[:slots])]
+    hot = decoder.retrieval.hot_rows
+    hot_rows = [array for own in hot for array in (own.frames, own.rows, own.places)]
     by_extent = [tensor for tensor in kept if tensor.ndim and tensor.shape[0] == extents]
     by_slot = [tensor[:slots] for tensor in kept if tensor.ndim and tensor.shape[0] == slots + 1]
     return [cache.window[:, :slots], cache.rows.device_rows, cache.rows.pool.rows, *by_extent, *by_slot, *hot_rows]

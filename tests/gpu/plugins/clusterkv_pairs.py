@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.device import CudaIndex
 from kvseek.plugins.clusterkv.method import traits
 from kvseek.plugins.clusterkv.reference import ReferenceIndex
-from kvseek.plugins.contract import IndexContext, LayerRows
+from kvseek.plugins.contract import IndexContext
 
 KV_HEADS = 2
 LAYER = 4
@@ -84,17 +83,6 @@ def poison(index: CudaIndex | ReferenceIndex) -> None:
         index.workspace.statistics.fill_(float("nan"))
 
 
-def with_rows(context: IndexContext, on_host: bool) -> IndexContext:
-    """The context with a pool of random rows; NaN where no token is."""
-    shape = (context.extents.capacity, KV_HEADS, 1024, 2, context.head_dim)
-    pool, generator = torch.full(shape, float("nan"), dtype=context.dtype, pin_memory=on_host), torch.Generator()
-    for slot, length in enumerate(context.lengths):
-        rows = torch.randn(KV_HEADS, length, 2, context.head_dim, generator=generator)
-        context.extents.write(pool, slot, 0, rows.to(context.dtype))
-    pool = pool if on_host else pool.cuda()
-    return replace(context, rows=LayerRows(pool, pool.data_ptr(), pool.stride(0)))
-
-
 def build(index: CudaIndex, slot: int, keys: Tensor) -> None:
     """Give a slot its prompt's keys, on the GPU, and wait for its clusters."""
     built = index.build(slot, keys, keys)
@@ -104,15 +92,11 @@ def build(index: CudaIndex, slot: int, keys: Tensor) -> None:
 
 
 def make_pair(
-    config: Config, dtype: str, dim: int, group: int, lengths: Sequence[int], on_host: bool | None = None
+    config: Config, dtype: str, dim: int, group: int, lengths: Sequence[int]
 ) -> tuple[ReferenceIndex, CudaIndex]:
-    """The same clusters, found by the reference, in it on the CPU and in the index on the GPU; all else is poisoned.
-
-    `on_host` says where the latter's rows lie; None: it has none, which a selection does not notice.
-    """
+    """The same clusters, found by the reference, in it on the CPU and in the index on the GPU; all else is poisoned."""
     expected = ReferenceIndex(make_context(config, dtype, dim, group, lengths, "cpu"))
-    context = make_context(config, dtype, dim, group, lengths, "cuda")
-    found = CudaIndex(context if on_host is None else with_rows(context, on_host))
+    found = CudaIndex(make_context(config, dtype, dim, group, lengths, "cuda"))
     poison(expected)
     poison(found)
     for slot, length in enumerate(lengths):

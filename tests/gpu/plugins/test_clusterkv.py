@@ -206,7 +206,7 @@ def test_dense_layers_select_nothing() -> None:
 def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None:
     torch.manual_seed(3)
     lengths = [3000, 40_000, 12_000]
-    _, index = make_pair(Config(iterations=2), "bfloat16", 128, 4, lengths, on_host=True)
+    _, index = make_pair(Config(iterations=2), "bfloat16", 128, 4, lengths)
     queries = torch.randn(3, KV_HEADS * 4, 128, device="cuda").bfloat16()
     batch = batch_of(index, [50_000] * 3, [0, 1, 2])
     want = index.select(queries, batch)

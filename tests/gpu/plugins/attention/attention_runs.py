@@ -68,7 +68,8 @@ def run(
     out = torch.full_like(queries, POISON)
     pointer, stride = cache.rows.data_ptr(), cache.rows.stride(0)
     selection = Selection(selected) if isinstance(selected, Tensor) else selected
-    return attention.launch(queries, cache.batch(requests), cache.window, pointer, stride, selection, out, lse)
+    where, on_host = (cache.window, pointer, stride), not cache.rows.is_cuda
+    return attention.launch(queries, cache.batch(requests), *where, selection, out, lse, on_host=on_host)
 
 
 def error(found: Tensor, expected: Tensor) -> float:

@@ -121,19 +121,21 @@ def test_hot_rows_change_nothing_but_where_rows_come_from(
         found = run(warm, cache, queries, batch, rows)
         assert torch.equal(found, run(cold, cache, queries, batch, rows)), step
         for request, own in zip(batch, rows, strict=True):
+            hits = warm.hot.hits[request.slot]
             if request.dense:
-                kept[request.slot] = []  # what the step before left is found by a later one: no longer foreseen here
+                assert not hits.any(), "nothing is selected"
                 continue
-            steps_before = kept[request.slot][-kept_steps:]
+            # Once a slot has left a step out, the step's buffer holds older rows instead: then this bound holds.
+            gap, earlier = step > 3 and request.slot > 0, kept[request.slot]
             for head in range(KV_HEADS):
                 places = own[head][own[head] >= 0]
-                before = torch.cat([rows[head] for rows in steps_before] or [places[:0]])
-                hits = int(torch.isin(places, before).sum())
-                if step <= 3:
-                    assert warm.hot.hits[request.slot, head].tolist() == [hits, len(places) - hits], step
+                before = torch.cat([rows[head] for rows in (earlier if gap else earlier[-kept_steps:])] or [places[:0]])
+                selected_before = int(torch.isin(places, before).sum())
+                found_hits, read = hits[head].tolist()
+                assert found_hits + read == len(places)
+                assert found_hits <= selected_before if gap else found_hits == selected_before, step
             kept[request.slot].append(own)
         selected = torch.stack([drift(selected[slot], lengths[slot], 0.3) for slot in range(3)])
-    assert warm.hot.hit_rate() is not None
 
 
 def test_rows_that_changed_places_are_read_again(kernels: MakeKernels, device: torch.device) -> None:
