@@ -56,14 +56,24 @@ class GrpcCall:
         self._opened = asyncio.Event()  # set when there is a call, or there will be none
         self._left = False  # whether the client has left
         self._name = uuid.uuid4().hex
-        self._models: set[str] = set()  # models that the client has asked
+        self._models: dict[str, str] = {}  # models that the client has asked, and the names by which it asked
         self._writing = asyncio.Lock()  # held while writing to the client, which both tasks do
 
     async def back(self, context: Any) -> None:
         """Pass on all responses of Triton until it ends the call; raises AioRpcError if it ends the call with an error."""
         await self._opened.wait()
         while self._call is not None and (data := await self._call.read()) is not grpc.aio.EOF:
-            await self._write(context, without_names(bytes(data)))
+            await self._write(context, self._as_asked(without_names(bytes(data))))
+
+    def _as_asked(self, data: bytes) -> bytes:
+        """Give the model in a response the name by which the client asked for it."""
+        if all(name == asked for name, asked in self._models.items()):
+            return data
+        response = service_pb2.ModelStreamInferResponse.FromString(data)
+        name = response.infer_response.model_name
+        if name in self._models:
+            response.infer_response.model_name = self._models[name]
+        return bytes(response.SerializeToString())
 
     async def _write(self, context: Any, data: bytes) -> None:
         """Send a response to the client; does nothing if the client is gone."""
@@ -92,6 +102,7 @@ class GrpcCall:
             try:
                 request = service_pb2.ModelInferRequest.FromString(data)
                 refusal.infer_response.id = request.id[:MAX_ID_CHARACTERS]
+                asked = request.model_name
                 admit(request, self._schemas)
             except (DecodeError, RequestError) as error:
                 refusal.error_message = describe(error)
@@ -99,7 +110,7 @@ class GrpcCall:
                 await self._write(context, refusal.SerializeToString())
             else:
                 request.parameters["kvseek_call"].string_param = self._name
-                self._models.add(request.model_name)
+                self._models[request.model_name] = asked
                 if self._call is None:
                     self._call = self._open_call()
                     self._opened.set()

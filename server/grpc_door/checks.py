@@ -16,13 +16,14 @@ from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http_door.fields import Input, shortened
 from kvseek.server.http_door.generate_json import ModelSchema
-from kvseek.server.requests.served_request import MAX_ID_CHARACTERS
+from kvseek.server.requests.served_request import ALIASES, MAX_ID_CHARACTERS
 from kvseek.server.requests.text_request import max_text_bytes
 
 MAX_PARAMETERS = 8
+MAX_BATCH = 1024  # a batch beyond this is refused whatever max_batch_size is
 BYTES_PER_ID = 10  # most bytes of a token id: four in raw contents, up to ten as a number of the protocol
 OTHER_BYTES = 1 << 20
-PARAMETERS = frozenset({"triton_enable_empty_final_response", "traceparent"})  # that requests may have
+PARAMETERS = frozenset({"triton_enable_empty_final_response", "traceparent", "Streaming"})  # that requests may have
 ITEM_BYTES = {"INT32": 4, "UINT64": 8, "FP32": 4, "BOOL": 1}
 CONTENTS = {
     "INT32": "int_contents",
@@ -37,18 +38,21 @@ TIMEOUT = "timeout"  # a parameter of Triton, in microseconds; an input of kvsee
 
 
 def message_limit(config: EngineConfig, tokenizer: Tokenizer) -> int:
-    """Return the most bytes of an inference request: a prompt of max_input_len tokens, as text or ids, and other inputs."""
-    return max(max_text_bytes(config, tokenizer), config.max_input_len * BYTES_PER_ID) + OTHER_BYTES
+    """Return the most bytes of an inference request: max_batch_size prompts of max_input_len tokens, and other inputs."""
+    prompt = max(max_text_bytes(config, tokenizer), config.max_input_len * BYTES_PER_ID)
+    return config.max_batch_size * prompt + OTHER_BYTES
 
 
 def admit(request: Any, schemas: Mapping[str, ModelSchema]) -> None:
     """Make a ModelInferRequest ready for Triton; raises RequestError if the request may not reach Triton.
 
-    Triton's parameter `timeout`, which its client libraries offer, becomes the models' input of that name.
+    Triton's parameter `timeout`, which its client libraries offer, becomes the models' input of that name, and a model's other
+    name (ALIASES) the name that Triton knows.
     """
+    request.model_name = ALIASES.get(request.model_name, request.model_name)
     schema = schemas.get(request.model_name)
     if schema is None:
-        known = ", ".join(schemas)
+        known = ", ".join((*schemas, *ALIASES))
         raise RequestError(f"model_name = {shortened(request.model_name)}: must be one of {known}; choose one")
     if request.model_version not in ("", "1"):
         raise RequestError(f"model_version = {shortened(request.model_version)}: must be 1; leave it out")
@@ -65,11 +69,13 @@ def _move_timeout(request: Any) -> None:
         return
     seconds = request.parameters[TIMEOUT].int64_param / 1e6
     del request.parameters[TIMEOUT]
-    tensor = request.inputs.add(name=TIMEOUT, datatype="FP32", shape=[1, 1])
+    # One number for each prompt; a batch that is too large is refused afterwards.
+    batch = max(1, min(request.inputs[0].shape[0], MAX_BATCH)) if request.inputs and request.inputs[0].shape else 1
+    tensor = request.inputs.add(name=TIMEOUT, datatype="FP32", shape=[batch, 1])
     if request.raw_input_contents:
-        request.raw_input_contents.append(struct.pack("<f", seconds))
+        request.raw_input_contents.append(struct.pack("<f", seconds) * batch)
     else:
-        tensor.contents.fp32_contents.append(seconds)
+        tensor.contents.fp32_contents.extend([seconds] * batch)
 
 
 def _check_parameters(parameters: Mapping[str, Any], model: str) -> None:
@@ -98,6 +104,7 @@ def _check_inputs(request: Any, schema: ModelSchema) -> None:
             f"raw_input_contents has {len(raw)} items: must be {len(request.inputs)}, one for each input, or none"
         )
     seen: set[str] = set()
+    batch = request.inputs[0].shape[0] if request.inputs and request.inputs[0].shape else 1
     for number, tensor in enumerate(request.inputs):
         name = tensor.name
         if name not in schema.inputs:
@@ -107,13 +114,13 @@ def _check_inputs(request: Any, schema: ModelSchema) -> None:
         if name in seen:
             raise RequestError(f"{name} is given twice: must be once; leave one out")
         seen.add(name)
-        _check_tensor(tensor, schema.inputs[name], raw[number] if raw else None)
+        _check_tensor(tensor, schema.inputs[name], raw[number] if raw else None, batch, schema.max_batch)
     missing = next((name for name, field in schema.inputs.items() if not field.optional and name not in seen), None)
     if missing is not None:
         raise RequestError(f"{missing} is missing: {schema.model} needs it; add it to the request")
 
 
-def _check_tensor(tensor: Any, field: Input, raw: bytes | None) -> None:
+def _check_tensor(tensor: Any, field: Input, raw: bytes | None, batch: int, max_batch: int) -> None:
     name, wire = field.name, WIRE_TYPES.get(field.datatype, field.datatype)
     if tensor.datatype != wire:
         raise RequestError(f"{name}: datatype = {shortened(tensor.datatype)}: must be {wire}; convert it")
@@ -121,15 +128,18 @@ def _check_tensor(tensor: Any, field: Input, raw: bytes | None) -> None:
         given = shortened(min(tensor.parameters))
         raise RequestError(f"{name}: parameter {given} is not supported; send the tensor in the request itself")
     shape = list(tensor.shape)
-    if len(shape) != 1 + len(field.dims) or min(shape) < 1 or shape[0] != 1:
-        wanted = [1, *("n" if size < 0 else size for size in field.dims)]
-        raise RequestError(f"{name}: shape = {shape[:8]}: must be {wanted} with n >= 1; send one request per prompt")
+    if len(shape) != 1 + len(field.dims) or min(shape) < 1:
+        wanted = ["batch", *("n" if size < 0 else size for size in field.dims)]
+        raise RequestError(f"{name}: shape = {shape[:8]}: must be {wanted} with n >= 1; reshape it")
+    if shape[0] != batch or batch > max_batch:
+        limit = f"{batch} as in the first input, and at most max_batch_size = {max_batch}"
+        raise RequestError(f"{name}: shape = {shape[:8]}: its first number must be {limit}; send several requests")
     for size, wanted_size in zip(shape[1:], field.dims, strict=True):
         if wanted_size > 0 and size != wanted_size:
             raise RequestError(f"{name}: shape = {shape}: must be {[1, *field.dims]}, -1 for any size; reshape it")
     count = math.prod(shape)  # Python's integers do not overflow
-    if count > field.max_values:
-        raise RequestError(f"{name} has {count} values: must be <= {field.max_values}; send fewer")
+    if count > batch * field.max_values:
+        raise RequestError(f"{name} has {count} values: must be <= {batch * field.max_values}; send fewer")
     _check_contents(tensor, field, raw, count)
 
 

@@ -16,15 +16,15 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from tritonclient.grpc import service_pb2
 
-from kvseek.core.errors import ErrorCode, RequestError
+from kvseek.core.errors import ErrorCode
 from kvseek.server.errors import ServerError
 from kvseek.server.http_door.generate_json import ModelSchema
 from kvseek.server.http_door.readiness import ServerState
-from kvseek.server.requests.served_request import MODELS
+from kvseek.server.requests.served_request import ALIASES, MODELS
 from kvseek.server.triton.relay import TO_TRITON
 
 from .call import SERVICE, GrpcCall, describe
-from .checks import admit
+from .single import Collected, asks_for_several
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 PASSED_ON = ("ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics")
@@ -81,7 +81,6 @@ class GrpcDoor:
         self._state, self._schemas, self._refused = state, schemas, refused
         unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
         self._channel = grpc.aio.insecure_channel(triton, options=[*unlimited, *TO_TRITON])
-        self._infer = self._channel.unary_unary(f"/{SERVICE}/ModelInfer")
         self._stream_infer = self._channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
         self._leaving: set[asyncio.Task[None]] = set()  # calls of clients that have left
         self._server: grpc.aio.Server | None = None
@@ -149,7 +148,7 @@ class GrpcDoor:
         return service_pb2.ServerReadyResponse(ready=not self._state.obstacles())
 
     def _model_ready(self, request: Any) -> Message:
-        known = request.name in MODELS and request.version in ("", "1")
+        known = request.name in (*MODELS, *ALIASES) and request.version in ("", "1")
         return service_pb2.ModelReadyResponse(ready=known and not self._state.obstacles())
 
     async def _health(self, _: bytes, __: Any) -> bytes:
@@ -158,34 +157,50 @@ class GrpcDoor:
 
     def _relay(self, method: str) -> Handler:
         call = self._channel.unary_unary(f"/{SERVICE}/{method}")
+        kind: type[Message] = getattr(service_pb2, f"{method}Request")
 
         async def handler(data: bytes, context: Any) -> bytes:
             if len(data) > MAX_OTHER_BYTES:
                 await context.abort(
                     grpc.StatusCode.INVALID_ARGUMENT, f"{len(data)} bytes: must be <= {MAX_OTHER_BYTES}"
                 )
+            message = await _parse(kind, data, context)
+            if getattr(message, "name", "") in ALIASES:
+                message.name = ALIASES[message.name]
+                data = message.SerializeToString()
             answer = await _passed_on(call(data, timeout=ANSWER_SECONDS), context)
             return without_parameters(answer) if method == "ModelConfig" else answer
 
         return handler
 
     async def _model_infer(self, data: bytes, context: Any) -> bytes:
+        """Answer a request that has one response, by a stream of its own, the only way in which Triton serves these models."""
         request = await _parse(service_pb2.ModelInferRequest, data, context)
-        try:
-            admit(request, self._schemas)
-        except RequestError as error:
+        several = asks_for_several(request)
+        if several:
             self._refused(ErrorCode.INVALID)
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        return await _passed_on(self._infer(request.SerializeToString()), context)
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"{several}: ModelInfer has one response for one prompt; use ModelStreamInfer",
+            )
+        collected = Collected()
+        await self._stream(_only(data), collected, context)
+        return await collected.answer(request.id, request.model_name, context)
 
     async def _model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        """Pass requests of one client on to Triton, and Triton's responses and the door's refusals back to the client."""
+        await self._stream(requests, context, context)
+
+    async def _stream(self, requests: AsyncIterator[bytes], target: Any, context: Any) -> None:
+        """Pass requests of one client on to Triton, and Triton's responses and the door's refusals to `target`.
+
+        `target` has the method `write` of `context`, the client's call.
+        """
         if self.open >= MAX_STREAMS:
             message = f"{self.open} streams are open: at most {MAX_STREAMS} may; close some, or try again later"
             await context.abort(grpc.StatusCode.UNAVAILABLE, message)
         upstream = GrpcCall(self._stream_infer, self._schemas, self._refused)
-        forward = asyncio.create_task(upstream.forward(requests, context))
-        back = asyncio.create_task(upstream.back(context))
+        forward = asyncio.create_task(upstream.forward(requests, target))
+        back = asyncio.create_task(upstream.back(target))
         self.open += 1
         try:
             await asyncio.shield(back)  # if the client leaves, this handler is cancelled, but not `back`: see GrpcCall
@@ -200,6 +215,10 @@ class GrpcDoor:
                 leaving = asyncio.create_task(upstream.leave(forward, back))
                 self._leaving.add(leaving)
                 leaving.add_done_callback(self._leaving.discard)
+
+
+async def _only(data: bytes) -> AsyncIterator[bytes]:
+    yield data
 
 
 async def _parse(kind: type[Message], data: bytes, context: Any) -> Any:

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kvseek.core.errors import RequestError, UnavailableError
 from kvseek.server.requests.generations import Generations, Ticket
-from kvseek.server.requests.served_request import TEXT_MODEL, Chunk, RequestFactory
+from kvseek.server.requests.served_request import ALIASES, TEXT_MODEL, Chunk, RequestFactory
 from kvseek.server.requests.translation import scalar
 
 from .body import BodyReader
@@ -98,6 +98,7 @@ class GenerateRoutes:
 
     def _model(self, request: web.Request) -> str:
         model, version = request.match_info["model"], request.match_info.get("version", MODEL_VERSION)
+        model = ALIASES.get(model, model)
         if model not in self._schemas:
             known = " and ".join(self._schemas)
             raise HttpError(404, f"model {shortened(model)} is not found; there are {known}")

@@ -51,7 +51,7 @@ class ModelSchema:
     """
 
     def __init__(self, model: str, config: EngineConfig) -> None:
-        self.model = model
+        self.model, self.max_batch = model, config.max_batch_size
         text = files("kvseek.model_repository").joinpath(model, "config.pbtxt").read_text(encoding="utf-8")
         message = text_format.Parse(re.sub(r"\$\{\w+\}", "1", text), model_config_pb2.ModelConfig())
         self.inputs = {each.name: self._input(each, config.max_input_len) for each in message.input}

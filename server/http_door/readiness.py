@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2
 from kvseek.core.errors import KvseekError
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.messages import Pong
-from kvseek.server.requests.served_request import MODELS
+from kvseek.server.requests.served_request import ALIASES, MODELS
 from kvseek.server.triton.relay import TritonRelay
 
 from .errors import HttpError, error_response
@@ -117,7 +117,7 @@ class ServerState:
     async def ready(self, request: web.Request) -> web.Response:
         """Answer 200, or 503 with the reasons. The models are ready when the server is."""
         model, version = request.match_info.get("model"), request.match_info.get("version", MODEL_VERSION)
-        if model is not None and (model not in MODELS or version != MODEL_VERSION):
+        if model is not None and (model not in (*MODELS, *ALIASES) or version != MODEL_VERSION):
             raise HttpError(404, f"model {shortened(model)} version {shortened(version)} is not found")
         obstacles = self.obstacles()
         return error_response(503, "not ready: " + "; ".join(obstacles)) if obstacles else web.Response()

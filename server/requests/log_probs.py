@@ -22,7 +22,7 @@ class RunningLogProbs:
             self._new.append(output.logprobs.token)
 
     def take(self) -> dict[str, Any]:
-        """Return the outputs of a response: the sum for all tokens so far, and a number for each token since the last response."""
+        """Return a response's outputs: the sum for all tokens so far, and a number for each token since the response before."""
         if not self._wanted:
             return {}
         new, self._new = self._new, []

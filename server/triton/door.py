@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,33 @@ OUTPUT_DTYPES = {
     "cached_tokens": np.int32,
     "attended_tokens": np.float32,
     "prefill_progress": np.float32,
+    "cum_log_probs": np.float32,
+    "output_log_probs": np.float32,
+    "batch_index": np.int32,
+    "sequence_index": np.int32,
 }
+LISTS = ("output_ids", "output_log_probs")  # [1, 1, n]: request, beam, tokens
 TRANSLATORS = 2  # threads that translate requests: more would take the engine's cores
 REMEMBERED_CALLS = 4096
 logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Part:
+    """One sequence of one prompt of a request.
+
+    Attributes
+    ----------
+    index : dict
+        The outputs `batch_index` and `sequence_index`.
+    number : int or None
+        Number of the part at the engine, once it has been submitted.
+    """
+
+    served: ServedRequest
+    index: Chunk
+    number: int | None = None
+    ended: bool = False
 
 
 class Stream:
@@ -50,8 +74,7 @@ class Stream:
         self._triton, self._sender = triton, sender
         self.request_id = request_id
         self.call = ""  # the gRPC door's name of the client's call
-        self.served: ServedRequest | None = None
-        self.number: int | None = None  # number of the request at the engine, once it has been submitted
+        self.parts: list[Part] = []
         self.left = False  # whether the client has left
         self.stopped = False  # whether another request has stopped this one
         self.arrived = time.monotonic()
@@ -88,11 +111,12 @@ class Stream:
 
 
 def as_tensor(name: str, value: Any) -> np.ndarray[Any, Any]:
-    """Make the array of an output for Triton: [1, 1, n] for token ids (batch, beam, tokens), else [1, 1]."""
+    """Make the array of an output for Triton, of TensorRT-LLM's shape: [1, 1, n] for LISTS, [1] for text, else [1, 1]."""
     dtype: Any = OUTPUT_DTYPES[name]
-    if name == "output_ids":
+    if name in LISTS:
         return np.asarray(value, dtype=dtype).reshape(1, 1, -1)
-    return np.array([[str(value).encode("utf-8") if dtype is object else value]], dtype=dtype)
+    array = np.array([[str(value).encode("utf-8") if dtype is object else value]], dtype=dtype)
+    return array[0] if name == "text_output" else array
 
 
 class TritonDoor:
@@ -167,23 +191,32 @@ class TritonDoor:
             if stream.left:
                 self._end(stream)
                 return
-            served = stream.served = self._factory.make(self._model, tensors)
-            request = after(served.request, time.monotonic() - stream.arrived)
-            stream.number = self._client.submit(request, lambda output: self._pass_on(stream, output), trace)
-            if stream.left or stream.stopped or stream.closed:  # this happened before the number was known
-                self._client.cancel(stream.number)
+            made = self._factory.make(self._model, tensors)
+            stream.parts = [
+                Part(served, {"batch_index": row, "sequence_index": number})
+                for row, sequences in enumerate(made)
+                for number, served in enumerate(sequences)
+            ]
+            for part in stream.parts:
+                self._submit(stream, part, trace)
         except Exception as error:
             self._fail(stream, error)
         finally:
             with self._lock:
                 self._translating -= 1
 
-    def _pass_on(self, stream: Stream, output: StepOutput) -> None:
+    def _submit(self, stream: Stream, part: Part, trace: str) -> None:
+        request = after(part.served.request, time.monotonic() - stream.arrived)
+        part.number = self._client.submit(request, lambda output: self._pass_on(stream, part, output), trace)
+        if stream.left or stream.stopped or stream.closed:  # this happened before the number was known
+            self._client.cancel(part.number)
+
+    def _pass_on(self, stream: Stream, part: Part, output: StepOutput) -> None:
         """Send the responses for an output of the engine; runs on the engine client's thread."""
-        if stream.closed:
+        if stream.closed or part.ended:
             return
         try:
-            self._send(stream, output)
+            self._send(stream, part, output)
         except Exception:
             logger.exception("an output could not be passed on; its request ends")
             if not stream.closed:
@@ -191,17 +224,18 @@ class TritonDoor:
                 stream.fail("the answer could not be passed on; the server's log says why", ErrorCode.INTERNAL)
             raise  # makes the engine client cancel the request
 
-    def _send(self, stream: Stream, output: StepOutput) -> None:
-        served, last = stream.served, output.finish_reason is not None
-        assert served is not None  # set before the request is submitted
+    def _send(self, stream: Stream, part: Part, output: StepOutput) -> None:
+        served, last = part.served, output.finish_reason is not None
         if output.finish_reason is FinishReason.ERROR:
             self._forget(stream)
             stream.fail(output.error, output.code)
+            self._cancel(stream)  # the other parts
             return
-        chunks = list(served.push(output))
-        if served.ended and not last and stream.number is not None:
-            self._client.cancel(stream.number)
-        if last or served.ended:
+        chunks = [chunk | part.index for chunk in served.push(output)]
+        if served.ended and not last and part.number is not None:
+            self._client.cancel(part.number)
+        part.ended = last or served.ended
+        if all(other.ended for other in stream.parts):
             for chunk in chunks[:-1]:
                 stream.send(chunk)
             self._end(stream, chunks[-1] if chunks else None)
@@ -214,7 +248,7 @@ class TritonDoor:
         stream.close(chunk)
 
     def _fail(self, stream: Stream, error: Exception) -> None:
-        """End a request that the engine has not taken."""
+        """End a request of which the engine has not taken every part."""
         if not isinstance(error, KvseekError):
             logger.exception("a request could not be translated")
         code = code_of(error)
@@ -248,8 +282,9 @@ class TritonDoor:
                 self._cancel(stream)
 
     def _cancel(self, stream: Stream) -> None:
-        if stream.number is not None:  # else `_start` cancels
-            self._client.cancel(stream.number)
+        for part in stream.parts:
+            if part.number is not None:  # else `_submit` cancels
+                self._client.cancel(part.number)
 
     def finalize(self) -> None:
         """End all requests, because Triton unloads the model."""

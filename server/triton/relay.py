@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from kvseek.server.http_door.errors import HttpError
+from kvseek.server.requests.served_request import ALIASES
 
 ANSWER_SECONDS = 2.0
 TO_TRITON = [  # options of channels: after a restart Triton is found again soon; no proxy stands in between
@@ -86,7 +87,8 @@ class TritonRelay:
 
 
 def _name(request: web.Request) -> dict[str, str]:
-    names = {"name": request.match_info.get("model"), "version": request.match_info.get("version")}
+    model = request.match_info.get("model")
+    names = {"name": ALIASES.get(model or "", model), "version": request.match_info.get("version")}
     return {field: value for field, value in names.items() if value is not None}
 
 

@@ -1,0 +1,63 @@
+"""ModelInfer for models that Triton serves by streams alone: a request that has one response, and that response."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2
+
+SEVERAL = ("stream", "streaming", "return_prefill_progress")  # inputs that ask for several responses
+SEQUENCES = "num_return_sequences"
+
+
+def asks_for_several(request: Any) -> str:
+    """Say by which input and value a ModelInferRequest asks for more than one response; empty if it asks for one.
+
+    Malformed tensors ask for one: they are refused later.
+    """
+    raw = request.raw_input_contents
+    for number, tensor in enumerate(request.inputs):
+        own = raw[number] if number < len(raw) else None
+        if tensor.shape and tensor.shape[0] > 1:
+            return f"{tensor.name}: shape = {list(tensor.shape)[:8]}"
+        if tensor.name in SEVERAL and (any(own) if own is not None else any(tensor.contents.bool_contents)):
+            return f"{tensor.name} = true"
+        if tensor.name == SEQUENCES:
+            values = struct.unpack("<i", own) if own is not None and len(own) == 4 else tensor.contents.int_contents
+            if any(value > 1 for value in values):
+                return f"{SEQUENCES} = {max(values)}"
+    return ""
+
+
+class Collected:
+    """Takes the responses of a stream in place of a client."""
+
+    def __init__(self) -> None:
+        self._responses: list[Any] = []
+
+    async def write(self, data: bytes) -> None:
+        """Take one response, a ModelStreamInferResponse."""
+        self._responses.append(service_pb2.ModelStreamInferResponse.FromString(data))
+
+    async def answer(self, request_id: str, model: str, context: Any) -> bytes:
+        """Return the ModelInferResponse; ends the client's call with an error if that is what the stream gave."""
+        for response in self._responses:
+            if response.error_message:
+                name, _, rest = response.error_message.partition(": ")
+                code = getattr(
+                    grpc.StatusCode, name, None
+                )  # the models put it before all messages but of INVALID_ARGUMENT
+                known = isinstance(code, grpc.StatusCode)
+                await context.abort(
+                    code if known else grpc.StatusCode.INVALID_ARGUMENT, rest if known else response.error_message
+                )
+        answers = [response.infer_response for response in self._responses if response.infer_response.outputs]
+        # A request that stops another one has no outputs.
+        last = (
+            answers[-1]
+            if answers
+            else service_pb2.ModelInferResponse(model_name=model, model_version="1", id=request_id)
+        )
+        return bytes(last.SerializeToString())

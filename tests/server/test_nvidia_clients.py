@@ -1,0 +1,164 @@
+"""NVIDIA's own clients of TensorRT-LLM's Triton models, unchanged and as programs, against a real server.
+
+They are not part of the repository; where their folder is absent, these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.conftest import ROOT, BuildEngine, RandomModel
+
+from kvseek.core.request import Request, SamplingParams
+from kvseek.engine.engine import Engine
+from kvseek.server.launch import RunningServer, running_server
+from kvseek.server.settings import ServeSettings
+
+CLIENTS = ROOT.parent / "shared/nvidia_clients"
+TEXT_CLIENT, TOKEN_CLIENT = "end_to_end_grpc_client.py", "inflight_batcher_llm_client.py"
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(not CLIENTS.is_dir(), reason=f"{CLIENTS} is absent: it is not part of the repository"),
+]
+PROMPT = "the quick brown fox jumps over the lazy dog"
+SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    limits = ("--max_batch_size", "4", "--max_seq_len", "1000")
+    return build_engine(random_model("llama", max_position_embeddings=2048), "full", *limits)
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path) -> Iterator[RunningServer]:
+    with running_server(directory, settings=ServeSettings(threads=1)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> Engine:
+    return Engine.load(directory)
+
+
+def run(server: RunningServer, client: str, *flags: str) -> str:
+    """Output of a client; it must end with status 0."""
+    command = [sys.executable, str(CLIENTS / client), "-u", server.grpc_url, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Received an error" not in done.stdout, done.stdout
+    return done.stdout
+
+
+def generated(engine: Engine, prompt: str = PROMPT, tokens: int = 10, **sampling: float) -> str:
+    request = Request(
+        tuple(engine.tokenizer.encode(prompt)),
+        tokens,
+        SamplingParams(**sampling),
+        engine.config.model.eos_token_ids,  # type: ignore[arg-type]
+    )
+    (ids,) = engine.generate([request])
+    return engine.tokenizer.decode(ids)
+
+
+def printed(output: str) -> str:
+    """Output without the spaces and line ends that printing adds."""
+    return re.sub(r"\s+", " ", output)
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+def test_text(server: RunningServer, engine: Engine, model: str) -> None:
+    expected = generated(engine)
+    flags = ("-p", PROMPT, "-o", "10", "--model-name", model)
+    assert printed(PROMPT + expected) in printed(run(server, TEXT_CLIENT, *flags))
+    assert printed(expected) in printed(run(server, TEXT_CLIENT, *flags, "--exclude-input-in-output"))
+    assert printed(expected) in printed(run(server, TEXT_CLIENT, *flags, "-S"))
+
+
+def test_batches_and_sequences(server: RunningServer, engine: Engine) -> None:
+    prompts = [PROMPT, "a lazy dog"]
+    output = run(server, TEXT_CLIENT, "-p", str(prompts).replace("'", '"'), "-o", "10", "--batch-inputs")
+    for prompt in prompts:
+        assert printed(prompt + generated(engine, prompt)) in printed(output)
+    output = run(server, TEXT_CLIENT, "-p", PROMPT, "-o", "10", "-n", "3")
+    assert all(f"0 [{number}]: {PROMPT}" in output for number in range(3))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--return-log-probs",),
+        ("--presence-penalty", "0.5"),
+        ("--frequency-penalty", "0.5", "--repetition-penalty", "1.1"),
+        ("--stop-words", " dog", "--bad-words", " fox", " cat"),
+        ("--embedding-bias-words", " fox", "--embedding-bias-weights", "2.5"),
+        ("--end-id", "2", "--pad-id", "0", "--request-id", "42"),
+        ("--overwrite-output-text", "-S"),
+    ],
+    ids=lambda flags: flags[0].removeprefix("--"),
+)
+def test_flags_of_the_text_client(server: RunningServer, flags: tuple[str, ...]) -> None:
+    output = run(server, TEXT_CLIENT, "-p", PROMPT, "-o", "6", *flags)
+    if "--return-log-probs" in flags:
+        assert "output_log_probs.shape: (1, 1, 6)" in output
+
+
+def test_unsupported_flags_are_refused_by_name(server: RunningServer) -> None:
+    command = [sys.executable, str(CLIENTS / TEXT_CLIENT), "-u", server.grpc_url, "-p", PROMPT]
+    for flags, name in (
+        (["-b", "2"], "beam_width = 2"),
+        (["--guided-decoding-guide-type", "json"], "guided_decoding_guide_type"),
+    ):
+        done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=SECONDS, check=False)
+        assert f"{name}" in done.stdout
+        assert "Received an error from server" in done.stdout
+
+
+def token_flags(directory: Path, *flags: str) -> tuple[str, ...]:
+    return ("--tokenizer-dir", str(directory / "tokenizer"), "--text", PROMPT, "--request-output-len", "10", *flags)
+
+
+@pytest.mark.parametrize("flags", [(), ("-S",), ("--exclude-input-in-output",), ("--return-log-probs",)], ids=str)
+def test_tokens(server: RunningServer, directory: Path, engine: Engine, flags: tuple[str, ...]) -> None:
+    output = run(server, TOKEN_CLIENT, *token_flags(directory, *flags))
+    assert printed(f"Output beam 0: {generated(engine)}") in printed(output)
+    if "--return-log-probs" in flags:
+        assert "cum_log_probs: [[-" in output
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--num-return-sequences", "3", "--top-p", "0.9"),
+        ("--top-k", "5", "--temperature", "0.7", "--repetition-penalty", "1.2"),
+        ("--presence-penalty", "0.2", "--frequency-penalty", "0.2"),
+        ("--requested-outputs", "output_ids", "sequence_length"),
+    ],
+    ids=lambda flags: flags[0].removeprefix("--"),
+)
+def test_flags_of_the_token_client(server: RunningServer, directory: Path, flags: tuple[str, ...]) -> None:
+    run(server, TOKEN_CLIENT, *token_flags(directory, *flags))
+
+
+@pytest.mark.parametrize("streaming", [(), ("-S",)], ids=["infer", "stream"])
+@pytest.mark.parametrize("how", [(), ("--stop-via-request-cancel",)], ids=["stop", "cancel"])
+def test_stopping(server: RunningServer, directory: Path, how: tuple[str, ...], streaming: tuple[str, ...]) -> None:
+    """The client itself fails if as many tokens come as it asked for."""
+    flags = (
+        "--request-output-len",
+        "900",
+        "--stop-after-ms",
+        "300",
+        "--request-id",
+        "7",
+        "--end-id",
+        "-1",
+        *how,
+        *streaming,
+    )
+    run(server, TOKEN_CLIENT, *token_flags(directory), *flags)
