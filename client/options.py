@@ -26,12 +26,14 @@ class GenerateOptions:
 
     def fields(self, text_input: str, stream: bool) -> dict[str, Any]:
         """Return the inputs of tensorrt_llm_bls by name, without those that are None or empty."""
+        # TensorRT-LLM's models draw the likeliest token, whatever the temperature is, unless top_k or top_p is given.
+        only_temperature = bool(self.temperature) and self.top_k is None and self.top_p is None
         values = {
             "text_input": text_input,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_k": self.top_k,
-            "top_p": self.top_p,
+            "top_p": 1.0 if only_temperature else self.top_p,
             "repetition_penalty": self.repetition_penalty,
             "seed": self.seed,
             "end_id": self.end_id,

@@ -104,9 +104,9 @@ def sampling_params(
     greedy = k == 1 or (k == 0 and p == 0)
     shortest = max(scalar(tensors, "min_tokens", 0), scalar(tensors, "min_length", 0))
     try:
-        return SamplingParams(
-            temperature=0.0 if greedy else float(scalar(tensors, "temperature", 1.0)),
-            top_k=0 if greedy else k,
+        params = SamplingParams(
+            temperature=float(scalar(tensors, "temperature", 1.0)),
+            top_k=k,
             top_p=1.0 if p == 0 else p,
             repetition_penalty=float(scalar(tensors, "repetition_penalty", 1.0)),
             seed=scalar(tensors, "seed", scalar(tensors, "random_seed", 0)),
@@ -118,6 +118,7 @@ def sampling_params(
             logit_bias=logit_bias,
             logprobs=0 if scalar(tensors, "return_log_probs", False) else None,
         )
+        return dataclasses.replace(params, temperature=0.0, top_k=0) if greedy else params
     except RequestError as error:  # it has the engine's names, clients know those of the inputs
         for own, name in (("top_k", top_k), ("top_p", top_p)):
             if str(error).startswith(f"{own} ="):

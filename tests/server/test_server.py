@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -97,6 +98,93 @@ def test_a_plain_tensorrt_llm_request_over_http(server: RunningServer) -> None:
     assert reply["text_output"] == PROMPT + answer(server), "TensorRT-LLM's models echo the prompt unless told not to"
 
 
+def infer(server: RunningServer, model: str, *inputs: tuple[str, str, Any], **options: Any) -> Any:
+    """ModelInfer's result for inputs (name, datatype, values)."""
+    made = []
+    for name, datatype, values in inputs:
+        array = np.array(values, dtype={"BYTES": object, "INT32": np.int32, "BOOL": bool}[datatype])
+        made.append(grpc.InferInput(name, list(array.shape), datatype))
+        made[-1].set_data_from_numpy(array)
+    with grpc.InferenceServerClient(server.grpc_url) as client:
+        return client.infer(model, made, **options)
+
+
+def test_model_infer_and_the_other_name_of_the_text_model(server: RunningServer) -> None:
+    inputs = (("text_input", "BYTES", [[PROMPT]]), ("max_tokens", "INT32", [[12]]), ("end_id", "INT32", [[-1]]))
+    result = infer(server, "ensemble", *inputs, request_id="mine")
+    assert result.as_numpy("text_output").tolist() == [(PROMPT + answer(server)).encode()]
+    assert (result.get_response().model_name, result.get_response().id) == ("ensemble", "mine")
+    url = f"http://{server.http_url}/v2/models/ensemble"
+    body = {"text_input": PROMPT, "max_tokens": 12, "end_id": -1}
+    assert requests.post(f"{url}/generate", json=body, timeout=TIMEOUT).json()["text_output"] == PROMPT + answer(server)
+    assert requests.get(f"{url}/ready", timeout=TIMEOUT).status_code == 200
+    with grpc.InferenceServerClient(server.grpc_url) as client:
+        assert client.is_model_ready("ensemble")
+        assert client.get_model_metadata("ensemble").inputs
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ([("stream", "BOOL", [[True]])], "stream = true: ModelInfer has one response"),
+        ([("num_return_sequences", "INT32", [[2]])], "num_return_sequences = 2: ModelInfer has one response"),
+        ([("beam_width", "INT32", [[2]])], "beam_width = 2: must be 1"),
+        ([("seed", "INT32", [[2]])], "seed: datatype = INT32: must be UINT64"),
+    ],
+)
+def test_model_infer_refuses_what_has_no_single_response(server: RunningServer, inputs: Any, message: str) -> None:
+    with pytest.raises(grpc.InferenceServerException, match=message) as caught:
+        infer(server, "tensorrt_llm_bls", ("text_input", "BYTES", [[PROMPT]]), ("max_tokens", "INT32", [[4]]), *inputs)
+    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
+def test_rows_of_a_batch_are_as_many(server: RunningServer) -> None:
+    with pytest.raises(grpc.InferenceServerException, match=r"max_tokens: shape = .*: its first number must be 2"):
+        infer_stream(server, ("text_input", "BYTES", [[PROMPT], ["a dog"]]), ("max_tokens", "INT32", [[4]]))
+
+
+def infer_stream(server: RunningServer, *inputs: tuple[str, str, Any]) -> list[Any]:
+    """Results of ModelStreamInfer; raises the first error."""
+    results: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    made = []
+    for name, datatype, values in inputs:
+        array = np.array(values, dtype={"BYTES": object, "INT32": np.int32}[datatype])
+        made.append(grpc.InferInput(name, list(array.shape), datatype))
+        made[-1].set_data_from_numpy(array)
+    with grpc.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(lambda result, error: results.put((result, error)))
+        client.async_stream_infer("tensorrt_llm_bls", made)
+        client.stop_stream()
+    found = [results.get() for _ in range(results.qsize())]
+    for _, error in found:
+        if error is not None:
+            raise error
+    return [result for result, _ in found]
+
+
+def test_each_prompt_of_a_batch_has_its_sequences(server: RunningServer) -> None:
+    prompts = [PROMPT, "a lazy dog"]
+    found = infer_stream(
+        server,
+        ("text_input", "BYTES", [[prompt] for prompt in prompts]),
+        ("max_tokens", "INT32", [[12], [12]]),
+        ("end_id", "INT32", [[-1], [-1]]),
+        ("num_return_sequences", "INT32", [[2], [2]]),
+    )
+    texts = {
+        (result.as_numpy("batch_index")[0, 0], result.as_numpy("sequence_index")[0, 0]): result.as_numpy("text_output")[
+            0
+        ]
+        for result in found
+    }
+    expected = {
+        (row, number): (prompt + answer(server, prompt)).encode()
+        for row, prompt in enumerate(prompts)
+        for number in (0, 1)
+    }
+    assert texts == expected
+
+
 def token_request(server: RunningServer, **values: Any) -> list[dict[str, np.ndarray]]:
     """Responses of tensorrt_llm to tensors given as name=(dtype, list)."""
     responses: list[Any] = []
@@ -181,7 +269,7 @@ BAD = [
     (PROMPT, replace(SHORT, max_tokens=-4), r"max_tokens \(request_output_len\) = -4: must be >= 1"),
     (PROMPT, replace(SHORT, max_tokens=5000), "must be <= max_seq_len = 1200"),
     (PROMPT, replace(SHORT, temperature=-1.0), "temperature = -1.0: must be finite and >= 0"),
-    (PROMPT, replace(SHORT, top_p=0.0), r"top_p = 0.0: must be in \(0, 1\]"),
+    (PROMPT, replace(SHORT, top_p=-0.5), r"top_p = -0.5: must be in \(0, 1\]"),
     (PROMPT, replace(SHORT, top_p=1.5), r"top_p = 1.5: must be in \(0, 1\]"),
     (PROMPT, replace(SHORT, top_k=-2), "top_k = -2: must be >= 0"),
     (PROMPT, replace(SHORT, end_id=10**6), r"end_id = 1000000: must be in \[0, "),

@@ -14,7 +14,7 @@ from kvseek.core.errors import RequestError
 from kvseek.server.http_door.generate_json import ModelSchema, body_limit, chunk_to_json
 from kvseek.server.requests.served_request import TEXT_MODEL, TOKEN_MODEL
 
-CONFIG: Any = SimpleNamespace(max_input_len=800)
+CONFIG: Any = SimpleNamespace(max_input_len=800, max_batch_size=2)
 TEXT = {"text_input": "the sea", "max_tokens": 4}
 TOKENS = {"input_ids": [5, 6, 7], "request_output_len": 3}
 

@@ -15,9 +15,11 @@ from kvseek.server.requests.translation import (
     NEUTRAL,
     Parameters,
     engine_request,
+    numbered,
     read_parameters,
     sampling_params,
     scalar,
+    sequences,
     text,
     texts,
     word_list,
@@ -53,9 +55,55 @@ def test_sampling_fields() -> None:
         tensors(temperature=0.5, runtime_top_k=4, runtime_top_p=0.75, seed=9, repetition_penalty=1.5)
     )
     assert params == SamplingParams(0.5, 4, 0.75, 1.5, 9)
-    assert sampling_params(tensors(runtime_top_p=0.5)).temperature == 1.0, "top_p alone samples"
-    assert sampling_params(tensors(temperature=0.0)).temperature == 0.0
     assert sampling_params(tensors(random_seed=3)).seed == 3
+    more = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "prompt_ignore_length": 2, "min_length": 3}
+    assert sampling_params(tensors(**more, return_log_probs=True)) == SamplingParams(
+        presence_penalty=0.5, frequency_penalty=-0.5, prompt_ignore_length=2, min_tokens=3, logprobs=0
+    )
+    assert sampling_params(tensors(min_tokens=4, min_length=-1)).min_tokens == 4
+    bad_words = {"bad_words_list": np.array([[[7, 8, 9], [2, 3, -1]]])}
+    assert engine_request({**tensors(), **bad_words}, ()).sampling.bad_words == ((7, 8), (9,))
+
+
+@pytest.mark.parametrize(
+    ("fields", "temperature", "top_k", "top_p"),
+    [
+        ({"temperature": 0.7}, 0.0, 0, 1.0),
+        ({"temperature": 1.0, "runtime_top_k": 0, "runtime_top_p": 0.0}, 0.0, 0, 1.0),
+        ({"runtime_top_k": 1, "runtime_top_p": 0.0}, 0.0, 0, 1.0),
+        ({"runtime_top_k": 5, "runtime_top_p": 0.0}, 1.0, 5, 1.0),
+        ({"runtime_top_p": 0.5}, 1.0, 0, 0.5),
+        ({"temperature": 0.7, "runtime_top_p": 1.0}, 0.7, 0, 1.0),
+    ],
+)
+def test_numbers_that_turn_something_off(fields: dict[str, Any], temperature: float, top_k: int, top_p: float) -> None:
+    """As in TensorRT-LLM: 0 turns top_k and top_p off, and without both the likeliest token is drawn."""
+    found = sampling_params(tensors(**fields))
+    assert (found.temperature, found.top_k, found.top_p) == (temperature, top_k, top_p)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -1.0}, "temperature = -1.0: must be finite"),
+        ({"runtime_top_p": 1.5}, "runtime_top_p = 1.5: must be in"),
+        ({"runtime_top_k": -2}, "runtime_top_k = -2: must be >= 0"),
+        ({"presence_penalty": 101.0}, "presence_penalty = 101.0: must be in"),
+    ],
+)
+def test_bad_sampling_fields_have_the_clients_names(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        sampling_params(tensors(**fields))
+
+
+def test_sequences_draw_with_seeds_of_their_own() -> None:
+    assert sequences(tensors()) == 1
+    assert sequences(tensors(num_return_sequences=8)) == 8
+    for count in (0, 9):
+        with pytest.raises(RequestError, match=f"num_return_sequences = {count}: must be in"):
+            sequences(tensors(num_return_sequences=count))
+    request = engine_request(tensors(seed=2**64 - 1), ())
+    assert [numbered(request, number).sampling.seed for number in (0, 1)] == [2**64 - 1, 0]
 
 
 @given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=4), max_size=5), st.integers(0, 3))
@@ -101,9 +149,7 @@ def test_parameters_are_refused_by_name() -> None:
         read_parameters('{"top_q": 1}', "tensorrt_llm")
 
 
-def test_several_prompts_in_one_request_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"input_ids has shape \[2, 2\]: must be \[1, tokens\]"):
-        engine_request({**tensors(), "input_ids": np.ones((2, 2), dtype=np.int32)}, ())
+def test_several_values_of_one_prompt_are_refused() -> None:
     with pytest.raises(RequestError, match="temperature has 2 values"):
         scalar(tensors(temperature=[1.0, 2.0]), "temperature")
 
