@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ import torch
 from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 from kvseek.core.cuda import CudaKernels
 from kvseek.engine.cache.host_pool import HostPool
+from kvseek.measurement.output import write_result
 
 KERNELS = Path(__file__).parents[1] / "cuda"
 FETCH_THREADS, FETCH_BYTES = 256, 16  # as in page_fetch.cu
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name:>10} {launches:8d} {times}", flush=True)
     if options.output:
         report = {"sizes": asdict(sizes), "results": [asdict(result) for result in results]}
-        options.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_result(options.output, report)
     return 0
 
 
