@@ -23,14 +23,13 @@ from torch import Tensor
 
 from kvseek.benchmarks.synthetic_keys import SyntheticKeys
 from kvseek.benchmarks.timing import Samples, measure
-from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 from kvseek.core.cuda import CudaKernels, cuda_device
 from kvseek.core.errors import ConfigError, KernelError
+from kvseek.measurement.gpu_kernels import method_kernels
 from kvseek.measurement.machine import describe, describe_gpu, installed_version
 from kvseek.measurement.output import run_command, write_result
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.device_build import DeviceBuilder
-from kvseek.plugins.registry import get_method
 
 FAISS = ("ivf", "hnsw")
 IVF_LISTS, HNSW_LINKS = 2048, 32
@@ -101,15 +100,6 @@ def configure(arguments: argparse.Namespace) -> Config:
     return Config(top_k=arguments.top_k, recall_factor=RECALL_FACTOR)
 
 
-def load_kernels(arguments: argparse.Namespace, device: torch.device) -> CudaKernels:
-    """CTkvr's kernels for the shape."""
-    major, minor = torch.cuda.get_device_capability(device)
-    group = arguments.heads // arguments.kv_heads
-    macros = get_method("ctkvr").traits(configure(arguments)).cuda_macros(arguments.head_dim, group)
-    shape = Specialisation(arguments.dtype, arguments.head_dim, group, "ctkvr", tuple(sorted(macros.items())))
-    return CudaKernels(cached_cubin(shape, 10 * major + minor), device)
-
-
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything that was measured, as it goes into the result file, which is written after every length."""
     faiss = load_faiss(arguments)
@@ -118,7 +108,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     document["faiss_library"] = {"version": installed_version("faiss-cpu"), "threads": arguments.faiss_threads}
     document |= {name: value for name, value in vars(arguments).items() if name not in ("output", "json")}
     document["results"] = []
-    kernels = load_kernels(arguments, device)
+    shape = (arguments.dtype, arguments.head_dim, arguments.heads // arguments.kv_heads)
+    kernels = method_kernels("ctkvr", configure(arguments), *shape, device)
     for length in arguments.lengths:
         document["results"].append(measure_length(arguments, kernels, length, faiss))
         if arguments.output:

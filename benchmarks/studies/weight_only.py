@@ -21,11 +21,13 @@ from torch import Tensor
 
 from kvseek.benchmarks.device.options import numbers
 from kvseek.benchmarks.shapes import SHAPES, get_shape
+from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.config import ModelConfig
-from kvseek.core.cuda import CudaKernels, cuda_device
+from kvseek.core.cuda import cuda_device
 from kvseek.engine.model.linear import WeightOnlyLinear
 from kvseek.engine.model.weight_only import PRECISIONS, quantise
 from kvseek.engine.model.weight_only_kernels import WeightOnlyKernels
+from kvseek.measurement.gpu_kernels import load_kernels
 from kvseek.measurement.machine import describe, describe_gpu, installed_version
 from kvseek.measurement.output import run_command
 
@@ -116,15 +118,11 @@ def _time(graph: torch.cuda.CUDAGraph) -> float:
 
 def measure(model: ModelConfig, rows: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """Times of every matrix and number of rows."""
-    from kvseek.builder.compile.cuda import Specialisation, cached_cubin
-
     device = cuda_device()
-    major, minor = torch.cuda.get_device_capability(device)
     kernels = {}
     for precision in PRECISIONS:
         unit = Specialisation("bfloat16", model.head_dim, model.group_size, "full", weight_only_precision=precision)
-        cubin = CudaKernels(cached_cubin(unit, 10 * major + minor), device)
-        kernels[precision] = WeightOnlyKernels(cubin, precision, torch.bfloat16)
+        kernels[precision] = WeightOnlyKernels(load_kernels(unit, device), precision, torch.bfloat16)
     results: list[dict[str, Any]] = []
     for name, (outputs, inputs) in matrices(model).items():
         contestants = Contestants(kernels, outputs, inputs, device)
