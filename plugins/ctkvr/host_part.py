@@ -20,6 +20,7 @@ from kvseek.plugins.attention.splits import address
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import LayerRows
 from kvseek.plugins.selection import Selection
+from kvseek.plugins.shared.arguments import pointers
 
 from .host_cores import usable_cores
 from .native import (
@@ -150,6 +151,7 @@ class HostPart:
     def _merge(self, queries: Tensor, batch: Batch, out: Tensor, lse: Tensor) -> None:
         index, buffers, kv_heads = self._index, self.buffers, self._index.context.num_kv_heads
         arguments = MergeArguments(
+            **pointers(index, "centroids", "means", "offsets", "lists"),
             queries=queries.data_ptr(),
             requests=batch.requests.data_ptr(),
             out=out.data_ptr(),
@@ -157,10 +159,6 @@ class HostPart:
             host_out=buffers.out.data_ptr(),
             host_lse=buffers.lse.data_ptr(),
             host_best=address(buffers.best),
-            centroids=index.centroids.data_ptr(),
-            means=index.means.data_ptr(),
-            offsets=index.offsets.data_ptr(),
-            lists=index.lists.data_ptr(),
             written=self._written.data_ptr(),
             kv_heads=kv_heads,
             ring=index.ring,
