@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvseek.benchmarks.shapes import matrix_bytes
+from kvseek.benchmarks.shapes import matrix_bytes, row_numbers
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
@@ -154,6 +154,4 @@ def load_transformers(model: Path, config: EngineConfig) -> list[Contestant]:
 
 def row_bytes(config: EngineConfig) -> float:
     """Bytes of one cached token: its key and value rows of all layers and KV heads."""
-    model = config.model
-    itemsize = getattr(torch, config.dtype).itemsize
-    return float(model.num_layers * model.num_kv_heads * 2 * model.head_dim * itemsize)
+    return float(row_numbers(config.model) * getattr(torch, config.dtype).itemsize)

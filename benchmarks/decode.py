@@ -21,7 +21,7 @@ from kvseek.benchmarks.report import add_ratios, print_report, result
 from kvseek.benchmarks.timing import interleave
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.measurement.machine import PlainRead, describe, peak_memory_bytes
-from kvseek.measurement.output import show, write_result
+from kvseek.measurement.output import run_command
 from kvseek.measurement.variants import FORM, Variant, parse_variants
 
 WARMUP = 2  # steps of each contestant that are not counted
@@ -116,8 +116,14 @@ def race(
     return {"context": len(prompt_ids), "read_bandwidth": bandwidth, "results": results}
 
 
-def run(arguments: argparse.Namespace, directories: Sequence[tuple[Path, str | None]]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything that was measured, as it goes into the result file."""
+    with engine_directories(arguments) as directories:
+        return time_engines(arguments, directories)
+
+
+def time_engines(arguments: argparse.Namespace, directories: Sequence[tuple[Path, str | None]]) -> dict[str, Any]:
+    """Race the engines at every context; see `run`."""
     engines = [EngineContestant(directory, arguments.threads, name) for directory, name in directories]
     config = engines[0].config
     for engine in engines[1:]:
@@ -163,17 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from kvseek.benchmarks.device.main import main as device_main
 
         return device_main(argv)
-    try:
-        arguments = parse(argv)
-        with engine_directories(arguments) as directories:
-            document = run(arguments, directories)
-        if arguments.output:
-            write_result(arguments.output, document)
-    except (KvseekError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    show(document, arguments.json, print_report)
-    return 0
+    return run_command(argv, parse, run, print_report)
 
 
 if __name__ == "__main__":

@@ -49,10 +49,8 @@ class Spectrum:
 class SyntheticKeys:
     """Keys [G, n, D] and queries [H, n, D] on `device`, the same for the same seed, device type and sequence of calls."""
 
-    def __init__(
-        self, kv_heads: int, head_dim: int, device: torch.device, seed: int = 0, spectrum: Spectrum | None = None
-    ) -> None:
-        self.spectrum = spectrum or Spectrum()
+    def __init__(self, kv_heads: int, head_dim: int, device: torch.device, seed: int) -> None:
+        self.spectrum = Spectrum()
         self.kv_heads, self.head_dim, self.device = kv_heads, head_dim, device
         self._generator = torch.Generator(device).manual_seed(seed)
         deviation = torch.arange(1, head_dim + 1, device=device).float() ** (-self.spectrum.decay / 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 MODEL = "tensorrt_llm_bls"
@@ -30,16 +30,9 @@ class GenerateOptions:
         only_temperature = bool(self.temperature) and self.top_k is None and self.top_p is None
         values = {
             "text_input": text_input,
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_k": self.top_k,
+            **asdict(self),
             "top_p": 1.0 if only_temperature else self.top_p,
-            "repetition_penalty": self.repetition_penalty,
-            "seed": self.seed,
-            "end_id": self.end_id,
             "stop_words": list(self.stop_words) or None,
-            "apply_chat_template": self.apply_chat_template,
-            "return_prefill_progress": self.return_prefill_progress,
             "exclude_input_in_output": True,
             "return_num_input_tokens": True,
             "return_num_output_tokens": True,

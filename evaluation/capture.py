@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,21 +102,43 @@ def capture(model: Any, ids: list[int], queries: int) -> list[CapturedLayer]:
 
     The model's attention is replaced by a function that records and then calls the library's own; it is put back.
     """
-    from transformers import AttentionInterface, DynamicCache
+    from transformers import DynamicCache
+
+    with recording(model, queries, ATTENTION_NAME) as recorder:
+        feed(model, DynamicCache(), ids)
+    return recorder.layers()
+
+
+@contextmanager
+def recording(model: Any, queries: int, name: str) -> Iterator[AttentionRecorder]:
+    """Let a model's attention be recorded, with the last `queries` queries of each layer.
+
+    Its attention is replaced by one that is registered as `name`: recordings that overlap in time need names of their own.
+    """
+    from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     recorder = AttentionRecorder(model.config.num_hidden_layers, queries, sdpa_attention_forward)
-    AttentionInterface.register(ATTENTION_NAME, recorder)
+    AttentionInterface.register(name, recorder)
     before = model.config._attn_implementation
-    model.set_attn_implementation(ATTENTION_NAME)
+    model.set_attn_implementation(name)
     try:
-        cache = DynamicCache()
-        for start in range(0, len(ids), CHUNK_TOKENS):
-            part = torch.tensor([ids[start : start + CHUNK_TOKENS]])
-            model.model(part, attention_mask=causal_mask(start, part.shape[1]), past_key_values=cache)
+        yield recorder
     finally:
         model.set_attn_implementation(before)
-    return recorder.layers()
+
+
+def feed(model: Any, cache: Any, ids: list[int]) -> None:
+    """Append tokens to what the cache holds, a chunk at a time."""
+    for start in range(0, len(ids), CHUNK_TOKENS):
+        hidden_states(model, cache, ids[start : start + CHUNK_TOKENS])
+
+
+def hidden_states(model: Any, cache: Any, ids: list[int]) -> Tensor:
+    """Append tokens to what the cache holds: their last hidden states, [1, tokens, width]."""
+    mask = causal_mask(cache.get_seq_length(), len(ids))
+    hidden: Tensor = model.model(torch.tensor([ids]), attention_mask=mask, past_key_values=cache).last_hidden_state
+    return hidden
 
 
 def causal_mask(past: int, tokens: int) -> Tensor:
@@ -141,6 +165,14 @@ class AttentionRecorder:
         self._keys[number] = key[0]  # the whole cache so far; the last call's is the one that stays
         self._scaling[number] = module.scaling
         return self._attention(module, query, key, value, mask, **options)
+
+    def mark(self) -> list[Tensor | None]:
+        """Where the recording is, for `rewind`."""
+        return list(self._queries)
+
+    def rewind(self, mark: list[Tensor | None]) -> None:
+        """Forget the queries since `mark`."""
+        self._queries = list(mark)
 
     def layers(self) -> list[CapturedLayer]:
         """What was seen; raises RuntimeError if a layer did not call the attention function."""

@@ -32,7 +32,7 @@ from kvseek.engine.schedule.sampling import Sampler
 from kvseek.evaluation.selection_quality import Quality, compare_fresh, group_reduction, measure
 from kvseek.evaluation.selection_tap import SelectionTap
 from kvseek.measurement.machine import describe, resident_bytes
-from kvseek.measurement.output import show, write_result
+from kvseek.measurement.output import run_command
 from kvseek.plugins.registry import get_method, method_traits
 
 SPAN = 1000  # steps whose figures are averaged
@@ -280,16 +280,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry; returns the exit status."""
-    try:
-        arguments = parse(argv)
-        report = run(arguments)
-        if arguments.output:
-            write_result(arguments.output, report)
-    except (KvseekError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    show(report, arguments.json, print_report)
-    return 0
+    return run_command(argv, parse, run, print_report)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvseek.evaluation.capture import CapturedLayer
 from kvseek.evaluation.replay import Replay
@@ -76,7 +75,7 @@ def measure_layer(layer: CapturedLayer, number: int, steps: int, variant: Varian
         stages = tell_stages(replay.index, query, 0) if tell_stages else None
         tokens = replay.tokens_by_place()
         chosen = replay.step(query)
-        weights = region_weights(replay, query, step)
+        weights = replay.region_weights(query, step)
         needed = weights.amax(dim=1) >= least
         missed = needed & ~chosen
         by_stage = None
@@ -96,14 +95,6 @@ def measure_layer(layer: CapturedLayer, number: int, steps: int, variant: Varian
             )
         )
     return losses
-
-
-def region_weights(replay: Replay, query: Tensor, step: int) -> Tensor:
-    """Attention of a decode step's query [H, D] on the retrieval region by token, softmax over all tokens: [G, g, n]."""
-    keys = replay.layer.keys[:, : replay.prompt + step + 1]  # none after the query's own
-    grouped = query.view(keys.shape[0], -1, query.shape[-1])
-    weights = (grouped @ keys.transpose(1, 2) * replay.scaling).softmax(dim=-1)
-    return weights[:, :, replay.cache.sink : replay.cache.sink + replay.length]
 
 
 def total(parts: Iterable[Losses]) -> Losses:

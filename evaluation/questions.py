@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from kvseek.evaluation.capture import CHUNK_TOKENS, AttentionRecorder, CapturedLayer, causal_mask
+from kvseek.evaluation.capture import CapturedLayer, feed, hidden_states, recording
 from kvseek.evaluation.needle import Dialogue
 from kvseek.plugins.contract import LAST_QUERIES
 
@@ -42,16 +40,6 @@ class CapturedQuestion:
     right: bool
 
 
-class _Rewinding(AttentionRecorder):
-    """A recorder that can return to where it was."""
-
-    def mark(self) -> list[Tensor | None]:
-        return list(self._queries)
-
-    def rewind(self, mark: list[Tensor | None]) -> None:
-        self._queries = list(mark)
-
-
 @torch.inference_mode()
 def capture_questions(model: Any, dialogues: Sequence[Dialogue]) -> Iterator[CapturedQuestion]:
     """Run every question of the dialogues, one at a time, as they come; a context that dialogues share is read once.
@@ -62,43 +50,19 @@ def capture_questions(model: Any, dialogues: Sequence[Dialogue]) -> Iterator[Cap
     from transformers import DynamicCache
 
     longest = max(len(gold) for dialogue in dialogues for _, _, gold in dialogue.rounds)
-    with _recording(model, LAST_QUERIES + longest - 1) as recorder:
+    with recording(model, LAST_QUERIES + longest - 1, ATTENTION_NAME) as recorder:
         empty = recorder.mark()
         for context, sharing in itertools.groupby(dialogues, key=lambda dialogue: dialogue.context):
             recorder.rewind(empty)
             cache = DynamicCache()
-            for start in range(0, len(context), CHUNK_TOKENS):
-                _feed(model, cache, context[start : start + CHUNK_TOKENS])
+            feed(model, cache, context)
             after_context = recorder.mark()
             for dialogue in sharing:
                 if answered := cache.get_seq_length() - len(context):
                     cache.crop(-answered)
                 recorder.rewind(after_context)
                 for _, question, gold in dialogue.rounds:
-                    hidden = _feed(model, cache, question + gold[:-1])[:, -len(gold) :]
+                    hidden = hidden_states(model, cache, question + gold[:-1])[:, -len(gold) :]
                     drawn = model.lm_head(hidden)[0].argmax(dim=-1).tolist()
                     yield CapturedQuestion(recorder.layers(), len(gold) - 1, drawn == gold)
-                    _feed(model, cache, gold[-1:])
-
-
-@contextmanager
-def _recording(model: Any, queries: int) -> Iterator[_Rewinding]:
-    """Let a model's attention be recorded, with the last `queries` queries of each layer."""
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    recorder = _Rewinding(model.config.num_hidden_layers, queries, sdpa_attention_forward)
-    AttentionInterface.register(ATTENTION_NAME, recorder)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(ATTENTION_NAME)
-    try:
-        yield recorder
-    finally:
-        model.set_attn_implementation(before)
-
-
-def _feed(model: Any, cache: Any, ids: list[int]) -> Tensor:
-    """Append tokens to what the cache holds: their last hidden states, [1, tokens, width]."""
-    mask = causal_mask(cache.get_seq_length(), len(ids))
-    hidden: Tensor = model.model(torch.tensor([ids]), attention_mask=mask, past_key_values=cache).last_hidden_state
-    return hidden
+                    hidden_states(model, cache, gold[-1:])

@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.core.errors import ConfigError
 from kvseek.evaluation.capture import CapturedLayer, cached_capture
 from kvseek.evaluation.replay import Replay
 from kvseek.measurement.machine import describe
-from kvseek.measurement.output import show, write_result
+from kvseek.measurement.output import run_command
 from kvseek.measurement.variants import Variant, parse_variants
 from kvseek.plugins.contract import LAST_QUERIES
 from kvseek.plugins.flat.method import exact_top_k
@@ -90,26 +90,23 @@ def measure_layer(
         exact = exact_top_k(grouped, replay.region, variant.settings.top_k, EXACT_REDUCTION, replay.scaling)
         chosen.append(tokens.sum(dim=1).float().mean())
         best = torch.zeros_like(tokens).scatter_(1, exact, True)
-        found.append(torch.stack([*masses(replay, grouped, step, tokens, best), (tokens & best).sum() / best.sum()]))
+        found.append(torch.stack([*masses(replay, query, step, tokens, best), (tokens & best).sum() / best.sum()]))
     mass, flat_mass, window, recall = torch.stack(found).mean(dim=0).tolist()
     rows = float(torch.stack(chosen).mean())
     return Measure(variant.label, number, rows, rows == replay.length, mass, flat_mass, window, recall)
 
 
-def masses(replay: Replay, grouped: Tensor, step: int, chosen: Tensor, exact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def masses(replay: Replay, query: Tensor, step: int, chosen: Tensor, exact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Shares of a decode step's softmax mass on window and chosen tokens, window and exact top rows, window alone.
 
     Parameters
     ----------
-    grouped : Tensor [G, g, D]
-        The step's queries.
+    query : Tensor [H, D]
+        The step's.
     chosen, exact : Tensor, bool [G, n]
         Tokens of the retrieval region.
     """
-    keys = replay.layer.keys[:, : replay.prompt + step + 1]  # a query attends to its own token, and to none after it
-    weights = (grouped @ keys.transpose(1, 2) * replay.scaling).softmax(dim=-1)
-    sink = replay.cache.sink
-    region = weights[:, :, sink : sink + replay.length]
+    region = replay.region_weights(query, step)
     window = 1 - region.sum(dim=-1).mean()
     on_chosen, on_exact = ((region * part[:, None]).sum(dim=-1).mean() for part in (chosen, exact))
     return window + on_chosen, window + on_exact, window
@@ -269,16 +266,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    try:
-        options = parser().parse_args(arguments)
-        report = run(options)
-        if options.output:
-            write_result(options.output, report)
-    except (KvseekError, OSError) as error:
-        print(f"recall: {error}", file=sys.stderr)
-        return 1
-    show(report, options.json, print_report)
-    return 0
+    return run_command(arguments, parser().parse_args, run, print_report, prefix="recall")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import ConfigError
 from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.evaluation.capture import CapturedLayer
+from kvseek.evaluation.selection_tap import membership, single_rows
 from kvseek.measurement.index_batch import batch_of
 from kvseek.measurement.variants import Variant
 from kvseek.plugins.contract import LAST_QUERIES, IndexContext, LayerRows
-from kvseek.plugins.selection import Selection
 
 EXACT_TOKENS = 1 << 24  # token numbers that float32 holds exactly
 
@@ -97,7 +97,17 @@ class Replay:
     def places(self, query: Tensor) -> Tensor:
         """Places that the index selects for a decode step's query [H, D], bool [G, n]; no step is counted."""
         batch = batch_of(self.index, position=self.prompt + self._steps)
-        return selected_places(self.index.select(query[None], batch), self.index.context.num_kv_heads, self.length)
+        selection = self.index.select(query[None], batch)
+        if selection is None:
+            return torch.ones(self.index.context.num_kv_heads, self.length, dtype=torch.bool)
+        return membership(single_rows(selection, batch)[0], self.length)
+
+    def region_weights(self, query: Tensor, step: int) -> Tensor:
+        """Attention of decode step `step`'s query [H, D] on the retrieval region by token, [G, g, n]; softmax over all tokens."""
+        keys = self.layer.keys[:, : self.prompt + step + 1]  # a query attends to its own token, and to none after it
+        grouped = query.view(keys.shape[0], -1, query.shape[-1])
+        weights = (grouped @ keys.transpose(1, 2) * self.scaling).softmax(dim=-1)
+        return weights[:, :, self.cache.sink : self.cache.sink + self.length]
 
     def tokens_by_place(self) -> Tensor:
         """Token of the retrieval region that each place holds now, int64 [G, n]."""
@@ -114,18 +124,6 @@ class Replay:
         index.context.extents.write(self.pool, 0, 0, rows)
         if built.ticket is not None:
             built.ticket.wait()
-
-
-def selected_places(selection: Selection | None, kv_heads: int, length: int) -> Tensor:
-    """Places of request 0 that a selection means, bool [G, length]; of None, all of them."""
-    if selection is None:
-        return torch.ones(kv_heads, length, dtype=torch.bool)
-    entries = selection.rows[0].long()
-    inside = torch.arange(selection.page, device=entries.device)
-    places = (entries[..., None] * selection.page + inside).masked_fill(entries[..., None] < 0, length)
-    # one column more for entries that are none, and for a page's rows behind the end
-    chosen = torch.zeros(entries.shape[0], length + 1, dtype=torch.bool, device=entries.device)
-    return chosen.scatter_(1, places.flatten(1).clamp(max=length), True)[:, :length]
 
 
 def _check(cache: CacheConfig, tokens: int, steps: int, length: int) -> None:

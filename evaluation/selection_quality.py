@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.evaluation.selection_tap import TappedSelection, single_rows
+from kvseek.evaluation.selection_tap import TappedSelection, membership, single_rows
 from kvseek.measurement.index_batch import batch_of
 from kvseek.plugins.contract import Index, LayerRows
 from kvseek.plugins.flat.method import exact_top_k
@@ -50,7 +50,7 @@ def recall_of(tapped: TappedSelection, top_k: int, group_reduce: str) -> float:
         How the heads of a group agree on a score (plugins/shared/group.py); that of the method.
     """
     exact = exact_top_k(_grouped(tapped), tapped.keys, top_k, group_reduce, tapped.scaling)
-    return _membership(tapped.rows, tapped.keys.shape[1]).gather(1, exact).float().mean().item()
+    return membership(tapped.rows, tapped.keys.shape[1]).gather(1, exact).float().mean().item()
 
 
 def measure(tapped: TappedSelection, top_k: int, group_reduce: str) -> Quality:
@@ -58,7 +58,7 @@ def measure(tapped: TappedSelection, top_k: int, group_reduce: str) -> Quality:
     grouped = _grouped(tapped)
     exact = exact_top_k(grouped, tapped.keys, top_k, group_reduce, tapped.scaling)
     weights = (grouped.float() @ tapped.keys.float().transpose(1, 2) * tapped.scaling).softmax(dim=-1).mean(dim=1)
-    selected = weights * _membership(tapped.rows, weights.shape[1])
+    selected = weights * membership(tapped.rows, weights.shape[1])
     return Quality(
         recall=recall_of(tapped, top_k, group_reduce),
         mass=selected.sum(dim=1).mean().item(),
@@ -69,7 +69,7 @@ def measure(tapped: TappedSelection, top_k: int, group_reduce: str) -> Quality:
 def compare_fresh(tapped: TappedSelection, index: Index, method: str, top_k: int, group_reduce: str) -> FreshQuality:
     """Set a selection of `index`, of method `method`, against that of a fresh index for the same queries."""
     fresh = dataclasses.replace(tapped, rows=fresh_rows(tapped, index, method))
-    ours, theirs = (_membership(each.rows, tapped.keys.shape[1]) for each in (tapped, fresh))
+    ours, theirs = (membership(each.rows, tapped.keys.shape[1]) for each in (tapped, fresh))
     return FreshQuality(
         recall=recall_of(tapped, top_k, group_reduce),
         fresh_recall=recall_of(fresh, top_k, group_reduce),
@@ -112,9 +112,3 @@ def fresh_rows(tapped: TappedSelection, index: Index, method: str) -> Tensor:
 def _grouped(tapped: TappedSelection) -> Tensor:
     """Queries by KV head, [G, g, D]."""
     return tapped.queries.reshape(tapped.keys.shape[0], -1, tapped.keys.shape[2])
-
-
-def _membership(rows: Tensor, n: int) -> Tensor:
-    """Which of n positions are among rows [G, entries], where -1 is none: bool [G, n]."""
-    found = torch.zeros(rows.shape[0], n + 1, dtype=torch.bool, device=rows.device)
-    return found.scatter_(1, torch.where(rows < 0, n, rows).long(), True)[:, :n]

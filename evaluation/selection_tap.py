@@ -118,3 +118,9 @@ def single_rows(selection: Selection, batch: Batch) -> Tensor:
     inside = torch.arange(page, dtype=torch.int32, device=entries.device)
     places = torch.where(entries[..., None] < 0, -1, entries[..., None] * page + inside).flatten(2)
     return torch.where(places < batch.column("length")[:, None, None], places, -1)
+
+
+def membership(rows: Tensor, n: int) -> Tensor:
+    """Which of n positions are among rows [G, entries], where -1 is none: bool [G, n]."""
+    found = torch.zeros(rows.shape[0], n + 1, dtype=torch.bool, device=rows.device)
+    return found.scatter_(1, torch.where(rows < 0, n, rows).long(), True)[:, :n]

@@ -26,14 +26,14 @@ from typing import Any
 
 import torch
 
-from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.core.errors import ConfigError
 from kvseek.evaluation.capture import load_model
 from kvseek.evaluation.losses import Losses, measure_layer, total
 from kvseek.evaluation.needle import Dialogue, chosen_questions, load_tasks, make_dialogues
 from kvseek.evaluation.questions import capture_questions
 from kvseek.evaluation.recall import chosen_layers, selecting_methods
 from kvseek.measurement.machine import describe
-from kvseek.measurement.output import show, write_result
+from kvseek.measurement.output import run_command, write_result
 from kvseek.measurement.variants import Variant, parse_variants
 
 TOTAL = "all"  # what stands for a sum over layers or tasks
@@ -202,14 +202,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    try:
-        options = parser().parse_args(arguments)
-        report = run(options)
-    except (KvseekError, OSError) as error:
-        print(f"stage_losses: {error}", file=sys.stderr)
-        return 1
-    show(report, options.json, print_report)
-    return 0
+    return run_command(arguments, parser().parse_args, run, print_report, prefix="stage_losses")
 
 
 if __name__ == "__main__":

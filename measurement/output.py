@@ -1,11 +1,15 @@
-"""Output of a measurement's result: a file that is whole or absent, and JSON or a table on the screen."""
+"""A measurement from its command line to its result: a file that is whole or absent, and JSON or a table on the screen."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from kvseek.core.errors import KvseekError
 
 
 def write_result(path: Path, document: dict[str, Any]) -> None:
@@ -22,3 +26,26 @@ def show(document: dict[str, Any], as_json: bool, print_table: Callable[[dict[st
         print(json.dumps(document, indent=2))
     else:
         print_table(document)
+
+
+def run_command(
+    argv: Sequence[str] | None,
+    parse: Callable[[Sequence[str] | None], argparse.Namespace],
+    run: Callable[[argparse.Namespace], dict[str, Any]],
+    print_table: Callable[[dict[str, Any]], None],
+    prefix: str = "error",
+) -> int:
+    """Parse the flags, measure, write the result to --output and show it; returns the exit status.
+
+    What the user can mend (KvseekError, OSError) becomes a line on stderr that begins with `prefix`, and the status 1.
+    """
+    try:
+        arguments = parse(argv)
+        document = run(arguments)
+        if arguments.output:
+            write_result(arguments.output, document)
+    except (KvseekError, OSError) as error:
+        print(f"{prefix}: {error}", file=sys.stderr)
+        return 1
+    show(document, arguments.json, print_table)
+    return 0

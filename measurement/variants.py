@@ -79,8 +79,8 @@ class Variant:
         return dataclasses.replace(self, fields={**values, **self.fields})
 
 
-def parse_variants(text: str, flag: str = "--methods") -> list[Variant]:
-    """Read a comma-separated list of variants, each at most once; raises ConfigError with `flag` in the message.
+def parse_variants(text: str) -> list[Variant]:
+    """Read the comma-separated list of variants of --methods, each at most once; raises ConfigError.
 
     A part with "=" but no ":" before it is a further field of the variant before it.
     """
@@ -91,27 +91,27 @@ def parse_variants(text: str, flag: str = "--methods") -> list[Variant]:
         else:
             labels.append(part)
     if len(set(labels)) < len(labels):
-        raise ConfigError(f"{flag} = {text!r}: must name each once; leave the second out")
-    variants = [_parse(label, flag) for label in labels]
+        raise ConfigError(f"--methods = {text!r}: must name each once; leave the second out")
+    variants = [_parse(label) for label in labels]
     for variant in variants:
         _ = variant.settings, variant.cache  # raises if a field does not exist or is out of range
     return variants
 
 
-def _parse(label: str, flag: str) -> Variant:
+def _parse(label: str) -> Variant:
     method, colon, listed = label.partition(":")
     own: dict[str, Any] = {}
     cache: dict[str, Any] = {}
     for assignment in listed.split(",") if colon else ():
         name, equals, value = assignment.partition("=")
         if not name or not equals:
-            raise ConfigError(f"{flag} = {label!r}: must be {FORM}")
+            raise ConfigError(f"--methods = {label!r}: must be {FORM}")
         if name.startswith(CACHE_PREFIX):
             cache[name.removeprefix(CACHE_PREFIX)] = _value(value)
         else:
             own[name] = _value(value)
     precision, choices = own.pop(PRECISION, NONE), CHOICES[PRECISION]
-    require(precision in choices, f"{flag}: {PRECISION}", precision, f"one of {choices}", "leave it out for none")
+    require(precision in choices, f"--methods: {PRECISION}", precision, f"one of {choices}", "leave it out for none")
     return Variant(label, method, own, cache, precision)
 
 

@@ -24,6 +24,7 @@ from kvseek.engine.model.graph_steps import GraphSteps
 from kvseek.engine.model.kernel_model import KernelModel
 from kvseek.engine.model.weight_only_kernels import weight_only_kernels
 from kvseek.engine.retrieval import Retrieval
+from kvseek.measurement.gpu_kernels import load_kernels
 from kvseek.measurement.variants import Variant
 from kvseek.plugins.contract import Index
 
@@ -208,13 +209,11 @@ class Bench:
 
     def kernels(self, variant: Variant) -> CudaKernels:
         """The variant's kernels for this GPU, compiled once."""
-        from kvseek.builder.compile.cuda import cached_cubin, specialise
-        from kvseek.core.cuda import CudaKernels
+        from kvseek.builder.compile.cuda import specialise
 
         if variant.label not in self._kernels:
-            major, minor = torch.cuda.get_device_capability(self.device)
-            image = cached_cubin(specialise(self.config(variant, self.cells)), 10 * major + minor)
-            self._kernels[variant.label] = CudaKernels(image, self.device)
+            unit = specialise(self.config(variant, self.cells))
+            self._kernels[variant.label] = load_kernels(unit, self.device)
         return self._kernels[variant.label]
 
     def library(self) -> CpuLibrary:

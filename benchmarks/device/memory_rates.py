@@ -12,19 +12,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import KernelError
+from kvseek.measurement.gpu_kernels import load_kernels
 from kvseek.measurement.machine import PlainRead
+from kvseek.plugins.ctkvr.host_part import launch_host_function
 
 from .floors import Rates
 
 if TYPE_CHECKING:
-    from kvseek.core.cuda import CudaKernels
+    pass
 
 KERNELS = Path(__file__).parents[1] / "cuda"  # laid out as the kernel compiler expects: plugins/<name>/*.cu
 READ_THREADS, ROWS_THREADS = 512, 128  # as in probe.cu
@@ -61,14 +63,10 @@ class Probe:
     """Measures rates on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        from kvseek.builder.compile.cuda import Specialisation, cached_cubin
-        from kvseek.core.cuda import CudaKernels
+        from kvseek.builder.compile.cuda import Specialisation
 
-        major, minor = torch.cuda.get_device_capability(device)
-        specialisation = Specialisation("bfloat16", 128, 1, "probe")
-        image = cached_cubin(specialisation, 10 * major + minor, roots=[KERNELS])
         self.device = device
-        self.kernels: CudaKernels = CudaKernels(image, device)
+        self.kernels = load_kernels(Specialisation("bfloat16", 128, 1, "probe"), device, roots=[KERNELS])
         self._sink = torch.zeros(1, dtype=torch.int32, device=device)
 
     def read_rate(self, memory: Tensor) -> float:
@@ -108,14 +106,16 @@ class Probe:
         The function is the C library's `free`, whose signature is that of a host function and which does nothing when
         its argument is null: what is measured is the way to the host and back.
         """
-        launch, function = _driver_function("cuLaunchHostFunc"), ctypes.CDLL(None).free
+        launch = launch_host_function()
+        function = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value
+        assert function is not None, "a symbol that was found has an address"
         number = torch.zeros(1, device=self.device)
         graph = torch.cuda.CUDAGraph()
         number.add_(1)
         with torch.cuda.graph(graph):
-            stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
+            stream = torch.cuda.current_stream(self.device).cuda_stream
             for _ in range(HOST_FUNCTIONS):
-                status = launch(stream, ctypes.cast(function, ctypes.c_void_p), None)
+                status = launch(stream, function, 0)
                 if status:
                     raise KernelError(f"a host function in a graph: the driver reports {status}; update the driver")
                 number.add_(1)
@@ -141,19 +141,6 @@ class Probe:
     @cached_property
     def _host_function_seconds(self) -> float:
         return self.host_function_seconds()
-
-
-def _driver_function(name: str) -> Any:
-    """A function of the CUDA driver itself, which takes and returns plain numbers and pointers.
-
-    cuda.bindings hands the driver a wrapper of a host function and frees it after one call: no graph could be replayed.
-    """
-    from cuda.bindings import driver
-
-    status, address, _ = driver.cuGetProcAddress(name.encode(), 10_000, 0)  # 10000: as of CUDA 10.0
-    if status != driver.CUresult.CUDA_SUCCESS or not int(address):
-        raise KernelError(f"the driver offers no {name} ({status.name}); update it")
-    return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(int(address))
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from kvseek.benchmarks.device.memory_plan import Cell
 from kvseek.benchmarks.device.observers import PartClock, capture_stream
 from kvseek.benchmarks.device.options import DTYPES, SHORTEST
 from kvseek.benchmarks.timing import Samples
-from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.core.errors import ConfigError
 from kvseek.measurement.machine import describe, describe_gpu
-from kvseek.measurement.output import show, write_result
+from kvseek.measurement.output import run_command
 from kvseek.measurement.variants import FORM, Variant, parse_variants
 from kvseek.plugins.attention.hot_rows import hit_rate
 
@@ -197,16 +197,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry; returns the exit status."""
-    try:
-        arguments = parse(argv)
-        document = run(arguments)
-        if arguments.output:
-            write_result(arguments.output, document)
-    except (KvseekError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    show(document, arguments.json, print_report)
-    return 0
+    return run_command(argv, parse, run, print_report)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,9 +20,10 @@ from pathlib import Path
 
 import torch
 
-from kvseek.builder.compile.cuda import Specialisation, cached_cubin
-from kvseek.core.cuda import CudaKernels
+from kvseek.builder.compile.cuda import Specialisation
 from kvseek.engine.cache.host_pool import HostPool
+from kvseek.measurement.gpu_kernels import load_kernels
+from kvseek.measurement.output import write_result
 
 KERNELS = Path(__file__).parents[1] / "cuda"
 FETCH_THREADS, FETCH_BYTES = 256, 16  # as in page_fetch.cu
@@ -72,9 +72,8 @@ class PageFetch:
     """Fetches random pages of a pinned pool in one of the variants."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
-        major, minor = torch.cuda.get_device_capability(device)
-        image = cached_cubin(Specialisation("bfloat16", 128, 1, "page_fetch"), 10 * major + minor, roots=[KERNELS])
-        self.sizes, self.kernels = sizes, CudaKernels(image, device)
+        unit = Specialisation("bfloat16", 128, 1, "page_fetch")
+        self.sizes, self.kernels = sizes, load_kernels(unit, device, roots=[KERNELS])
         # One layer whose extents hold the rows of all heads; how they are numbered is up to the variant.
         self.pool = HostPool(sizes.tokens // 1024, 1, sizes.heads, sizes.row_bytes // 4, torch.bfloat16, device)
         self.pool.rows.view(torch.int16).zero_()  # pages of memory that nobody wrote to may be one and the same
@@ -164,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name:>10} {launches:8d} {times}", flush=True)
     if options.output:
         report = {"sizes": asdict(sizes), "results": [asdict(result) for result in results]}
-        options.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_result(options.output, report)
     return 0
 
 

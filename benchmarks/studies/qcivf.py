@@ -23,14 +23,13 @@ from torch import Tensor
 
 from kvseek.benchmarks.synthetic_keys import SyntheticKeys
 from kvseek.benchmarks.timing import Samples, measure
-from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 from kvseek.core.cuda import CudaKernels, cuda_device
-from kvseek.core.errors import ConfigError, KernelError, KvseekError
+from kvseek.core.errors import ConfigError, KernelError
+from kvseek.measurement.gpu_kernels import method_kernels
 from kvseek.measurement.machine import describe, describe_gpu, installed_version
-from kvseek.measurement.output import show, write_result
+from kvseek.measurement.output import run_command, write_result
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.device_build import DeviceBuilder
-from kvseek.plugins.registry import get_method
 
 FAISS = ("ivf", "hnsw")
 IVF_LISTS, HNSW_LINKS = 2048, 32
@@ -39,24 +38,7 @@ RECALL_FACTOR = 2.5  # the paper's, whatever a Config's default: lists of 1,280 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry; returns the exit status."""
-    try:
-        arguments = parse(argv)
-        faiss = load_faiss(arguments)
-        device = cuda_device()
-        document: dict[str, Any] = {"benchmark": "qcivf", "machine": describe(), "gpu": describe_gpu(device)}
-        document["faiss_library"] = {"version": installed_version("faiss-cpu"), "threads": arguments.faiss_threads}
-        document |= {name: value for name, value in vars(arguments).items() if name not in ("output", "json")}
-        document["results"] = []
-        kernels = load_kernels(arguments, device)
-        for length in arguments.lengths:
-            document["results"].append(run(arguments, kernels, length, faiss))
-            if arguments.output:
-                write_result(arguments.output, document)
-    except (KvseekError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    show(document, arguments.json, print_report)
-    return 0
+    return run_command(argv, parse, run, print_report)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -118,16 +100,24 @@ def configure(arguments: argparse.Namespace) -> Config:
     return Config(top_k=arguments.top_k, recall_factor=RECALL_FACTOR)
 
 
-def load_kernels(arguments: argparse.Namespace, device: torch.device) -> CudaKernels:
-    """CTkvr's kernels for the shape."""
-    major, minor = torch.cuda.get_device_capability(device)
-    group = arguments.heads // arguments.kv_heads
-    macros = get_method("ctkvr").traits(configure(arguments)).cuda_macros(arguments.head_dim, group)
-    shape = Specialisation(arguments.dtype, arguments.head_dim, group, "ctkvr", tuple(sorted(macros.items())))
-    return CudaKernels(cached_cubin(shape, 10 * major + minor), device)
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Everything that was measured, as it goes into the result file, which is written after every length."""
+    faiss = load_faiss(arguments)
+    device = cuda_device()
+    document: dict[str, Any] = {"benchmark": "qcivf", "machine": describe(), "gpu": describe_gpu(device)}
+    document["faiss_library"] = {"version": installed_version("faiss-cpu"), "threads": arguments.faiss_threads}
+    document |= {name: value for name, value in vars(arguments).items() if name not in ("output", "json")}
+    document["results"] = []
+    shape = (arguments.dtype, arguments.head_dim, arguments.heads // arguments.kv_heads)
+    kernels = method_kernels("ctkvr", configure(arguments), *shape, device)
+    for length in arguments.lengths:
+        document["results"].append(measure_length(arguments, kernels, length, faiss))
+        if arguments.output:
+            write_result(arguments.output, document)
+    return document
 
 
-def run(arguments: argparse.Namespace, kernels: CudaKernels, length: int, faiss: Any) -> dict[str, Any]:
+def measure_length(arguments: argparse.Namespace, kernels: CudaKernels, length: int, faiss: Any) -> dict[str, Any]:
     """Times of one length, in seconds for all KV heads of a layer."""
     source = SyntheticKeys(arguments.kv_heads, arguments.head_dim, kernels.device, seed=arguments.seed)
     dtype = getattr(torch, arguments.dtype)

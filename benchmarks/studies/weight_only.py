@@ -21,14 +21,15 @@ from torch import Tensor
 
 from kvseek.benchmarks.device.options import numbers
 from kvseek.benchmarks.shapes import SHAPES, get_shape
+from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.config import ModelConfig
-from kvseek.core.cuda import CudaKernels, cuda_device
-from kvseek.core.errors import KvseekError
+from kvseek.core.cuda import cuda_device
 from kvseek.engine.model.linear import WeightOnlyLinear
 from kvseek.engine.model.weight_only import PRECISIONS, quantise
 from kvseek.engine.model.weight_only_kernels import WeightOnlyKernels
+from kvseek.measurement.gpu_kernels import load_kernels
 from kvseek.measurement.machine import describe, describe_gpu, installed_version
-from kvseek.measurement.output import show, write_result
+from kvseek.measurement.output import run_command
 
 CACHE_BYTES = 200 << 20  # of 8-bit weights: several times the second-level cache
 Product = Callable[[Tensor], Tensor]
@@ -117,15 +118,11 @@ def _time(graph: torch.cuda.CUDAGraph) -> float:
 
 def measure(model: ModelConfig, rows: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """Times of every matrix and number of rows."""
-    from kvseek.builder.compile.cuda import Specialisation, cached_cubin
-
     device = cuda_device()
-    major, minor = torch.cuda.get_device_capability(device)
     kernels = {}
     for precision in PRECISIONS:
         unit = Specialisation("bfloat16", model.head_dim, model.group_size, "full", weight_only_precision=precision)
-        cubin = CudaKernels(cached_cubin(unit, 10 * major + minor), device)
-        kernels[precision] = WeightOnlyKernels(cubin, precision, torch.bfloat16)
+        kernels[precision] = WeightOnlyKernels(load_kernels(unit, device), precision, torch.bfloat16)
     results: list[dict[str, Any]] = []
     for name, (outputs, inputs) in matrices(model).items():
         contestants = Contestants(kernels, outputs, inputs, device)
@@ -159,34 +156,33 @@ def _cells(times: dict[str, float]) -> list[str]:
     return [f"{time:.1f} ({time / base:.2f})" for time in times.values()]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; returns 0, or 1 after printing why not."""
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Command line to settings."""
     parser = argparse.ArgumentParser(description="Products with weights of 8 bits against cuBLAS and torchao.")
     parser.add_argument("--shape", default="llama-3.1-8b", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("--rows", default="1,2,4,8,16,32,64,2048", help="comma list of rows of x")
     parser.add_argument("--repeats", type=int, default=15, help="timed turns of each contestant")
     parser.add_argument("--output", type=Path, help="write the result as JSON to this file")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
-    arguments = parser.parse_args(argv)
-    try:
-        rows = numbers("rows", arguments.rows, 1)
-        gpu = describe_gpu(cuda_device())
-        results = measure(get_shape(arguments.shape, 1), rows, arguments.repeats)
-        document = {
-            "benchmark": "weight_only",
-            "machine": describe(),
-            "gpu": gpu,
-            "torchao": installed_version("torchao"),
-            "shape": arguments.shape,
-            "results": results,
-        }
-        if arguments.output is not None:
-            write_result(arguments.output, document)
-    except (KvseekError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    show(document, arguments.json, print_report)
-    return 0
+    return parser.parse_args(argv)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Everything that was measured, as it goes into the result file."""
+    rows = numbers("rows", arguments.rows, 1)
+    return {
+        "benchmark": "weight_only",
+        "machine": describe(),
+        "gpu": describe_gpu(cuda_device()),
+        "torchao": installed_version("torchao"),
+        "shape": arguments.shape,
+        "results": measure(get_shape(arguments.shape, 1), rows, arguments.repeats),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; returns 0, or 1 after printing why not."""
+    return run_command(argv, parse, run, print_report)
 
 
 if __name__ == "__main__":

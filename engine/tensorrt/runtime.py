@@ -9,7 +9,7 @@ import torch
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
-from kvseek.core.tensorrt_api import SessionApi, load_session_api
+from kvseek.core.tensorrt_api import load_session_api
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.runtime import Footprint, layer_kernels
 from kvseek.engine.model.graph_steps import GraphSteps
@@ -46,19 +46,9 @@ class TensorRtRuntime:
         return Decoder(whole, retrieval, GraphSteps(whole, retrieval))
 
 
-def load_plans(
-    directory: Path, config: EngineConfig, device: torch.device, api: SessionApi | None = None
-) -> TensorRtRuntime:
-    """Load the plans of an engine directory. `api` is TensorRT's Python API; None: the module config.tensorrt.module.
-
-    Raises
-    ------
-    EngineDirectoryError
-        If files are missing or malformed, or plans are of another version of TensorRT than is installed.
-    KernelError
-        If TensorRT cannot be imported, or cannot load a plan.
-    """
-    api = load_session_api(config.tensorrt.module) if api is None else api
+def load_plans(directory: Path, config: EngineConfig, device: torch.device) -> TensorRtRuntime:
+    """Load the plans of an engine directory, with the module config.tensorrt.module; raises as load_runtime does."""
+    api = load_session_api(config.tensorrt.module)
     index = read_plan_index(directory, config)
     check_version(index, api)
     if index.form == "engine":

@@ -56,7 +56,7 @@ class Config:
         require(self.iterations >= 1, "iterations", self.iterations, ">= 1", "8 is the default")
         require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2**63)", "any such number will do")
         require(self.dense_layers >= 0, "dense_layers", self.dense_layers, ">= 0", "2 is the default")
-        require_group_reduce(self.group_reduce, "group_reduce")
+        require_group_reduce(self.group_reduce)
         require(0 <= self.cache_steps <= 8, "cache_steps", self.cache_steps, "between 0 and 8", "1 is the default")
 
     @property

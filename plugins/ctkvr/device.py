@@ -77,7 +77,7 @@ class CudaIndex(Index):
 
     @property
     def bytes_per_token(self) -> float:
-        """0, because centroids and lists are allocated per slot and not per token (ReferenceIndex.bytes_per_slot)."""
+        """See ReferenceIndex.bytes_per_token."""
         return self.reference.bytes_per_token
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:

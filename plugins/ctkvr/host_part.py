@@ -18,17 +18,17 @@ from kvseek.core.errors import KernelError
 from kvseek.plugins.attention.device import LayerAttention
 from kvseek.plugins.attention.splits import address
 from kvseek.plugins.batch import Batch
-from kvseek.plugins.contract import IndexContext, LayerRows
+from kvseek.plugins.contract import LayerRows
 from kvseek.plugins.selection import Selection
+from kvseek.plugins.shared.arguments import pointers
 
 from .host_cores import usable_cores
 from .native import (
-    AUTOMATIC,
     MOST_THREADS,
-    TYPES,
     HostPool,
     HostStep,
     check_supported,
+    describe_step,
     host_function,
     host_levels,
     raise_error,
@@ -120,49 +120,38 @@ class HostPart:
 
     def _launch_host(self, batch: int) -> None:
         if batch not in self._steps:
-            self._steps[batch] = self._describe(batch, self._index.context)
+            self._steps[batch] = self._describe(batch)
         stream, step = self.buffers.stream.cuda_stream, ctypes.addressof(self._steps[batch])
-        status = _launch_host_function()(stream, self._function, step)
+        status = launch_host_function()(stream, self._function, step)
         if status:
             raise KernelError(
                 f"cuLaunchHostFunc returned {status}: host cores could not be launched from the stream; set execution to "
                 "'uva' to do without"
             )
 
-    def _describe(self, batch: int, context: IndexContext) -> HostStep:
-        buffers, index, table = self.buffers, self._index, context.extents.table
-        return HostStep(
+    def _describe(self, batch: int) -> HostStep:
+        buffers = self.buffers
+        return describe_step(
+            self._index,
+            self._rows,
+            batch,
             pool=buffers.pool.pointer,
             queries=buffers.queries.data_ptr(),
             recalled=buffers.recalled.data_ptr(),
             recalled_count=buffers.counts.data_ptr(),
             slots=buffers.slots.data_ptr(),
-            table=table.data_ptr(),
-            rows=self._rows.pool.data_ptr(),
             out=buffers.out.data_ptr(),
             lse=buffers.lse.data_ptr(),
             best=address(buffers.best),
             best_count=address(buffers.best_counts),
             error=ctypes.addressof(self._error),
-            extent_stride=self._rows.extent_stride,
-            batch=batch,
-            heads=context.num_heads,
-            kv_heads=context.num_kv_heads,
-            head_dim=context.head_dim,
-            capacity=index.capacity,
-            top_k=index.config.top_k,
-            rho=index.width,
-            table_slots=table.shape[0],
-            max_extents=table.shape[1],
-            dtype=TYPES[context.dtype],
-            level=AUTOMATIC,
             threads=buffers.pool.threads,
-            scaling=context.scaling,
         )
 
     def _merge(self, queries: Tensor, batch: Batch, out: Tensor, lse: Tensor) -> None:
         index, buffers, kv_heads = self._index, self.buffers, self._index.context.num_kv_heads
         arguments = MergeArguments(
+            **pointers(index, "centroids", "means", "offsets", "lists"),
             queries=queries.data_ptr(),
             requests=batch.requests.data_ptr(),
             out=out.data_ptr(),
@@ -170,10 +159,6 @@ class HostPart:
             host_out=buffers.out.data_ptr(),
             host_lse=buffers.lse.data_ptr(),
             host_best=address(buffers.best),
-            centroids=index.centroids.data_ptr(),
-            means=index.means.data_ptr(),
-            offsets=index.offsets.data_ptr(),
-            lists=index.lists.data_ptr(),
             written=self._written.data_ptr(),
             kv_heads=kv_heads,
             ring=index.ring,
@@ -185,7 +170,7 @@ class HostPart:
 
 
 @lru_cache(maxsize=1)
-def _launch_host_function() -> Callable[[int, int, int], int]:
+def launch_host_function() -> Callable[[int, int, int], int]:
     """Find the driver's own cuLaunchHostFunc(stream, function, data).
 
     The function of that name in cuda.bindings wraps the host function into one that takes Python's lock, calls it and frees

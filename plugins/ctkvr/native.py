@@ -14,7 +14,7 @@ from torch import Tensor
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
 from kvseek.plugins.batch import Batch
-from kvseek.plugins.contract import IndexContext
+from kvseek.plugins.contract import IndexContext, LayerRows
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import require_fit
 
@@ -224,41 +224,51 @@ class NativeIndex(ReferenceIndex):
         self, queries: Tensor, slots: Sequence[int], recalled: Tensor, counts: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Rank candidates: best rows int32 [batch, G, top_k], ascending, and lists int32 [batch, G, width]; -1 fills up."""
-        context, table = self.context, self.context.extents.table
-        assert context.rows is not None, "the rows are placed before anything is built"
-        pool = context.rows.pool
+        layer_rows = self.context.rows
+        assert layer_rows is not None, "the rows are placed before anything is built"
         rows = torch.empty((*counts.shape, self.config.top_k), dtype=torch.int32)
         best = torch.empty((*counts.shape, self.width), dtype=torch.int32)
         best_count, error, numbers = torch.empty_like(counts), c_int32(0), (c_int32 * len(slots))(*slots)
-        step = HostStep(
+        step = describe_step(
+            self,
+            layer_rows,
+            len(slots),
             queries=pointer(queries),
             recalled=pointer(recalled),
             recalled_count=pointer(counts),
             slots=ctypes.addressof(numbers),
-            table=pointer(table),
-            rows=pool.data_ptr(),
             selected=pointer(rows),
             best=pointer(best),
             best_count=pointer(best_count),
             error=ctypes.addressof(error),
-            extent_stride=pool.stride(0),
-            batch=len(slots),
-            heads=context.num_heads,
-            kv_heads=context.num_kv_heads,
-            head_dim=context.head_dim,
-            capacity=self.capacity,
-            top_k=self.config.top_k,
-            rho=self.width,
-            table_slots=table.shape[0],
-            max_extents=table.shape[1],
-            dtype=TYPES[context.dtype],
-            level=AUTOMATIC,
             threads=torch.get_num_threads(),
-            scaling=context.scaling,
         )
         host_step(self._library)(ctypes.byref(step))
         raise_error(error.value)
         return rows, best
+
+
+def describe_step(index: ReferenceIndex, rows: LayerRows, batch: int, **fields: int | None) -> HostStep:
+    """Describe a step of `batch` requests over an index's lists and a layer's rows; `fields` name its buffers and threads."""
+    context, table = index.context, index.context.extents.table
+    return HostStep(
+        table=pointer(table),
+        rows=rows.pool.data_ptr(),
+        extent_stride=rows.extent_stride,
+        batch=batch,
+        heads=context.num_heads,
+        kv_heads=context.num_kv_heads,
+        head_dim=context.head_dim,
+        capacity=index.capacity,
+        top_k=index.config.top_k,
+        rho=index.width,
+        table_slots=table.shape[0],
+        max_extents=table.shape[1],
+        dtype=TYPES[context.dtype],
+        level=AUTOMATIC,
+        scaling=context.scaling,
+        **fields,
+    )
 
 
 def check_supported(context: IndexContext) -> None:

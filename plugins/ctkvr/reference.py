@@ -63,13 +63,8 @@ class ReferenceIndex(Index):
 
     @property
     def bytes_per_token(self) -> float:
-        """0, because nothing grows with the tokens; see `bytes_per_slot`."""
+        """0, because centroids, means, offsets and lists are allocated per slot and not per token."""
         return 0.0
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes of a slot in this layer: centroids, means, offsets and lists."""
-        return sum(array[0].nbytes for array in (self.centroids, self.means, self.offsets, self.lists))
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
         """See Index.build. The last queries become centroids, oldest first."""

@@ -25,4 +25,4 @@ class Config:
 
     def __post_init__(self) -> None:
         require(self.top_k >= 1, "top_k", self.top_k, ">= 1", "100 is the default")
-        require_group_reduce(self.group_reduce, "group_reduce")
+        require_group_reduce(self.group_reduce)

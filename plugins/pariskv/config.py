@@ -71,7 +71,7 @@ class Config:
 
     def __post_init__(self) -> None:
         require(self.top_k >= 1, "top_k", self.top_k, ">= 1", "100 is the default")
-        require_group_reduce(self.group_reduce, "group_reduce")
+        require_group_reduce(self.group_reduce)
         in_range = 0 <= self.rotation_seed < 2**63
         require(in_range, "rotation_seed", self.rotation_seed, "in [0, 2**63)", "any such number will do")
         limit = "8, the only size supported"

@@ -80,7 +80,7 @@ class Config:
         fits = self.update_scope in UPDATE_SCOPES
         require(fits, "update_scope", self.update_scope, f"one of {UPDATE_SCOPES}", '"selected" is the default')
         require(self.update_pages >= 1, "update_pages", self.update_pages, ">= 1", "2048 is the default")
-        require_group_reduce(self.group_reduce, "group_reduce")
+        require_group_reduce(self.group_reduce)
         require(0 <= self.cache_steps <= 8, "cache_steps", self.cache_steps, "between 0 and 8", "1 is the default")
 
     @property

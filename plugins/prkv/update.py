@@ -17,6 +17,7 @@ from torch import Tensor
 from kvseek.core.streams import SideStream, Ticket
 from kvseek.plugins.attention.splits import address
 from kvseek.plugins.contract import IndexContext, LayerRows
+from kvseek.plugins.shared.arguments import pointers
 
 from .reference import ReferenceIndex
 from .static import candidates, largest, pair_exchange
@@ -198,14 +199,9 @@ class Updater:
         (exchange,) = update.results
         arrays = self._arrays
         arguments = PublishArguments(
+            **pointers(exchange, "leaving", "entering", "entered", "left", "new_boxes", "count"),
             pool=self._rows.pointer,
             table=update.table.data_ptr(),
-            leaving=exchange.leaving.data_ptr(),
-            entering=exchange.entering.data_ptr(),
-            entered=exchange.entered.data_ptr(),
-            left=exchange.left.data_ptr(),
-            new_boxes=exchange.new_boxes.data_ptr(),
-            count=exchange.count.data_ptr(),
             boxes=arrays.boxes.data_ptr(),
             frames=address(self._context.frames),
             static_rows=arrays.static_rows[slot].data_ptr(),

@@ -14,9 +14,11 @@ from kvseek.core.config import require
 GROUP_REDUCTIONS = ("mean", "max", "softmax_mean")
 
 
-def require_group_reduce(value: str, where: str) -> None:
-    """Raise ConfigError unless `value` names a group reduction; `where` names the field."""
-    require(value in GROUP_REDUCTIONS, where, value, f"one of {GROUP_REDUCTIONS}", "softmax_mean is the default")
+def require_group_reduce(value: str) -> None:
+    """Raise ConfigError unless `value`, of the field group_reduce, names a group reduction."""
+    require(
+        value in GROUP_REDUCTIONS, "group_reduce", value, f"one of {GROUP_REDUCTIONS}", "softmax_mean is the default"
+    )
 
 
 def query_lanes(queries: Tensor, group_reduce: str) -> Tensor:

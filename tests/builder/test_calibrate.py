@@ -37,18 +37,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HARBOUR_LOG = ROOT / "examples/harbour_log.txt"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
-
-
-@pytest.fixture
-def text(tmp_path: Path, document: str) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text(document[:2000], encoding="utf-8")
-    return path
-
-
 def run(model: Path, output_dir: Path, text: Path, *flags: str) -> int:
     arguments = ["--model", str(model), "--method", "full", "--kernels", "reference", "--output_dir", str(output_dir)]
     return build.main([*arguments, "--calibrate", str(text), *flags])

@@ -21,18 +21,6 @@ from kvseek.core.errors import EngineDirectoryError
 SENTENCE = "the harbour master wrote the log, and the light was lit at dusk in 1931; "
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
-
-
-@pytest.fixture
-def text(tmp_path: Path, document: str) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text(document[:2000], encoding="utf-8")
-    return path
-
-
 def test_what_is_printed_and_kept(model: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = text.rename(tmp_path / "[red] text.txt")
     assert run(model, tmp_path / "engine", text, "--weight_only_precision", "int8", "--calibrate_tokens", "100") == 0

@@ -33,6 +33,15 @@ def change(directory: Path, *places: str, **values: object) -> None:
     path.write_text(json.dumps(document))
 
 
+def check_refused(directory: Path, message: str, *places: str, **values: object) -> None:
+    """An engine directory whose config.json is changed so is refused with this message."""
+    write_config(EngineConfig(MODEL, "full"), directory)
+    change(directory, *places, **values)
+    with pytest.raises(ConfigError) as caught:
+        read_config(directory)
+    assert message in str(caught.value)
+
+
 def test_round_trip(tmp_path: Path) -> None:
     config = EngineConfig(MODEL, "pariskv", {"top_k": 7}, CacheConfig(sink=3), dtype="bfloat16", max_batch_size=9)
     write_config(config, tmp_path)
@@ -116,11 +125,7 @@ def test_gpu_macros_come_from_the_method() -> None:
     ],
 )
 def test_bad_values_are_named(tmp_path: Path, values: dict[str, object], message: str) -> None:
-    write_config(EngineConfig(MODEL, "full"), tmp_path)
-    change(tmp_path, "build_config", **values)
-    with pytest.raises(ConfigError) as caught:
-        read_config(tmp_path)
-    assert message in str(caught.value)
+    check_refused(tmp_path, message, "build_config", **values)
 
 
 @pytest.mark.parametrize(
@@ -137,11 +142,7 @@ def test_bad_values_are_named(tmp_path: Path, values: dict[str, object], message
     ],
 )
 def test_bad_values_of_the_model_are_named(tmp_path: Path, values: dict[str, object], message: str) -> None:
-    write_config(EngineConfig(MODEL, "full"), tmp_path)
-    change(tmp_path, "pretrained_config", **values)
-    with pytest.raises(ConfigError) as caught:
-        read_config(tmp_path)
-    assert message in str(caught.value)
+    check_refused(tmp_path, message, "pretrained_config", **values)
 
 
 @pytest.mark.parametrize(
@@ -154,11 +155,7 @@ def test_bad_values_of_the_model_are_named(tmp_path: Path, values: dict[str, obj
     ],
 )
 def test_bad_objects_are_named(tmp_path: Path, values: dict[str, object], message: str) -> None:
-    write_config(EngineConfig(MODEL, "full"), tmp_path)
-    change(tmp_path, **values)
-    with pytest.raises(ConfigError) as caught:
-        read_config(tmp_path)
-    assert message in str(caught.value)
+    check_refused(tmp_path, message, **values)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
+from tests.support.prefill import run_to_end
 from tests.support.random_models import save_random_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvseek.core.errors import CapacityError, EngineDirectoryError, KvseekError, QueueFullError, RequestError
-from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, Request, SamplingParams
 from kvseek.engine.engine import Engine
 from kvseek.engine.model import prefill as prefill_module
 
@@ -32,16 +33,9 @@ def engine(directory: Path) -> Engine:
     return Engine.load(directory)
 
 
-def run(engine: Engine) -> list[StepOutput]:
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
-    return outputs
-
-
 def test_a_request_from_start_to_end(engine: Engine) -> None:
     request_id = engine.submit(Request(PROMPT, 30))
-    outputs = run(engine)
+    outputs = run_to_end(engine)
     assert {output.request_id for output in outputs} == {request_id}
     progress = [output.prefill_progress for output in outputs if output.token_id is None]
     assert progress == sorted(progress)
@@ -63,7 +57,7 @@ def test_the_end_id_ends_and_is_not_output(engine: Engine) -> None:
     (tokens,) = engine.generate([Request(PROMPT, 30)])
     end = tokens[10]
     engine.submit(Request(PROMPT, 30, end_ids=(end,)))
-    outputs = run(engine)
+    outputs = run_to_end(engine)
     assert [o.token_id for o in outputs if o.token_id is not None] == tokens[: tokens.index(end)]
     assert outputs[-1].finish_reason is FinishReason.END_ID
 
@@ -72,7 +66,7 @@ def test_a_stop_word_ends_with_the_word(engine: Engine) -> None:
     (tokens,) = engine.generate([Request(PROMPT, 30)])
     word = tuple(tokens[9:12])
     engine.submit(Request(PROMPT, 30, stop_words=((99, 98, 97), word)))
-    outputs = run(engine)
+    outputs = run_to_end(engine)
     found = [o.token_id for o in outputs if o.token_id is not None]
     assert tuple(found[-3:]) == word
     assert len(found) <= 12
@@ -103,7 +97,7 @@ def test_decoding_goes_on_during_a_prefill(engine: Engine) -> None:
         assert any(output.request_id == first and output.token_id is not None for output in outputs)
         steps_that_read += any(output.request_id == second and output.prefill_progress < 1 for output in outputs)
     assert all(output.request_id != second or output.token_id is None for output in outputs)
-    run(engine)
+    run_to_end(engine)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 12])
@@ -116,7 +110,7 @@ def test_cancelling_frees_what_a_request_held(engine: Engine, steps: int) -> Non
     assert end is not None
     assert end.finish_reason is FinishReason.CANCELLED
     assert engine.cancel(cancelled) is None
-    outputs += run(engine)
+    outputs += run_to_end(engine)
     assert [[o.token_id for o in outputs if o.request_id == other and o.token_id is not None]] == expected
     assert engine._cache.extents.free == engine._cache.extents.capacity
 
@@ -180,7 +174,7 @@ def test_requests_wait_for_extents(tmp_path: Path, build_engine: BuildEngine) ->
     waiting = [engine.submit(Request(PROMPT, 20)) for _ in range(3)]
     engine.step()
     assert len(engine._scheduler.running) == 1
-    finished = [o.request_id for o in run(engine) if o.finish_reason is FinishReason.LENGTH]
+    finished = [o.request_id for o in run_to_end(engine) if o.finish_reason is FinishReason.LENGTH]
     assert finished == waiting
 
 
@@ -204,7 +198,7 @@ def test_slots_without_extents_are_no_room_in_the_queue(tmp_path: Path, build_en
         engine.submit(Request(PROMPT, 2))
     with pytest.raises(QueueFullError, match="2 requests wait for a slot"):
         engine.submit(Request(PROMPT, 2))
-    assert len([o for o in run(engine) if o.finish_reason is FinishReason.LENGTH]) == 6
+    assert len([o for o in run_to_end(engine) if o.finish_reason is FinishReason.LENGTH]) == 6
 
 
 def test_a_failing_prefill_ends_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +212,7 @@ def test_a_failing_prefill_ends_only_its_request(engine: Engine, monkeypatch: py
 
     monkeypatch.setattr(decoder.retrieval, "store_layer", fail_for_one)
     first, second = engine.submit(Request(PROMPT, 10)), engine.submit(Request(PROMPT[:33], 10))
-    outputs = run(engine)
+    outputs = run_to_end(engine)
     (failed,) = [output for output in outputs if output.request_id == second and output.finish_reason]
     assert failed.finish_reason is FinishReason.ERROR
     assert failed.error == "MemoryError: no more room"
@@ -279,7 +273,7 @@ def test_a_failing_admission_ends_only_its_request(engine: Engine, monkeypatch: 
 
     monkeypatch.setattr(extents, "_upload", fail_once)
     first, second = engine.submit(Request(PROMPT, 10)), engine.submit(Request(PROMPT, 10))
-    outputs = run(engine)
+    outputs = run_to_end(engine)
     assert (outputs[0].request_id, outputs[0].finish_reason) == (first, FinishReason.ERROR)
     assert outputs[0].error == "RuntimeError: CUDA error: out of memory"
     assert [o.token_id for o in outputs if o.request_id == second and o.token_id is not None] == good[0]

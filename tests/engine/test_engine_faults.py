@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
+from tests.support.prefill import run_to_end
 
 from kvseek.core.errors import CapacityError, ErrorCode
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
@@ -27,13 +28,6 @@ def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
 @pytest.fixture
 def engine(directory: Path) -> Engine:
     return Engine.load(directory)
-
-
-def run(engine: Engine) -> list[StepOutput]:
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
-    return outputs
 
 
 def end_of(outputs: list[StepOutput], request: int) -> StepOutput:
@@ -78,7 +72,7 @@ def test_an_index_that_fails_ends_the_requests_of_the_step(
     while len(engine._scheduler.decoding()) < 2:
         outputs += engine.step()
     monkeypatch.setattr(index, method, failing_once(getattr(index, method), error, 4))
-    outputs += run(engine)
+    outputs += run_to_end(engine)
     for request in failed:
         end = end_of(outputs, request)
         assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.INTERNAL)
@@ -97,7 +91,7 @@ def test_a_failing_step_spares_the_prompt_that_is_read(engine: Engine, monkeypat
         outputs += engine.step()
     index = engine.decoder.retrieval.indexes[0]
     monkeypatch.setattr(index, "select", failing_once(index.select, RuntimeError("lost")))
-    outputs += run(engine)
+    outputs += run_to_end(engine)
     assert end_of(outputs, first).finish_reason is FinishReason.ERROR
     assert tokens_of(outputs, reading) == expected
     assert_everything_came_back(engine)
@@ -109,7 +103,7 @@ def test_an_admission_that_finds_no_extents_ends_alone(engine: Engine, monkeypat
     error = CapacityError("120 tokens need 1 more extents, 0 are free")
     monkeypatch.setattr(cache, "open", failing_once(cache.open, error))
     refused, served = engine.submit(Request(PROMPT, 20)), engine.submit(Request(PROMPT, 10))
-    outputs = run(engine)
+    outputs = run_to_end(engine)
     end = end_of(outputs, refused)
     assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.INTERNAL), "the scheduler said that it fits"
     assert end.error.startswith("CapacityError: 120 tokens need 1 more extents")
@@ -128,7 +122,7 @@ def test_running_out_of_memory_is_no_fault_of_the_client(
     owner, name = (decoder.retrieval, "store_layer") if step == "prefill" else (decoder, "decode_tokens")
     monkeypatch.setattr(owner, name, failing_once(getattr(owner, name), error))
     request = engine.submit(Request(PROMPT, 10))
-    end = end_of(run(engine), request)
+    end = end_of(run_to_end(engine), request)
     assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
     assert_everything_came_back(engine)
 
@@ -168,7 +162,7 @@ def test_logits_that_are_no_numbers_end_their_request(
     monkeypatch.setattr(decoder.model, "head", Head())
     bad = engine.submit(Request(PROMPT[:70], 12, SamplingParams(temperature=temperature)))
     good = engine.submit(Request(PROMPT[:50], 12))
-    outputs = run(engine)
+    outputs = run_to_end(engine)
     end = end_of(outputs, bad)
     assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.INTERNAL), "no client can have caused it"
     assert "must be finite" in end.error
@@ -224,7 +218,7 @@ def test_a_higher_priority_gets_the_next_slot(engine: Engine) -> None:
     running = [engine.submit(Request(PROMPT[:30], 5)) for _ in range(2)]
     engine.step()
     low, middle, high = (engine.submit(Request(PROMPT[:30], 5, priority=priority)) for priority in (0, 128, 255))
-    outputs = run(engine)
+    outputs = run_to_end(engine)
     started = [output.statistics for output in outputs if output.finish_reason and output.statistics is not None]
     assert len(started) == len(running) + 3
     begin = {output.request_id: output.statistics.started_at for output in outputs if output.statistics is not None}

@@ -15,10 +15,9 @@ from kvseek.core.errors import ConfigError
 from kvseek.evaluation import recall
 from kvseek.evaluation.capture import CapturedLayer, cached_capture, capture, load_model, token_ids
 from kvseek.evaluation.pariskv_estimate import estimate_error
-from kvseek.evaluation.replay import Replay, selected_places
+from kvseek.evaluation.replay import Replay
 from kvseek.measurement.variants import Variant, parse_variants
 from kvseek.plugins.flat.method import exact_top_k
-from kvseek.plugins.selection import Selection
 
 TOKENS = 700
 TEXT = "the harbour master wrote the log, and the light was lit at dusk. " * 40
@@ -98,7 +97,7 @@ def test_masses_by_hand() -> None:
     chosen[:, [5, 9]] = True
     step = 1
     grouped = layer.queries[:, -STEPS + step].view(2, 3, 64)
-    found = recall.masses(replay, grouped, step, chosen, ~chosen)
+    found = recall.masses(replay, layer.queries[:, -STEPS + step].contiguous(), step, chosen, ~chosen)
     weights = (grouped @ layer.keys[:, :498].transpose(1, 2) * 0.125).softmax(dim=-1)
     inside = weights[:, :, 64 : 64 + replay.length].sum(dim=-1).mean()
     two = weights[:, :, [64 + 5, 64 + 9]].sum(dim=-1).mean()
@@ -114,11 +113,6 @@ def test_exact_selection_is_the_exact_top_rows() -> None:
     exact = exact_top_k(query.view(2, 3, 64), replay.region, 30, recall.EXACT_REDUCTION, 0.125)
     chosen = replay.step(query)
     assert [row.nonzero()[:, 0].tolist() for row in chosen] == exact.tolist()
-
-
-def test_places_of_pages() -> None:
-    rows = torch.tensor([[[2, 0, -1]]], dtype=torch.int32)
-    assert selected_places(Selection(rows, 4), 1, 10)[0].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 8, 9]
 
 
 def test_the_budget_covers_the_window() -> None:

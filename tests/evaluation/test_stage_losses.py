@@ -174,7 +174,7 @@ def random_model(random_model: RandomModel) -> Any:
 
 def test_captured_questions_are_what_one_pass_sees(random_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared context read once, and rounds on a growing one: as if the whole text were read each time."""
-    monkeypatch.setattr("kvseek.evaluation.questions.CHUNK_TOKENS", 16)
+    monkeypatch.setattr("kvseek.evaluation.capture.CHUNK_TOKENS", 16)
     one, two = list(range(3, 43)), list(range(50, 73))
     rounds = [("one", [80, 81, 82], [90, 91, 92]), ("one", [83], [93, 94, 95, 96])]
     dialogues = [Dialogue(one, rounds[:1]), Dialogue(one, rounds[1:]), Dialogue(two, rounds)]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.conftest import BuildEngine
+
+from kvseek.measurement.gpu_kernels import method_kernels
+from kvseek.plugins.registry import get_method
 
 if TYPE_CHECKING:
     from kvseek.core.cuda import CudaKernels
@@ -24,13 +29,15 @@ def device() -> torch.device:
 @pytest.fixture(scope="session")
 def kernels() -> MakeKernels:
     """Compile the kernels of method `full` for this GPU, once per (dtype, head_dim, group_size), and load them."""
-    from kvseek.builder.compile.cuda import Specialisation, cached_cubin
-    from kvseek.core.cuda import CudaKernels
+    return cache(partial(method_kernels, "full", get_method("full").configure({})))
 
+
+@pytest.fixture(scope="session")
+def on_gpu(build_engine: BuildEngine) -> BuildEngine:
+    """Build an engine for this GPU."""
     major, minor = torch.cuda.get_device_capability()
 
-    @cache
-    def make(dtype: str, head_dim: int, group_size: int) -> CudaKernels:
-        return CudaKernels(cached_cubin(Specialisation(dtype, head_dim, group_size, "full"), 10 * major + minor))
+    def make(model: Path, method: str, *flags: str) -> Path:
+        return build_engine(model, method, "--device", "cuda", "--cuda_archs", f"{major}{minor}", *flags)
 
     return make

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,24 +21,29 @@ from kvseek.plugins.selection import Selection
 KV_HEADS = 2
 
 
-def make_context(config: object, head_dim: int, group: int, lengths: list[int], extents: int = 8) -> IndexContext:
-    table = ExtentTable(len(lengths), extents, extents)
-    for slot in range(len(lengths)):
-        table.reserve(slot, lengths[slot])
-    books = codebook.build_codebooks(config, head_dim) if isinstance(config, Config) else {}
+def context_of(
+    config: object, head_dim: int, group: int, extents: ExtentTable, lengths: list[int], **fields: Any
+) -> IndexContext:
+    """KV_HEADS KV heads of `group` query heads; float32 on the CPU, layer 0, no codebooks, unless `fields` say otherwise."""
+    usual = {"layer": 0, "codebooks": {}, "dtype": torch.float32, "device": torch.device("cpu")}
     return IndexContext(
-        layer=0,
         num_heads=KV_HEADS * group,
         num_kv_heads=KV_HEADS,
         head_dim=head_dim,
         scaling=head_dim**-0.5,
         config=config,
-        codebooks=books,
-        extents=table,
+        extents=extents,
         lengths=lengths,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        **{**usual, **fields},
     )
+
+
+def make_context(config: object, head_dim: int, group: int, lengths: list[int], extents: int = 8) -> IndexContext:
+    table = ExtentTable(len(lengths), extents, extents)
+    for slot in range(len(lengths)):
+        table.reserve(slot, lengths[slot])
+    books = codebook.build_codebooks(config, head_dim) if isinstance(config, Config) else {}
+    return context_of(config, head_dim, group, table, lengths, codebooks=books)
 
 
 def select(index: Index, queries: Tensor, slots: Sequence[int]) -> Selection | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from tests.plugins.index_cases import KV_HEADS, context_of
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
@@ -16,11 +17,11 @@ from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable
 from kvseek.plugins.attention.reference import selected_places
 from kvseek.plugins.batch import Batch, RequestState
-from kvseek.plugins.contract import Index, IndexContext, LayerRows
+from kvseek.plugins.contract import Index, LayerRows
 from kvseek.plugins.registry import get_method
 from kvseek.plugins.selection import Selection
 
-KV_HEADS, GROUP, DIM = 2, 3, 32
+GROUP, DIM = 3, 32
 HEADS = KV_HEADS * GROUP
 LAYER = 2  # methods may attend densely in the first ones
 
@@ -42,18 +43,14 @@ class Region:
         self.lengths = [0] * slots
         self.pool = torch.full((slots * per_slot, KV_HEADS, EXTENT_TOKENS, 2, DIM), torch.nan)
         self.keys = [torch.empty(KV_HEADS, 0, DIM) for _ in range(slots)]  # the truth, by token
-        self.context = IndexContext(
+        self.context = context_of(
+            config,
+            DIM,
+            GROUP,
+            self.extents,
+            self.lengths,
             layer=LAYER,
-            num_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_dim=DIM,
-            scaling=DIM**-0.5,
-            config=config,
             codebooks=chosen.traits(config).codebooks(DIM),
-            extents=self.extents,
-            lengths=self.lengths,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
             library=library,
             rows=LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)),
         )

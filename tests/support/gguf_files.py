@@ -48,11 +48,16 @@ def write_gguf(
             writer.add_tensor(theirs, blocks, raw_dtype=kind)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors.numpy())
+    finish(writer)
+    return path
+
+
+def finish(writer: Any) -> None:
+    """Write what a GGUFWriter was given."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def _add_metadata(writer: Any, config: dict[str, Any], head_dim: int) -> None:
@@ -91,8 +96,5 @@ def edit_gguf(path: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray
         writer.add_key_value(key, value, types[key])
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     path.with_suffix(".new").replace(path)

@@ -44,21 +44,6 @@ Vec square_root(Vec value) {
     return value;
 }
 
-// In the reference's order of passes: stride 1, 2, 4, ...; scaled once at the end.
-void transform(Keys* x, int size) {
-    for (int stride = 1; stride < size; stride *= 2) {
-        for (int first = 0; first < size; first += 2 * stride) {
-            for (int i = first; i < first + stride; i++) {
-                const Vec low = x[i], high = x[i + stride];
-                x[i] = low + high;
-                x[i + stride] = low - high;
-            }
-        }
-    }
-    const float scale = static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(size)));
-    for (int i = 0; i < size; i++) x[i] *= scale;
-}
-
 // Coordinates of LANES keys, flipped by the rotation's signs; the last key fills lanes beyond `count`.
 template <class T>
 void load_keys(const EncodeArguments& a, const T* keys, int count, Keys* x) {

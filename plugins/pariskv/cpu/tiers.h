@@ -14,17 +14,7 @@ constexpr int BUCKETS = 256;
 // Randomised Hadamard transform of x [size], in the reference's order of additions. `signs` [size].
 void rotate(float* x, const float* signs, int size) {
     for (int i = 0; i < size; i++) x[i] *= signs[i];
-    for (int stride = 1; stride < size; stride *= 2) {
-        for (int first = 0; first < size; first += 2 * stride) {
-            for (int i = first; i < first + stride; i++) {
-                const float low = x[i], high = x[i + stride];
-                x[i] = low + high;
-                x[i + stride] = low - high;
-            }
-        }
-    }
-    const float scale = static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(size)));
-    for (int i = 0; i < size; i++) x[i] *= scale;
+    transform(x, size);
 }
 
 // Scores of all sign patterns of a block: coordinate 0 added or subtracted first, then 1, ..., as the reference does.

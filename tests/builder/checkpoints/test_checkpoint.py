@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.gguf_files import write_gguf
+from tests.support.gguf_files import finish, write_gguf
 from tests.support.random_models import save_random_model
 
 from kvseek.builder.checkpoints import gguf as gguf_checkpoint
@@ -163,10 +163,7 @@ def test_refused_gguf_files(tmp_path: Path) -> None:
 
     writer = gguf.GGUFWriter(tmp_path / "gpt2.gguf", "gpt2")
     writer.add_tensor("token_embd.weight", torch.zeros(4, 4).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(ConfigError, match=r"general\.architecture = 'gpt2': must be one of llama, qwen2, qwen3"):
         _ = open_checkpoint(tmp_path / "gpt2.gguf").config
     (tmp_path / "text.gguf").write_text("no model at all")
@@ -177,10 +174,7 @@ def test_refused_gguf_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="damaged or cut short"):
         _ = open_checkpoint(tmp_path / "cut.gguf").config
     writer = gguf.GGUFWriter(tmp_path / "big.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(ConfigError, match=r"byte order of .*big\.gguf = 'foreign': must be this machine's"):
         _ = open_checkpoint(tmp_path / "big.gguf").config
 

@@ -17,11 +17,6 @@ from kvseek.core.manifest import verify
 from kvseek.engine.tokenizer import Tokenizer
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("models") / "llama", "llama")
-
-
 @pytest.fixture
 def tokenizer(model: Path, tmp_path: Path) -> Path:
     """A directory with the model's tokenizer and end ids, and nothing else."""

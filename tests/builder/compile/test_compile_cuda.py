@@ -272,11 +272,6 @@ def test_importing_needs_no_cuda() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
-
-
 def run(model: Path, output_dir: Path, *flags: str) -> int:
     arguments = ("--model", str(model), "--output_dir", str(output_dir), "--device", "cuda", "--quiet")
     return build.main([*arguments, *(flags if "--method" in flags else ("--method", "full", *flags))])

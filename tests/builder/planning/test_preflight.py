@@ -27,11 +27,6 @@ from kvseek.core.manifest import verify
 PLENTY = 1 << 50
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
-
-
 def run(model: Path, output_dir: Path, *flags: str) -> int:
     arguments = ["--model", str(model), "--output_dir", str(output_dir), "--method", "full", "--kernels", "reference"]
     return build.main([*arguments, "--quiet", *flags])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.device_stand_ins import CPU, make_decoder
-from tests.support.prefill import run_prefill
+from tests.support.prefill import check_agreement, run_prefill, run_to_end
 from tests.support.random_models import ARCHITECTURES
 from torch import Tensor
 
@@ -55,17 +55,7 @@ def test_logits_are_those_of_the_cpu(
     directory = directories[architecture, method]
     ours, reference = make_decoder(directory, offload), Engine.load(directory).decoder
     prompts = {0: PROMPT, 2: PROMPT[:25], 1: PROMPT[30:130]}  # one below full_threshold, evictions at different steps
-    for slot, prompt in prompts.items():
-        found, expected = (run_prefill(decoder, slot, prompt, 40) for decoder in (ours, reference))
-        assert (found - expected).abs().max() <= MAX_DIFFERENCE
-    for step in range(30):
-        slots = [2, 0, 1] if step % 5 else [1, 0]
-        tokens = [(step * 31 + slot * 17) % 100 for slot in slots]
-        logits, attended = ours.decode(tokens, slots)
-        expected, expected_attended = reference.decode(tokens, slots)
-        assert logits.shape == expected.shape
-        assert (logits - expected).abs().max() <= MAX_DIFFERENCE
-        assert attended == pytest.approx(expected_attended)
+    check_agreement(ours, reference, prompts, 30, room=40, most=MAX_DIFFERENCE)
 
 
 def test_greedy_requests_get_tokens_and_others_logits(directories: dict[tuple[str, str], Path]) -> None:
@@ -118,8 +108,7 @@ def test_running_out_of_memory_ends_one_request_with_the_numbers(
         outputs += engine.step()
     monkeypatch.setattr(decoder.model.ops, "silu_mul", fail_for_long)
     long = engine.submit(Request(tuple(PROMPT[:150]), 12))
-    while engine.has_work:
-        outputs += engine.step()
+    outputs += run_to_end(engine)
     (failed,) = [output for output in outputs if output.request_id == long and output.finish_reason]
     assert failed.finish_reason is FinishReason.ERROR
     need = prefill_bytes(engine.config, torch.float32, 150)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.device_stand_ins import make_decoder
-from tests.support.prefill import run_prefill
+from tests.support.prefill import run_prefill, run_to_end
 from tests.support.random_models import ARCHITECTURES
 from torch import Tensor
 
@@ -168,9 +168,7 @@ def test_a_failing_prompt_ends_alone(directories: dict[str, Path], monkeypatch: 
 
     monkeypatch.setattr(decoder.retrieval, "store_layer", fail_for_one)
     ids = [engine.submit(request) for request in (*requests[:2], bad, requests[2])]
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
+    outputs = run_to_end(engine)
     ends = {output.request_id: output for output in outputs if output.finish_reason}
     assert [ends[one].finish_reason for one in ids] == [
         FinishReason.ERROR if one == ids[2] else FinishReason.LENGTH for one in ids

@@ -10,7 +10,7 @@ import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.engine.tensorrt.numpy_plans import FORMS, is_context, make_tensorrt_decoder, plans_of
 from tests.support.device_stand_ins import gpu_config, make_decoder
-from tests.support.prefill import run_prefill
+from tests.support.prefill import check_agreement, run_prefill
 from tests.support.random_models import ARCHITECTURES
 from torch import Tensor
 
@@ -57,18 +57,7 @@ def test_logits_are_those_of_the_torch_runtime(
     ours = make_tensorrt_decoder(api, model, directory, form, monkeypatch, offload)
     reference = make_decoder(directory, offload)
     prompts = {0: PROMPT, 2: PROMPT[:25], 1: PROMPT[30:90]}  # one below full_threshold, evictions at different steps
-    for slot, prompt in prompts.items():
-        found, expected = (run_prefill(decoder, slot, prompt, 20) for decoder in (ours, reference))
-        assert found.dtype == torch.float32
-        assert (found - expected).abs().max() <= MAX_DIFFERENCE
-    for step in range(18):
-        slots = [2, 0, 1] if step % 5 else [1, 0]
-        tokens = [(step * 31 + slot * 17) % 100 for slot in slots]
-        logits, attended = ours.decode(tokens, slots)
-        expected, expected_attended = reference.decode(tokens, slots)
-        assert logits.shape == expected.shape
-        assert (logits - expected).abs().max() <= MAX_DIFFERENCE
-        assert attended == pytest.approx(expected_attended)
+    check_agreement(ours, reference, prompts, 18, room=20, most=MAX_DIFFERENCE)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -5,17 +5,15 @@ Streams are held up by kernels that only wait, so that whatever is not ordered r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.gpu.waits import no_host_waits, slow_stream
 from tests.support.cache_runs import DIM, KV_HEADS, LAYERS, CacheRun, check_rows, make_config, rows_of
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.core.streams import SideStream, Ticket
 from kvseek.engine.cache import cache as cache_module
 from kvseek.engine.cache.host_pool import HostPool
 
@@ -23,27 +21,6 @@ pytestmark = pytest.mark.gpu
 
 SIDE_CYCLES = 50_000_000  # about 25 ms: longer than two decode steps of these tests
 STEP_CYCLES = 4_000_000  # about 2 ms: longer than any copy or kernel here takes
-
-
-class SlowStream(SideStream):
-    """Holds every piece of work up, so that the current stream runs ahead of it."""
-
-    def run(self, work: Callable[[], None], read: tuple[Tensor, ...] = ()) -> Ticket:
-        def held_up() -> None:
-            torch.cuda._sleep(SIDE_CYCLES)
-            work()
-
-        return super().run(held_up, read)
-
-
-@contextmanager
-def no_host_waits() -> Iterator[None]:
-    """Raise if PyTorch makes the host wait for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def as_kernels_read(run: CacheRun, layer: int) -> Tensor:
@@ -63,7 +40,7 @@ def test_every_token_is_held_once_and_in_order(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, device_layers: int, slow: str
 ) -> None:
     if slow == "side streams":
-        monkeypatch.setattr(cache_module, "SideStream", SlowStream)
+        monkeypatch.setattr(cache_module, "SideStream", slow_stream(SIDE_CYCLES))
     cycles = STEP_CYCLES if slow == "current stream" else 0
     config = make_config(4, 2, 8, device_layers=device_layers)
     run = CacheRun(config, device, delay=lambda: torch.cuda._sleep(cycles))
@@ -80,7 +57,7 @@ def test_every_token_is_held_once_and_in_order(
 def test_a_cancelled_prompt_does_not_reach_the_next_owner_of_its_extents(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module, "SideStream", SlowStream)
+    monkeypatch.setattr(cache_module, "SideStream", slow_stream(SIDE_CYCLES))
     run = CacheRun(make_config(4, 8, 8, offload="always"), device)
     next(run.prefill(1, 0, 1500, 1500))  # layer 0 is on its way to the host
     run.close(0)
@@ -90,7 +67,7 @@ def test_a_cancelled_prompt_does_not_reach_the_next_owner_of_its_extents(
 
 
 def test_the_host_never_waits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "SideStream", SlowStream)
+    monkeypatch.setattr(cache_module, "SideStream", slow_stream(SIDE_CYCLES))
     run = CacheRun(make_config(4, 12, 8, device_layers=1), device)
     cache, indexes = run.cache, run.indexes
     keys = rows_of(0, 0, torch.arange(1500)).to(device)
@@ -157,7 +134,7 @@ def test_runs_further_apart_than_a_strided_copy_allows(device: torch.device, str
 
 
 def test_index_work_that_fails_ends_with_its_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "SideStream", SlowStream)
+    monkeypatch.setattr(cache_module, "SideStream", slow_stream(SIDE_CYCLES))
     run = CacheRun(make_config(4, 12, 8, offload="always"), device)
     for _ in run.prefill(0, 0, 1500, 2000):
         pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 from tests.plugins.cases import ON_GPU
 
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
@@ -13,6 +12,7 @@ from kvseek.engine.loading.dry_run import DryRun, GpuTraits
 from kvseek.engine.loading.indexes import IndexMaker
 from kvseek.engine.loading.load import needs_cpu_library
 from kvseek.engine.loading.memory import measured_bytes
+from kvseek.measurement.gpu_kernels import load_kernels
 from kvseek.plugins.registry import get_method
 
 pytestmark = pytest.mark.gpu
@@ -27,9 +27,8 @@ KEPT_BYTES = 64 << 10  # of constants that methods keep on a device once made
 @pytest.mark.parametrize("name", ON_GPU)
 def test_counted_bytes_are_measured_bytes(name: str) -> None:
     from kvseek.builder.compile.cpu import cached_cpu_library
-    from kvseek.builder.compile.cuda import cached_cubin, specialise
+    from kvseek.builder.compile.cuda import specialise
     from kvseek.core.cpu_library import CpuLibrary
-    from kvseek.core.cuda import CudaKernels
 
     method = get_method(name)
     settings = method.configure({})
@@ -45,8 +44,7 @@ def test_counted_bytes_are_measured_bytes(name: str) -> None:
         max_input_len=TOKENS,
         max_seq_len=TOKENS,
     )
-    major, minor = torch.cuda.get_device_capability()
-    kernels = CudaKernels(cached_cubin(specialise(config), 10 * major + minor))
+    kernels = load_kernels(specialise(config))
     library = CpuLibrary(cached_cpu_library()) if needs_cpu_library(config) else None
     books = own.codebooks(MODEL.head_dim)
     traits = GpuTraits("this", kernels.capability, kernels.multiprocessors, kernels.shared_memory_per_block)

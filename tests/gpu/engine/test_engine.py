@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import queue
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.conftest import BuildEngine
-from tests.support.prefill import run_prefill
+from tests.gpu.waits import no_host_waits
+from tests.support.prefill import run_prefill, run_to_end
 from tests.support.random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
 
@@ -50,17 +49,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     folder = tmp_path_factory.mktemp("models")
     return {name: save_random_model(folder / name, name, **sizes[name]) for name in ARCHITECTURES}
-
-
-@pytest.fixture(scope="module")
-def on_gpu(build_engine: BuildEngine) -> BuildEngine:
-    """Build an engine for this GPU."""
-    major, minor = torch.cuda.get_device_capability()
-
-    def make(model: Path, method: str, *flags: str) -> Path:
-        return build_engine(model, method, "--device", "cuda", "--cuda_archs", f"{major}{minor}", *flags)
-
-    return make
 
 
 def run_all(decoder: Any) -> tuple[Tensor, list[list[float]]]:
@@ -135,13 +123,6 @@ def engine(models: dict[str, Path], on_gpu: BuildEngine) -> Engine:
     return Engine.load(on_gpu(models["llama"], "pariskv", *flags))
 
 
-def run(engine: Engine) -> list[StepOutput]:
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
-    return outputs
-
-
 def test_greedy_tokens_are_those_of_the_logits(engine: Engine) -> None:
     decoder = engine.decoder
     for slot, prompt in SLOTS.items():
@@ -179,31 +160,22 @@ def test_running_out_of_memory_ends_one_request(engine: Engine, monkeypatch: pyt
         outputs += engine.step()
     monkeypatch.setattr(ops, "silu_mul", greedy_for_memory)
     long = engine.submit(Request(tuple(PROMPT[:150]), 12))
-    outputs += run(engine)
+    outputs += run_to_end(engine)
     (failed,) = [output for output in outputs if output.request_id == long and output.finish_reason]
     assert failed.finish_reason is FinishReason.ERROR
     assert failed.error.startswith("CapacityError: input_lengths = 150: its prefill needs about ")
     assert [o.token_id for o in outputs if o.request_id == short and o.token_id is not None] == expected
 
 
-@contextmanager
-def waiting_forbidden() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_nothing_waits_for_the_device_but_tokens(engine: Engine) -> None:
     decoder = engine.decoder
     decoder.cache.open(0, len(PROMPT) + 60)
     prefill = decoder.prefill([(0, PROMPT)])
-    with waiting_forbidden():
+    with no_host_waits():
         while prefill.progress < 1:
             prefill.advance(50)
     prefill.finish()
-    with waiting_forbidden():  # evictions of 16 tokens come and go
+    with no_host_waits():  # evictions of 16 tokens come and go
         for step in range(50):
             decoder.decode_tokens([step], [0], [True])
     decoder.cache.close(0)

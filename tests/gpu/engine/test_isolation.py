@@ -5,7 +5,6 @@ The same for the CPU: tests/engine/cache/test_isolation.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import torch
 from tests.conftest import BuildEngine
 from tests.engine.cache.test_isolation import POISONS, poison, tensors_in
 from tests.gpu.plugins.test_methods import CONTESTANTS, WINDOW
+from tests.gpu.waits import slow_stream
 from tests.support.random_models import save_random_model
 from torch import Tensor
 
 from kvseek.core.request import Request
-from kvseek.core.streams import SideStream, Ticket
 from kvseek.engine.engine import Engine
 from kvseek.plugins.clusterkv import device as clusterkv
 
@@ -30,18 +29,8 @@ LIMITS = ("--max_batch_size", "2", "--max_seq_len", "2700", "--max_input_len", "
 OTHER = Request(tuple(torch.arange(2400).mul(11).remainder(97).tolist()), 100)
 OWN = Request(tuple(torch.arange(1300).mul(13).remainder(101).tolist()), 150)  # evictions, an update of prkv
 STEP_TOKENS = 600  # of a prompt that a step reads: OTHER takes four
-SIDE_CYCLES = 600_000_000  # about 0.3 s: longer than to poison everything with NaN
-
-
-class SlowStream(SideStream):
-    """Begins each piece of work late, so that a cancelled prompt's clustering ends after others have got its extents."""
-
-    def run(self, work: Callable[[], None], read: tuple[Tensor, ...] = ()) -> Ticket:
-        def held_up() -> None:
-            torch.cuda._sleep(SIDE_CYCLES)
-            work()
-
-        return super().run(held_up, read)
+# About 0.3 s, longer than to poison everything with NaN: a cancelled prompt's clustering ends after others have got its extents.
+SIDE_CYCLES = 600_000_000
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +65,12 @@ def cancel_while_it_is_read(engine: Engine, request: Request) -> None:
 @pytest.mark.parametrize("offload", ["always", "never"])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_freed_slot_tells_nothing(
-    name: str, offload: str, model: Path, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+    name: str, offload: str, model: Path, on_gpu: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clusterkv, "SideStream", SlowStream)  # the one method that builds on a side stream
+    # The one method that builds on a side stream.
+    monkeypatch.setattr(clusterkv, "SideStream", slow_stream(SIDE_CYCLES))
     method, sparse = METHODS[name]
-    major, minor = torch.cuda.get_device_capability()
-    gpu = ("--device", "cuda", "--cuda_archs", f"{major}{minor}", "--cache.offload", offload)
-    directory = build_engine(model, method, *gpu, *WINDOW, *LIMITS, *sparse)
+    directory = on_gpu(model, method, "--cache.offload", offload, *WINDOW, *LIMITS, *sparse)
     expected = Engine.load(directory, max_num_tokens=STEP_TOKENS).generate([OWN])
     engine, generator = Engine.load(directory, max_num_tokens=STEP_TOKENS), torch.Generator().manual_seed(3)
     for kind in POISONS:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from tests.conftest import BuildEngine
 
 from kvseek.core.request import Request
@@ -21,15 +20,13 @@ AGREEMENT = 0.98
 
 @pytest.mark.parametrize("method", ["full", "pariskv"])
 def test_greedy_tokens_are_those_of_the_cpu(
-    method: str, smollm2_gguf: Path, document: str, build_engine: BuildEngine
+    method: str, smollm2_gguf: Path, document: str, build_engine: BuildEngine, on_gpu: BuildEngine
 ) -> None:
-    major, minor = torch.cuda.get_device_capability()
     sizes = ("--max_seq_len", "4096", "--max_input_len", "4096", "--max_batch_size", "8")
-    on_gpu = ("--device", "cuda", "--cuda_archs", f"{major}{minor}", "--cache.offload", "always")
     cpu = Engine.load(build_engine(smollm2_gguf, method, *sizes))
     prompt = cpu.tokenizer.encode(document)[:PROMPT_TOKENS]
     expected = cpu.generate([Request(tuple(prompt), TOKENS)])[0]
-    gpu = Engine.load(build_engine(smollm2_gguf, method, *sizes, *on_gpu))
+    gpu = Engine.load(on_gpu(smollm2_gguf, method, *sizes, "--cache.offload", "always"))
     starts = range(0, TOKENS, SEGMENT)
     found = gpu.generate([Request((*prompt, *expected[:start]), SEGMENT) for start in starts])
     tokens = [token for segment in found for token in segment]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvseek.builder import build
 from kvseek.builder.calibration.report import Calibration
+from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.errors import KernelError
 from kvseek.engine.engine import Engine
 from kvseek.engine.model.linear import WeightOnlyLinear
@@ -27,6 +28,7 @@ from kvseek.engine.model.weight_only_kernels import (
     WeightOnlyKernels,
     choose_shape,
 )
+from kvseek.measurement.gpu_kernels import load_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -43,15 +45,11 @@ ENGINE_ERROR = {"bfloat16": 4e-2, "float16": 6e-3}
 @pytest.fixture(scope="module")
 def products() -> MakeProducts:
     """Compile the kernels of a precision and dtype for this GPU, once, and load them."""
-    from kvseek.builder.compile.cuda import Specialisation, cached_cubin
-    from kvseek.core.cuda import CudaKernels
-
-    major, minor = torch.cuda.get_device_capability()
 
     @cache
     def make(precision: str, dtype: str) -> WeightOnlyKernels:
         unit = Specialisation(dtype, 64, 4, "full", weight_only_precision=precision)
-        return WeightOnlyKernels(CudaKernels(cached_cubin(unit, 10 * major + minor)), precision, getattr(torch, dtype))
+        return WeightOnlyKernels(load_kernels(unit), precision, getattr(torch, dtype))
 
     return make
 
@@ -199,15 +197,12 @@ def test_operands_that_kernels_do_not_read(products: MakeProducts, device: torch
 
 
 @pytest.fixture(scope="module")
-def on_gpu(build_engine: BuildEngine) -> BuildEngine:
+def on_gpu(on_gpu: BuildEngine) -> BuildEngine:
     """Build an engine for this GPU whose prompts come in chunks of more rows than kernels multiply, and of fewer."""
-    major, minor = torch.cuda.get_device_capability()
     limits = ("--max_batch_size", "3", "--max_seq_len", "1000", "--prefill_chunk_tokens", "100")
 
     def make(model: Path, method: str, *flags: str) -> Path:
-        return build_engine(
-            model, method, "--device", "cuda", "--cuda_archs", f"{major}{minor}", *WINDOW, *limits, *flags
-        )
+        return on_gpu(model, method, *WINDOW, *limits, *flags)
 
     return make
 

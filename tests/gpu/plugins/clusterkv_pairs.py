@@ -3,59 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
+from tests.gpu.plugins import gpu_context
+from tests.plugins.index_cases import KV_HEADS
 from torch import Tensor
 
-from kvseek.builder.compile.cuda import Specialisation, cached_cubin
-from kvseek.core.cuda import CudaKernels
-from kvseek.core.extents import ExtentTable
 from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.device import CudaIndex
-from kvseek.plugins.clusterkv.method import traits
 from kvseek.plugins.clusterkv.reference import ReferenceIndex
-from kvseek.plugins.contract import IndexContext
 
-KV_HEADS = 2
 LAYER = 4
 
 
-def load_kernels(dtype: str, dim: int, group: int, config: Config) -> CudaKernels:
-    major, minor = torch.cuda.get_device_capability()
-    macros = tuple(sorted(traits(config).cuda_macros(dim, group).items()))
-    return CudaKernels(cached_cubin(Specialisation(dtype, dim, group, "clusterkv", macros), 10 * major + minor))
-
-
-def make_context(
-    config: Config,
-    dtype: str,
-    dim: int,
-    group: int,
-    lengths: Sequence[int],
-    device: str,
-    room: int = 0,
-    layer: int = LAYER,
-) -> IndexContext:
-    """Slots in reverse order take extents from both ends of the pool, so tables are anything but the identity."""
-    extents = [-(-(length + room) // 1024) for length in lengths]
-    table = ExtentTable(len(lengths), max(1, *extents), sum(extents) + 3, torch.device(device))
-    for slot in reversed(range(len(lengths))):
-        table.reserve(slot, lengths[slot] + room)
-    return IndexContext(
-        layer=layer,
-        num_heads=KV_HEADS * group,
-        num_kv_heads=KV_HEADS,
-        head_dim=dim,
-        scaling=dim**-0.5,
-        config=config,
-        codebooks={},
-        extents=table,
-        lengths=list(lengths),
-        dtype=getattr(torch, dtype),
-        device=torch.device(device),
-        cuda=load_kernels(dtype, dim, group, config) if device == "cuda" else None,
-    )
+make_context = partial(gpu_context.make_context, "clusterkv", layer=LAYER)
 
 
 def random_keys(n: int, dim: int, dtype: str) -> Tensor:

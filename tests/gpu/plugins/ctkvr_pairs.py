@@ -7,19 +7,17 @@ from dataclasses import replace
 
 import torch
 from tests.gpu.plugins.attention.random_cache import RandomCache
-from tests.plugins.index_cases import select_rows
+from tests.plugins.index_cases import KV_HEADS, context_of, select_rows
 from torch import Tensor
 
-from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.core.cuda import CudaKernels
-from kvseek.plugins.contract import IndexContext, LayerRows
+from kvseek.measurement.gpu_kernels import method_kernels
+from kvseek.plugins.contract import LayerRows
 from kvseek.plugins.ctkvr.build import attention_values
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.device import CudaIndex
 from kvseek.plugins.ctkvr.reference import ReferenceIndex
 
-KV_HEADS = 2
 TOLERANCE = 1e-4  # of log-weights: scores are below 40, their float32 sums good to 1e-6 of that
 CUDA = torch.device("cuda")
 COMMON = 3.0  # of the largest head: size of the part that its queries share, in their deviations
@@ -38,22 +36,16 @@ def make_index(
 ) -> CudaIndex:
     """An index over a cache's rows, whose work space and arrays start poisoned."""
     dtype, dim, group = shape
-    major, minor = torch.cuda.get_device_capability()
-    kernels = CudaKernels(cached_cubin(Specialisation(dtype, dim, group, "ctkvr"), 10 * major + minor))
-    context = IndexContext(
-        layer=0,
-        num_heads=KV_HEADS * group,
-        num_kv_heads=KV_HEADS,
-        head_dim=dim,
-        scaling=dim**-0.5,
-        config=config,
-        codebooks={},
-        extents=cache.extents,
-        lengths=[*cache.lengths, 0],
+    context = context_of(
+        config,
+        dim,
+        group,
+        cache.extents,
+        [*cache.lengths, 0],
         dtype=getattr(torch, dtype),
         device=CUDA,
         library=library,
-        cuda=kernels,
+        cuda=method_kernels("ctkvr", config, dtype, dim, group),
         rows=LayerRows(cache.rows, cache.rows.data_ptr(), cache.pool.stride(0)),
     )
     index = CudaIndex(context)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+from tests.gpu.plugins.gpu_context import make_context
+from tests.plugins.index_cases import KV_HEADS
 from torch import Tensor
 
-from kvseek.builder.compile.cuda import Specialisation, cached_cubin
-from kvseek.core.cuda import CudaKernels
-from kvseek.core.extents import ExtentTable
 from kvseek.plugins.attention.device import DeviceAttention, LayerAttention
 from kvseek.plugins.attention.hot_rows import HotRows, empty_frames
 from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.contract import IndexContext, LayerRows
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.device import CudaIndex
-from kvseek.plugins.prkv.method import traits
 from kvseek.plugins.prkv.reference import ReferenceIndex
 from kvseek.plugins.selection import Selection
 
-KV_HEADS = 2
 # dtype, head_dim, group size, group_reduce, page
 SHAPES = [
     ("bfloat16", 128, 4, "softmax_mean", 16),
@@ -53,28 +51,14 @@ class World:
     ) -> None:
         self.config, self.dtype, self.dim, self.group = config, getattr(torch, dtype), dim, group
         self.device = torch.device("cuda" if cuda else "cpu")
-        extents = [-(-(length + room) // 1024) for length in lengths]
-        table = ExtentTable(len(lengths), max(1, *extents), sum(extents) + 2, self.device)
-        for slot in reversed(range(len(lengths))):  # tables are anything but the identity
-            table.reserve(slot, lengths[slot] + room)
-        pool = (table.capacity, 2, KV_HEADS, 1024, 2, dim)  # this layer is the second of two
+        context = make_context("prkv", config, dtype, dim, group, lengths, self.device.type, room)
+        pool = (context.extents.capacity, 2, KV_HEADS, 1024, 2, dim)  # this layer is the second of two
         memory = torch.device("cpu") if on_host else self.device
         self.pool = torch.full(pool, torch.nan, dtype=self.dtype, device=memory, pin_memory=cuda and on_host)[:, 1]
-        self.context = IndexContext(
-            layer=0,
-            num_heads=KV_HEADS * group,
-            num_kv_heads=KV_HEADS,
-            head_dim=dim,
-            scaling=dim**-0.5,
-            config=config,
-            codebooks={},
-            extents=table,
-            lengths=list(lengths),
-            dtype=self.dtype,
-            device=self.device,
-            cuda=load_kernels(config, dtype, dim, group) if cuda else None,
+        self.context = replace(
+            context,
             rows=LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)),
-            frames=empty_frames(table, KV_HEADS) if cuda and on_host else None,
+            frames=empty_frames(context.extents, KV_HEADS) if cuda and on_host else None,
         )
         self.hot = make_hot_rows(self.context)
         self.index = CudaIndex(self.context) if cuda else ReferenceIndex(self.context)
@@ -115,12 +99,6 @@ class World:
         return self.context.extents.read(self.pool, slot, self.context.lengths[slot]).cpu()
 
 
-def load_kernels(config: Config, dtype: str, dim: int, group: int) -> CudaKernels:
-    major, minor = torch.cuda.get_device_capability()
-    macros = tuple(sorted(traits(config).cuda_macros(dim, group).items()))
-    return CudaKernels(cached_cubin(Specialisation(dtype, dim, group, "prkv", macros), 10 * major + minor))
-
-
 def poison(index: CudaIndex | ReferenceIndex) -> None:
     """What nobody may rely on: memory is handed on without being cleared."""
     arrays = index.reference if isinstance(index, CudaIndex) else index
@@ -132,12 +110,12 @@ def poison(index: CudaIndex | ReferenceIndex) -> None:
         index.workspace.scores.fill_(torch.nan)
 
 
-def random_rows(n: int, dim: int, dtype: torch.dtype, first: int = 0) -> Tensor:
+def random_rows(n: int, dim: int, dtype: torch.dtype) -> Tensor:
     """Rows whose keys drift with the token, and whose values begin with its number in digits and the KV head."""
     drift = torch.linspace(0, 20, n).sin()[None, :, None] * torch.randn(KV_HEADS, 1, dim)
     rows = torch.randn(KV_HEADS, n, 2, dim)
     rows[:, :, 0] += drift + 0.5
-    tokens = torch.arange(first, first + n)
+    tokens = torch.arange(n)
     for digit in range(3):
         rows[:, :, 1, digit] = (tokens // 128**digit % 128).float()
     rows[:, :, 1, 3] = torch.arange(KV_HEADS)[:, None].float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.gpu.plugins import gpu_context
 from tests.gpu.plugins.clusterkv_pairs import (
     KV_HEADS,
     batch_of,
@@ -25,17 +26,7 @@ from kvseek.plugins.shared.group import query_lanes
 
 pytestmark = pytest.mark.gpu
 
-# dtype, head_dim, group size, group_reduce
-SHAPES = [
-    ("bfloat16", 128, 4, "softmax_mean"),
-    ("float16", 64, 3, "softmax_mean"),
-    ("float32", 96, 1, "max"),
-    ("bfloat16", 256, 8, "max"),
-    ("float32", 128, 16, "softmax_mean"),
-    ("float16", 32, 16, "softmax_mean"),
-    ("float16", 128, 7, "mean"),
-    ("bfloat16", 64, 2, "mean"),
-]
+SHAPES = [*gpu_context.SHAPES, ("float16", 32, 16, "softmax_mean")]
 
 
 def device_values(expected: ReferenceIndex, found: CudaIndex, slot: int) -> tuple[Tensor, Tensor]:

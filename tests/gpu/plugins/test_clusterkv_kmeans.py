@@ -10,16 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
 from kvseek.core.streams import SideStream
+from kvseek.measurement.gpu_kernels import method_kernels
 from kvseek.plugins.clusterkv import kmeans
 from kvseek.plugins.clusterkv.clustering import Clustering, cluster_keys, cluster_sums, nearest
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.kmeans import DeviceKMeans
-from kvseek.plugins.clusterkv.method import traits
 from kvseek.plugins.clusterkv.seeding import initial_keys
 from kvseek.plugins.contract import IndexContext
 
@@ -36,9 +35,7 @@ SIZES = [(1, 1), (7, 7), (7, 2), (80, 3), (320, 4), (1000, 64), (1024, 12), (102
 
 @cache
 def load_kernels(dtype: str, dim: int) -> CudaKernels:
-    major, minor = torch.cuda.get_device_capability()
-    macros = tuple(sorted(traits(Config()).cuda_macros(dim, GROUP).items()))
-    return CudaKernels(cached_cubin(Specialisation(dtype, dim, GROUP, "clusterkv", macros), 10 * major + minor))
+    return method_kernels("clusterkv", Config(), dtype, dim, GROUP)
 
 
 @dataclass

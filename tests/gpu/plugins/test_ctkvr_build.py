@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
-from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 from kvseek.core.cuda import CudaKernels
+from kvseek.measurement.gpu_kernels import method_kernels
 from kvseek.plugins.ctkvr import device_build
 from kvseek.plugins.ctkvr.build import attention_values
+from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.device_build import DeviceBuilder, Sampling
 
 pytestmark = pytest.mark.gpu
@@ -26,14 +29,12 @@ SHAPES = [
 ]
 
 
-def load_kernels(dtype: str, dim: int, group: int) -> CudaKernels:
-    major, minor = torch.cuda.get_device_capability()
-    return CudaKernels(cached_cubin(Specialisation(dtype, dim, group, "ctkvr"), 10 * major + minor))
+load_kernels = partial(method_kernels, "ctkvr", Config())
 
 
-def random_case(dtype: str, dim: int, group: int, centroids: int, n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def random_case(dtype: str, dim: int, group: int, centroids: int, n: int) -> tuple[Tensor, Tensor]:
     """Queries [H, C, D] that differ in norm by head, and keys [G, n, D] with a few loud channels, on the GPU."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator("cuda").manual_seed(0)
     loud = 1 + 6 * (torch.rand(KV_HEADS, 1, dim, device="cuda", generator=generator) > 0.9)
     keys = (torch.randn(KV_HEADS, n, dim, device="cuda", generator=generator) + 0.3) * loud
     norms = 0.3 + 2 * torch.rand(KV_HEADS * group, 1, 1, device="cuda", generator=generator)
@@ -50,7 +51,7 @@ def build(kernels: CudaKernels, queries: Tensor, keys: Tensor, rho: int) -> Tens
     return room[:, :centroids]
 
 
-def check(lists: Tensor, queries: Tensor, keys: Tensor, rho: int) -> None:
+def check(lists: Tensor, queries: Tensor, keys: Tensor) -> None:
     """Lists hold the best rho places once each, but for values that agree to the rounding of the logits."""
     n, scaling = keys.shape[1], queries.shape[2] ** -0.5
     ordered = lists.sort(dim=2).values.long()
@@ -82,7 +83,7 @@ def _exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lists(dtype: str, dim: int, group: int, centroids: int, n: int, rho: int) -> None:
     queries, keys = random_case(dtype, dim, group, centroids, n)
     lists = build(load_kernels(dtype, dim, group), queries, keys, rho)
-    check(lists, queries, keys, rho)
+    check(lists, queries, keys)
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "runs"])
@@ -96,7 +97,7 @@ def test_keys_in_order_of_their_scores(group: int, order: str) -> None:
         ramp = ramp.view(8, -1)[torch.tensor([3, 1, 7, 0, 6, 2, 5, 4], device="cuda")].flatten()
     keys = (keys * 0.05 + ramp[:, None] * queries[0, 0].float().sign()).bfloat16()
     queries = (queries * 0.1 + queries[0, 0].sign()).bfloat16()
-    check(build(load_kernels("bfloat16", 64, group), queries, keys, 500), queries, keys, 500)
+    check(build(load_kernels("bfloat16", 64, group), queries, keys, 500), queries, keys)
 
 
 def test_ties_go_to_the_lowest_place() -> None:
@@ -131,7 +132,7 @@ def test_bands_strides_and_samples_change_nothing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(device_build, "WORK_BYTES", 1)
     monkeypatch.setattr(device_build, "SAMPLES", 700)
     parts = build(kernels, queries.transpose(0, 1).contiguous().transpose(0, 1), strided[:, 50 : 50 + n], 400)
-    check(parts, queries, keys, 400)
+    check(parts, queries, keys)
     same = (whole.sort(dim=2).values == parts.sort(dim=2).values).float().mean()
     assert same > 0.995, "another number of blocks may share the keys, and round their sums another way"
 
@@ -144,14 +145,14 @@ def test_bounds_that_fail(
     # Too few candidates reach the bound, or too many for their room: the keys are searched one by one.
     queries, keys = random_case(dtype, dim, group, 6, 20_000)
     monkeypatch.setattr(Sampling, "of", classmethod(lambda cls, tokens, rho: cls(25, 800, rank, capacity)))
-    check(build(load_kernels(dtype, dim, group), queries, keys, 400), queries, keys, 400)
+    check(build(load_kernels(dtype, dim, group), queries, keys, 400), queries, keys)
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1e4])
 def test_tiny_and_huge_numbers(scale: float) -> None:
     queries, keys = random_case("bfloat16", 128, 4, 20, 4000)
     keys, queries = keys * scale, queries / scale
-    check(build(load_kernels("bfloat16", 128, 4), queries, keys, 200), queries, keys, 200)
+    check(build(load_kernels("bfloat16", 128, 4), queries, keys, 200), queries, keys)
 
 
 def test_the_same_twice() -> None:
@@ -165,4 +166,4 @@ def test_the_same_twice() -> None:
 def test_all_lists_of_a_long_prompt() -> None:
     # Several rounds of tiles, and a length that is served.
     queries, keys = random_case("bfloat16", 128, 4, 300, 131_072 - 320)
-    check(build(load_kernels("bfloat16", 128, 4), queries, keys, 1280)[:, -30:], queries[:, -30:], keys, 1280)
+    check(build(load_kernels("bfloat16", 128, 4), queries, keys, 1280)[:, -30:], queries[:, -30:], keys)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.conftest import BuildEngine
 from tests.plugins.cases import CASES, SELECTING, method_flags
-from tests.support.prefill import run_prefill
+from tests.support.prefill import run_prefill, run_to_end
 from tests.support.random_models import save_random_model
 from torch import Tensor
 
@@ -37,17 +37,6 @@ CONTESTANTS: dict[str, tuple[str, tuple[str, ...]]] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", head_dim=64)
-
-
-@pytest.fixture(scope="module")
-def on_gpu(build_engine: BuildEngine) -> BuildEngine:
-    """Build an engine for this GPU."""
-    major, minor = torch.cuda.get_device_capability()
-
-    def make(model: Path, method: str, *flags: str) -> Path:
-        return build_engine(model, method, "--device", "cuda", "--cuda_archs", f"{major}{minor}", *flags)
-
-    return make
 
 
 def run_all(engine: Engine) -> tuple[Tensor, list[list[float]]]:
@@ -119,8 +108,7 @@ def test_cancelling_leaves_others_alone(name: str, model: Path, on_gpu: BuildEng
         outputs = [output for _ in range(steps) for output in engine.step()]
         engine.cancel(dropped)
         late = engine.submit(Request(tuple(PROMPT[50:]), 5))  # takes the slot and the extents that were given back
-        while engine.has_work:
-            outputs += engine.step()
+        outputs += run_to_end(engine)
         assert [o.token_id for o in outputs if o.request_id == kept and o.token_id is not None] == expected
         assert any(o.request_id == late and o.finish_reason is FinishReason.LENGTH for o in outputs)
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from tests.plugins.index_cases import select_rows
+from tests.gpu.plugins import gpu_context
+from tests.plugins.index_cases import KV_HEADS, select_rows
 from torch import Tensor
 
-from kvseek.builder.compile.cuda import Specialisation, cached_cubin
-from kvseek.core.cuda import CudaKernels
-from kvseek.core.extents import ExtentTable
 from kvseek.plugins.batch import Batch, RequestState, pack
-from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.pariskv import codebook
 from kvseek.plugins.pariskv.config import Config, ScheduleStep
-from kvseek.plugins.pariskv.device import CudaIndex, cuda_macros
+from kvseek.plugins.pariskv.device import CudaIndex
 from kvseek.plugins.pariskv.reference import (
     ReferenceIndex,
     collision_scores,
@@ -30,49 +28,10 @@ from kvseek.plugins.shared.group import GROUP_REDUCTIONS, best_positions, query_
 
 pytestmark = pytest.mark.gpu
 
-KV_HEADS = 2
 EFFORT = (ScheduleStep(None, 0.3, 0.25),)
-# dtype, head_dim, group size, group_reduce
-SHAPES = [
-    ("bfloat16", 128, 4, "softmax_mean"),
-    ("float16", 64, 3, "softmax_mean"),
-    ("float32", 96, 1, "max"),
-    ("bfloat16", 256, 8, "max"),
-    ("float32", 128, 16, "softmax_mean"),
-    ("float16", 128, 7, "mean"),
-    ("bfloat16", 64, 2, "mean"),
-]
 
 
-def load_kernels(dtype: str, dim: int, group: int, config: Config) -> CudaKernels:
-    major, minor = torch.cuda.get_device_capability()
-    defines = tuple(sorted(cuda_macros(config, dim, group).items()))
-    return CudaKernels(cached_cubin(Specialisation(dtype, dim, group, "pariskv", defines), 10 * major + minor))
-
-
-def make_context(
-    config: Config, dtype: str, dim: int, group: int, lengths: Sequence[int], device: str, room: int = 0
-) -> IndexContext:
-    """Slots in reverse order take extents from both ends of the pool, so tables are anything but the identity."""
-    extents = [-(-(length + room) // 1024) for length in lengths]
-    table = ExtentTable(len(lengths), max(1, *extents), sum(extents) + 3, torch.device(device))
-    for slot in reversed(range(len(lengths))):
-        table.reserve(slot, lengths[slot] + room)
-    return IndexContext(
-        layer=0,
-        num_heads=KV_HEADS * group,
-        num_kv_heads=KV_HEADS,
-        head_dim=dim,
-        scaling=dim**-0.5,
-        config=config,
-        codebooks=codebook.build_codebooks(config, dim),
-        extents=table,
-        lengths=list(lengths),
-        dtype=getattr(torch, dtype),
-        device=torch.device(device),
-        library=None,
-        cuda=load_kernels(dtype, dim, group, config) if device == "cuda" else None,
-    )
+make_context = partial(gpu_context.make_context, "pariskv")
 
 
 def random_keys(lengths: Sequence[int], dim: int, dtype: str) -> list[Tensor]:
@@ -112,7 +71,7 @@ def region(index: ReferenceIndex | CudaIndex, array: Tensor, slot: int) -> Tenso
     return index.context.extents.read(array, slot, index.context.lengths[slot]).cpu()
 
 
-@pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), SHAPES)
+@pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), gpu_context.SHAPES)
 def test_keys_are_encoded_as_by_the_reference(dtype: str, dim: int, group: int, reduce: str) -> None:
     torch.manual_seed(dim + group)
     expected, found = make_pair(Config(group_reduce=reduce), dtype, dim, group, [1, 1023, 1025, 5000])
@@ -146,7 +105,7 @@ def test_zero_and_huge_keys(alpha: bool) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [70_000, 3]], ids=str)
-@pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), SHAPES)
+@pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), gpu_context.SHAPES)
 def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[int]) -> None:
     torch.manual_seed(dim + group + len(lengths))
     config = Config(group_reduce=reduce, schedule_steps=EFFORT)

@@ -10,13 +10,13 @@ from tests.gpu.plugins.prkv_world import (
     World,
     attend,
     check_attended,
-    load_kernels,
     make_pair,
     random_rows,
     token_numbers,
 )
 from torch import Tensor
 
+from kvseek.measurement.gpu_kernels import method_kernels
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.device import CudaIndex
 from kvseek.plugins.prkv.observe import observe
@@ -237,7 +237,7 @@ def test_good_pages_that_one_thread_ranks() -> None:
 @pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page"), SHAPES)
 def test_observation_scores(dtype: str, dim: int, group: int, reduce: str, page: int) -> None:
     torch.manual_seed(dim)
-    kernels = load_kernels(Config(top_k=512, page=page, group_reduce=reduce), dtype, dim, group)
+    kernels = method_kernels("prkv", Config(top_k=512, page=page, group_reduce=reduce), dtype, dim, group)
     numbers = getattr(torch, dtype)
     for n, window in ((1, 3), (203, 20), (10_000, 64)):
         keys = torch.randn(KV_HEADS, n, 2, dim).to(numbers)[:, :, 0]

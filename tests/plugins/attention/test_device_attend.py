@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.plugins.index_cases import context_of
 
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
@@ -15,7 +16,7 @@ from kvseek.plugins.attention.device import AttendArguments, DeviceAttention, La
 from kvseek.plugins.attention.hot_rows import HotRows, empty_frames, fitting_steps, hit_rate
 from kvseek.plugins.attention.splits import MAX_SPLITS, HeadTiles, Splits
 from kvseek.plugins.batch import Batch, RequestState
-from kvseek.plugins.contract import Effort, IndexContext, LayerRows
+from kvseek.plugins.contract import Effort, LayerRows
 from kvseek.plugins.registry import get_method
 from kvseek.plugins.selection import Selection
 
@@ -248,21 +249,8 @@ def test_launches_that_would_read_elsewhere_are_refused(field: str, changes: dic
 
 def test_full_on_the_gpu_selects_nothing() -> None:
     method = get_method("full")
-    context = IndexContext(
-        layer=0,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        scaling=0.125,
-        config=method.configure({}),
-        codebooks={},
-        extents=ExtentTable(1, 1, 1),
-        lengths=[7],
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-        library=None,
-        cuda=cast(CudaKernels, RecordingKernels()),
-    )
+    kernels = cast(CudaKernels, RecordingKernels())
+    context = context_of(method.configure({}), 64, 2, ExtentTable(1, 1, 1), [7], dtype=torch.bfloat16, cuda=kernels)
     index = method.create(context)
     batch = Batch.of([RequestState(slot=0, length=7)], torch.zeros(1, 1).int())
     assert index.select(torch.zeros(1, 4, 64), batch) is None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,15 +28,6 @@ from kvseek.plugins.selection import Selection
 SINK, RING = 4, 40
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 NAN = float("nan")
-
-
-@pytest.fixture(params=compilation.instruction_levels())
-def level(request: pytest.FixtureRequest, library: CpuLibrary) -> Iterator[int]:
-    """Run the kernels at one instruction level, or at the processor's best if that is lower."""
-    limit = library.function("kvseek_limit_level", ctypes.c_void_p)
-    limit(ctypes.byref(ctypes.c_int(request.param)))
-    yield request.param
-    limit(ctypes.byref(ctypes.c_int(max(compilation.instruction_levels()))))
 
 
 @dataclass(frozen=True)
@@ -79,13 +69,13 @@ def make_cache(
     return Cache(window, rows[:, 1], Batch.of(requests, table.table))
 
 
-def choose(lengths: Sequence[int], kv_heads: int, page: int, share: float = 0.4) -> Selection:
-    """A random share of the entries of each request, in random order among entries of -1."""
+def choose(lengths: Sequence[int], kv_heads: int, page: int) -> Selection:
+    """Two fifths of the entries of each request, in random order among entries of -1."""
     most = max(1, -(-max(lengths) // page))
     rows = torch.full((len(lengths), kv_heads, most), -1, dtype=torch.int32)
     for request, head in itertools.product(range(len(lengths)), range(kv_heads)):
         entries = torch.randperm(-(-lengths[request] // page))
-        filled = torch.randperm(most)[: max(1, round(share * len(entries)))][: len(entries)]
+        filled = torch.randperm(most)[: max(1, round(0.4 * len(entries)))][: len(entries)]
         rows[request, head, filled] = entries[: len(filled)].int()
     return Selection(rows, page)
 

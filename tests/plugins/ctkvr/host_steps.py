@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.plugins.ctkvr.native import AUTOMATIC, TYPES, HostStep, host_step
+from kvseek.plugins.shared.arguments import pointers
 
 EXTENT = 1024
 NAN = float("nan")
@@ -68,13 +69,10 @@ class Case:
 
     def step(self, pool: int = 0, level: int = AUTOMATIC, threads: int = 1) -> HostStep:
         """Arguments of the step, for threads of a pool or of the OpenMP runtime."""
-        results = {"out": self.out, "lse": self.lse, "selected": self.selected, "best": self.best}
-        inputs = {"queries": self.queries, "recalled": self.recalled, "recalled_count": self.recalled_count}
-        tensors = {**results, **inputs, "best_count": self.best_count, "slots": self.slots, "table": self.table}
         return HostStep(
             pool=pool,
-            rows=self.rows.data_ptr(),
-            **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+            **pointers(self, "queries", "recalled", "recalled_count", "slots", "table", "rows"),
+            **pointers(self, "out", "lse", "selected", "best", "best_count"),
             error=ctypes.addressof(self.error),
             extent_stride=self.rows.stride(0),
             batch=len(self.counts),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.plugins.ctkvr.bench import DIM, GROUP, SMALL, Bench, centroids_of, exact_rows, head_queries, make, one_query
-from tests.plugins.index_cases import KV_HEADS, make_context, random_keys
+from tests.plugins.index_cases import KV_HEADS, random_keys
 from torch import Tensor
 
 from kvseek.plugins.ctkvr.centroids import cosines, make_centroids, prompt_means
@@ -154,10 +154,3 @@ def test_centring_finds_better_centroids_where_queries_share_a_part(seed: int) -
     assert centred > plain + 0.03, (centred, plain)
     centred, plain = (shared_part_recall(centred, 0.0, seed) for centred in (True, False))
     assert abs(centred - plain) < 0.015, "where they share none, it makes no difference"
-
-
-def test_memory_of_a_slot_counts_means_and_offsets() -> None:
-    index = ReferenceIndex(make_context(Config(top_k=16, recent=16), DIM, GROUP, [10]))
-    ring, width = 512, 40  # regions of at most 8 extents
-    vectors, lists = HEADS * (ring + 1) * DIM + HEADS * ring, KV_HEADS * ring * width
-    assert index.bytes_per_slot == 4 * (vectors + lists)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
+from tests.plugins.index_cases import context_of
 
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import KernelError
@@ -24,20 +24,7 @@ LLAMA = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 <
 
 def make_context(config: Config, slots: int, tokens: int) -> IndexContext:
     table = ExtentTable(slots, -(-tokens // 1024), 1)
-    return IndexContext(
-        layer=0,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=32,
-        scaling=32**-0.5,
-        config=config,
-        codebooks={},
-        extents=table,
-        lengths=[0] * slots,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        library=None,
-    )
+    return context_of(config, 32, 3, table, [0] * slots)
 
 
 @pytest.mark.parametrize(

@@ -185,14 +185,6 @@ def test_sizes_of_a_slot() -> None:
     assert config.prompt_centroids(1601, 2048) == 101
 
 
-def test_bytes_of_a_slot() -> None:
-    index = ReferenceIndex(make_context(SMALL, DIM, GROUP, [10]))
-    assert index.bytes_per_token == 0
-    heads = KV_HEADS * GROUP
-    centroids, offsets, lists, means = 512 * heads * DIM * 4, 512 * heads * 4, 512 * KV_HEADS * 50 * 4, heads * DIM * 4
-    assert index.bytes_per_slot == centroids + offsets + lists + means
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from tests.plugins.index_cases import extend, select_rows
 from torch import Tensor
 
-from kvseek.builder.compile.cpu import instruction_levels
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
@@ -27,15 +25,6 @@ from kvseek.plugins.shared.group import GROUP_REDUCTIONS, best_positions, query_
 KV_HEADS = 2
 EFFORT = (ScheduleStep(None, 0.3, 0.25),)
 NO_RERANK = (ScheduleStep(None, 0.3, 1e-9),)  # as many candidates as rows: the choice is the votes' alone
-
-
-@pytest.fixture(params=instruction_levels())
-def level(request: pytest.FixtureRequest, library: CpuLibrary) -> Iterator[int]:
-    """Run the kernels at one instruction level, or at the processor's best if that is lower."""
-    limit = library.function("kvseek_limit_level", ctypes.c_void_p)
-    limit(ctypes.byref(ctypes.c_int(request.param)))
-    yield request.param
-    limit(ctypes.byref(ctypes.c_int(max(instruction_levels()))))
 
 
 def make_context(

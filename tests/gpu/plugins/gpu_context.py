@@ -1,0 +1,55 @@
+"""Contexts of indexes on the GPU, and of their references on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tests.plugins.index_cases import context_of
+
+from kvseek.core.extents import ExtentTable, extents_for
+from kvseek.measurement.gpu_kernels import method_kernels
+from kvseek.plugins.contract import IndexContext
+from kvseek.plugins.registry import get_method
+
+# dtype, head_dim, group size, group_reduce
+SHAPES = [
+    ("bfloat16", 128, 4, "softmax_mean"),
+    ("float16", 64, 3, "softmax_mean"),
+    ("float32", 96, 1, "max"),
+    ("bfloat16", 256, 8, "max"),
+    ("float32", 128, 16, "softmax_mean"),
+    ("float16", 128, 7, "mean"),
+    ("bfloat16", 64, 2, "mean"),
+]
+
+
+def make_context(
+    method: str,
+    config: Any,
+    dtype: str,
+    dim: int,
+    group: int,
+    lengths: Sequence[int],
+    device: str,
+    room: int = 0,
+    **fields: Any,
+) -> IndexContext:
+    """Slots in reverse order take extents from both ends of the pool, so tables are anything but the identity."""
+    extents = [extents_for(length + room) for length in lengths]
+    table = ExtentTable(len(lengths), max(1, *extents), sum(extents) + 3, torch.device(device))
+    for slot in reversed(range(len(lengths))):
+        table.reserve(slot, lengths[slot] + room)
+    return context_of(
+        config,
+        dim,
+        group,
+        table,
+        list(lengths),
+        codebooks=get_method(method).traits(config).codebooks(dim),
+        dtype=getattr(torch, dtype),
+        device=torch.device(device),
+        cuda=method_kernels(method, config, dtype, dim, group) if device == "cuda" else None,
+        **fields,
+    )
