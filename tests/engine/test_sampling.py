@@ -22,12 +22,12 @@ VOCABULARY = 500
 seeds = st.integers(0, 2**32 - 1)
 
 
-def random_logits(seed: int) -> torch.Tensor:
-    """Distinct logits with the spread of a language model's, float32 [VOCABULARY]."""
+def random_logits(seed: int, size: int = VOCABULARY) -> torch.Tensor:
+    """Distinct logits with the spread of a language model's, float32 [size]."""
     generator = torch.Generator().manual_seed(seed)
     # One from each part of equal probability, not near its borders: numbers drawn freely coincide now and then.
-    parts = torch.randperm(VOCABULARY, generator=generator) + torch.rand(VOCABULARY, generator=generator) * 0.9 + 0.05
-    return torch.special.ndtri(parts / VOCABULARY) * 4
+    parts = torch.randperm(size, generator=generator) + torch.rand(size, generator=generator) * 0.9 + 0.05
+    return torch.special.ndtri(parts / size) * 4
 
 
 def make(
