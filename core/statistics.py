@@ -21,6 +21,7 @@ class RequestStatistics:
     generated_tokens: int = 0
     cached_token_steps: int = 0  # cached tokens, summed over decode steps
     attended_token_steps: float = 0.0  # cached tokens that were attended to, summed over decode steps
+    extents: int = 0  # of the row pool, reserved when the request was admitted
 
     def record_token(self, cached_tokens: int, attended_tokens: float) -> None:
         """Count a token drawn now, by a step that attended to `attended_tokens` of `cached_tokens` (0 of 0: prefill)."""

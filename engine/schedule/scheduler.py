@@ -51,6 +51,7 @@ class Scheduler:
     def open(self, sequence: Sequence) -> None:
         """Give a sequence that was admitted its extents; the cache's errors pass through."""
         self._cache.open(sequence.slot, sequence.total_tokens)
+        sequence.statistics.extents = self._cache.extents_needed(sequence.total_tokens)
 
     def unread(self) -> list[Sequence]:
         """List the sequences whose prompt has not been read to its end, in the order of their admission."""

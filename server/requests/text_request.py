@@ -13,6 +13,7 @@ from kvseek.engine.text_output import TextOutput
 from kvseek.engine.tokenizer import Tokenizer
 
 from .log_probs import RunningLogProbs
+from .perf_metrics import PerfMetrics
 from .translation import (
     MAX_STOP_WORDS,
     Tensors,
@@ -50,7 +51,7 @@ class TextRequest:
         echo = not self.streaming and not scalar(tensors, "exclude_input_in_output", False)
         self._text = prompt if echo else ""
         self._output = TextOutput(tokenizer, _stop_words(tensors))
-        self._log_probs = RunningLogProbs(request)
+        self._log_probs, self._metrics = RunningLogProbs(request), PerfMetrics(tensors)
 
     def push(self, output: StepOutput) -> Iterator[dict[str, Any]]:
         """See ServedRequest."""
@@ -61,6 +62,7 @@ class TextRequest:
         if self.ended:
             return  # tokens drawn before the cancellation arrived
         self._log_probs.push(output)
+        self._metrics.push(output)
         self._text += self._output.push(output)
         reason = self._output.finish_reason
         self.ended = reason is FinishReason.STOP_WORD
@@ -76,6 +78,7 @@ class TextRequest:
             "attended_tokens": output.attended_tokens,
             "prefill_progress": output.prefill_progress,
             **self._log_probs.take(),
+            **self._metrics.outputs(),
         }
         if self._wants["return_num_input_tokens"]:
             chunk["num_input_tokens"] = len(self.request.prompt_ids)

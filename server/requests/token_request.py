@@ -8,6 +8,7 @@ from typing import Any
 from kvseek.core.request import Request, StepOutput
 
 from .log_probs import RunningLogProbs
+from .perf_metrics import PerfMetrics
 from .translation import Tensors, engine_request, numbered, scalar, sequences
 
 
@@ -19,13 +20,14 @@ class TokenRequest:
         self.streaming = bool(scalar(tensors, "streaming", False))
         self.ended = False
         self._wants_progress = bool(scalar(tensors, "return_prefill_progress", False))
-        self._log_probs = RunningLogProbs(request)
+        self._log_probs, self._metrics = RunningLogProbs(request), PerfMetrics(tensors)
         excluded = self.streaming or scalar(tensors, "exclude_input_in_output", False)
         self._ids = [] if excluded else list(self.request.prompt_ids)
 
     def push(self, output: StepOutput) -> Iterator[dict[str, Any]]:
         """See ServedRequest."""
         self._log_probs.push(output)
+        self._metrics.push(output)
         if output.token_id is not None:
             self._ids.append(output.token_id)
         last = output.finish_reason is not None
@@ -41,6 +43,7 @@ class TokenRequest:
             "attended_tokens": output.attended_tokens,
             "prefill_progress": output.prefill_progress,
             **self._log_probs.take(),
+            **self._metrics.outputs(),
         }
         if self.streaming and not progress:
             self._ids = []

@@ -42,6 +42,16 @@ OUTPUT_DTYPES = {
     "output_log_probs": np.float32,
     "batch_index": np.int32,
     "sequence_index": np.int32,
+    "kv_cache_alloc_new_blocks": np.int32,
+    "kv_cache_reused_blocks": np.int32,
+    "kv_cache_alloc_total_blocks": np.int32,
+    "arrival_time_ns": np.int64,
+    "first_scheduled_time_ns": np.int64,
+    "first_token_time_ns": np.int64,
+    "last_token_time_ns": np.int64,
+    "acceptance_rate": np.float32,
+    "total_accepted_draft_tokens": np.int32,
+    "total_draft_tokens": np.int32,
 }
 LISTS = ("output_ids", "output_log_probs")  # [1, 1, n]: request, beam, tokens
 TRANSLATORS = 2  # threads that translate requests: more would take the engine's cores

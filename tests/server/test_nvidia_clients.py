@@ -99,6 +99,8 @@ def test_batches_and_sequences(server: RunningServer, engine: Engine) -> None:
         ("--embedding-bias-words", " fox", "--embedding-bias-weights", "2.5"),
         ("--end-id", "2", "--pad-id", "0", "--request-id", "42"),
         ("--overwrite-output-text", "-S"),
+        ("--return-perf-metrics",),
+        ("--return-perf-metrics", "-S"),
     ],
     ids=lambda flags: flags[0].removeprefix("--"),
 )
@@ -106,6 +108,13 @@ def test_flags_of_the_text_client(server: RunningServer, flags: tuple[str, ...])
     output = run(server, TEXT_CLIENT, "-p", PROMPT, "-o", "6", *flags)
     if "--return-log-probs" in flags:
         assert "output_log_probs.shape: (1, 1, 6)" in output
+    if "--return-perf-metrics" in flags:
+        found = {
+            name: int(value) for name, value in re.findall(r"(\w+_time_ns): (\d+)", output)
+        }  # of the last response
+        times = [found[f"{name}_time_ns"] for name in ("arrival", "first_scheduled", "first_token", "last_token")]
+        assert 0 < times[0] <= times[1] < times[2] < times[3]
+        assert re.findall(r"kv_cache_alloc_total_blocks: (\d+)", output)[-1] == "0", "the prompt fits into the window"
 
 
 def test_unsupported_flags_are_refused_by_name(server: RunningServer) -> None:
@@ -138,6 +147,7 @@ def test_tokens(server: RunningServer, directory: Path, engine: Engine, flags: t
         ("--top-k", "5", "--temperature", "0.7", "--repetition-penalty", "1.2"),
         ("--presence-penalty", "0.2", "--frequency-penalty", "0.2"),
         ("--requested-outputs", "output_ids", "sequence_length"),
+        ("--return-perf-metrics",),
     ],
     ids=lambda flags: flags[0].removeprefix("--"),
 )

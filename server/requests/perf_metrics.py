@@ -1,0 +1,50 @@
+"""Performance metrics of one sequence, as TensorRT-LLM's models put them out (`return_perf_metrics`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvseek.core.request import StepOutput
+from kvseek.core.statistics import RequestStatistics
+
+from .translation import Tensors, scalar
+
+NANOSECONDS = 1_000_000_000
+
+
+class PerfMetrics:
+    """The metrics that are known so far; 0 stands for what has not happened yet, and for what kvseek does not do.
+
+    Times are those of the engine process's steady clock, so only their differences mean something. Blocks of the KV cache are
+    kvseek's extents, of 1,024 tokens in all layers; none is reused, and no tokens are drafted.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._wanted = bool(scalar(tensors, "return_perf_metrics", False))
+        self._known: RequestStatistics | None = None
+
+    def push(self, output: StepOutput) -> None:
+        """Take an output of the engine, which has statistics at the first token and at the end."""
+        if output.statistics is not None:
+            self._known = output.statistics
+
+    def outputs(self) -> dict[str, Any]:
+        """Return the outputs of a response; none unless the request asks for them."""
+        if not self._wanted:
+            return {}
+        known = self._known or RequestStatistics(0, 0.0)
+        seconds = {
+            "arrival_time_ns": known.submitted_at,
+            "first_scheduled_time_ns": known.started_at,
+            "first_token_time_ns": known.first_token_at,
+            "last_token_time_ns": known.last_token_at,
+        }
+        return {
+            "kv_cache_alloc_new_blocks": known.extents,
+            "kv_cache_reused_blocks": 0,
+            "kv_cache_alloc_total_blocks": known.extents,
+            **{name: round(value * NANOSECONDS) for name, value in seconds.items()},
+            "acceptance_rate": 0.0,
+            "total_accepted_draft_tokens": 0,
+            "total_draft_tokens": 0,
+        }
