@@ -12,7 +12,7 @@ from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http_door.fields import first_character
 
 from .errors import FieldError
-from .fields import ABSENT, BodyFormat, decode
+from .fields import ABSENT, BodyFormat, decode, is_absent
 from .parameters import MAX_CHOICES, NEUTRAL, WITHOUT_EFFECT, Parameters, check_logprobs, require
 from .prompts import check_length, text_ids
 
@@ -61,7 +61,7 @@ class CompletionBody(Parameters, kw_only=True):
 
 def read_prompts(raw: msgspec.Raw) -> list[str] | list[list[int]]:
     """Decode the prompts: a text, texts, token ids, or lists of token ids."""
-    if raw == ABSENT:
+    if is_absent(raw):
         raise FieldError("prompt", "prompt is missing: must be a text or token ids; add it")
     if first_character(raw) != "[":
         return [str(decode("prompt", _text, raw))]

@@ -22,6 +22,11 @@ ABSENT = msgspec.Raw()  # stands for a field that is not there, where its JSON i
 _json = msgspec.json.Decoder()
 
 
+def is_absent(raw: msgspec.Raw) -> bool:
+    """Whether a field that is kept as JSON was left out; null is the same as nothing."""
+    return bytes(memoryview(raw)[:8]) in (b"", b"null")
+
+
 class BodyFormat(Generic[T]):
     """The fields that one endpoint takes.
 

@@ -95,6 +95,8 @@ class Parameters(msgspec.Struct, kw_only=True):
             require(bool(self.stream), "stream_options", "an object", "absent unless stream is true", "leave it out")
             padded = bool(self.stream_options.include_obfuscation)
             require(not padded, "stream_options.include_obfuscation", padded, "false", "kvseek does not pad streams")
+        seed = self.seed or 0
+        require(-(2**63) <= seed <= MAX_SEED, "seed", seed, f"in [-2^63, {MAX_SEED}]", "any such number will do")
         ids = len(self.stop_token_ids or ())
         require(ids <= MAX_STOP_IDS, "stop_token_ids", f"{ids} ids", f"<= {MAX_STOP_IDS} ids", "send fewer")
         seconds = self.timeout

@@ -12,7 +12,7 @@ from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.requests.text_request import CHARACTERS_PER_TOKEN, max_text_bytes
 
 from .errors import FieldError
-from .fields import ABSENT
+from .fields import ABSENT, is_absent
 from .parameters import require
 
 TOO_LONG = "context_length_exceeded"
@@ -117,7 +117,7 @@ def _role(where: str, message: Message) -> str:
     require(role in ROLES, f"{where}.role", role, "system, user or assistant", "kvseek has no tools or functions")
     for name in ("name", "refusal", "tool_calls", "function_call", "audio", "annotations"):
         value = getattr(message, name)
-        empty = value in (None, []) or value == ABSENT or (isinstance(value, msgspec.Raw) and bytes(value) == b"null")
+        empty = is_absent(value) if isinstance(value, msgspec.Raw) else value in (None, [])
         require(empty, f"{where}.{name}", "set", "null", "kvseek does not support it, leave it out")
     return role
 
@@ -134,7 +134,11 @@ def _content(where: str, message: Message) -> str:
         require(part.type == TEXT_PART, f"{place}.type", part.type, '"text"', "kvseek reads text alone")
         for name in part.__struct_fields__[2:]:
             require(
-                getattr(part, name) is None, f"{place}.{name}", "set", "absent in a part of type text", "leave it out"
+                is_absent(getattr(part, name)),
+                f"{place}.{name}",
+                "set",
+                "absent in a part of type text",
+                "leave it out",
             )
         if part.text is None:
             raise FieldError("messages", f"{place}.text is missing: must be a text; add it")
