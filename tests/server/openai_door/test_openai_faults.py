@@ -39,7 +39,7 @@ def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
 def settings(tmp_path_factory: pytest.TempPathFactory) -> ServeSettings:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"another\n{KEY}\n")
-    return ServeSettings(threads=1, drain_seconds=3.0, served_model_name=NAME, api_key_file=str(keys))
+    return ServeSettings(threads=1, drain_seconds=1.0, served_model_name=NAME, api_key_file=str(keys))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def door(directory: Path, socket_path: Path, settings: ServeSettings) -> Iterato
         yield door
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine(directory: Path, socket_path: Path, settings: ServeSettings, door: Door) -> Iterator[Any]:
     with engine_process(directory, socket_path, settings) as process:
         client = OpenAI(base_url=door.openai_url, api_key=KEY, max_retries=0)
@@ -73,6 +73,7 @@ def client_of(door: Door, key: str = KEY) -> OpenAI:
 
 
 def test_without_an_engine_requests_are_503(door: Door) -> None:
+    """Before any test that starts one."""
     with pytest.raises(openai.InternalServerError, match="the engine is not running") as caught:
         client_of(door).completions.create(**ASK)
     assert caught.value.status_code == 503
@@ -103,27 +104,6 @@ def test_the_model_has_the_name_that_serve_gives_it(door: Door, engine: Any) -> 
     assert [card.id for card in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME, "a slash in the name is part of the path"
     assert client.completions.create(**ASK).model == NAME
-
-
-def test_an_engine_that_dies_ends_a_stream_with_an_error_event(door: Door, engine: Any) -> None:
-    stream = client_of(door).completions.create(
-        **ASK | {"max_tokens": 15_000}, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
-    engine.kill()
-    with pytest.raises(openai.APIError, match="the engine process ended"):
-        list(stream)
-
-
-def test_an_engine_that_dies_ends_a_whole_answer_with_503(door: Door, engine: Any) -> None:
-    body = ENDLESS | {"stream": False}
-    data = json.dumps(body).encode()
-    with socket.create_connection(("127.0.0.1", door.openai_port), SECONDS) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(data)}\r\n\r\n"
-        connection.sendall(head.encode() + data)
-        wait_for(lambda: "kvseek:num_requests_running{" in door.metrics() and running(door) == 1, "it runs")
-        engine.kill()
-        assert connection.recv(4096).startswith(b"HTTP/1.1 503")
 
 
 def running(door: Door) -> float:
@@ -191,3 +171,19 @@ def test_a_file_without_keys_stops_the_start(directory: Path, tmp_path: Path) ->
     settings = ServeSettings(api_key_file=str(tmp_path / "keys"))
     with pytest.raises(ServerError, match="--api_key_file"), running_server(directory, settings=settings):
         pass
+
+
+def test_an_engine_that_dies_ends_streams_with_an_error_event_and_others_with_503(door: Door, engine: Any) -> None:
+    """The last test of this file, as it leaves no engine behind."""
+    body = json.dumps(ENDLESS | {"stream": False}).encode()
+    endless = ASK | {"max_tokens": 15_000}
+    with socket.create_connection(("127.0.0.1", door.openai_port), SECONDS) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}"
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        stream = client_of(door).completions.create(**endless, stream=True, extra_body={"ignore_eos": True})
+        next(iter(stream))
+        wait_for(lambda: running(door) == 2, "both run")
+        engine.kill()
+        with pytest.raises(openai.APIError, match="the engine process ended"):
+            list(stream)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 503")
