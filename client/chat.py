@@ -154,9 +154,9 @@ def first_question(arguments: argparse.Namespace) -> str:
 
 def converse(arguments: argparse.Namespace, options: GenerateOptions, document: str | None) -> None:
     """Hold a conversation with the OpenAI port: one turn, or as many as are typed on a terminal."""
-    for name, default in (("protocol", None), ("url", None), ("end_id", None), ("chat_template", True)):
+    for name, allowed in (("protocol", (None,)), ("url", (None,)), ("end_id", (None, -1)), ("chat_template", (True,))):
         value = getattr(arguments, name)
-        if value != default:
+        if value not in allowed:
             raise ClientError(f"--{name} = {value}: has no meaning with --openai_url; leave it out")
     key = read_text(arguments.api_key_file).partition("\n")[0].strip() if arguments.api_key_file else ""
     client = OpenAIClient(arguments.openai_url, arguments.timeout, key)

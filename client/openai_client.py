@@ -111,6 +111,7 @@ def chat_fields(options: GenerateOptions) -> dict[str, Any]:
         "repetition_penalty": options.repetition_penalty,
         "seed": options.seed,
         "stop": list(options.stop_words) or None,
+        "ignore_eos": True if options.end_id == -1 else None,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
