@@ -161,10 +161,10 @@ class Answer(Response):
 
 
 class Writer:
-    """Writes one response; raises ClientLeftError if the client leaves it unread for WRITE_SECONDS."""
+    """Writes one response; raises ClientLeftError if the client leaves it unread for so many seconds."""
 
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self._abort, self._send_message = scope["state"][ABORT], send
+    def __init__(self, scope: Scope, send: Send, seconds: float = WRITE_SECONDS) -> None:
+        self._abort, self._send_message, self._seconds = scope["state"][ABORT], send, seconds
 
     async def all(self, data: bytes) -> None:
         """Write a whole answer."""
@@ -187,7 +187,7 @@ class Writer:
 
     async def _send(self, message: dict[str, Any]) -> None:
         try:
-            async with asyncio.timeout(WRITE_SECONDS):
+            async with asyncio.timeout(self._seconds):
                 await self._send_message(message)
         except TimeoutError:
             self._abort()

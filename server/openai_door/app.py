@@ -50,7 +50,7 @@ def make_app(
         Whether there are more connections than may ask for completions.
     """
     # Without the pages that describe the API: they would load scripts of others' servers.
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     started = int(time.time())
 
     def model_card() -> dict[str, Any]:
@@ -133,13 +133,13 @@ class Gate:
                 MutableHeaders(scope=message)[REQUEST_ID] = own
             await send(message)
 
-        refusal: Exception | None = None
+        app = self._app
         if scope["path"] != HEALTH and not self._keys.admits(headers.get("authorization", "")):
             message = "Authorization: has none of the server's API keys; send Authorization: Bearer KEY"
-            refusal = StatusError(401, message, "invalid_api_key")
+            app = error_response(StatusError(401, message, "invalid_api_key"))
         elif scope["method"] == "POST" and self._is_full():
-            refusal = UnavailableError(FULL)
-        await (self._app if refusal is None else error_response(refusal))(scope, receive, send_with_id)
+            app = error_response(UnavailableError(FULL), close=True)
+        await app(scope, receive, send_with_id)
 
 
 async def _error(_: Request, error: Exception) -> Response:

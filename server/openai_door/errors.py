@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from kvseek.core.errors import ErrorCode, KvseekError, RequestError, code_of
 from kvseek.server.http_door.errors import CLOSING, RETRY_AFTER_SECONDS, RETRY_LATER, HttpError, describe
+from kvseek.server.http_door.listener import LINGER_SECONDS
 from kvseek.server.requests.generations import CodedError
 
 CODES = {
@@ -89,17 +93,36 @@ def renamed(message: str) -> tuple[str, str | None]:
     return name + message[found.end() :], name
 
 
-def error_response(error: Exception) -> Response:
-    """Make the response for an error."""
+class Refusal(Response):
+    """A response after which the connection is closed, as the rest of the request's body may still come.
+
+    A client that is still sending when its connection is closed gets a reset and never reads the response. So the rest is read,
+    and dropped, for up to LINGER_SECONDS.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, and read what the client still sends."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while (await receive()).get("more_body", False):
+                    pass
+        await send({"type": "http.response.body", "body": b""})
+
+
+def error_response(error: Exception, close: bool = False) -> Response:
+    """Make the response for an error; `close` closes the connection after it, as some errors do in any case."""
     status, body = error_json(error)
     headers = {}
     if status in RETRY_LATER:
         headers["Retry-After"] = RETRY_AFTER_SECONDS
-    if status in CLOSING:  # the rest of the body may still come, so the connection cannot be used again
+    close = close or status in CLOSING
+    if close:
         headers["Connection"] = "close"
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return Response(msgspec.json.encode(body), status, headers, JSON)
+    return (Refusal if close else Response)(msgspec.json.encode(body), status, headers, JSON)
 
 
 def _kind(error: Exception) -> ErrorCode:

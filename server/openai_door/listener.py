@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -25,16 +26,26 @@ LAST_SECONDS = 1.0  # time for answers that are being written when the server en
 
 
 class Connection(H11Protocol):
-    """One connection. uvicorn itself would wait for ever for the headers of a request."""
+    """One connection. uvicorn itself would wait for ever for the headers of a request.
 
-    _idle_since = 0.0
-    _watch: asyncio.TimerHandle | None = None
+    Parameters
+    ----------
+    most : int
+        Connections that may be open; this one is closed if there are more.
+    **uvicorns
+        What uvicorn gives its connections.
+    """
+
+    def __init__(self, most: int, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self._most, self._idle_since = most, 0.0
+        self._watch: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin; a connection beyond the limit is closed."""
         super().connection_made(transport)
         self.app_state = {**self.app_state, ABORT: transport.abort}
-        if len(self.connections) > self.config.backlog + SPARE_CONNECTIONS:
+        if len(self.connections) > self._most:
             transport.abort()
             return
         self._idle_since = self.loop.time()
@@ -108,7 +119,7 @@ class Listener:
         except (OSError, OverflowError) as error:
             raise ServerError(f"{flag} = {port}: cannot listen on {host} ({error}); choose another port") from None
         settings: dict[str, Any] = {
-            "http": Connection,
+            "http": functools.partial(Connection, self._max_connections + SPARE_CONNECTIONS),
             "ws": "none",
             "lifespan": "off",
             "loop": "none",  # the loop of the process
@@ -119,7 +130,7 @@ class Listener:
             "proxy_headers": False,
             "h11_max_incomplete_event_size": MAX_HEADER_BYTES,
             "timeout_keep_alive": self._header_seconds,
-            "backlog": self._max_connections,
+            "backlog": BACKLOG,
         }
         self._server = Server(uvicorn.Config(app, **settings))
         self._serving = asyncio.create_task(self._server.serve([listening]))
