@@ -36,7 +36,7 @@ RUN --mount=type=bind,from=source,target=/source,rw \
 RUN useradd --uid 10001 --no-log-init --create-home --shell /usr/sbin/nologin kvseek
 USER 10001:10001
 WORKDIR /home/kvseek
-EXPOSE 8000 8001 8002
+EXPOSE 8000 8001 8002 9000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=25m --retries=3 \
     CMD ["python3", "/opt/kvseek/healthcheck.py"]
 # kvseek fills in the model repository, starts the image's tritonserver, and starts again what dies.
@@ -57,7 +57,7 @@ RUN --mount=type=bind,from=source,target=/source,rw \
 RUN useradd --uid 10001 --no-log-init --create-home --shell /usr/sbin/nologin kvseek
 USER 10001:10001
 WORKDIR /home/kvseek
-EXPOSE 8000 8001 8002
+EXPOSE 8000 8001 8002 9000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=3m --retries=3 \
     CMD ["python3", "/opt/kvseek/healthcheck.py"]
 ENTRYPOINT ["kvseek"]

@@ -4,7 +4,8 @@
 
 All parts use one engine directory, one machine and one run:
 
-- time per output token of one request: the bare engine in this process, then a whole server over gRPC and over HTTP, in turn;
+- time per output token of one request: the bare engine in this process, then a whole server over gRPC, over HTTP and by
+  OpenAI's API, in turn;
 - tokens a second with 1 and with more requests at once;
 - time to first token of one two-token prompt, and of four at once;
 - time per output token of a running stream while a long prompt is read, over that of the stream alone.
@@ -25,6 +26,7 @@ from typing import Any
 from kvseek.client.chunk import Chunk
 from kvseek.client.grpc_client import GrpcClient
 from kvseek.client.http_client import HttpClient
+from kvseek.client.openai_client import OpenAIClient
 from kvseek.client.options import GenerateOptions
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
@@ -151,10 +153,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def clients(server: RunningServer) -> dict[str, Ask]:
-    """One way to ask for each protocol."""
+    """One way to ask for each protocol. The OpenAI port tells no count with a token, so a piece of text counts as one."""
+    openai = OpenAIClient(server.openai_url)
     return {
         "grpc": GrpcClient(server.grpc_url).generate_stream,
         "http": HttpClient(server.http_url).generate_stream,
+        "openai": lambda prompt, wanted: openai.chat_stream([{"role": "user", "content": prompt}], wanted),
     }
 
 

@@ -16,12 +16,15 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from kvseek.core.errors import KvseekError
 
 from .chunk import AnswerFigures, Chunk
+from .conversation import Conversation
 from .errors import ClientError
 from .grpc_client import GrpcClient
 from .http_client import HttpClient
+from .openai_client import OpenAIClient
 from .options import REPLY_SECONDS, GenerateOptions
 
 DEFAULT_URLS = {"grpc": "127.0.0.1:8001", "http": "127.0.0.1:8000"}
+CONVERSATION_FLAGS = ("api_key_file", "system", "conversation")
 DOCUMENT_TEMPLATE = "{document}\n\n{question}"
 
 
@@ -56,9 +59,22 @@ def show(chunks: Iterator[Chunk], console: Console) -> tuple[str, AnswerFigures]
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of `kvseek chat`."""
     parser = argparse.ArgumentParser(prog="kvseek chat", description="Ask a running kvseek server.")
-    parser.add_argument("--protocol", choices=("grpc", "http"), default="grpc")
+    parser.add_argument("--protocol", choices=("grpc", "http"), help="default: grpc")
     parser.add_argument(
         "--url", help=f"host:port (defaults: {DEFAULT_URLS['grpc']} for grpc, {DEFAULT_URLS['http']} for http)"
+    )
+    parser.add_argument(
+        "--openai_url",
+        help="ask the OpenAI port instead, http://HOST:9000/v1; on a terminal, as many turns as you like",
+    )
+    parser.add_argument(
+        "--api_key_file", type=Path, help="file whose first line is the key that the OpenAI port asks for"
+    )
+    parser.add_argument("--system", help="with --openai_url: what the model is told before the conversation")
+    parser.add_argument(
+        "--conversation",
+        type=Path,
+        help="with --openai_url: a JSON file of messages to continue, and to add the turn to",
     )
     parser.add_argument(
         "--timeout",
@@ -100,12 +116,6 @@ def ask(arguments: argparse.Namespace) -> None:
     if not 0 < arguments.timeout < threading.TIMEOUT_MAX:
         limit = f"> 0 and < {threading.TIMEOUT_MAX:g} seconds"
         raise ClientError(f"--timeout = {arguments.timeout:g}: must be {limit}; leave it out for the default")
-    question = arguments.prompt
-    if arguments.prompt_file:
-        question = read_text(arguments.prompt_file)
-    elif question is None:
-        question = sys.stdin.read()
-    document = read_text(arguments.document) if arguments.document else None
     options = GenerateOptions(
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
@@ -118,13 +128,64 @@ def ask(arguments: argparse.Namespace) -> None:
         apply_chat_template=arguments.chat_template,
         return_prefill_progress=True,
     )
-    url = arguments.url or DEFAULT_URLS[arguments.protocol]
-    kind = GrpcClient if arguments.protocol == "grpc" else HttpClient
+    document = read_text(arguments.document) if arguments.document else None
+    if arguments.openai_url is not None:
+        converse(arguments, options, document)
+        return
+    if given := [name for name in CONVERSATION_FLAGS if getattr(arguments, name) is not None]:
+        raise ClientError(f"--{given[0]}: is for the OpenAI port; give --openai_url, or leave it out")
+    question = first_question(arguments)
+    protocol = arguments.protocol or "grpc"
+    url = arguments.url or DEFAULT_URLS[protocol]
+    kind = GrpcClient if protocol == "grpc" else HttpClient
     client = kind(url, arguments.timeout)
     console = Console(quiet=arguments.json)
     with closing(client.generate_stream(build_prompt(document, question), options)) as chunks:  # type: ignore[type-var]
         text, figures = show(chunks, console)
-    if arguments.json:
+    tell(text, figures, arguments.json, console)
+
+
+def first_question(arguments: argparse.Namespace) -> str:
+    """Return the question of the arguments, or all of standard input."""
+    if arguments.prompt_file:
+        return read_text(arguments.prompt_file)
+    return sys.stdin.read() if arguments.prompt is None else str(arguments.prompt)
+
+
+def converse(arguments: argparse.Namespace, options: GenerateOptions, document: str | None) -> None:
+    """Hold a conversation with the OpenAI port: one turn, or as many as are typed on a terminal."""
+    for name, allowed in (("protocol", (None,)), ("url", (None,)), ("end_id", (None, -1)), ("chat_template", (True,))):
+        value = getattr(arguments, name)
+        if value not in allowed:
+            raise ClientError(f"--{name} = {value}: has no meaning with --openai_url; leave it out")
+    key = read_text(arguments.api_key_file).partition("\n")[0].strip() if arguments.api_key_file else ""
+    client = OpenAIClient(arguments.openai_url, arguments.timeout, key)
+    conversation, console = Conversation(arguments.conversation, arguments.system), Console(quiet=arguments.json)
+    asked = arguments.prompt is not None or arguments.prompt_file is not None
+    if asked or not sys.stdin.isatty():
+        questions: Iterator[str] = iter([first_question(arguments)])
+    else:
+        questions = typed()
+    for question in questions:
+        prompt, document = build_prompt(document, question), None  # the document belongs to the first question
+        figures = conversation.turn(prompt, client, options, lambda chunks: show(chunks, console))
+        tell(conversation.messages[-1]["content"], figures, arguments.json, console)
+
+
+def typed() -> Iterator[str]:
+    """Yield the lines that are typed on a terminal, until the end of input (Ctrl-D)."""
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return
+        if line.strip():
+            yield line
+
+
+def tell(text: str, figures: AnswerFigures, as_json: bool, console: Console) -> None:
+    """Print the figures of an answer, for people or with its text as JSON."""
+    if as_json:
         print(json.dumps({"text": text, **figures.to_dict()}))
     else:
         console.print(figures.summary(), style="dim", highlight=False)

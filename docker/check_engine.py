@@ -52,8 +52,9 @@ def main(folder: Path, healthcheck: Path, command: list[str]) -> None:
 
 def serve(command: list[str], healthcheck: Path) -> None:
     """Start the server on free ports, wait for the health check, ask once, end it as `docker stop` does."""
-    free = Ports(0, 0, 0).resolve("127.0.0.1")
+    free = Ports(0, 0, 0, 0).resolve("127.0.0.1")
     ports = ["--http_port", str(free.http), "--grpc_port", str(free.grpc), "--metrics_port", str(free.metrics)]
+    ports += ["--openai_port", str(free.openai)]
     asking = [sys.executable, str(healthcheck)]
     environment = {**os.environ, "KVSEEK_METRICS_PORT": str(free.metrics)}
     refused = subprocess.run(asking, env=environment, check=False, stderr=subprocess.DEVNULL)

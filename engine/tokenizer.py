@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,18 @@ from kvseek.core.errors import EngineDirectoryError, RequestError
 
 TOKENIZER_FOLDER = "tokenizer"  # inside an engine directory, as transformers' save_pretrained writes it
 REPLACEMENT = "\ufffd"  # decoding puts this in place of bytes that are no UTF-8
+SPACE = "\u2581"  # how SentencePiece writes a space
 LONGEST_RUN = 16  # tokens without complete text after which TextStream looks for a place to cut
+
+
+def _byte_characters() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for: printable ones themselves, as in GPT-2."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTES = _byte_characters()
 
 
 class Tokenizer:
@@ -26,6 +38,7 @@ class Tokenizer:
         self._lock = threading.Lock()
         self._loaded: Any = None
         self._special_ids: frozenset[int] = frozenset()
+        self._byte_level = False  # whether the vocabulary spells bytes as characters, as GPT-2's does
         self._longest = 0  # longest_token_bytes; 0: not counted yet
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -80,6 +93,19 @@ class Tokenizer:
         """Whether `decode` leaves the token out."""
         return bool(self._tokenizer) and token_id in self._special_ids
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for. They may be a part of a character: only all tokens together are UTF-8."""
+        piece: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        if piece is None:
+            return b""  # a model's vocabulary may be larger than its tokenizer's
+        if token_id in self._tokenizer.added_tokens_decoder:
+            return piece.encode()
+        if self._byte_level and all(character in BYTES for character in piece):
+            return bytes(BYTES[character] for character in piece)
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace(SPACE, " ").encode()
+
     @property
     def longest_token_bytes(self) -> int:
         """Most bytes of UTF-8 that one token stands for.
@@ -101,6 +127,8 @@ class Tokenizer:
         if not self._directory.is_dir():
             raise EngineDirectoryError(f"{self._directory} is missing: the engine has no tokenizer; build it again")
         self._loaded = self._class().from_pretrained(str(self._directory), local_files_only=True)
+        backend = getattr(self._loaded, "backend_tokenizer", None)
+        self._byte_level = backend is not None and '"ByteLevel"' in json.dumps(json.loads(backend.to_str())["decoder"])
         special = (number for number, token in self._loaded.added_tokens_decoder.items() if token.special)
         # Tokenizers differ in which special tokens they leave out of text, so each token is tried.
         self._special_ids = frozenset(i for i in special if not self._loaded.decode([i], skip_special_tokens=True))

@@ -2,9 +2,9 @@
 
 The gRPC door (server/grpc_door/) stands in front of Triton's port. The HTTP door stands in for Triton's own HTTP endpoint, which
 deeply nested JSON and floods of chunks crash, and which lets requests run on that are not streamed and whose client has left.
-The modules of server/http_door/ have one concern each: bodies (body), their JSON (generate_json, fields), endpoints (generate,
-readiness, metrics, closed), connections (listener). Both doors hand requests to the engine (server/requests/) and ask Triton
-about itself (server/triton/relay.py).
+The OpenAI door (server/openai_door/) answers clients of OpenAI's API, on a port of its own. The modules of server/http_door/ have
+one concern each: bodies (body), their JSON (generate_json, fields), endpoints (generate, readiness, metrics, closed), connections
+(listener). All doors hand requests to the engine (server/requests/) and ask Triton about itself (server/triton/relay.py).
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ from kvseek.server.http_door.generate_json import body_limit, schemas
 from kvseek.server.http_door.listener import HEADER_SECONDS, HttpServer
 from kvseek.server.http_door.metrics import MetricsRoutes
 from kvseek.server.http_door.readiness import ServerState
+from kvseek.server.openai_door.door import OpenAIDoor
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.generations import Generations
 from kvseek.server.requests.served_request import MODELS, RequestFactory
 from kvseek.server.triton.relay import TritonRelay
 
+from .ports import Ports
 from .settings import ServeSettings
 
 OTHER_CONNECTIONS = 256  # open ones beside those whose requests run or wait: idle, or asking for health
@@ -86,30 +88,42 @@ class Doors:
         routes = [*self._state.routes(), *generate.routes(), *self._triton.routes(), *http_closed.routes()]
         connections = settings.max_queue_size + self._config.max_batch_size + OTHER_CONNECTIONS
         self._http = HttpServer(routes, connections, header_seconds)
+        self._openai = OpenAIDoor(
+            engine_dir,
+            self._config,
+            self._tokenizer,
+            settings,
+            self._generations,
+            self._bodies,
+            self._state.obstacles,
+            self._metrics.text,
+            connections,
+            header_seconds,
+        )
         # Health is on the metrics port too, so that clients who take all connections of the HTTP port do not make the server
         # seem dead.
         routes = [*self._metrics.routes(), *self._state.routes()]
         self._metrics_http = HttpServer(routes, MAX_METRICS_CONNECTIONS, header_seconds)
 
-    async def start(self, host: str, http_port: int, metrics_port: int, grpc_port: int) -> tuple[int, int, int]:
+    async def start(self, host: str, ports: Ports) -> Ports:
         """Listen, and load the tokenizer; returns the ports. Raises ServerError."""
-        http = (
-            await self._http.start(host, http_port, "--http_port"),
-            await self._metrics_http.start(host, metrics_port, "--metrics_port"),
-        )
+        http = await self._http.start(host, ports.http, "--http_port")
+        metrics = await self._metrics_http.start(host, ports.metrics, "--metrics_port")
         for model in MODELS:
             limit = await asyncio.to_thread(body_limit, model, self._config, self._tokenizer)
             self._bodies.make_room_for(limit)
             self._limits[model] = limit
         largest = message_limit(self._config, self._tokenizer)
-        port = await self._grpc.start(host, grpc_port, largest)
+        grpc = await self._grpc.start(host, ports.grpc, largest)
+        openai = await self._openai.start(host, ports.openai)
         self._state.starting = False
-        return *http, port
+        return Ports(http, grpc, metrics, openai)
 
     async def finish(self) -> None:
         """Take no requests any more, and return when all open requests have ended or cannot end."""
         self._state.stop_accepting()
         self._http.stop_accepting()
+        self._openai.stop_accepting()
         deadline = time.monotonic() + self._settings.drain_seconds
         gone_since = None
         while (self._generations.open or self._grpc.open) and time.monotonic() < deadline:
@@ -120,7 +134,7 @@ class Doors:
 
     async def close(self) -> None:
         """Close all parts, and end the requests that are still open."""
-        await asyncio.gather(self._http.close(), self._metrics_http.close(), self._grpc.close())
+        await asyncio.gather(self._http.close(), self._metrics_http.close(), self._grpc.close(), self._openai.close())
         await self._state.close()
         await self._metrics.close()
         await self._triton.close()
@@ -141,15 +155,14 @@ async def run(arguments: argparse.Namespace) -> None:
         arguments.state,
     )
     try:
-        starting = asyncio.create_task(
-            doors.start(arguments.host, arguments.http_port, arguments.metrics_port, arguments.grpc_port)
-        )
+        wanted = Ports(arguments.http_port, arguments.grpc_port, arguments.metrics_port, arguments.openai_port)
+        starting = asyncio.create_task(doors.start(arguments.host, wanted))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            http_port, metrics_port, grpc_port = starting.result()
-            where = f"gRPC {arguments.host}:{grpc_port}, HTTP {arguments.host}:{http_port}"
-            _announce(f"listening: {where}, metrics {arguments.host}:{metrics_port}/metrics")
+            ports, host = starting.result(), arguments.host
+            where = f"gRPC {host}:{ports.grpc}, HTTP {host}:{ports.http}, metrics {host}:{ports.metrics}/metrics"
+            _announce(f"listening: {where}, OpenAI http://{host}:{ports.openai}/v1")
         await stopping
         starting.cancel()
         await doors.finish()
@@ -180,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--http_port", type=int, required=True, help="0 picks a free one")
     parser.add_argument("--metrics_port", type=int, required=True, help="0 picks a free one")
     parser.add_argument("--grpc_port", type=int, default=0, help="0 picks a free one")
+    parser.add_argument("--openai_port", type=int, default=0, help="0 picks a free one")
     parser.add_argument("--triton_grpc", required=True, help="host:port of Triton's gRPC endpoint")
     parser.add_argument("--triton_metrics", required=True, help="host:port of Triton's own metrics")
     parser.add_argument("--state", type=Path, help="the supervisor's file of restarts, for the metrics")

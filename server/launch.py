@@ -23,6 +23,7 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
 from kvseek.core.manifest import verify
+from kvseek.server.openai_door.keys import read_keys
 from kvseek.server.requests.served_request import MODELS
 from kvseek.server.triton.find import SHARED_MEMORY_PREFIX, TritonServer, find_server
 
@@ -55,6 +56,8 @@ class RunningServer:
         """host:port for HTTP."""
         self.metrics_url = f"{self.host}:{ports.metrics}"
         """host:port of the Prometheus metrics."""
+        self.openai_url = f"http://{self.host}:{ports.openai}/v1"
+        """The base URL that OpenAI's clients take."""
 
     def check(self) -> None:
         """Raise ServerError if the server has ended by itself."""
@@ -74,7 +77,7 @@ class RunningServer:
 def running_server(
     engine_dir: Path,
     host: str = LOOPBACK,
-    ports: Ports = Ports(0, 0, 0),  # noqa: B008  frozen
+    ports: Ports = Ports(0, 0, 0, 0),  # noqa: B008  frozen
     settings: ServeSettings = ServeSettings(),  # noqa: B008  frozen
     log: Path | None = None,
     verbose: bool = False,
@@ -100,6 +103,8 @@ def running_server(
         raise ServerError(f"--ready_seconds = {ready_seconds}: must be > 0; {READY_SECONDS:.0f} is the default")
     verify(engine_dir)
     config = read_config(engine_dir)
+    if settings.api_key_file is not None:
+        read_keys(Path(settings.api_key_file))  # here too, so that a wrong file is an error before anything is started
     ports = ports.resolve(host)
     with tempfile.TemporaryDirectory(prefix="kvseek-") as folder:
         scratch = Path(folder)
@@ -150,11 +155,12 @@ def _programs(
     """Describe the engine process, the doors and Triton, in the order in which they start and end."""
     server, socket = find_server(scratch), scratch / "engine.sock"
     repository = _write_repository(scratch / "models", engine_dir, config, socket, settings)
-    inner = Ports(0, 0, 0).resolve(LOOPBACK)  # Triton's own
+    inner = Ports(0, 0, 0, 0).resolve(LOOPBACK)  # Triton's own
     own = ("--engine_dir", str(engine_dir.resolve()), "--socket", str(socket), "--settings", settings.to_json())
     http = (
         *("--host", host, "--http_port", str(ports.http), "--grpc_port", str(ports.grpc)),
-        *("--metrics_port", str(ports.metrics), "--state", str(scratch / STATE_FILE)),
+        *("--metrics_port", str(ports.metrics), "--openai_port", str(ports.openai)),
+        *("--state", str(scratch / STATE_FILE)),
         *("--triton_grpc", f"{LOOPBACK}:{inner.grpc}", "--triton_metrics", f"{LOOPBACK}:{inner.metrics}"),
     )
     python = (sys.executable, "-m")
@@ -252,6 +258,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--http_port", type=int, default=8000, help="default: %(default)s; 0 picks a free port")
     parser.add_argument("--grpc_port", type=int, default=8001, help="default: %(default)s; 0 picks a free port")
     parser.add_argument("--metrics_port", type=int, default=8002, help="default: %(default)s; 0 picks a free port")
+    parser.add_argument("--openai_port", type=int, default=9000, help="default: %(default)s; 0 picks a free port")
     parser.add_argument("--threads", type=int, help="CPU threads of the engine (default: torch's choice)")
     for name, kind, text in (
         ("max_queue_size", int, "requests that may wait; further ones are refused"),
@@ -260,6 +267,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         ("drain_seconds", float, "seconds that requests may go on after SIGTERM"),
         ("restarts", int, "how often in a row a process that has died is started again"),
         ("otlp_endpoint", str, "OpenTelemetry collector (OTLP over HTTP) for a span of every request"),
+        ("served_model_name", str, "name of the model at the OpenAI port instead of the checkpoint's"),
+        ("api_key_file", str, "file of the keys that the OpenAI port asks for, one a line"),
     ):
         value = getattr(default, name)
         shown = "none" if value is None else f"{value:g}" if kind is float else value
@@ -279,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    ports = Ports(arguments.http_port, arguments.grpc_port, arguments.metrics_port)
+    ports = Ports(arguments.http_port, arguments.grpc_port, arguments.metrics_port, arguments.openai_port)
     try:
         settings = ServeSettings(
             **{field.name: getattr(arguments, field.name) for field in dataclasses.fields(ServeSettings)}
@@ -297,7 +306,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _signals() as received,
         ):
             where = f"gRPC {arguments.host}:{server.ports.grpc}, HTTP {arguments.host}:{server.ports.http}"
-            print(f"ready: {where}, metrics {arguments.host}:{server.ports.metrics}/metrics", flush=True)
+            where += f", metrics {arguments.host}:{server.ports.metrics}/metrics"
+            print(f"ready: {where}, OpenAI http://{arguments.host}:{server.ports.openai}/v1", flush=True)
             while not received:
                 server.check()
                 time.sleep(0.1)

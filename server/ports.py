@@ -10,15 +10,17 @@ from .errors import ServerError
 
 @dataclass(frozen=True)
 class Ports:
-    """HTTP, gRPC and metrics port; 0 asks for a free port."""
+    """HTTP, gRPC, metrics and OpenAI port; 0 asks for a free port."""
 
     http: int = 8000
     grpc: int = 8001
     metrics: int = 8002
+    openai: int = 9000
 
     def resolve(self, host: str) -> Ports:
         """Replace zeros by free ports; raises ServerError that names the flag of a busy or impossible port."""
-        return Ports(*(_resolve(host, getattr(self, name), f"--{name}_port") for name in ("http", "grpc", "metrics")))
+        names = ("http", "grpc", "metrics", "openai")
+        return Ports(*(_resolve(host, getattr(self, name), f"--{name}_port") for name in names))
 
 
 def _resolve(host: str, port: int, flag: str) -> int:

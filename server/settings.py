@@ -10,6 +10,8 @@ from kvseek.core.request import MAX_TIMEOUT_SECONDS
 
 from .errors import ServerError
 
+MAX_NAME_CHARACTERS = 256
+
 
 @dataclass(frozen=True)
 class ServeSettings:
@@ -31,6 +33,10 @@ class ServeSettings:
         How often in a row a process that has died is started again; after that the server ends.
     otlp_endpoint : str or None
         OpenTelemetry collector (OTLP over HTTP) to which a span of every request is sent; None: none are made.
+    served_model_name : str or None
+        Name of the model at the OpenAI door; None: the checkpoint's name in the engine's manifest.
+    api_key_file : str or None
+        File of the OpenAI door's API keys, one a line; None: the door asks for none.
     """
 
     threads: int | None = None
@@ -40,6 +46,8 @@ class ServeSettings:
     drain_seconds: float = 20.0
     restarts: int = 5
     otlp_endpoint: str | None = None
+    served_model_name: str | None = None
+    api_key_file: str | None = None
 
     def __post_init__(self) -> None:
         _require(self.threads is None or self.threads >= 1, "threads", self.threads, ">= 1", "or leave it out")
@@ -58,6 +66,11 @@ class ServeSettings:
             "20 is the default",
         )
         _require(self.restarts >= 0, "restarts", self.restarts, ">= 0", "0 ends the server when a process dies")
+
+        name = self.served_model_name
+        named = name is None or (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable())
+        limit = f"1 to {MAX_NAME_CHARACTERS} printable characters"
+        _require(named, "served_model_name", name, limit, "leave it out for the checkpoint's name")
 
     def to_json(self) -> str:
         """Write the settings as JSON, for the command line of another process."""

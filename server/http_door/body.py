@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-
-from aiohttp import web
+from typing import Protocol
 
 from .errors import HttpError
 
@@ -14,6 +13,29 @@ BODY_SECONDS = 30.0  # time in which a body must arrive, or at least the part of
 BODY_BYTES_PER_SECOND = 64 << 10  # rate of a slow line
 BODIES_AT_ONCE = 4  # bodies of the largest size that may be in memory at a time
 SMALL_BODIES_BYTES = 256 << 20  # bytes of bodies that may be in memory at a time in any case
+
+
+class Content(Protocol):
+    """The bytes of a body as they arrive."""
+
+    async def readany(self) -> bytes:
+        """Wait for some bytes; empty at the end."""
+
+
+class Incoming(Protocol):
+    """A request whose headers have arrived: an aiohttp.web.Request, or what the OpenAI door has in its place."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers; names in any case."""
+
+    @property
+    def content_length(self) -> int | None:
+        """Bytes of the body, if the client says."""
+
+    @property
+    def content(self) -> Content:
+        """The body."""
 
 
 class BodyReader:
@@ -35,7 +57,7 @@ class BodyReader:
         self._room = max(self._room, BODIES_AT_ONCE * limit)
 
     @asynccontextmanager
-    async def read(self, request: web.Request, limit: int) -> AsyncIterator[bytearray]:
+    async def read(self, request: Incoming, limit: int) -> AsyncIterator[bytearray]:
         """Read the body of a request; it counts as held in memory until the context ends.
 
         Raises
@@ -56,7 +78,7 @@ class BodyReader:
         finally:
             self._held -= len(body)
 
-    async def _receive(self, request: web.Request, limit: int, body: bytearray) -> None:
+    async def _receive(self, request: Incoming, limit: int, body: bytearray) -> None:
         enough, received = int(self._seconds * BODY_BYTES_PER_SECOND), 0
         try:
             async with asyncio.timeout(self._seconds) as deadline:

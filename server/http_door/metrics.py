@@ -49,6 +49,10 @@ class MetricsRoutes:
 
     async def metrics(self, _: web.Request) -> web.Response:
         """Answer with all metrics that are available now."""
+        return web.Response(body=await self.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def text(self) -> bytes:
+        """Write all metrics that are available now."""
         engine, triton = await asyncio.gather(self._engine_text(), self._triton_text())
         up = {"engine": engine is not None and self._answers(), "triton": triton is not None}
         text = (
@@ -56,7 +60,7 @@ class MetricsRoutes:
             + UP
             + "".join(f'kvseek:up{{process="{process}"}} {int(answers)}\n' for process, answers in up.items())
         )
-        return web.Response(body=(text + (triton or "")).encode("utf-8"), headers={"Content-Type": CONTENT_TYPE})
+        return (text + (triton or "")).encode("utf-8")
 
     async def _engine_text(self) -> str | None:
         try:

@@ -122,6 +122,10 @@ class Generations:
         """Call a function of some milliseconds in a worker thread; raises QueueFullError if too many calls wait already."""
         return await self._readers.run(function)
 
+    async def make(self, function: Callable[[], T]) -> T:
+        """Call a function that tokenises in a worker thread; raises QueueFullError if too many calls wait already."""
+        return await self._makers.run(function)
+
     @asynccontextmanager
     async def made(self, ticket: Ticket, make: Callable[[], ServedRequest], slow: bool) -> AsyncIterator[ServedRequest]:
         """Make a request by calling `make` in a worker thread; `stop` can end the request until the context ends.

@@ -32,6 +32,10 @@ MAX_STOP_WORD_BYTES = 1024
 CHARACTERS_PER_TOKEN = 8  # more than most texts have
 
 
+class PromptTooLongError(RequestError):
+    """A prompt has more tokens than max_input_len."""
+
+
 def max_text_bytes(config: EngineConfig, tokenizer: Tokenizer) -> int:
     """Return the bytes of UTF-8 beyond which a text certainly has more tokens than max_input_len."""
     return config.max_input_len * tokenizer.longest_token_bytes
@@ -98,7 +102,7 @@ def text_requests(tensors: Tensors, tokenizer: Tokenizer, config: EngineConfig) 
     use_template = bool(scalar(tensors, "apply_chat_template", False))
     if use_template:
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-    prompt_ids = _encode(tokenizer, prompt, not use_template, config.max_input_len)
+    prompt_ids = encode_prompt(tokenizer, prompt, not use_template, config.max_input_len)
     ends = end_ids(tensors, config.model.eos_token_ids)
     request = make_request(tensors, prompt_ids, "max_tokens", sampling, ends)
     return [TextRequest(numbered(request, number), prompt, tensors, tokenizer) for number in range(count)]
@@ -134,14 +138,19 @@ def _prompt(tensors: Tensors, limit: int) -> str:
     return prompt
 
 
-def _encode(tokenizer: Tokenizer, prompt: str, add_special_tokens: bool, max_tokens: int) -> list[int]:
-    """Tokenise a prompt. A prompt with too many tokens is refused by its beginning, as all of it could take a minute."""
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: str, add_special_tokens: bool, max_tokens: int, name: str = "text_input"
+) -> list[int]:
+    """Tokenise a prompt, the value of input `name`; raises RequestError, PromptTooLongError for too many tokens.
+
+    A prompt with far too many tokens is refused by its beginning, as tokenising all of it could take a minute.
+    """
     size = CHARACTERS_PER_TOKEN * max_tokens
     while size < len(prompt):
         tokens = len(tokenizer.encode(prompt[:size], add_special_tokens))
         if tokens > max_tokens + max_tokens // 8 + 8:  # the cut may split one token into several
-            raise RequestError(
-                f"text_input has {tokens:,} tokens in its first {size:,} of {len(prompt):,} characters: "
+            raise PromptTooLongError(
+                f"{name} has {tokens:,} tokens in its first {size:,} of {len(prompt):,} characters: "
                 f"must be <= max_input_len = {max_tokens} in all; shorten it or build with a larger max_input_len"
             )
         size *= 2

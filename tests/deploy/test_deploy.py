@@ -73,9 +73,10 @@ def test_images_hold_no_secret(name: str) -> None:
 def test_the_images_command_serves_on_the_default_ports(name: str) -> None:
     arguments = serve_arguments(target(name).command)
     ports = Ports()
-    assert (arguments.http_port, arguments.grpc_port, arguments.metrics_port) == (ports.http, ports.grpc, ports.metrics)
+    served = arguments.http_port, arguments.grpc_port, arguments.metrics_port, arguments.openai_port
+    assert served == (ports.http, ports.grpc, ports.metrics, ports.openai)
     (exposed,) = target(name).values("EXPOSE")
-    assert [int(port) for port in exposed.split()] == [ports.http, ports.grpc, ports.metrics]
+    assert [int(port) for port in exposed.split()] == list(served)
     assert arguments.host == "0.0.0.0"
     assert arguments.log == launch.STANDARD_OUTPUT
     assert arguments.engine_dir == Path("/engine")

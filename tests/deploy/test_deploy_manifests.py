@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import re
 from typing import Any
@@ -47,7 +48,7 @@ def test_compose_services(name: str) -> None:
     assert (DOCKER / service["build"]["context"] / "Dockerfile").resolve() == ROOT / "Dockerfile"
     assert service["image"] == f"kvseek:{project()['project']['version']}-{name}"
     ports = Ports()
-    assert service["ports"] == [f"127.0.0.1:{port}:{port}" for port in (ports.http, ports.grpc, ports.metrics)]
+    assert service["ports"] == [f"127.0.0.1:{port}:{port}" for port in dataclasses.astuple(ports)]
     (engine,) = service["volumes"]
     assert engine["target"] == str(serve_arguments(target(name).command).engine_dir)
     assert engine["read_only"]
@@ -74,7 +75,7 @@ def test_prometheus_scrapes_the_metrics_port() -> None:
 
 def test_probes_ask_endpoints_that_exist(container: Any) -> None:
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert ports == {"http": Ports().http, "grpc": Ports().grpc, "metrics": Ports().metrics}
+    assert ports == dataclasses.asdict(Ports())
     for probe in PROBES:
         request = container[probe]["httpGet"]
         assert request["path"] in ("/v2/health/ready", "/v2/health/live")

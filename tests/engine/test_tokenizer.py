@@ -212,3 +212,29 @@ def test_smollm2_text_and_template(smollm2):
 def test_needle_stream_equals_decode(needle, ids):
     """A tokenizer without a decoder: words joined by spaces, so a word's text depends on what stands before it."""
     assert stream_all(needle, ids)[0] == needle.decode(ids)
+
+
+@given(text=st.text(max_size=40))
+@settings(max_examples=50)
+def test_bytes_of_tokens_are_the_text(tiny, text):
+    ids = tiny.encode(text, add_special_tokens=False)
+    plain = [i for i in ids if not tiny.is_special(i)]  # the text may spell one
+    assert plain != ids or b"".join(map(tiny.token_bytes, ids)).decode() == text
+
+
+def test_bytes_of_added_and_of_missing_tokens(tiny):
+    (plain,) = tiny.encode("<plain>", add_special_tokens=False)
+    assert tiny.token_bytes(plain) == b"<plain>"
+    assert tiny.token_bytes(100_000) == b"", "a model's vocabulary may be larger than its tokenizer's"
+
+
+def test_bytes_of_tokens_of_a_sentencepiece_vocabulary(tmp_path):
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581sea", "sea"]
+    backend = Backend(
+        models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "tokenizer")
+    tokenizer, places = Tokenizer(tmp_path), {piece: i for i, piece in enumerate(pieces)}
+    ids = [places[piece] for piece in ("\u2581sea", "<0xE2>", "<0x9A>", "<0x93>", "\u2581", "sea")]
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == " sea⚓ sea"

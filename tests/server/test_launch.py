@@ -102,8 +102,8 @@ def test_ports_out_of_range(port: int, message: str) -> None:
 
 
 def test_zeros_become_free_ports_and_a_busy_one_is_named() -> None:
-    ports = Ports(0, 0, 0).resolve("127.0.0.1")
-    assert all(1 <= port <= 65535 for port in (ports.http, ports.grpc, ports.metrics))
+    ports = Ports(0, 0, 0, 0).resolve("127.0.0.1")
+    assert all(1 <= port <= 65535 for port in (ports.http, ports.grpc, ports.metrics, ports.openai))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -389,7 +389,8 @@ def test_a_busy_port_is_named(directory: Path, capfd: pytest.CaptureFixture[str]
 
 def serve(directory: Path) -> list[str]:
     command = [sys.executable, "-m", "kvseek.cli.main", "serve", "--engine_dir", str(directory)]
-    return [*command, "--http_port", "0", "--grpc_port", "0", "--metrics_port", "0", "--threads", "1"]
+    ports = ["--http_port", "0", "--grpc_port", "0", "--metrics_port", "0", "--openai_port", "0"]
+    return [*command, *ports, "--threads", "1"]
 
 
 def test_serve_ends_cleanly_on_sigterm(directory: Path) -> None:

@@ -30,6 +30,12 @@ class Door:
     process: subprocess.Popen[str]
     port: int
     metrics_port: int
+    openai_port: int = 0
+
+    @property
+    def openai_url(self) -> str:
+        """Base URL for OpenAI's clients."""
+        return f"http://127.0.0.1:{self.openai_port}/v1"
 
     @property
     def url(self) -> str:
@@ -92,7 +98,8 @@ def doors(
         assert process.stdout is not None
         line = process.stdout.readline()
         ports = {name: int(port) for name, port in re.findall(r"(\w+) 127\.0\.0\.1:(\d+)", line)}
-        yield Door(process, ports["HTTP"], ports["metrics"])
+        (openai,) = re.findall(r"OpenAI http://127\.0\.0\.1:(\d+)/v1", line)
+        yield Door(process, ports["HTTP"], ports["metrics"], int(openai))
     finally:
         process.kill()
         process.wait()

@@ -146,7 +146,7 @@ class LiveServer:
 
 def serve_command(directory: Path, *flags: str) -> list[str]:
     """The command line of `kvseek serve` on free ports."""
-    ports = ("--http_port", "0", "--grpc_port", "0", "--metrics_port", "0")
+    ports = ("--http_port", "0", "--grpc_port", "0", "--metrics_port", "0", "--openai_port", "0")
     return [sys.executable, "-m", "kvseek.cli.main", "serve", "--engine_dir", str(directory), *ports, *flags]
 
 

@@ -28,6 +28,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from kvseek.core.request import StepOutput
 from kvseek.server.doors import Doors
 from kvseek.server.http_door import generate as http_generate
+from kvseek.server.ports import Ports
 from kvseek.server.requests.messages import (
     Cancel,
     FromDoor,
@@ -265,7 +266,8 @@ def in_process(directory: Path, tmp_path: Path, check: Any, **seconds: float) ->
     async def serve() -> None:
         door = Doors(directory, tmp_path / "engine.sock", SETTINGS, CLOSED_PORT, CLOSED_PORT, **seconds)
         try:
-            port, metrics_port, _ = await door.start("127.0.0.1", 0, 0, 0)
+            ports = await door.start("127.0.0.1", Ports(0, 0, 0, 0))
+            port, metrics_port = ports.http, ports.metrics
             await asyncio.to_thread(check, Door(None, port, metrics_port))  # type: ignore[arg-type]
         finally:
             await door.close()

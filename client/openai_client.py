@@ -1,0 +1,125 @@
+"""HTTP client of the OpenAI port, for `kvseek chat`; programs use OpenAI's own clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import requests
+
+from .chunk import Chunk
+from .errors import ClientError, no_reply
+from .http_client import CONNECT_SECONDS, EVENT, NO_KEEP_ALIVE
+from .options import REPLY_SECONDS, GenerateOptions
+
+DONE = b"[DONE]"
+Message = dict[str, str]  # "role" and "content"
+
+
+class OpenAIClient:
+    """Asks a server by OpenAI's API.
+
+    Parameters
+    ----------
+    url : str
+        Base URL, such as http://127.0.0.1:9000/v1.
+    timeout : float
+        Seconds, > 0, that may pass until the first byte of a reply and between two of them.
+    api_key : str
+        Key that the server asks for; empty for none.
+    """
+
+    def __init__(self, url: str, timeout: float = REPLY_SECONDS, api_key: str = "") -> None:
+        self.url, self.timeout = url.rstrip("/"), timeout
+        self._headers = NO_KEEP_ALIVE | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+
+    def model(self) -> str:
+        """Ask for the name of the model that is served; raises ClientError."""
+        with self._request("GET", "models") as response:
+            try:
+                return str(response.json()["data"][0]["id"])
+            except (ValueError, LookupError, TypeError):
+                raise ClientError(
+                    f"{self.url} lists no model; give the URL of kvseek's OpenAI port, with /v1"
+                ) from None
+
+    def chat_stream(self, messages: Sequence[Message], options: GenerateOptions) -> Iterator[Chunk]:
+        """Send a conversation and yield pieces of the answer; raises ClientError.
+
+        The server tells the numbers of tokens with the last piece alone: until then a piece counts as one.
+        """
+        body = {"model": self.model(), "messages": list(messages), **chat_fields(options)}
+        pieces, reason = 0, ""
+        with self._request("POST", "chat/completions", body) as response:
+            for event in self._events(response):
+                if event["choices"]:
+                    choice = event["choices"][0]
+                    text, reason = choice["delta"].get("content") or "", choice["finish_reason"] or ""
+                    pieces += bool(text)
+                    if text:
+                        yield Chunk(text, num_output_tokens=pieces)
+                elif counts := event.get("usage"):
+                    prompt, output = counts["prompt_tokens"], counts["completion_tokens"]
+                    yield Chunk("", reason, num_input_tokens=prompt, num_output_tokens=output)
+
+    def _events(self, response: requests.Response) -> Iterator[dict[str, Any]]:
+        try:
+            for line in response.iter_lines():
+                data = line.removeprefix(EVENT)
+                if data == DONE:
+                    return
+                if data:
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise ClientError(str(event["error"]["message"]))
+                    yield event
+        except requests.RequestException as error:
+            if "timed out" in str(error):  # requests has no class of its own for silence in the middle of a body
+                raise no_reply(self.url, self.timeout) from None
+            raise ClientError(f"the server at {self.url} broke off its answer ({error}); see its log") from None
+        raise ClientError(f"the server at {self.url} broke off its answer; see its log")
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> requests.Response:
+        try:
+            response = requests.request(
+                method,
+                f"{self.url}/{path}",
+                json=body,
+                headers=self._headers,
+                stream=body is not None,
+                timeout=(CONNECT_SECONDS, self.timeout),
+            )
+        except requests.ReadTimeout:
+            raise no_reply(self.url, self.timeout) from None
+        except (requests.RequestException, ValueError) as error:
+            remedy = "start one with kvseek serve, or give the URL of its OpenAI port, with /v1"
+            raise ClientError(f"no server answers at {self.url} ({error}); {remedy}") from None
+        if not response.ok:
+            raise ClientError(_error(response))
+        return response
+
+
+def chat_fields(options: GenerateOptions) -> dict[str, Any]:
+    """Return the fields of a streamed chat; as over gRPC, it is greedy unless temperature, top_k or top_p is given."""
+    draws = (options.temperature, options.top_k, options.top_p) != (None, None, None)
+    values = {
+        "max_completion_tokens": options.max_tokens,
+        "temperature": options.temperature if draws else 0.0,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "repetition_penalty": options.repetition_penalty,
+        "seed": options.seed,
+        "stop": list(options.stop_words) or None,
+        "ignore_eos": True if options.end_id == -1 else None,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _error(response: requests.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return f"HTTP status {response.status_code}: {response.text[:200]}"

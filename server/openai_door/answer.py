@@ -1,0 +1,229 @@
+"""One generation over HTTP: reads the body, has the engine generate all choices, and writes the answer, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import UnavailableError
+from kvseek.engine.tokenizer import Tokenizer
+from kvseek.server.http_door.body import BodyReader
+from kvseek.server.http_door.fields import shortened
+from kvseek.server.http_door.generate import EVENT_STREAM, TRACEPARENT, WRITE_SECONDS
+from kvseek.server.requests.generations import Generations, Ticket
+
+from .chat_body import CHAT_FORMAT, ChatBody
+from .choices import Choice, make_choices
+from .completion_body import COMPLETION_FORMAT, CompletionBody
+from .errors import JSON, FieldError, StatusError, error_json
+from .replies import ChatReply, CompletionReply, Piece, Reply, usage
+from .request_body import AsgiBody, ClientLeftError, unless_left
+
+ABORT = "abort"  # in the state of a request: closes its connection at once
+DONE = b"[DONE]"
+Pieces = AsyncIterator[tuple[int, Piece]]  # a choice's number and its next piece
+
+
+@dataclass
+class Service:
+    """What requests share.
+
+    Attributes
+    ----------
+    model, fingerprint : str
+        The model's name for clients, and a name of the engine that changes when its answers may change.
+    body_limit : int or None
+        Most bytes of a body; None until the tokenizer is loaded, and requests are refused until then.
+    """
+
+    generations: Generations
+    bodies: BodyReader
+    tokenizer: Tokenizer
+    config: EngineConfig
+    model: str
+    fingerprint: str
+    body_limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """A request that has been read and tokenised."""
+
+    choices: Sequence[Choice]
+    prompt_tokens: int
+    reply: Reply
+    streaming: bool
+    usage_in_stream: bool
+
+
+class Answer(Response):
+    """The response to a request for a completion; all its work is done when it is sent.
+
+    Errors before the first event of a stream are raised, and get a status from the application; a later one ends the stream with
+    an event {"error": ...}.
+    """
+
+    def __init__(self, service: Service, request: Request, chat: bool) -> None:
+        super().__init__()
+        self._service, self._chat, self._arrived = service, chat, time.monotonic()
+        value = request.headers.get("traceparent", "")
+        self._trace = value if TRACEPARENT.fullmatch(value) else ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer; a client that leaves cancels its request."""
+        try:
+            work = await self._read(AsgiBody(scope, receive), receive)
+            out = Writer(scope, send)
+            await unless_left(receive, self._stream(work, out) if work.streaming else self._whole(work, out))
+        except ClientLeftError:
+            return
+
+    async def _read(self, body: AsgiBody, receive: Receive) -> Work:
+        service = self._service
+        if service.body_limit is None:
+            raise UnavailableError("the server is starting; send the request again in some seconds")
+        with service.generations.counting_refusals():
+            async with service.bodies.read(body, service.body_limit) as data:
+                return await unless_left(receive, service.generations.make(lambda: self._make(data)))
+
+    def _make(self, data: bytes | bytearray) -> Work:
+        """Parse a body and tokenise its prompts; runs in a worker thread."""
+        service = self._service
+        body: ChatBody | CompletionBody = CHAT_FORMAT.read(data) if self._chat else COMPLETION_FORMAT.read(data)
+        if body.model is None:
+            raise FieldError("model", f"model is missing: must be {service.model}; add it")
+        if body.model != service.model:
+            message = f"model = {shortened(body.model)}: is not served here; there is {service.model}"
+            raise StatusError(404, message, "model_not_found", "model")
+        choices, prompt_tokens = make_choices(body, body, service.tokenizer, service.config)
+        make: Callable[..., Reply] = ChatReply if self._chat else CompletionReply
+        with_usage = body.usage_in_stream
+        reply = make(service.model, service.fingerprint, service.tokenizer, body.top() is not None, with_usage)
+        return Work(choices, prompt_tokens, reply, bool(body.stream), with_usage)
+
+    async def _whole(self, work: Work, out: Writer) -> None:
+        pieces: list[Piece] = [{}] * len(work.choices)
+        async with self._pieces(work) as arriving:
+            async for index, piece in arriving:
+                pieces[index] = piece
+        counts = usage(work.prompt_tokens, sum(piece["count"] for piece in pieces))
+        await out.all(msgspec.json.encode(work.reply.whole(pieces, counts)))
+
+    async def _stream(self, work: Work, out: Writer) -> None:
+        async with self._pieces(work) as arriving:
+            first = await anext(arriving)  # until here, an error can still choose the response's status
+            await out.begin()
+            for event in work.reply.begin(len(work.choices)):
+                await out.event(msgspec.json.encode(event))
+            try:
+                await self._events(work, out, first, arriving)
+            except ConnectionError:
+                raise
+            except Exception as error:
+                await out.event(msgspec.json.encode(error_json(error)[1]))
+        await out.end()
+
+    async def _events(self, work: Work, out: Writer, first: tuple[int, Piece], arriving: Pieces) -> None:
+        counts = [0] * len(work.choices)
+        index, piece = first
+        while True:
+            counts[index] = piece["count"]
+            for event in work.reply.pieces(index, piece):
+                await out.event(msgspec.json.encode(event))
+            following = await anext(arriving, None)
+            if following is None:
+                break
+            index, piece = following
+        if work.usage_in_stream:
+            await out.event(msgspec.json.encode(work.reply.end(usage(work.prompt_tokens, sum(counts)))))
+        await out.event(DONE)
+
+    @asynccontextmanager
+    async def _pieces(self, work: Work) -> AsyncIterator[Pieces]:
+        """Submit all choices, and give their pieces as they come; those that have not ended with the context are cancelled."""
+        async with AsyncExitStack() as stack:
+            streams = []
+            for choice in work.choices:
+                answer = self._service.generations.generate(choice, Ticket("", self._arrived), self._trace)
+                streams.append(await stack.enter_async_context(answer))
+            pieces = _numbered(0, streams[0]) if len(streams) == 1 else _merged(streams)
+            yield await stack.enter_async_context(aclosing(pieces))
+
+
+class Writer:
+    """Writes one response; raises ClientLeftError if the client leaves it unread for so many seconds."""
+
+    def __init__(self, scope: Scope, send: Send, seconds: float = WRITE_SECONDS) -> None:
+        self._abort, self._send_message, self._seconds = scope["state"][ABORT], send, seconds
+
+    async def all(self, data: bytes) -> None:
+        """Write a whole answer."""
+        headers = [(b"content-type", JSON.encode()), (b"content-length", str(len(data)).encode())]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def begin(self) -> None:
+        """Begin a stream of events."""
+        headers = [(name.lower().encode(), value.encode()) for name, value in EVENT_STREAM.items()]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def event(self, data: bytes) -> None:
+        """Write an event."""
+        await self._send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+
+    async def end(self) -> None:
+        """End a stream."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._send_message(message)
+        except TimeoutError:
+            self._abort()
+            raise ClientLeftError from None
+
+
+async def _numbered(index: int, pieces: AsyncIterator[Piece]) -> AsyncGenerator[tuple[int, Piece], None]:
+    async for piece in pieces:
+        yield index, piece
+
+
+async def _merged(streams: Sequence[AsyncIterator[Piece]]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """Give the pieces of several choices as they come; raises the first error that one of them raises."""
+    arrived: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
+
+    async def pass_on(index: int, pieces: AsyncIterator[Piece]) -> None:
+        try:
+            async for piece in pieces:
+                arrived.put_nowait((index, piece))
+        except Exception as error:
+            arrived.put_nowait(error)
+        else:
+            arrived.put_nowait(None)
+
+    tasks = [asyncio.create_task(pass_on(*each)) for each in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

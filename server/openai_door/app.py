@@ -1,0 +1,169 @@
+"""The FastAPI application of the OpenAI door: its endpoints, and what holds for all of them (keys, ids, errors)."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvseek.core.errors import KvseekError, UnavailableError
+from kvseek.server.http_door.fields import shortened
+from kvseek.server.http_door.listener import FULL
+from kvseek.server.http_door.metrics import CONTENT_TYPE
+from kvseek.server.requests.served_request import MAX_ID_CHARACTERS
+
+from .answer import Answer, Service
+from .errors import JSON, FieldError, StatusError, error_response
+from .keys import Keys
+
+HEALTH = "/health"
+ENDPOINTS = "/v1/models, /v1/chat/completions, /v1/completions, /health and /metrics"
+REQUEST_ID = "x-request-id"
+
+
+def make_app(
+    service: Service,
+    keys: Keys,
+    obstacles: Callable[[], list[str]],
+    metrics: Callable[[], Awaitable[bytes]],
+    is_full: Callable[[], bool],
+) -> ASGIApp:
+    """Make the application.
+
+    Parameters
+    ----------
+    obstacles : callable
+        Returns the reasons why the server is not ready; empty if it is.
+    metrics : callable
+        Returns the metrics in Prometheus' text format.
+    is_full : callable
+        Whether there are more connections than may ask for completions.
+    """
+    # Without the pages that describe the API: they would load scripts of others' servers.
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    started = int(time.time())
+
+    def model_card() -> dict[str, Any]:
+        card = {"id": service.model, "object": "model", "created": started, "owned_by": "kvseek"}
+        return card | {"max_model_len": service.config.max_seq_len}
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [model_card()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != service.model:
+            message = f"model = {shortened(name)}: is not served here; there is {service.model}"
+            raise StatusError(404, message, "model_not_found", "model")
+        return _json(model_card())
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return Answer(service, request, chat=True)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return Answer(service, request, chat=False)
+
+    @app.get(HEALTH)
+    async def health() -> Response:
+        if found := obstacles():
+            raise UnavailableError("not ready: " + "; ".join(found))
+        return Response()
+
+    @app.get("/metrics")
+    async def read_metrics() -> Response:
+        return Response(await metrics(), headers={"Content-Type": CONTENT_TYPE})
+
+    app.add_exception_handler(HTTPException, _routing_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(KvseekError, _error)
+    return Gate(ErrorsAsJson(app), keys, is_full)
+
+
+class ErrorsAsJson:
+    """Answers what no handler has foreseen: such an error is logged once, and nothing of it is shown."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        begun = False
+
+        async def note(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        except Exception as error:
+            if begun:
+                raise  # half an answer is there: the connection is closed
+            await error_response(error)(scope, receive, send)
+
+
+class Gate:
+    """Lets requests through that have a key, while there are connections; answers have the request's id as X-Request-Id."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, is_full: Callable[[], bool]) -> None:
+        self._app, self._keys, self._is_full = app, keys, is_full
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        headers = Headers(scope=scope)
+        given = headers.get(REQUEST_ID, "")
+        fits = 0 < len(given) <= MAX_ID_CHARACTERS and given.isascii() and given.isprintable()
+        own = given if fits else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = own
+            await send(message)
+
+        app = self._app
+        if scope["path"] != HEALTH and not self._keys.admits(headers.get("authorization", "")):
+            message = "Authorization: has none of the server's API keys; send Authorization: Bearer KEY"
+            app = error_response(StatusError(401, message, "invalid_api_key"))
+        elif scope["method"] == "POST" and self._is_full():
+            app = error_response(UnavailableError(FULL), close=True)
+        await app(scope, receive, send_with_id)
+
+
+async def _error(_: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _routing_error(request: Request, error: Exception) -> Response:
+    """Answer a path or a method that there is not."""
+    assert isinstance(error, HTTPException)
+    path, allowed = shortened(request.url.path), (error.headers or {}).get("Allow", "")
+    if error.status_code == 405:
+        response = error_response(StatusError(405, f"{request.method} {path}: use {allowed}", "method_not_allowed"))
+        response.headers["Allow"] = allowed
+        return response
+    return error_response(StatusError(error.status_code, f"{path} is not found; there are {ENDPOINTS}", "not_found"))
+
+
+async def _validation_error(_: Request, error: Exception) -> Response:
+    """Answer what FastAPI itself finds wrong with status 400; its own answer would be 422, in another form."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = ".".join(str(part) for part in first["loc"][1:])
+    return error_response(FieldError(name, f"{name}: {first['msg']}; correct it"))
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type=JSON)

@@ -1,0 +1,87 @@
+"""The body of POST /v1/completions, and what it asks of the engine."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from kvseek.core.config import EngineConfig
+from kvseek.engine.tokenizer import Tokenizer
+from kvseek.server.http_door.fields import first_character
+
+from .errors import FieldError
+from .fields import ABSENT, BodyFormat, decode, is_absent
+from .parameters import MAX_CHOICES, NEUTRAL, WITHOUT_EFFECT, Parameters, check_logprobs, require
+from .prompts import check_length, text_ids
+
+DEFAULT_TOKENS = 16  # OpenAI's
+MAX_PROMPTS = MAX_CHOICES  # in one request
+_text = msgspec.json.Decoder(str)
+_texts = msgspec.json.Decoder(list[str])
+_ids = msgspec.json.Decoder(list[int])
+_many_ids = msgspec.json.Decoder(list[list[int]])
+
+
+class CompletionBody(Parameters, kw_only=True):
+    """Fields of a completion that have an effect."""
+
+    prompt: msgspec.Raw = ABSENT
+    logprobs: int | None = None
+    best_of: int | None = None
+
+    def prompts(self, tokenizer: Tokenizer, config: EngineConfig) -> list[list[int]]:
+        """Return the token ids of every prompt; texts are tokenised."""
+        found = read_prompts(self.prompt)
+        count = len(found)
+        require(0 < count <= MAX_PROMPTS, "prompt", f"{count} prompts", f"1 to {MAX_PROMPTS} prompts", "send as many")
+        vocabulary = config.model.vocab_size
+        prompts = []
+        for prompt in found:
+            if isinstance(prompt, str):
+                prompts.append(text_ids(prompt, tokenizer, config))
+                continue
+            bad = next((token for token in prompt if not 0 <= token < vocabulary), None)
+            require(bad is None, "prompt", bad, f"token ids in [0, {vocabulary})", "the model has no such token")
+            prompts.append(check_length("prompt", prompt, config.max_input_len))
+        return prompts
+
+    def limit(self, prompt_tokens: int, config: EngineConfig) -> int:
+        """Return the most tokens to generate."""
+        left = config.max_seq_len - prompt_tokens
+        return min(DEFAULT_TOKENS, left) if self.max_tokens is None else self.max_tokens
+
+    def top(self) -> int | None:
+        """Return how many likeliest tokens to tell besides every token's own log probability; None: tell none."""
+        same = self.best_of is None or self.best_of == self.choices
+        require(same, "best_of", self.best_of, f"n = {self.choices}", "kvseek returns all answers that it makes")
+        return None if self.logprobs is None else check_logprobs("logprobs", self.logprobs)
+
+
+def read_prompts(raw: msgspec.Raw) -> list[str] | list[list[int]]:
+    """Decode the prompts: a text, texts, token ids, or lists of token ids."""
+    if is_absent(raw):
+        raise FieldError("prompt", "prompt is missing: must be a text or token ids; add it")
+    if first_character(raw) != "[":
+        return [str(decode("prompt", _text, raw))]
+    if re.match(rb'\[\s*"', memoryview(raw)):
+        texts: list[str] = decode("prompt", _texts, raw)
+        return texts
+    lists = bytes(raw).count(b"[") - 1
+    # Before they are built, as an empty list takes 20 times as much memory as its JSON.
+    require(lists <= MAX_PROMPTS, "prompt", f"{lists} lists", f"<= {MAX_PROMPTS} lists of token ids", "send fewer")
+    if lists == 0:
+        ids: list[int] = decode("prompt", _ids, raw)
+        return [ids]
+    many: list[list[int]] = decode("prompt", _many_ids, raw)
+    return many
+
+
+COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
+    "echo": (False,),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "prompt_embeds": (),
+}
+COMPLETION_FORMAT = BodyFormat(CompletionBody, "prompt", COMPLETION_NEUTRAL, WITHOUT_EFFECT)

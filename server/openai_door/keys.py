@@ -1,0 +1,57 @@
+"""The API keys of the OpenAI door: reads them from a file, and compares a client's key with all of them in constant time."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from pathlib import Path
+
+from kvseek.server.errors import ServerError
+
+MAX_KEYS = 10_000  # every request is compared with all of them
+SCHEME = "bearer "
+
+
+class Keys:
+    """Keys of which a client has to send one as `Authorization: Bearer KEY`; without any, every client may ask.
+
+    Parameters
+    ----------
+    keys : tuple of str
+        The keys themselves. Only their SHA-256 digests are kept, which all have one length: comparing texts would tell a
+        client how long the keys are.
+    """
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def admits(self, authorization: str) -> bool:
+        """Whether the value of an Authorization header has one of the keys; always true if there are no keys."""
+        if not self._digests:
+            return True
+        scheme, key = authorization[: len(SCHEME)], authorization[len(SCHEME) :].strip()
+        digest, found = hashlib.sha256(key.encode("utf-8", "replace")).digest(), False
+        for each in self._digests:  # all of them, however early one fits: the time must not tell which one it was
+            found |= hmac.compare_digest(digest, each)
+        return found and scheme.lower() == SCHEME
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Read a file of keys, one a line; empty lines do not count. Raises ServerError, which never has a key in its message."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ServerError(f"--api_key_file = {path}: cannot be read ({reason}); give a text file of keys") from None
+    keys = []
+    for number, line in enumerate(lines, 1):
+        key = line.strip()
+        if not (key.isascii() and (not key or key.isprintable()) and " " not in key):
+            limit = "printable ASCII characters without spaces"
+            raise ServerError(f"--api_key_file = {path}: the key in line {number} must be {limit}; change it")
+        if key:
+            keys.append(key)
+    if not 0 < len(keys) <= MAX_KEYS:
+        limit = f"in [1, {MAX_KEYS}], one a line"
+        raise ServerError(f"--api_key_file = {path}: {len(keys)} keys, must be {limit}; leave the flag out for no keys")
+    return tuple(keys)

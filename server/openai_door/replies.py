@@ -1,0 +1,137 @@
+"""JSON of the answers of both endpoints, whole and in pieces."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from kvseek.engine.tokenizer import Tokenizer
+
+from .logprobs import chat_logprobs, completion_logprobs
+
+Json = dict[str, Any]
+Piece = dict[str, Any]  # see Choice
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> Json:
+    """Write the numbers of tokens. None comes from a cache, because no request reads what another one has left."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+class Reply(Protocol):
+    """Writes one answer."""
+
+    id: str
+
+    def whole(self, pieces: Sequence[Piece], counts: Json) -> Json:
+        """Write a complete answer, of one piece for each choice."""
+
+    def begin(self, choices: int) -> Iterator[Json]:
+        """Write the events with which a stream begins."""
+
+    def pieces(self, index: int, piece: Piece) -> Iterator[Json]:
+        """Write the events of a piece of a choice."""
+
+    def end(self, counts: Json) -> Json:
+        """Write the event with the numbers of tokens."""
+
+
+class ChatReply:
+    """Answers of /v1/chat/completions; see Reply.
+
+    Parameters
+    ----------
+    usage_in_stream : bool
+        Whether a stream ends with the numbers of tokens; then all other events have `usage` null.
+    """
+
+    def __init__(
+        self, model: str, fingerprint: str, tokenizer: Tokenizer, logprobs: bool, usage_in_stream: bool
+    ) -> None:
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._tokenizer, self._logprobs = tokenizer, logprobs
+        self._whole = _head(self.id, "chat.completion", model, fingerprint)
+        self._event = _head(self.id, "chat.completion.chunk", model, fingerprint)
+        if usage_in_stream:
+            self._event["usage"] = None
+
+    def whole(self, pieces: Sequence[Piece], counts: Json) -> Json:
+        """See Reply."""
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": piece["text"], "refusal": None},
+                "logprobs": self._logprobs_of(piece),
+                "finish_reason": piece["finish_reason"],
+            }
+            for index, piece in enumerate(pieces)
+        ]
+        return self._whole | {"choices": choices, "usage": counts}
+
+    def begin(self, choices: int) -> Iterator[Json]:
+        """See Reply."""
+        for index in range(choices):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def pieces(self, index: int, piece: Piece) -> Iterator[Json]:
+        """See Reply."""
+        if piece["text"] or piece["tokens"]:
+            yield self._chunk(index, {"content": piece["text"]}, self._logprobs_of(piece))
+        if piece["finish_reason"] is not None:
+            yield self._chunk(index, {}, None, piece["finish_reason"])
+
+    def end(self, counts: Json) -> Json:
+        """See Reply."""
+        return self._event | {"choices": [], "usage": counts}
+
+    def _chunk(self, index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
+        return self._event | {
+            "choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]
+        }
+
+    def _logprobs_of(self, piece: Piece) -> Json | None:
+        return chat_logprobs(piece["tokens"], self._tokenizer) if self._logprobs else None
+
+
+class CompletionReply:
+    """Answers of /v1/completions; see Reply and ChatReply."""
+
+    def __init__(
+        self, model: str, fingerprint: str, tokenizer: Tokenizer, logprobs: bool, usage_in_stream: bool
+    ) -> None:
+        self.id = f"cmpl-{uuid.uuid4().hex}"
+        self._tokenizer, self._logprobs = tokenizer, logprobs
+        self._whole = _head(self.id, "text_completion", model, fingerprint)
+        self._event = self._whole | ({"usage": None} if usage_in_stream else {})
+
+    def whole(self, pieces: Sequence[Piece], counts: Json) -> Json:
+        """See Reply."""
+        return self._whole | {"choices": [self._choice(*each) for each in enumerate(pieces)], "usage": counts}
+
+    def begin(self, choices: int) -> Iterator[Json]:
+        """See Reply: the first event of a completion is its first piece."""
+        return iter(())
+
+    def pieces(self, index: int, piece: Piece) -> Iterator[Json]:
+        """See Reply."""
+        yield self._event | {"choices": [self._choice(index, piece)]}
+
+    def end(self, counts: Json) -> Json:
+        """See Reply."""
+        return self._event | {"choices": [], "usage": counts}
+
+    def _choice(self, index: int, piece: Piece) -> Json:
+        logprobs = completion_logprobs(piece["tokens"], self._tokenizer) if self._logprobs else None
+        return {"index": index, "text": piece["text"], "logprobs": logprobs, "finish_reason": piece["finish_reason"]}
+
+
+def _head(reply_id: str, kind: str, model: str, fingerprint: str) -> Json:
+    created = int(time.time())
+    return {"id": reply_id, "object": kind, "created": created, "model": model, "system_fingerprint": fingerprint}

@@ -1,0 +1,312 @@
+"""Bodies of OpenAI's requests: what they ask of the engine, and how what cannot be served is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import BuildEngine, RandomModel
+
+from kvseek.core.config import EngineConfig
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import RequestError
+from kvseek.engine.tokenizer import Tokenizer
+from kvseek.server.openai_door.chat_body import CHAT_FORMAT, CHAT_NEUTRAL
+from kvseek.server.openai_door.choices import Choice, make_choices
+from kvseek.server.openai_door.completion_body import COMPLETION_FORMAT, COMPLETION_NEUTRAL
+from kvseek.server.openai_door.errors import FieldError, error_json
+from kvseek.server.openai_door.parameters import WITHOUT_EFFECT
+
+HELLO = [{"role": "user", "content": "the light was lit"}]
+
+
+@pytest.fixture(scope="module")
+def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    limits = ("--max_batch_size", "2", "--max_seq_len", "200", "--max_input_len", "120")
+    return build_engine(random_model("llama"), "full", *limits)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def config(directory: Path) -> EngineConfig:
+    return read_config(directory)
+
+
+class Reader:
+    """Makes the choices of a body, as the door does."""
+
+    def __init__(self, tokenizer: Tokenizer, config: EngineConfig) -> None:
+        self.tokenizer, self.config = tokenizer, config
+
+    def chat(self, messages: Any = HELLO, **fields: Any) -> list[Choice]:
+        body = CHAT_FORMAT.read(json.dumps({"messages": messages, **fields}).encode())
+        return make_choices(body, body, self.tokenizer, self.config)[0]
+
+    def complete(self, prompt: Any = "the harbour", **fields: Any) -> list[Choice]:
+        body = COMPLETION_FORMAT.read(json.dumps({"prompt": prompt, **fields}).encode())
+        return make_choices(body, body, self.tokenizer, self.config)[0]
+
+
+@pytest.fixture(scope="module")
+def reader(tokenizer: Tokenizer, config: EngineConfig) -> Reader:
+    return Reader(tokenizer, config)
+
+
+def refused(error: Exception) -> tuple[str | None, str]:
+    """Field and message of an error, as a client gets them."""
+    status, body = error_json(error)
+    assert status == 400
+    return body["error"]["param"], body["error"]["message"]
+
+
+def test_defaults_are_openais(reader: Reader) -> None:
+    (chat,), (completion,) = reader.chat(), reader.complete()
+    prompt = len(chat.request.prompt_ids)
+    assert chat.request.max_tokens == 200 - prompt, "what is left of max_seq_len"
+    assert completion.request.max_tokens == 16
+    for request in (chat.request, completion.request):
+        sampling = request.sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1, 1, 0)
+        assert request.end_ids == (1,), "the model's own"
+        assert (request.priority, request.timeout_seconds) == (128, None)
+        assert not sampling.logit_bias
+        assert sampling.logprobs is None
+    assert chat.request.sampling.seed != reader.chat()[0].request.sampling.seed, "without a seed, draws differ"
+
+
+def test_every_field_reaches_the_engine(reader: Reader) -> None:
+    fields = {
+        "max_completion_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -2,
+        "frequency_penalty": 2,
+        "min_tokens": 3,
+        "seed": 11,
+        "logit_bias": {"5": -100, "6": 1.5},
+        "stop_token_ids": [9],
+        "bad_words": ["harbour"],
+        "priority": 7,
+        "timeout": 12.5,
+        "logprobs": True,
+        "top_logprobs": 4,
+    }
+    (choice,) = reader.chat(**fields)
+    request, sampling = choice.request, choice.request.sampling
+    assert (request.max_tokens, request.priority, request.timeout_seconds) == (7, 7, 12.5)
+    assert request.end_ids == (1, 9)
+    for name in ("temperature", "top_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        assert getattr(sampling, name) == fields[name]
+    assert (sampling.min_tokens, sampling.seed, sampling.logprobs) == (3, 11, 4)
+    assert sampling.logit_bias == ((5, -100), (6, 1.5))
+    assert sampling.bad_words == reader.tokenizer.spellings("harbour")
+    assert sampling.prompt_ignore_length == len(request.prompt_ids), "penalties are about the output alone"
+
+
+def test_ignore_eos_leaves_the_clients_own_ends(reader: Reader) -> None:
+    assert reader.chat(ignore_eos=True)[0].request.end_ids == ()
+    assert reader.chat(ignore_eos=True, stop_token_ids=[5])[0].request.end_ids == (5,)
+
+
+def test_choices_have_seeds_of_their_own_and_follow_their_prompts(reader: Reader) -> None:
+    choices = reader.complete([[4, 5], [6]], n=3, seed=2**64 - 2, max_tokens=2)
+    assert [choice.request.prompt_ids for choice in choices] == [(4, 5)] * 3 + [(6,)] * 3
+    assert [choice.request.sampling.seed for choice in choices] == [2**64 - 2, 2**64 - 1, 0] * 2
+    assert reader.complete(seed=-1)[0].request.sampling.seed == 2**64 - 1, "OpenAI's seeds have a sign"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [("one ship", ["one ship"]), (["one ship", "two"], ["one ship", "two"]), ([' ["[ship'], [' ["[ship'])],
+)
+def test_prompts_that_are_texts(reader: Reader, prompt: Any, texts: list[str]) -> None:
+    expected = [tuple(reader.tokenizer.encode(text)) for text in texts]
+    assert [choice.request.prompt_ids for choice in reader.complete(prompt)] == expected
+
+
+def test_max_tokens_of_a_chat_has_two_names(reader: Reader) -> None:
+    assert reader.chat(max_tokens=5)[0].request.max_tokens == 5
+    assert reader.chat(max_tokens=5, max_completion_tokens=5)[0].request.max_tokens == 5
+    with pytest.raises(FieldError, match="max_completion_tokens = 5: must be max_tokens = 6"):
+        reader.chat(max_tokens=6, max_completion_tokens=5)
+
+
+@pytest.mark.parametrize("neutral", [CHAT_NEUTRAL, COMPLETION_NEUTRAL])
+def test_unsupported_fields_are_accepted_where_they_change_nothing(reader: Reader, neutral: Any) -> None:
+    ask = reader.chat if neutral is CHAT_NEUTRAL else reader.complete
+    for name, values in neutral.items():
+        for value in (*values, None):
+            assert ask(**{name: value}), name
+        for value in ({"type": "other", "x": [1]}, "something", 7):
+            with pytest.raises(FieldError, match=rf"^{name} = .*kvseek does not support it, leave it out") as caught:
+                ask(**{name: value})
+            assert caught.value.param == name
+
+
+def test_fields_without_effect_are_accepted(reader: Reader) -> None:
+    assert reader.chat(**{name: {"any": ["thing"]} for name in WITHOUT_EFFECT}, parallel_tool_calls=True)
+    assert reader.complete(**dict.fromkeys(WITHOUT_EFFECT, "anything"))
+
+
+SHARED_FAULTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"foo": 1}, "foo", "there is no such field"),
+    ({"max_token": 1}, "max_token", "check the spelling"),
+    ({"temperature": -1}, "temperature", "must be finite and >= 0"),
+    ({"temperature": "hot"}, "temperature", "got `str`"),
+    ({"top_p": 0}, "top_p", r"must be in \(0, 1\]"),
+    ({"top_k": -2}, "top_k", "must be >= 0"),
+    ({"n": 9}, "n", r"must be in \[1, 8\]"),
+    ({"n": 0}, "n", r"must be in \[1, 8\]"),
+    ({"n": True}, "n", "got `bool`"),
+    ({"max_tokens": 0}, "max_tokens", "must be >= 1"),
+    ({"max_tokens": 10_000}, "max_tokens", "max_seq_len = 200; ask for fewer"),
+    ({"presence_penalty": 2.1}, "presence_penalty", r"must be in \[-2, 2\]"),
+    ({"frequency_penalty": -3}, "frequency_penalty", r"must be in \[-2, 2\]"),
+    ({"repetition_penalty": 0}, "repetition_penalty", r"must be in \[0.01"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "token ids, written as strings"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", "token ids, written as strings"),
+    ({"logit_bias": {"384": 1}}, "logit_bias", r"token ids in \[0, 384\)"),
+    ({"logit_bias": {"3": 101}}, "logit_bias", "must be in"),
+    ({"logit_bias": [1]}, "logit_bias", "got `array`"),
+    ({"stop": ""}, "stop", "non-empty"),
+    ({"stop": ["a"] * 65}, "stop", "must be <= 64 texts"),
+    ({"stop": "a" * 1025}, "stop", "must be <= 1024 bytes"),
+    ({"stop": [1]}, r"stop", r"stop\[0\]: Expected `str`"),
+    ({"stop_token_ids": [384]}, "stop_token_ids", r"token ids in \[0, 384\)"),
+    ({"stop_token_ids": list(range(2000))}, "stop_token_ids", "must be <= 1024 ids"),
+    ({"bad_words": [""]}, "bad_words", "non-empty"),
+    ({"bad_words": ["x" * 2000]}, "bad_words", "must be <= 1024 bytes"),
+    ({"min_tokens": -1}, "min_tokens", "must be >= 0"),
+    ({"priority": 256}, "priority", r"must be in \[0, 255\]"),
+    ({"timeout": 0}, "timeout", "must be > 0"),
+    ({"seed": 2**70}, "seed", "must be in"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "absent unless stream is true"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options", r"stream_options.x: there is no such field"),
+    ({"stream": "yes"}, "stream", "got `str`"),
+    ({"user": 1, "tools_": []}, "tools_", "there is no such field"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), SHARED_FAULTS)
+@pytest.mark.parametrize("endpoint", ["chat", "complete"])
+def test_faults_of_both_endpoints_are_named(
+    reader: Reader, endpoint: str, fields: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        getattr(reader, endpoint)(**fields)
+    name, text = refused(caught.value)
+    assert name == param
+    assert text.startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"messages": []}, "messages", "at least one message"),
+        ({"messages": None}, "messages", "at least one message"),
+        ({"messages": "hello"}, "messages", "got `str`"),
+        ({"messages": [{"content": "x"}]}, "messages", "missing required field `role`"),
+        ({"messages": [{"role": "user"}]}, "messages", r"messages\[0\].content is missing"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "system, user or assistant"),
+        ({"messages": [*HELLO, {"role": "user", "content": "x", "name": "A"}]}, "messages[1].name", "leave it out"),
+        (
+            {"messages": [{"role": "user", "content": "x", "foo": 1}]},
+            "messages",
+            r"messages\[0\].foo: there is no such",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+            "messages[0].tool_calls",
+            "leave it",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+            "messages[0].content[0].type",
+            "'image_url': must be \"text\"; kvseek reads text alone",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", r"\[0\].text is missing"),
+        ({"messages": [{"role": "user", "content": "7 x8 " * 100}]}, "messages", "max_input_len = 120"),
+        ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages", "bytes of text"),
+        ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", r"must be in \[0, 20\]"),
+        ({"logprobs": 3}, "logprobs", "got `int`"),
+        ({"tools": [{"type": "function"}]}, "tools", "kvseek does not support it"),
+        ({"response_format": {"type": "xml"}}, "response_format", "kvseek does not support it"),
+        ({"prompt": "x"}, "prompt", "there is no such field"),
+    ],
+)
+def test_faults_of_chats_are_named(reader: Reader, fields: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(FieldError, match=message) as caught:
+        reader.chat(**fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": None}, "prompt is missing"),
+        ({"prompt": ""}, "prompt = '': must be at least one character"),
+        ({"prompt": []}, "at least one token"),
+        ({"prompt": [[]]}, "at least one token"),
+        ({"prompt": ["one", 2]}, r"prompt\[1\]: Expected `str`, got `int`"),
+        ({"prompt": [1, "two"]}, r"prompt\[1\]: Expected `int`, got `str`"),
+        ({"prompt": [1.5]}, r"prompt\[0\]: Expected `int`"),
+        ({"prompt": {"text": "x"}}, "prompt = an object"),
+        ({"prompt": [384]}, r"prompt = 384: must be token ids in \[0, 384\)"),
+        ({"prompt": [-1]}, "prompt = -1"),
+        ({"prompt": [5] * 121}, "prompt has 121 tokens: must be <= max_input_len = 120"),
+        ({"prompt": [[]] * 200}, "'200 lists': must be <= 128 lists"),
+        ({"prompt": ["x"] * 129}, "'129 prompts': must be 1 to 128"),
+        ({"prompt": "7 x8 " * 100}, "max_input_len = 120"),
+        ({"prompt": [[5]] * 100, "n": 2}, "n = '200 choices': must be <= 128"),
+        ({"best_of": 2}, "best_of = 2: must be n = 1"),
+        ({"echo": True}, "echo = true: must be false or null"),
+        ({"suffix": "x"}, 'suffix = "x": must be "" or null'),
+        ({"logprobs": 21}, r"must be in \[0, 20\]"),
+        ({"logprobs": True}, "got `bool`"),
+        ({"messages": HELLO}, "messages: there is no such field"),
+    ],
+)
+def test_faults_of_completions_are_named(reader: Reader, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(FieldError, match=message):
+        reader.complete(**fields)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"7",
+        b'{"prompt": NaN}',
+        b'{"model": "\xff"}',
+        b"[" * 100_000,
+        b'{"\xff": 1}',
+    ],
+)
+@pytest.mark.parametrize("form", [CHAT_FORMAT, COMPLETION_FORMAT])
+def test_what_is_no_object_of_fields_is_refused(form: Any, body: bytes) -> None:
+    with pytest.raises(FieldError):
+        form.read(body)
+
+
+def test_text_that_is_no_utf8_is_refused_with_its_field() -> None:
+    with pytest.raises(FieldError, match="UTF-8") as caught:
+        CHAT_FORMAT.read(b'{"messages": [{"role": "user", "content": "\xff"}]}')
+    assert caught.value.param in ("messages", "")
+
+
+def test_a_large_field_that_is_no_prompt_is_refused() -> None:
+    with pytest.raises(FieldError, match=r"logit_bias has \d+ bytes of JSON"):
+        CHAT_FORMAT.read(json.dumps({"logit_bias": {str(i): 1 for i in range(200_000)}}).encode())

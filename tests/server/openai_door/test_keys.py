@@ -1,0 +1,49 @@
+"""API keys: the file, and what a header must have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvseek.server.errors import ServerError
+from kvseek.server.openai_door.keys import Keys, read_keys
+
+
+def test_a_file_has_a_key_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("first-key\n\n  second-key \n")
+    assert read_keys(path) == ("first-key", "second-key")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "0 keys, must be in"), (b"a b\n", "line 1 must be"), (b"ok\n\xc3\xa9\n", "line 2"), (b"\xff", "not UTF-8")],
+)
+def test_faulty_files_are_named(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(content)
+    with pytest.raises(ServerError, match=message) as caught:
+        read_keys(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match="cannot be read"):
+        read_keys(tmp_path / "none")
+
+
+@pytest.mark.parametrize("header", ["Bearer two", "bearer two", "Bearer  two "])
+def test_one_of_the_keys_is_enough(header: str) -> None:
+    assert Keys(("one", "two")).admits(header)
+
+
+@pytest.mark.parametrize(
+    "header", ["", "two", "Bearer", "Bearer ", "Bearer tw", "Bearer twoo", "Basic two", "Bearer é"]
+)
+def test_anything_else_is_not(header: str) -> None:
+    assert not Keys(("one", "two")).admits(header)
+
+
+def test_without_keys_everyone_may_ask() -> None:
+    assert Keys(()).admits("")
