@@ -78,7 +78,7 @@ class Part:
 
 
 class Stream:
-    """Sends the responses of one request to its client. Its methods are called by one thread at a time."""
+    """Sends the responses of one request to its client, and nothing after the last one, whichever threads send."""
 
     def __init__(self, triton: Any, sender: Any, request_id: str) -> None:
         self._triton, self._sender = triton, sender
@@ -89,30 +89,36 @@ class Stream:
         self.stopped = False  # whether another request has stopped this one
         self.arrived = time.monotonic()
         self.closed = False  # the last response has been sent
+        self._sending = threading.Lock()
 
     def send(self, chunk: Chunk) -> None:
         """Send a response that is not the last."""
-        self._sender.send(self._response(chunk))
+        with self._sending:
+            if not self.closed:
+                self._sender.send(self._response(chunk))
 
     def close(self, chunk: Chunk | None = None) -> None:
         """Send the last response, with `chunk` if there is one."""
-        self.closed = True
-        final = self._triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-        if chunk is None:
-            self._sender.send(flags=final)
-        else:
-            self._sender.send(self._response(chunk), flags=final)
+        self._send_last(None if chunk is None else self._response(chunk))
 
     def fail(self, message: str, code: ErrorCode) -> None:
         """End the stream with an error."""
-        self.closed = True
         name = TRITON_CODE[code]
         if code is not ErrorCode.INVALID:  # clients of a stream see only the message, not the code
             message = f"{name}: {message}"
         error = self._triton.TritonError(message, getattr(self._triton.TritonError, name))
-        self._sender.send(
-            self._triton.InferenceResponse(error=error), flags=self._triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-        )
+        self._send_last(self._triton.InferenceResponse(error=error))
+
+    def _send_last(self, response: Any) -> None:
+        with self._sending:
+            if self.closed:
+                return
+            self.closed = True
+            final = self._triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            if response is None:
+                self._sender.send(flags=final)
+            else:
+                self._sender.send(response, flags=final)
 
     def _response(self, chunk: Chunk) -> Any:
         return self._triton.InferenceResponse(
@@ -265,6 +271,7 @@ class TritonDoor:
         self._client.refused(code)
         self._forget(stream)
         stream.fail(str(error) if isinstance(error, KvseekError) else INTERNAL, code)
+        self._cancel(stream)  # the parts that it has taken
 
     def _forget(self, stream: Stream) -> None:
         with self._lock:

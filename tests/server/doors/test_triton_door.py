@@ -15,6 +15,7 @@ from tests.support.door_processes import engine_process
 from tests.support.random_models import save_random_model
 from tests.support.waiting import wait_for
 
+from kvseek.core.errors import UnavailableError
 from kvseek.server.requests.status import INTERNAL
 from kvseek.server.settings import ServeSettings
 from kvseek.server.triton.door import TritonDoor
@@ -127,6 +128,27 @@ def test_stop_ends_the_requests_of_an_id(door: TritonDoor) -> None:
     stopper._tensors["stop"] = np.array([[True]])
     door.execute([stopper])
     wait_for(kept.ended.is_set)
+
+
+def test_a_part_that_cannot_be_submitted_ends_the_others(door: TritonDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, numbers = door._client.submit, list[int]()
+
+    def submit_once(*arguments: Any) -> int:
+        if numbers:
+            wait_for(lambda: len(request.responses) > 3)  # the first part runs already
+            raise UnavailableError("gone")
+        numbers.append(submit(*arguments))
+        return numbers[0]
+
+    monkeypatch.setattr(door._client, "submit", submit_once)
+    request = ToyRequest(19_000)
+    request._tensors["num_return_sequences"] = np.array([[2]], np.int32)
+    door.execute([request])
+    wait_for(request.ended.is_set)
+    assert request.responses[-1].error.message == "UNAVAILABLE: gone"
+    count = len(request.responses)
+    wait_for(lambda: numbers[0] not in door._client._callbacks)  # it was cancelled
+    assert len(request.responses) == count, "nothing follows the last response"
 
 
 def test_exceptions_that_nobody_has_foreseen_stay_inside(door: TritonDoor, monkeypatch: pytest.MonkeyPatch) -> None:
