@@ -16,6 +16,7 @@ MAX_PRIORITY = 255
 MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0  # as good as no limit, and far below the longest time that a thread can wait
 REPETITION_PENALTIES = 0.01, 100.0  # smaller and larger penalties can overflow the logits, whose size no client knows
 MAX_PENALTY = 100.0  # of presence and frequency, and of a bias: as good as a ban or an order
+MAX_COUNT = 2**31 - 1  # largest of the numbers that count tokens
 MAX_LOGPROBS = 20  # likeliest tokens whose log probabilities a step may return
 MAX_BAD_WORDS = 256  # every token is compared with all of them
 MAX_BIASED_TOKENS = 1024
@@ -67,7 +68,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         finite = math.isfinite(self.temperature) and self.temperature >= 0
         _require(finite, "temperature", self.temperature, "finite and >= 0", "0 decodes greedily")
-        _require(self.top_k >= 0, "top_k", self.top_k, ">= 0", "0 keeps all tokens")
+        _require(0 <= self.top_k <= MAX_COUNT, "top_k", self.top_k, f"in [0, {MAX_COUNT}]", "0 keeps all tokens")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]", "1 keeps all tokens")
         low, high = REPETITION_PENALTIES
         penalty = low <= self.repetition_penalty <= high
@@ -77,7 +78,8 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             _require(abs(getattr(self, name)) <= MAX_PENALTY, name, getattr(self, name), within, "0 is no penalty")
         for name in ("prompt_ignore_length", "min_tokens"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0", "0 is the default")
+            value = getattr(self, name)
+            _require(0 <= value <= MAX_COUNT, name, value, f"in [0, {MAX_COUNT}]", "0 is the default")
         _require(all(self.bad_words), "bad_words", (), "non-empty sequences", "leave empty bad words out")
         count = len(self.bad_words)
         _require(count <= MAX_BAD_WORDS, "bad_words", f"{count} words", f"<= {MAX_BAD_WORDS} words", "send fewer")

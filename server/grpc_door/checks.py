@@ -136,7 +136,9 @@ def _check_tensor(tensor: Any, field: Input, raw: bytes | None, batch: int, max_
         raise RequestError(f"{name}: shape = {shape[:8]}: its first number must be {limit}; send several requests")
     for size, wanted_size in zip(shape[1:], field.dims, strict=True):
         if wanted_size > 0 and size != wanted_size:
-            raise RequestError(f"{name}: shape = {shape}: must be {[1, *field.dims]}, -1 for any size; reshape it")
+            raise RequestError(
+                f"{name}: shape = {shape}: must be {['batch', *field.dims]}, -1 for any size; reshape it"
+            )
     count = math.prod(shape)  # Python's integers do not overflow
     if count > batch * field.max_values:
         raise RequestError(f"{name} has {count} values: must be <= {batch * field.max_values}; send fewer")

@@ -16,7 +16,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from tritonclient.grpc import service_pb2
 
-from kvseek.core.errors import ErrorCode
+from kvseek.core.errors import ErrorCode, RequestError
 from kvseek.server.errors import ServerError
 from kvseek.server.http_door.generate_json import ModelSchema
 from kvseek.server.http_door.readiness import ServerState
@@ -24,6 +24,7 @@ from kvseek.server.requests.served_request import ALIASES, MODELS
 from kvseek.server.triton.relay import TO_TRITON
 
 from .call import SERVICE, GrpcCall, describe
+from .checks import admit
 from .single import Collected, asks_for_several
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
@@ -177,12 +178,14 @@ class GrpcDoor:
         """Answer a request that has one response, by a stream of its own, the only way in which Triton serves these models."""
         request = await _parse(service_pb2.ModelInferRequest, data, context)
         several = asks_for_several(request)
-        if several:
+        reason = f"{several}: ModelInfer has one response for one prompt; use ModelStreamInfer" if several else ""
+        try:  # here, so that the text of a refusal, which a client can choose in part, is not taken for a code
+            admit(service_pb2.ModelInferRequest.FromString(data), self._schemas)
+        except RequestError as error:
+            reason = str(error)
+        if reason:
             self._refused(ErrorCode.INVALID)
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"{several}: ModelInfer has one response for one prompt; use ModelStreamInfer",
-            )
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
         collected = Collected()
         await self._stream(_only(data), collected, context)
         return await collected.answer(request.id, request.model_name, context)

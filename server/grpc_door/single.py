@@ -10,6 +10,11 @@ from tritonclient.grpc import service_pb2
 
 SEVERAL = ("stream", "streaming", "return_prefill_progress")  # inputs that ask for several responses
 SEQUENCES = "num_return_sequences"
+STATUS = {  # of the models' codes (TRITON_CODE)
+    "UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
+    "CANCELLED": grpc.StatusCode.DEADLINE_EXCEEDED,  # Triton has no code for a time limit that has passed
+    "INTERNAL": grpc.StatusCode.INTERNAL,
+}
 
 
 def asks_for_several(request: Any) -> str:
@@ -44,15 +49,11 @@ class Collected:
     async def answer(self, request_id: str, model: str, context: Any) -> bytes:
         """Return the ModelInferResponse; ends the client's call with an error if that is what the stream gave."""
         for response in self._responses:
-            if response.error_message:
+            if response.error_message:  # the models put their code before all messages but those about bad input
                 name, _, rest = response.error_message.partition(": ")
-                code = getattr(
-                    grpc.StatusCode, name, None
-                )  # the models put it before all messages but of INVALID_ARGUMENT
-                known = isinstance(code, grpc.StatusCode)
-                await context.abort(
-                    code if known else grpc.StatusCode.INVALID_ARGUMENT, rest if known else response.error_message
-                )
+                if name in STATUS:
+                    await context.abort(STATUS[name], rest)
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, response.error_message)
         answers = [response.infer_response for response in self._responses if response.infer_response.outputs]
         # A request that stops another one has no outputs.
         last = (

@@ -100,7 +100,7 @@ class GenerateRoutes:
         model, version = request.match_info["model"], request.match_info.get("version", MODEL_VERSION)
         model = ALIASES.get(model, model)
         if model not in self._schemas:
-            known = " and ".join(self._schemas)
+            known = ", ".join((*self._schemas, *ALIASES))
             raise HttpError(404, f"model {shortened(model)} is not found; there are {known}")
         if version != MODEL_VERSION:
             raise HttpError(404, f"{model} has no version {shortened(version)}: must be {MODEL_VERSION}; leave it out")

@@ -89,27 +89,31 @@ def make_app(
     app.add_exception_handler(HTTPException, _routing_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(KvseekError, _error)
+    app.add_exception_handler(Exception, _error)  # what no handler has foreseen; Starlette raises it again afterwards
     return Gate(ErrorsAsJson(app), keys, is_full)
 
 
 class ErrorsAsJson:
-    """Answers what no handler has foreseen: such an error is logged once, and nothing of it is shown."""
+    """Ends requests whose handling raised an error: with an answer if there is none yet, without one if it is complete."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
-        begun = False
+        begun = complete = False
 
         async def note(message: Message) -> None:
-            nonlocal begun
+            nonlocal begun, complete
             begun = True
+            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
         try:
             await self._app(scope, receive, note)
         except Exception as error:
+            if complete:
+                return
             if begun:
                 raise  # half an answer is there: the connection is closed
             await error_response(error)(scope, receive, send)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from kvseek.core.config import EngineConfig
 from kvseek.engine.tokenizer import Tokenizer
 
-from .fields import BodyFormat
+from .fields import ABSENT, BodyFormat
 from .parameters import NEUTRAL, WITHOUT_EFFECT, Parameters, check_logprobs, require
-from .prompts import Message, chat_ids, message_texts
+from .prompts import chat_ids, message_texts, read_messages
 
 MAX_DEFAULT_TOKENS = (
     4096  # of an answer without max_tokens: a request reserves memory for all tokens that it may generate
@@ -19,14 +21,14 @@ MAX_DEFAULT_TOKENS = (
 class ChatBody(Parameters, kw_only=True):
     """Fields of a chat completion that have an effect."""
 
-    messages: list[Message] | None = None
+    messages: msgspec.Raw = ABSENT
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
     def prompts(self, tokenizer: Tokenizer, config: EngineConfig) -> list[list[int]]:
         """Tokenise the conversation: one prompt."""
-        return [chat_ids(message_texts(self.messages or []), tokenizer, config)]
+        return [chat_ids(message_texts(read_messages(self.messages)), tokenizer, config)]
 
     def limit(self, prompt_tokens: int, config: EngineConfig) -> int:
         """Return the most tokens to generate: what is left of max_seq_len, at most MAX_DEFAULT_TOKENS, unless the client says."""

@@ -14,10 +14,11 @@ from kvseek.server.http_door.fields import first_character
 from .errors import FieldError
 from .fields import ABSENT, BodyFormat, decode, is_absent
 from .parameters import MAX_CHOICES, NEUTRAL, WITHOUT_EFFECT, Parameters, check_logprobs, require
-from .prompts import check_length, text_ids
+from .prompts import check_length, count_strings, text_ids
 
 DEFAULT_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = MAX_CHOICES  # in one request
+MAX_IDS = 1 << 21  # token ids of all prompts: an id takes up to 16 times as much memory as its JSON
 _text = msgspec.json.Decoder(str)
 _texts = msgspec.json.Decoder(list[str])
 _ids = msgspec.json.Decoder(list[int])
@@ -42,9 +43,10 @@ class CompletionBody(Parameters, kw_only=True):
             if isinstance(prompt, str):
                 prompts.append(text_ids(prompt, tokenizer, config))
                 continue
+            check_length("prompt", prompt, config.max_input_len)
             bad = next((token for token in prompt if not 0 <= token < vocabulary), None)
             require(bad is None, "prompt", bad, f"token ids in [0, {vocabulary})", "the model has no such token")
-            prompts.append(check_length("prompt", prompt, config.max_input_len))
+            prompts.append(prompt)
         return prompts
 
     def limit(self, prompt_tokens: int, config: EngineConfig) -> int:
@@ -66,11 +68,15 @@ def read_prompts(raw: msgspec.Raw) -> list[str] | list[list[int]]:
     if first_character(raw) != "[":
         return [str(decode("prompt", _text, raw))]
     if re.match(rb'\[\s*"', memoryview(raw)):
+        few = count_strings(raw, MAX_PROMPTS) <= MAX_PROMPTS
+        require(few, "prompt", "more", f"<= {MAX_PROMPTS} texts", "send fewer")
         texts: list[str] = decode("prompt", _texts, raw)
         return texts
     lists = bytes(raw).count(b"[") - 1
     # Before they are built, as an empty list takes 20 times as much memory as its JSON.
     require(lists <= MAX_PROMPTS, "prompt", f"{lists} lists", f"<= {MAX_PROMPTS} lists of token ids", "send fewer")
+    ids_at_most = bytes(raw).count(b",") + 1
+    require(ids_at_most <= MAX_IDS, "prompt", f"{ids_at_most} token ids", f"<= {MAX_IDS}", "send several requests")
     if lists == 0:
         ids: list[int] = decode("prompt", _ids, raw)
         return [ids]

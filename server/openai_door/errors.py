@@ -32,6 +32,9 @@ PARAMS = {
     "stop_words": "stop",
     "bad_words_list": "bad_words",
 }
+SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
+LIMITS = ("max_tokens", "min_tokens", "bad_words", "logit_bias", "logprobs", "stop", "priority", "timeout")
+FIELDS = frozenset((*SAMPLING, *LIMITS, "messages", "prompt"))  # that engine and door know by the same name
 LEADING_NAME = re.compile(r"([a-z]\w*)(?=[ :\[.,])")
 JSON = "application/json"
 
@@ -89,6 +92,8 @@ def renamed(message: str) -> tuple[str, str | None]:
     found = LEADING_NAME.match(message)
     if found is None:
         return message, None
+    if found[1] not in PARAMS and found[1] not in FIELDS:
+        return message, None  # the message begins with another word
     name = PARAMS.get(found[1], found[1])
     return name + message[found.end() :], name
 

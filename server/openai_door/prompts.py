@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -12,12 +14,13 @@ from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.requests.text_request import PromptTooLongError, encode_prompt, max_text_bytes
 
 from .errors import FieldError
-from .fields import ABSENT, is_absent
+from .fields import ABSENT, decode, is_absent
 from .parameters import require
 
 TOO_LONG = "context_length_exceeded"
 ROLES = ("system", "user", "assistant")
 TEXT_PART = "text"
+MAX_STRINGS = 16384  # of names and texts in the messages of a conversation
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True):
@@ -40,10 +43,38 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     content: str | list[Part] | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: list[msgspec.Raw] | None = None
+    tool_calls: msgspec.Raw = ABSENT
     function_call: msgspec.Raw = ABSENT
     audio: msgspec.Raw = ABSENT
-    annotations: list[msgspec.Raw] | None = None
+    annotations: msgspec.Raw = ABSENT
+
+
+_messages = msgspec.json.Decoder(list[Message])
+
+
+def read_messages(raw: msgspec.Raw) -> list[Message]:
+    """Decode the messages; raises FieldError.
+
+    They are counted first, as an empty message takes twelve times as much memory as its JSON.
+    """
+    if is_absent(raw):
+        return []
+    # A message, or a part of one, has two names and values at least, whatever its text contains.
+    few = count_strings(raw, MAX_STRINGS) <= MAX_STRINGS
+    require(few, "messages", "more", f"<= {MAX_STRINGS} names and texts", "join parts, or send fewer messages")
+    messages: list[Message] = decode("messages", _messages, raw)
+    return messages
+
+
+def is_empty(raw: msgspec.Raw) -> bool:
+    """Whether JSON is absent, null or an empty list."""
+    return is_absent(raw) or re.fullmatch(rb"\[\s*\]", memoryview(raw)) is not None
+
+
+def count_strings(raw: msgspec.Raw, limit: int) -> int:
+    """Count the strings of JSON, names of fields included, without building them; stops after `limit`."""
+    found = re.finditer(rb'"(?:[^"\\]|\\.)*"', memoryview(raw), re.DOTALL)
+    return sum(1 for _ in itertools.islice(found, limit + 1))
 
 
 def message_texts(messages: Sequence[Message]) -> list[dict[str, str]]:
@@ -109,7 +140,7 @@ def _role(where: str, message: Message) -> str:
     require(role in ROLES, f"{where}.role", role, "system, user or assistant", "kvseek has no tools or functions")
     for name in ("name", "refusal", "tool_calls", "function_call", "audio", "annotations"):
         value = getattr(message, name)
-        empty = is_absent(value) if isinstance(value, msgspec.Raw) else value in (None, [])
+        empty = is_empty(value) if isinstance(value, msgspec.Raw) else value is None
         require(empty, f"{where}.{name}", "set", "null", "kvseek does not support it, leave it out")
     return role
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
-from kvseek.core.errors import ErrorCode, UnavailableError
+from kvseek.core.errors import ErrorCode, RequestError, UnavailableError
 from kvseek.core.request import FinishReason, Request, StepOutput
 
 from .messages import (
@@ -88,11 +88,16 @@ class EngineClient:
         ------
         UnavailableError
             If the engine process does not run.
+        RequestError
+            If a number of the request has more than 64 bits.
         """
         if not self.connected:
             raise UnavailableError(NOT_RUNNING)
         number = next(self._numbers)
-        data = frame(Submit(number, request, trace))  # in this thread, because long prompts must not hold up the loop
+        try:
+            data = frame(Submit(number, request, trace))  # in this thread: long prompts must not hold up the loop
+        except OverflowError as error:
+            raise RequestError(f"a number of the request is too large ({error}); send smaller numbers") from None
         self._loop.call_soon_threadsafe(self._start, number, on_output, data)
         return number
 

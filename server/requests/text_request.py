@@ -109,8 +109,12 @@ def text_requests(tensors: Tensors, tokenizer: Tokenizer, config: EngineConfig) 
 
 
 def _logit_bias(tensors: Tensors, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
-    """Read biases: each token of a word, however the word is spelt, gets the word's weight; several weights add up."""
-    words = _words(tensors, "embedding_bias_words")
+    """Read biases: each token of a word, however the word is spelt, gets the word's weight; several weights add up.
+
+    Empty words, which fill up the rows of a batch, count for nothing.
+    """
+    _words(tensors, "embedding_bias_words")  # checks them
+    words = tensors["embedding_bias_words"].reshape(-1).tolist() if "embedding_bias_words" in tensors else []
     weights = tensors["embedding_bias_weights"].reshape(-1).tolist() if "embedding_bias_weights" in tensors else []
     if len(words) != len(weights):
         raise RequestError(
@@ -118,8 +122,9 @@ def _logit_bias(tensors: Tensors, tokenizer: Tokenizer) -> tuple[tuple[int, floa
             "send as many"
         )
     biases: Counter[int] = Counter()
-    for word, weight in zip(words, weights, strict=True):
-        for token in {token for spelling in tokenizer.spellings(word) for token in spelling}:
+    for value, weight in zip(words, weights, strict=True):
+        word = text(value, "embedding_bias_words")  # empty: rows of a batch are as long as the longest
+        for token in {token for spelling in tokenizer.spellings(word) for token in spelling} if word else ():
             biases[token] += weight
     return tuple(biases.items())
 

@@ -38,7 +38,7 @@ def scalar(tensors: Tensors, name: str, default: Any = None) -> Any:
     if name not in tensors:
         return default
     if tensors[name].size != 1:
-        raise RequestError(f"{name} has {tensors[name].size} values: must be 1; send one request per prompt")
+        raise RequestError(f"{name} has {tensors[name].size} values: must be 1 for each prompt; send one")
     return tensors[name].reshape(-1)[0].item() if tensors[name].dtype != object else tensors[name].reshape(-1)[0]
 
 

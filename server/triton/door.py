@@ -214,7 +214,8 @@ class TritonDoor:
                 for number, served in enumerate(sequences)
             ]
             for part in stream.parts:
-                self._submit(stream, part, trace)
+                if not stream.closed:  # else an earlier part has failed
+                    self._submit(stream, part, trace)
         except Exception as error:
             self._fail(stream, error)
         finally:
@@ -224,7 +225,7 @@ class TritonDoor:
     def _submit(self, stream: Stream, part: Part, trace: str) -> None:
         request = after(part.served.request, time.monotonic() - stream.arrived)
         part.number = self._client.submit(request, lambda output: self._pass_on(stream, part, output), trace)
-        if stream.left or stream.stopped or stream.closed:  # this happened before the number was known
+        if stream.left or stream.stopped or stream.closed or part.ended:  # this happened before the number was known
             self._client.cancel(part.number)
 
     def _pass_on(self, stream: Stream, part: Part, output: StepOutput) -> None:

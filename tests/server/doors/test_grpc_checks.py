@@ -122,7 +122,7 @@ REFUSED: list[tuple[Change, str]] = [
     (set_shape(0, 1, 1, 3), "input_ids: shape"),
     (set_shape(0), "input_ids: shape"),
     (set_shape(0, 1, 2), "input_ids has 12 bytes: must be 8 as its shape says"),
-    (set_shape(1, 1, 2), r"request_output_len: shape = \[1, 2\]: must be \[1, 1\]"),
+    (set_shape(1, 1, 2), r"request_output_len: shape = \[1, 2\]: must be \['batch', 1\]"),
     (set_raw(0, b""), "input_ids has 0 bytes: must be 12"),
     (lambda r: r.raw_input_contents.append(b""), "raw_input_contents has 3 items: must be 2"),
     (lambda r: r.raw_input_contents.pop(), "raw_input_contents has 1 items: must be 2"),

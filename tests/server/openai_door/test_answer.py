@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.support.waiting import SECONDS
 
 from kvseek.core.errors import ErrorCode
 from kvseek.server.openai_door.answer import ABORT, Writer, _merged
-from kvseek.server.openai_door.app import ErrorsAsJson, Gate
+from kvseek.server.openai_door.app import ErrorsAsJson, Gate, make_app
 from kvseek.server.openai_door.errors import StatusError, error_json, error_response
 from kvseek.server.openai_door.keys import Keys
 from kvseek.server.openai_door.listener import SPARE_CONNECTIONS, Listener
@@ -53,6 +54,29 @@ def test_an_error_of_one_choice_ends_all() -> None:
 
     with pytest.raises(CodedError, match="full"):
         asyncio.run(asyncio.wait_for(collect(), SECONDS))
+
+
+def test_an_error_that_nobody_has_foreseen_is_told_as_json_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> bytes:
+        raise ValueError("/private/path")
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    sent: list[Any] = []
+    service: Any = SimpleNamespace(model="tiny")
+    app = make_app(service, Keys(()), list, fail, lambda: False)
+    scope = {"type": "http", "http_version": "1.1", "method": "GET", "path": "/metrics", "raw_path": b"/metrics"}
+    scope |= {"query_string": b"", "root_path": "", "scheme": "http", "headers": [], "server": ("127.0.0.1", 9000)}
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 500
+    error = json.loads(sent[1]["body"])["error"]
+    assert error["type"] == "server_error"
+    assert "/private" not in error["message"]
+    assert "/private/path" in caplog.text, "the log says more"
 
 
 def test_a_client_that_does_not_read_is_cut_off() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.conftest import BuildEngine, RandomModel
 
@@ -18,6 +20,7 @@ from kvseek.server.openai_door.choices import Choice, make_choices
 from kvseek.server.openai_door.completion_body import COMPLETION_FORMAT, COMPLETION_NEUTRAL
 from kvseek.server.openai_door.errors import FieldError, error_json
 from kvseek.server.openai_door.parameters import WITHOUT_EFFECT
+from kvseek.server.openai_door.prompts import message_texts, read_messages
 
 HELLO = [{"role": "user", "content": "the light was lit"}]
 
@@ -162,7 +165,8 @@ SHARED_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": -1}, "temperature", "must be finite and >= 0"),
     ({"temperature": "hot"}, "temperature", "got `str`"),
     ({"top_p": 0}, "top_p", r"must be in \(0, 1\]"),
-    ({"top_k": -2}, "top_k", "must be >= 0"),
+    ({"top_k": -2}, "top_k", "must be in"),
+    ({"top_k": 10**30}, "top_k", "must be in"),
     ({"n": 9}, "n", r"must be in \[1, 8\]"),
     ({"n": 0}, "n", r"must be in \[1, 8\]"),
     ({"n": True}, "n", "got `bool`"),
@@ -184,7 +188,7 @@ SHARED_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_token_ids": list(range(2000))}, "stop_token_ids", "must be <= 1024 ids"),
     ({"bad_words": [""]}, "bad_words", "non-empty"),
     ({"bad_words": ["x" * 2000]}, "bad_words", "must be <= 1024 bytes"),
-    ({"min_tokens": -1}, "min_tokens", "must be >= 0"),
+    ({"min_tokens": -1}, "min_tokens", "must be in"),
     ({"priority": 256}, "priority", r"must be in \[0, 255\]"),
     ({"timeout": 0}, "timeout", "must be > 0"),
     ({"seed": 2**70}, "seed", "must be in"),
@@ -264,7 +268,8 @@ def test_faults_of_chats_are_named(reader: Reader, fields: dict[str, Any], param
         ({"prompt": [-1]}, "prompt = -1"),
         ({"prompt": [5] * 121}, "prompt has 121 tokens: must be <= max_input_len = 120"),
         ({"prompt": [[]] * 200}, "'200 lists': must be <= 128 lists"),
-        ({"prompt": ["x"] * 129}, "'129 prompts': must be 1 to 128"),
+        ({"prompt": ["x"] * 129}, "prompt = 'more': must be <= 128 texts"),
+        ({"prompt": [1] * (2**21 + 1)}, "'2097153 token ids': must be <= 2097152"),
         ({"prompt": "7 x8 " * 100}, "max_input_len = 120"),
         ({"prompt": [[5]] * 100, "n": 2}, "n = '200 choices': must be <= 128"),
         ({"best_of": 2}, "best_of = 2: must be n = 1"),
@@ -303,8 +308,34 @@ def test_what_is_no_object_of_fields_is_refused(form: Any, body: bytes) -> None:
 
 def test_text_that_is_no_utf8_is_refused_with_its_field() -> None:
     with pytest.raises(FieldError, match="UTF-8") as caught:
-        CHAT_FORMAT.read(b'{"messages": [{"role": "user", "content": "\xff"}]}')
+        read_messages(CHAT_FORMAT.read(b'{"messages": [{"role": "user", "content": "\xff"}]}').messages)
     assert caught.value.param in ("messages", "")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": ""}] * 5000,
+        [{"role": "user", "content": [{"type": "text", "text": ""}] * 5000}],
+    ],
+)
+def test_conversations_of_too_many_parts_are_refused_before_they_are_built(messages: list[dict[str, Any]]) -> None:
+    raw = msgspec.Raw(json.dumps(messages).encode())
+    tracemalloc.start()
+    try:
+        with pytest.raises(FieldError, match="messages = 'more': must be <= 16384 names and texts"):
+            read_messages(raw)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_texts_may_contain_any_number_of_quotes() -> None:
+    text = '\\"{' * 40_000
+    (message,) = read_messages(msgspec.Raw(json.dumps([{"role": "user", "content": text, "tool_calls": []}]).encode()))
+    assert message.content == text
+    with pytest.raises(FieldError, match="tool_calls = 'set': must be null"):
+        message_texts(read_messages(msgspec.Raw(b'[{"role": "user", "content": "a", "tool_calls": [1, 1]}]')))
 
 
 def test_a_large_field_that_is_no_prompt_is_refused() -> None:
