@@ -26,8 +26,8 @@ class GenerateOptions:
 
     def fields(self, text_input: str, stream: bool) -> dict[str, Any]:
         """Return the inputs of tensorrt_llm_bls by name, without those that are None or empty."""
-        # TensorRT-LLM's models draw the likeliest token, whatever the temperature is, unless top_k or top_p is given.
-        only_temperature = bool(self.temperature) and self.top_k is None and self.top_p is None
+        # TensorRT-LLM's models draw the likeliest token, whatever the temperature is, unless top_k or top_p says otherwise.
+        only_temperature = bool(self.temperature) and not self.top_k and not self.top_p
         values = {
             "text_input": text_input,
             **asdict(self),

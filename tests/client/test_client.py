@@ -110,6 +110,22 @@ def test_fields_that_are_not_set_are_not_sent() -> None:
     assert GenerateOptions(stop_words=("a", "b")).fields("", stream=False)["stop_words"] == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    ("options", "top_p"),
+    [
+        (GenerateOptions(), None),
+        (GenerateOptions(temperature=0.0), None),
+        (GenerateOptions(temperature=0.8), 1.0),
+        (GenerateOptions(temperature=0.8, top_k=0), 1.0),
+        (GenerateOptions(temperature=0.8, top_k=5), None),
+        (GenerateOptions(temperature=0.8, top_p=0.5), 0.5),
+    ],
+)
+def test_a_temperature_samples(options: GenerateOptions, top_p: float | None) -> None:
+    """The models would draw the likeliest token, as TensorRT-LLM's do, if top_k and top_p were both off."""
+    assert options.fields("x", stream=True).get("top_p") == top_p
+
+
 def test_http_generate(url: str) -> None:
     chunk = HttpClient(url).generate("hello", GenerateOptions(max_tokens=2))
     assert chunk == Chunk(TEXT, "length", num_output_tokens=2)

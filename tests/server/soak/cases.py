@@ -49,7 +49,8 @@ class Case:
             own |= {"input_ids": list(self.prompt_ids), "request_output_len": self.max_tokens}
         if params.temperature:
             prefix = "" if is_text else "runtime_"
-            own |= {"temperature": params.temperature, f"{prefix}top_k": params.top_k, "seed": params.seed}
+            own |= {"temperature": params.temperature, f"{prefix}top_k": params.top_k, f"{prefix}top_p": 1.0}
+            own["seed"] = params.seed
         return own
 
 
