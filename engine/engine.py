@@ -6,7 +6,6 @@ import itertools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -273,9 +272,15 @@ class Engine:
         reason = self._finish_reason(sequence)
         if reason is None:
             first = statistics if statistics.generated_tokens == 1 else None
-            output = StepOutput(sequence.request_id, token, statistics=first, logprobs=logprobs)
-            return replace(output, cached_tokens=cached, attended_tokens=attended)
-        return self._end(sequence, replace(ended(sequence, reason, token, cached, attended), logprobs=logprobs))
+            return StepOutput(
+                sequence.request_id,
+                token,
+                cached_tokens=cached,
+                attended_tokens=attended,
+                statistics=first,
+                logprobs=logprobs,
+            )
+        return self._end(sequence, ended(sequence, reason, token, cached, attended, logprobs))
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         generated, request = sequence.generated, sequence.request

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from kvseek.core.errors import ErrorCode, TimeoutExpiredError, code_of
-from kvseek.core.request import FinishReason, StepOutput
+from kvseek.core.request import FinishReason, LogProbs, StepOutput
 
 from .sequence import Sequence
 
 
 def ended(
-    sequence: Sequence, reason: FinishReason, token: int | None = None, cached: int = 0, attended: float = 0.0
+    sequence: Sequence,
+    reason: FinishReason,
+    token: int | None = None,
+    cached: int = 0,
+    attended: float = 0.0,
+    logprobs: LogProbs | None = None,
 ) -> StepOutput:
     """Make the last output of a request that ends without an error, with the token that ended it if there is one."""
-    statistics = sequence.statistics
     return StepOutput(
-        sequence.request_id, token, reason, cached_tokens=cached, attended_tokens=attended, statistics=statistics
+        sequence.request_id,
+        token,
+        reason,
+        cached_tokens=cached,
+        attended_tokens=attended,
+        statistics=sequence.statistics,
+        logprobs=logprobs,
     )
 
 

@@ -29,6 +29,7 @@ class Sampler:
         self._generated: list[int] = []
         self._seen: Tensor | None = None  # made at first use, by the engine's thread: see EngineService.load
         self._counts: Tensor | None = None
+        self._biases: tuple[Tensor, Tensor] | None = None  # token ids, and what is added to the logit of each
         self._logprobs: LogProbs | None = None
 
     @property
@@ -74,8 +75,10 @@ class Sampler:
         """Apply all that changes logits before the temperature; the result may be `logits` itself."""
         params, scores = self.params, logits
         if params.logit_bias:
-            ids, biases = zip(*params.logit_bias, strict=True)
-            scores = scores.index_add(0, torch.tensor(ids), torch.tensor(biases, dtype=scores.dtype))
+            if self._biases is None:
+                ids, biases = zip(*params.logit_bias, strict=True)
+                self._biases = torch.tensor(ids), torch.tensor(biases, dtype=scores.dtype)
+            scores = scores.index_add(0, *self._biases)
         if params.repetition_penalty != 1:
             if self._seen is None:
                 self._seen = torch.zeros(self._vocab_size, dtype=torch.bool)
@@ -93,10 +96,10 @@ class Sampler:
 
     def _banned(self) -> list[int]:
         """Return the tokens that must not come next: end tokens before min_tokens, and the last tokens of bad words."""
-        generated = tuple(self._generated)
-        early = self._end_ids if len(generated) < self.params.min_tokens else ()
-        begun = (word for word in self.params.bad_words if generated[len(generated) - len(word) + 1 :] == word[:-1])
-        return [*early, *(word[-1] for word in begun)]
+        count = len(self._generated)
+        early = self._end_ids if count < self.params.min_tokens else ()
+        words = self.params.bad_words
+        return [*early, *(word[-1] for word in words if tuple(self._generated[count - len(word) + 1 :]) == word[:-1])]
 
     def _note(self, drawn: int) -> None:
         if self._seen is not None:

@@ -179,8 +179,9 @@ class GrpcDoor:
         request = await _parse(service_pb2.ModelInferRequest, data, context)
         several = asks_for_several(request)
         reason = f"{several}: ModelInfer has one response for one prompt; use ModelStreamInfer" if several else ""
+        model = request.model_name  # as the client calls it; `admit` may rename it
         try:  # here, so that the text of a refusal, which a client can choose in part, is not taken for a code
-            admit(service_pb2.ModelInferRequest.FromString(data), self._schemas)
+            admit(request, self._schemas)
         except RequestError as error:
             reason = str(error)
         if reason:
@@ -188,7 +189,7 @@ class GrpcDoor:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
         collected = Collected()
         await self._stream(_only(data), collected, context)
-        return await collected.answer(request.id, request.model_name, context)
+        return await collected.answer(request.id, model, context)
 
     async def _model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
         await self._stream(requests, context, context)

@@ -8,7 +8,8 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
-SEVERAL = ("stream", "streaming", "return_prefill_progress")  # inputs that ask for several responses
+from kvseek.server.requests.served_request import SEVERAL
+
 SEQUENCES = "num_return_sequences"
 STATUS = {  # of the models' codes (TRITON_CODE)
     "UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kvseek.core.errors import RequestError, UnavailableError
 from kvseek.server.requests.generations import Generations, Ticket
-from kvseek.server.requests.served_request import ALIASES, TEXT_MODEL, Chunk, RequestFactory
+from kvseek.server.requests.served_request import ALIASES, SEVERAL, TEXT_MODEL, Chunk, RequestFactory
 from kvseek.server.requests.translation import scalar
 
 from .body import BodyReader
@@ -23,7 +23,6 @@ from .generate_json import MODEL_VERSION, GenerateBody, ModelSchema, chunk_to_js
 
 WRITE_SECONDS = 60.0  # time for which a client may leave a stream unread before it counts as gone
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-SEVERAL = ("stream", "streaming", "return_prefill_progress")  # inputs that ask for several responses
 EVENT_STREAM = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",

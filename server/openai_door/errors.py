@@ -90,10 +90,8 @@ def error_type(status: int) -> str:
 def renamed(message: str) -> tuple[str, str | None]:
     """Replace the engine's name of a field, with which a message begins, by OpenAI's; returns the message and the name."""
     found = LEADING_NAME.match(message)
-    if found is None:
-        return message, None
-    if found[1] not in PARAMS and found[1] not in FIELDS:
-        return message, None  # the message begins with another word
+    if found is None or (found[1] not in PARAMS and found[1] not in FIELDS):
+        return message, None  # the message begins with something else
     name = PARAMS.get(found[1], found[1])
     return name + message[found.end() :], name
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -105,12 +106,7 @@ class Parameters(msgspec.Struct, kw_only=True):
     def stop_words(self) -> tuple[str, ...]:
         """Return the texts that end an answer; their number is limited, because every token is compared with all of them."""
         words = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        count = len(words)
-        require(count <= MAX_STOP_WORDS, "stop", f"{count} texts", f"<= {MAX_STOP_WORDS} texts", "send fewer")
-        longest = max((len(word.encode()) for word in words), default=0)
-        limit = f"<= {MAX_STOP_WORD_BYTES} bytes"
-        require(longest <= MAX_STOP_WORD_BYTES, "stop", f"a text of {longest} bytes", limit, "shorten it")
-        require(all(words), "stop", "", "non-empty", "leave empty texts out")
+        check_words("stop", words, "text")
         return words
 
     def end_ids(self, config: EngineConfig) -> tuple[int, ...]:
@@ -143,11 +139,7 @@ class Parameters(msgspec.Struct, kw_only=True):
 
     def _bad_words(self, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
         words = self.bad_words or []
-        count, longest = len(words), max((len(word.encode()) for word in words), default=0)
-        require(count <= MAX_STOP_WORDS, "bad_words", f"{count} words", f"<= {MAX_STOP_WORDS} words", "send fewer")
-        limit = f"<= {MAX_STOP_WORD_BYTES} bytes"
-        require(longest <= MAX_STOP_WORD_BYTES, "bad_words", f"a word of {longest} bytes", limit, "shorten it")
-        require(all(words), "bad_words", "", "non-empty", "leave empty words out")
+        check_words("bad_words", words, "word")
         return tuple(spelling for word in words for spelling in tokenizer.spellings(word))
 
     def _biases(self) -> tuple[tuple[int, float], ...]:
@@ -158,6 +150,15 @@ class Parameters(msgspec.Struct, kw_only=True):
             number = token.isascii() and token.isdigit() and len(token) <= 10
             require(number, "logit_bias", token, "token ids, written as strings", "the model's tokenizer tells them")
         return tuple((int(token), bias) for token, bias in biases.items())
+
+
+def check_words(name: str, words: Sequence[str], noun: str) -> None:
+    """Raise FieldError on too many, too long or empty words of a field; `noun` says in the error what one of them is."""
+    count, longest = len(words), max((len(word.encode()) for word in words), default=0)
+    require(count <= MAX_STOP_WORDS, name, f"{count} {noun}s", f"<= {MAX_STOP_WORDS} {noun}s", "send fewer")
+    limit = f"<= {MAX_STOP_WORD_BYTES} bytes"
+    require(longest <= MAX_STOP_WORD_BYTES, name, f"a {noun} of {longest} bytes", limit, "shorten it")
+    require(all(words), name, "", "non-empty", f"leave empty {noun}s out")
 
 
 def check_logprobs(name: str, count: int) -> int:

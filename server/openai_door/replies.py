@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kvseek.engine.tokenizer import Tokenizer
 
@@ -25,26 +26,8 @@ def usage(prompt_tokens: int, completion_tokens: int) -> Json:
     }
 
 
-class Reply(Protocol):
-    """Writes one answer."""
-
-    id: str
-
-    def whole(self, pieces: Sequence[Piece], counts: Json) -> Json:
-        """Write a complete answer, of one piece for each choice."""
-
-    def begin(self, choices: int) -> Iterator[Json]:
-        """Write the events with which a stream begins."""
-
-    def pieces(self, index: int, piece: Piece) -> Iterator[Json]:
-        """Write the events of a piece of a choice."""
-
-    def end(self, counts: Json) -> Json:
-        """Write the event with the numbers of tokens."""
-
-
-class ChatReply:
-    """Answers of /v1/chat/completions; see Reply.
+class Reply(ABC):
+    """Writes one answer.
 
     Parameters
     ----------
@@ -52,15 +35,45 @@ class ChatReply:
         Whether a stream ends with the numbers of tokens; then all other events have `usage` null.
     """
 
+    PREFIX: str  # of ids
+    KIND: str  # `object` of a whole answer
+    EVENT_KIND: str  # `object` of an event
+
     def __init__(
         self, model: str, fingerprint: str, tokenizer: Tokenizer, logprobs: bool, usage_in_stream: bool
     ) -> None:
-        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self.id = f"{self.PREFIX}-{uuid.uuid4().hex}"
         self._tokenizer, self._logprobs = tokenizer, logprobs
-        self._whole = _head(self.id, "chat.completion", model, fingerprint)
-        self._event = _head(self.id, "chat.completion.chunk", model, fingerprint)
-        if usage_in_stream:
-            self._event["usage"] = None
+        self._whole: Json = {
+            "id": self.id,
+            "object": self.KIND,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._event: Json = self._whole | {"object": self.EVENT_KIND} | ({"usage": None} if usage_in_stream else {})
+
+    @abstractmethod
+    def whole(self, pieces: Sequence[Piece], counts: Json) -> Json:
+        """Write a complete answer, of one piece for each choice."""
+
+    @abstractmethod
+    def begin(self, choices: int) -> Iterator[Json]:
+        """Write the events with which a stream begins."""
+
+    @abstractmethod
+    def pieces(self, index: int, piece: Piece) -> Iterator[Json]:
+        """Write the events of a piece of a choice."""
+
+    def end(self, counts: Json) -> Json:
+        """Write the event with the numbers of tokens."""
+        return self._event | {"choices": [], "usage": counts}
+
+
+class ChatReply(Reply):
+    """Answers of /v1/chat/completions; see Reply."""
+
+    PREFIX, KIND, EVENT_KIND = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def whole(self, pieces: Sequence[Piece], counts: Json) -> Json:
         """See Reply."""
@@ -87,10 +100,6 @@ class ChatReply:
         if piece["finish_reason"] is not None:
             yield self._chunk(index, {}, None, piece["finish_reason"])
 
-    def end(self, counts: Json) -> Json:
-        """See Reply."""
-        return self._event | {"choices": [], "usage": counts}
-
     def _chunk(self, index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
         return self._event | {
             "choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]
@@ -100,16 +109,10 @@ class ChatReply:
         return chat_logprobs(piece["tokens"], self._tokenizer) if self._logprobs else None
 
 
-class CompletionReply:
-    """Answers of /v1/completions; see Reply and ChatReply."""
+class CompletionReply(Reply):
+    """Answers of /v1/completions; see Reply."""
 
-    def __init__(
-        self, model: str, fingerprint: str, tokenizer: Tokenizer, logprobs: bool, usage_in_stream: bool
-    ) -> None:
-        self.id = f"cmpl-{uuid.uuid4().hex}"
-        self._tokenizer, self._logprobs = tokenizer, logprobs
-        self._whole = _head(self.id, "text_completion", model, fingerprint)
-        self._event = self._whole | ({"usage": None} if usage_in_stream else {})
+    PREFIX, KIND, EVENT_KIND = "cmpl", "text_completion", "text_completion"
 
     def whole(self, pieces: Sequence[Piece], counts: Json) -> Json:
         """See Reply."""
@@ -123,15 +126,6 @@ class CompletionReply:
         """See Reply."""
         yield self._event | {"choices": [self._choice(index, piece)]}
 
-    def end(self, counts: Json) -> Json:
-        """See Reply."""
-        return self._event | {"choices": [], "usage": counts}
-
     def _choice(self, index: int, piece: Piece) -> Json:
         logprobs = completion_logprobs(piece["tokens"], self._tokenizer) if self._logprobs else None
         return {"index": index, "text": piece["text"], "logprobs": logprobs, "finish_reason": piece["finish_reason"]}
-
-
-def _head(reply_id: str, kind: str, model: str, fingerprint: str) -> Json:
-    created = int(time.time())
-    return {"id": reply_id, "object": kind, "created": created, "model": model, "system_fingerprint": fingerprint}

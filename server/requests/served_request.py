@@ -19,6 +19,7 @@ TEXT_MODEL = "tensorrt_llm_bls"
 TOKEN_MODEL = "tensorrt_llm"
 MODELS = (TOKEN_MODEL, TEXT_MODEL)
 ALIASES = {"ensemble": TEXT_MODEL}  # other names of models, under which TensorRT-LLM's clients ask for them
+SEVERAL = ("stream", "streaming", "return_prefill_progress")  # inputs that ask for several responses to one prompt
 MAX_ID_CHARACTERS = 256  # most characters of a client's id of its request
 Chunk = dict[str, Any]  # name of an output → its value: a str, a number, or a list of token ids
 

@@ -44,7 +44,9 @@ def max_text_bytes(config: EngineConfig, tokenizer: Tokenizer) -> int:
 class TextRequest:
     """See ServedRequest. A stop word is found in the text, whatever tokens it is spelt with, and is not part of the output."""
 
-    def __init__(self, request: Request, prompt: str, tensors: Tensors, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request: Request, prompt: str, stop_words: tuple[str, ...], tensors: Tensors, tokenizer: Tokenizer
+    ) -> None:
         self.request = request
         self.streaming = bool(scalar(tensors, "stream", False))
         self.ended = False
@@ -54,7 +56,7 @@ class TextRequest:
         }
         echo = not self.streaming and not scalar(tensors, "exclude_input_in_output", False)
         self._text = prompt if echo else ""
-        self._output = TextOutput(tokenizer, _stop_words(tensors))
+        self._output = TextOutput(tokenizer, stop_words)
         self._log_probs, self._metrics = RunningLogProbs(request), PerfMetrics(tensors)
 
     def push(self, output: StepOutput) -> Iterator[dict[str, Any]]:
@@ -97,7 +99,7 @@ def text_requests(tensors: Tensors, tokenizer: Tokenizer, config: EngineConfig) 
     bad_words = tuple(spelling for word in _words(tensors, "bad_words") for spelling in tokenizer.spellings(word))
     sampling = sampling_params(tensors, "top_k", "top_p", bad_words, _logit_bias(tensors, tokenizer))
     count = sequences(tensors)
-    _stop_words(tensors)  # refused before the prompt is tokenised
+    stop_words = _words(tensors, "stop_words")  # refused before the prompt is tokenised
     prompt = _prompt(tensors, max_text_bytes(config, tokenizer))
     use_template = bool(scalar(tensors, "apply_chat_template", False))
     if use_template:
@@ -105,7 +107,7 @@ def text_requests(tensors: Tensors, tokenizer: Tokenizer, config: EngineConfig) 
     prompt_ids = encode_prompt(tokenizer, prompt, not use_template, config.max_input_len)
     ends = end_ids(tensors, config.model.eos_token_ids)
     request = make_request(tensors, prompt_ids, "max_tokens", sampling, ends)
-    return [TextRequest(numbered(request, number), prompt, tensors, tokenizer) for number in range(count)]
+    return [TextRequest(numbered(request, number), prompt, stop_words, tensors, tokenizer) for number in range(count)]
 
 
 def _logit_bias(tensors: Tensors, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
@@ -160,10 +162,6 @@ def encode_prompt(
             )
         size *= 2
     return tokenizer.encode(prompt, add_special_tokens)
-
-
-def _stop_words(tensors: Tensors) -> tuple[str, ...]:
-    return _words(tensors, "stop_words")
 
 
 def _words(tensors: Tensors, name: str) -> tuple[str, ...]:
