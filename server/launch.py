@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import logging
 import secrets
-import shutil
 import signal
 import sys
 import tempfile
@@ -14,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.resources import as_file, files
 from pathlib import Path
 
 import requests
@@ -26,6 +24,7 @@ from kvseek.core.manifest import verify
 from kvseek.server.openai_door.keys import read_keys
 from kvseek.server.requests.served_request import MODELS
 from kvseek.server.triton.find import SHARED_MEMORY_PREFIX, TritonServer, find_server
+from kvseek.server.triton.repository import write_repository
 
 from .errors import ServerError
 from .ports import Ports
@@ -121,28 +120,6 @@ def running_server(
                 supervisor.stop()
 
 
-def _write_repository(
-    target: Path, engine_dir: Path, config: EngineConfig, socket: Path, settings: ServeSettings
-) -> Path:
-    """Copy the model repository and point it at the engine process."""
-    with as_file(files("kvseek.model_repository")) as source:
-        for model in MODELS:
-            shutil.copytree(source / model, target / model, ignore=shutil.ignore_patterns("__pycache__"))
-    replacements = {
-        "${engine_dir}": str(engine_dir.resolve()),
-        "${socket}": str(socket),
-        "${max_queue_size}": str(settings.max_queue_size),
-        "${max_batch_size}": str(config.max_batch_size),
-    }
-    for model in MODELS:
-        path = target / model / "config.pbtxt"
-        text = path.read_text(encoding="utf-8")
-        for name, value in replacements.items():
-            text = text.replace(name, value)
-        path.write_text(text, encoding="utf-8")
-    return target
-
-
 def _programs(
     scratch: Path,
     engine_dir: Path,
@@ -154,7 +131,7 @@ def _programs(
 ) -> list[Program]:
     """Describe the engine process, the doors and Triton, in the order in which they start and end."""
     server, socket = find_server(scratch), scratch / "engine.sock"
-    repository = _write_repository(scratch / "models", engine_dir, config, socket, settings)
+    repository = write_repository(scratch / "models", engine_dir, config, socket, settings)
     inner = Ports(0, 0, 0, 0).resolve(LOOPBACK)  # Triton's own
     own = ("--engine_dir", str(engine_dir.resolve()), "--socket", str(socket), "--settings", settings.to_json())
     http = (

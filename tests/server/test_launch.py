@@ -17,6 +17,7 @@ from kvseek.server.errors import ServerError
 from kvseek.server.ports import Ports
 from kvseek.server.settings import ServeSettings
 from kvseek.server.triton import find as triton
+from kvseek.server.triton.repository import write_repository
 
 
 def forget_system_server(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -116,7 +117,7 @@ def test_the_model_repository_is_filled_in(tmp_path: Path, monkeypatch: pytest.M
     class Config:
         max_batch_size = 7
 
-    repository = launch._write_repository(
+    repository = write_repository(
         tmp_path / "models",
         tmp_path / "engine",
         Config(),  # type: ignore[arg-type]
