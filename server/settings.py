@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvseek.core.request import MAX_TIMEOUT_SECONDS
@@ -11,6 +13,24 @@ from kvseek.core.request import MAX_TIMEOUT_SECONDS
 from .errors import ServerError
 
 MAX_NAME_CHARACTERS = 256
+Flags = Mapping[str, tuple[type, str]]  # name of a setting → its type, and the help of its flag
+ENGINE_FLAGS: Flags = {
+    "threads": (int, "CPU threads of the engine"),
+    "max_queue_size": (int, "requests that may wait; further ones are refused"),
+    "max_num_tokens": (int, "prompt tokens that one step of the engine reads at most"),
+    "default_timeout": (float, "seconds that a request may take if it does not say itself"),
+    "otlp_endpoint": (str, "OpenTelemetry collector (OTLP over HTTP) for a span of every request"),
+}
+OPENAI_FLAGS: Flags = {
+    "served_model_name": (str, "name of the model at the OpenAI port instead of the checkpoint's"),
+    "api_key_file": (str, "file of the keys that the OpenAI port asks for, one a line"),
+}
+SERVE_FLAGS: Flags = {
+    **ENGINE_FLAGS,
+    "drain_seconds": (float, "seconds that requests may go on after SIGTERM"),
+    "restarts": (int, "how often in a row a process that has died is started again"),
+    **OPENAI_FLAGS,
+}
 
 
 @dataclass(frozen=True)
@@ -80,6 +100,21 @@ class ServeSettings:
     def from_json(cls, text: str) -> ServeSettings:
         """Read settings that `to_json` wrote."""
         return cls(**json.loads(text))
+
+
+def add_flags(parser: argparse.ArgumentParser, flags: Flags) -> None:
+    """Add a flag for each of these settings, with its default."""
+    default = ServeSettings()
+    for name, (kind, text) in flags.items():
+        value = getattr(default, name)
+        shown = "none" if value is None else f"{value:g}" if kind is float else value
+        shown = "torch's choice" if name == "threads" else shown
+        parser.add_argument(f"--{name}", type=kind, default=value, help=f"{text} (default: {shown})")
+
+
+def settings_of(arguments: argparse.Namespace, flags: Flags) -> ServeSettings:
+    """Make settings of the flags that `add_flags` added; raises ServerError."""
+    return ServeSettings(**{name: getattr(arguments, name) for name in flags})
 
 
 def _require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:

@@ -52,6 +52,7 @@ STATUS_HUNG = 4  # exit status when the engine's loop has stopped
 HUNG_SECONDS = (
     300.0  # time without a round of the engine's loop; no round takes as long, because it reads only units of a prompt
 )
+ALONE_SECONDS = 2.0  # time without doors after which a shared engine process ends
 logger = logging.getLogger(__name__)
 
 
@@ -172,7 +173,14 @@ class Watchdog:
 
 
 class EngineServer:
-    """Serves the doors of one engine until it is told to stop or the engine fails."""
+    """Serves the doors of one engine until it is told to stop or the engine fails.
+
+    Parameters
+    ----------
+    shared : bool
+        Whether nobody but the doors looks after this process (server/engine/shared.py), so that it ends when the last of them
+        has left.
+    """
 
     def __init__(
         self,
@@ -180,12 +188,14 @@ class EngineServer:
         settings: ServeSettings,
         metrics: EngineMetrics,
         tracer: RequestTracer | None = None,
+        shared: bool = False,
     ) -> None:
         self.service, self.settings, self.metrics, self.tracer = service, settings, metrics, tracer
         self.outbox = Outbox(asyncio.get_running_loop())
         self._loop = asyncio.get_running_loop()
         self._decoder = msgspec.msgpack.Decoder(FromDoor)
         self._draining = False
+        self._shared, self._doors, self._used_at = shared, 0, time.monotonic()
 
     def with_defaults(self, request: Request) -> Request:
         """Complete a request: it gets the server's time limit if it has none of its own."""
@@ -220,6 +230,11 @@ class EngineServer:
                     logger.critical("the engine's loop has not turned for %g s: its process ends", HUNG_SECONDS)
                     faulthandler.dump_traceback()
                     os._exit(STATUS_HUNG)  # an orderly end would wait for the engine's thread for ever
+                if self._doors or not self._shared:
+                    self._used_at = time.monotonic()
+                elif time.monotonic() - self._used_at > ALONE_SECONDS:
+                    logger.info("no door is connected any more: the engine process ends")
+                    return 0
             drained.result()
             return 0
         finally:
@@ -235,6 +250,7 @@ class EngineServer:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         door = Door(self, writer)
+        self._doors += 1
         try:
             while True:
                 door.take(await read_frame(reader, self._decoder))
@@ -245,6 +261,7 @@ class EngineServer:
         except msgspec.MsgspecError as error:
             logger.error("a door sent what is no message: %s", error)
         finally:
+            self._doors -= 1
             door.leave()
 
 
@@ -259,7 +276,8 @@ async def run(arguments: argparse.Namespace) -> int:
     metrics = EngineMetrics(service, model_name, settings.max_queue_size)
     service.on_step(metrics.record_step)
     try:
-        return await EngineServer(service, settings, metrics, tracer).serve(arguments.socket)
+        server = EngineServer(service, settings, metrics, tracer, arguments.shared)
+        return await server.serve(arguments.socket)
     finally:
         await asyncio.to_thread(service.close)
         if tracer is not None:
@@ -267,11 +285,12 @@ async def run(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run an engine process; its arguments come from `kvseek serve`."""
+    """Run an engine process; its arguments come from `kvseek serve`, or from SharedEngine."""
     parser = argparse.ArgumentParser(prog="python -m kvseek.server.engine.process", description=__doc__)
     parser.add_argument("--engine_dir", type=Path, required=True)
     parser.add_argument("--socket", type=Path, required=True, help="in a folder that only this user can enter")
     parser.add_argument("--settings", required=True, help="ServeSettings as JSON")
+    parser.add_argument("--shared", action="store_true", help="end when the last door has left")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         return uvloop.run(run(parser.parse_args(argv)))

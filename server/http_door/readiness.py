@@ -56,19 +56,25 @@ class Answers:
 class ServerState:
     """State of the server, as the health endpoints report it.
 
+    Parameters
+    ----------
+    triton : TritonRelay or None
+        The tritonserver that belongs to the server; None if there is none.
+
     Attributes
     ----------
     starting : bool
         Whether the door itself is not ready yet; set by the door.
     """
 
-    def __init__(self, client: EngineClient, triton: TritonRelay) -> None:
+    def __init__(self, client: EngineClient, triton: TritonRelay | None) -> None:
         self.starting, self._stopping = True, False
         self._client, self._triton = client, triton
         self._pong: Pong | None = None
         self._engine = Answers("the engine", self._ask_engine)
         self._triton_answers = Answers("Triton", self._ask_triton)
-        self._tasks = [asyncio.create_task(each.keep_asking()) for each in (self._engine, self._triton_answers)]
+        asked = (self._engine,) if triton is None else (self._engine, self._triton_answers)
+        self._tasks = [asyncio.create_task(each.keep_asking()) for each in asked]
 
     def stop_accepting(self) -> None:
         """Report the server as not ready from now on."""
@@ -91,7 +97,7 @@ class ServerState:
             found.append("the engine process does not run, or is loading the engine")
         elif not self._engine.fresh:
             found.append(f"the engine has not answered for {ANSWER_SECONDS:g} s")
-        if not (self._triton.connected and self._triton_answers.fresh):
+        if self._triton is not None and not (self._triton.connected and self._triton_answers.fresh):
             found.append("Triton does not answer on its gRPC port, or is not ready")
         return found
 
@@ -130,6 +136,7 @@ class ServerState:
         return False
 
     async def _ask_triton(self) -> bool:
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            return bool((await self._triton.ask("ServerReady", service_pb2.ServerReadyRequest())).ready)
+        if self._triton is not None:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                return bool((await self._triton.ask("ServerReady", service_pb2.ServerReadyRequest())).ready)
         return False

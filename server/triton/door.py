@@ -1,8 +1,9 @@
 """A Triton model as a door: passes requests on to the engine process, and the engine's outputs back to Triton.
 
 No thread waits for a request. Worker threads translate requests (tokenising takes long), the engine client's thread sends
-responses. The gRPC door tells when a client has left. Triton is not asked about that: once in some ten thousand requests, 2.51
-crashes if the last response is sent while it looks whether the client has left.
+responses. Behind `kvseek serve`, the gRPC door tells when a client has left. Triton is asked only where there is no such door,
+and never while a response is sent: once in some ten thousand requests, 2.51 crashes if it looks whether the client has left
+while the last response is being sent.
 """
 
 from __future__ import annotations
@@ -23,10 +24,21 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import ErrorCode, KvseekError, QueueFullError, RequestError, code_of
 from kvseek.core.request import FinishReason, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
+from kvseek.server.engine.shared import SharedEngine
+from kvseek.server.errors import ServerError
 from kvseek.server.requests.engine_client import EngineClient
-from kvseek.server.requests.served_request import MAX_ID_CHARACTERS, Chunk, RequestFactory, ServedRequest, after
+from kvseek.server.requests.served_request import (
+    MAX_ID_CHARACTERS,
+    SEVERAL,
+    TOKEN_MODEL,
+    Chunk,
+    RequestFactory,
+    ServedRequest,
+    after,
+)
 from kvseek.server.requests.status import INTERNAL, TRITON_CODE
 from kvseek.server.requests.translation import Tensors, read_parameters, scalar
+from kvseek.server.settings import ServeSettings
 
 OUTPUT_DTYPES = {
     "text_output": object,
@@ -56,6 +68,7 @@ OUTPUT_DTYPES = {
 LISTS = ("output_ids", "output_log_probs")  # [1, 1, n]: request, beam, tokens
 TRANSLATORS = 2  # threads that translate requests: more would take the engine's cores
 REMEMBERED_CALLS = 4096
+ASK_SECONDS = 0.5  # a question to Triton takes some 0.1 ms of the thread that passes on all outputs
 logger = logging.getLogger(__name__)
 
 
@@ -89,13 +102,22 @@ class Stream:
         self.stopped = False  # whether another request has stopped this one
         self.arrived = time.monotonic()
         self.closed = False  # the last response has been sent
-        self._sending = threading.Lock()
+        self._sending, self._asked_at = threading.Lock(), self.arrived
 
     def send(self, chunk: Chunk) -> None:
         """Send a response that is not the last."""
         with self._sending:
             if not self.closed:
                 self._sender.send(self._response(chunk))
+
+    def has_left(self) -> bool:
+        """Ask Triton whether the client has left, at most once in ASK_SECONDS, unless the gRPC door tells."""
+        now = time.monotonic()
+        if self.call or now - self._asked_at < ASK_SECONDS:
+            return False
+        self._asked_at = now
+        with self._sending:
+            return not self.closed and bool(self._sender.is_cancelled())
 
     def close(self, chunk: Chunk | None = None) -> None:
         """Send the last response, with `chunk` if there is one."""
@@ -135,6 +157,23 @@ def as_tensor(name: str, value: Any) -> np.ndarray[Any, Any]:
     return array[0] if name == "text_output" else array
 
 
+def _connect(engine_dir: Path, settings: ServeSettings, socket: str) -> EngineClient:
+    """Connect to the engine process at a socket; without one find or start the process, and wait until it is ready.
+
+    Raises ServerError if the process cannot be started.
+    """
+    if socket:
+        return EngineClient(Path(socket))
+    engine = SharedEngine(engine_dir, settings)
+    client = EngineClient(engine.socket, absent=engine.start_if_absent)
+    try:
+        engine.wait(client)
+    except ServerError:
+        client.close()
+        raise
+    return client
+
+
 class TritonDoor:
     """Serves one Triton model with the engine process.
 
@@ -143,23 +182,24 @@ class TritonDoor:
     triton : module
         triton_python_backend_utils, which exists only inside the server.
     arguments : mapping
-        Arguments of the model's `initialize`. The model's parameters are `engine_dir`, `socket` and `max_queue_size`.
+        Arguments of the model's `initialize`. The parameters of its configuration are those of config.pbtxt.
     """
 
     def __init__(self, triton: Any, arguments: Mapping[str, str]) -> None:
         config = json.loads(arguments["model_config"])
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
-        self._triton, self._model = triton, config["name"]
-        directory = Path(parameters["engine_dir"])
+        self._triton, self._name, self._model = triton, config["name"], parameters["model"]
+        self._decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled"))
+        directory, settings = Path(parameters["engine_dir"]), ServeSettings.from_json(parameters["settings"])
         tokenizer = Tokenizer(directory)
         engine_config = read_config(directory)
         self._factory = RequestFactory(engine_config, tokenizer)
-        if self._model != "tensorrt_llm":
+        if self._model != TOKEN_MODEL:
             tokenizer.encode("")  # reads the files now rather than in the first request
-        self._client = EngineClient(Path(parameters["socket"]))
+        self._client = _connect(directory, settings, parameters["socket"])
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()  # streams that have not been closed
-        self._translating, self._max_translating = 0, int(parameters["max_queue_size"]) + engine_config.max_batch_size
+        self._translating, self._max_translating = 0, settings.max_queue_size + engine_config.max_batch_size
         self._left: dict[str, None] = {}  # calls whose clients have left, oldest first: requests of them may still come
         self._pool = ThreadPoolExecutor(TRANSLATORS, thread_name_prefix="translate")
 
@@ -178,7 +218,7 @@ class TritonDoor:
             raise RequestError(f"id has {size} characters: must be <= {MAX_ID_CHARACTERS}; choose a shorter one")
         # Copied, because the memory of a tensor belongs to Triton again when this call has returned.
         tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
-        parameters = read_parameters(request.parameters(), self._model)
+        parameters = read_parameters(request.parameters(), self._name)
         stream.call = parameters.kvseek_call
         if parameters.kvseek_leave:
             self._leave_call(stream.call)
@@ -207,7 +247,7 @@ class TritonDoor:
             if stream.left:
                 self._end(stream)
                 return
-            made = self._factory.make(self._model, tensors)
+            made = self._make(tensors)
             stream.parts = [
                 Part(served, {"batch_index": row, "sequence_index": number})
                 for row, sequences in enumerate(made)
@@ -222,6 +262,23 @@ class TritonDoor:
             with self._lock:
                 self._translating -= 1
 
+    def _make(self, tensors: Tensors) -> list[list[ServedRequest]]:
+        """Make the requests that tensors ask for, of each prompt its sequences; raises RequestError."""
+        asked = next((name for name in SEVERAL if scalar(tensors, name, False)), None)
+        if not self._decoupled and asked is not None:  # Triton would wait for ever after a second response
+            raise RequestError(
+                f"{asked} = true: must be false, because {self._name} has one response a request (decoupled_mode false); "
+                "leave it out, or write the repository with --decoupled_mode true"
+            )
+        made = self._factory.make(self._model, tensors)
+        count = sum(len(sequences) for sequences in made)
+        if not self._decoupled and count != 1:
+            raise RequestError(
+                f"{len(made)} prompts, {count} sequences: must be 1, because {self._name} has one response a request "
+                "(decoupled_mode false); send several requests, or write the repository with --decoupled_mode true"
+            )
+        return made
+
     def _submit(self, stream: Stream, part: Part, trace: str) -> None:
         request = after(part.served.request, time.monotonic() - stream.arrived)
         part.number = self._client.submit(request, lambda output: self._pass_on(stream, part, output), trace)
@@ -233,6 +290,8 @@ class TritonDoor:
         if stream.closed or part.ended:
             return
         try:
+            if not stream.left and stream.has_left():
+                self._leave(stream)
             self._send(stream, part, output)
         except Exception:
             logger.exception("an output could not be passed on; its request ends")
@@ -296,8 +355,11 @@ class TritonDoor:
             del self._left[next(iter(self._left))]
         for stream in self._open_streams():
             if stream.call == call:
-                stream.left = True
-                self._cancel(stream)
+                self._leave(stream)
+
+    def _leave(self, stream: Stream) -> None:
+        stream.left = True
+        self._cancel(stream)
 
     def _cancel(self, stream: Stream) -> None:
         for part in stream.parts:

@@ -71,13 +71,13 @@ def printed(output: str) -> str:
     return re.sub(r"\s+", " ", output)
 
 
-@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-def test_text(server: RunningServer, engine: Engine, model: str) -> None:
+def test_text(server: RunningServer, engine: Engine) -> None:
+    """Its default model is `ensemble`."""
     expected = generated(engine)
-    flags = ("-p", PROMPT, "-o", "10", "--model-name", model)
+    flags = ("-p", PROMPT, "-o", "10")
     assert printed(PROMPT + expected) in printed(run(server, TEXT_CLIENT, *flags))
     assert printed(expected) in printed(run(server, TEXT_CLIENT, *flags, "--exclude-input-in-output"))
-    assert printed(expected) in printed(run(server, TEXT_CLIENT, *flags, "-S"))
+    assert printed(expected) in printed(run(server, TEXT_CLIENT, *flags, "-S", "--model-name", "tensorrt_llm_bls"))
 
 
 def test_batches_and_sequences(server: RunningServer, engine: Engine) -> None:
@@ -92,13 +92,14 @@ def test_batches_and_sequences(server: RunningServer, engine: Engine) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--return-log-probs",),
-        ("--presence-penalty", "0.5"),
-        ("--frequency-penalty", "0.5", "--repetition-penalty", "1.1"),
-        ("--stop-words", " dog", "--bad-words", " fox", " cat"),
-        ("--embedding-bias-words", " fox", "--embedding-bias-weights", "2.5"),
-        ("--end-id", "2", "--pad-id", "0", "--request-id", "42"),
-        ("--overwrite-output-text", "-S"),
+        (
+            *("--return-log-probs", "--end-id", "2", "--pad-id", "0", "--request-id", "42"),
+            *("--presence-penalty", "0.5", "--frequency-penalty", "0.5", "--repetition-penalty", "1.1"),
+        ),
+        (
+            *("--stop-words", " dog", "--bad-words", " fox", " cat", "--overwrite-output-text", "-S"),
+            *("--embedding-bias-words", " fox", "--embedding-bias-weights", "2.5"),
+        ),
         ("--return-perf-metrics",),
         ("--return-perf-metrics", "-S"),
     ],
@@ -132,7 +133,7 @@ def token_flags(directory: Path, *flags: str) -> tuple[str, ...]:
     return ("--tokenizer-dir", str(directory / "tokenizer"), "--text", PROMPT, "--request-output-len", "10", *flags)
 
 
-@pytest.mark.parametrize("flags", [(), ("-S",), ("--exclude-input-in-output",), ("--return-log-probs",)], ids=str)
+@pytest.mark.parametrize("flags", [(), ("-S",), ("--exclude-input-in-output", "--return-log-probs")], ids=str)
 def test_tokens(server: RunningServer, directory: Path, engine: Engine, flags: tuple[str, ...]) -> None:
     output = run(server, TOKEN_CLIENT, *token_flags(directory, *flags))
     assert printed(f"Output beam 0: {generated(engine)}") in printed(output)
@@ -144,10 +145,11 @@ def test_tokens(server: RunningServer, directory: Path, engine: Engine, flags: t
     "flags",
     [
         ("--num-return-sequences", "3", "--top-p", "0.9"),
-        ("--top-k", "5", "--temperature", "0.7", "--repetition-penalty", "1.2"),
-        ("--presence-penalty", "0.2", "--frequency-penalty", "0.2"),
         ("--requested-outputs", "output_ids", "sequence_length"),
-        ("--return-perf-metrics",),
+        (
+            *("--return-perf-metrics", "--top-k", "5", "--temperature", "0.7", "--repetition-penalty", "1.2"),
+            *("--presence-penalty", "0.2", "--frequency-penalty", "0.2"),
+        ),
     ],
     ids=lambda flags: flags[0].removeprefix("--"),
 )
