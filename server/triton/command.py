@@ -16,9 +16,9 @@ from kvseek.server.processes import die_with_parent
 from .find import find_server
 
 DESCRIPTION = (
-    "Run tritonserver; all arguments are its own, such as --model-repository DIR (kvseek repository writes such folders). It is the "
-    "tritonserver on PATH or of an NGC container, else the one of the wheel nvidia-pytriton, for which this command sets up the "
-    "libraries and the backend directory."
+    "Run tritonserver; all arguments are its own, such as --model-repository DIR (kvseek repository writes such folders). "
+    "It is the tritonserver on PATH or of an NGC container, else the one of the wheel nvidia-pytriton, for which this "
+    "command sets up the libraries and the backend directory."
 )
 
 
