@@ -38,7 +38,7 @@ soak: install ## 1,000 requests of 32 clients against a real server, one of whos
 
 fuzz: install ## ten minutes of mutated inputs at each door of a real server; inputs that lead to a fault go to build/fuzz
 	@mkdir -p build/fuzz
-	@for door in grpc http raw engine-socket; do \
+	@for door in grpc http openai raw engine-socket; do \
 	    $(BIN)/python -m tests.server.fuzz.main --door $$door --seconds 600 --folder build/fuzz || exit 1; done
 
 check: lint types test test-slow ## what .ci/run calls
