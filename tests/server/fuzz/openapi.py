@@ -35,6 +35,24 @@ IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 30
 PROMPT = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, IDS, {"type": "array", "items": IDS}]
 }
+# Ranges of numbers: most requests are served, and schemathesis tries what is beyond them too.
+RANGES = {
+    "n": (1, 8),
+    "best_of": (1, 1),
+    "temperature": (0, 4),
+    "top_p": (0.01, 1),
+    "top_k": (-1, 300),
+    "logprobs": (0, 20),
+    "top_logprobs": (0, 20),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.5, 2),
+    "min_tokens": (0, MOST_TOKENS),
+    "seed": (0, 2**31),
+    "priority": (0, 255),
+    "timeout": (10, 1000),
+    "max_completion_tokens": (1, MOST_TOKENS),
+}
 
 
 def document(model: str) -> dict[str, Any]:
@@ -51,6 +69,11 @@ def document(model: str) -> dict[str, Any]:
         schema = components[reference["$ref"].rpartition("/")[2]]
         known = {"model": {"const": model}, prompt: kind, "max_tokens": {"enum": list(range(MOST_TOKENS + 1))}}
         schema["properties"] |= known
+        for name, (least, most) in RANGES.items():
+            for choice in schema["properties"].get(name, {}).get("anyOf", ()):
+                if choice["type"] in ("integer", "number"):
+                    choice |= {"minimum": least, "maximum": most}
+        schema["additionalProperties"] = False
         schema["required"] = ["model", prompt, "max_tokens"]
         body = {"required": True, "content": {"application/json": {"schema": reference}}}
         paths[path] = {"post": _operation() | {"requestBody": body}}
