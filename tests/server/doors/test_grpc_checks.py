@@ -16,9 +16,11 @@ from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import RequestError
 from kvseek.server.grpc_door.checks import admit
 from kvseek.server.http_door.generate_json import schemas
+from kvseek.server.requests.layouts import INFLIGHT_BATCHER_LLM
 
 MODEL = ModelConfig("llama", 101, 32, 64, 2, 4, 2, 8, 1e-5, 1e4, 2048)
-SCHEMAS = schemas(EngineConfig(MODEL, "full", max_input_len=1000, max_seq_len=1200))
+CONFIG = EngineConfig(MODEL, "full", max_input_len=1000, max_seq_len=1200)
+SCHEMAS = schemas(INFLIGHT_BATCHER_LLM, CONFIG)
 Change = Callable[[Any], object]
 
 
