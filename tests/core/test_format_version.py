@@ -27,6 +27,7 @@ from kvseek.engine.engine import Engine
 from kvseek.engine.service import EngineService
 from kvseek.server.launch import running_server
 from kvseek.server.requests.layouts import LAYOUTS
+from kvseek.server.settings import ServeSettings
 
 
 @pytest.fixture
@@ -89,7 +90,8 @@ def test_the_triton_models_refuse_another_version(
     outdated: Path, layout: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.rmtree(outdated / "tokenizer")  # the format is told before anything else is read
-    parameters = {"engine_dir": {"string_value": str(outdated)}, "threads": {"string_value": "1"}}
+    values = {"model": name, "engine_dir": str(outdated), "settings": ServeSettings(layout=layout).to_json()}
+    parameters = {key: {"string_value": value} for key, value in values.items()}
     with pytest.raises(EngineDirectoryError, match="format_version = 1: must be"):
         triton_model(layout, name, monkeypatch).initialize(
             {"model_config": json.dumps({"name": name, "parameters": parameters})}
