@@ -58,7 +58,8 @@ def texts(directory: Path) -> list[str]:
 
 def post(server: RunningServer, endpoint: str, **fields: Any) -> requests.Response:
     url = f"http://{server.http_url}/v2/models/{MODEL}/{endpoint}"
-    return requests.post(url, data=json.dumps(BODY | fields), timeout=TIMEOUT)  # curl -d: the JSON has no content type
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}  # as curl -d says
+    return requests.post(url, data=json.dumps(BODY | fields), headers=headers, timeout=TIMEOUT)
 
 
 def tensors(**more: Tensor) -> list[Any]:

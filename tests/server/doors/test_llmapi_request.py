@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 from google.protobuf import text_format
@@ -141,6 +145,42 @@ def test_neutral_values_pass(factory: RequestFactory) -> None:
             make(factory, **{name: value})
 
 
+@functools.cache
+def configuration(path: str) -> Any:
+    """A model's config.pbtxt."""
+    text = (ROOT / "model_repository" / path / "config.pbtxt").read_text(encoding="utf-8")
+    return text_format.Parse(re.sub(r"\$\{\w+\}", "1", text), model_config_pb2.ModelConfig())
+
+
+def datatype(field: Any) -> str:
+    return str(model_config_pb2.DataType.Name(field.data_type)).removeprefix("TYPE_")
+
+
+STRANGE = {
+    "INT32": st.integers(-(2**31), 2**31 - 1) | st.sampled_from([-1, 0, 1, 2, 32]),
+    "UINT64": st.integers(0, 2**64 - 1),
+    "FP32": st.floats(width=32) | st.sampled_from([0.0, 0.5, 1.0]),
+    "BOOL": st.booleans(),
+    "STRING": st.binary(max_size=9) | st.sampled_from([b"", b"fox", b"\xff"]),
+}
+
+
+@hypothesis.settings(max_examples=200, suppress_health_check=[hypothesis.HealthCheck.too_slow], deadline=None)
+@hypothesis.given(data=st.data())
+def test_whatever_the_values_are_a_request_is_made_or_refused(factory: RequestFactory, data: st.DataObject) -> None:
+    inputs = configuration("llmapi/tensorrt_llm").input
+    chosen = data.draw(st.sets(st.sampled_from(range(1, len(inputs))), max_size=6))
+    tensors = {"text_input": np.array([[PROMPT.encode()]], object)}
+    for field in (inputs[number] for number in sorted(chosen)):
+        size = 1 if list(field.dims) == [1] else data.draw(st.integers(0, 3))
+        kind = datatype(field)
+        values = data.draw(st.lists(STRANGE[kind], min_size=size, max_size=size))
+        tensors[field.name] = np.empty((1, size), DTYPES[kind])
+        tensors[field.name][0, :] = values
+    with contextlib.suppress(RequestError):
+        assert factory.make_one(LLMAPI_MODEL.name, tensors).request.max_tokens >= 1
+
+
 def step(token: int, reason: FinishReason | None = None) -> StepOutput:
     statistics = RequestStatistics(4, 1.0, extents=3)
     return StepOutput(0, token, reason, 1.0, 7, 5.0, statistics, logprobs=LogProbs(-0.5))
@@ -208,16 +248,6 @@ def test_numbers_that_are_asked_for(factory: RequestFactory, tokenizer: Tokenize
         "kv_cache_reused_block": 0,
         "kv_cache_hit_rate": 0.0,
     }
-
-
-def configuration(path: str) -> Any:
-    """A model's config.pbtxt."""
-    text = (ROOT / "model_repository" / path / "config.pbtxt").read_text(encoding="utf-8")
-    return text_format.Parse(re.sub(r"\$\{\w+\}", "1", text), model_config_pb2.ModelConfig())
-
-
-def datatype(field: Any) -> str:
-    return str(model_config_pb2.DataType.Name(field.data_type)).removeprefix("TYPE_")
 
 
 def test_every_input_of_the_configuration_is_known_and_every_output_comes(
