@@ -165,7 +165,7 @@ STRANGE = {
 }
 
 
-@hypothesis.settings(max_examples=200, suppress_health_check=[hypothesis.HealthCheck.too_slow], deadline=None)
+@hypothesis.settings(max_examples=100, suppress_health_check=[hypothesis.HealthCheck.too_slow], deadline=None)
 @hypothesis.given(data=st.data())
 def test_whatever_the_values_are_a_request_is_made_or_refused(factory: RequestFactory, data: st.DataObject) -> None:
     inputs = configuration("llmapi/tensorrt_llm").input
