@@ -235,7 +235,7 @@ class TritonDoor:
 
     def _make(self, tensors: Tensors) -> list[list[ServedRequest]]:
         """Make the requests that tensors ask for, of each prompt its sequences; raises RequestError."""
-        asked = next((name for name in SEVERAL if scalar(tensors, name, False)), None)
+        asked = next((name for name in SEVERAL if name in tensors and tensors[name].any()), None)
         if not self._decoupled and asked is not None:  # Triton would wait for ever after a second response
             raise RequestError(
                 f"{asked} = true: must be false, because {self._name} has one response a request (decoupled_mode false); "
