@@ -151,7 +151,7 @@ class TextStream:
 
     `push` returns only text that later tokens cannot change: it holds back bytes of an incomplete UTF-8 character and
     text that could be the beginning of a stop word. All returned texts together equal `Tokenizer.decode` of all tokens, or,
-    if `stopped`, the part of that text before the stop word that was complete first.
+    if `stopped`, the part of that text before the stop word that was complete first, `stop_word`.
 
     The cost of a token does not grow with the output: a token is decoded together with the few before it, not with all.
     """
@@ -159,7 +159,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stop_words: Sequence[str] = ()) -> None:
         if not all(stop_words):
             raise RequestError("stop_words = '': must be non-empty; leave empty stop words out")
-        self.stopped = False
+        self.stopped, self.stop_word = False, ""
         self._tokenizer = tokenizer
         self._stop_words = tuple(stop_words)
         self._ids: list[int] = []  # context (decoders need the tokens before a token), then tokens not given out yet
@@ -211,10 +211,11 @@ class TextStream:
     def _pass_on(self, text: str) -> str:
         """Add certain text to the held text, stop at a stop word, hold text that could begin one, and return the rest."""
         self._held += text
-        found = [(at + len(word), at) for word in self._stop_words if (at := self._held.find(word)) >= 0]
+        found = [(at + len(word), at, word) for word in self._stop_words if (at := self._held.find(word)) >= 0]
         if found:
+            _, at, self.stop_word = min(found)
             self.stopped = True
-            text, self._held = self._held[: min(found)[1]], ""
+            text, self._held = self._held[:at], ""
             return text
         keep = self._possible_beginning()
         split = len(self._held) - keep

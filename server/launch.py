@@ -19,7 +19,7 @@ import requests
 from kvseek.core.errors import KvseekError
 from kvseek.core.manifest import verify
 from kvseek.server.openai_door.keys import read_keys
-from kvseek.server.requests.served_request import MODELS
+from kvseek.server.requests.layouts import LAYOUTS
 from kvseek.server.triton.find import SHARED_MEMORY_PREFIX, TritonServer, find_server
 from kvseek.server.triton.repository import write_models
 
@@ -60,7 +60,7 @@ class RunningServer:
         self._supervisor.check()
 
     def process_ids(self) -> dict[str, int]:
-        """Process ids: "engine", "doors", "triton", and "/models/NAME/" of Triton's two models."""
+        """Process ids: "engine", "doors", "triton", and "/models/NAME/" of Triton's models."""
         return self._supervisor.process_ids()
 
     @property
@@ -152,7 +152,7 @@ def _programs(
             2 * STOP_SECONDS,
             server.environment,
             ends_with=DOORS,  # the dead doors' calls are cancelled, which may crash Triton 2.51, and nobody waits for answers
-            workers=tuple(f"/models/{model}/" for model in MODELS),
+            workers=tuple(f"/models/{model}/" for model in LAYOUTS[settings.layout].models),
             clean_up=lambda: _free_shared_memory(repository),
         ),
     ]

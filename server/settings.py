@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from kvseek.core.request import MAX_TIMEOUT_SECONDS
 
 from .errors import ServerError
+from .requests.layouts import INFLIGHT_BATCHER_LLM, LAYOUTS
 
 MAX_NAME_CHARACTERS = 256
 Flags = Mapping[str, tuple[type, str]]  # name of a setting → its type, and the help of its flag
 ENGINE_FLAGS: Flags = {
+    "layout": (str, f"which of TensorRT-LLM's model repositories clients find: {' or '.join(LAYOUTS)}"),
     "threads": (int, "CPU threads of the engine"),
     "max_queue_size": (int, "requests that may wait; further ones are refused"),
     "max_num_tokens": (int, "prompt tokens that one step of the engine reads at most"),
@@ -39,6 +41,8 @@ class ServeSettings:
 
     Attributes
     ----------
+    layout : str
+        Which form of TensorRT-LLM's model repository the server has: one of LAYOUTS.
     threads : int or None
         CPU threads of the engine; None leaves torch's choice.
     max_queue_size : int
@@ -59,6 +63,7 @@ class ServeSettings:
         File of the OpenAI door's API keys, one a line; None: the door asks for none.
     """
 
+    layout: str = INFLIGHT_BATCHER_LLM.name
     threads: int | None = None
     max_queue_size: int = 256
     max_num_tokens: int = 8192
@@ -70,6 +75,8 @@ class ServeSettings:
     api_key_file: str | None = None
 
     def __post_init__(self) -> None:
+        known = f"one of {', '.join(LAYOUTS)}"
+        _require(self.layout in LAYOUTS, "layout", self.layout, known, f"{INFLIGHT_BATCHER_LLM.name} is the default")
         _require(self.threads is None or self.threads >= 1, "threads", self.threads, ">= 1", "or leave it out")
         _require(self.max_queue_size >= 1, "max_queue_size", self.max_queue_size, ">= 1", "256 is the default")
         _require(self.max_num_tokens >= 1, "max_num_tokens", self.max_num_tokens, ">= 1", "8192 is the default")

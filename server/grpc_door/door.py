@@ -20,7 +20,6 @@ from kvseek.core.errors import ErrorCode, RequestError
 from kvseek.server.errors import ServerError
 from kvseek.server.http_door.generate_json import ModelSchema
 from kvseek.server.http_door.readiness import ServerState
-from kvseek.server.requests.served_request import ALIASES, MODELS
 from kvseek.server.triton.relay import TO_TRITON
 
 from .call import SERVICE, GrpcCall, describe
@@ -149,7 +148,7 @@ class GrpcDoor:
         return service_pb2.ServerReadyResponse(ready=not self._state.obstacles())
 
     def _model_ready(self, request: Any) -> Message:
-        known = request.name in (*MODELS, *ALIASES) and request.version in ("", "1")
+        known = request.name in self._schemas and request.version in ("", "1")
         return service_pb2.ModelReadyResponse(ready=known and not self._state.obstacles())
 
     async def _health(self, _: bytes, __: Any) -> bytes:
@@ -166,8 +165,9 @@ class GrpcDoor:
                     grpc.StatusCode.INVALID_ARGUMENT, f"{len(data)} bytes: must be <= {MAX_OTHER_BYTES}"
                 )
             message = await _parse(kind, data, context)
-            if getattr(message, "name", "") in ALIASES:
-                message.name = ALIASES[message.name]
+            schema = self._schemas.get(getattr(message, "name", ""))
+            if schema is not None and message.name != schema.model:
+                message.name = schema.model
                 data = message.SerializeToString()
             answer = await _passed_on(call(data, timeout=ANSWER_SECONDS), context)
             return without_parameters(answer) if method == "ModelConfig" else answer
@@ -177,7 +177,7 @@ class GrpcDoor:
     async def _model_infer(self, data: bytes, context: Any) -> bytes:
         """Answer a request that has one response, by a stream of its own, the only way in which Triton serves these models."""
         request = await _parse(service_pb2.ModelInferRequest, data, context)
-        several = asks_for_several(request)
+        several = asks_for_several(request, self._schemas)
         reason = f"{several}: ModelInfer has one response for one prompt; use ModelStreamInfer" if several else ""
         model = request.model_name  # as the client calls it; `admit` may rename it
         try:  # here, so that the text of a refusal, which a client can choose in part, is not taken for a code

@@ -11,14 +11,9 @@ from kvseek.core.errors import RequestError, TimeoutExpiredError
 from kvseek.core.request import Request, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 
-from .text_request import text_requests
-from .token_request import token_requests
+from .layouts import Layout
 from .translation import Tensors
 
-TEXT_MODEL = "tensorrt_llm_bls"
-TOKEN_MODEL = "tensorrt_llm"
-MODELS = (TOKEN_MODEL, TEXT_MODEL)
-ALIASES = {"ensemble": TEXT_MODEL}  # other names of models, under which TensorRT-LLM's clients ask for them
 SEVERAL = ("stream", "streaming", "return_prefill_progress")  # inputs that ask for several responses to one prompt
 MAX_ID_CHARACTERS = 256  # most characters of a client's id of its request
 Chunk = dict[str, Any]  # name of an output → its value: a str, a number, or a list of token ids
@@ -61,8 +56,9 @@ def after(request: Request, seconds: float) -> Request:
 
 @dataclass(frozen=True)
 class RequestFactory:
-    """Makes the requests of one engine's clients."""
+    """Makes the requests of one engine's clients, for the models of a layout."""
 
+    layout: Layout
     config: EngineConfig
     tokenizer: Tokenizer
 
@@ -76,10 +72,9 @@ class RequestFactory:
         for name, size in sizes.items():
             if size != batch:
                 raise RequestError(f"{name} has {size} rows: must be {batch}, one for each prompt; send as many")
-        return [
-            self._sequences(model, {name: each[row : row + 1] for name, each in tensors.items()})
-            for row in range(batch)
-        ]
+        sequences = self.layout.models[model].sequences
+        rows = ({name: each[row : row + 1] for name, each in tensors.items()} for row in range(batch))
+        return [[*sequences(row, self.tokenizer, self.config)] for row in rows]
 
     def make_one(self, model: str, tensors: Tensors) -> ServedRequest:
         """Make the request of one prompt for one sequence; raises RequestError if more are asked for."""
@@ -90,8 +85,3 @@ class RequestFactory:
                 f"num_return_sequences = {count}: must be 1 over HTTP; use gRPC, or send several requests"
             )
         return made[0][0]
-
-    def _sequences(self, model: str, tensors: Tensors) -> list[ServedRequest]:
-        if model == TOKEN_MODEL:
-            return [*token_requests(tensors, self.config.model.eos_token_ids)]
-        return [*text_requests(tensors, self.tokenizer, self.config)]

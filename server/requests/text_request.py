@@ -44,6 +44,8 @@ def max_text_bytes(config: EngineConfig, tokenizer: Tokenizer) -> int:
 class TextRequest:
     """See ServedRequest. A stop word is found in the text, whatever tokens it is spelt with, and is not part of the output."""
 
+    repeats_text = False  # whether each response of a stream has the text of those before it too
+
     def __init__(
         self, request: Request, prompt: str, stop_words: tuple[str, ...], tensors: Tensors, tokenizer: Tokenizer
     ) -> None:
@@ -74,7 +76,8 @@ class TextRequest:
         self.ended = reason is FinishReason.STOP_WORD
         if self.streaming or reason is not None:
             yield self._chunk(self._text, reason or "", output)
-            self._text = ""
+            if not self.repeats_text:
+                self._text = ""
 
     def _chunk(self, text_output: str, reason: str, output: StepOutput) -> dict[str, Any]:
         chunk: dict[str, Any] = {
@@ -93,7 +96,9 @@ class TextRequest:
         return chunk
 
 
-def text_requests(tensors: Tensors, tokenizer: Tokenizer, config: EngineConfig) -> list[TextRequest]:
+def text_requests(
+    tensors: Tensors, tokenizer: Tokenizer, config: EngineConfig, kind: type[TextRequest] = TextRequest
+) -> list[TextRequest]:
     """Make the sequences that tensors, [1, ...] each, ask for; raises RequestError on any input that cannot be served."""
     refuse_unsupported(tensors)
     bad_words = tuple(spelling for word in _words(tensors, "bad_words") for spelling in tokenizer.spellings(word))
@@ -107,7 +112,7 @@ def text_requests(tensors: Tensors, tokenizer: Tokenizer, config: EngineConfig) 
     prompt_ids = encode_prompt(tokenizer, prompt, not use_template, config.max_input_len)
     ends = end_ids(tensors, config.model.eos_token_ids)
     request = make_request(tensors, prompt_ids, "max_tokens", sampling, ends)
-    return [TextRequest(numbered(request, number), prompt, stop_words, tensors, tokenizer) for number in range(count)]
+    return [kind(numbered(request, number), prompt, stop_words, tensors, tokenizer) for number in range(count)]
 
 
 def _logit_bias(tensors: Tensors, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:

@@ -21,6 +21,8 @@ Tensors = Mapping[str, NDArray[Any]]
 
 MAX_STOP_WORDS = 64  # most stop words as token ids; the text model takes as many as texts
 
+SHOWN_CHARACTERS = 40  # most of a text in an error message
+
 MAX_SEQUENCES = 8  # most sequences of a prompt: num_return_sequences
 
 # Inputs of TensorRT-LLM's models that kvseek does not support, and the values at which they have no effect.
@@ -42,13 +44,15 @@ def scalar(tensors: Tensors, name: str, default: Any = None) -> Any:
     return tensors[name].reshape(-1)[0].item() if tensors[name].dtype != object else tensors[name].reshape(-1)[0]
 
 
-def refuse_unsupported(tensors: Tensors) -> None:
-    """Raise RequestError if an unsupported input has another value than its neutral values."""
-    for name, neutral in NEUTRAL.items():
-        value = scalar(tensors, name, neutral[0])
-        if value not in neutral:
-            wanted = " or ".join(repr(v) for v in neutral)
-            raise RequestError(f"{name} = {value!r}: must be {wanted}; kvseek does not support it, leave it out")
+def refuse_unsupported(tensors: Tensors, neutral_values: Mapping[str, tuple[object, ...]] = NEUTRAL) -> None:
+    """Raise RequestError if an unsupported input is given with another value than its neutral values."""
+    for name, neutral in neutral_values.items():
+        for value in tensors[name].reshape(-1).tolist() if name in tensors else []:
+            plain = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+            if plain not in neutral:
+                shown = repr(plain)[:SHOWN_CHARACTERS]
+                wanted = " or ".join(repr(v) for v in neutral) or "absent"
+                raise RequestError(f"{name} = {shown}: must be {wanted}; kvseek does not support it, leave it out")
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import ServerError
 from kvseek.server.requests.engine_client import EngineClient
+from kvseek.server.requests.layouts import LAYOUTS
 from kvseek.server.requests.served_request import (
     MAX_ID_CHARACTERS,
     SEVERAL,
-    TOKEN_MODEL,
     Chunk,
     RequestFactory,
     ServedRequest,
@@ -40,32 +40,8 @@ from kvseek.server.requests.status import INTERNAL, TRITON_CODE
 from kvseek.server.requests.translation import Tensors, read_parameters, scalar
 from kvseek.server.settings import ServeSettings
 
-OUTPUT_DTYPES = {
-    "text_output": object,
-    "finish_reason": object,
-    "output_ids": np.int32,
-    "sequence_length": np.int32,
-    "num_input_tokens": np.int32,
-    "num_output_tokens": np.int32,
-    "cached_tokens": np.int32,
-    "attended_tokens": np.float32,
-    "prefill_progress": np.float32,
-    "cum_log_probs": np.float32,
-    "output_log_probs": np.float32,
-    "batch_index": np.int32,
-    "sequence_index": np.int32,
-    "kv_cache_alloc_new_blocks": np.int32,
-    "kv_cache_reused_blocks": np.int32,
-    "kv_cache_alloc_total_blocks": np.int32,
-    "arrival_time_ns": np.int64,
-    "first_scheduled_time_ns": np.int64,
-    "first_token_time_ns": np.int64,
-    "last_token_time_ns": np.int64,
-    "acceptance_rate": np.float32,
-    "total_accepted_draft_tokens": np.int32,
-    "total_draft_tokens": np.int32,
-}
-LISTS = ("output_ids", "output_log_probs")  # [1, 1, n]: request, beam, tokens
+from .outputs import as_tensor
+
 TRANSLATORS = 2  # threads that translate requests: more would take the engine's cores
 REMEMBERED_CALLS = 4096
 ASK_SECONDS = 0.5  # a question to Triton takes some 0.1 ms of the thread that passes on all outputs
@@ -79,7 +55,7 @@ class Part:
     Attributes
     ----------
     index : dict
-        The outputs `batch_index` and `sequence_index`.
+        The outputs `batch_index` and `sequence_index`, if the model has them.
     number : int or None
         Number of the part at the engine, once it has been submitted.
     """
@@ -93,8 +69,8 @@ class Part:
 class Stream:
     """Sends the responses of one request to its client, and nothing after the last one, whichever threads send."""
 
-    def __init__(self, triton: Any, sender: Any, request_id: str) -> None:
-        self._triton, self._sender = triton, sender
+    def __init__(self, triton: Any, sender: Any, request_id: str, batched: bool) -> None:
+        self._triton, self._sender, self._batched = triton, sender, batched
         self.request_id = request_id
         self.call = ""  # the gRPC door's name of the client's call
         self.parts: list[Part] = []
@@ -144,17 +120,8 @@ class Stream:
 
     def _response(self, chunk: Chunk) -> Any:
         return self._triton.InferenceResponse(
-            [self._triton.Tensor(name, as_tensor(name, value)) for name, value in chunk.items()]
+            [self._triton.Tensor(name, as_tensor(name, value, self._batched)) for name, value in chunk.items()]
         )
-
-
-def as_tensor(name: str, value: Any) -> np.ndarray[Any, Any]:
-    """Make the array of an output for Triton, of TensorRT-LLM's shape: [1, 1, n] for LISTS, [1] for text, else [1, 1]."""
-    dtype: Any = OUTPUT_DTYPES[name]
-    if name in LISTS:
-        return np.asarray(value, dtype=dtype).reshape(1, 1, -1)
-    array = np.array([[str(value).encode("utf-8") if dtype is object else value]], dtype=dtype)
-    return array[0] if name == "text_output" else array
 
 
 def _connect(engine_dir: Path, settings: ServeSettings, socket: str) -> EngineClient:
@@ -193,8 +160,10 @@ class TritonDoor:
         directory, settings = Path(parameters["engine_dir"]), ServeSettings.from_json(parameters["settings"])
         tokenizer = Tokenizer(directory)
         engine_config = read_config(directory)
-        self._factory = RequestFactory(engine_config, tokenizer)
-        if self._model != TOKEN_MODEL:
+        layout = LAYOUTS[settings.layout]
+        self._served = layout.models[self._model]
+        self._factory = RequestFactory(layout, engine_config, tokenizer)
+        if self._served.takes_text:
             tokenizer.encode("")  # reads the files now rather than in the first request
         self._client = _connect(directory, settings, parameters["socket"])
         self._lock = threading.Lock()
@@ -206,7 +175,7 @@ class TritonDoor:
     def execute(self, requests: list[Any]) -> None:
         """Take requests from Triton; returns soon."""
         for request in requests:
-            stream = Stream(self._triton, request.get_response_sender(), request.request_id())
+            stream = Stream(self._triton, request.get_response_sender(), request.request_id(), self._served.batched)
             try:
                 self._accept(stream, request)
             except Exception as error:
@@ -218,6 +187,8 @@ class TritonDoor:
             raise RequestError(f"id has {size} characters: must be <= {MAX_ID_CHARACTERS}; choose a shorter one")
         # Copied, because the memory of a tensor belongs to Triton again when this call has returned.
         tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
+        if not self._served.batched:
+            tensors = {name: tensor[np.newaxis] for name, tensor in tensors.items()}
         parameters = read_parameters(request.parameters(), self._name)
         stream.call = parameters.kvseek_call
         if parameters.kvseek_leave:
@@ -249,7 +220,7 @@ class TritonDoor:
                 return
             made = self._make(tensors)
             stream.parts = [
-                Part(served, {"batch_index": row, "sequence_index": number})
+                Part(served, {"batch_index": row, "sequence_index": number} if self._served.batched else {})
                 for row, sequences in enumerate(made)
                 for number, served in enumerate(sequences)
             ]
@@ -264,7 +235,7 @@ class TritonDoor:
 
     def _make(self, tensors: Tensors) -> list[list[ServedRequest]]:
         """Make the requests that tensors ask for, of each prompt its sequences; raises RequestError."""
-        asked = next((name for name in SEVERAL if scalar(tensors, name, False)), None)
+        asked = next((name for name in SEVERAL if name in tensors and tensors[name].any()), None)
         if not self._decoupled and asked is not None:  # Triton would wait for ever after a second response
             raise RequestError(
                 f"{asked} = true: must be false, because {self._name} has one response a request (decoupled_mode false); "

@@ -1,4 +1,4 @@
-"""Writes repositories of Triton's models: kvseek's two models, filled in for an engine. Also the command `kvseek repository`."""
+"""Writes repositories of Triton's models: kvseek's models, filled in for an engine. Also the command `kvseek repository`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
 from kvseek.core.manifest import verify
 from kvseek.server.errors import ServerError
-from kvseek.server.requests.served_request import ALIASES, MODELS
+from kvseek.server.requests.layouts import LAYOUTS
 from kvseek.server.settings import ENGINE_FLAGS, ServeSettings, add_flags, settings_of
 
 CONFIG = "config.pbtxt"
@@ -54,12 +54,13 @@ def write_models(
         "socket": _escaped("" if socket is None else str(socket)),
         "settings": _escaped(settings.to_json()),
     }
-    models = dict(zip(MODELS, MODELS, strict=True)) | (ALIASES if aliases else {})
+    layout = LAYOUTS[settings.layout]
+    models = layout.names if aliases else {model: model for model in layout.models}
     prefix = f"{name}_" if name else ""
     with as_file(files("kvseek.model_repository")) as source:
         for own, model in models.items():
             folder = target / f"{prefix}{own}"
-            shutil.copytree(source / model, folder, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source / layout.name / model, folder, ignore=shutil.ignore_patterns("__pycache__"))
             _fill_in(folder / CONFIG, values | {"name": folder.name})
     return [f"{prefix}{own}" for own in models]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import signal
@@ -52,6 +53,11 @@ def other(random_model: RandomModel, build_engine: BuildEngine) -> Path:
 
 
 @pytest.fixture(scope="module")
+def third(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    return build_engine(random_model("llama"), "full", "--max_batch_size", "2", "--max_seq_len", "256")
+
+
+@pytest.fixture(scope="module")
 def temporary() -> Iterator[Path]:
     """Where engine processes are looked for; its path must be short, as it is a part of a socket's."""
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
@@ -59,12 +65,13 @@ def temporary() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def repository(directory: Path, other: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two engines: one of them decoupled, as by default, the other one not."""
+def repository(directory: Path, other: Path, third: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three engines: one of them decoupled, as by default, the others not; the third in the LLM API layout."""
     folder = tmp_path_factory.mktemp("repository") / "models"
     settings = ServeSettings(threads=1, max_queue_size=40)
     write_models(folder, directory, settings, name="one", aliases=True)
     write_models(folder, other, settings, name="two", decoupled=False)
+    write_models(folder, third, dataclasses.replace(settings, layout="llmapi"), name="llm", decoupled=False)
     return folder
 
 
@@ -123,6 +130,25 @@ def test_every_name_of_every_engine_answers(triton: OwnTriton, directory: Path, 
     )
     assert answer.as_numpy("text_output").tolist() == [second.encode()]
     assert "".join(stream(triton, "one_tensorrt_llm_bls", 10)) == first
+
+
+def test_the_llm_api_layout_as_tensorrt_llm_configures_it(triton: OwnTriton, third: Path) -> None:
+    """Not decoupled: the quick start's curl reaches Triton's own endpoint, and ModelInfer the model."""
+    model, answer = "llm_tensorrt_llm", PROMPT + text(third)
+    url = f"http://{triton.http_url}/v2/models/{model}/generate"
+    body = {"text_input": PROMPT, "sampling_param_max_tokens": 10, "end_id": -1}
+    reply = requests.post(url, json=body, timeout=TIMEOUT).json()
+    assert reply == {"model_name": model, "model_version": "1", "text_output": answer}
+    prompt, count = (
+        grpc.InferInput("text_input", [1], "BYTES"),
+        grpc.InferInput("sampling_param_max_tokens", [1], "INT32"),
+    )
+    prompt.set_data_from_numpy(np.array([PROMPT], object))
+    count.set_data_from_numpy(np.array([10], np.int32))
+    with grpc.InferenceServerClient(triton.grpc_url) as client:
+        assert client.infer(model, [prompt, count]).as_numpy("text_output").tolist() == [answer.encode()]
+    reply = requests.post(url, json=body | {"streaming": True}, timeout=TIMEOUT).json()
+    assert "streaming = true: must be false, because llm_tensorrt_llm has one response" in reply["error"]
 
 
 def stream(triton: OwnTriton, model: str, count: int) -> list[str]:
@@ -252,10 +278,21 @@ def test_a_repository_is_written_and_read(
     assert find_engine(folder, None)["model"] == "tensorrt_llm_bls"
 
 
+def test_a_repository_of_the_llm_api_layout_is_written(directory: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    assert main(["--engine_dir", str(directory), "--output", str(folder), "--layout", "llmapi"]) == 0
+    assert list(read_models(folder)) == ["tensorrt_llm"]
+    written = (folder / "tensorrt_llm/config.pbtxt").read_text()
+    assert "${" not in written.partition("\nname:")[2]
+    assert "max_batch_size: 0" in written
+    assert (folder / "tensorrt_llm/1/model.py").exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--engine_dir", "{here}"], "is there already"),
+        (["--engine_dir", "{here}", "--layout", "x"], "--layout = 'x': must be one of inflight_batcher_llm, llmapi"),
         (["--engine_dir", "{here}", "--engine_dir", "{here}"], "--name is given 0 times: must be 2"),
         (["--engine_dir", "{here}", "--name", "a/b"], "--name = 'a/b': must be 1 to 64 letters"),
         (["--engine_dir", "{here}", "--name", "a", "--engine_dir", "{here}", "--name", "a"], "'a' is given twice"),
@@ -274,7 +311,7 @@ def test_bad_flags_are_refused(
 
 def test_an_engine_is_chosen_by_name(repository: Path, directory: Path, tmp_path: Path) -> None:
     assert find_engine(repository, "one")["engine_dir"] == str(directory)
-    with pytest.raises(ServerError, match=r"has 2 engines: must be one; choose with --name"):
+    with pytest.raises(ServerError, match=r"has 3 engines: must be one; choose with --name"):
         find_engine(repository, None)
     with pytest.raises(ServerError, match=r"--name = 'three'.* has no engine of this name"):
         find_engine(repository, "three")
