@@ -144,9 +144,11 @@ class Request:
             bad = next((i for i in ids if not 0 <= i < vocabulary), None)
             _require(bad is None, name, bad, limit, "the vocabulary of the model has no such id")
         _require(all(self.stop_words), "stop_words_list", (), "non-empty sequences", "leave empty stop words out")
-        ends = self.sampling.guide is None or bool(self.end_ids)
-        limit = "a token that ends the output beside guided_decoding_guide"
-        _require(ends, "end_id", None, limit, "leave end_id or ignore_eos at its default")
+        if self.sampling.guide is not None and not self.end_ids:
+            raise RequestError(
+                "guided_decoding_guide: needs a token that ends the output once it is complete; leave end_id and ignore_eos at "
+                "their defaults"
+            )
         limit = f"in [0, {MAX_PRIORITY}]"
         _require(0 <= self.priority <= MAX_PRIORITY, "priority", self.priority, limit, "larger numbers start first")
         seconds = self.timeout_seconds
