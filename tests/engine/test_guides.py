@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.random_models import VOCABULARY, save_tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import RequestError, SamplingError
@@ -20,7 +22,7 @@ from kvseek.core.guide import MAX_GRAMMAR_BYTES, MAX_GUIDE_BYTES, Guide, GuideTy
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.schedule.guides import GuideMatcher, Guides
 from kvseek.engine.schedule.sampling import Sampler
-from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
+from kvseek.engine.tokenizer import SPACE, TOKENIZER_FOLDER, Tokenizer
 
 END, PAD = 1, 2
 SCHEMA = {
@@ -59,14 +61,20 @@ def schema(value: object) -> Guide:
     return Guide(GuideType.JSON_SCHEMA, value if isinstance(value, str) else json.dumps(value))
 
 
-def generate(guides: Guides, params: SamplingParams, ends: tuple[int, ...] = (END,), most: int = 400) -> list[int]:
+def generate(
+    guides: Guides,
+    params: SamplingParams,
+    ends: tuple[int, ...] = (END,),
+    most: int = 400,
+    vocabulary: int = VOCABULARY,
+) -> list[int]:
     """Draw tokens from random logits until one of `ends` comes, which is the last of the returned ones."""
     assert params.guide is not None
-    sampler = Sampler(Request((5,), most, params, end_ids=ends), VOCABULARY, guides.matcher(params.guide))
+    sampler = Sampler(Request((5,), most, params, end_ids=ends), vocabulary, guides.matcher(params.guide))
     generator = torch.Generator().manual_seed(params.seed)
     drawn: list[int] = []
     while len(drawn) < most and (not drawn or drawn[-1] not in ends):
-        drawn.append(sampler.sample(torch.randn(VOCABULARY, generator=generator) * 3))
+        drawn.append(sampler.sample(torch.randn(vocabulary, generator=generator) * 3))
     return drawn
 
 
@@ -128,6 +136,58 @@ def test_the_mask_is_the_librarys_own_acceptance(guides, seed):
             assert bool(fresh.validate_tokens([token])) == bool(allowed[token])
         drawn.append(int(chosen[torch.randint(len(chosen), (), generator=generator)]))
         matcher.accept(drawn[-1])
+
+
+@pytest.mark.parametrize("name", ["smollm2", "sentencepiece"])
+def test_vocabularies_of_both_kinds(request, tmp_path, name):
+    """Byte-level as SmolLM2's, and as SentencePiece writes it: with a mark for spaces and bytes as <0xE2>."""
+    directory = tmp_path / TOKENIZER_FOLDER
+    if name == "smollm2":
+        file = request.getfixturevalue("smollm2_gguf")
+        AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name).save_pretrained(directory)
+    else:
+        sentencepiece().save_pretrained(directory)
+    tokenizer = Tokenizer(tmp_path)
+    size = len(tokenizer._tokenizer.get_vocab())
+    model = ModelConfig("llama", size, 64, 128, 2, 2, 1, 32, 1e-5, 1e4, 512, eos_token_ids=(2,))
+    guides = Guides(tokenizer, EngineConfig(model, "full", max_input_len=100, max_seq_len=500))
+    for seed in range(5):
+        params = SamplingParams(temperature=1.0, seed=seed, guide=schema(SCHEMA))
+        drawn = generate(guides, params, ends=(2,), vocabulary=size)
+        assert drawn[-1] == 2
+        assert follows(json.loads(tokenizer.decode(drawn[:-1], skip_special_tokens=False)))
+
+
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """A tokenizer of the kind of Llama 2's."""
+    words = [
+        f"{SPACE}the",
+        f"{SPACE}Lady",
+        f"{SPACE}Tre",
+        "law",
+        "ny",
+        "ship",
+        "year",
+        "cargo",
+        "tea",
+        SPACE,
+        *'{}[],:"\\null',
+    ]
+    pieces = dict.fromkeys(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words])
+    scores = [(piece, -float(number)) for number, piece in enumerate(pieces)]
+    backend = tokenizers.Tokenizer(tokenizers.models.Unigram(scores, unk_id=0, byte_fallback=True))
+    backend.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend(SPACE), tokenizers.normalizers.Replace(" ", SPACE)]
+    )
+    backend.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace(SPACE, " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def test_white_space_ends(guides, tokenizer):
