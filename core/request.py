@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from .config import EngineConfig
 from .errors import ErrorCode, RequestError
+from .guide import Guide
 from .statistics import RequestStatistics
 
 MAX_SEED = 2**64 - 1
@@ -31,8 +32,8 @@ def _require(condition: bool, name: str, value: object, limit: str, remedy: str)
 class SamplingParams:
     """Parameters of drawing the next token. Temperature 0 is greedy; top_k 0 and top_p 1 leave the distribution whole.
 
-    They apply in this order: bias, repetition penalty, presence and frequency penalty, bad words and min_tokens, temperature,
-    top-k, top-p, one draw from the request's own generator.
+    They apply in this order: bias, repetition penalty, presence and frequency penalty, guide, bad words and min_tokens,
+    temperature, top-k, top-p, one draw from the request's own generator.
 
     Attributes
     ----------
@@ -50,6 +51,9 @@ class SamplingParams:
     logprobs : int or None
         Return the log probability of every token, and of as many of the likeliest tokens. They are those of the model's own
         logits, before anything here changes them. None: return none.
+    guide : Guide or None
+        The text follows this guide. End tokens are drawn exactly when it is complete, also before `min_tokens` if no other token
+        may follow then.
     """
 
     temperature: float = 0.0
@@ -64,6 +68,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         finite = math.isfinite(self.temperature) and self.temperature >= 0
@@ -94,7 +99,7 @@ class SamplingParams:
     def needs_logits(self) -> bool:
         """Whether something changes the logits, or they are asked for: then the largest is not enough at temperature 0."""
         changed = (self.presence_penalty, self.frequency_penalty, self.min_tokens, self.bad_words, self.logit_bias)
-        return self.repetition_penalty != 1 or any(changed) or self.logprobs is not None
+        return self.repetition_penalty != 1 or any(changed) or self.logprobs is not None or self.guide is not None
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,11 @@ class Request:
             bad = next((i for i in ids if not 0 <= i < vocabulary), None)
             _require(bad is None, name, bad, limit, "the vocabulary of the model has no such id")
         _require(all(self.stop_words), "stop_words_list", (), "non-empty sequences", "leave empty stop words out")
+        if self.sampling.guide is not None and not self.end_ids:
+            raise RequestError(
+                "guided_decoding_guide: needs a token that ends the output once it is complete; leave end_id and ignore_eos at "
+                "their defaults"
+            )
         limit = f"in [0, {MAX_PRIORITY}]"
         _require(0 <= self.priority <= MAX_PRIORITY, "priority", self.priority, limit, "larger numbers start first")
         seconds = self.timeout_seconds

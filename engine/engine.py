@@ -13,13 +13,14 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import CapacityError, ConfigError, ErrorCode
+from kvseek.core.errors import CapacityError, ConfigError, ErrorCode, SamplingError
 from kvseek.core.manifest import verify
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics, StepReport
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
 from kvseek.engine.loading.load import load_decoder
 from kvseek.engine.schedule.endings import ended, expired, failed
+from kvseek.engine.schedule.guides import Guides
 from kvseek.engine.schedule.queue import RequestQueue
 from kvseek.engine.schedule.reading import PromptReader, Reading
 from kvseek.engine.schedule.sampling import Sampler, accept
@@ -70,6 +71,7 @@ class Engine:
         self._queue = RequestQueue(max_queue_size)
         self._scheduler = Scheduler(decoder.cache, config.max_batch_size, self._queue)
         self._reader = PromptReader(decoder, max_num_tokens)
+        self._guides = Guides(tokenizer, config)
         self._ids = itertools.count(1)
         self._token_layers = 0  # tokens × layers that all steps have read
         self._report = StepReport()
@@ -147,9 +149,13 @@ class Engine:
             )
 
     def prepare(self, request: Request) -> Sequence:
-        """Make the sequence of a request, for `enqueue`; raises as `check`. Safe from any thread."""
+        """Make the sequence of a request, for `enqueue`; raises as `check`. Safe from any thread.
+
+        Compiles the request's guide, if it has one, which may take a second; raises RequestError if that fails.
+        """
         self.check(request)
-        sampler = Sampler(request, self.config.model.vocab_size)
+        guide = None if request.sampling.guide is None else self._guides.matcher(request.sampling.guide)
+        sampler = Sampler(request, self.config.model.vocab_size, guide)
         return Sequence(
             next(self._ids), request, sampler, RequestStatistics(len(request.prompt_ids), time.perf_counter())
         )
@@ -261,6 +267,8 @@ class Engine:
         """Take the greedy token, or draw one from logits, and end the sequence if it is the last."""
         try:
             token = accept(drawn) if isinstance(drawn, int) else sequence.sampler.sample(drawn)
+        except SamplingError as error:
+            return self._fail(sequence, error, ErrorCode.INVALID)
         except Exception as error:  # the model's numbers, such as NaN, allow no token
             return self._fail(sequence, error)
         statistics, cached = sequence.statistics, self._cache.tokens[sequence.slot] if attended else 0
@@ -307,7 +315,7 @@ class Engine:
             self.on_step(self._report)
 
     def _fail(self, sequence: Sequence, error: Exception, code: ErrorCode | None = None) -> StepOutput:
-        """End a request by an error of a step. No client can have caused it, whatever its type: `check` let the request in."""
+        """End a request by an error of a step. Without `code` no client can have caused it, as `check` let the request in."""
         if code is None:
             out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
             code = ErrorCode.UNAVAILABLE if out_of_memory else ErrorCode.INTERNAL

@@ -107,6 +107,11 @@ class Tokenizer:
         return piece.replace(SPACE, " ").encode()
 
     @property
+    def file(self) -> Path:
+        """The tokenizer as the library tokenizers writes it; other kinds of tokenizers have no such file."""
+        return self._directory / "tokenizer.json"
+
+    @property
     def longest_token_bytes(self) -> int:
         """Most bytes of UTF-8 that one token stands for.
 

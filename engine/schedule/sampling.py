@@ -1,12 +1,14 @@
-"""Draws the next token of one request: bias, penalties, bad words, temperature, top-k, top-p, one draw."""
+"""Draws the next token of one request: bias, penalties, guide, bad words, temperature, top-k, top-p, one draw."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvseek.core.errors import RequestError
+from kvseek.core.errors import RequestError, SamplingError
 from kvseek.core.request import LogProbs, Request
+
+from .guides import GuideMatcher
 
 NO_TOKEN = -1  # stands for a greedy token if the largest logit is not finite
 
@@ -20,10 +22,12 @@ class Sampler:
     ----------
     vocab_size : int
         Length of the logits.
+    guide : GuideMatcher, optional
+        State of the request's guide, at its beginning; the sampler's own from now on.
     """
 
-    def __init__(self, request: Request, vocab_size: int) -> None:
-        self.params = request.sampling
+    def __init__(self, request: Request, vocab_size: int, guide: GuideMatcher | None = None) -> None:
+        self.params, self._guide = request.sampling, guide
         self._generator = torch.Generator().manual_seed(self.params.seed)
         self._vocab_size, self._prompt_ids, self._end_ids = vocab_size, request.prompt_ids, request.end_ids
         self._generated: list[int] = []
@@ -54,7 +58,8 @@ class Sampler:
         Raises
         ------
         RequestError
-            If a logit is NaN or +inf, all are -inf, or bad words leave no token.
+            If a logit is NaN or +inf, or all are -inf. SamplingError if guide and bad words leave no token, or the guide needs
+            too much work.
         """
         best = logits.max()  # a NaN anywhere comes out as the maximum
         if not torch.isfinite(best):
@@ -62,7 +67,9 @@ class Sampler:
         scores = self._adjusted(logits)
         best, token = scores.max(dim=0)  # of equal scores the lowest id
         if not torch.isfinite(best):
-            raise RequestError("bad_words, min_tokens: together they leave no token to draw; send fewer bad words")
+            raise SamplingError(
+                "bad_words, min_tokens, guided_decoding_guide: together they leave no token to draw; send fewer bad words"
+            )
         if self.params.temperature > 0:
             token = self._draw(scores)
         drawn = int(token)
@@ -89,6 +96,10 @@ class Sampler:
                 counted = torch.tensor(self._prompt_ids[params.prompt_ignore_length :], dtype=torch.long)
                 self._counts = torch.bincount(counted, minlength=self._vocab_size).float()
             scores = scores - params.presence_penalty * (self._counts > 0) - params.frequency_penalty * self._counts
+        if self._guide is not None:
+            allowed = self._guide.allowed()
+            allowed[list(self._end_ids)] = self._guide.complete
+            scores = scores.masked_fill(~allowed, -torch.inf)
         banned = self._banned()
         if banned:
             scores = scores.index_fill(0, torch.tensor(banned), -torch.inf)
@@ -97,7 +108,8 @@ class Sampler:
     def _banned(self) -> list[int]:
         """Return the tokens that must not come next: end tokens before min_tokens, and the last tokens of bad words."""
         count = len(self._generated)
-        early = self._end_ids if count < self.params.min_tokens else ()
+        only_ends = self._guide is not None and self._guide.finished
+        early = self._end_ids if count < self.params.min_tokens and not only_ends else ()
         words = self.params.bad_words
         return [*early, *(word[-1] for word in words if tuple(self._generated[count - len(word) + 1 :]) == word[:-1])]
 
@@ -108,6 +120,8 @@ class Sampler:
             self._counts[drawn] += 1
         if self.params.bad_words or self.params.min_tokens:
             self._generated.append(drawn)
+        if self._guide is not None and drawn not in self._end_ids:
+            self._guide.accept(drawn)
 
     def _draw(self, scores: Tensor) -> Tensor:
         ids, probabilities = candidates(scores, self.params.temperature, self.params.top_k, self.params.top_p)

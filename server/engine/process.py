@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,8 @@ import uvloop
 from kvseek.core.errors import KvseekError, code_of
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import FinishReason, Request, StepOutput
-from kvseek.engine.service import EngineService
+from kvseek.engine.service import Callback, EngineService
+from kvseek.server.requests.generations import Workers
 from kvseek.server.requests.messages import (
     Cancel,
     FromDoor,
@@ -40,6 +41,7 @@ from kvseek.server.requests.messages import (
     frame,
     read_frame,
 )
+from kvseek.server.requests.served_request import after
 from kvseek.server.requests.status import INTERNAL
 from kvseek.server.settings import ServeSettings
 
@@ -90,6 +92,7 @@ class Door:
     def __init__(self, server: EngineServer, writer: asyncio.StreamWriter) -> None:
         self._server, self._writer = server, writer
         self._handles: dict[int, int] = {}  # the door's number of a request → the service's handle
+        self._guided: dict[int, asyncio.Task[None]] = {}  # requests whose guides are being compiled, by number
 
     def send(self, message: FromEngine) -> None:
         """Send a message, unless the door has gone; a door that has stopped reading is disconnected."""
@@ -112,9 +115,16 @@ class Door:
         """Do what a message of the door asks for."""
         service, metrics = self._server.service, self._server.metrics
         if isinstance(message, Submit):
-            self._submit(message)
+            request = self._server.with_defaults(message.request)
+            if request.sampling.guide is None:
+                self._submit(message, request, lambda on_output: service.submit(request, on_output))
+            else:
+                self._guided[message.number] = asyncio.create_task(self._submit_guided(message, request))
         elif isinstance(message, Cancel):
-            if message.number in self._handles:
+            if message.number in self._guided:
+                self._guided.pop(message.number).cancel()
+                self.send_outputs([(message.number, StepOutput(message.number, finish_reason=FinishReason.CANCELLED))])
+            elif message.number in self._handles:
                 service.cancel(self._handles[message.number])
         elif isinstance(message, Refused):
             metrics.refused(message.code, message.count)
@@ -123,9 +133,21 @@ class Door:
         else:
             self.send(Metrics(message.number, metrics.text()))
 
-    def _submit(self, message: Submit) -> None:
+    async def _submit_guided(self, message: Submit, request: Request) -> None:
+        """Submit a request whose guide has to be compiled first: in a thread, because other requests must not wait for it."""
+        service, began = self._server.service, time.monotonic()
+        compiled = asyncio.ensure_future(
+            self._server.compilers.run(lambda: service.engine.prepare(after(request, time.monotonic() - began)))
+        )
+        try:
+            await asyncio.wait((compiled,))
+        finally:
+            compiled.cancel()
+        self._guided.pop(message.number, None)
+        self._submit(message, request, lambda on_output: service.start(compiled.result(), on_output))
+
+    def _submit(self, message: Submit, request: Request, submit: Callable[[Callback], int]) -> None:
         server, number = self._server, message.number
-        request = server.with_defaults(message.request)
         span = None if server.tracer is None else server.tracer.start(request, message.trace)
 
         def on_output(output: StepOutput) -> None:
@@ -135,7 +157,7 @@ class Door:
             server.outbox.put(self, number, output)
 
         try:
-            self._handles[number] = server.service.submit(request, on_output)
+            self._handles[number] = submit(on_output)
         except Exception as error:
             if not isinstance(error, KvseekError):
                 logger.exception("a request could not be submitted")
@@ -148,6 +170,8 @@ class Door:
 
     def leave(self) -> None:
         """Cancel all requests of a door that has gone, because nobody waits for them."""
+        for task in self._guided.values():
+            task.cancel()
         for handle in self._handles.values():
             self._server.service.cancel(handle)
         self._writer.close()
@@ -192,6 +216,8 @@ class EngineServer:
     ) -> None:
         self.service, self.settings, self.metrics, self.tracer = service, settings, metrics, tracer
         self.outbox = Outbox(asyncio.get_running_loop())
+        waiting = settings.max_queue_size + service.config.max_batch_size
+        self.compilers = Workers(1, "compile-guides", waiting, "compiled")  # one: more would take the engine's cores
         self._loop = asyncio.get_running_loop()
         self._decoder = msgspec.msgpack.Decoder(FromDoor)
         self._draining = False

@@ -60,7 +60,6 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
     "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
-    "response_format": ({"type": "text"},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template": (),

@@ -16,6 +16,7 @@ from kvseek.server.requests.generations import CodedError
 from .errors import FieldError
 from .parameters import MAX_CHOICES, Parameters, require
 from .prompts import TOO_LONG
+from .response_format import read_guide
 
 # OpenAI knows two reasons for which a complete text ends. A time limit cuts a text off, as max_tokens does.
 REASONS = {
@@ -89,7 +90,8 @@ def make_choices(
     Tokenises, which may take long. Raises RequestError on any body that cannot be served.
     """
     parameters.check()
-    stop, sampling = parameters.stop_words(), parameters.sampling(tokenizer, body.top())
+    stop, guide = parameters.stop_words(), read_guide(parameters.response_format)
+    sampling = replace(parameters.sampling(tokenizer, body.top()), guide=guide)
     ends, streaming = parameters.end_ids(config), bool(parameters.stream)
     _check_tokens("stop_token_ids", ends, config)
     _check_tokens("logit_bias", [token for token, _ in sampling.logit_bias], config)

@@ -87,7 +87,6 @@ def read_prompts(raw: msgspec.Raw) -> list[str] | list[list[int]]:
 COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
     "echo": (False,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "prompt_embeds": (),
 }
 COMPLETION_FORMAT = BodyFormat(CompletionBody, "prompt", COMPLETION_NEUTRAL, WITHOUT_EFFECT)

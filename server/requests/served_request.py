@@ -48,8 +48,8 @@ def after(request: Request, seconds: float) -> Request:
         return request
     if seconds >= limit:
         raise TimeoutExpiredError(
-            f"timeout = {limit:g} s: passed before the request was tokenised, after {seconds:.1f} s; send it again later, "
-            "or with a longer timeout"
+            f"timeout = {limit:g} s: passed before the request was tokenised or its guide compiled, after {seconds:.1f} s; "
+            "send it again later, or with a longer timeout"
         )
     return replace(request, timeout_seconds=limit - seconds)
 

@@ -15,6 +15,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from kvseek.core.errors import RequestError
+from kvseek.core.guide import Guide, GuideType
 from kvseek.core.request import DEFAULT_PRIORITY, MAX_SEED, Request, SamplingParams
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -121,6 +122,7 @@ def sampling_params(
             bad_words=bad_words,
             logit_bias=logit_bias,
             logprobs=0 if scalar(tensors, "return_log_probs", False) else None,
+            guide=_guide(tensors),
         )
         return dataclasses.replace(params, temperature=0.0, top_k=0) if greedy else params
     except RequestError as error:  # it has the engine's names, clients know those of the inputs
@@ -128,6 +130,17 @@ def sampling_params(
             if str(error).startswith(f"{own} ="):
                 raise RequestError(f"{name}{str(error)[len(own) :]}") from None
         raise
+
+
+def _guide(tensors: Tensors) -> Guide | None:
+    """Read what the output has to follow, if anything; empty texts are the same as absent ones."""
+    kind, guide = (
+        text(scalar(tensors, name, ""), name) for name in ("guided_decoding_guide_type", "guided_decoding_guide")
+    )
+    if guide and not kind:
+        wanted = ", ".join(GuideType)
+        raise RequestError(f"guided_decoding_guide_type is missing: must be one of {wanted}; say what the guide is")
+    return Guide(GuideType(kind) if kind in list(GuideType) else kind, guide) if kind else None  # type: ignore[arg-type]
 
 
 def sequences(tensors: Tensors) -> int:

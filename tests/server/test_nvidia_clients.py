@@ -118,11 +118,17 @@ def test_flags_of_the_text_client(server: RunningServer, flags: tuple[str, ...])
         assert re.findall(r"kv_cache_alloc_total_blocks: (\d+)", output)[-1] == "0", "the prompt fits into the window"
 
 
+def test_guided_decoding(server: RunningServer) -> None:
+    guide = ("--guided-decoding-guide-type", "json_schema", "--guided-decoding-guide", '{"enum": ["a ship", "a port"]}')
+    output = run(server, TEXT_CLIENT, "-p", PROMPT, "-o", "20", "--exclude-input-in-output", *guide)
+    assert '"a ship"' in output or '"a port"' in output
+
+
 def test_unsupported_flags_are_refused_by_name(server: RunningServer) -> None:
     command = [sys.executable, str(CLIENTS / TEXT_CLIENT), "-u", server.grpc_url, "-p", PROMPT]
     for flags, name in (
         (["-b", "2"], "beam_width = 2"),
-        (["--guided-decoding-guide-type", "json"], "guided_decoding_guide_type"),
+        (["--guided-decoding-guide-type", "xml"], "guided_decoding_guide_type = 'xml'"),
     ):
         done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=SECONDS, check=False)
         assert f"{name}" in done.stdout

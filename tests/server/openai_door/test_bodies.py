@@ -25,6 +25,13 @@ from kvseek.server.openai_door.prompts import message_texts, read_messages
 HELLO = [{"role": "user", "content": "the light was lit"}]
 
 
+def formed(json_schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": json_schema}
+
+
+FORMAT = formed({"name": "port", "schema": {"enum": ["é", 1]}, "strict": True, "description": "a port"})
+
+
 @pytest.fixture(scope="module")
 def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
     limits = ("--max_batch_size", "2", "--max_seq_len", "200", "--max_input_len", "120")
@@ -243,7 +250,31 @@ def test_faults_of_both_endpoints_are_named(
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", r"must be in \[0, 20\]"),
         ({"logprobs": 3}, "logprobs", "got `int`"),
         ({"tools": [{"type": "function"}]}, "tools", "kvseek does not support it"),
-        ({"response_format": {"type": "xml"}}, "response_format", "kvseek does not support it"),
+        ({"response_format": {"type": "xml"}}, "response_format", "Invalid enum value 'xml'"),
+        ({"response_format": "text"}, "response_format", "Expected `object`, got `str`"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "there if type is json_schema"),
+        (
+            {"response_format": {"type": "text", "json_schema": {"name": "a"}}},
+            "response_format.json_schema",
+            "only then",
+        ),
+        (
+            {"response_format": FORMAT | {"shape": 1}},
+            "response_format",
+            "response_format.shape: there is no such field",
+        ),
+        ({"response_format": formed({"name": "a"})}, "response_format.json_schema.schema", "must be an object"),
+        ({"response_format": formed({"schema": {}})}, "response_format", "missing required field `name`"),
+        (
+            {"response_format": formed({"name": "a", "schema": []})},
+            "response_format.json_schema.schema",
+            "must be an object",
+        ),
+        (
+            {"response_format": formed({"name": "a", "schema": {"enum": ["a" * 70_000]}})},
+            "response_format.json_schema.schema",
+            "<= 65536",
+        ),
         ({"prompt": "x"}, "prompt", "there is no such field"),
     ],
 )
@@ -283,6 +314,23 @@ def test_faults_of_chats_are_named(reader: Reader, fields: dict[str, Any], param
 def test_faults_of_completions_are_named(reader: Reader, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(FieldError, match=message):
         reader.complete(**fields)
+
+
+def test_response_formats_reach_the_engine(reader: Reader) -> None:
+    for given, kind, text in (
+        (None, None, None),
+        ({"type": "text"}, None, None),
+        ({"type": "json_object"}, "json_schema", {"type": "object"}),
+        (FORMAT, "json_schema", {"enum": ["é", 1]}),
+    ):
+        for choice in (*reader.chat(response_format=given, n=2), *reader.complete(response_format=given)):
+            guide = choice.request.sampling.guide
+            assert (guide and guide.type) == kind
+            assert guide is None or json.loads(guide.guide) == text
+    with pytest.raises(RequestError) as caught:
+        reader.chat(response_format=FORMAT, ignore_eos=True)
+    param, message = refused(caught.value)
+    assert (param, message[:45]) == ("response_format", "response_format: needs a token that ends the ")
 
 
 @pytest.mark.parametrize(
