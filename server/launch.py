@@ -240,6 +240,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, kind, text in (
         ("max_queue_size", int, "requests that may wait; further ones are refused"),
         ("max_num_tokens", int, "prompt tokens that one step of the engine reads at most"),
+        ("max_logits", int, "logits (context and generation logits) that a request may ask for, 4 bytes each"),
         ("default_timeout", float, "seconds that a request may take if it does not say itself"),
         ("drain_seconds", float, "seconds that requests may go on after SIGTERM"),
         ("restarts", int, "how often in a row a process that has died is started again"),

@@ -11,6 +11,7 @@ from kvseek.core.request import MAX_TIMEOUT_SECONDS
 from .errors import ServerError
 
 MAX_NAME_CHARACTERS = 256
+MAX_MAX_LOGITS = 1 << 28  # 1 GiB: a message of gRPC has at most twice as many bytes
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class ServeSettings:
         Requests that may wait for a slot; further ones are refused at once.
     max_num_tokens : int
         Prompt tokens that one step of the engine reads at most.
+    max_logits : int
+        Logits, numbers of 4 bytes, that one request may ask for; 0 refuses all such requests.
     default_timeout : float or None
         Seconds that a request may take if it does not say itself; None: no limit.
     drain_seconds : float
@@ -42,6 +45,7 @@ class ServeSettings:
     threads: int | None = None
     max_queue_size: int = 256
     max_num_tokens: int = 8192
+    max_logits: int = 1 << 26
     default_timeout: float | None = None
     drain_seconds: float = 20.0
     restarts: int = 5
@@ -53,6 +57,10 @@ class ServeSettings:
         _require(self.threads is None or self.threads >= 1, "threads", self.threads, ">= 1", "or leave it out")
         _require(self.max_queue_size >= 1, "max_queue_size", self.max_queue_size, ">= 1", "256 is the default")
         _require(self.max_num_tokens >= 1, "max_num_tokens", self.max_num_tokens, ">= 1", "8192 is the default")
+        limit = f"in [0, {MAX_MAX_LOGITS}]"
+        _require(
+            0 <= self.max_logits <= MAX_MAX_LOGITS, "max_logits", self.max_logits, limit, "67108864 is the default"
+        )
         seconds = self.default_timeout
         within = seconds is None or 0 < seconds <= MAX_TIMEOUT_SECONDS
         limit = f"> 0 and <= {MAX_TIMEOUT_SECONDS:.0f}, a week"

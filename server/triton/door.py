@@ -40,6 +40,8 @@ OUTPUT_DTYPES = {
     "prefill_progress": np.float32,
     "cum_log_probs": np.float32,
     "output_log_probs": np.float32,
+    "context_logits": np.float32,
+    "generation_logits": np.float32,
     "batch_index": np.int32,
     "sequence_index": np.int32,
     "kv_cache_alloc_new_blocks": np.int32,
@@ -127,8 +129,13 @@ class Stream:
 
 
 def as_tensor(name: str, value: Any) -> np.ndarray[Any, Any]:
-    """Make the array of an output for Triton, of TensorRT-LLM's shape: [1, 1, n] for LISTS, [1] for text, else [1, 1]."""
+    """Make the array of an output for Triton, of TensorRT-LLM's shape.
+
+    [1, 1, n] for LISTS, [1] for text, [1, ...] for what is an array already, else [1, 1].
+    """
     dtype: Any = OUTPUT_DTYPES[name]
+    if isinstance(value, np.ndarray):
+        return value.astype(dtype, copy=False)[None]
     if name in LISTS:
         return np.asarray(value, dtype=dtype).reshape(1, 1, -1)
     array = np.array([[str(value).encode("utf-8") if dtype is object else value]], dtype=dtype)
