@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Protocol
 
 from kvseek.core.config import EngineConfig
@@ -152,7 +151,7 @@ def make_choices(
             timeout_seconds=parameters.timeout,
         )
         request.validate(config)
-        echo = None if echoes is None else Echo(echoes[index], () if top is None else _offsets(tokenizer, prompt))
+        echo = None if echoes is None else Echo(echoes[index], () if top is None else tokenizer.offsets(prompt))
         for number in range(parameters.choices):
             own = replace(request, sampling=_seeded(request.sampling, number))
             choices.append(Choice(own, tokenizer, stop, streaming, echo))
@@ -174,12 +173,6 @@ def _check_prompt_logprobs(count: int) -> None:
     require(
         few, "logprobs", f"{count:,} log probabilities", limit, "ask for fewer likeliest tokens, or send fewer prompts"
     )
-
-
-def _offsets(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
-    """Return the length of a prompt's text before each of its tokens."""
-    text = tokenizer.stream()
-    return list(accumulate((len(text.push(token)) for token in prompt[:-1]), initial=0))
 
 
 def _limit(body: Body, prompt_tokens: int, config: EngineConfig, least: int) -> int:

@@ -74,7 +74,16 @@ def evaluate(
     model = OpenAI(base_url=server.openai_url, api_key="none").models.list().data[0].id
     target = ",".join((f"model={model},base_url={server.openai_url}/completions,num_concurrent=2", *arguments))
     command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--tasks", "tiny"]
-    command += ["--model_args", target, "--include_path", str(folder), "--output_path", str(folder / "results")]
+    command += [
+        "--model_args",
+        target,
+        "--batch_size",
+        "2",
+        "--include_path",
+        str(folder),
+        "--output_path",
+        str(folder / "results"),
+    ]
     own = {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none"}
     done = subprocess.run(
         [*command, "--log_samples"], env={**os.environ, **own}, capture_output=True, text=True, timeout=400, check=False
@@ -118,7 +127,7 @@ def test_a_multiple_choice_task(server: RunningServer, model_folder: Path, tmp_p
     best = [values.index(max(values)) for values in expected]
     answers = [*best[:-1], (best[-1] + 1) % 3]  # the last one is wrong on purpose
     rows = [{"question": q, "choices": choices, "answer": a} for q, a in zip(QUESTIONS, answers, strict=True)]
-    scores, samples = evaluate(server, tmp_path, CHOOSE, rows, f"tokenizer={model_folder}", "batch_size=2")
+    scores, samples = evaluate(server, tmp_path, CHOOSE, rows, f"tokenizer={model_folder}")
     assert scores["acc,none"] == pytest.approx(2 / 3)
     found = [[float(one[0]) for one in sample["filtered_resps"]] for sample in samples]
     for own, wanted in zip(found, expected, strict=True):
