@@ -48,6 +48,8 @@ class SamplingParams:
     logprobs : int or None
         Return the log probability of every generated token, and of so many likeliest tokens, at most 20, as the model gives
         them before any of these parameters changes them.
+    prompt_logprobs : int or None
+        The same for every token of the prompt but the first. With it `max_tokens` may be 0.
 
     Raises
     ------
@@ -71,6 +73,7 @@ class SamplingParams:
     bad_words: str | Sequence[str] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         """Refuse unknown parameters by name; Python's own TypeError would not list the known ones."""

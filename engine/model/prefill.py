@@ -24,7 +24,9 @@ TakeLogits = Callable[[int, Tensor], None]
 token's position."""
 Takers = Mapping[int, TakeLogits]  # by slot
 NO_TAKERS: Takers = {}
-PIECE_LOGITS = 1 << 22  # most logits that are computed at once: 16 MiB, less than the activations of a chunk take
+PIECE_LOGITS = (
+    1 << 22
+)  # most logits that are computed at once: 16 MiB, for which RESERVE_BYTES of activation_memory.py has room
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ def test_batches_and_sequences(server: RunningServer, engine: Engine) -> None:
     "flags",
     [
         ("--return-log-probs",),
+        ("--return-context-logits", "--return-generation-logits", "--verbose"),
         ("--presence-penalty", "0.5"),
         ("--frequency-penalty", "0.5", "--repetition-penalty", "1.1"),
         ("--stop-words", " dog", "--bad-words", " fox", " cat"),
@@ -108,6 +109,9 @@ def test_flags_of_the_text_client(server: RunningServer, flags: tuple[str, ...])
     output = run(server, TEXT_CLIENT, "-p", PROMPT, "-o", "6", *flags)
     if "--return-log-probs" in flags:
         assert "output_log_probs.shape: (1, 1, 6)" in output
+    if "--return-context-logits" in flags:
+        assert re.search(r"context_logits.shape: \(1, \d+, 384\)", output)
+        assert "generation_logits.shape: (1, 1, 6, 384)" in output
     if "--return-perf-metrics" in flags:
         found = {
             name: int(value) for name, value in re.findall(r"(\w+_time_ns): (\d+)", output)
