@@ -54,6 +54,12 @@ class SamplingParams:
     guide : Guide or None
         The text follows this guide. End tokens are drawn exactly when it is complete, also before `min_tokens` if no other token
         may follow then.
+    prompt_logprobs : int or None
+        The same of every token of the prompt but the first, which nothing precedes.
+    return_context_logits : bool
+        Return the model's logits at every token of the prompt.
+    return_generation_logits : bool
+        Return the model's logits from which each token is drawn, before anything here changes them.
     """
 
     temperature: float = 0.0
@@ -69,6 +75,9 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     guide: Guide | None = None
+    prompt_logprobs: int | None = None
+    return_context_logits: bool = False
+    return_generation_logits: bool = False
 
     def __post_init__(self) -> None:
         finite = math.isfinite(self.temperature) and self.temperature >= 0
@@ -92,14 +101,22 @@ class SamplingParams:
         _require(count <= MAX_BIASED_TOKENS, "logit_bias", f"{count} tokens", limit, "send fewer")
         for token, bias in self.logit_bias:
             _require(abs(bias) <= MAX_PENALTY, f"logit_bias of token {token}", bias, within, "0 is no bias")
-        fits = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
-        _require(fits, "logprobs", self.logprobs, f"in [0, {MAX_LOGPROBS}]", "0 is the token's own alone")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            fits = value is None or 0 <= value <= MAX_LOGPROBS
+            _require(fits, name, value, f"in [0, {MAX_LOGPROBS}]", "0 is the token's own alone")
 
     @property
     def needs_logits(self) -> bool:
         """Whether something changes the logits, or they are asked for: then the largest is not enough at temperature 0."""
         changed = (self.presence_penalty, self.frequency_penalty, self.min_tokens, self.bad_words, self.logit_bias)
-        return self.repetition_penalty != 1 or any(changed) or self.logprobs is not None or self.guide is not None
+        told = self.logprobs is not None or self.return_generation_logits
+        return self.repetition_penalty != 1 or any(changed) or told or self.guide is not None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the logits of all tokens of the prompt are asked for, or what follows from them."""
+        return self.prompt_logprobs is not None or self.return_context_logits
 
 
 @dataclass(frozen=True)
@@ -107,6 +124,7 @@ class Request:
     """One generation request, in token ids.
 
     `end_id` ends the request when drawn and is not part of the output; None: only max_tokens and stop words end it.
+    `max_tokens` may be 0 if log probabilities or logits of the prompt are asked for: then nothing is generated.
     `stop_words` are token sequences; output that ends with one stops there (the stop word stays in the output's token ids).
     `priority`, 0 to 255: of the requests that wait, those with the larger number start first, as in TensorRT-LLM
     (engine/schedule/queue.py). `timeout_seconds` counts from submission and is at most a week: when it has passed, a waiting
@@ -129,7 +147,8 @@ class Request:
         _require(
             n <= config.max_input_len, "input_lengths", n, limit, "shorten it or build with a larger max_input_len"
         )
-        _require(self.max_tokens >= 1, "max_tokens (request_output_len)", self.max_tokens, ">= 1", "ask for a token")
+        limit, least = (">= 0", 0) if self.sampling.scores_prompt else (">= 1", 1)
+        _require(self.max_tokens >= least, "max_tokens (request_output_len)", self.max_tokens, limit, "ask for a token")
         limit = f"<= max_seq_len = {config.max_seq_len} together with the prompt of {n} tokens"
         fits = n + self.max_tokens <= config.max_seq_len
         _require(fits, "max_tokens (request_output_len)", self.max_tokens, limit, "ask for fewer tokens")
@@ -156,6 +175,11 @@ class Request:
         limit = f"> 0 and <= {MAX_TIMEOUT_SECONDS:.0f} s, a week"
         _require(within, "timeout", seconds, limit, "leave it out for no limit")
 
+    def logits(self, vocabulary: int) -> int:
+        """Count the logits, numbers of 4 bytes each, that the request asks for at most."""
+        prompt = len(self.prompt_ids) if self.sampling.return_context_logits else 0
+        return (prompt + (self.max_tokens if self.sampling.return_generation_logits else 0)) * vocabulary
+
 
 class FinishReason(StrEnum):
     """Why a request ended."""
@@ -173,7 +197,8 @@ class FinishReason(StrEnum):
 class LogProbs:
     """Natural logarithms of the probabilities that the model's logits give a token.
 
-    `token` is that of the token that was drawn; `top` are the likeliest tokens, likeliest first, as (token id, log probability).
+    `token` is that of the token that was drawn, or that the prompt has; `top` are the likeliest tokens, likeliest first, as
+    (token id, log probability).
     """
 
     token: float
@@ -187,6 +212,17 @@ class StepOutput:
     `token_id` is None when the step gave no token (prefill progress; end by end_id, cancellation or error).
     The step's attention read `attended_tokens` of the request's `cached_tokens` per KV head, averaged over the layers; both
     are 0 for the first token, which prefill computes densely. `logprobs` come with a token, if the request asked for them.
+
+    What a request asks of its prompt comes in pieces, with outputs that have no token: `prompt_logprobs` of consecutive tokens,
+    beginning with the second, and `context_logits` of consecutive tokens, beginning with the first.
+
+    Attributes
+    ----------
+    end_id : int or None
+        The end token that ended the request. It is not part of the output, but `logprobs` are its own.
+    context_logits, generation_logits : bytes
+        Logits, float32 [tokens, vocabulary] in the byte order of the machine: at tokens of the prompt; from which the token
+        was drawn.
     """
 
     request_id: int
@@ -199,3 +235,7 @@ class StepOutput:
     error: str = ""  # with FinishReason.ERROR
     code: ErrorCode = ErrorCode.INTERNAL  # with FinishReason.ERROR
     logprobs: LogProbs | None = None
+    end_id: int | None = None  # with FinishReason.END_ID
+    prompt_logprobs: tuple[LogProbs, ...] = ()
+    context_logits: bytes = b""
+    generation_logits: bytes = b""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import CapacityError, ConfigError, ErrorCode, SamplingError
+from kvseek.core.errors import CapacityError, ConfigError, ErrorCode, RequestError, SamplingError
 from kvseek.core.manifest import verify
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics, StepReport
@@ -21,6 +21,7 @@ from kvseek.engine.cache.usage import CacheUsage, UsageMeter
 from kvseek.engine.loading.load import load_decoder
 from kvseek.engine.schedule.endings import ended, expired, failed
 from kvseek.engine.schedule.guides import Guides
+from kvseek.engine.schedule.prompt_scores import PromptScores
 from kvseek.engine.schedule.queue import RequestQueue
 from kvseek.engine.schedule.reading import PromptReader, Reading
 from kvseek.engine.schedule.sampling import Sampler, accept
@@ -147,6 +148,11 @@ class Engine:
                 f"prompt and max_tokens = {tokens} tokens need {needed} extents of the row pool, it has {capacity}; "
                 "shorten the request or build with a larger cache.kv_cache_host_memory_bytes"
             )
+        if request.sampling.scores_prompt and not self.decoder.model.scores_prompts:
+            raise RequestError(
+                f"prompt_logprobs, return_context_logits: an engine of runtime {self.config.runtime} does not compute the logits "
+                "of a prompt; leave them out, or build with --runtime torch"
+            )
 
     def prepare(self, request: Request) -> Sequence:
         """Make the sequence of a request, for `enqueue`; raises as `check`. Safe from any thread.
@@ -155,10 +161,10 @@ class Engine:
         """
         self.check(request)
         guide = None if request.sampling.guide is None else self._guides.matcher(request.sampling.guide)
-        sampler = Sampler(request, self.config.model.vocab_size, guide)
-        return Sequence(
-            next(self._ids), request, sampler, RequestStatistics(len(request.prompt_ids), time.perf_counter())
-        )
+        sampler, request_id = Sampler(request, self.config.model.vocab_size, guide), next(self._ids)
+        statistics = RequestStatistics(len(request.prompt_ids), time.perf_counter())
+        scores = PromptScores(request_id, request) if request.sampling.scores_prompt else None
+        return Sequence(request_id, request, sampler, statistics, scores=scores)
 
     def enqueue(self, sequence: Sequence) -> None:
         """Put a prepared request into the queue; raises QueueFullError. Safe from any thread."""
@@ -238,12 +244,16 @@ class Engine:
         return outputs
 
     def _outputs_of(self, reading: Reading) -> list[StepOutput]:
+        sequence = reading.sequence
         if reading.error is not None:
-            return [self._fail(reading.sequence, reading.error)]
-        progress = StepOutput(reading.sequence.request_id, prefill_progress=reading.progress)
-        if reading.logits is None:
-            return [progress]
-        return [progress, self._take_token(reading.sequence, reading.logits, 0.0)]
+            return [self._fail(sequence, reading.error)]
+        told = [] if sequence.scores is None else sequence.scores.pop(reading.progress)
+        outputs = told or [StepOutput(sequence.request_id, prefill_progress=reading.progress)]
+        if reading.logits is not None and sequence.request.max_tokens == 0:
+            outputs.append(self._end(sequence, ended(sequence, FinishReason.LENGTH)))
+        elif reading.logits is not None:
+            outputs.append(self._take_token(sequence, reading.logits, 0.0))
+        return outputs
 
     def _decode(self, sequences: list[Sequence]) -> list[StepOutput]:
         tokens, slots = [s.generated[-1] for s in sequences], [s.slot for s in sequences]
@@ -272,10 +282,10 @@ class Engine:
         except Exception as error:  # the model's numbers, such as NaN, allow no token
             return self._fail(sequence, error)
         statistics, cached = sequence.statistics, self._cache.tokens[sequence.slot] if attended else 0
-        logprobs = sequence.sampler.logprobs
+        logprobs, logits = sequence.sampler.logprobs, sequence.sampler.generation_logits
         statistics.record_token(cached, attended)
         if token in sequence.request.end_ids:
-            return self._end(sequence, ended(sequence, FinishReason.END_ID, None, cached, attended))
+            return self._end(sequence, ended(sequence, FinishReason.END_ID, None, cached, attended, logprobs, token))
         sequence.generated.append(token)
         reason = self._finish_reason(sequence)
         if reason is None:
@@ -287,8 +297,10 @@ class Engine:
                 attended_tokens=attended,
                 statistics=first,
                 logprobs=logprobs,
+                generation_logits=logits,
             )
-        return self._end(sequence, ended(sequence, reason, token, cached, attended, logprobs))
+        last = ended(sequence, reason, token, cached, attended, logprobs, generation_logits=logits)
+        return self._end(sequence, last)
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         generated, request = sequence.generated, sequence.request

@@ -51,6 +51,8 @@ class SamplingParams:
         them before any of these parameters changes them.
     guide : Guide or None
         The output's text follows this JSON schema, regular expression or grammar, unless `max_tokens` or `stop` cuts it off.
+    prompt_logprobs : int or None
+        The same for every token of the prompt but the first. With it `max_tokens` may be 0.
 
     Raises
     ------
@@ -75,6 +77,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     logprobs: int | None = None
     guide: Guide | None = None
+    prompt_logprobs: int | None = None
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         """Refuse unknown parameters by name; Python's own TypeError would not list the known ones."""

@@ -14,12 +14,14 @@ from .errors import ServerError
 from .requests.layouts import INFLIGHT_BATCHER_LLM, LAYOUTS
 
 MAX_NAME_CHARACTERS = 256
+MAX_MAX_LOGITS = 1 << 28  # 1 GiB: a message of gRPC has at most twice as many bytes
 Flags = Mapping[str, tuple[type, str]]  # name of a setting → its type, and the help of its flag
 ENGINE_FLAGS: Flags = {
     "layout": (str, f"which of TensorRT-LLM's model repositories clients find: {' or '.join(LAYOUTS)}"),
     "threads": (int, "CPU threads of the engine"),
     "max_queue_size": (int, "requests that may wait; further ones are refused"),
     "max_num_tokens": (int, "prompt tokens that one step of the engine reads at most"),
+    "max_logits": (int, "logits (context and generation logits) that a request may ask for, 4 bytes each"),
     "default_timeout": (float, "seconds that a request may take if it does not say itself"),
     "otlp_endpoint": (str, "OpenTelemetry collector (OTLP over HTTP) for a span of every request"),
 }
@@ -49,6 +51,8 @@ class ServeSettings:
         Requests that may wait for a slot; further ones are refused at once.
     max_num_tokens : int
         Prompt tokens that one step of the engine reads at most.
+    max_logits : int
+        Logits, numbers of 4 bytes, that one request may ask for; 0 refuses all such requests.
     default_timeout : float or None
         Seconds that a request may take if it does not say itself; None: no limit.
     drain_seconds : float
@@ -67,6 +71,7 @@ class ServeSettings:
     threads: int | None = None
     max_queue_size: int = 256
     max_num_tokens: int = 8192
+    max_logits: int = 1 << 26
     default_timeout: float | None = None
     drain_seconds: float = 20.0
     restarts: int = 5
@@ -80,6 +85,10 @@ class ServeSettings:
         _require(self.threads is None or self.threads >= 1, "threads", self.threads, ">= 1", "or leave it out")
         _require(self.max_queue_size >= 1, "max_queue_size", self.max_queue_size, ">= 1", "256 is the default")
         _require(self.max_num_tokens >= 1, "max_num_tokens", self.max_num_tokens, ">= 1", "8192 is the default")
+        limit = f"in [0, {MAX_MAX_LOGITS}]"
+        _require(
+            0 <= self.max_logits <= MAX_MAX_LOGITS, "max_logits", self.max_logits, limit, "67108864 is the default"
+        )
         seconds = self.default_timeout
         within = seconds is None or 0 < seconds <= MAX_TIMEOUT_SECONDS
         limit = f"> 0 and <= {MAX_TIMEOUT_SECONDS:.0f}, a week"

@@ -149,6 +149,19 @@ def test_log_probabilities_and_what_changes_logits(llm: LLM) -> None:
         (i, one.token) for i, one in zip(told.token_ids, told.logprobs, strict=True)
     ]
     assert all(len(one.top) == 2 and one.token <= 0 for one in told.logprobs)
+    assert told.prompt_logprobs is None
+    scored, alone = llm.generate(
+        [PROMPTS[0]] * 2, [replace(GREEDY, prompt_logprobs=1), SamplingParams(prompt_logprobs=1, max_tokens=0)]
+    )
+    assert scored.token_ids == plain.token_ids
+    assert scored.prompt_logprobs is not None
+    assert [one is None for one in scored.prompt_logprobs] == [i == 0 for i in range(len(scored.prompt_token_ids))]
+    assert all(one is None or one.token <= one.top[0][1] for one in scored.prompt_logprobs)
+    assert (alone.token_ids, alone.finish_reason, len(alone.prompt_logprobs or ())) == (
+        (),
+        "length",
+        len(scored.prompt_logprobs),
+    )
     first = plain.token_ids[0]
     (biased,) = llm.generate([PROMPTS[0]], replace(GREEDY, logit_bias={first: -100.0}))
     assert first not in biased.token_ids

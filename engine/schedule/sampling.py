@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,7 @@ class Sampler:
         self._counts: Tensor | None = None
         self._biases: tuple[Tensor, Tensor] | None = None  # token ids, and what is added to the logit of each
         self._logprobs: LogProbs | None = None
+        self._logits = b""
 
     @property
     def greedy(self) -> bool:
@@ -45,6 +48,11 @@ class Sampler:
     def logprobs(self) -> LogProbs | None:
         """Log probabilities of the last token, if the request asks for them."""
         return self._logprobs
+
+    @property
+    def generation_logits(self) -> bytes:
+        """Logits from which the last token was drawn, float32 [vocabulary]; empty unless the request asks for them."""
+        return self._logits
 
     @torch.inference_mode()
     def sample(self, logits: Tensor) -> int:
@@ -74,7 +82,9 @@ class Sampler:
             token = self._draw(scores)
         drawn = int(token)
         if self.params.logprobs is not None:
-            self._logprobs = log_probabilities(logits, drawn, self.params.logprobs)
+            (self._logprobs,) = log_probabilities(logits[None], [drawn], self.params.logprobs)
+        if self.params.return_generation_logits:
+            self._logits = logits.numpy().tobytes()
         self._note(drawn)
         return drawn
 
@@ -131,11 +141,15 @@ class Sampler:
         return ids[torch.searchsorted(cumulative, target, right=True)]
 
 
-def log_probabilities(logits: Tensor, token: int, count: int) -> LogProbs:
-    """Compute the log probabilities of a token and of the `count` likeliest, for float32 logits [vocabulary]."""
-    values = logits.log_softmax(dim=0)
-    best, ids = values.topk(min(count, values.shape[0]))
-    return LogProbs(float(values[token]), tuple(zip(ids.tolist(), best.tolist(), strict=True)))
+def log_probabilities(logits: Tensor, tokens: Sequence[int], count: int) -> tuple[LogProbs, ...]:
+    """Compute log probabilities: row i of float32 logits [n, vocabulary] gives those of tokens[i] and the `count` likeliest."""
+    values = logits.log_softmax(dim=1)
+    own = values.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+    best, ids = values.topk(min(count, values.shape[1]), dim=1)
+    likeliest = zip(ids.tolist(), best.tolist(), strict=True)
+    return tuple(
+        LogProbs(value, tuple(zip(*top, strict=True))) for value, top in zip(own.tolist(), likeliest, strict=True)
+    )
 
 
 def greedy_token(logits: Tensor) -> int:

@@ -45,10 +45,12 @@ from kvseek.server.requests.served_request import after
 from kvseek.server.requests.status import INTERNAL
 from kvseek.server.settings import ServeSettings
 
+from .logits_room import LogitsRoom
 from .metrics import EngineMetrics
 from .tracing import RequestTracer
 
-UNREAD_BYTES = 64 << 20  # most bytes that a door may leave unread; with more it counts as dead
+UNREAD_BYTES = 64 << 20  # most bytes, logits apart, that a door may leave unread; with more it counts as dead
+FRAME_BYTES = 16 << 20  # bytes of logits after which a message ends, long before it could be too large
 STATUS_FAILED = 3  # exit status when the engine has failed: every further call would fail too
 STATUS_HUNG = 4  # exit status when the engine's loop has stopped
 HUNG_SECONDS = (
@@ -93,23 +95,33 @@ class Door:
         self._server, self._writer = server, writer
         self._handles: dict[int, int] = {}  # the door's number of a request → the service's handle
         self._guided: dict[int, asyncio.Task[None]] = {}  # requests whose guides are being compiled, by number
+        self._room = LogitsRoom(server.service.config.model.vocab_size, server.settings.max_logits)
 
     def send(self, message: FromEngine) -> None:
         """Send a message, unless the door has gone; a door that has stopped reading is disconnected."""
         if self._writer.is_closing():  # uvloop raises on a write then, and outputs of other doors would be lost
             return
-        if self._writer.transport.get_write_buffer_size() > UNREAD_BYTES:
-            logger.error("a door has left %d bytes unread: it is disconnected", UNREAD_BYTES)
+        unread = self._unread()
+        if unread > UNREAD_BYTES + self._room.bytes:
+            logger.error("a door has left %d bytes unread: it is disconnected", unread)
             self._writer.transport.abort()
             return
         self._writer.write(frame(message))
 
     def send_outputs(self, outputs: list[tuple[int, StepOutput]]) -> None:
-        """Send outputs of the engine."""
+        """Send outputs of the engine, in several messages if they have many logits."""
+        logits, message = 0, list[tuple[int, StepOutput]]()
         for number, output in outputs:
             if output.finish_reason is not None:
                 self._handles.pop(number, None)
-        self.send(Outputs(outputs))
+                self._room.free(number)
+            message.append((number, output))
+            logits += len(output.context_logits) + len(output.generation_logits)
+            if logits >= FRAME_BYTES:
+                self.send(Outputs(message))
+                logits, message = 0, []
+        if message:
+            self.send(Outputs(message))
 
     def take(self, message: FromDoor) -> None:
         """Do what a message of the door asks for."""
@@ -157,6 +169,7 @@ class Door:
             server.outbox.put(self, number, output)
 
         try:
+            self._room.reserve(number, request, self._unread())
             self._handles[number] = submit(on_output)
         except Exception as error:
             if not isinstance(error, KvseekError):
@@ -167,6 +180,10 @@ class Door:
             if span is not None:
                 span.end(end)
             self.send_outputs([(number, end)])
+
+    def _unread(self) -> int:
+        """Return the bytes that the door has not read, without those that the system holds."""
+        return int(self._writer.transport.get_write_buffer_size())
 
     def leave(self) -> None:
         """Cancel all requests of a door that has gone, because nobody waits for them."""

@@ -9,6 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 import msgspec
+import numpy as np
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
@@ -137,6 +138,8 @@ def error_to_json(message: str) -> bytes:
 def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return str(value)  # an enum's value
+    if isinstance(value, np.ndarray):
+        return value.ravel().tolist()  # flat, as Triton writes tensors
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

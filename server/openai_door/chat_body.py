@@ -48,6 +48,10 @@ class ChatBody(Parameters, kw_only=True):
             return None
         return check_logprobs("top_logprobs", self.top_logprobs or 0)
 
+    def echoes(self, tokenizer: Tokenizer) -> list[str] | None:
+        """Return None: a chat's answer never repeats the conversation."""
+        return None
+
 
 CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
     "tools": ([],),

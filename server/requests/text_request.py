@@ -13,6 +13,7 @@ from kvseek.engine.text_output import TextOutput
 from kvseek.engine.tokenizer import Tokenizer
 
 from .log_probs import RunningLogProbs
+from .logits import RunningLogits
 from .perf_metrics import PerfMetrics
 from .translation import (
     MAX_STOP_WORDS,
@@ -60,9 +61,11 @@ class TextRequest:
         self._text = prompt if echo else ""
         self._output = TextOutput(tokenizer, stop_words)
         self._log_probs, self._metrics = RunningLogProbs(request), PerfMetrics(tensors)
+        self._logits = RunningLogits(request)
 
     def push(self, output: StepOutput) -> Iterator[dict[str, Any]]:
         """See ServedRequest."""
+        self._logits.push(output)
         if output.token_id is None and output.finish_reason is None:
             if self._wants["return_prefill_progress"]:
                 yield self._chunk("", "", output)
@@ -75,7 +78,7 @@ class TextRequest:
         reason = self._output.finish_reason
         self.ended = reason is FinishReason.STOP_WORD
         if self.streaming or reason is not None:
-            yield self._chunk(self._text, reason or "", output)
+            yield self._chunk(self._text, reason or "", output) | self._logits.take()
             if not self.repeats_text:
                 self._text = ""
 

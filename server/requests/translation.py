@@ -31,8 +31,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "beam_width": (1,),
     "len_penalty": (0.0, 1.0),
     "length_penalty": (0.0, 1.0),
-    "return_context_logits": (False,),
-    "return_generation_logits": (False,),
 }
 
 
@@ -123,6 +121,8 @@ def sampling_params(
             logit_bias=logit_bias,
             logprobs=0 if scalar(tensors, "return_log_probs", False) else None,
             guide=_guide(tensors),
+            return_context_logits=bool(scalar(tensors, "return_context_logits", False)),
+            return_generation_logits=bool(scalar(tensors, "return_generation_logits", False)),
         )
         return dataclasses.replace(params, temperature=0.0, top_k=0) if greedy else params
     except RequestError as error:  # it has the engine's names, clients know those of the inputs

@@ -18,6 +18,8 @@ OUTPUT_DTYPES = {
     "prefill_progress": np.float32,
     "cum_log_probs": np.float32,
     "output_log_probs": np.float32,
+    "context_logits": np.float32,
+    "generation_logits": np.float32,
     "batch_index": np.int32,
     "sequence_index": np.int32,
     "kv_cache_alloc_new_blocks": np.int32,
@@ -42,9 +44,12 @@ LISTS = ("output_ids", "output_log_probs")  # [1, 1, n]: request, beam, tokens
 def as_tensor(name: str, value: Any, batched: bool) -> np.ndarray[Any, Any]:
     """Make the array of an output for Triton, of TensorRT-LLM's shape.
 
-    That is [1, 1, n] for LISTS, [1] for text and for outputs of a model without a batch dimension, else [1, 1].
+    That is [1, 1, n] for LISTS, [1] for text and for outputs of a model without a batch dimension, [1, ...] for what is an array
+    already, else [1, 1].
     """
     dtype: Any = OUTPUT_DTYPES[name]
+    if isinstance(value, np.ndarray):
+        return value.astype(dtype, copy=False)[None]
     if name in LISTS:
         return np.asarray(value, dtype=dtype).reshape(1, 1, -1)
     array = np.array([[str(value).encode("utf-8") if dtype is object else value]], dtype=dtype)

@@ -96,6 +96,7 @@ def test_batches_and_sequences(server: RunningServer, engine: Engine) -> None:
             *("--return-log-probs", "--end-id", "2", "--pad-id", "0", "--request-id", "42"),
             *("--presence-penalty", "0.5", "--frequency-penalty", "0.5", "--repetition-penalty", "1.1"),
         ),
+        ("--return-context-logits", "--return-generation-logits", "--verbose"),
         (
             *("--stop-words", " dog", "--bad-words", " fox", " cat", "--overwrite-output-text", "-S"),
             *("--embedding-bias-words", " fox", "--embedding-bias-weights", "2.5"),
@@ -109,6 +110,9 @@ def test_flags_of_the_text_client(server: RunningServer, flags: tuple[str, ...])
     output = run(server, TEXT_CLIENT, "-p", PROMPT, "-o", "6", *flags)
     if "--return-log-probs" in flags:
         assert "output_log_probs.shape: (1, 1, 6)" in output
+    if "--return-context-logits" in flags:
+        assert re.search(r"context_logits.shape: \(1, \d+, 384\)", output)
+        assert "generation_logits.shape: (1, 1, 6, 384)" in output
     if "--return-perf-metrics" in flags:
         found = {
             name: int(value) for name, value in re.findall(r"(\w+_time_ns): (\d+)", output)

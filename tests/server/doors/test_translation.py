@@ -143,9 +143,16 @@ def test_stop_words_of_tokens_are_as_many_as_those_of_text() -> None:
 def test_unsupported_inputs_are_refused_unless_neutral(name: str) -> None:
     for neutral in NEUTRAL[name]:
         engine_request(tensors(**{name: neutral}), ())
-    other = True if isinstance(NEUTRAL[name][0], bool) else 3
     with pytest.raises(RequestError, match=f"{name} = .*kvseek does not support it"):
-        engine_request(tensors(**{name: other}), ())
+        engine_request(tensors(**{name: 3}), ())
+
+
+def test_logits_are_asked_for_by_tensorrt_llms_names() -> None:
+    request = engine_request(tensors(return_context_logits=True, return_generation_logits=True), ())
+    assert request.sampling == SamplingParams(return_context_logits=True, return_generation_logits=True)
+    assert request.logits(100) == (3 + 9) * 100
+    assert engine_request(tensors(return_context_logits=True), ()).logits(100) == 300
+    assert engine_request(tensors(return_context_logits=False), ()).logits(100) == 0
 
 
 def test_parameters_are_refused_by_name() -> None:
