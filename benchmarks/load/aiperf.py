@@ -15,6 +15,7 @@ from .cells import Answer, Cell
 from .tool import run_tool
 
 NAME, DOOR = "aiperf", "OpenAI"
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 RECORDS = "profile_export.jsonl"  # aiperf's own name, in its artifact folder
 
 
@@ -47,6 +48,11 @@ def command(
     ]
 
 
+def environment() -> dict[str, str]:
+    """This process's environment without OFFLINE, with which aiperf 0.13 takes a tokenizer's folder for a name."""
+    return {name: value for name, value in os.environ.items() if name not in OFFLINE}
+
+
 def answers(records: Iterable[Mapping[str, Any]]) -> list[Answer]:
     """The answers of aiperf's records, a JSON object a line; times are nanoseconds there, durations milliseconds.
 
@@ -75,8 +81,6 @@ def measure(
     """Run the program for one cell, with its files in an empty folder; raises LoadTestError if it fails."""
     data, artifacts = folder / "inputs.jsonl", folder / "artifacts"
     data.write_text(input_file(prompts), encoding="utf-8")
-    # Otherwise it asks Hugging Face about the folder.
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    run_tool(command(binary, url, model, tokenizer, cell, data, artifacts, endpoint), environment)
+    run_tool(command(binary, url, model, tokenizer, cell, data, artifacts, endpoint), environment())
     lines = (artifacts / RECORDS).read_text(encoding="utf-8").splitlines()
     return answers(json.loads(line) for line in lines)
