@@ -20,6 +20,7 @@ from kvseek.core.errors import ErrorCode, RequestError
 from kvseek.server.errors import ServerError
 from kvseek.server.http_door.generate_json import ModelSchema
 from kvseek.server.http_door.readiness import ServerState
+from kvseek.server.triton.durations import clear_durations
 from kvseek.server.triton.relay import TO_TRITON
 
 from .call import SERVICE, GrpcCall, describe
@@ -170,7 +171,7 @@ class GrpcDoor:
                 message.name = schema.model
                 data = message.SerializeToString()
             answer = await _passed_on(call(data, timeout=ANSWER_SECONDS), context)
-            return without_parameters(answer) if method == "ModelConfig" else answer
+            return REWRITTEN[method](answer) if method in REWRITTEN else answer
 
         return handler
 
@@ -252,6 +253,16 @@ def without_parameters(answer: bytes) -> bytes:
     response = service_pb2.ModelConfigResponse.FromString(answer)
     response.config.parameters.clear()
     return bytes(response.SerializeToString())
+
+
+def without_durations(answer: bytes) -> bytes:
+    """Set the durations of models' statistics to 0."""
+    response = service_pb2.ModelStatisticsResponse.FromString(answer)
+    clear_durations(response)
+    return bytes(response.SerializeToString())
+
+
+REWRITTEN = {"ModelConfig": without_parameters, "ModelStatistics": without_durations}
 
 
 async def _refuse(_: bytes, context: Any) -> bytes:

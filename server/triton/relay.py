@@ -15,6 +15,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from kvseek.server.http_door.errors import HttpError
 
+from .durations import clear_durations
+
 ANSWER_SECONDS = 2.0
 TO_TRITON = [  # options of channels: after a restart Triton is found again soon; no proxy stands in between
     ("grpc.max_reconnect_backoff_ms", 500),
@@ -76,7 +78,9 @@ class TritonRelay:
 
     async def statistics(self, request: web.Request) -> web.Response:
         """Statistics of one model, or of all."""
-        return _json(await self._answer("ModelStatistics", service_pb2.ModelStatisticsRequest(**self._name(request))))
+        answer = await self._answer("ModelStatistics", service_pb2.ModelStatisticsRequest(**self._name(request)))
+        clear_durations(answer)
+        return _json(answer)
 
     async def _answer(self, method: str, message: Message) -> Any:
         try:
