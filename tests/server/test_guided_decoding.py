@@ -145,8 +145,8 @@ def test_guides_that_compile_slowly_stop_nobody_else(client: OpenAI, server: Run
         events = list(client.chat.completions.create(model=model, messages=TALK, stream=True, **body))
         assert events[-1].choices[0].finish_reason == "length"
         for number, call in enumerate(slow):
-            kind = openai.APITimeoutError if number % 4 == 0 else openai.BadRequestError
-            with pytest.raises(kind):
+            left = (openai.APITimeoutError,) if number % 4 == 0 else ()  # unless the machine is quicker than its client
+            with pytest.raises((openai.BadRequestError, *left)):
                 call.result()
     check(
         client.chat.completions.create(model=model, messages=TALK, response_format=form(SCHEMA))
