@@ -28,6 +28,8 @@ from kvseek.server.requests.served_request import MAX_ID_CHARACTERS, Chunk, Requ
 from kvseek.server.requests.status import INTERNAL, TRITON_CODE
 from kvseek.server.requests.translation import Tensors, read_parameters, scalar
 
+from .stub import require_readable_arrays
+
 OUTPUT_DTYPES = {
     "text_output": object,
     "finish_reason": object,
@@ -147,6 +149,7 @@ class TritonDoor:
     """
 
     def __init__(self, triton: Any, arguments: Mapping[str, str]) -> None:
+        require_readable_arrays(triton)
         config = json.loads(arguments["model_config"])
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
         self._triton, self._model = triton, config["name"]
