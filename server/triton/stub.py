@@ -62,6 +62,6 @@ def require_readable_arrays(triton: Any) -> None:
     if read.tolist() != sent.tolist():
         raise ServerError(
             f"numpy = {np.__version__}: Triton's Python backend reads {read.tolist()} for {sent.tolist()}; must be < 2 for "
-            f"Triton before 2.52, unless it is that of {WHEEL} and `kvseek serve` starts it; run: pip install 'numpy<2', or use "
+            f"Triton before 2.52, unless it is that of {WHEEL} and kvseek starts it; run: pip install 'numpy<2', or use "
             "a later Triton"
         )
