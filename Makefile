@@ -13,8 +13,14 @@ MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 ENGINE := .cache/engines/smollm2-pariskv
 QUESTION ?= How many passengers did the Lady Trelawny land?
 SERVER_THREADS := $(if $(THREADS),--threads $(THREADS))
+LOAD := .cache/load
+PERF_ANALYZER := $(LOAD)/perf_analyzer/bin/perf_analyzer
+AIPERF := $(LOAD)/aiperf/bin/aiperf
+LOAD_ENGINE := .cache/engines/smollm2-load
+LOAD_RESULT ?= build/load.json
+PERF_ARGS ?=
 
-.PHONY: demo serve test test-slow test-gpu soak fuzz check check-install lint types links format install model engine clean
+.PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-results load-tools check check-install lint types links format install model engine clean
 
 demo: engine ## build, serve, ask a question about a long document, shut down
 	$(BIN)/python -m kvseek.cli.demo --engine_dir $(ENGINE) --document examples/harbour_log.txt \
@@ -26,7 +32,7 @@ serve: engine ## leave the server running in the foreground (Ctrl-C ends it)
 test: install model ## the tests but for the slow ones, in two processes; those that need a GPU are skipped without one
 	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile
 
-test-slow: install model ## soak, fuzz, load and faults of real servers, real models: what make test leaves out
+test-slow: install model $(PERF_ANALYZER) ## soak, fuzz, load and faults of real servers, real models: what make test leaves out
 	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile
 
 test-gpu: install ## tests/gpu and every other test that is marked gpu; fails without a GPU
@@ -38,8 +44,35 @@ soak: install ## 1,000 requests of 32 clients against a real server, one of whos
 
 fuzz: install ## ten minutes of mutated inputs at each door of a real server; inputs that lead to a fault go to build/fuzz
 	@mkdir -p build/fuzz
-	@for door in grpc http raw engine-socket; do \
+	@for door in grpc http openai raw engine-socket; do \
 	    $(BIN)/python -m tests.server.fuzz.main --door $$door --seconds 600 --folder build/fuzz || exit 1; done
+
+perf: load-tools model ## load test with perf_analyzer and aiperf: table, $(LOAD_RESULT) and an SVG beside it; some ten minutes
+	@mkdir -p $(dir $(LOAD_RESULT))
+	$(BIN)/python builder/build.py --model $(MODEL) --method pariskv --output_dir $(LOAD_ENGINE) \
+	    --max_batch_size 8 --max_seq_len 4096
+	$(BIN)/python -m kvseek.benchmarks.load.main --engine_dir $(LOAD_ENGINE) --output $(LOAD_RESULT) $(PERF_ARGS)
+	$(BIN)/python -m kvseek.benchmarks.load.chart $(LOAD_RESULT) --output $(LOAD_RESULT:.json=.svg)
+
+perf-results: ## make perf, and put its figures where docs/load_testing.md shows them; on a quiet machine
+	$(MAKE) perf LOAD_RESULT=benchmarks/results/load-cpu-smollm2.json
+	mv benchmarks/results/load-cpu-smollm2.svg docs/load.svg
+	$(BIN)/python -m kvseek.benchmarks.load.chart benchmarks/results/load-cpu-smollm2.json --output docs/load.svg \
+	    --document docs/load_testing.md
+
+load-tools: $(PERF_ANALYZER) $(AIPERF) ## the two load testers, each in a folder of its own: their pins are not kvseek's; 1.3 GB
+
+# tritonclient 2.51 has the program, and the version that kvseek uses has not; two of the libraries that it needs are in nvidia-pytriton's wheel.
+$(PERF_ANALYZER): | install
+	@mkdir -p $(LOAD)/perf_analyzer/lib
+	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	    cp $$site/nvidia_pytriton.libs/libb64-*.so.0d $(LOAD)/perf_analyzer/lib/libb64.so.0d && \
+	    cp $$site/nvidia_pytriton.libs/libcudart-*.so.12.* $(LOAD)/perf_analyzer/lib/libcudart.so.12
+	$(BIN)/pip install -q $(PIP_ARGS) --no-deps --upgrade --target $(LOAD)/perf_analyzer tritonclient==2.51.0
+
+$(AIPERF): | install
+	$(PYTHON) -m venv $(LOAD)/aiperf
+	$(LOAD)/aiperf/bin/pip install -q $(PIP_ARGS) aiperf==0.13.0
 
 check: lint types test test-slow ## what .ci/run calls
 
@@ -72,7 +105,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) examples/preflight.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt setuptools torch
-	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e ".[dev,cuda,otel]"
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e ".[dev,cuda,guided,otel]"
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt --no-deps nvidia-pytriton
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt tensorrt-rtx-cu13
 	touch $@

@@ -1,8 +1,4 @@
-"""An SVG of step times by context: panels side by side, a line and a label for each method.
-
-Drawn by hand because the repository holds the picture and a test compares it byte for byte: a plotting library writes other
-bytes with each of its versions, and cannot follow the reader's light or dark mode. Lengths are SVG user units, 1 px unscaled.
-"""
+"""An SVG of step times by context: panels side by side, a line and a label for each method."""
 
 from __future__ import annotations
 
@@ -11,26 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
+from .svg import LIGHT, element, picture, put_text, rule, short_number, written
+
 WIDTH, HEIGHT = 1040, 430
 TOP, BOTTOM = 84, 326  # of the plotted areas
 LEFTS, PANEL_WIDTH = (66, 584), 264  # of the plotted areas; labels stand to the right of each
 MARKED_CONTEXT = 131_072  # where the ratio is written out
 LABEL_DISTANCE = 17  # between the lines of two labels
-# Colours of Okabe and Ito, which readers who do not see all colours can tell apart; lighter ones on a dark ground.
-LIGHT = ("#454b54", "#0072b2", "#d55e00", "#00805f", "#a8487d", "#7a5c00")
-DARK = ("#b6bec9", "#56b4e9", "#ff9a4d", "#3ecfa5", "#e58fc0", "#e6c34a")
-STYLE = """
-    text {{ font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: {ink}; }}
-    .title {{ font-size: 16px; font-weight: 600; }}
-    .heading {{ font-weight: 600; }}
-    .label {{ font-size: 12px; }}
-    .small {{ font-size: 11px; fill: {faint}; }}
-    .ground {{ fill: {ground}; }}
-    .grid {{ stroke: {grid}; stroke-width: 1; }}
-    .axis {{ stroke: {faint}; stroke-width: 1; }}
-    .gap {{ stroke: {faint}; stroke-width: 1; stroke-dasharray: 3 3; }}
-    .line {{ fill: none; stroke-width: 2.2; stroke-linejoin: round; }}
-    .leader {{ fill: none; stroke-width: 0.8; opacity: 0.6; }}"""
 
 
 @dataclass(frozen=True)
@@ -105,14 +88,8 @@ def draw(chart: Chart) -> str:
         raise ValueError(
             f"{len(chart.panels)} panels of {len(chart.methods)} methods; at most {len(LEFTS)} of {len(LIGHT)}"
         )
-    size = {"width": f"{WIDTH}", "height": f"{HEIGHT}", "viewBox": f"0 0 {WIDTH} {HEIGHT}"}
-    root = ElementTree.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", **size})
-    _child(root, "title", text=chart.title)
-    _child(root, "desc", text=description(chart))
-    _child(root, "metadata", text=" ".join(chart.files))
-    _child(root, "style", text=_style())
-    _child(root, "rect", {"class": "ground", "width": f"{WIDTH}", "height": f"{HEIGHT}"})
-    _text(root, chart.title, LEFTS[0] - 40, 26, "title")
+    root = picture(WIDTH, HEIGHT, chart.title, description(chart), chart.files)
+    put_text(root, chart.title, LEFTS[0] - 40, 26, "title")
     for panel, left in zip(chart.panels, LEFTS, strict=False):
         area = Area(chart, left)
         _axes(root, area, panel)
@@ -122,9 +99,8 @@ def draw(chart: Chart) -> str:
         if len(chart.methods) > 1:
             _ratios(root, area, panel, chart)
     for index, words in enumerate(reversed(chart.source)):
-        _text(root, words, LEFTS[0] - 40, HEIGHT - 12 - 16 * index, "small")
-    ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="unicode") + "\n"
+        put_text(root, words, LEFTS[0] - 40, HEIGHT - 12 - 16 * index, "small")
+    return written(root)
 
 
 def description(chart: Chart) -> str:
@@ -132,7 +108,7 @@ def description(chart: Chart) -> str:
     sentences = []
     for panel in chart.panels:
         for method, line in panel.lines.items():
-            times = ", ".join(f"{_tokens(point.context)} {point.milliseconds:.2f} ms" for point in line)
+            times = ", ".join(f"{short_number(point.context)} {point.milliseconds:.2f} ms" for point in line)
             sentences.append(f"{panel.heading} ({panel.note}), {method}: {times}.")
     return " ".join(sentences)
 
@@ -159,28 +135,28 @@ def _block(wanted: Sequence[float], distance: float) -> list[float]:
 
 
 def _axes(root: ElementTree.Element, area: Area, panel: Panel) -> None:
-    _text(root, panel.heading, area.left, TOP - 28, "heading")
-    _text(root, panel.note, area.left, TOP - 12, "small")
+    put_text(root, panel.heading, area.left, TOP - 28, "heading")
+    put_text(root, panel.note, area.left, TOP - 12, "small")
     for milliseconds in range(0, area.top_milliseconds + 1, 5):
         y = area.y(milliseconds)
-        _rule(root, (area.left, y), (area.right, y), "axis" if milliseconds == 0 else "grid")
-        _text(root, f"{milliseconds}", area.left - 8, y + 4, "", "end")
+        rule(root, (area.left, y), (area.right, y), "axis" if milliseconds == 0 else "grid")
+        put_text(root, f"{milliseconds}", area.left - 8, y + 4, "", "end")
     for context in area.ticks:
         x = area.x(context)
-        _rule(root, (x, BOTTOM), (x, BOTTOM + 5), "axis")
-        _text(root, _tokens(context), x, BOTTOM + 20, "", "middle")
-    _text(root, "context, tokens (K = 1,024)", (area.left + area.right) / 2, BOTTOM + 42, "", "middle")
+        rule(root, (x, BOTTOM), (x, BOTTOM + 5), "axis")
+        put_text(root, short_number(context), x, BOTTOM + 20, "", "middle")
+    put_text(root, "context, tokens (K = 1,024)", (area.left + area.right) / 2, BOTTOM + 42, "", "middle")
     middle = f"rotate(-90 {area.left - 40} {(TOP + BOTTOM) / 2:g})"
-    axis = _text(root, "milliseconds per step", area.left - 40, (TOP + BOTTOM) / 2, "", "middle")
+    axis = put_text(root, "milliseconds per step", area.left - 40, (TOP + BOTTOM) / 2, "", "middle")
     axis.set("transform", middle)
 
 
 def _line(root: ElementTree.Element, area: Area, line: Sequence[Point], colour: int) -> None:
     places = [(area.x(point.context), area.y(point.milliseconds)) for point in line]
-    _child(root, "polyline", {"class": f"line s{colour}", "points": " ".join(f"{x:g},{y:g}" for x, y in places)})
+    element(root, "polyline", {"class": f"line s{colour}", "points": " ".join(f"{x:g},{y:g}" for x, y in places)})
     for point, (x, y) in zip(line, places, strict=True):
-        marker = _child(root, "circle", {"class": f"f{colour}", "cx": f"{x:g}", "cy": f"{y:g}", "r": "3.4"})
-        _child(marker, "title", text=caption(point))
+        marker = element(root, "circle", {"class": f"f{colour}", "cx": f"{x:g}", "cy": f"{y:g}", "r": "3.4"})
+        element(marker, "title", text=caption(point))
 
 
 def caption(point: Point) -> str:
@@ -198,9 +174,9 @@ def _labels(root: ElementTree.Element, area: Area, panel: Panel, methods: Sequen
         start = (area.x(point.context) + 5, y)
         middle, end = (area.right + 12, round(height, 1)), (area.right + 18, round(height, 1))
         points = " ".join(f"{x:g},{y:g}" for x, y in (start, middle, end))
-        _child(root, "polyline", {"class": f"leader s{colour}", "points": points})
+        element(root, "polyline", {"class": f"leader s{colour}", "points": points})
         ratio = "" if point.ratio is None or point.method == methods[0] else f", {point.ratio:.2f} ×"
-        _text(
+        put_text(
             root, f"{point.method} {point.milliseconds:.1f} ms{ratio}", area.right + 22, height + 4, f"label t{colour}"
         )
 
@@ -212,44 +188,8 @@ def _ratios(root: ElementTree.Element, area: Area, panel: Panel, chart: Chart) -
         other = baseline.get(point.context)
         if point.context == MARKED_CONTEXT and other is not None and point.ratio is not None:
             x, height = area.x(point.context), BOTTOM - 12
-            _rule(root, (x, area.y(other.milliseconds)), (x, height - 14), "gap")
+            rule(root, (x, area.y(other.milliseconds)), (x, height - 14), "gap")
             share = (x - area.left) / PANEL_WIDTH
             anchor = "start" if share < 0.35 else "end" if share > 0.65 else "middle"
             times = f"{chart.baseline} {other.milliseconds:.1f} ms, {point.method} {point.milliseconds:.1f} ms"
-            _text(root, f"{_tokens(point.context)}: {times}, {point.ratio:.2f} ×", x, height, "label", anchor)
-
-
-def _style() -> str:
-    light = STYLE.format(ink="#1f2328", faint="#59636e", ground="#ffffff", grid="#e3e7ec") + _colours(LIGHT)
-    dark = STYLE.format(ink="#e6edf3", faint="#9aa4af", ground="#0d1117", grid="#262c34") + _colours(DARK)
-    return f"{light}\n    @media (prefers-color-scheme: dark) {{{dark}\n    }}\n  "
-
-
-def _colours(colours: Sequence[str]) -> str:
-    return "".join(
-        f"\n    .s{index} {{ stroke: {colour}; }} .f{index}, text.t{index} {{ fill: {colour}; }}"
-        for index, colour in enumerate(colours)
-    )
-
-
-def _tokens(count: int) -> str:
-    return f"{count:,}" if count % 1024 else f"{count // 1024}K"
-
-
-def _rule(root: ElementTree.Element, start: tuple[float, float], end: tuple[float, float], kind: str) -> None:
-    (x1, y1), (x2, y2) = start, end
-    _child(root, "line", {"class": kind, "x1": f"{x1:g}", "y1": f"{y1:g}", "x2": f"{x2:g}", "y2": f"{y2:g}"})
-
-
-def _text(
-    root: ElementTree.Element, text: str, x: float, y: float, kind: str, anchor: str = "start"
-) -> ElementTree.Element:
-    return _child(root, "text", {"class": kind, "x": f"{x:g}", "y": f"{round(y, 1):g}", "text-anchor": anchor}, text)
-
-
-def _child(
-    parent: ElementTree.Element, tag: str, attributes: dict[str, str] | None = None, text: str | None = None
-) -> ElementTree.Element:
-    child = ElementTree.SubElement(parent, tag, attributes or {})
-    child.text = text
-    return child
+            put_text(root, f"{short_number(point.context)}: {times}, {point.ratio:.2f} ×", x, height, "label", anchor)

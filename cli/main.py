@@ -10,11 +10,14 @@ from importlib.metadata import version
 COMMANDS = {
     "build": ("kvseek.builder.build", "turn a checkpoint into an engine directory; plan, inspect or verify one"),
     "serve": ("kvseek.server.launch", "serve an engine directory with Triton"),
+    "repository": ("kvseek.server.triton.repository", "write a model repository for a tritonserver of your own"),
+    "tritonserver": ("kvseek.server.triton.command", "run tritonserver, also the one of the wheel nvidia-pytriton"),
+    "openai": ("kvseek.server.openai_door.command", "an OpenAI port for an engine that such a tritonserver serves"),
     "chat": ("kvseek.client.chat", "ask a running server"),
     "bench": ("kvseek.benchmarks.decode", "measure the time per output token"),
 }
 USAGE = "usage: kvseek [--version] COMMAND [ARGUMENT ...]\n\n" + "\n".join(
-    f"  {name:6} {summary}" for name, (_, summary) in COMMANDS.items()
+    f"  {name:12} {summary}" for name, (_, summary) in COMMANDS.items()
 )
 
 

@@ -22,7 +22,9 @@ from .grpc_client import GrpcClient
 from .http_client import HttpClient
 from .openai_client import OpenAIClient
 from .options import REPLY_SECONDS, GenerateOptions
+from .text_models import TEXT_MODELS
 
+DEFAULT_LAYOUT = "inflight_batcher_llm"
 DEFAULT_URLS = {"grpc": "127.0.0.1:8001", "http": "127.0.0.1:8000"}
 CONVERSATION_FLAGS = ("api_key_file", "system", "conversation")
 DOCUMENT_TEMPLATE = "{document}\n\n{question}"
@@ -62,6 +64,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--protocol", choices=("grpc", "http"), help="default: grpc")
     parser.add_argument(
         "--url", help=f"host:port (defaults: {DEFAULT_URLS['grpc']} for grpc, {DEFAULT_URLS['http']} for http)"
+    )
+    parser.add_argument(
+        "--layout", choices=TEXT_MODELS, help=f"what the server was started with (default: {DEFAULT_LAYOUT})"
     )
     parser.add_argument(
         "--openai_url",
@@ -138,7 +143,7 @@ def ask(arguments: argparse.Namespace) -> None:
     protocol = arguments.protocol or "grpc"
     url = arguments.url or DEFAULT_URLS[protocol]
     kind = GrpcClient if protocol == "grpc" else HttpClient
-    client = kind(url, arguments.timeout)
+    client = kind(url, arguments.timeout, TEXT_MODELS[arguments.layout or DEFAULT_LAYOUT])
     console = Console(quiet=arguments.json)
     with closing(client.generate_stream(build_prompt(document, question), options)) as chunks:  # type: ignore[type-var]
         text, figures = show(chunks, console)
@@ -154,7 +159,14 @@ def first_question(arguments: argparse.Namespace) -> str:
 
 def converse(arguments: argparse.Namespace, options: GenerateOptions, document: str | None) -> None:
     """Hold a conversation with the OpenAI port: one turn, or as many as are typed on a terminal."""
-    for name, allowed in (("protocol", (None,)), ("url", (None,)), ("end_id", (None, -1)), ("chat_template", (True,))):
+    nothing = (None,)
+    for name, allowed in (
+        ("protocol", nothing),
+        ("url", nothing),
+        ("layout", nothing),
+        ("end_id", (None, -1)),
+        ("chat_template", (True,)),
+    ):
         value = getattr(arguments, name)
         if value not in allowed:
             raise ClientError(f"--{name} = {value}: has no meaning with --openai_url; leave it out")

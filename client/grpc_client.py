@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,12 @@ import tritonclient.grpc as grpc
 
 from .chunk import Chunk
 from .errors import ClientError, no_reply
-from .options import MODEL, REPLY_SECONDS, GenerateOptions
+from .options import REPLY_SECONDS, GenerateOptions
+from .text_models import BLS, TextModel
 
-DTYPES: dict[str, tuple[str, Any]] = {
+DTYPES: dict[
+    str, tuple[str, Any]
+] = {  # of tensorrt_llm_bls; the inputs of other models have the types of those they rename
     "text_input": ("BYTES", object),
     "stop_words": ("BYTES", object),
     "max_tokens": ("INT32", np.int32),
@@ -37,10 +40,12 @@ class GrpcClient:
         host:port of the gRPC service.
     timeout : float
         Seconds, > 0, that may pass until the first reply and between two of them.
+    model : TextModel
+        The model that the server has, by its layout.
     """
 
-    def __init__(self, url: str, timeout: float = REPLY_SECONDS) -> None:
-        self.url, self.timeout = url, timeout
+    def __init__(self, url: str, timeout: float = REPLY_SECONDS, model: TextModel = BLS) -> None:
+        self.url, self.timeout, self._model = url, timeout, model
 
     def generate_stream(self, text_input: str, options: GenerateOptions) -> Iterator[Chunk]:
         """Send a prompt and yield chunks until the answer ends; closing the iterator cancels the request.
@@ -50,15 +55,18 @@ class GrpcClient:
         ClientError
             If the server cannot be reached, refuses the request, or sends nothing for `timeout` seconds.
         """
+        return self._model.pieces(self._stream(options.fields(text_input, stream=True)))
+
+    def _stream(self, fields: Mapping[str, Any]) -> Iterator[Chunk]:
         responses: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         client = grpc.InferenceServerClient(self.url)
         try:
             client.start_stream(lambda result, error: responses.put((result, error)))
-            inputs = [_tensor(name, value) for name, value in options.fields(text_input, stream=True).items()]
+            inputs = self._tensors(fields)
             with contextlib.suppress(
                 grpc.InferenceServerException
             ):  # a stream that broke at once: `responses` says why
-                client.async_stream_infer(MODEL, inputs, enable_empty_final_response=True)
+                client.async_stream_infer(self._model.name, inputs, enable_empty_final_response=True)
             while True:
                 try:
                     result, error = responses.get(timeout=self.timeout)
@@ -75,16 +83,18 @@ class GrpcClient:
             client.stop_stream(cancel_requests=True)
             client.close()
 
-
-def _tensor(name: str, value: Any) -> Any:
-    kind, dtype = DTYPES.get(name, BOOL)
-    values = value if isinstance(value, list) else [value]
-    if kind == "BYTES":
-        values = [item.encode("utf-8") for item in values]
-    array = np.array([values], dtype=dtype)
-    tensor = grpc.InferInput(name, list(array.shape), kind)
-    tensor.set_data_from_numpy(array)
-    return tensor
+    def _tensors(self, fields: Mapping[str, Any]) -> list[Any]:
+        types = {self._model.names.get(name, name): kind for name, kind in DTYPES.items()}
+        tensors = []
+        for name, value in self._model.inputs(fields).items():
+            kind, dtype = types.get(name, BOOL)
+            values = value if isinstance(value, list) else [value]
+            if kind == "BYTES":
+                values = [item.encode("utf-8") for item in values]
+            array = np.array([values] if self._model.batched else values, dtype=dtype)
+            tensors.append(grpc.InferInput(name, list(array.shape), kind))
+            tensors[-1].set_data_from_numpy(array)
+        return tensors
 
 
 def _chunk(result: Any) -> Chunk:

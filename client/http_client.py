@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -11,7 +11,8 @@ import requests
 
 from .chunk import Chunk
 from .errors import ClientError, no_reply
-from .options import MODEL, REPLY_SECONDS, GenerateOptions
+from .options import REPLY_SECONDS, GenerateOptions
+from .text_models import BLS, TextModel
 
 CONNECT_SECONDS = 10.0
 EVENT = b"data: "
@@ -30,10 +31,12 @@ class HttpClient:
         host:port of the HTTP service.
     timeout : float
         Seconds, > 0, that may pass until the first byte of a reply and between two of them.
+    model : TextModel
+        The model that the server has, by its layout.
     """
 
-    def __init__(self, url: str, timeout: float = REPLY_SECONDS) -> None:
-        self.url, self.timeout = url, timeout
+    def __init__(self, url: str, timeout: float = REPLY_SECONDS, model: TextModel = BLS) -> None:
+        self.url, self.timeout, self._model = url, timeout, model
 
     def generate(self, text_input: str, options: GenerateOptions) -> Chunk:
         """Send a prompt and return the whole answer; raises ClientError."""
@@ -42,7 +45,10 @@ class HttpClient:
 
     def generate_stream(self, text_input: str, options: GenerateOptions) -> Iterator[Chunk]:
         """Send a prompt and yield chunks until the answer ends; raises ClientError."""
-        with self._post("generate_stream", options.fields(text_input, stream=True), stream=True) as response:
+        return self._model.pieces(self._stream(options.fields(text_input, stream=True)))
+
+    def _stream(self, fields: Mapping[str, Any]) -> Iterator[Chunk]:
+        with self._post("generate_stream", fields, stream=True) as response:
             for line in self._lines(response):
                 if line.startswith(EVENT):
                     yield _chunk(json.loads(line[len(EVENT) :]))
@@ -55,9 +61,10 @@ class HttpClient:
                 raise no_reply(self.url, self.timeout) from None
             raise ClientError(f"the server at {self.url} broke off its answer ({error}); see its log") from None
 
-    def _post(self, endpoint: str, body: dict[str, Any], stream: bool) -> requests.Response:
+    def _post(self, endpoint: str, fields: Mapping[str, Any], stream: bool) -> requests.Response:
         try:
-            address = f"http://{self.url}/v2/models/{MODEL}/{endpoint}"
+            address = f"http://{self.url}/v2/models/{self._model.name}/{endpoint}"
+            body = self._model.inputs(fields)
             response = requests.post(
                 address, json=body, headers=NO_KEEP_ALIVE, stream=stream, timeout=(CONNECT_SECONDS, self.timeout)
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-MODEL = "tensorrt_llm_bls"
 REPLY_SECONDS = 600.0  # longest silence of a server: it may have to read a prompt of a million tokens
 
 
@@ -25,7 +24,7 @@ class GenerateOptions:
     return_prefill_progress: bool = False
 
     def fields(self, text_input: str, stream: bool) -> dict[str, Any]:
-        """Return the inputs of tensorrt_llm_bls by name, without those that are None or empty."""
+        """Return the inputs of tensorrt_llm_bls by name (other models: text_models.py), without None and empty ones."""
         # TensorRT-LLM's models draw the likeliest token, whatever the temperature is, unless top_k or top_p says otherwise.
         only_temperature = bool(self.temperature) and not self.top_k and not self.top_p
         values = {

@@ -31,6 +31,10 @@ class RequestError(KvseekError, ValueError):
     """A request that cannot be served as it stands. Other requests are not affected."""
 
 
+class SamplingError(RequestError):
+    """No token can be drawn because of what a request asks for together, which shows only while the request runs."""
+
+
 class CapacityError(KvseekError, MemoryError):
     """The KV cache cannot hold what was asked for."""
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from .config import EngineConfig
 from .errors import ErrorCode, RequestError
+from .guide import Guide
 from .statistics import RequestStatistics
 
 MAX_SEED = 2**64 - 1
@@ -31,8 +32,8 @@ def _require(condition: bool, name: str, value: object, limit: str, remedy: str)
 class SamplingParams:
     """Parameters of drawing the next token. Temperature 0 is greedy; top_k 0 and top_p 1 leave the distribution whole.
 
-    They apply in this order: bias, repetition penalty, presence and frequency penalty, bad words and min_tokens, temperature,
-    top-k, top-p, one draw from the request's own generator.
+    They apply in this order: bias, repetition penalty, presence and frequency penalty, guide, bad words and min_tokens,
+    temperature, top-k, top-p, one draw from the request's own generator.
 
     Attributes
     ----------
@@ -50,6 +51,15 @@ class SamplingParams:
     logprobs : int or None
         Return the log probability of every token, and of as many of the likeliest tokens. They are those of the model's own
         logits, before anything here changes them. None: return none.
+    guide : Guide or None
+        The text follows this guide. End tokens are drawn exactly when it is complete, also before `min_tokens` if no other token
+        may follow then.
+    prompt_logprobs : int or None
+        The same of every token of the prompt but the first, which nothing precedes.
+    return_context_logits : bool
+        Return the model's logits at every token of the prompt.
+    return_generation_logits : bool
+        Return the model's logits from which each token is drawn, before anything here changes them.
     """
 
     temperature: float = 0.0
@@ -64,6 +74,10 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    guide: Guide | None = None
+    prompt_logprobs: int | None = None
+    return_context_logits: bool = False
+    return_generation_logits: bool = False
 
     def __post_init__(self) -> None:
         finite = math.isfinite(self.temperature) and self.temperature >= 0
@@ -87,14 +101,22 @@ class SamplingParams:
         _require(count <= MAX_BIASED_TOKENS, "logit_bias", f"{count} tokens", limit, "send fewer")
         for token, bias in self.logit_bias:
             _require(abs(bias) <= MAX_PENALTY, f"logit_bias of token {token}", bias, within, "0 is no bias")
-        fits = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
-        _require(fits, "logprobs", self.logprobs, f"in [0, {MAX_LOGPROBS}]", "0 is the token's own alone")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            fits = value is None or 0 <= value <= MAX_LOGPROBS
+            _require(fits, name, value, f"in [0, {MAX_LOGPROBS}]", "0 is the token's own alone")
 
     @property
     def needs_logits(self) -> bool:
         """Whether something changes the logits, or they are asked for: then the largest is not enough at temperature 0."""
         changed = (self.presence_penalty, self.frequency_penalty, self.min_tokens, self.bad_words, self.logit_bias)
-        return self.repetition_penalty != 1 or any(changed) or self.logprobs is not None
+        told = self.logprobs is not None or self.return_generation_logits
+        return self.repetition_penalty != 1 or any(changed) or told or self.guide is not None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the logits of all tokens of the prompt are asked for, or what follows from them."""
+        return self.prompt_logprobs is not None or self.return_context_logits
 
 
 @dataclass(frozen=True)
@@ -102,6 +124,7 @@ class Request:
     """One generation request, in token ids.
 
     `end_id` ends the request when drawn and is not part of the output; None: only max_tokens and stop words end it.
+    `max_tokens` may be 0 if log probabilities or logits of the prompt are asked for: then nothing is generated.
     `stop_words` are token sequences; output that ends with one stops there (the stop word stays in the output's token ids).
     `priority`, 0 to 255: of the requests that wait, those with the larger number start first, as in TensorRT-LLM
     (engine/schedule/queue.py). `timeout_seconds` counts from submission and is at most a week: when it has passed, a waiting
@@ -124,7 +147,8 @@ class Request:
         _require(
             n <= config.max_input_len, "input_lengths", n, limit, "shorten it or build with a larger max_input_len"
         )
-        _require(self.max_tokens >= 1, "max_tokens (request_output_len)", self.max_tokens, ">= 1", "ask for a token")
+        limit, least = (">= 0", 0) if self.sampling.scores_prompt else (">= 1", 1)
+        _require(self.max_tokens >= least, "max_tokens (request_output_len)", self.max_tokens, limit, "ask for a token")
         limit = f"<= max_seq_len = {config.max_seq_len} together with the prompt of {n} tokens"
         fits = n + self.max_tokens <= config.max_seq_len
         _require(fits, "max_tokens (request_output_len)", self.max_tokens, limit, "ask for fewer tokens")
@@ -139,12 +163,22 @@ class Request:
             bad = next((i for i in ids if not 0 <= i < vocabulary), None)
             _require(bad is None, name, bad, limit, "the vocabulary of the model has no such id")
         _require(all(self.stop_words), "stop_words_list", (), "non-empty sequences", "leave empty stop words out")
+        if self.sampling.guide is not None and not self.end_ids:
+            raise RequestError(
+                "guided_decoding_guide: needs a token that ends the output once it is complete; leave end_id and ignore_eos at "
+                "their defaults"
+            )
         limit = f"in [0, {MAX_PRIORITY}]"
         _require(0 <= self.priority <= MAX_PRIORITY, "priority", self.priority, limit, "larger numbers start first")
         seconds = self.timeout_seconds
         within = seconds is None or 0 < seconds <= MAX_TIMEOUT_SECONDS
         limit = f"> 0 and <= {MAX_TIMEOUT_SECONDS:.0f} s, a week"
         _require(within, "timeout", seconds, limit, "leave it out for no limit")
+
+    def logits(self, vocabulary: int) -> int:
+        """Count the logits, numbers of 4 bytes each, that the request asks for at most."""
+        prompt = len(self.prompt_ids) if self.sampling.return_context_logits else 0
+        return (prompt + (self.max_tokens if self.sampling.return_generation_logits else 0)) * vocabulary
 
 
 class FinishReason(StrEnum):
@@ -163,7 +197,8 @@ class FinishReason(StrEnum):
 class LogProbs:
     """Natural logarithms of the probabilities that the model's logits give a token.
 
-    `token` is that of the token that was drawn; `top` are the likeliest tokens, likeliest first, as (token id, log probability).
+    `token` is that of the token that was drawn, or that the prompt has; `top` are the likeliest tokens, likeliest first, as
+    (token id, log probability).
     """
 
     token: float
@@ -177,6 +212,17 @@ class StepOutput:
     `token_id` is None when the step gave no token (prefill progress; end by end_id, cancellation or error).
     The step's attention read `attended_tokens` of the request's `cached_tokens` per KV head, averaged over the layers; both
     are 0 for the first token, which prefill computes densely. `logprobs` come with a token, if the request asked for them.
+
+    What a request asks of its prompt comes in pieces, with outputs that have no token: `prompt_logprobs` of consecutive tokens,
+    beginning with the second, and `context_logits` of consecutive tokens, beginning with the first.
+
+    Attributes
+    ----------
+    end_id : int or None
+        The end token that ended the request. It is not part of the output, but `logprobs` are its own.
+    context_logits, generation_logits : bytes
+        Logits, float32 [tokens, vocabulary] in the byte order of the machine: at tokens of the prompt; from which the token
+        was drawn.
     """
 
     request_id: int
@@ -189,3 +235,7 @@ class StepOutput:
     error: str = ""  # with FinishReason.ERROR
     code: ErrorCode = ErrorCode.INTERNAL  # with FinishReason.ERROR
     logprobs: LogProbs | None = None
+    end_id: int | None = None  # with FinishReason.END_ID
+    prompt_logprobs: tuple[LogProbs, ...] = ()
+    context_logits: bytes = b""
+    generation_logits: bytes = b""

@@ -26,7 +26,7 @@ def requirements(project: dict[str, object], target: str) -> list[str]:
     """What pyproject.toml's [project] table demands for a target, and setuptools, which builds the project."""
     extras = project["optional-dependencies"]
     cuda = extras["cuda"] if target == "gpu" else []  # type: ignore[index]
-    return ["setuptools", *project["dependencies"], *extras["otel"], *cuda]  # type: ignore[index, misc]
+    return ["setuptools", *project["dependencies"], *extras["guided"], *extras["otel"], *cuda]  # type: ignore[index, misc]
 
 
 def keep_torch(constraints: str, installed: str) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.engine.cache.cache import Cache
-from kvseek.engine.model.prefill import Prefill, Prompts
+from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Prompts, Takers
 
 from .observer import Observer
 from .retrieval import Retrieval
@@ -23,15 +23,21 @@ class PromptModel(Protocol):
     reads_packs : bool
         Whether a prefill may have several prompts, and units of any size. If not, a prefill has one prompt, and the model
         chooses the units, whatever `Prefill.advance` asks for.
+    scores_prompts : bool
+        Whether a prefill may have `takers`.
     """
 
     @property
     def reads_packs(self) -> bool: ...
 
-    def prefill(self, prompts: Prompts) -> Prefill:
+    @property
+    def scores_prompts(self) -> bool: ...
+
+    def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
         """Begin to read prompts, each with its slot and token ids; nothing is computed or changed before `Prefill.advance`.
 
         Several prompts need a model that reads packs, and must not be longer than a chunk (prefill_chunk_tokens) together.
+        `takers`: see Prefill.
         """
 
 
@@ -93,9 +99,9 @@ class Decoder:
         """The cache of all layers."""
         return self.retrieval.cache
 
-    def prefill(self, prompts: Prompts) -> Prefill:
+    def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
         """See PromptModel.prefill."""
-        return self.model.prefill(prompts)
+        return self.model.prefill(prompts, takers)
 
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
         """See Steps.decode."""

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import CapacityError, ConfigError, ErrorCode
+from kvseek.core.errors import CapacityError, ConfigError, ErrorCode, RequestError, SamplingError
 from kvseek.core.manifest import verify
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics, StepReport
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
 from kvseek.engine.loading.load import load_decoder
 from kvseek.engine.schedule.endings import ended, expired, failed
+from kvseek.engine.schedule.guides import Guides
+from kvseek.engine.schedule.prompt_scores import PromptScores
 from kvseek.engine.schedule.queue import RequestQueue
 from kvseek.engine.schedule.reading import PromptReader, Reading
 from kvseek.engine.schedule.sampling import Sampler, accept
@@ -70,6 +72,7 @@ class Engine:
         self._queue = RequestQueue(max_queue_size)
         self._scheduler = Scheduler(decoder.cache, config.max_batch_size, self._queue)
         self._reader = PromptReader(decoder, max_num_tokens)
+        self._guides = Guides(tokenizer, config)
         self._ids = itertools.count(1)
         self._token_layers = 0  # tokens × layers that all steps have read
         self._report = StepReport()
@@ -145,14 +148,23 @@ class Engine:
                 f"prompt and max_tokens = {tokens} tokens need {needed} extents of the row pool, it has {capacity}; "
                 "shorten the request or build with a larger cache.kv_cache_host_memory_bytes"
             )
+        if request.sampling.scores_prompt and not self.decoder.model.scores_prompts:
+            raise RequestError(
+                f"prompt_logprobs, return_context_logits: an engine of runtime {self.config.runtime} does not compute the logits "
+                "of a prompt; leave them out, or build with --runtime torch"
+            )
 
     def prepare(self, request: Request) -> Sequence:
-        """Make the sequence of a request, for `enqueue`; raises as `check`. Safe from any thread."""
+        """Make the sequence of a request, for `enqueue`; raises as `check`. Safe from any thread.
+
+        Compiles the request's guide, if it has one, which may take a second; raises RequestError if that fails.
+        """
         self.check(request)
-        sampler = Sampler(request, self.config.model.vocab_size)
-        return Sequence(
-            next(self._ids), request, sampler, RequestStatistics(len(request.prompt_ids), time.perf_counter())
-        )
+        guide = None if request.sampling.guide is None else self._guides.matcher(request.sampling.guide)
+        sampler, request_id = Sampler(request, self.config.model.vocab_size, guide), next(self._ids)
+        statistics = RequestStatistics(len(request.prompt_ids), time.perf_counter())
+        scores = PromptScores(request_id, request) if request.sampling.scores_prompt else None
+        return Sequence(request_id, request, sampler, statistics, scores=scores)
 
     def enqueue(self, sequence: Sequence) -> None:
         """Put a prepared request into the queue; raises QueueFullError. Safe from any thread."""
@@ -232,12 +244,16 @@ class Engine:
         return outputs
 
     def _outputs_of(self, reading: Reading) -> list[StepOutput]:
+        sequence = reading.sequence
         if reading.error is not None:
-            return [self._fail(reading.sequence, reading.error)]
-        progress = StepOutput(reading.sequence.request_id, prefill_progress=reading.progress)
-        if reading.logits is None:
-            return [progress]
-        return [progress, self._take_token(reading.sequence, reading.logits, 0.0)]
+            return [self._fail(sequence, reading.error)]
+        told = [] if sequence.scores is None else sequence.scores.pop(reading.progress)
+        outputs = told or [StepOutput(sequence.request_id, prefill_progress=reading.progress)]
+        if reading.logits is not None and sequence.request.max_tokens == 0:
+            outputs.append(self._end(sequence, ended(sequence, FinishReason.LENGTH)))
+        elif reading.logits is not None:
+            outputs.append(self._take_token(sequence, reading.logits, 0.0))
+        return outputs
 
     def _decode(self, sequences: list[Sequence]) -> list[StepOutput]:
         tokens, slots = [s.generated[-1] for s in sequences], [s.slot for s in sequences]
@@ -261,13 +277,15 @@ class Engine:
         """Take the greedy token, or draw one from logits, and end the sequence if it is the last."""
         try:
             token = accept(drawn) if isinstance(drawn, int) else sequence.sampler.sample(drawn)
+        except SamplingError as error:
+            return self._fail(sequence, error, ErrorCode.INVALID)
         except Exception as error:  # the model's numbers, such as NaN, allow no token
             return self._fail(sequence, error)
         statistics, cached = sequence.statistics, self._cache.tokens[sequence.slot] if attended else 0
-        logprobs = sequence.sampler.logprobs
+        logprobs, logits = sequence.sampler.logprobs, sequence.sampler.generation_logits
         statistics.record_token(cached, attended)
         if token in sequence.request.end_ids:
-            return self._end(sequence, ended(sequence, FinishReason.END_ID, None, cached, attended))
+            return self._end(sequence, ended(sequence, FinishReason.END_ID, None, cached, attended, logprobs, token))
         sequence.generated.append(token)
         reason = self._finish_reason(sequence)
         if reason is None:
@@ -279,8 +297,10 @@ class Engine:
                 attended_tokens=attended,
                 statistics=first,
                 logprobs=logprobs,
+                generation_logits=logits,
             )
-        return self._end(sequence, ended(sequence, reason, token, cached, attended, logprobs))
+        last = ended(sequence, reason, token, cached, attended, logprobs, generation_logits=logits)
+        return self._end(sequence, last)
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         generated, request = sequence.generated, sequence.request
@@ -307,7 +327,7 @@ class Engine:
             self.on_step(self._report)
 
     def _fail(self, sequence: Sequence, error: Exception, code: ErrorCode | None = None) -> StepOutput:
-        """End a request by an error of a step. No client can have caused it, whatever its type: `check` let the request in."""
+        """End a request by an error of a step. Without `code` no client can have caused it, as `check` let the request in."""
         if code is None:
             out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
             code = ErrorCode.UNAVAILABLE if out_of_memory else ErrorCode.INTERNAL

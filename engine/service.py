@@ -16,6 +16,7 @@ from kvseek.core.errors import ErrorCode, UnavailableError
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import StepReport
 from kvseek.engine.cache.usage import CacheUsage
+from kvseek.engine.schedule.sequence import Sequence
 
 from .engine import MAX_NUM_TOKENS, Engine
 from .tokenizer import Tokenizer
@@ -128,14 +129,17 @@ class EngineService:
         UnavailableError
             After `drain` or `close`, or when the engine has failed.
         """
-        sequence = self._engine.prepare(request)
+        return self.start(self._engine.prepare(request), on_output)
+
+    def start(self, sequence: Sequence, on_output: Callback) -> int:
+        """Queue a request that Engine.prepare has made a sequence of: the second half of `submit`, with its other errors."""
         with self._lock:
             if self._refusal:
                 raise UnavailableError(self._refusal)
             self._engine.enqueue(sequence)
             # `_deliver` takes the same lock to look for the callback, so no output can come before the callback is known.
             self._callbacks[sequence.request_id] = on_output
-        if request.timeout_seconds is not None:
+        if sequence.request.timeout_seconds is not None:
             self._deadlines.set()
         self._wake()
         return sequence.request_id

@@ -33,6 +33,11 @@ class TextOutput:
         self.finish_reason: FinishReason | None = None
         self._words = tokenizer.stream(stop_words)
 
+    @property
+    def stop_word(self) -> str:
+        """The stop word that has ended the text; empty if none has."""
+        return self._words.stop_word
+
     def push(self, output: StepOutput) -> str:
         """Take one output of the engine; returns the text that is certain now, nothing after the end."""
         if self.finish_reason is not None:

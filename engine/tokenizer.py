@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ class Tokenizer:
         self._special_ids: frozenset[int] = frozenset()
         self._byte_level = False  # whether the vocabulary spells bytes as characters, as GPT-2's does
         self._longest = 0  # longest_token_bytes; 0: not counted yet
+        self._added: frozenset[int] = frozenset()  # tokens added to the vocabulary, which are written as they are
+        self._bytes: dict[int, bytes] = {}  # of the tokens that `token_bytes` was asked for
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode a text as token ids; `add_special_tokens` adds the tokens with which the model expects a text to begin.
@@ -95,16 +99,41 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for. They may be a part of a character: only all tokens together are UTF-8."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._token_bytes(token_id)
+        return found
+
+    def offsets(self, ids: Sequence[int]) -> list[int]:
+        """Return the length of the decoded text before each token, without characters that are not complete there."""
+        decoder, lengths, text = codecs.getincrementaldecoder("utf-8")("replace"), list[int](), self.decode(ids)
+        for token in ids:
+            lengths.append(0 if self.is_special(token) else len(decoder.decode(self.token_bytes(token))))
+        surplus = sum(lengths) + len(decoder.decode(b"", True)) - len(text)
+        first = next((place for place, length in enumerate(lengths) if length), 0)
+        if surplus == 1 and lengths[first]:
+            lengths[first] -= 1  # the space that some tokenizers put before a text, and leave out of it
+        elif surplus:  # a decoder that does more than join bytes
+            stream = self.stream()
+            lengths = [len(stream.push(token)) for token in ids]
+        return list(accumulate(lengths, initial=0))[:-1]
+
+    def _token_bytes(self, token_id: int) -> bytes:
         piece: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         if piece is None:
             return b""  # a model's vocabulary may be larger than its tokenizer's
-        if token_id in self._tokenizer.added_tokens_decoder:
+        if token_id in self._added:
             return piece.encode()
         if self._byte_level and all(character in BYTES for character in piece):
             return bytes(BYTES[character] for character in piece)
         if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
             return bytes([int(piece[3:5], 16)])
         return piece.replace(SPACE, " ").encode()
+
+    @property
+    def file(self) -> Path:
+        """The tokenizer as the library tokenizers writes it; other kinds of tokenizers have no such file."""
+        return self._directory / "tokenizer.json"
 
     @property
     def longest_token_bytes(self) -> int:
@@ -129,6 +158,7 @@ class Tokenizer:
         self._loaded = self._class().from_pretrained(str(self._directory), local_files_only=True)
         backend = getattr(self._loaded, "backend_tokenizer", None)
         self._byte_level = backend is not None and '"ByteLevel"' in json.dumps(json.loads(backend.to_str())["decoder"])
+        self._added = frozenset(self._loaded.added_tokens_decoder)
         special = (number for number, token in self._loaded.added_tokens_decoder.items() if token.special)
         # Tokenizers differ in which special tokens they leave out of text, so each token is tried.
         self._special_ids = frozenset(i for i in special if not self._loaded.decode([i], skip_special_tokens=True))
@@ -151,7 +181,7 @@ class TextStream:
 
     `push` returns only text that later tokens cannot change: it holds back bytes of an incomplete UTF-8 character and
     text that could be the beginning of a stop word. All returned texts together equal `Tokenizer.decode` of all tokens, or,
-    if `stopped`, the part of that text before the stop word that was complete first.
+    if `stopped`, the part of that text before the stop word that was complete first, `stop_word`.
 
     The cost of a token does not grow with the output: a token is decoded together with the few before it, not with all.
     """
@@ -159,7 +189,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stop_words: Sequence[str] = ()) -> None:
         if not all(stop_words):
             raise RequestError("stop_words = '': must be non-empty; leave empty stop words out")
-        self.stopped = False
+        self.stopped, self.stop_word = False, ""
         self._tokenizer = tokenizer
         self._stop_words = tuple(stop_words)
         self._ids: list[int] = []  # context (decoders need the tokens before a token), then tokens not given out yet
@@ -211,10 +241,11 @@ class TextStream:
     def _pass_on(self, text: str) -> str:
         """Add certain text to the held text, stop at a stop word, hold text that could begin one, and return the rest."""
         self._held += text
-        found = [(at + len(word), at) for word in self._stop_words if (at := self._held.find(word)) >= 0]
+        found = [(at + len(word), at, word) for word in self._stop_words if (at := self._held.find(word)) >= 0]
         if found:
+            _, at, self.stop_word = min(found)
             self.stopped = True
-            text, self._held = self._held[: min(found)[1]], ""
+            text, self._held = self._held[:at], ""
             return text
         keep = self._possible_beginning()
         split = len(self._held) - keep

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvseek.core.errors import ConfigError, KvseekError, RequestError
+    from kvseek.core.guide import Guide, GuideType
 
     from .async_llm import AsyncLLM
     from .generation import GenerationError
@@ -31,6 +32,8 @@ __all__ = [
     "AsyncLLM",
     "ConfigError",
     "GenerationError",
+    "Guide",
+    "GuideType",
     "KvseekError",
     "OutputPiece",
     "RequestError",
@@ -44,6 +47,8 @@ _MODULES = {
     "AsyncLLM": "async_llm",
     "ConfigError": "core.errors",
     "GenerationError": "generation",
+    "Guide": "core.guide",
+    "GuideType": "core.guide",
     "KvseekError": "core.errors",
     "OutputPiece": "outputs",
     "RequestError": "core.errors",

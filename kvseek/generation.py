@@ -57,6 +57,7 @@ class Generation:
         self._cached: list[int] = []  # tokens in the cache, at each decode step
         self._attended: list[float] = []  # of those, attended to
         self._logprobs: list[LogProbs] = []
+        self._prompt_logprobs: list[LogProbs] = []  # of the prompt's tokens but the first
         self._statistics: RequestStatistics | None = None
 
     def push(self, output: StepOutput) -> OutputPiece | None:
@@ -64,6 +65,7 @@ class Generation:
 
         The engine does not know stop texts, and goes on after one, so the caller has to cancel the request then.
         """
+        self._prompt_logprobs += output.prompt_logprobs
         if self.output is not None or (output.token_id is None and output.finish_reason is None):
             return None
         if output.finish_reason in (FinishReason.CANCELLED, FinishReason.SHUTDOWN):  # not by this request's caller
@@ -73,7 +75,7 @@ class Generation:
         if output.cached_tokens:
             self._cached.append(output.cached_tokens)
             self._attended.append(output.attended_tokens)
-        if output.logprobs is not None:
+        if output.token_id is not None and output.logprobs is not None:
             self._logprobs.append(output.logprobs)
         text = self._words.push(output)
         self._text.append(text)
@@ -99,5 +101,6 @@ class Generation:
             ttft_seconds=0.0 if times is None else times.ttft_seconds,
             tpot_seconds=0.0 if times is None else times.tpot_seconds,
             logprobs=None if self.request.sampling.logprobs is None else tuple(self._logprobs),
+            prompt_logprobs=None if self.request.sampling.prompt_logprobs is None else (None, *self._prompt_logprobs),
             error=error,
         )

@@ -39,6 +39,9 @@ class RequestOutput:
         Time per output token after the first; 0 with fewer than two tokens.
     logprobs : tuple of LogProbs, or None
         Log probabilities of each token of `token_ids`, if `SamplingParams.logprobs` asked for them.
+    prompt_logprobs : tuple of LogProbs and None, or None
+        The same of the tokens of `prompt_token_ids`, if `SamplingParams.prompt_logprobs` asked for them; None for the first
+        token, which nothing precedes. They end early if the request ended while its prompt was read.
     error : str
         What failed, with finish_reason "error"; else empty.
     """
@@ -55,6 +58,7 @@ class RequestOutput:
     ttft_seconds: float = 0.0
     tpot_seconds: float = 0.0
     logprobs: tuple[LogProbs, ...] | None = None
+    prompt_logprobs: tuple[LogProbs | None, ...] | None = None
     error: str = ""
 
     @property

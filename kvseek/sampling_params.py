@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from kvseek.core import request
 from kvseek.core.errors import RequestError
+from kvseek.core.guide import Guide
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -48,6 +49,10 @@ class SamplingParams:
     logprobs : int or None
         Return the log probability of every generated token, and of so many likeliest tokens, at most 20, as the model gives
         them before any of these parameters changes them.
+    guide : Guide or None
+        The output's text follows this JSON schema, regular expression or grammar, unless `max_tokens` or `stop` cuts it off.
+    prompt_logprobs : int or None
+        The same for every token of the prompt but the first. With it `max_tokens` may be 0.
 
     Raises
     ------
@@ -71,6 +76,8 @@ class SamplingParams:
     bad_words: str | Sequence[str] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     logprobs: int | None = None
+    guide: Guide | None = None
+    prompt_logprobs: int | None = None
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         """Refuse unknown parameters by name; Python's own TypeError would not list the known ones."""

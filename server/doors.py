@@ -38,7 +38,8 @@ from kvseek.server.http_door.readiness import ServerState
 from kvseek.server.openai_door.door import OpenAIDoor
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.generations import Generations
-from kvseek.server.requests.served_request import MODELS, RequestFactory
+from kvseek.server.requests.layouts import LAYOUTS
+from kvseek.server.requests.served_request import RequestFactory
 from kvseek.server.triton.relay import TritonRelay
 
 from .ports import Ports
@@ -75,14 +76,16 @@ class Doors:
         header_seconds: float = HEADER_SECONDS,
     ) -> None:
         self._settings, self._limits = settings, dict[str, int]()
+        self._layout = LAYOUTS[settings.layout]
         self._config, self._tokenizer = read_config(engine_dir), Tokenizer(engine_dir)
         self._client = EngineClient(socket, asyncio.get_running_loop())
-        self._triton = TritonRelay(triton_grpc)
-        self._state = ServerState(self._client, self._triton)
+        self._triton = TritonRelay(triton_grpc, self._layout.names)
+        self._state = ServerState(self._client, self._triton, self._layout.names)
         self._metrics = MetricsRoutes(self._client, triton_metrics, state, lambda: self._state.engine_answers)
         self._generations = Generations(self._client, settings.max_queue_size + self._config.max_batch_size)
         self._bodies = BodyReader(body_seconds)
-        factory, models = RequestFactory(self._config, self._tokenizer), schemas(self._config)
+        factory = RequestFactory(self._layout, self._config, self._tokenizer)
+        models = schemas(self._layout, self._config)
         generate = GenerateRoutes(self._generations, factory, models, self._bodies, self._limits)
         self._grpc = GrpcDoor(triton_grpc, self._state, models, self._client.refused)
         routes = [*self._state.routes(), *generate.routes(), *self._triton.routes(), *http_closed.routes()]
@@ -109,10 +112,10 @@ class Doors:
         """Listen, and load the tokenizer; returns the ports. Raises ServerError."""
         http = await self._http.start(host, ports.http, "--http_port")
         metrics = await self._metrics_http.start(host, ports.metrics, "--metrics_port")
-        for model in MODELS:
+        for name, model in self._layout.models.items():
             limit = await asyncio.to_thread(body_limit, model, self._config, self._tokenizer)
             self._bodies.make_room_for(limit)
-            self._limits[model] = limit
+            self._limits[name] = limit
         largest = message_limit(self._config, self._tokenizer)
         grpc = await self._grpc.start(host, ports.grpc, largest)
         openai = await self._openai.start(host, ports.openai)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import secrets
 import signal
@@ -17,19 +16,17 @@ from pathlib import Path
 
 import requests
 
-from kvseek.core.config import EngineConfig
-from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
 from kvseek.core.manifest import verify
 from kvseek.server.openai_door.keys import read_keys
-from kvseek.server.requests.served_request import MODELS
+from kvseek.server.requests.layouts import LAYOUTS
 from kvseek.server.triton.find import SHARED_MEMORY_PREFIX, TritonServer, find_server
-from kvseek.server.triton.repository import write_repository
+from kvseek.server.triton.repository import write_models
 
 from .errors import ServerError
 from .ports import Ports
 from .processes import Program
-from .settings import ServeSettings
+from .settings import SERVE_FLAGS, ServeSettings, add_flags, settings_of
 from .supervisor import Supervisor
 
 READY_SECONDS = 180.0
@@ -63,7 +60,7 @@ class RunningServer:
         self._supervisor.check()
 
     def process_ids(self) -> dict[str, int]:
-        """Process ids: "engine", "doors", "triton", and "/models/NAME/" of Triton's two models."""
+        """Process ids: "engine", "doors", "triton", and "/models/NAME/" of Triton's models."""
         return self._supervisor.process_ids()
 
     @property
@@ -101,13 +98,12 @@ def running_server(
     if not ready_seconds > 0:
         raise ServerError(f"--ready_seconds = {ready_seconds}: must be > 0; {READY_SECONDS:.0f} is the default")
     verify(engine_dir)
-    config = read_config(engine_dir)
     if settings.api_key_file is not None:
         read_keys(Path(settings.api_key_file))  # here too, so that a wrong file is an error before anything is started
     ports = ports.resolve(host)
     with tempfile.TemporaryDirectory(prefix="kvseek-") as folder:
         scratch = Path(folder)
-        programs = _programs(scratch, engine_dir, config, host, ports, settings, verbose)
+        programs = _programs(scratch, engine_dir, host, ports, settings, verbose)
         output = None if log == STANDARD_OUTPUT else log or scratch / "server.log"
         supervisor = Supervisor(programs, settings.restarts, output, scratch / STATE_FILE, keep_output=log is not None)
         running = RunningServer(host, ports, supervisor)
@@ -123,7 +119,6 @@ def running_server(
 def _programs(
     scratch: Path,
     engine_dir: Path,
-    config: EngineConfig,
     host: str,
     ports: Ports,
     settings: ServeSettings,
@@ -131,7 +126,8 @@ def _programs(
 ) -> list[Program]:
     """Describe the engine process, the doors and Triton, in the order in which they start and end."""
     server, socket = find_server(scratch), scratch / "engine.sock"
-    repository = write_repository(scratch / "models", engine_dir, config, socket, settings)
+    repository = scratch / "models"
+    write_models(repository, engine_dir, settings, socket)
     inner = Ports(0, 0, 0, 0).resolve(LOOPBACK)  # Triton's own
     own = ("--engine_dir", str(engine_dir.resolve()), "--socket", str(socket), "--settings", settings.to_json())
     http = (
@@ -156,7 +152,7 @@ def _programs(
             2 * STOP_SECONDS,
             server.environment,
             ends_with=DOORS,  # the dead doors' calls are cancelled, which may crash Triton 2.51, and nobody waits for answers
-            workers=tuple(f"/models/{model}/" for model in MODELS),
+            workers=tuple(f"/models/{model}/" for model in LAYOUTS[settings.layout].models),
             clean_up=lambda: _free_shared_memory(repository),
         ),
     ]
@@ -229,27 +225,13 @@ def _signals() -> Iterator[list[int]]:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments of `kvseek serve`."""
     parser = argparse.ArgumentParser(prog="kvseek serve", description="Serve an engine directory with Triton.")
-    default = ServeSettings()
     parser.add_argument("--engine_dir", type=Path, required=True, help="what kvseek build wrote")
     parser.add_argument("--host", default=LOOPBACK, help="address to listen on (default: %(default)s)")
     parser.add_argument("--http_port", type=int, default=8000, help="default: %(default)s; 0 picks a free port")
     parser.add_argument("--grpc_port", type=int, default=8001, help="default: %(default)s; 0 picks a free port")
     parser.add_argument("--metrics_port", type=int, default=8002, help="default: %(default)s; 0 picks a free port")
     parser.add_argument("--openai_port", type=int, default=9000, help="default: %(default)s; 0 picks a free port")
-    parser.add_argument("--threads", type=int, help="CPU threads of the engine (default: torch's choice)")
-    for name, kind, text in (
-        ("max_queue_size", int, "requests that may wait; further ones are refused"),
-        ("max_num_tokens", int, "prompt tokens that one step of the engine reads at most"),
-        ("default_timeout", float, "seconds that a request may take if it does not say itself"),
-        ("drain_seconds", float, "seconds that requests may go on after SIGTERM"),
-        ("restarts", int, "how often in a row a process that has died is started again"),
-        ("otlp_endpoint", str, "OpenTelemetry collector (OTLP over HTTP) for a span of every request"),
-        ("served_model_name", str, "name of the model at the OpenAI port instead of the checkpoint's"),
-        ("api_key_file", str, "file of the keys that the OpenAI port asks for, one a line"),
-    ):
-        value = getattr(default, name)
-        shown = "none" if value is None else f"{value:g}" if kind is float else value
-        parser.add_argument(f"--{name}", type=kind, default=value, help=f"{text} (default: {shown})")
+    add_flags(parser, SERVE_FLAGS)
     parser.add_argument(
         "--log", type=Path, help="file for the server's log, - for standard output (default: none is kept)"
     )
@@ -267,9 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     ports = Ports(arguments.http_port, arguments.grpc_port, arguments.metrics_port, arguments.openai_port)
     try:
-        settings = ServeSettings(
-            **{field.name: getattr(arguments, field.name) for field in dataclasses.fields(ServeSettings)}
-        )
+        settings = settings_of(arguments, SERVE_FLAGS)
         with (
             running_server(
                 arguments.engine_dir,

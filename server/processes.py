@@ -61,7 +61,7 @@ class Child:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
                 start_new_session=True,
             )
         self._workers: dict[str, Path] = {}
@@ -133,5 +133,6 @@ def _status(folder: Path) -> list[str]:
     return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process when the thread that started it ends: Popen's `preexec_fn`."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvseek.core.request import MAX_TIMEOUT_SECONDS
 
 from .errors import ServerError
+from .requests.layouts import INFLIGHT_BATCHER_LLM, LAYOUTS
 
 MAX_NAME_CHARACTERS = 256
+MAX_MAX_LOGITS = 1 << 28  # 1 GiB: a message of gRPC has at most twice as many bytes
+Flags = Mapping[str, tuple[type, str]]  # name of a setting → its type, and the help of its flag
+ENGINE_FLAGS: Flags = {
+    "layout": (str, f"which of TensorRT-LLM's model repositories clients find: {' or '.join(LAYOUTS)}"),
+    "threads": (int, "CPU threads of the engine"),
+    "max_queue_size": (int, "requests that may wait; further ones are refused"),
+    "max_num_tokens": (int, "prompt tokens that one step of the engine reads at most"),
+    "max_logits": (int, "logits (context and generation logits) that a request may ask for, 4 bytes each"),
+    "default_timeout": (float, "seconds that a request may take if it does not say itself"),
+    "otlp_endpoint": (str, "OpenTelemetry collector (OTLP over HTTP) for a span of every request"),
+}
+OPENAI_FLAGS: Flags = {
+    "served_model_name": (str, "name of the model at the OpenAI port instead of the checkpoint's"),
+    "api_key_file": (str, "file of the keys that the OpenAI port asks for, one a line"),
+}
+SERVE_FLAGS: Flags = {
+    **ENGINE_FLAGS,
+    "drain_seconds": (float, "seconds that requests may go on after SIGTERM"),
+    "restarts": (int, "how often in a row a process that has died is started again"),
+    **OPENAI_FLAGS,
+}
 
 
 @dataclass(frozen=True)
@@ -19,12 +43,16 @@ class ServeSettings:
 
     Attributes
     ----------
+    layout : str
+        Which form of TensorRT-LLM's model repository the server has: one of LAYOUTS.
     threads : int or None
         CPU threads of the engine; None leaves torch's choice.
     max_queue_size : int
         Requests that may wait for a slot; further ones are refused at once.
     max_num_tokens : int
         Prompt tokens that one step of the engine reads at most.
+    max_logits : int
+        Logits, numbers of 4 bytes, that one request may ask for; 0 refuses all such requests.
     default_timeout : float or None
         Seconds that a request may take if it does not say itself; None: no limit.
     drain_seconds : float
@@ -39,9 +67,11 @@ class ServeSettings:
         File of the OpenAI door's API keys, one a line; None: the door asks for none.
     """
 
+    layout: str = INFLIGHT_BATCHER_LLM.name
     threads: int | None = None
     max_queue_size: int = 256
     max_num_tokens: int = 8192
+    max_logits: int = 1 << 26
     default_timeout: float | None = None
     drain_seconds: float = 20.0
     restarts: int = 5
@@ -50,9 +80,15 @@ class ServeSettings:
     api_key_file: str | None = None
 
     def __post_init__(self) -> None:
+        known = f"one of {', '.join(LAYOUTS)}"
+        _require(self.layout in LAYOUTS, "layout", self.layout, known, f"{INFLIGHT_BATCHER_LLM.name} is the default")
         _require(self.threads is None or self.threads >= 1, "threads", self.threads, ">= 1", "or leave it out")
         _require(self.max_queue_size >= 1, "max_queue_size", self.max_queue_size, ">= 1", "256 is the default")
         _require(self.max_num_tokens >= 1, "max_num_tokens", self.max_num_tokens, ">= 1", "8192 is the default")
+        limit = f"in [0, {MAX_MAX_LOGITS}]"
+        _require(
+            0 <= self.max_logits <= MAX_MAX_LOGITS, "max_logits", self.max_logits, limit, "67108864 is the default"
+        )
         seconds = self.default_timeout
         within = seconds is None or 0 < seconds <= MAX_TIMEOUT_SECONDS
         limit = f"> 0 and <= {MAX_TIMEOUT_SECONDS:.0f}, a week"
@@ -80,6 +116,21 @@ class ServeSettings:
     def from_json(cls, text: str) -> ServeSettings:
         """Read settings that `to_json` wrote."""
         return cls(**json.loads(text))
+
+
+def add_flags(parser: argparse.ArgumentParser, flags: Flags) -> None:
+    """Add a flag for each of these settings, with its default."""
+    default = ServeSettings()
+    for name, (kind, text) in flags.items():
+        value = getattr(default, name)
+        shown = "none" if value is None else f"{value:g}" if kind is float else value
+        shown = "torch's choice" if name == "threads" else shown
+        parser.add_argument(f"--{name}", type=kind, default=value, help=f"{text} (default: {shown})")
+
+
+def settings_of(arguments: argparse.Namespace, flags: Flags) -> ServeSettings:
+    """Make settings of the flags that `add_flags` added; raises ServerError."""
+    return ServeSettings(**{name: getattr(arguments, name) for name in flags})
 
 
 def _require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:

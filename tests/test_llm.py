@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import gc
+import re
 import subprocess
 import sys
 import threading
@@ -21,7 +22,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 import kvseek
-from kvseek import LLM, GenerationError, KvseekError, OutputPiece, RequestError, RequestOutput, SamplingParams
+from kvseek import (
+    LLM,
+    GenerationError,
+    Guide,
+    GuideType,
+    KvseekError,
+    OutputPiece,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+)
 from kvseek.core.errors import UnavailableError
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
@@ -138,6 +149,19 @@ def test_log_probabilities_and_what_changes_logits(llm: LLM) -> None:
         (i, one.token) for i, one in zip(told.token_ids, told.logprobs, strict=True)
     ]
     assert all(len(one.top) == 2 and one.token <= 0 for one in told.logprobs)
+    assert told.prompt_logprobs is None
+    scored, alone = llm.generate(
+        [PROMPTS[0]] * 2, [replace(GREEDY, prompt_logprobs=1), SamplingParams(prompt_logprobs=1, max_tokens=0)]
+    )
+    assert scored.token_ids == plain.token_ids
+    assert scored.prompt_logprobs is not None
+    assert [one is None for one in scored.prompt_logprobs] == [i == 0 for i in range(len(scored.prompt_token_ids))]
+    assert all(one is None or one.token <= one.top[0][1] for one in scored.prompt_logprobs)
+    assert (alone.token_ids, alone.finish_reason, len(alone.prompt_logprobs or ())) == (
+        (),
+        "length",
+        len(scored.prompt_logprobs),
+    )
     first = plain.token_ids[0]
     (biased,) = llm.generate([PROMPTS[0]], replace(GREEDY, logit_bias={first: -100.0}))
     assert first not in biased.token_ids
@@ -249,6 +273,14 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(
         with pytest.raises(RequestError, match=message):
             llm.generate(prompts, params, stream=stream)
     assert llm.engine.step_report.number == before
+
+
+def test_a_guide_is_followed_or_refused(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=20, guide=Guide(GuideType.REGEX, "(yes|no), [0-9]{2}"))
+    outputs = llm.generate(PROMPTS, [replace(params, seed=seed) for seed in range(len(PROMPTS))])
+    assert all(re.fullmatch("(yes|no), [0-9]{2}", output.text) for output in outputs)
+    with pytest.raises(RequestError, match="guided_decoding_guide: cannot be followed"):
+        llm.generate(PROMPTS[:1], replace(params, guide=Guide(GuideType.REGEX, "(")))
 
 
 def test_priority_and_timeout_are_the_engines(llm: LLM) -> None:

@@ -65,9 +65,9 @@ class KernelModel(LayerwiseModel[Stream]):
         x += weights.down(self.ops.silu_mul(weights.gate_up(normed)))
         return q
 
-    def prompt_logits(self, prompt: Stream) -> Tensor:
+    def logits_of(self, prompt: Stream, spans: Sequence[tuple[int, int]]) -> Tensor:
         """See LayerwiseModel."""
-        return self.head(prompt.last())
+        return self.head(prompt.rows(spans))
 
     @torch.inference_mode()
     def run_layers(self, batch: Batch) -> StepResult:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -19,6 +19,14 @@ from kvseek.plugins.contract import LAST_QUERIES
 
 Prompt = TypeVar("Prompt")
 Prompts = Sequence[tuple[int, Sequence[int]]]  # slot and token ids of each prompt
+TakeLogits = Callable[[int, Tensor], None]
+"""Takes logits of consecutive tokens of a prompt, float32 [tokens, vocabulary] on the engine's device; the number is the first
+token's position."""
+Takers = Mapping[int, TakeLogits]  # by slot
+NO_TAKERS: Takers = {}
+PIECE_LOGITS = (
+    1 << 22
+)  # most logits that are computed at once: 16 MiB, for which RESERVE_BYTES of activation_memory.py has room
 
 
 @dataclass(frozen=True)
@@ -75,13 +83,17 @@ class Prefill(ABC):
     slots : tuple of int
     borders : tuple of int
         The tokens of prompt i are rows borders[i] .. borders[i + 1] - 1 of the pack.
+    takers : mapping
+        Functions that are given the logits of all tokens of a prompt, piece by piece and in order; prompts without one cost
+        nothing more.
     """
 
-    def __init__(self, retrieval: Retrieval, prompts: Prompts) -> None:
+    def __init__(self, retrieval: Retrieval, prompts: Prompts, takers: Takers = NO_TAKERS) -> None:
         self.slots = tuple(slot for slot, _ in prompts)
         self.ids = [token for _, ids in prompts for token in ids]
         self.borders = tuple(accumulate((len(ids) for _, ids in prompts), initial=0))
         self.retrieval, self._begun = retrieval, False
+        self.takers = takers
         self.dropped: set[int] = set()
 
     @property
@@ -102,8 +114,8 @@ class Prefill(ABC):
     def advance(self, max_tokens: int) -> int:
         """Run one unit of work over at most `max_tokens` tokens, unless the model has units of a fixed size.
 
-        Returns the work done: tokens, times the layers that they passed. An exception ends this prefill and affects no other:
-        CapacityError if the device's memory does not suffice.
+        Returns the work done: tokens, times the layers that they passed; 0 for a unit that computed logits for `takers`. An
+        exception ends this prefill and affects no other: CapacityError if the device's memory does not suffice.
         """
         with self._guard():
             if not self._begun:
@@ -162,14 +174,15 @@ class LayerwiseModel(ABC, Generic[Prompt]):
     """A model that reads prompts layer by layer (LayerwisePrefill). It keeps a `Prompt` from one layer to the next."""
 
     reads_packs: ClassVar[bool] = True
+    scores_prompts: ClassVar[bool] = True
 
     def __init__(self, retrieval: Retrieval) -> None:
         self.retrieval, self.config, self.model = retrieval, retrieval.config, retrieval.config.model
         self.scaling = self.model.head_dim**-0.5
 
-    def prefill(self, prompts: Prompts) -> Prefill:
+    def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
         """See PromptModel.prefill."""
-        return LayerwisePrefill(self, self.retrieval, prompts)
+        return LayerwisePrefill(self, self.retrieval, prompts, takers)
 
     @abstractmethod
     def begin_prompt(self, prefill: Prefill) -> Prompt:
@@ -183,27 +196,45 @@ class LayerwiseModel(ABC, Generic[Prompt]):
         """
 
     @abstractmethod
-    def prompt_logits(self, prompt: Prompt) -> Tensor:
-        """Compute the logits of each prompt's last token, float32 [prompts, vocabulary], after the last layer."""
+    def logits_of(self, prompt: Prompt, spans: Sequence[tuple[int, int]]) -> Tensor:
+        """Compute the logits of rows start .. stop - 1 of each (start, stop), float32 [rows, vocabulary], after the last layer.
+
+        A model that scores no prompts is only asked for the last row.
+        """
 
 
 class LayerwisePrefill(Prefill):
-    """Reads layer by layer, in units of one layer and one chunk of tokens; a pack of several prompts in one chunk."""
+    """Reads layer by layer, in units of one layer and one chunk of tokens; a pack of several prompts in one chunk.
 
-    def __init__(self, model: LayerwiseModel[Any], retrieval: Retrieval, prompts: Prompts) -> None:
-        super().__init__(retrieval, prompts)
+    Units that compute the logits for `takers`, at most PIECE_LOGITS each, follow the last layer.
+    """
+
+    def __init__(
+        self, model: LayerwiseModel[Any], retrieval: Retrieval, prompts: Prompts, takers: Takers = NO_TAKERS
+    ) -> None:
+        super().__init__(retrieval, prompts, takers)
         self._model, self._layers = model, model.model.num_layers
         self._prompt: Any = None  # what the model keeps from layer to layer
         self._layer, self._row = 0, 0  # the next unit begins here
         self._rows: tuple[Tensor, Tensor] | None = None  # keys and values of the layer
         self._queries: list[Tensor] = []  # queries of the layer that its index will be given
+        # The rows whose logits are asked for, one prompt after the other: where each prompt begins and ends among them, the slot
+        # and first row of the prompt that begins there, and how many of these rows are done.
+        asked = [one for one in zip(self.slots, pairwise(self.borders), strict=True) if one[0] in takers]
+        self._score_borders = tuple(accumulate((stop - first for _, (first, stop) in asked), initial=0))
+        self._asked = dict(zip(self._score_borders, [(slot, first) for slot, (first, _) in asked], strict=False))
+        self._scored = 0
 
     @property
     def progress(self) -> float:
-        """See Prefill.progress."""
-        return (self._layer * self.tokens + self._row) / (self._layers * self.tokens)
+        """See Prefill.progress. A row's logits count like a layer."""
+        done = self._layer * self.tokens + self._row + self._scored
+        return done / (self._layers * self.tokens + self._score_borders[-1])
 
     def _advance(self, max_tokens: int) -> int:
+        if self._layer == self._layers:
+            self._score()
+            return 0
         if self._prompt is None:
             self._prompt = self._model.begin_prompt(self)
         if self._rows is None:
@@ -238,5 +269,24 @@ class LayerwisePrefill(Prefill):
             return torch.cat(self._queries, dim=1)[:, -LAST_QUERIES:]
         return self._queries[0][:, first:stop][:, -LAST_QUERIES:].contiguous()
 
+    def _score(self) -> None:
+        """Compute the logits of the next rows, as many as one unit may have, and hand them to their takers."""
+        start = self._scored
+        stop = min(start + max(1, PIECE_LOGITS // self._model.model.vocab_size), self._score_borders[-1])
+        self._scored = stop
+        pieces = [(*self._asked[piece.first], piece) for piece in pieces_of(self._score_borders, start, stop)]
+        wanted = [
+            (slot, first, piece.start - piece.first, piece.stop - piece.first)
+            for slot, first, piece in pieces
+            if slot not in self.dropped
+        ]
+        if wanted:
+            logits = self._model.logits_of(
+                self._prompt, [(first + start, first + stop) for _, first, start, stop in wanted]
+            )
+            for slot, _, start, stop in wanted:
+                self.takers[slot](start, logits[: stop - start])
+                logits = logits[stop - start :]
+
     def _logits(self) -> Tensor:
-        return self._model.prompt_logits(self._prompt)
+        return self._model.logits_of(self._prompt, [(stop - 1, stop) for stop in self.borders[1:]])

@@ -51,10 +51,10 @@ class Stream:
         cos, sin = rotation(0, max(lengths))
         return cls(residual, borders, (torch.cat([cos[:n] for n in lengths]), torch.cat([sin[:n] for n in lengths])))
 
-    def last(self) -> Tensor:
-        """Return the last row of each prompt, [prompts, hidden]."""
+    def rows(self, spans: Sequence[tuple[int, int]]) -> Tensor:
+        """Return rows start .. stop - 1 of each (start, stop), [rows, hidden]."""
         # Slices rather than an index: a list of rows would be copied to a GPU, and the host would wait for it.
-        rows = [self.residual[stop - 1 : stop] for stop in self.borders[1:]]
+        rows = [self.residual[start:stop] for start, stop in spans]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def rotation_of(self, start: int, stop: int, rotation: Callable[[int, int], Rotation]) -> Rotation:
@@ -97,9 +97,9 @@ class TorchModel(LayerwiseModel[Stream]):
         prompt.residual[start:stop] = self.layers[layer].finish(x, out.flatten(1))
         return q
 
-    def prompt_logits(self, prompt: Stream) -> Tensor:
+    def logits_of(self, prompt: Stream, spans: Sequence[tuple[int, int]]) -> Tensor:
         """See LayerwiseModel."""
-        return self.head(prompt.last())
+        return self.head(prompt.rows(spans))
 
     def run_layers(self, batch: Batch, attend: Attend) -> Tensor:
         """Run a decode step: write each token's rows to the window, and return logits, float32 [batch, vocabulary]."""

@@ -15,6 +15,8 @@ def ended(
     cached: int = 0,
     attended: float = 0.0,
     logprobs: LogProbs | None = None,
+    end_id: int | None = None,
+    generation_logits: bytes = b"",
 ) -> StepOutput:
     """Make the last output of a request that ends without an error, with the token that ended it if there is one."""
     return StepOutput(
@@ -25,6 +27,8 @@ def ended(
         attended_tokens=attended,
         statistics=sequence.statistics,
         logprobs=logprobs,
+        end_id=end_id,
+        generation_logits=generation_logits,
     )
 
 

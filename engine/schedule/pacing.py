@@ -109,6 +109,8 @@ class Pacing:
     def _learn(self, seconds: float, units: int, token_layers: int) -> None:
         """Learn the time per token and layer from a step that read something."""
         self._since_rest += 1
+        if not token_layers:  # only logits of a prompt's tokens were computed, which says nothing about layers
+            return
         sample = max(0.0, seconds - self._decode_seconds - self._cost(units, 0)) / token_layers
         if self._token_seconds is not None:
             sample = min(sample, LARGEST_SAMPLE * self._per_token)

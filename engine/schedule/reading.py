@@ -100,7 +100,7 @@ class PromptReader:
             found = self._advance(job)
             done += found
             left = [sequence for sequence in left if all(one.sequence is not sequence for one in found)]
-            if found and beside:
+            if (found and beside) or any(s.scores is not None and s.scores.holds_logits for s in job.sequences):
                 break
         self._short_went_last = short
         if self.work.units and short in self._jobs:
@@ -147,7 +147,8 @@ class PromptReader:
             if not chosen:
                 return None
             prompts = [(sequence.slot, sequence.request.prompt_ids) for sequence in chosen]
-            self._jobs[short] = Job(self._decoder.prefill(prompts), chosen)
+            takers = {sequence.slot: sequence.scores.take for sequence in chosen if sequence.scores is not None}
+            self._jobs[short] = Job(self._decoder.prefill(prompts, takers), chosen)
         return self._jobs[short]
 
     def _pack(self, waiting: SequenceOf[Sequence], beside: bool) -> list[Sequence]:

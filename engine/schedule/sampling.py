@@ -1,12 +1,16 @@
-"""Draws the next token of one request: bias, penalties, bad words, temperature, top-k, top-p, one draw."""
+"""Draws the next token of one request: bias, penalties, guide, bad words, temperature, top-k, top-p, one draw."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kvseek.core.errors import RequestError
+from kvseek.core.errors import RequestError, SamplingError
 from kvseek.core.request import LogProbs, Request
+
+from .guides import GuideMatcher
 
 NO_TOKEN = -1  # stands for a greedy token if the largest logit is not finite
 
@@ -20,10 +24,12 @@ class Sampler:
     ----------
     vocab_size : int
         Length of the logits.
+    guide : GuideMatcher, optional
+        State of the request's guide, at its beginning; the sampler's own from now on.
     """
 
-    def __init__(self, request: Request, vocab_size: int) -> None:
-        self.params = request.sampling
+    def __init__(self, request: Request, vocab_size: int, guide: GuideMatcher | None = None) -> None:
+        self.params, self._guide = request.sampling, guide
         self._generator = torch.Generator().manual_seed(self.params.seed)
         self._vocab_size, self._prompt_ids, self._end_ids = vocab_size, request.prompt_ids, request.end_ids
         self._generated: list[int] = []
@@ -31,6 +37,7 @@ class Sampler:
         self._counts: Tensor | None = None
         self._biases: tuple[Tensor, Tensor] | None = None  # token ids, and what is added to the logit of each
         self._logprobs: LogProbs | None = None
+        self._logits = b""
 
     @property
     def greedy(self) -> bool:
@@ -41,6 +48,11 @@ class Sampler:
     def logprobs(self) -> LogProbs | None:
         """Log probabilities of the last token, if the request asks for them."""
         return self._logprobs
+
+    @property
+    def generation_logits(self) -> bytes:
+        """Logits from which the last token was drawn, float32 [vocabulary]; empty unless the request asks for them."""
+        return self._logits
 
     @torch.inference_mode()
     def sample(self, logits: Tensor) -> int:
@@ -54,7 +66,8 @@ class Sampler:
         Raises
         ------
         RequestError
-            If a logit is NaN or +inf, all are -inf, or bad words leave no token.
+            If a logit is NaN or +inf, or all are -inf. SamplingError if guide and bad words leave no token, or the guide needs
+            too much work.
         """
         best = logits.max()  # a NaN anywhere comes out as the maximum
         if not torch.isfinite(best):
@@ -62,12 +75,16 @@ class Sampler:
         scores = self._adjusted(logits)
         best, token = scores.max(dim=0)  # of equal scores the lowest id
         if not torch.isfinite(best):
-            raise RequestError("bad_words, min_tokens: together they leave no token to draw; send fewer bad words")
+            raise SamplingError(
+                "bad_words, min_tokens, guided_decoding_guide: together they leave no token to draw; send fewer bad words"
+            )
         if self.params.temperature > 0:
             token = self._draw(scores)
         drawn = int(token)
         if self.params.logprobs is not None:
-            self._logprobs = log_probabilities(logits, drawn, self.params.logprobs)
+            (self._logprobs,) = log_probabilities(logits[None], [drawn], self.params.logprobs)
+        if self.params.return_generation_logits:
+            self._logits = logits.numpy().tobytes()
         self._note(drawn)
         return drawn
 
@@ -89,6 +106,10 @@ class Sampler:
                 counted = torch.tensor(self._prompt_ids[params.prompt_ignore_length :], dtype=torch.long)
                 self._counts = torch.bincount(counted, minlength=self._vocab_size).float()
             scores = scores - params.presence_penalty * (self._counts > 0) - params.frequency_penalty * self._counts
+        if self._guide is not None:
+            allowed = self._guide.allowed()
+            allowed[list(self._end_ids)] = self._guide.complete
+            scores = scores.masked_fill(~allowed, -torch.inf)
         banned = self._banned()
         if banned:
             scores = scores.index_fill(0, torch.tensor(banned), -torch.inf)
@@ -97,7 +118,8 @@ class Sampler:
     def _banned(self) -> list[int]:
         """Return the tokens that must not come next: end tokens before min_tokens, and the last tokens of bad words."""
         count = len(self._generated)
-        early = self._end_ids if count < self.params.min_tokens else ()
+        only_ends = self._guide is not None and self._guide.finished
+        early = self._end_ids if count < self.params.min_tokens and not only_ends else ()
         words = self.params.bad_words
         return [*early, *(word[-1] for word in words if tuple(self._generated[count - len(word) + 1 :]) == word[:-1])]
 
@@ -108,6 +130,8 @@ class Sampler:
             self._counts[drawn] += 1
         if self.params.bad_words or self.params.min_tokens:
             self._generated.append(drawn)
+        if self._guide is not None and drawn not in self._end_ids:
+            self._guide.accept(drawn)
 
     def _draw(self, scores: Tensor) -> Tensor:
         ids, probabilities = candidates(scores, self.params.temperature, self.params.top_k, self.params.top_p)
@@ -117,11 +141,15 @@ class Sampler:
         return ids[torch.searchsorted(cumulative, target, right=True)]
 
 
-def log_probabilities(logits: Tensor, token: int, count: int) -> LogProbs:
-    """Compute the log probabilities of a token and of the `count` likeliest, for float32 logits [vocabulary]."""
-    values = logits.log_softmax(dim=0)
-    best, ids = values.topk(min(count, values.shape[0]))
-    return LogProbs(float(values[token]), tuple(zip(ids.tolist(), best.tolist(), strict=True)))
+def log_probabilities(logits: Tensor, tokens: Sequence[int], count: int) -> tuple[LogProbs, ...]:
+    """Compute log probabilities: row i of float32 logits [n, vocabulary] gives those of tokens[i] and the `count` likeliest."""
+    values = logits.log_softmax(dim=1)
+    own = values.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+    best, ids = values.topk(min(count, values.shape[1]), dim=1)
+    likeliest = zip(ids.tolist(), best.tolist(), strict=True)
+    return tuple(
+        LogProbs(value, tuple(zip(*top, strict=True))) for value, top in zip(own.tolist(), likeliest, strict=True)
+    )
 
 
 def greedy_token(logits: Tensor) -> int:

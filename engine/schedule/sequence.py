@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from kvseek.core.request import Request
 from kvseek.core.statistics import RequestStatistics
 
+from .prompt_scores import PromptScores
 from .sampling import Sampler
 
 
@@ -20,6 +21,7 @@ class Sequence:
     statistics: RequestStatistics
     slot: int = -1
     generated: list[int] = field(default_factory=list)
+    scores: PromptScores | None = None  # of a request that asks for log probabilities or logits of its prompt
 
     @property
     def total_tokens(self) -> int:

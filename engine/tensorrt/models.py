@@ -19,7 +19,7 @@ from kvseek.engine.model.attention import causal_attention_device
 from kvseek.engine.model.graphs import StepResult, buckets_for
 from kvseek.engine.model.kernel_model import to_device
 from kvseek.engine.model.layer_kernels import LayerKernels
-from kvseek.engine.model.prefill import LayerwiseModel, Prefill, Prompts
+from kvseek.engine.model.prefill import NO_TAKERS, LayerwiseModel, Prefill, Prompts, Takers
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import LAST_QUERIES
@@ -101,6 +101,7 @@ class SegmentsModel(LayerwiseModel[list[Chunk]]):
     """
 
     reads_packs: ClassVar[bool] = False  # a plan takes one prompt, and only in its own chunks
+    scores_prompts: ClassVar[bool] = False
 
     def __init__(self, plans: Sequence[Runner], retrieval: Retrieval, ops: LayerKernels) -> None:
         super().__init__(retrieval)
@@ -125,8 +126,8 @@ class SegmentsModel(LayerwiseModel[list[Chunk]]):
         chunk.state["attended"] = out.contiguous()
         return queries
 
-    def prompt_logits(self, prompt: list[Chunk]) -> Tensor:
-        """See LayerwiseModel."""
+    def logits_of(self, prompt: list[Chunk], spans: Sequence[tuple[int, int]]) -> Tensor:
+        """See LayerwiseModel; `spans` is the last row."""
         # Copied, because the address of a row inside a chunk is not aligned as plans demand.
         last = {name: prompt[-1].state[name][-1:].clone() for name in ("attended", "hidden")}
         return self._to_logits(last, 1, OUTSIDE_OF_GRAPHS)
@@ -210,6 +211,7 @@ class WholeModel:
     """
 
     reads_packs: ClassVar[bool] = False  # a plan takes one prompt
+    scores_prompts: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -221,7 +223,7 @@ class WholeModel:
         self._plan, self._serving, self._retrieval = plan, serving, retrieval
         self._tensors, self._model = PlanTensors(retrieval, ops), retrieval.config.model
 
-    def prefill(self, prompts: Prompts) -> Prefill:
+    def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
         """See PromptModel.prefill."""
         return WholePrefill(self, self._retrieval, prompts)
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,8 @@ import uvloop
 from kvseek.core.errors import KvseekError, code_of
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import FinishReason, Request, StepOutput
-from kvseek.engine.service import EngineService
+from kvseek.engine.service import Callback, EngineService
+from kvseek.server.requests.generations import Workers
 from kvseek.server.requests.messages import (
     Cancel,
     FromDoor,
@@ -40,18 +41,22 @@ from kvseek.server.requests.messages import (
     frame,
     read_frame,
 )
+from kvseek.server.requests.served_request import after
 from kvseek.server.requests.status import INTERNAL
 from kvseek.server.settings import ServeSettings
 
+from .logits_room import LogitsRoom
 from .metrics import EngineMetrics
 from .tracing import RequestTracer
 
-UNREAD_BYTES = 64 << 20  # most bytes that a door may leave unread; with more it counts as dead
+UNREAD_BYTES = 64 << 20  # most bytes, logits apart, that a door may leave unread; with more it counts as dead
+FRAME_BYTES = 16 << 20  # bytes of logits after which a message ends, long before it could be too large
 STATUS_FAILED = 3  # exit status when the engine has failed: every further call would fail too
 STATUS_HUNG = 4  # exit status when the engine's loop has stopped
 HUNG_SECONDS = (
     300.0  # time without a round of the engine's loop; no round takes as long, because it reads only units of a prompt
 )
+ALONE_SECONDS = 2.0  # time without doors after which a shared engine process ends
 logger = logging.getLogger(__name__)
 
 
@@ -89,31 +94,49 @@ class Door:
     def __init__(self, server: EngineServer, writer: asyncio.StreamWriter) -> None:
         self._server, self._writer = server, writer
         self._handles: dict[int, int] = {}  # the door's number of a request → the service's handle
+        self._guided: dict[int, asyncio.Task[None]] = {}  # requests whose guides are being compiled, by number
+        self._room = LogitsRoom(server.service.config.model.vocab_size, server.settings.max_logits)
 
     def send(self, message: FromEngine) -> None:
         """Send a message, unless the door has gone; a door that has stopped reading is disconnected."""
         if self._writer.is_closing():  # uvloop raises on a write then, and outputs of other doors would be lost
             return
-        if self._writer.transport.get_write_buffer_size() > UNREAD_BYTES:
-            logger.error("a door has left %d bytes unread: it is disconnected", UNREAD_BYTES)
+        unread = self._unread()
+        if unread > UNREAD_BYTES + self._room.bytes:
+            logger.error("a door has left %d bytes unread: it is disconnected", unread)
             self._writer.transport.abort()
             return
         self._writer.write(frame(message))
 
     def send_outputs(self, outputs: list[tuple[int, StepOutput]]) -> None:
-        """Send outputs of the engine."""
+        """Send outputs of the engine, in several messages if they have many logits."""
+        logits, message = 0, list[tuple[int, StepOutput]]()
         for number, output in outputs:
             if output.finish_reason is not None:
                 self._handles.pop(number, None)
-        self.send(Outputs(outputs))
+                self._room.free(number)
+            message.append((number, output))
+            logits += len(output.context_logits) + len(output.generation_logits)
+            if logits >= FRAME_BYTES:
+                self.send(Outputs(message))
+                logits, message = 0, []
+        if message:
+            self.send(Outputs(message))
 
     def take(self, message: FromDoor) -> None:
         """Do what a message of the door asks for."""
         service, metrics = self._server.service, self._server.metrics
         if isinstance(message, Submit):
-            self._submit(message)
+            request = self._server.with_defaults(message.request)
+            if request.sampling.guide is None:
+                self._submit(message, request, lambda on_output: service.submit(request, on_output))
+            else:
+                self._guided[message.number] = asyncio.create_task(self._submit_guided(message, request))
         elif isinstance(message, Cancel):
-            if message.number in self._handles:
+            if message.number in self._guided:
+                self._guided.pop(message.number).cancel()
+                self.send_outputs([(message.number, StepOutput(message.number, finish_reason=FinishReason.CANCELLED))])
+            elif message.number in self._handles:
                 service.cancel(self._handles[message.number])
         elif isinstance(message, Refused):
             metrics.refused(message.code, message.count)
@@ -122,9 +145,21 @@ class Door:
         else:
             self.send(Metrics(message.number, metrics.text()))
 
-    def _submit(self, message: Submit) -> None:
+    async def _submit_guided(self, message: Submit, request: Request) -> None:
+        """Submit a request whose guide has to be compiled first: in a thread, because other requests must not wait for it."""
+        service, began = self._server.service, time.monotonic()
+        compiled = asyncio.ensure_future(
+            self._server.compilers.run(lambda: service.engine.prepare(after(request, time.monotonic() - began)))
+        )
+        try:
+            await asyncio.wait((compiled,))
+        finally:
+            compiled.cancel()
+        self._guided.pop(message.number, None)
+        self._submit(message, request, lambda on_output: service.start(compiled.result(), on_output))
+
+    def _submit(self, message: Submit, request: Request, submit: Callable[[Callback], int]) -> None:
         server, number = self._server, message.number
-        request = server.with_defaults(message.request)
         span = None if server.tracer is None else server.tracer.start(request, message.trace)
 
         def on_output(output: StepOutput) -> None:
@@ -134,7 +169,8 @@ class Door:
             server.outbox.put(self, number, output)
 
         try:
-            self._handles[number] = server.service.submit(request, on_output)
+            self._room.reserve(number, request, self._unread())
+            self._handles[number] = submit(on_output)
         except Exception as error:
             if not isinstance(error, KvseekError):
                 logger.exception("a request could not be submitted")
@@ -145,8 +181,14 @@ class Door:
                 span.end(end)
             self.send_outputs([(number, end)])
 
+    def _unread(self) -> int:
+        """Return the bytes that the door has not read, without those that the system holds."""
+        return int(self._writer.transport.get_write_buffer_size())
+
     def leave(self) -> None:
         """Cancel all requests of a door that has gone, because nobody waits for them."""
+        for task in self._guided.values():
+            task.cancel()
         for handle in self._handles.values():
             self._server.service.cancel(handle)
         self._writer.close()
@@ -172,7 +214,14 @@ class Watchdog:
 
 
 class EngineServer:
-    """Serves the doors of one engine until it is told to stop or the engine fails."""
+    """Serves the doors of one engine until it is told to stop or the engine fails.
+
+    Parameters
+    ----------
+    shared : bool
+        Whether nobody but the doors looks after this process (server/engine/shared.py), so that it ends when the last of them
+        has left.
+    """
 
     def __init__(
         self,
@@ -180,12 +229,16 @@ class EngineServer:
         settings: ServeSettings,
         metrics: EngineMetrics,
         tracer: RequestTracer | None = None,
+        shared: bool = False,
     ) -> None:
         self.service, self.settings, self.metrics, self.tracer = service, settings, metrics, tracer
         self.outbox = Outbox(asyncio.get_running_loop())
+        waiting = settings.max_queue_size + service.config.max_batch_size
+        self.compilers = Workers(1, "compile-guides", waiting, "compiled")  # one: more would take the engine's cores
         self._loop = asyncio.get_running_loop()
         self._decoder = msgspec.msgpack.Decoder(FromDoor)
         self._draining = False
+        self._shared, self._doors, self._used_at = shared, 0, time.monotonic()
 
     def with_defaults(self, request: Request) -> Request:
         """Complete a request: it gets the server's time limit if it has none of its own."""
@@ -220,6 +273,11 @@ class EngineServer:
                     logger.critical("the engine's loop has not turned for %g s: its process ends", HUNG_SECONDS)
                     faulthandler.dump_traceback()
                     os._exit(STATUS_HUNG)  # an orderly end would wait for the engine's thread for ever
+                if self._doors or not self._shared:
+                    self._used_at = time.monotonic()
+                elif time.monotonic() - self._used_at > ALONE_SECONDS:
+                    logger.info("no door is connected any more: the engine process ends")
+                    return 0
             drained.result()
             return 0
         finally:
@@ -235,6 +293,7 @@ class EngineServer:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         door = Door(self, writer)
+        self._doors += 1
         try:
             while True:
                 door.take(await read_frame(reader, self._decoder))
@@ -245,6 +304,7 @@ class EngineServer:
         except msgspec.MsgspecError as error:
             logger.error("a door sent what is no message: %s", error)
         finally:
+            self._doors -= 1
             door.leave()
 
 
@@ -259,7 +319,8 @@ async def run(arguments: argparse.Namespace) -> int:
     metrics = EngineMetrics(service, model_name, settings.max_queue_size)
     service.on_step(metrics.record_step)
     try:
-        return await EngineServer(service, settings, metrics, tracer).serve(arguments.socket)
+        server = EngineServer(service, settings, metrics, tracer, arguments.shared)
+        return await server.serve(arguments.socket)
     finally:
         await asyncio.to_thread(service.close)
         if tracer is not None:
@@ -267,11 +328,12 @@ async def run(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run an engine process; its arguments come from `kvseek serve`."""
+    """Run an engine process; its arguments come from `kvseek serve`, or from SharedEngine."""
     parser = argparse.ArgumentParser(prog="python -m kvseek.server.engine.process", description=__doc__)
     parser.add_argument("--engine_dir", type=Path, required=True)
     parser.add_argument("--socket", type=Path, required=True, help="in a folder that only this user can enter")
     parser.add_argument("--settings", required=True, help="ServeSettings as JSON")
+    parser.add_argument("--shared", action="store_true", help="end when the last door has left")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         return uvloop.run(run(parser.parse_args(argv)))

@@ -154,10 +154,11 @@ class GrpcCall:
         request = service_pb2.ModelInferRequest(model_name=model)
         request.parameters["kvseek_call"].string_param = self._name
         request.parameters["kvseek_leave"].bool_param = True
-        for name, field in self._schemas[model].inputs.items():
+        schema = self._schemas[model]
+        for name, field in schema.inputs.items():
             if not field.optional:
                 datatype = WIRE_TYPES.get(field.datatype, field.datatype)
-                request.inputs.add(name=name, datatype=datatype, shape=[1] * (1 + len(field.dims)))
+                request.inputs.add(name=name, datatype=datatype, shape=[1] * (schema.served.batched + len(field.dims)))
                 request.raw_input_contents.append(
                     bytes(ITEM_BYTES.get(field.datatype, 4))
                 )  # a zero, or an empty string

@@ -16,7 +16,7 @@ from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http_door.fields import Input, shortened
 from kvseek.server.http_door.generate_json import ModelSchema
-from kvseek.server.requests.served_request import ALIASES, MAX_ID_CHARACTERS
+from kvseek.server.requests.served_request import MAX_ID_CHARACTERS
 from kvseek.server.requests.text_request import max_text_bytes
 
 MAX_PARAMETERS = 8
@@ -47,35 +47,40 @@ def admit(request: Any, schemas: Mapping[str, ModelSchema]) -> None:
     """Make a ModelInferRequest ready for Triton; raises RequestError if the request may not reach Triton.
 
     Triton's parameter `timeout`, which its client libraries offer, becomes the models' input of that name, and a model's other
-    name (ALIASES) the name that Triton knows.
+    name (Layout.aliases) the name that Triton knows.
     """
-    request.model_name = ALIASES.get(request.model_name, request.model_name)
     schema = schemas.get(request.model_name)
     if schema is None:
-        known = ", ".join((*schemas, *ALIASES))
+        known = ", ".join(schemas)
         raise RequestError(f"model_name = {shortened(request.model_name)}: must be one of {known}; choose one")
+    request.model_name = schema.model
     if request.model_version not in ("", "1"):
         raise RequestError(f"model_version = {shortened(request.model_version)}: must be 1; leave it out")
     if len(request.id) > MAX_ID_CHARACTERS:
         raise RequestError(f"id has {len(request.id)} characters: must be <= {MAX_ID_CHARACTERS}; choose a shorter one")
-    _move_timeout(request)
+    _move_timeout(request, schema.served.batched)
     _check_parameters(request.parameters, schema.model)
     _check_outputs(request.outputs)
     _check_inputs(request, schema)
 
 
-def _move_timeout(request: Any) -> None:
+def _move_timeout(request: Any, batched: bool) -> None:
     if TIMEOUT not in request.parameters:
         return
     seconds = request.parameters[TIMEOUT].int64_param / 1e6
     del request.parameters[TIMEOUT]
     # One number for each prompt; a batch that is too large is refused afterwards.
-    batch = max(1, min(request.inputs[0].shape[0], MAX_BATCH)) if request.inputs and request.inputs[0].shape else 1
-    tensor = request.inputs.add(name=TIMEOUT, datatype="FP32", shape=[batch, 1])
+    batch = max(1, min(_batch(request), MAX_BATCH)) if batched else 1
+    tensor = request.inputs.add(name=TIMEOUT, datatype="FP32", shape=[batch, 1] if batched else [1])
     if request.raw_input_contents:
         request.raw_input_contents.append(struct.pack("<f", seconds) * batch)
     else:
         tensor.contents.fp32_contents.extend([seconds] * batch)
+
+
+def _batch(request: Any) -> int:
+    """Return the first dimension of a request's first tensor."""
+    return request.inputs[0].shape[0] if request.inputs and request.inputs[0].shape else 1
 
 
 def _check_parameters(parameters: Mapping[str, Any], model: str) -> None:
@@ -104,7 +109,7 @@ def _check_inputs(request: Any, schema: ModelSchema) -> None:
             f"raw_input_contents has {len(raw)} items: must be {len(request.inputs)}, one for each input, or none"
         )
     seen: set[str] = set()
-    batch = request.inputs[0].shape[0] if request.inputs and request.inputs[0].shape else 1
+    batch = _batch(request) if schema.served.batched else None
     for number, tensor in enumerate(request.inputs):
         name = tensor.name
         if name not in schema.inputs:
@@ -120,28 +125,27 @@ def _check_inputs(request: Any, schema: ModelSchema) -> None:
         raise RequestError(f"{missing} is missing: {schema.model} needs it; add it to the request")
 
 
-def _check_tensor(tensor: Any, field: Input, raw: bytes | None, batch: int, max_batch: int) -> None:
+def _check_tensor(tensor: Any, field: Input, raw: bytes | None, batch: int | None, max_batch: int) -> None:
+    """Raise RequestError unless a tensor is as `field` says, in a batch of this size; None: there is no batch dimension."""
     name, wire = field.name, WIRE_TYPES.get(field.datatype, field.datatype)
     if tensor.datatype != wire:
         raise RequestError(f"{name}: datatype = {shortened(tensor.datatype)}: must be {wire}; convert it")
     if len(tensor.parameters):
         given = shortened(min(tensor.parameters))
         raise RequestError(f"{name}: parameter {given} is not supported; send the tensor in the request itself")
-    shape = list(tensor.shape)
-    if len(shape) != 1 + len(field.dims) or min(shape) < 1:
-        wanted = ["batch", *("n" if size < 0 else size for size in field.dims)]
+    shape, first = list(tensor.shape), [] if batch is None else ["batch"]
+    if len(shape) != len(first) + len(field.dims) or min(shape) < 1:
+        wanted = [*first, *("n" if size < 0 else size for size in field.dims)]
         raise RequestError(f"{name}: shape = {shape[:8]}: must be {wanted} with n >= 1; reshape it")
-    if shape[0] != batch or batch > max_batch:
+    if batch is not None and (shape[0] != batch or batch > max_batch):
         limit = f"{batch} as in the first input, and at most max_batch_size = {max_batch}"
         raise RequestError(f"{name}: shape = {shape[:8]}: its first number must be {limit}; send several requests")
-    for size, wanted_size in zip(shape[1:], field.dims, strict=True):
+    for size, wanted_size in zip(shape[len(first) :], field.dims, strict=True):
         if wanted_size > 0 and size != wanted_size:
-            raise RequestError(
-                f"{name}: shape = {shape}: must be {['batch', *field.dims]}, -1 for any size; reshape it"
-            )
-    count = math.prod(shape)  # Python's integers do not overflow
-    if count > batch * field.max_values:
-        raise RequestError(f"{name} has {count} values: must be <= {batch * field.max_values}; send fewer")
+            raise RequestError(f"{name}: shape = {shape}: must be {[*first, *field.dims]}, -1 for any size; reshape it")
+    count, most = math.prod(shape), (batch or 1) * field.max_values  # Python's integers do not overflow
+    if count > most:
+        raise RequestError(f"{name} has {count} values: must be <= {most}; send fewer")
     _check_contents(tensor, field, raw, count)
 
 

@@ -20,7 +20,7 @@ from kvseek.core.errors import ErrorCode, RequestError
 from kvseek.server.errors import ServerError
 from kvseek.server.http_door.generate_json import ModelSchema
 from kvseek.server.http_door.readiness import ServerState
-from kvseek.server.requests.served_request import ALIASES, MODELS
+from kvseek.server.triton.durations import clear_durations
 from kvseek.server.triton.relay import TO_TRITON
 
 from .call import SERVICE, GrpcCall, describe
@@ -149,7 +149,7 @@ class GrpcDoor:
         return service_pb2.ServerReadyResponse(ready=not self._state.obstacles())
 
     def _model_ready(self, request: Any) -> Message:
-        known = request.name in (*MODELS, *ALIASES) and request.version in ("", "1")
+        known = request.name in self._schemas and request.version in ("", "1")
         return service_pb2.ModelReadyResponse(ready=known and not self._state.obstacles())
 
     async def _health(self, _: bytes, __: Any) -> bytes:
@@ -166,18 +166,19 @@ class GrpcDoor:
                     grpc.StatusCode.INVALID_ARGUMENT, f"{len(data)} bytes: must be <= {MAX_OTHER_BYTES}"
                 )
             message = await _parse(kind, data, context)
-            if getattr(message, "name", "") in ALIASES:
-                message.name = ALIASES[message.name]
+            schema = self._schemas.get(getattr(message, "name", ""))
+            if schema is not None and message.name != schema.model:
+                message.name = schema.model
                 data = message.SerializeToString()
             answer = await _passed_on(call(data, timeout=ANSWER_SECONDS), context)
-            return without_parameters(answer) if method == "ModelConfig" else answer
+            return REWRITTEN[method](answer) if method in REWRITTEN else answer
 
         return handler
 
     async def _model_infer(self, data: bytes, context: Any) -> bytes:
         """Answer a request that has one response, by a stream of its own, the only way in which Triton serves these models."""
         request = await _parse(service_pb2.ModelInferRequest, data, context)
-        several = asks_for_several(request)
+        several = asks_for_several(request, self._schemas)
         reason = f"{several}: ModelInfer has one response for one prompt; use ModelStreamInfer" if several else ""
         model = request.model_name  # as the client calls it; `admit` may rename it
         try:  # here, so that the text of a refusal, which a client can choose in part, is not taken for a code
@@ -252,6 +253,16 @@ def without_parameters(answer: bytes) -> bytes:
     response = service_pb2.ModelConfigResponse.FromString(answer)
     response.config.parameters.clear()
     return bytes(response.SerializeToString())
+
+
+def without_durations(answer: bytes) -> bytes:
+    """Set the durations of models' statistics to 0."""
+    response = service_pb2.ModelStatisticsResponse.FromString(answer)
+    clear_durations(response)
+    return bytes(response.SerializeToString())
+
+
+REWRITTEN = {"ModelConfig": without_parameters, "ModelStatistics": without_durations}
 
 
 async def _refuse(_: bytes, context: Any) -> bytes:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2
 
+from kvseek.server.http_door.generate_json import ModelSchema
 from kvseek.server.requests.served_request import SEVERAL
 
 SEQUENCES = "num_return_sequences"
@@ -18,15 +20,16 @@ STATUS = {  # of the models' codes (TRITON_CODE)
 }
 
 
-def asks_for_several(request: Any) -> str:
+def asks_for_several(request: Any, schemas: Mapping[str, ModelSchema]) -> str:
     """Say by which input and value a ModelInferRequest asks for more than one response; empty if it asks for one.
 
     Malformed tensors ask for one: they are refused later.
     """
-    raw = request.raw_input_contents
+    raw, schema = request.raw_input_contents, schemas.get(request.model_name)
+    batched = schema is not None and schema.served.batched
     for number, tensor in enumerate(request.inputs):
         own = raw[number] if number < len(raw) else None
-        if tensor.shape and tensor.shape[0] > 1:
+        if batched and tensor.shape and tensor.shape[0] > 1:
             return f"{tensor.name}: shape = {list(tensor.shape)[:8]}"
         if tensor.name in SEVERAL and (any(own) if own is not None else any(tensor.contents.bool_contents)):
             return f"{tensor.name} = true"

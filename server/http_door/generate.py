@@ -1,4 +1,4 @@
-"""The endpoints of Triton's generate extension, for both models."""
+"""The endpoints of Triton's generate extension, for all models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kvseek.core.errors import RequestError, UnavailableError
 from kvseek.server.requests.generations import Generations, Ticket
-from kvseek.server.requests.served_request import ALIASES, SEVERAL, TEXT_MODEL, Chunk, RequestFactory
+from kvseek.server.requests.served_request import SEVERAL, Chunk, RequestFactory
 from kvseek.server.requests.translation import scalar
 
 from .body import BodyReader
@@ -97,10 +97,10 @@ class GenerateRoutes:
 
     def _model(self, request: web.Request) -> str:
         model, version = request.match_info["model"], request.match_info.get("version", MODEL_VERSION)
-        model = ALIASES.get(model, model)
         if model not in self._schemas:
-            known = ", ".join((*self._schemas, *ALIASES))
+            known = ", ".join(self._schemas)
             raise HttpError(404, f"model {shortened(model)} is not found; there are {known}")
+        model = self._schemas[model].model
         if version != MODEL_VERSION:
             raise HttpError(404, f"{model} has no version {shortened(version)}: must be {MODEL_VERSION}; leave it out")
         return model
@@ -121,8 +121,9 @@ class GenerateRoutes:
                     if scalar(body.tensors, "stop", False):
                         self._generations.stop(body.request_id)
                     else:
+                        tokenises = self._schemas[model].served.takes_text
                         made = self._generations.made(
-                            ticket, lambda: self._factory.make_one(model, body.tensors), model == TEXT_MODEL
+                            ticket, lambda: self._factory.make_one(model, body.tensors), tokenises
                         )
                         served = await stack.enter_async_context(made)
             chunks = _nothing()

@@ -9,13 +9,15 @@ from importlib.resources import files
 from typing import Any
 
 import msgspec
+import numpy as np
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.requests.served_request import MAX_ID_CHARACTERS, MODELS, TEXT_MODEL, TOKEN_MODEL, Chunk
+from kvseek.server.requests.layouts import Layout, ServedModel
+from kvseek.server.requests.served_request import MAX_ID_CHARACTERS, Chunk
 from kvseek.server.requests.text_request import max_text_bytes
 from kvseek.server.requests.translation import Tensors
 
@@ -25,7 +27,6 @@ MODEL_VERSION = "1"
 MAX_LIST = 1024  # most values of an input that is not the prompt
 JSON_BYTES_PER_BYTE = 6  # a byte of text takes at most \\u0000
 JSON_BYTES_PER_ID = 12  # ten digits, a comma and a space
-PROMPTS = {TEXT_MODEL: "text_input", TOKEN_MODEL: "input_ids"}
 Fields = dict[str, msgspec.Raw]  # JSON of each field; its syntax has been checked, but no values are built from it
 _fields = msgspec.json.Decoder(Fields)
 _string = msgspec.json.Decoder(str)
@@ -44,16 +45,17 @@ class ModelSchema:
 
     Parameters
     ----------
-    model : str
-        One of MODELS.
+    layout : str
+        Name of the model's layout.
     config : EngineConfig
         Configuration whose max_input_len limits the number of token ids.
     """
 
-    def __init__(self, model: str, config: EngineConfig) -> None:
-        self.model, self.max_batch = model, config.max_batch_size
-        text = files("kvseek.model_repository").joinpath(model, "config.pbtxt").read_text(encoding="utf-8")
-        message = text_format.Parse(re.sub(r"\$\{\w+\}", "1", text), model_config_pb2.ModelConfig())
+    def __init__(self, layout: str, model: ServedModel, config: EngineConfig) -> None:
+        self.served, self.model, self.max_batch = model, model.name, config.max_batch_size
+        path = files("kvseek.model_repository").joinpath(layout, model.name, "config.pbtxt")
+        text = re.sub(r"\$\{\w+\}", "1", path.read_text(encoding="utf-8"))
+        message = text_format.Parse(text, model_config_pb2.ModelConfig())
         self.inputs = {each.name: self._input(each, config.max_input_len) for each in message.input}
         # An unknown field ends the decoding, because a body could have a million of them.
         names = (*self.inputs, "id", "parameters")
@@ -72,8 +74,8 @@ class ModelSchema:
 
     def _input(self, message: Any, max_input_len: int) -> Input:
         datatype = model_config_pb2.DataType.Name(message.data_type).removeprefix("TYPE_")
-        prompt = message.name == PROMPTS[self.model]
-        limit = max_input_len if prompt else MAX_LIST
+        prompt = message.name == self.served.prompt
+        limit = MAX_LIST if not prompt else 1 if self.served.takes_text else max_input_len
         return Input(message.name, datatype, tuple(message.dims), message.optional, limit, prompt)
 
     def _split(self, body: bytes | bytearray) -> Fields:
@@ -107,14 +109,15 @@ class ModelSchema:
         return f" (in or after the field {last})" if places[last] >= 0 else ""
 
 
-def schemas(config: EngineConfig) -> Mapping[str, ModelSchema]:
-    """Make the schemas of both models, by name."""
-    return {model: ModelSchema(model, config) for model in MODELS}
+def schemas(layout: Layout, config: EngineConfig) -> Mapping[str, ModelSchema]:
+    """Make the schemas of a layout's models, by all names under which clients may ask for them."""
+    own = {name: ModelSchema(layout.name, model, config) for name, model in layout.models.items()}
+    return {name: own[model] for name, model in layout.names.items()}
 
 
-def body_limit(model: str, config: EngineConfig, tokenizer: Tokenizer) -> int:
+def body_limit(model: ServedModel, config: EngineConfig, tokenizer: Tokenizer) -> int:
     """Return the most bytes of a body for `model`: a prompt of max_input_len tokens, escaped, and the other fields."""
-    if model == TEXT_MODEL:
+    if model.takes_text:
         return max_text_bytes(config, tokenizer) * JSON_BYTES_PER_BYTE + MAX_FIELD_BYTES
     return config.max_input_len * JSON_BYTES_PER_ID + MAX_FIELD_BYTES
 
@@ -135,6 +138,8 @@ def error_to_json(message: str) -> bytes:
 def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return str(value)  # an enum's value
+    if isinstance(value, np.ndarray):
+        return value.ravel().tolist()  # flat, as Triton writes tensors
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

@@ -1,4 +1,4 @@
-"""The metrics port: serves the engine's metrics, then Triton's, then whether each of them answered."""
+"""The metrics port: serves the engine's metrics, whether each process answered, then Triton's but for durations."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from aiohttp import web
 from kvseek.core.errors import KvseekError
 from kvseek.server.process_metrics import server_text
 from kvseek.server.requests.engine_client import EngineClient
+from kvseek.server.triton.durations import metrics_without_durations
 
 TRITON_SECONDS = 2.0
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -71,7 +72,8 @@ class MetricsRoutes:
     async def _triton_text(self) -> str | None:
         try:
             async with self._session.get(self._url) as response:
-                return await response.text("utf-8", "replace") if response.status == 200 else None
+                text = await response.text("utf-8", "replace")
+                return metrics_without_durations(text) if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError):
             return None
 

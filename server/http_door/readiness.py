@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 import grpc
 import grpc.aio
@@ -16,7 +16,6 @@ from tritonclient.grpc import service_pb2
 from kvseek.core.errors import KvseekError
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.messages import Pong
-from kvseek.server.requests.served_request import ALIASES, MODELS
 from kvseek.server.triton.relay import TritonRelay
 
 from .errors import HttpError, error_response
@@ -56,19 +55,27 @@ class Answers:
 class ServerState:
     """State of the server, as the health endpoints report it.
 
+    Parameters
+    ----------
+    triton : TritonRelay or None
+        The tritonserver that belongs to the server; None if there is none.
+    models : collection of str
+        Names under which clients may ask for models.
+
     Attributes
     ----------
     starting : bool
         Whether the door itself is not ready yet; set by the door.
     """
 
-    def __init__(self, client: EngineClient, triton: TritonRelay) -> None:
+    def __init__(self, client: EngineClient, triton: TritonRelay | None, models: Collection[str] = ()) -> None:
         self.starting, self._stopping = True, False
-        self._client, self._triton = client, triton
+        self._client, self._triton, self._models = client, triton, models
         self._pong: Pong | None = None
         self._engine = Answers("the engine", self._ask_engine)
         self._triton_answers = Answers("Triton", self._ask_triton)
-        self._tasks = [asyncio.create_task(each.keep_asking()) for each in (self._engine, self._triton_answers)]
+        asked = (self._engine,) if triton is None else (self._engine, self._triton_answers)
+        self._tasks = [asyncio.create_task(each.keep_asking()) for each in asked]
 
     def stop_accepting(self) -> None:
         """Report the server as not ready from now on."""
@@ -91,7 +98,7 @@ class ServerState:
             found.append("the engine process does not run, or is loading the engine")
         elif not self._engine.fresh:
             found.append(f"the engine has not answered for {ANSWER_SECONDS:g} s")
-        if not (self._triton.connected and self._triton_answers.fresh):
+        if self._triton is not None and not (self._triton.connected and self._triton_answers.fresh):
             found.append("Triton does not answer on its gRPC port, or is not ready")
         return found
 
@@ -117,7 +124,7 @@ class ServerState:
     async def ready(self, request: web.Request) -> web.Response:
         """Answer 200, or 503 with the reasons. The models are ready when the server is."""
         model, version = request.match_info.get("model"), request.match_info.get("version", MODEL_VERSION)
-        if model is not None and (model not in (*MODELS, *ALIASES) or version != MODEL_VERSION):
+        if model is not None and (model not in self._models or version != MODEL_VERSION):
             raise HttpError(404, f"model {shortened(model)} version {shortened(version)} is not found")
         obstacles = self.obstacles()
         return error_response(503, "not ready: " + "; ".join(obstacles)) if obstacles else web.Response()
@@ -130,6 +137,7 @@ class ServerState:
         return False
 
     async def _ask_triton(self) -> bool:
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            return bool((await self._triton.ask("ServerReady", service_pb2.ServerReadyRequest())).ready)
+        if self._triton is not None:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                return bool((await self._triton.ask("ServerReady", service_pb2.ServerReadyRequest())).ready)
         return False

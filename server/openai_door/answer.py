@@ -7,7 +7,8 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -31,6 +32,8 @@ from .request_body import AsgiBody, ClientLeftError, unless_left
 
 ABORT = "abort"  # in the state of a request: closes its connection at once
 DONE = b"[DONE]"
+MANY_TOKENS = 512  # whose log probabilities take some 2 ms to write
+T = TypeVar("T")
 Pieces = AsyncIterator[tuple[int, Piece]]  # a choice's number and its next piece
 
 
@@ -117,7 +120,8 @@ class Answer(Response):
             async for index, piece in arriving:
                 pieces[index] = piece
         counts = usage(work.prompt_tokens, sum(piece["count"] for piece in pieces))
-        await out.all(msgspec.json.encode(work.reply.whole(pieces, counts)))
+        tokens = sum(len(piece["tokens"]) for piece in pieces)
+        await out.all(await _written(tokens, lambda: msgspec.json.encode(work.reply.whole(pieces, counts))))
 
     async def _stream(self, work: Work, out: Writer) -> None:
         async with self._pieces(work) as arriving:
@@ -138,8 +142,9 @@ class Answer(Response):
         index, piece = first
         while True:
             counts[index] = piece["count"]
-            for event in work.reply.pieces(index, piece):
-                await out.event(msgspec.json.encode(event))
+            write = partial(_events_of, work.reply, index, piece)
+            for event in await _written(len(piece["tokens"]), write):
+                await out.event(event)
             following = await anext(arriving, None)
             if following is None:
                 break
@@ -192,6 +197,15 @@ class Writer:
         except TimeoutError:
             self._abort()
             raise ClientLeftError from None
+
+
+def _events_of(reply: Reply, index: int, piece: Piece) -> list[bytes]:
+    return [msgspec.json.encode(event) for event in reply.pieces(index, piece)]
+
+
+async def _written(tokens: int, write: Callable[[], T]) -> T:
+    """Call a function that writes the log probabilities of so many tokens; in a thread, if other answers would wait for it."""
+    return write() if tokens <= MANY_TOKENS else await asyncio.to_thread(write)
 
 
 async def _numbered(index: int, pieces: AsyncIterator[Piece]) -> AsyncGenerator[tuple[int, Piece], None]:

@@ -48,6 +48,10 @@ class ChatBody(Parameters, kw_only=True):
             return None
         return check_logprobs("top_logprobs", self.top_logprobs or 0)
 
+    def echoes(self, tokenizer: Tokenizer) -> list[str] | None:
+        """Return None: a chat's answer never repeats the conversation."""
+        return None
+
 
 CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
     "tools": ([],),
@@ -60,7 +64,6 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
     "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
-    "response_format": ({"type": "text"},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template": (),

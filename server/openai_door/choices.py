@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ErrorCode
 from kvseek.core.request import MAX_SEED, FinishReason, LogProbs, Request, SamplingParams, StepOutput
 from kvseek.engine.text_output import TextOutput
-from kvseek.engine.tokenizer import Tokenizer
+from kvseek.engine.tokenizer import TextStream, Tokenizer
 from kvseek.server.requests.generations import CodedError
 
 from .errors import FieldError
 from .parameters import MAX_CHOICES, Parameters, require
 from .prompts import TOO_LONG
+from .response_format import read_guide
 
 # OpenAI knows two reasons for which a complete text ends. A time limit cuts a text off, as max_tokens does.
 REASONS = {
@@ -24,6 +25,10 @@ REASONS = {
     FinishReason.LENGTH: "length",
     FinishReason.TIMEOUT: "length",
 }
+MAX_PROMPT_LOGPROBS = 1 << 18  # that one request may ask for: a prompt of 128K tokens with its likeliest ones
+NOT_READ = (
+    "timeout: passed before the prompt was read and its log probabilities were computed; send it with a longer timeout"
+)
 BROKEN_OFF = "the server is shutting down and has ended the request before its end; send it again in some seconds"
 
 
@@ -39,36 +44,59 @@ class Body(Protocol):
     def top(self) -> int | None:
         """Return the number of likeliest tokens to tell; None: no log probabilities."""
 
+    def echoes(self, tokenizer: Tokenizer) -> list[str] | None:
+        """Return the text of every prompt, with which its answers begin; None: they begin with what is generated."""
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The prompt at the beginning of an answer.
+
+    Attributes
+    ----------
+    offsets : sequence of int
+        Length of the text before each token; empty if no log probabilities are asked for.
+    """
+
+    text: str
+    offsets: Sequence[int] = ()
+
 
 class Choice:
     """See ServedRequest. Its chunks are pieces of the answer, as dicts:
 
     - `text`: new text;
-    - `tokens`: (token id, its LogProbs, length of the text before it) of new tokens, if log probabilities are asked for;
+    - `tokens`: (token id, its LogProbs, length of the text before it) of new tokens, if log probabilities are asked for. The
+      first token of an echoed prompt has None for LogProbs. After an echo the end token counts too: lm_eval needs an entry for
+      each token that it asked for;
     - `count`: tokens generated so far;
     - `finish_reason`: "stop" or "length" with the last piece, else None.
 
     If the client does not want a stream, there is one piece, at the end.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, stop: Sequence[str], streaming: bool) -> None:
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, stop: Sequence[str], streaming: bool, echo: Echo | None = None
+    ) -> None:
         self.request, self.streaming, self.ended = request, streaming, False
         self._output = TextOutput(tokenizer, stop)
         self._offsets = tokenizer.stream() if request.sampling.logprobs is not None else None
-        self._length = 0  # characters of the text so far, those held back included
-        self._text: list[str] = []
-        self._tokens: list[tuple[int, LogProbs, int]] = []
+        self._echoes, self._due = echo is not None, echo  # what is due has not been told yet
+        self._prompt: list[LogProbs] = []  # of the prompt's tokens but the first
+        self._length = 0 if echo is None else len(echo.text)  # characters so far, those held back included
+        self._text: list[str] = [] if echo is None else [echo.text]
+        self._tokens: list[tuple[int, LogProbs | None, int]] = []
 
     def push(self, output: StepOutput) -> Iterator[dict[str, Any]]:
         """Take one output of the engine; raises CodedError if the server ended the request."""
+        self._prompt += output.prompt_logprobs
         if self.ended or (output.token_id is None and output.finish_reason is None):
             return  # progress in reading the prompt, or tokens drawn before the cancellation arrived
         if output.finish_reason is not None and output.finish_reason not in REASONS:
             raise CodedError(ErrorCode.UNAVAILABLE, BROKEN_OFF)
         self._text.append(self._output.push(output))
-        if output.token_id is not None and output.logprobs is not None and self._offsets is not None:
-            self._tokens.append((output.token_id, output.logprobs, self._length))
-            self._length += len(self._offsets.push(output.token_id))
+        if self._offsets is not None:
+            self._tell(output, self._offsets)
         reason = self._output.finish_reason
         self.ended = reason is not None
         if reason is None and not self.streaming:
@@ -80,6 +108,19 @@ class Choice:
             yield {"text": text, "tokens": self._tokens, "count": count, "finish_reason": name}
             self._text, self._tokens = [], []
 
+    def _tell(self, output: StepOutput, text: TextStream) -> None:
+        """Take the log probabilities of an output's token, and before the first one those of the prompt."""
+        due, self._due = self._due, None
+        if due is not None:
+            if len(self._prompt) < len(due.offsets) - 1:
+                raise CodedError(ErrorCode.TIMEOUT, NOT_READ)
+            self._tokens += zip(self.request.prompt_ids, (None, *self._prompt), due.offsets, strict=True)
+        if output.token_id is not None and output.logprobs is not None:
+            self._tokens.append((output.token_id, output.logprobs, self._length))
+            self._length += len(text.push(output.token_id))
+        elif self._echoes and output.end_id is not None and output.logprobs is not None:
+            self._tokens.append((output.end_id, output.logprobs, self._length))
+
 
 def make_choices(
     body: Body, parameters: Parameters, tokenizer: Tokenizer, config: EngineConfig
@@ -89,39 +130,62 @@ def make_choices(
     Tokenises, which may take long. Raises RequestError on any body that cannot be served.
     """
     parameters.check()
-    stop, sampling = parameters.stop_words(), parameters.sampling(tokenizer, body.top())
+    stop, guide = parameters.stop_words(), read_guide(parameters.response_format)
+    sampling = replace(parameters.sampling(tokenizer, body.top()), guide=guide)
     ends, streaming = parameters.end_ids(config), bool(parameters.stream)
     _check_tokens("stop_token_ids", ends, config)
     _check_tokens("logit_bias", [token for token, _ in sampling.logit_bias], config)
-    prompts = body.prompts(tokenizer, config)
+    prompts, echoes, top = body.prompts(tokenizer, config), body.echoes(tokenizer), body.top()
     count, limit = len(prompts) * parameters.choices, f"<= {MAX_CHOICES} for all prompts together"
     require(count <= MAX_CHOICES, "n", f"{count} choices", limit, "send fewer prompts in a request")
+    if echoes is not None and top is not None:
+        _check_prompt_logprobs((1 + top) * parameters.choices * sum(map(len, prompts)))
     choices = []
-    for prompt in prompts:
+    for index, prompt in enumerate(prompts):
+        max_tokens = _limit(body, len(prompt), config, 1 if echoes is None else 0)
+        scored = None if echoes is None else _scored(top, max_tokens, config)
         request = Request(
             prompt_ids=tuple(prompt),
-            max_tokens=_limit(body, len(prompt), config),
-            sampling=replace(sampling, prompt_ignore_length=len(prompt)),
+            max_tokens=max_tokens,
+            sampling=replace(sampling, prompt_ignore_length=len(prompt), prompt_logprobs=scored),
             end_ids=ends,
             priority=parameters.queue_priority,
             timeout_seconds=parameters.timeout,
         )
         request.validate(config)
+        echo = None if echoes is None else Echo(echoes[index], () if top is None else tokenizer.offsets(prompt))
         for number in range(parameters.choices):
             own = replace(request, sampling=_seeded(request.sampling, number))
-            choices.append(Choice(own, tokenizer, stop, streaming))
+            choices.append(Choice(own, tokenizer, stop, streaming, echo))
     return choices, sum(map(len, prompts))
 
 
-def _limit(body: Body, prompt_tokens: int, config: EngineConfig) -> int:
+def _scored(top: int | None, max_tokens: int, config: EngineConfig) -> int | None:
+    """Return how many likeliest tokens the engine has to tell for each token of an echoed prompt; None: no log probabilities."""
+    if top is None and max_tokens > 0:
+        return None
+    limit = "false, or without logprobs and with max_tokens >= 1, in an engine of TensorRT plans"
+    require(config.runtime == "torch", "echo", True, limit, "plans do not compute the logits of a prompt")
+    return top or 0
+
+
+def _check_prompt_logprobs(count: int) -> None:
+    limit = f"<= {MAX_PROMPT_LOGPROBS:,}, for all prompts and choices together, if echo is true"
+    few = count <= MAX_PROMPT_LOGPROBS
+    require(
+        few, "logprobs", f"{count:,} log probabilities", limit, "ask for fewer likeliest tokens, or send fewer prompts"
+    )
+
+
+def _limit(body: Body, prompt_tokens: int, config: EngineConfig, least: int) -> int:
     """Return the most tokens to generate; raises FieldError if prompt and answer do not fit together."""
     limit, left = body.limit(prompt_tokens, config), config.max_seq_len - prompt_tokens
-    if left < 1 or limit > left:
+    if left < least or limit > left:
         whole = f"max_tokens = {limit}: must be <= {left}, as the prompt has {prompt_tokens} tokens of max_seq_len"
         raise FieldError(
             "max_tokens", f"{whole} = {config.max_seq_len}; ask for fewer, or shorten the prompt", TOO_LONG
         )
-    require(limit >= 1, "max_tokens", limit, ">= 1", "ask for a token")
+    require(limit >= least, "max_tokens", limit, f">= {least}", "ask for a token")
     return limit
 
 

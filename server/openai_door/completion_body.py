@@ -31,6 +31,7 @@ class CompletionBody(Parameters, kw_only=True):
     prompt: msgspec.Raw = ABSENT
     logprobs: int | None = None
     best_of: int | None = None
+    echo: bool | None = None
 
     def prompts(self, tokenizer: Tokenizer, config: EngineConfig) -> list[list[int]]:
         """Return the token ids of every prompt; texts are tokenised."""
@@ -60,6 +61,12 @@ class CompletionBody(Parameters, kw_only=True):
         require(same, "best_of", self.best_of, f"n = {self.choices}", "kvseek returns all answers that it makes")
         return None if self.logprobs is None else check_logprobs("logprobs", self.logprobs)
 
+    def echoes(self, tokenizer: Tokenizer) -> list[str] | None:
+        """Return the text of every prompt if the answers are to begin with it."""
+        if not self.echo:
+            return None
+        return [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in read_prompts(self.prompt)]
+
 
 def read_prompts(raw: msgspec.Raw) -> list[str] | list[list[int]]:
     """Decode the prompts: a text, texts, token ids, or lists of token ids."""
@@ -85,9 +92,7 @@ def read_prompts(raw: msgspec.Raw) -> list[str] | list[list[int]]:
 
 
 COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
-    "echo": (False,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "prompt_embeds": (),
 }
 COMPLETION_FORMAT = BodyFormat(CompletionBody, "prompt", COMPLETION_NEUTRAL, WITHOUT_EFFECT)

@@ -31,6 +31,7 @@ PARAMS = {
     "stop_words_list": "stop",
     "stop_words": "stop",
     "bad_words_list": "bad_words",
+    "guided_decoding_guide": "response_format",
 }
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
 LIMITS = ("max_tokens", "min_tokens", "bad_words", "logit_bias", "logprobs", "stop", "priority", "timeout")

@@ -9,13 +9,15 @@ from kvseek.core.request import LogProbs
 from kvseek.engine.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # stands for the logarithm of 0, which JSON cannot write; OpenAI's number
-Tokens = Sequence[tuple[int, LogProbs, int]]  # token id, its log probabilities, length of the text before it
+# Token id, its log probabilities, length of the text before it. The first token of an echoed prompt has no log probabilities.
+Tokens = Sequence[tuple[int, LogProbs | None, int]]
 
 
 def chat_logprobs(tokens: Tokens, tokenizer: Tokenizer) -> dict[str, Any]:
     """Write the log probabilities of a chat's tokens."""
     content = []
     for token, logprobs, _ in tokens:
+        assert logprobs is not None, "a chat has no echo"
         top = [_chat_token(each, value, tokenizer) for each, value in logprobs.top]
         content.append(_chat_token(token, logprobs.token, tokenizer) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
@@ -23,18 +25,21 @@ def chat_logprobs(tokens: Tokens, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def completion_logprobs(tokens: Tokens, tokenizer: Tokenizer) -> dict[str, Any]:
     """Write the log probabilities of a completion's tokens. The token itself is always among the likeliest, as with OpenAI."""
-    top = []
-    for token, logprobs, _ in tokens:
-        likeliest: dict[str, float] = {}
-        for each, value in (*logprobs.top, (token, logprobs.token)):
-            likeliest.setdefault(token_text(each, tokenizer), max(value, LOWEST))
-        top.append(likeliest)
     return {
         "tokens": [token_text(token, tokenizer) for token, _, _ in tokens],
-        "token_logprobs": [max(logprobs.token, LOWEST) for _, logprobs, _ in tokens],
-        "top_logprobs": top,
+        "token_logprobs": [None if logprobs is None else max(logprobs.token, LOWEST) for _, logprobs, _ in tokens],
+        "top_logprobs": [
+            None if logprobs is None else _likeliest(token, logprobs, tokenizer) for token, logprobs, _ in tokens
+        ],
         "text_offset": [offset for _, _, offset in tokens],
     }
+
+
+def _likeliest(token: int, logprobs: LogProbs, tokenizer: Tokenizer) -> dict[str, float]:
+    likeliest: dict[str, float] = {}
+    for each, value in (*logprobs.top, (token, logprobs.token)):
+        likeliest.setdefault(token_text(each, tokenizer), max(value, LOWEST))
+    return likeliest
 
 
 def token_text(token: int, tokenizer: Tokenizer) -> str:

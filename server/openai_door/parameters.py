@@ -16,6 +16,7 @@ from kvseek.server.requests.text_request import MAX_STOP_WORD_BYTES
 from kvseek.server.requests.translation import MAX_STOP_WORDS
 
 from .errors import FieldError
+from .fields import ABSENT
 
 MAX_N = 8
 MAX_CHOICES = (
@@ -66,6 +67,7 @@ class Parameters(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: msgspec.Raw = ABSENT
     # vLLM's names for what OpenAI does not have, and kvseek's own.
     top_k: int | None = None
     repetition_penalty: float | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import threading
@@ -56,10 +55,17 @@ class EngineClient:
         The engine process's Unix socket.
     loop : asyncio loop, optional
         A running loop to use. Without one the client runs a loop of its own in a thread.
+    absent : callable
+        Called, on the loop, whenever there is no engine process to connect to.
     """
 
-    def __init__(self, socket: Path, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self._socket = socket
+    def __init__(
+        self,
+        socket: Path,
+        loop: asyncio.AbstractEventLoop | None = None,
+        absent: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._socket, self._absent = socket, absent
         self._numbers = itertools.count(1)
         self._callbacks: dict[int, Callback] = {}  # used on the loop alone
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -166,10 +172,19 @@ class EngineClient:
 
     async def _run(self) -> None:
         while True:
-            with contextlib.suppress(OSError):  # it does not listen yet
+            try:
                 reader, self._writer = await asyncio.open_unix_connection(str(self._socket))
+            except OSError:  # it does not listen yet
+                self._call_absent()
+            else:
                 await self._receive(reader)
             await asyncio.sleep(RETRY_SECONDS)
+
+    def _call_absent(self) -> None:
+        try:
+            self._absent()
+        except Exception:  # if it ended the loop, no engine process would ever be found again
+            logger.exception("the engine process could not be looked for")
 
     async def _receive(self, reader: asyncio.StreamReader) -> None:
         """Hand out the engine's messages until the connection ends."""

@@ -17,7 +17,7 @@ class RunningLogProbs:
 
     def push(self, output: StepOutput) -> None:
         """Take an output of the engine."""
-        if output.logprobs is not None:
+        if output.token_id is not None and output.logprobs is not None:
             self._sum += output.logprobs.token
             self._new.append(output.logprobs.token)
 

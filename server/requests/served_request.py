@@ -11,17 +11,15 @@ from kvseek.core.errors import RequestError, TimeoutExpiredError
 from kvseek.core.request import Request, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 
-from .text_request import text_requests
-from .token_request import token_requests
+from .layouts import Layout
 from .translation import Tensors
 
-TEXT_MODEL = "tensorrt_llm_bls"
-TOKEN_MODEL = "tensorrt_llm"
-MODELS = (TOKEN_MODEL, TEXT_MODEL)
-ALIASES = {"ensemble": TEXT_MODEL}  # other names of models, under which TensorRT-LLM's clients ask for them
 SEVERAL = ("stream", "streaming", "return_prefill_progress")  # inputs that ask for several responses to one prompt
 MAX_ID_CHARACTERS = 256  # most characters of a client's id of its request
-Chunk = dict[str, Any]  # name of an output → its value: a str, a number, or a list of token ids
+MAX_JSON_LOGITS = (
+    1 << 20
+)  # most logits of an answer in JSON, which takes 20 bytes and 0.1 µs of the doors' loop for each
+Chunk = dict[str, Any]  # name of an output → its value: a str, a number, a list of token ids, or an array of logits
 
 
 class ServedRequest(Protocol):
@@ -53,16 +51,17 @@ def after(request: Request, seconds: float) -> Request:
         return request
     if seconds >= limit:
         raise TimeoutExpiredError(
-            f"timeout = {limit:g} s: passed before the request was tokenised, after {seconds:.1f} s; send it again later, "
-            "or with a longer timeout"
+            f"timeout = {limit:g} s: passed before the request was tokenised or its guide compiled, after {seconds:.1f} s; "
+            "send it again later, or with a longer timeout"
         )
     return replace(request, timeout_seconds=limit - seconds)
 
 
 @dataclass(frozen=True)
 class RequestFactory:
-    """Makes the requests of one engine's clients."""
+    """Makes the requests of one engine's clients, for the models of a layout."""
 
+    layout: Layout
     config: EngineConfig
     tokenizer: Tokenizer
 
@@ -76,10 +75,9 @@ class RequestFactory:
         for name, size in sizes.items():
             if size != batch:
                 raise RequestError(f"{name} has {size} rows: must be {batch}, one for each prompt; send as many")
-        return [
-            self._sequences(model, {name: each[row : row + 1] for name, each in tensors.items()})
-            for row in range(batch)
-        ]
+        sequences = self.layout.models[model].sequences
+        rows = ({name: each[row : row + 1] for name, each in tensors.items()} for row in range(batch))
+        return [[*sequences(row, self.tokenizer, self.config)] for row in rows]
 
     def make_one(self, model: str, tensors: Tensors) -> ServedRequest:
         """Make the request of one prompt for one sequence; raises RequestError if more are asked for."""
@@ -89,9 +87,11 @@ class RequestFactory:
             raise RequestError(
                 f"num_return_sequences = {count}: must be 1 over HTTP; use gRPC, or send several requests"
             )
-        return made[0][0]
-
-    def _sequences(self, model: str, tensors: Tensors) -> list[ServedRequest]:
-        if model == TOKEN_MODEL:
-            return [*token_requests(tensors, self.config.model.eos_token_ids)]
-        return [*text_requests(tensors, self.tokenizer, self.config)]
+        served = made[0][0]
+        logits = served.request.logits(self.config.model.vocab_size)
+        if logits > MAX_JSON_LOGITS:
+            raise RequestError(
+                f"return_context_logits, return_generation_logits: {logits:,} logits are asked for: must be <= "
+                f"{MAX_JSON_LOGITS:,} over HTTP; use gRPC, or ask for those of fewer tokens"
+            )
+        return served

@@ -13,6 +13,7 @@ from kvseek.engine.text_output import TextOutput
 from kvseek.engine.tokenizer import Tokenizer
 
 from .log_probs import RunningLogProbs
+from .logits import RunningLogits
 from .perf_metrics import PerfMetrics
 from .translation import (
     MAX_STOP_WORDS,
@@ -44,6 +45,8 @@ def max_text_bytes(config: EngineConfig, tokenizer: Tokenizer) -> int:
 class TextRequest:
     """See ServedRequest. A stop word is found in the text, whatever tokens it is spelt with, and is not part of the output."""
 
+    repeats_text = False  # whether each response of a stream has the text of those before it too
+
     def __init__(
         self, request: Request, prompt: str, stop_words: tuple[str, ...], tensors: Tensors, tokenizer: Tokenizer
     ) -> None:
@@ -58,9 +61,11 @@ class TextRequest:
         self._text = prompt if echo else ""
         self._output = TextOutput(tokenizer, stop_words)
         self._log_probs, self._metrics = RunningLogProbs(request), PerfMetrics(tensors)
+        self._logits = RunningLogits(request)
 
     def push(self, output: StepOutput) -> Iterator[dict[str, Any]]:
         """See ServedRequest."""
+        self._logits.push(output)
         if output.token_id is None and output.finish_reason is None:
             if self._wants["return_prefill_progress"]:
                 yield self._chunk("", "", output)
@@ -73,8 +78,9 @@ class TextRequest:
         reason = self._output.finish_reason
         self.ended = reason is FinishReason.STOP_WORD
         if self.streaming or reason is not None:
-            yield self._chunk(self._text, reason or "", output)
-            self._text = ""
+            yield self._chunk(self._text, reason or "", output) | self._logits.take()
+            if not self.repeats_text:
+                self._text = ""
 
     def _chunk(self, text_output: str, reason: str, output: StepOutput) -> dict[str, Any]:
         chunk: dict[str, Any] = {
@@ -93,7 +99,9 @@ class TextRequest:
         return chunk
 
 
-def text_requests(tensors: Tensors, tokenizer: Tokenizer, config: EngineConfig) -> list[TextRequest]:
+def text_requests(
+    tensors: Tensors, tokenizer: Tokenizer, config: EngineConfig, kind: type[TextRequest] = TextRequest
+) -> list[TextRequest]:
     """Make the sequences that tensors, [1, ...] each, ask for; raises RequestError on any input that cannot be served."""
     refuse_unsupported(tensors)
     bad_words = tuple(spelling for word in _words(tensors, "bad_words") for spelling in tokenizer.spellings(word))
@@ -107,7 +115,7 @@ def text_requests(tensors: Tensors, tokenizer: Tokenizer, config: EngineConfig) 
     prompt_ids = encode_prompt(tokenizer, prompt, not use_template, config.max_input_len)
     ends = end_ids(tensors, config.model.eos_token_ids)
     request = make_request(tensors, prompt_ids, "max_tokens", sampling, ends)
-    return [TextRequest(numbered(request, number), prompt, stop_words, tensors, tokenizer) for number in range(count)]
+    return [kind(numbered(request, number), prompt, stop_words, tensors, tokenizer) for number in range(count)]
 
 
 def _logit_bias(tensors: Tensors, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:

@@ -8,6 +8,7 @@ from typing import Any
 from kvseek.core.request import Request, StepOutput
 
 from .log_probs import RunningLogProbs
+from .logits import RunningLogits
 from .perf_metrics import PerfMetrics
 from .translation import Tensors, engine_request, numbered, scalar, sequences
 
@@ -21,6 +22,7 @@ class TokenRequest:
         self.ended = False
         self._wants_progress = bool(scalar(tensors, "return_prefill_progress", False))
         self._log_probs, self._metrics = RunningLogProbs(request), PerfMetrics(tensors)
+        self._logits = RunningLogits(request)
         excluded = self.streaming or scalar(tensors, "exclude_input_in_output", False)
         self._ids = [] if excluded else list(self.request.prompt_ids)
 
@@ -28,6 +30,7 @@ class TokenRequest:
         """See ServedRequest."""
         self._log_probs.push(output)
         self._metrics.push(output)
+        self._logits.push(output)
         if output.token_id is not None:
             self._ids.append(output.token_id)
         last = output.finish_reason is not None
@@ -44,6 +47,7 @@ class TokenRequest:
             "prefill_progress": output.prefill_progress,
             **self._log_probs.take(),
             **self._metrics.outputs(),
+            **({} if progress else self._logits.take()),
         }
         if self.streaming and not progress:
             self._ids = []

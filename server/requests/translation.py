@@ -15,11 +15,14 @@ from typing import Any
 from numpy.typing import NDArray
 
 from kvseek.core.errors import RequestError
+from kvseek.core.guide import Guide, GuideType
 from kvseek.core.request import DEFAULT_PRIORITY, MAX_SEED, Request, SamplingParams
 
 Tensors = Mapping[str, NDArray[Any]]
 
 MAX_STOP_WORDS = 64  # most stop words as token ids; the text model takes as many as texts
+
+SHOWN_CHARACTERS = 40  # most of a text in an error message
 
 MAX_SEQUENCES = 8  # most sequences of a prompt: num_return_sequences
 
@@ -28,8 +31,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "beam_width": (1,),
     "len_penalty": (0.0, 1.0),
     "length_penalty": (0.0, 1.0),
-    "return_context_logits": (False,),
-    "return_generation_logits": (False,),
 }
 
 
@@ -42,13 +43,15 @@ def scalar(tensors: Tensors, name: str, default: Any = None) -> Any:
     return tensors[name].reshape(-1)[0].item() if tensors[name].dtype != object else tensors[name].reshape(-1)[0]
 
 
-def refuse_unsupported(tensors: Tensors) -> None:
-    """Raise RequestError if an unsupported input has another value than its neutral values."""
-    for name, neutral in NEUTRAL.items():
-        value = scalar(tensors, name, neutral[0])
-        if value not in neutral:
-            wanted = " or ".join(repr(v) for v in neutral)
-            raise RequestError(f"{name} = {value!r}: must be {wanted}; kvseek does not support it, leave it out")
+def refuse_unsupported(tensors: Tensors, neutral_values: Mapping[str, tuple[object, ...]] = NEUTRAL) -> None:
+    """Raise RequestError if an unsupported input is given with another value than its neutral values."""
+    for name, neutral in neutral_values.items():
+        for value in tensors[name].reshape(-1).tolist() if name in tensors else []:
+            plain = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+            if plain not in neutral:
+                shown = repr(plain)[:SHOWN_CHARACTERS]
+                wanted = " or ".join(repr(v) for v in neutral) or "absent"
+                raise RequestError(f"{name} = {shown}: must be {wanted}; kvseek does not support it, leave it out")
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,9 @@ def sampling_params(
             bad_words=bad_words,
             logit_bias=logit_bias,
             logprobs=0 if scalar(tensors, "return_log_probs", False) else None,
+            guide=_guide(tensors),
+            return_context_logits=bool(scalar(tensors, "return_context_logits", False)),
+            return_generation_logits=bool(scalar(tensors, "return_generation_logits", False)),
         )
         return dataclasses.replace(params, temperature=0.0, top_k=0) if greedy else params
     except RequestError as error:  # it has the engine's names, clients know those of the inputs
@@ -124,6 +130,17 @@ def sampling_params(
             if str(error).startswith(f"{own} ="):
                 raise RequestError(f"{name}{str(error)[len(own) :]}") from None
         raise
+
+
+def _guide(tensors: Tensors) -> Guide | None:
+    """Read what the output has to follow, if anything; empty texts are the same as absent ones."""
+    kind, guide = (
+        text(scalar(tensors, name, ""), name) for name in ("guided_decoding_guide_type", "guided_decoding_guide")
+    )
+    if guide and not kind:
+        wanted = ", ".join(GuideType)
+        raise RequestError(f"guided_decoding_guide_type is missing: must be one of {wanted}; say what the guide is")
+    return Guide(GuideType(kind) if kind in list(GuideType) else kind, guide) if kind else None  # type: ignore[arg-type]
 
 
 def sequences(tensors: Tensors) -> int:

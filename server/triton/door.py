@@ -1,8 +1,9 @@
 """A Triton model as a door: passes requests on to the engine process, and the engine's outputs back to Triton.
 
 No thread waits for a request. Worker threads translate requests (tokenising takes long), the engine client's thread sends
-responses. The gRPC door tells when a client has left. Triton is not asked about that: once in some ten thousand requests, 2.51
-crashes if the last response is sent while it looks whether the client has left.
+responses. Behind `kvseek serve`, the gRPC door tells when a client has left. Triton is asked only where there is no such door,
+and never while a response is sent: once in some ten thousand requests, 2.51 crashes if it looks whether the client has left
+while the last response is being sent.
 """
 
 from __future__ import annotations
@@ -23,41 +24,28 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import ErrorCode, KvseekError, QueueFullError, RequestError, code_of
 from kvseek.core.request import FinishReason, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
+from kvseek.server.engine.shared import SharedEngine
+from kvseek.server.errors import ServerError
 from kvseek.server.requests.engine_client import EngineClient
-from kvseek.server.requests.served_request import MAX_ID_CHARACTERS, Chunk, RequestFactory, ServedRequest, after
+from kvseek.server.requests.layouts import LAYOUTS
+from kvseek.server.requests.served_request import (
+    MAX_ID_CHARACTERS,
+    SEVERAL,
+    Chunk,
+    RequestFactory,
+    ServedRequest,
+    after,
+)
 from kvseek.server.requests.status import INTERNAL, TRITON_CODE
 from kvseek.server.requests.translation import Tensors, read_parameters, scalar
+from kvseek.server.settings import ServeSettings
 
+from .outputs import as_tensor
 from .stub import require_readable_arrays
 
-OUTPUT_DTYPES = {
-    "text_output": object,
-    "finish_reason": object,
-    "output_ids": np.int32,
-    "sequence_length": np.int32,
-    "num_input_tokens": np.int32,
-    "num_output_tokens": np.int32,
-    "cached_tokens": np.int32,
-    "attended_tokens": np.float32,
-    "prefill_progress": np.float32,
-    "cum_log_probs": np.float32,
-    "output_log_probs": np.float32,
-    "batch_index": np.int32,
-    "sequence_index": np.int32,
-    "kv_cache_alloc_new_blocks": np.int32,
-    "kv_cache_reused_blocks": np.int32,
-    "kv_cache_alloc_total_blocks": np.int32,
-    "arrival_time_ns": np.int64,
-    "first_scheduled_time_ns": np.int64,
-    "first_token_time_ns": np.int64,
-    "last_token_time_ns": np.int64,
-    "acceptance_rate": np.float32,
-    "total_accepted_draft_tokens": np.int32,
-    "total_draft_tokens": np.int32,
-}
-LISTS = ("output_ids", "output_log_probs")  # [1, 1, n]: request, beam, tokens
 TRANSLATORS = 2  # threads that translate requests: more would take the engine's cores
 REMEMBERED_CALLS = 4096
+ASK_SECONDS = 0.5  # a question to Triton takes some 0.1 ms of the thread that passes on all outputs
 logger = logging.getLogger(__name__)
 
 
@@ -68,7 +56,7 @@ class Part:
     Attributes
     ----------
     index : dict
-        The outputs `batch_index` and `sequence_index`.
+        The outputs `batch_index` and `sequence_index`, if the model has them.
     number : int or None
         Number of the part at the engine, once it has been submitted.
     """
@@ -82,8 +70,8 @@ class Part:
 class Stream:
     """Sends the responses of one request to its client, and nothing after the last one, whichever threads send."""
 
-    def __init__(self, triton: Any, sender: Any, request_id: str) -> None:
-        self._triton, self._sender = triton, sender
+    def __init__(self, triton: Any, sender: Any, request_id: str, batched: bool) -> None:
+        self._triton, self._sender, self._batched = triton, sender, batched
         self.request_id = request_id
         self.call = ""  # the gRPC door's name of the client's call
         self.parts: list[Part] = []
@@ -91,13 +79,22 @@ class Stream:
         self.stopped = False  # whether another request has stopped this one
         self.arrived = time.monotonic()
         self.closed = False  # the last response has been sent
-        self._sending = threading.Lock()
+        self._sending, self._asked_at = threading.Lock(), self.arrived
 
     def send(self, chunk: Chunk) -> None:
         """Send a response that is not the last."""
         with self._sending:
             if not self.closed:
                 self._sender.send(self._response(chunk))
+
+    def has_left(self) -> bool:
+        """Ask Triton whether the client has left, at most once in ASK_SECONDS, unless the gRPC door tells."""
+        now = time.monotonic()
+        if self.call or now - self._asked_at < ASK_SECONDS:
+            return False
+        self._asked_at = now
+        with self._sending:
+            return not self.closed and bool(self._sender.is_cancelled())
 
     def close(self, chunk: Chunk | None = None) -> None:
         """Send the last response, with `chunk` if there is one."""
@@ -124,17 +121,25 @@ class Stream:
 
     def _response(self, chunk: Chunk) -> Any:
         return self._triton.InferenceResponse(
-            [self._triton.Tensor(name, as_tensor(name, value)) for name, value in chunk.items()]
+            [self._triton.Tensor(name, as_tensor(name, value, self._batched)) for name, value in chunk.items()]
         )
 
 
-def as_tensor(name: str, value: Any) -> np.ndarray[Any, Any]:
-    """Make the array of an output for Triton, of TensorRT-LLM's shape: [1, 1, n] for LISTS, [1] for text, else [1, 1]."""
-    dtype: Any = OUTPUT_DTYPES[name]
-    if name in LISTS:
-        return np.asarray(value, dtype=dtype).reshape(1, 1, -1)
-    array = np.array([[str(value).encode("utf-8") if dtype is object else value]], dtype=dtype)
-    return array[0] if name == "text_output" else array
+def _connect(engine_dir: Path, settings: ServeSettings, socket: str) -> EngineClient:
+    """Connect to the engine process at a socket; without one find or start the process, and wait until it is ready.
+
+    Raises ServerError if the process cannot be started.
+    """
+    if socket:
+        return EngineClient(Path(socket))
+    engine = SharedEngine(engine_dir, settings)
+    client = EngineClient(engine.socket, absent=engine.start_if_absent)
+    try:
+        engine.wait(client)
+    except ServerError:
+        client.close()
+        raise
+    return client
 
 
 class TritonDoor:
@@ -145,31 +150,34 @@ class TritonDoor:
     triton : module
         triton_python_backend_utils, which exists only inside the server.
     arguments : mapping
-        Arguments of the model's `initialize`. The model's parameters are `engine_dir`, `socket` and `max_queue_size`.
+        Arguments of the model's `initialize`. The parameters of its configuration are those of config.pbtxt.
     """
 
     def __init__(self, triton: Any, arguments: Mapping[str, str]) -> None:
         require_readable_arrays(triton)
         config = json.loads(arguments["model_config"])
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
-        self._triton, self._model = triton, config["name"]
-        directory = Path(parameters["engine_dir"])
+        self._triton, self._name, self._model = triton, config["name"], parameters["model"]
+        self._decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled"))
+        directory, settings = Path(parameters["engine_dir"]), ServeSettings.from_json(parameters["settings"])
         tokenizer = Tokenizer(directory)
         engine_config = read_config(directory)
-        self._factory = RequestFactory(engine_config, tokenizer)
-        if self._model != "tensorrt_llm":
+        layout = LAYOUTS[settings.layout]
+        self._served = layout.models[self._model]
+        self._factory = RequestFactory(layout, engine_config, tokenizer)
+        if self._served.takes_text:
             tokenizer.encode("")  # reads the files now rather than in the first request
-        self._client = EngineClient(Path(parameters["socket"]))
+        self._client = _connect(directory, settings, parameters["socket"])
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()  # streams that have not been closed
-        self._translating, self._max_translating = 0, int(parameters["max_queue_size"]) + engine_config.max_batch_size
+        self._translating, self._max_translating = 0, settings.max_queue_size + engine_config.max_batch_size
         self._left: dict[str, None] = {}  # calls whose clients have left, oldest first: requests of them may still come
         self._pool = ThreadPoolExecutor(TRANSLATORS, thread_name_prefix="translate")
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests from Triton; returns soon."""
         for request in requests:
-            stream = Stream(self._triton, request.get_response_sender(), request.request_id())
+            stream = Stream(self._triton, request.get_response_sender(), request.request_id(), self._served.batched)
             try:
                 self._accept(stream, request)
             except Exception as error:
@@ -181,7 +189,9 @@ class TritonDoor:
             raise RequestError(f"id has {size} characters: must be <= {MAX_ID_CHARACTERS}; choose a shorter one")
         # Copied, because the memory of a tensor belongs to Triton again when this call has returned.
         tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
-        parameters = read_parameters(request.parameters(), self._model)
+        if not self._served.batched:
+            tensors = {name: tensor[np.newaxis] for name, tensor in tensors.items()}
+        parameters = read_parameters(request.parameters(), self._name)
         stream.call = parameters.kvseek_call
         if parameters.kvseek_leave:
             self._leave_call(stream.call)
@@ -210,9 +220,9 @@ class TritonDoor:
             if stream.left:
                 self._end(stream)
                 return
-            made = self._factory.make(self._model, tensors)
+            made = self._make(tensors)
             stream.parts = [
-                Part(served, {"batch_index": row, "sequence_index": number})
+                Part(served, {"batch_index": row, "sequence_index": number} if self._served.batched else {})
                 for row, sequences in enumerate(made)
                 for number, served in enumerate(sequences)
             ]
@@ -225,6 +235,23 @@ class TritonDoor:
             with self._lock:
                 self._translating -= 1
 
+    def _make(self, tensors: Tensors) -> list[list[ServedRequest]]:
+        """Make the requests that tensors ask for, of each prompt its sequences; raises RequestError."""
+        asked = next((name for name in SEVERAL if name in tensors and tensors[name].any()), None)
+        if not self._decoupled and asked is not None:  # Triton would wait for ever after a second response
+            raise RequestError(
+                f"{asked} = true: must be false, because {self._name} has one response a request (decoupled_mode false); "
+                "leave it out, or write the repository with --decoupled_mode true"
+            )
+        made = self._factory.make(self._model, tensors)
+        count = sum(len(sequences) for sequences in made)
+        if not self._decoupled and count != 1:
+            raise RequestError(
+                f"{len(made)} prompts, {count} sequences: must be 1, because {self._name} has one response a request "
+                "(decoupled_mode false); send several requests, or write the repository with --decoupled_mode true"
+            )
+        return made
+
     def _submit(self, stream: Stream, part: Part, trace: str) -> None:
         request = after(part.served.request, time.monotonic() - stream.arrived)
         part.number = self._client.submit(request, lambda output: self._pass_on(stream, part, output), trace)
@@ -236,6 +263,8 @@ class TritonDoor:
         if stream.closed or part.ended:
             return
         try:
+            if not stream.left and stream.has_left():
+                self._leave(stream)
             self._send(stream, part, output)
         except Exception:
             logger.exception("an output could not be passed on; its request ends")
@@ -299,8 +328,11 @@ class TritonDoor:
             del self._left[next(iter(self._left))]
         for stream in self._open_streams():
             if stream.call == call:
-                stream.left = True
-                self._cancel(stream)
+                self._leave(stream)
+
+    def _leave(self, stream: Stream) -> None:
+        stream.left = True
+        self._cancel(stream)
 
     def _cancel(self, stream: Stream) -> None:
         for part in stream.parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -14,7 +14,8 @@ from google.protobuf.message import Message
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from kvseek.server.http_door.errors import HttpError
-from kvseek.server.requests.served_request import ALIASES
+
+from .durations import clear_durations
 
 ANSWER_SECONDS = 2.0
 TO_TRITON = [  # options of channels: after a restart Triton is found again soon; no proxy stands in between
@@ -31,9 +32,12 @@ class TritonRelay:
     ----------
     target : str
         host:port of Triton's gRPC endpoint.
+    names : mapping
+        Names under which clients may ask for models, and those that Triton knows.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, names: Mapping[str, str]) -> None:
+        self._names = names
         self._channel = grpc.aio.insecure_channel(target, options=TO_TRITON)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
@@ -64,17 +68,19 @@ class TritonRelay:
 
     async def model(self, request: web.Request) -> web.Response:
         """Inputs and outputs of a model."""
-        return _json(await self._answer("ModelMetadata", service_pb2.ModelMetadataRequest(**_name(request))))
+        return _json(await self._answer("ModelMetadata", service_pb2.ModelMetadataRequest(**self._name(request))))
 
     async def config(self, request: web.Request) -> web.Response:
         """Configuration of a model."""
-        config = (await self._answer("ModelConfig", service_pb2.ModelConfigRequest(**_name(request)))).config
+        config = (await self._answer("ModelConfig", service_pb2.ModelConfigRequest(**self._name(request)))).config
         config.parameters.clear()  # they name this machine's files and the server's shared memory
         return _json(config)
 
     async def statistics(self, request: web.Request) -> web.Response:
         """Statistics of one model, or of all."""
-        return _json(await self._answer("ModelStatistics", service_pb2.ModelStatisticsRequest(**_name(request))))
+        answer = await self._answer("ModelStatistics", service_pb2.ModelStatisticsRequest(**self._name(request)))
+        clear_durations(answer)
+        return _json(answer)
 
     async def _answer(self, method: str, message: Message) -> Any:
         try:
@@ -85,11 +91,10 @@ class TritonRelay:
                 raise HttpError(status, error.details() or "not found") from None
             raise HttpError(503, "Triton does not answer; it is being started or restarted, try again later") from None
 
-
-def _name(request: web.Request) -> dict[str, str]:
-    model = request.match_info.get("model")
-    names = {"name": ALIASES.get(model or "", model), "version": request.match_info.get("version")}
-    return {field: value for field, value in names.items() if value is not None}
+    def _name(self, request: web.Request) -> dict[str, str]:
+        model = request.match_info.get("model")
+        names = {"name": self._names.get(model or "", model), "version": request.match_info.get("version")}
+        return {field: value for field, value in names.items() if value is not None}
 
 
 def _json(message: Message) -> web.Response:

@@ -1,32 +1,92 @@
-"""Writes the repository of Triton's models for an engine: kvseek's two models, filled in."""
+"""Writes repositories of Triton's models: kvseek's models, filled in for an engine. Also the command `kvseek repository`."""
 
 from __future__ import annotations
 
+import argparse
+import re
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from kvseek.core.config import EngineConfig
-from kvseek.server.requests.served_request import MODELS
-from kvseek.server.settings import ServeSettings
+from google.protobuf import text_encoding, text_format
+from tritonclient.grpc import model_config_pb2
+
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import KvseekError
+from kvseek.core.manifest import verify
+from kvseek.server.errors import ServerError
+from kvseek.server.requests.layouts import LAYOUTS
+from kvseek.server.settings import ENGINE_FLAGS, ServeSettings, add_flags, settings_of
+
+CONFIG = "config.pbtxt"
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-def write_repository(
-    target: Path, engine_dir: Path, config: EngineConfig, socket: Path, settings: ServeSettings
-) -> Path:
-    """Write the models into the folder `target`, as clients of the engine process at `socket`; returns the folder."""
+def write_models(
+    target: Path,
+    engine_dir: Path,
+    settings: ServeSettings,
+    socket: Path | None = None,
+    *,
+    name: str = "",
+    aliases: bool = False,
+    decoupled: bool = True,
+) -> list[str]:
+    """Write an engine's models into the repository `target`; returns their names.
+
+    Parameters
+    ----------
+    socket : Path, optional
+        Socket of the engine process. Without it the models find or start that process themselves (server/engine/shared.py).
+    name : str
+        What the names of the models begin with, so that a repository can have the models of several engines.
+    aliases : bool
+        Whether to write the models' other names too, each as a model of its own.
+    decoupled : bool
+        Whether a request may have several responses.
+    """
     values = {
-        "engine_dir": str(engine_dir.resolve()),
-        "socket": str(socket),
-        "max_queue_size": str(settings.max_queue_size),
-        "max_batch_size": str(config.max_batch_size),
+        "max_batch_size": str(read_config(engine_dir).max_batch_size),
+        "decoupled": str(decoupled).lower(),
+        "engine_dir": _escaped(str(engine_dir.resolve())),
+        "socket": _escaped("" if socket is None else str(socket)),
+        "settings": _escaped(settings.to_json()),
     }
+    layout = LAYOUTS[settings.layout]
+    models = layout.names if aliases else {model: model for model in layout.models}
+    prefix = f"{name}_" if name else ""
     with as_file(files("kvseek.model_repository")) as source:
-        for model in MODELS:
-            shutil.copytree(source / model, target / model, ignore=shutil.ignore_patterns("__pycache__"))
-            _fill_in(target / model / "config.pbtxt", values)
-    return target
+        for own, model in models.items():
+            folder = target / f"{prefix}{own}"
+            shutil.copytree(source / layout.name / model, folder, ignore=shutil.ignore_patterns("__pycache__"))
+            _fill_in(folder / CONFIG, values | {"name": folder.name})
+    return [f"{prefix}{own}" for own in models]
+
+
+def read_models(repository: Path) -> dict[str, Mapping[str, str]]:
+    """Read the parameters of the models of a repository that `write_models` wrote, by name; raises ServerError."""
+    found: dict[str, Mapping[str, str]] = {}
+    for path in sorted(repository.glob(f"*/{CONFIG}")):
+        try:
+            config = text_format.Parse(path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
+        except (text_format.ParseError, UnicodeDecodeError) as error:
+            raise ServerError(f"{path} is no model's configuration: {error}; write the repository again") from None
+        parameters = {key: value.string_value for key, value in config.parameters.items()}
+        if "engine_dir" in parameters:  # else a model of somebody else
+            found[path.parent.name] = parameters
+    if not found:
+        raise ServerError(
+            f"{repository} has no model of kvseek; write one with kvseek repository --output {repository}"
+        )
+    return found
+
+
+def _escaped(text: str) -> str:
+    """Escape a text for a string of Protocol Buffers' text format."""
+    escaped: str = text_encoding.CEscape(text, as_utf8=True)
+    return escaped
 
 
 def _fill_in(path: Path, values: Mapping[str, str]) -> None:
@@ -34,3 +94,68 @@ def _fill_in(path: Path, values: Mapping[str, str]) -> None:
     for name, value in values.items():
         text = text.replace(f"${{{name}}}", value)
     path.write_text(text, encoding="utf-8")
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of `kvseek repository`."""
+    parser = argparse.ArgumentParser(
+        prog="kvseek repository", description="Write a model repository for a tritonserver that you start yourself."
+    )
+    parser.add_argument(
+        "--engine_dir", type=Path, action="append", required=True, help="what kvseek build wrote; once for each engine"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder to make")
+    parser.add_argument(
+        "--name",
+        action="append",
+        default=[],
+        help="of the engine at the same place: its models are NAME_tensorrt_llm and so on (default: no prefix, one engine)",
+    )
+    parser.add_argument(
+        "--decoupled_mode",
+        choices=("true", "false"),
+        default="true",
+        help="false: one response a request, for clients that use ModelInfer; no streams (default: %(default)s)",
+    )
+    add_flags(parser, ENGINE_FLAGS)
+    return parser.parse_args(argv)
+
+
+def _checked_names(names: Sequence[str], engines: Sequence[Path]) -> list[str]:
+    """Return a name for each engine; raises ServerError."""
+    if not names and len(engines) == 1:
+        return [""]
+    if len(names) != len(engines):
+        raise ServerError(f"--name is given {len(names)} times: must be {len(engines)}, once for each --engine_dir")
+    for name in names:
+        if not NAME.fullmatch(name):
+            raise ServerError(f"--name = {name!r}: must be 1 to 64 letters, digits or _.-; choose another")
+        if names.count(name) > 1:
+            raise ServerError(f"--name = {name!r} is given twice: must be once; choose another")
+    return list(names)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `kvseek repository`; returns the exit status."""
+    arguments = parse_arguments(argv)
+    target: Path = arguments.output
+    try:
+        settings = settings_of(arguments, ENGINE_FLAGS)
+        names = _checked_names(arguments.name, arguments.engine_dir)
+        for directory in arguments.engine_dir:
+            verify(directory)
+        if target.exists():
+            raise ServerError(f"--output = {target}: is there already; choose another folder, or remove it")
+        written = [
+            model
+            for directory, name in zip(arguments.engine_dir, names, strict=True)
+            for model in write_models(
+                target, directory, settings, name=name, aliases=True, decoupled=arguments.decoupled_mode == "true"
+            )
+        ]
+    except (KvseekError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {', '.join(written)}; start them with: tritonserver --model-repository {target}")
+    print(f"(the tritonserver of the wheel nvidia-pytriton: kvseek tritonserver --model-repository {target})")
+    return 0

@@ -26,6 +26,8 @@ from kvseek.core.manifest import verify
 from kvseek.engine.engine import Engine
 from kvseek.engine.service import EngineService
 from kvseek.server.launch import running_server
+from kvseek.server.requests.layouts import LAYOUTS
+from kvseek.server.settings import ServeSettings
 
 
 @pytest.fixture
@@ -54,12 +56,14 @@ def message(directory: Path, found: object) -> str:
     )
 
 
-def triton_model(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+def triton_model(layout: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The class of a model of the repository, with Triton's own module replaced by an empty one."""
     stand_in = ModuleType("triton_python_backend_utils")
     stand_in.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", stand_in)
-    spec = importlib.util.spec_from_file_location(f"{name}_model", ROOT / f"model_repository/{name}/1/model.py")
+    spec = importlib.util.spec_from_file_location(
+        f"{name}_model", ROOT / f"model_repository/{layout}/{name}/1/model.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -79,12 +83,17 @@ def test_what_loads_an_engine_refuses_another_version(outdated: Path, load: Call
     assert str(caught.value) == message(outdated, 1)
 
 
-@pytest.mark.parametrize("name", ["tensorrt_llm", "tensorrt_llm_bls"])
-def test_the_triton_models_refuse_another_version(outdated: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("layout", "name"), [(layout.name, name) for layout in LAYOUTS.values() for name in layout.models]
+)
+def test_the_triton_models_refuse_another_version(
+    outdated: Path, layout: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.rmtree(outdated / "tokenizer")  # the format is told before anything else is read
-    parameters = {"engine_dir": {"string_value": str(outdated)}, "threads": {"string_value": "1"}}
+    values = {"model": name, "engine_dir": str(outdated), "settings": ServeSettings(layout=layout).to_json()}
+    parameters = {key: {"string_value": value} for key, value in values.items()}
     with pytest.raises(EngineDirectoryError, match="format_version = 1: must be"):
-        triton_model(name, monkeypatch).initialize(
+        triton_model(layout, name, monkeypatch).initialize(
             {"model_config": json.dumps({"name": name, "parameters": parameters})}
         )
 

@@ -112,8 +112,8 @@ def test_the_gpu_image_keeps_its_torch() -> None:
 
 def test_requirements_are_those_of_the_project() -> None:
     settings = project()["project"]
-    otel = settings["optional-dependencies"]["otel"]
-    assert install.requirements(settings, "cpu") == ["setuptools", *settings["dependencies"], *otel]
+    extras = [each for name in ("guided", "otel") for each in settings["optional-dependencies"][name]]
+    assert install.requirements(settings, "cpu") == ["setuptools", *settings["dependencies"], *extras]
     assert set(install.requirements(settings, "gpu")) == {
         *install.requirements(settings, "cpu"),
         *settings["optional-dependencies"]["cuda"],

@@ -93,7 +93,7 @@ class Server:
                 model=SimpleNamespace(num_layers=machine.layers), prefill_chunk_tokens=chunk, max_input_len=1 << 20
             ),
             cache=cache,
-            prefill=lambda prompts: SimulatedPrefill(machine, prompts, self._spend),
+            prefill=lambda prompts, takers: SimulatedPrefill(machine, prompts, self._spend),
         )
         self._machine, self._reader, self._seconds = machine, PromptReader(decoder, 8192), 0.0
         self._unread: list[Sequence] = []

@@ -122,7 +122,7 @@ class BrokenEngine:
     def prepare(self, request: Request) -> Any:
         if request.max_tokens == 13:
             raise MemoryError("no room for a sampler")
-        return SimpleNamespace(request_id=next(self.ids))
+        return SimpleNamespace(request_id=next(self.ids), request=request)
 
     def enqueue(self, sequence: Any) -> None:
         self.requests += 1

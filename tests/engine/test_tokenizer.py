@@ -222,19 +222,48 @@ def test_bytes_of_tokens_are_the_text(tiny, text):
     assert plain != ids or b"".join(map(tiny.token_bytes, ids)).decode() == text
 
 
+@given(text=st.text(max_size=40))
+@settings(max_examples=50)
+def test_offsets_are_the_lengths_of_the_text_before(tiny, text):
+    ids = [0, *tiny.encode(text), 1]
+    data = [b"" if tiny.is_special(token) else tiny.token_bytes(token) for token in ids]
+    before = [b"".join(data[:place]).decode("utf-8", "ignore") for place in range(len(ids))]
+    assert tiny.offsets(ids) == [len(one) for one in before]
+    assert all(tiny.decode(ids).startswith(one) for one in before)
+
+
+def test_offsets_of_bytes_that_are_no_text(tiny):
+    broken = [byte_token(tiny, 0xE2), byte_token(tiny, 0x41), byte_token(tiny, 0xFF)]
+    text = tiny.decode(broken)
+    assert tiny.offsets([]) == []
+    assert tiny.offsets(broken)[0] == 0
+    assert all(0 <= offset <= len(text) for offset in tiny.offsets(broken))
+
+
 def test_bytes_of_added_and_of_missing_tokens(tiny):
     (plain,) = tiny.encode("<plain>", add_special_tokens=False)
     assert tiny.token_bytes(plain) == b"<plain>"
     assert tiny.token_bytes(100_000) == b"", "a model's vocabulary may be larger than its tokenizer's"
 
 
-def test_bytes_of_tokens_of_a_sentencepiece_vocabulary(tmp_path):
+@pytest.mark.parametrize("strip", [0, 1])
+def test_bytes_and_offsets_of_a_sentencepiece_vocabulary(tmp_path, strip):
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581sea", "sea"]
     backend = Backend(
         models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
     )
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", strip, 0)]
+    backend.decoder = decoders.Sequence(steps)
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "tokenizer")
     tokenizer, places = Tokenizer(tmp_path), {piece: i for i, piece in enumerate(pieces)}
     ids = [places[piece] for piece in ("\u2581sea", "<0xE2>", "<0x9A>", "<0x93>", "\u2581", "sea")]
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == " sea⚓ sea"
+    assert tokenizer.decode(ids) == " sea⚓ sea"[strip:]
+    assert tokenizer.offsets(ids) == [0, *(place - strip for place in (4, 4, 4, 5, 6))]
+
+
+def test_offsets_where_decoding_is_more_than_joining(needle):
+    ids = [40, 41, 42]
+    text, words = needle.decode(ids), [needle.decode([token]) for token in ids]
+    assert text == " ".join(words)
+    assert needle.offsets(ids) == [0, len(words[0]), len(words[0]) + 1 + len(words[1])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from tests.support.door_processes import engine_process
 from tests.support.waiting import SECONDS
 
 from kvseek.core.errors import ErrorCode, UnavailableError
-from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.guide import Guide, GuideType
+from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.messages import Submit, frame
 from kvseek.server.settings import ServeSettings
@@ -94,6 +96,47 @@ def test_a_door_that_goes_takes_no_outputs_of_another_along(
                 await ended.wait()
             assert len(tokens) == 40
         kept.close()
+
+    with engine_process(directory, path, SETTINGS):
+        asyncio.run(run())
+
+
+def test_guides_are_compiled_beside_other_requests(
+    tmp_path: Path, random_model: RandomModel, build_engine: BuildEngine
+) -> None:
+    """A request without a guide does not wait for guides that take long to compile; one that is cancelled before ends so."""
+    directory = build_engine(random_model("llama"), "full")
+    path = tmp_path / "engine.sock"
+    guide = Guide(GuideType.JSON_SCHEMA, '{"type": "integer", "multipleOf": 999999937}')
+    slow = Request((1, 2, 3), 5, SamplingParams(guide=guide), end_ids=(1,))
+
+    async def run() -> None:
+        client, leaving = (EngineClient(path, asyncio.get_running_loop()) for _ in range(2))
+        await connected(client, True)
+        await connected(leaving, True)
+        ends: dict[int, StepOutput] = {}
+
+        def take(name: int, output: StepOutput) -> None:
+            if output.finish_reason is not None:
+                ends[name] = output
+
+        numbers = [client.submit(slow, partial(take, name)) for name in range(8)]
+        leaving.submit(slow, partial(take, 100))
+        await asyncio.sleep(0.05)  # the engine has read them
+        leaving.close()
+        client.submit(Request((1, 2, 3), 3), partial(take, 200))
+        client.cancel(numbers[6])
+        async with asyncio.timeout(SECONDS):
+            while not {*range(8), 200} <= ends.keys():
+                await asyncio.sleep(0.01)
+        order = list(ends)
+        assert order.index(200) < order.index(7), "not behind the guides"
+        assert order.index(6) < order.index(7)
+        assert ends[200].finish_reason is FinishReason.LENGTH
+        assert ends[6].finish_reason is FinishReason.CANCELLED
+        assert ends[7].code is ErrorCode.INVALID
+        assert ends[7].error.startswith("guided_decoding_guide: cannot be followed: fuel exhausted")
+        client.close()
 
     with engine_process(directory, path, SETTINGS):
         asyncio.run(run())

@@ -19,7 +19,6 @@ from kvseek.server.ports import Ports
 from kvseek.server.settings import ServeSettings
 from kvseek.server.triton import find as triton
 from kvseek.server.triton import stub
-from kvseek.server.triton.repository import write_repository
 
 
 def forget_system_server(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -122,27 +121,6 @@ def test_zeros_become_free_ports_and_a_busy_one_is_named() -> None:
         busy = taken.getsockname()[1]
         with pytest.raises(ServerError, match=f"--http_port = {busy}: cannot listen on 127.0.0.1"):
             Ports(busy, 0, 0).resolve("127.0.0.1")
-
-
-def test_the_model_repository_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Config:
-        max_batch_size = 7
-
-    repository = write_repository(
-        tmp_path / "models",
-        tmp_path / "engine",
-        Config(),  # type: ignore[arg-type]
-        tmp_path / "engine.sock",
-        ServeSettings(max_queue_size=77),
-    )
-    for model in launch.MODELS:
-        text = (repository / model / "config.pbtxt").read_text(encoding="utf-8")
-        assert "${" not in text.replace("`", "").split("\nname:")[1]
-        assert "max_batch_size: 7" in text
-        assert str(tmp_path / "engine") in text
-        assert str(tmp_path / "engine.sock") in text
-        assert "77" in text
-        assert (repository / model / "1" / "model.py").exists()
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])

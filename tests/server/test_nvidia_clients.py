@@ -71,13 +71,13 @@ def printed(output: str) -> str:
     return re.sub(r"\s+", " ", output)
 
 
-@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-def test_text(server: RunningServer, engine: Engine, model: str) -> None:
+def test_text(server: RunningServer, engine: Engine) -> None:
+    """Its default model is `ensemble`."""
     expected = generated(engine)
-    flags = ("-p", PROMPT, "-o", "10", "--model-name", model)
+    flags = ("-p", PROMPT, "-o", "10")
     assert printed(PROMPT + expected) in printed(run(server, TEXT_CLIENT, *flags))
     assert printed(expected) in printed(run(server, TEXT_CLIENT, *flags, "--exclude-input-in-output"))
-    assert printed(expected) in printed(run(server, TEXT_CLIENT, *flags, "-S"))
+    assert printed(expected) in printed(run(server, TEXT_CLIENT, *flags, "-S", "--model-name", "tensorrt_llm_bls"))
 
 
 def test_batches_and_sequences(server: RunningServer, engine: Engine) -> None:
@@ -92,13 +92,15 @@ def test_batches_and_sequences(server: RunningServer, engine: Engine) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--return-log-probs",),
-        ("--presence-penalty", "0.5"),
-        ("--frequency-penalty", "0.5", "--repetition-penalty", "1.1"),
-        ("--stop-words", " dog", "--bad-words", " fox", " cat"),
-        ("--embedding-bias-words", " fox", "--embedding-bias-weights", "2.5"),
-        ("--end-id", "2", "--pad-id", "0", "--request-id", "42"),
-        ("--overwrite-output-text", "-S"),
+        (
+            *("--return-log-probs", "--end-id", "2", "--pad-id", "0", "--request-id", "42"),
+            *("--presence-penalty", "0.5", "--frequency-penalty", "0.5", "--repetition-penalty", "1.1"),
+        ),
+        ("--return-context-logits", "--return-generation-logits", "--verbose"),
+        (
+            *("--stop-words", " dog", "--bad-words", " fox", " cat", "--overwrite-output-text", "-S"),
+            *("--embedding-bias-words", " fox", "--embedding-bias-weights", "2.5"),
+        ),
         ("--return-perf-metrics",),
         ("--return-perf-metrics", "-S"),
     ],
@@ -108,6 +110,9 @@ def test_flags_of_the_text_client(server: RunningServer, flags: tuple[str, ...])
     output = run(server, TEXT_CLIENT, "-p", PROMPT, "-o", "6", *flags)
     if "--return-log-probs" in flags:
         assert "output_log_probs.shape: (1, 1, 6)" in output
+    if "--return-context-logits" in flags:
+        assert re.search(r"context_logits.shape: \(1, \d+, 384\)", output)
+        assert "generation_logits.shape: (1, 1, 6, 384)" in output
     if "--return-perf-metrics" in flags:
         found = {
             name: int(value) for name, value in re.findall(r"(\w+_time_ns): (\d+)", output)
@@ -117,11 +122,17 @@ def test_flags_of_the_text_client(server: RunningServer, flags: tuple[str, ...])
         assert re.findall(r"kv_cache_alloc_total_blocks: (\d+)", output)[-1] == "0", "the prompt fits into the window"
 
 
+def test_guided_decoding(server: RunningServer) -> None:
+    guide = ("--guided-decoding-guide-type", "json_schema", "--guided-decoding-guide", '{"enum": ["a ship", "a port"]}')
+    output = run(server, TEXT_CLIENT, "-p", PROMPT, "-o", "20", "--exclude-input-in-output", *guide)
+    assert '"a ship"' in output or '"a port"' in output
+
+
 def test_unsupported_flags_are_refused_by_name(server: RunningServer) -> None:
     command = [sys.executable, str(CLIENTS / TEXT_CLIENT), "-u", server.grpc_url, "-p", PROMPT]
     for flags, name in (
         (["-b", "2"], "beam_width = 2"),
-        (["--guided-decoding-guide-type", "json"], "guided_decoding_guide_type"),
+        (["--guided-decoding-guide-type", "xml"], "guided_decoding_guide_type = 'xml'"),
     ):
         done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=SECONDS, check=False)
         assert f"{name}" in done.stdout
@@ -132,7 +143,7 @@ def token_flags(directory: Path, *flags: str) -> tuple[str, ...]:
     return ("--tokenizer-dir", str(directory / "tokenizer"), "--text", PROMPT, "--request-output-len", "10", *flags)
 
 
-@pytest.mark.parametrize("flags", [(), ("-S",), ("--exclude-input-in-output",), ("--return-log-probs",)], ids=str)
+@pytest.mark.parametrize("flags", [(), ("-S",), ("--exclude-input-in-output", "--return-log-probs")], ids=str)
 def test_tokens(server: RunningServer, directory: Path, engine: Engine, flags: tuple[str, ...]) -> None:
     output = run(server, TOKEN_CLIENT, *token_flags(directory, *flags))
     assert printed(f"Output beam 0: {generated(engine)}") in printed(output)
@@ -144,10 +155,11 @@ def test_tokens(server: RunningServer, directory: Path, engine: Engine, flags: t
     "flags",
     [
         ("--num-return-sequences", "3", "--top-p", "0.9"),
-        ("--top-k", "5", "--temperature", "0.7", "--repetition-penalty", "1.2"),
-        ("--presence-penalty", "0.2", "--frequency-penalty", "0.2"),
         ("--requested-outputs", "output_ids", "sequence_length"),
-        ("--return-perf-metrics",),
+        (
+            *("--return-perf-metrics", "--top-k", "5", "--temperature", "0.7", "--repetition-penalty", "1.2"),
+            *("--presence-penalty", "0.2", "--frequency-penalty", "0.2"),
+        ),
     ],
     ids=lambda flags: flags[0].removeprefix("--"),
 )

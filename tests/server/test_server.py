@@ -388,6 +388,30 @@ def test_metrics_count_tokens(server: RunningServer) -> None:
     assert metric(server, "kvseek:generation_tokens_total") - before == 12
 
 
+def test_no_duration_is_told_that_triton_cannot_know(server: RunningServer) -> None:
+    """Triton counts a request of a decoupled model until the model has taken it: a thousandth of its time."""
+    answer(server)
+    shown = requests.get(f"http://{server.metrics_url}/metrics", timeout=20).text
+    assert 'nv_inference_count{model="tensorrt_llm_bls",version="1"}' in shown
+    for name in (
+        "request_success",
+        "request_failure",
+        "request_duration_us",
+        "queue_duration_us",
+        "compute_infer_duration_us",
+    ):
+        assert f"nv_inference_{name}" not in shown
+    with grpc.InferenceServerClient(server.grpc_url) as client:
+        over_grpc = client.get_inference_statistics("tensorrt_llm_bls", as_json=True)["model_stats"]
+    url = f"http://{server.http_url}/v2/models/tensorrt_llm_bls/stats"
+    for (model,) in (over_grpc, requests.get(url, timeout=20).json()["model_stats"]):
+        counted = {name: part for name, part in model["inference_stats"].items() if int(part.get("count", 0))}
+        assert {"success", "queue", "compute_infer"} <= set(counted)
+        assert all(int(part.get("ns", 0)) == 0 for part in counted.values())
+        assert all(int(batch["compute_infer"].get("ns", 0)) == 0 for batch in model["batch_stats"])
+    assert metric(server, "kvseek:e2e_request_latency_seconds_sum") > 0
+
+
 def test_a_busy_port_is_named(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -46,11 +46,17 @@ class LiveServer:
     """A running `kvseek serve`; the addresses are host:port."""
 
     def __init__(self, process: subprocess.Popen[str], ready: str, log: Path) -> None:
-        found = re.match(r"ready: gRPC (\S+:\d+), HTTP (\S+:\d+), metrics (\S+:\d+)/metrics", ready)
+        places = r"ready: gRPC (\S+:\d+), HTTP (\S+:\d+), metrics (\S+:\d+)/metrics, OpenAI http://(\S+:\d+)/v1"
+        found = re.match(places, ready)
         assert found is not None, f"no ready line: {ready!r}"
         self.process, self.log = process, log
-        self.grpc_url, self.http_url, self.metrics_url = found.groups()
+        self.grpc_url, self.http_url, self.metrics_url, self.openai_url = found.groups()
         self.engine_socket = self._engine_socket()
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """Addresses by the names that tests/server/soak/calls.py has for them."""
+        return {"grpc": self.grpc_url, "http": self.http_url, "openai": self.openai_url}
 
     def process_ids(self) -> dict[str, int]:
         """Process ids by the names of MARKS, and "serve"; those that do not run are left out."""

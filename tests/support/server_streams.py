@@ -17,8 +17,7 @@ class Stream:
     """One request, read by a thread of its own from the start."""
 
     def __init__(self, server: LiveServer, route: str, model: str, fields: dict[str, Any]) -> None:
-        urls = {"grpc": server.grpc_url, "http": server.http_url}
-        self._call = make_call(route, urls, model, fields)
+        self._call = make_call(route, server.urls, model, fields)
         self.pieces: list[Piece] = []
         self.error = ""
         self.status = 0

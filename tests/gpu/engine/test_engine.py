@@ -181,6 +181,32 @@ def test_nothing_waits_for_the_device_but_tokens(engine: Engine) -> None:
     decoder.cache.close(0)
 
 
+def test_prompts_are_scored_as_on_the_cpu(
+    models: dict[str, Path], build_engine: BuildEngine, on_gpu: BuildEngine
+) -> None:
+    """Log probabilities and logits of a long prompt, and of two that are read in one pack."""
+    params = SamplingParams(prompt_logprobs=2, return_context_logits=True, return_generation_logits=True)
+    prompts = PROMPT, PROMPT[:25], PROMPT[3:20]
+    requests = [Request(tuple(prompt), 3, params) for prompt in prompts]
+
+    def run(directory: Path) -> tuple[Tensor, list[float]]:
+        engine = Engine.load(directory)
+        for request in requests:
+            engine.submit(request)
+        outputs = sorted(run_to_end(engine), key=lambda output: output.request_id)  # keeps a request's own order
+        data = b"".join(one for output in outputs for one in (output.context_logits, output.generation_logits))
+        told = [one.token for output in outputs for one in output.prompt_logprobs]
+        return torch.frombuffer(bytearray(data), dtype=torch.float32), told
+
+    flags = (*WINDOW, *LIMITS)
+    expected, expected_told = run(build_engine(models["qwen3"], "full", *flags, *ON_CPU))
+    found, told = run(on_gpu(models["qwen3"], "full", *flags, "--dtype", "float32"))
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= MAX_DIFFERENCE
+    assert told == pytest.approx(expected_told, abs=MAX_DIFFERENCE)
+    assert len(told) == sum(len(prompt) - 1 for prompt in prompts)
+
+
 class Parts(Observer):
     """Notes what it is told of parts."""
 

@@ -9,5 +9,5 @@ CASES = MethodCases(
     sparse={},
     everything={},
     on_gpu={"full": {}},
-    needle=NeedleCase(margin=3.0, tasks="all", most_attended=1.0),
+    needle=NeedleCase(margin=3.0, most_attended=1.0),
 )

@@ -15,10 +15,13 @@ from tritonclient.grpc import _utils, service_pb2
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import RequestError
 from kvseek.server.grpc_door.checks import admit
+from kvseek.server.grpc_door.single import asks_for_several
 from kvseek.server.http_door.generate_json import schemas
+from kvseek.server.requests.layouts import INFLIGHT_BATCHER_LLM, LLMAPI
 
 MODEL = ModelConfig("llama", 101, 32, 64, 2, 4, 2, 8, 1e-5, 1e4, 2048)
-SCHEMAS = schemas(EngineConfig(MODEL, "full", max_input_len=1000, max_seq_len=1200))
+CONFIG = EngineConfig(MODEL, "full", max_input_len=1000, max_seq_len=1200)
+SCHEMAS, LLMAPI_SCHEMAS = schemas(INFLIGHT_BATCHER_LLM, CONFIG), schemas(LLMAPI, CONFIG)
 Change = Callable[[Any], object]
 
 
@@ -90,6 +93,36 @@ def test_tritons_timeout_becomes_the_models_input() -> None:
     assert [part.name for part in made.inputs] == ["input_ids", "request_output_len", "timeout"]
     assert np.frombuffer(made.raw_input_contents[2], np.float32).tolist() == [1.5]
     assert not made.parameters
+
+
+def llmapi_request(prompt: Any = (b"the sea",), **inputs: tuple[Any, str]) -> Any:
+    """A request of the LLM API layout, whose tensors have no batch dimension."""
+    made = {"text_input": (list(prompt), "BYTES"), "sampling_param_max_tokens": ([4], "INT32")} | inputs
+    return request("tensorrt_llm", [tensor(name, values, datatype) for name, (values, datatype) in made.items()])
+
+
+def test_tensors_without_a_batch_dimension() -> None:
+    made = llmapi_request(sampling_param_stop=([b"a", b"b"], "BYTES"))
+    made.parameters["timeout"].int64_param = 1_500_000
+    admit(made, LLMAPI_SCHEMAS)
+    assert (made.inputs[3].name, list(made.inputs[3].shape)) == ("timeout", [1])
+    assert not asks_for_several(made, LLMAPI_SCHEMAS)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (llmapi_request([[b"the sea"]]), r"text_input: shape = \[1, 1\]: must be \['n'\] with n >= 1"),
+        (llmapi_request([b"a", b"b"]), "text_input has 2 values: must be <= 1"),
+        (llmapi_request(timeout=([[1.0]], "FP32")), r"timeout: shape = \[1, 1\]: must be \[1\] with n >= 1"),
+        (llmapi_request(timeout=([1.0, 2.0], "FP32")), r"timeout: shape = \[2\]: must be \[1\]"),
+        (llmapi_request(max_tokens=([4], "INT32")), "max_tokens: tensorrt_llm has no such input"),
+        (request("tensorrt_llm_bls"), "model_name = tensorrt_llm_bls: must be one of tensorrt_llm; choose one"),
+    ],
+)
+def test_what_the_llm_api_layout_refuses(made: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        admit(made, LLMAPI_SCHEMAS)
 
 
 def set_shape(number: int, *shape: int) -> Change:

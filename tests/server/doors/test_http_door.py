@@ -24,10 +24,11 @@ from kvseek.client.options import GenerateOptions
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
 from kvseek.server.requests.engine_client import EngineClient
+from kvseek.server.requests.layouts import INFLIGHT_BATCHER_LLM
 from kvseek.server.requests.messages import Pong
-from kvseek.server.requests.served_request import TEXT_MODEL, TOKEN_MODEL
 from kvseek.server.settings import ServeSettings
 
+TOKEN_MODEL, TEXT_MODEL = INFLIGHT_BATCHER_LLM.models
 PROMPT = "the quick brown fox jumps over the lazy dog " * 4
 SETTINGS = ServeSettings(threads=1, max_queue_size=4, drain_seconds=3.0)
 SLOTS, QUEUE = 3, 4

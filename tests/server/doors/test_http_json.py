@@ -12,7 +12,7 @@ import pytest
 
 from kvseek.core.errors import RequestError
 from kvseek.server.http_door.generate_json import ModelSchema, body_limit, chunk_to_json
-from kvseek.server.requests.served_request import TEXT_MODEL, TOKEN_MODEL
+from kvseek.server.requests.layouts import INFLIGHT_BATCHER_LLM, TEXT_MODEL, TOKEN_MODEL
 
 CONFIG: Any = SimpleNamespace(max_input_len=800, max_batch_size=2)
 TEXT = {"text_input": "the sea", "max_tokens": 4}
@@ -21,12 +21,12 @@ TOKENS = {"input_ids": [5, 6, 7], "request_output_len": 3}
 
 @pytest.fixture(scope="module")
 def text() -> ModelSchema:
-    return ModelSchema(TEXT_MODEL, CONFIG)
+    return ModelSchema(INFLIGHT_BATCHER_LLM.name, TEXT_MODEL, CONFIG)
 
 
 @pytest.fixture(scope="module")
 def tokens() -> ModelSchema:
-    return ModelSchema(TOKEN_MODEL, CONFIG)
+    return ModelSchema(INFLIGHT_BATCHER_LLM.name, TOKEN_MODEL, CONFIG)
 
 
 def with_raw(name: str, raw: str) -> bytes:
@@ -141,9 +141,9 @@ def test_the_largest_prompt_fits_into_a_body_and_no_more() -> None:
 
 def test_chunks_have_scalars_where_there_is_one_value() -> None:
     chunk = {"output_ids": [7], "sequence_length": 1, "finish_reason": ""}
-    own = {"model_name": TOKEN_MODEL, "model_version": "1"}
-    assert json.loads(chunk_to_json(TOKEN_MODEL, "", chunk)) == own | chunk | {"output_ids": 7}
-    assert json.loads(chunk_to_json(TOKEN_MODEL, "mine", {"output_ids": [7, 8]})) == own | {
+    own = {"model_name": TOKEN_MODEL.name, "model_version": "1"}
+    assert json.loads(chunk_to_json(TOKEN_MODEL.name, "", chunk)) == own | chunk | {"output_ids": 7}
+    assert json.loads(chunk_to_json(TOKEN_MODEL.name, "mine", {"output_ids": [7, 8]})) == own | {
         "id": "mine",
         "output_ids": [7, 8],
     }

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 
 from kvseek.core.errors import RequestError
+from kvseek.core.guide import Guide, GuideType
 from kvseek.core.request import SamplingParams
 from kvseek.server.requests.translation import (
     NEUTRAL,
@@ -61,6 +62,13 @@ def test_sampling_fields() -> None:
         presence_penalty=0.5, frequency_penalty=-0.5, prompt_ignore_length=2, min_tokens=3, logprobs=0
     )
     assert sampling_params(tensors(min_tokens=4, min_length=-1)).min_tokens == 4
+    guide = {
+        "guided_decoding_guide_type": np.array([[b"regex"]], object),
+        "guided_decoding_guide": np.array([["a+"]], object),
+    }
+    assert sampling_params({**tensors(), **guide}).guide == Guide(GuideType.REGEX, "a+")
+    empty = {name: np.array([[b""]], object) for name in guide}
+    assert sampling_params({**tensors(), **empty}).guide is None
     bad_words = {"bad_words_list": np.array([[[7, 8, 9], [2, 3, -1]]])}
     assert engine_request({**tensors(), **bad_words}, ()).sampling.bad_words == ((7, 8), (9,))
 
@@ -135,9 +143,16 @@ def test_stop_words_of_tokens_are_as_many_as_those_of_text() -> None:
 def test_unsupported_inputs_are_refused_unless_neutral(name: str) -> None:
     for neutral in NEUTRAL[name]:
         engine_request(tensors(**{name: neutral}), ())
-    other = True if isinstance(NEUTRAL[name][0], bool) else 3
     with pytest.raises(RequestError, match=f"{name} = .*kvseek does not support it"):
-        engine_request(tensors(**{name: other}), ())
+        engine_request(tensors(**{name: 3}), ())
+
+
+def test_logits_are_asked_for_by_tensorrt_llms_names() -> None:
+    request = engine_request(tensors(return_context_logits=True, return_generation_logits=True), ())
+    assert request.sampling == SamplingParams(return_context_logits=True, return_generation_logits=True)
+    assert request.logits(100) == (3 + 9) * 100
+    assert engine_request(tensors(return_context_logits=True), ()).logits(100) == 300
+    assert engine_request(tensors(return_context_logits=False), ()).logits(100) == 0
 
 
 def test_parameters_are_refused_by_name() -> None:

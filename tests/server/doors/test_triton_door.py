@@ -81,6 +81,9 @@ class ToyRequest:
     def get_response_sender(self) -> Any:
         return self
 
+    def is_cancelled(self) -> bool:
+        return False
+
     def send(self, response: Any = None, flags: int = 0) -> None:
         if response is not None:
             self.responses.append(response)
@@ -97,12 +100,19 @@ def door(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) ->
     folder = tmp_path_factory.mktemp("door")
     model = save_random_model(folder / "llama", "llama", max_position_embeddings=20_000)
     directory = build_engine(model, "full", "--max_batch_size", "2", "--max_seq_len", "20000")
-    parameters = {"engine_dir": str(directory), "socket": str(folder / "engine.sock"), "max_queue_size": "8"}
+    settings, socket = ServeSettings(threads=1, max_queue_size=8), folder / "engine.sock"
+    parameters = {
+        "model": "tensorrt_llm",
+        "engine_dir": str(directory),
+        "socket": str(socket),
+        "settings": settings.to_json(),
+    }
     config = {
         "name": "tensorrt_llm",
+        "model_transaction_policy": {"decoupled": True},
         "parameters": {name: {"string_value": value} for name, value in parameters.items()},
     }
-    with engine_process(directory, folder / "engine.sock", ServeSettings(threads=1)):
+    with engine_process(directory, socket, settings):
         door = TritonDoor(TRITON, {"model_config": json.dumps(config)})
         wait_for(lambda: door._client.connected)
         yield door

@@ -1,4 +1,4 @@
-"""Fuzzes the HTTP door: JSON, headers, framing, methods, paths, pipelining, clients that leave early or close half."""
+"""Fuzzes the HTTP door and the OpenAI door: JSON, headers, framing, methods, paths, pipelining, clients that leave early."""
 
 from __future__ import annotations
 
@@ -16,6 +16,31 @@ OTHER_PATHS = (
     *("/v2/models/tensorrt_llm/config", "/v2/models/tensorrt_llm_bls/stats", "/v2/models/nope", "/v2/repository/index"),
     *("/v2/models/tensorrt_llm/infer", "/v2/models/tensorrt_llm_bls/ready", "/v2/systemsharedmemory/status", "/"),
     *("/v2/trace/setting", "/v2/logging", "//", "/v2/models//generate", "/v2/models/%00/generate", "*", "/../..", "/é"),
+)
+OPENAI_PATHS = (
+    *(
+        "/v1",
+        "/v1/",
+        "/v1/models",
+        "/v1/models/model",
+        "/v1/models/nope",
+        "/v1/models/%00",
+        "/health",
+        "/metrics",
+        "/docs",
+    ),
+    *(
+        "/openapi.json",
+        "/v1/embeddings",
+        "/v1/responses",
+        "/",
+        "//",
+        "*",
+        "/../..",
+        "/é",
+        "/v1/completions/",
+        "/v1//models",
+    ),
 )
 METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "CONNECT", "post", "BREW", "")
 HEADERS = (
@@ -41,6 +66,8 @@ HEADERS = (
 
 class HttpFuzzer:
     """See fuzz_doors.Fuzzer."""
+
+    others = OTHER_PATHS
 
     def __init__(self, url: str) -> None:
         self._address, self.last = address(url), b""
@@ -78,11 +105,9 @@ class HttpFuzzer:
 
     def _request(self, random: Random) -> bytes:
         if random.random() < 0.15:
-            method, path, body = random.choice(METHODS), random.choice(OTHER_PATHS), b""
+            method, path, body = random.choice(METHODS), random.choice(self.others), b""
         else:
-            model = random.choice(MODELS)
-            method, path = "POST", f"/v2/models/{model}/{random.choice(GENERATE)}"
-            body = mutated_json(random, model if random.random() < 0.9 else MODELS[0])
+            method, (path, body) = "POST", self._post(random)
         if random.random() < 0.05:
             path = random.choice(
                 (path + "?" + "a=b&" * 50, path + "/", path.upper(), path + "%2e%2e", "/" * 3000, path * 3)
@@ -94,6 +119,23 @@ class HttpFuzzer:
         body, framing = _framed(random, body)
         head = "\r\n".join([*lines, *framing]).encode("utf-8", "surrogateescape") + b"\r\n\r\n"
         return head + body
+
+    def _post(self, random: Random) -> tuple[str, bytes]:
+        """The path and the body of a request to generate."""
+        model = random.choice(MODELS)
+        body = mutated_json(random, model if random.random() < 0.9 else MODELS[0])
+        return f"/v2/models/{model}/{random.choice(GENERATE)}", body
+
+
+class OpenAIFuzzer(HttpFuzzer):
+    """The same for the OpenAI door."""
+
+    others = OPENAI_PATHS
+
+    def _post(self, random: Random) -> tuple[str, bytes]:
+        kind = random.choice(("chat", "completions"))
+        path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
+        return path, mutated_json(random, kind if random.random() < 0.9 else "chat")
 
 
 def _framed(random: Random, body: bytes) -> tuple[bytes, list[str]]:

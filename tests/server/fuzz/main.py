@@ -21,13 +21,13 @@ from random import Random
 from tests.server.fuzz.doors import FaultError, Fuzzer
 from tests.server.fuzz.engine_socket import SocketFuzzer
 from tests.server.fuzz.grpc_door import GrpcFuzzer
-from tests.server.fuzz.http_door import HttpFuzzer
+from tests.server.fuzz.http_door import HttpFuzzer, OpenAIFuzzer
 from tests.server.fuzz.raw_door import RawFuzzer
 from tests.server.soak.calls import CallError, make_call
 from tests.server.soak.engine import build_soak_engine
 from tests.support.live_server import LiveServer, live_server
 
-DOORS = ("grpc", "http", "raw", "engine-socket")
+DOORS = ("grpc", "http", "openai", "raw", "engine-socket")
 THREADS = 4
 PROBE_EVERY = 25  # inputs of a thread
 KEPT = 20  # latest inputs of each thread, for the reproduction
@@ -37,10 +37,11 @@ QUIET_SECONDS = 30.0
 
 def make_fuzzer(door: str, server: LiveServer) -> Callable[[], Fuzzer]:
     """What makes a fuzzer for one thread."""
-    urls = (server.http_url, server.grpc_url, server.metrics_url)
+    urls = (server.http_url, server.grpc_url, server.metrics_url, server.openai_url)
     makers: dict[str, Callable[[], Fuzzer]] = {
         "grpc": lambda: GrpcFuzzer(server.grpc_url),
         "http": lambda: HttpFuzzer(server.http_url),
+        "openai": lambda: OpenAIFuzzer(server.openai_url),
         "raw": lambda: RawFuzzer(urls),
         "engine-socket": lambda: SocketFuzzer(server.engine_socket),
     }
@@ -108,7 +109,7 @@ class Campaign:
         now = self._server.process_ids()
         if now != self._before:
             raise FaultError(f"processes have ended: {self._before} before, {now} now")
-        for route in ("grpc", "http_stream"):
+        for route in ("grpc", "http_stream", "openai"):
             answer = self._probe(route)
             if answer != self._expected:
                 raise FaultError(f"a good request gets {answer!r} by {route} instead of {self._expected!r}")
@@ -118,8 +119,7 @@ class Campaign:
         return self._server.metric("kvseek:requests_total", 'outcome="internal"')
 
     def _probe(self, route: str) -> str:
-        urls = {"grpc": self._server.grpc_url, "http": self._server.http_url}
-        call = make_call(route, urls, "tensorrt_llm_bls", PROBE)
+        call = make_call(route, self._server.urls, "tensorrt_llm_bls", PROBE)
         try:
             call.send()
             return "".join(piece.text for piece in call.pieces())

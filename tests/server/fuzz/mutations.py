@@ -40,6 +40,46 @@ OPTIONS: dict[str, Any] = {
     "id": "a",
     "parameters": {},
 }
+CHAT: dict[str, Any] = {
+    "model": "model",
+    "messages": [{"role": "user", "content": "the harbour log"}],
+    "max_completion_tokens": 4,
+}
+COMPLETION: dict[str, Any] = {"model": "model", "prompt": "the harbour log", "max_tokens": 4}
+OPENAI_OPTIONS: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 5,
+    "n": 2,
+    "seed": 7,
+    "stop": ["log", "the"],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "logprobs": True,
+    "top_logprobs": 3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"5": -100, "6": 2.5},
+    "min_tokens": 2,
+    "stop_token_ids": [7],
+    "ignore_eos": True,
+    "bad_words": ["ship"],
+    "priority": 200,
+    "timeout": 5.0,
+    "echo": True,
+    "response_format": {"type": "json_object"},
+    "tools": [],
+    "user": "me",
+    "prompt": [5, 6, 7],
+    "messages": [{"role": "system", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": ""}],
+}
+REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what is right, and what may be added
+    "tensorrt_llm_bls": (TEXT, OPTIONS),
+    "tensorrt_llm": (TOKENS, OPTIONS),
+    "chat": (CHAT, OPENAI_OPTIONS),
+    "completions": (COMPLETION, OPENAI_OPTIONS),
+}
 STRANGE: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 255, 256, 2**31 - 1, 2**31, -(2**31) - 1, 2**63, 2**64, 10**40, -(10**40)),
     *(0.0, -0.0, 1e-45, 1e38, 1e39, 1e308, -1e308, 0.1, float("nan"), float("inf"), float("-inf")),
@@ -85,18 +125,19 @@ SNIPPETS: tuple[bytes, ...] = (
 )
 
 
-def mutated_fields(random: Random, model: str) -> dict[str, Any]:
-    """Fields of a request to a model, most of them right."""
-    fields: dict[str, Any] = dict(TEXT if model == "tensorrt_llm_bls" else TOKENS)
-    for name in random.sample(sorted(OPTIONS), random.choice((0, 0, 1, 2, 4))):
-        fields[name] = OPTIONS[name]
+def mutated_fields(random: Random, kind: str) -> dict[str, Any]:
+    """Fields of a request of a kind of REQUESTS, most of them right."""
+    right, options = REQUESTS[kind]
+    fields: dict[str, Any] = dict(right)
+    for name in random.sample(sorted(options), random.choice((0, 0, 1, 2, 4))):
+        fields[name] = options[name]
     for _ in range(random.choice((0, 1, 1, 2, 3))):
-        _bend(random, fields)
+        _bend(random, fields, sorted(options))
     return fields
 
 
-def _bend(random: Random, fields: dict[str, Any]) -> None:
-    """Change one thing about an object."""
+def _bend(random: Random, fields: dict[str, Any], others: list[str]) -> None:
+    """Change one thing about an object; `others` are names that it may have."""
     names = sorted(fields) or ["text_input"]
     name = random.choice(names)
     match random.randrange(8):
@@ -105,7 +146,7 @@ def _bend(random: Random, fields: dict[str, Any]) -> None:
         case 1 | 2 | 3:
             fields[name] = random.choice(STRANGE)
         case 4:
-            fields[random.choice((name + "x", name.upper(), "", "x" * 300, "é", random.choice(sorted(OPTIONS))))] = 1
+            fields[random.choice((name + "x", name.upper(), "", "x" * 300, "é", random.choice(others)))] = 1
         case 5:
             fields[name] = [fields.get(name)] * random.choice((1, 2, 40))
         case 6:
@@ -121,9 +162,9 @@ def _strange_number(random: Random) -> Any:
     )
 
 
-def mutated_json(random: Random, model: str) -> bytes:
-    """The body of a request to generate."""
-    fields = mutated_fields(random, model)
+def mutated_json(random: Random, kind: str) -> bytes:
+    """The body of a request of a kind of REQUESTS."""
+    fields = mutated_fields(random, kind)
     text = json.dumps(fields, ensure_ascii=random.random() < 0.5)
     body = text.encode("utf-8", "surrogatepass")
     if random.random() < 0.1 and body.endswith(b"}") and len(body) > 2:  # a key twice

@@ -12,7 +12,7 @@ from tests.support.live_server import LiveServer, live_server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-INPUTS = {"grpc": 60, "http": 120, "raw": 150, "engine-socket": 60}  # of each of four threads
+INPUTS = {"grpc": 60, "http": 120, "openai": 120, "raw": 150, "engine-socket": 60}  # of each of four threads
 SECONDS = 60.0  # at most; the inputs take about ten
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ from kvseek.server.openai_door.parameters import WITHOUT_EFFECT
 from kvseek.server.openai_door.prompts import message_texts, read_messages
 
 HELLO = [{"role": "user", "content": "the light was lit"}]
+
+
+def formed(json_schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": json_schema}
+
+
+FORMAT = formed({"name": "port", "schema": {"enum": ["é", 1]}, "strict": True, "description": "a port"})
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +251,31 @@ def test_faults_of_both_endpoints_are_named(
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", r"must be in \[0, 20\]"),
         ({"logprobs": 3}, "logprobs", "got `int`"),
         ({"tools": [{"type": "function"}]}, "tools", "kvseek does not support it"),
-        ({"response_format": {"type": "xml"}}, "response_format", "kvseek does not support it"),
+        ({"response_format": {"type": "xml"}}, "response_format", "Invalid enum value 'xml'"),
+        ({"response_format": "text"}, "response_format", "Expected `object`, got `str`"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "there if type is json_schema"),
+        (
+            {"response_format": {"type": "text", "json_schema": {"name": "a"}}},
+            "response_format.json_schema",
+            "only then",
+        ),
+        (
+            {"response_format": FORMAT | {"shape": 1}},
+            "response_format",
+            "response_format.shape: there is no such field",
+        ),
+        ({"response_format": formed({"name": "a"})}, "response_format.json_schema.schema", "must be an object"),
+        ({"response_format": formed({"schema": {}})}, "response_format", "missing required field `name`"),
+        (
+            {"response_format": formed({"name": "a", "schema": []})},
+            "response_format.json_schema.schema",
+            "must be an object",
+        ),
+        (
+            {"response_format": formed({"name": "a", "schema": {"enum": ["a" * 70_000]}})},
+            "response_format.json_schema.schema",
+            "<= 65536",
+        ),
         ({"prompt": "x"}, "prompt", "there is no such field"),
     ],
 )
@@ -273,7 +305,12 @@ def test_faults_of_chats_are_named(reader: Reader, fields: dict[str, Any], param
         ({"prompt": "7 x8 " * 100}, "max_input_len = 120"),
         ({"prompt": [[5]] * 100, "n": 2}, "n = '200 choices': must be <= 128"),
         ({"best_of": 2}, "best_of = 2: must be n = 1"),
-        ({"echo": True}, "echo = true: must be false or null"),
+        ({"echo": 1}, "echo = 1: Expected `bool"),
+        ({"echo": True, "max_tokens": -1}, "max_tokens = -1: must be >= 0"),
+        (
+            {"prompt": [[5] * 120] * 128, "echo": True, "logprobs": 20},
+            "logprobs = '322,560 log probabilities': must be <= 262,144",
+        ),
         ({"suffix": "x"}, 'suffix = "x": must be "" or null'),
         ({"logprobs": 21}, r"must be in \[0, 20\]"),
         ({"logprobs": True}, "got `bool`"),
@@ -283,6 +320,44 @@ def test_faults_of_chats_are_named(reader: Reader, fields: dict[str, Any], param
 def test_faults_of_completions_are_named(reader: Reader, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(FieldError, match=message):
         reader.complete(**fields)
+
+
+def test_response_formats_reach_the_engine(reader: Reader) -> None:
+    for given, kind, text in (
+        (None, None, None),
+        ({"type": "text"}, None, None),
+        ({"type": "json_object"}, "json_schema", {"type": "object"}),
+        (FORMAT, "json_schema", {"enum": ["é", 1]}),
+    ):
+        for choice in (*reader.chat(response_format=given, n=2), *reader.complete(response_format=given)):
+            guide = choice.request.sampling.guide
+            assert (guide and guide.type) == kind
+            assert guide is None or json.loads(guide.guide) == text
+    with pytest.raises(RequestError) as caught:
+        reader.chat(response_format=FORMAT, ignore_eos=True)
+    param, message = refused(caught.value)
+    assert (param, message[:45]) == ("response_format", "response_format: needs a token that ends the ")
+
+
+def test_echo_asks_the_engine_for_log_probabilities_of_the_prompt(reader: Reader) -> None:
+    (plain,) = reader.complete(echo=True, max_tokens=3)
+    assert (plain.request.max_tokens, plain.request.sampling.prompt_logprobs) == (3, None)
+    (scored,) = reader.complete(echo=True, max_tokens=3, logprobs=2)
+    assert (scored.request.sampling.logprobs, scored.request.sampling.prompt_logprobs) == (2, 2)
+    (alone,) = reader.complete([5] * 120, echo=True, max_tokens=0)
+    assert (alone.request.max_tokens, alone.request.sampling.prompt_logprobs) == (0, 0)
+    (full,) = reader.complete(echo=True, logprobs=0)
+    assert full.request.max_tokens == 16
+    (off,) = reader.complete(echo=False, logprobs=0)
+    assert off.request.sampling.prompt_logprobs is None
+
+
+def test_echo_with_logprobs_of_a_tensorrt_engine_is_refused(reader: Reader) -> None:
+    plans = Reader(reader.tokenizer, replace(reader.config, runtime="tensorrt", device="cuda"))
+    assert plans.complete(echo=True)
+    for fields in ({"logprobs": 1}, {"max_tokens": 0}):
+        with pytest.raises(FieldError, match="echo = True: must be false, or without logprobs"):
+            plans.complete(echo=True, **fields)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tests.conftest import BuildEngine, RandomModel
 from kvseek.core.errors import ErrorCode
 from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.openai_door.choices import Choice
+from kvseek.server.openai_door.choices import Choice, Echo
 from kvseek.server.openai_door.logprobs import LOWEST
 from kvseek.server.openai_door.replies import ChatReply, CompletionReply, usage
 from kvseek.server.requests.generations import CodedError
@@ -97,6 +97,30 @@ def test_log_probabilities_of_a_completion(tokenizer: Tokenizer) -> None:
     for offset, token in zip(told["text_offset"], told["tokens"], strict=True):
         assert token.startswith("bytes:") or TEXT[offset:].startswith(token)
     assert told["top_logprobs"][0] == {told["tokens"][0]: 0}
+
+
+def echoing(tokenizer: Tokenizer) -> tuple[Choice, list[int]]:
+    ids = tokenizer.encode("one ship")
+    request = Request(tuple(ids), 1, SamplingParams(logprobs=0, prompt_logprobs=0))
+    return Choice(request, tokenizer, (), False, Echo("one ship", tokenizer.offsets(ids))), ids
+
+
+def test_an_echo_tells_the_prompts_log_probabilities_first(tokenizer: Tokenizer) -> None:
+    one, ids = echoing(tokenizer)
+    read = [StepOutput(1, prompt_logprobs=(LogProbs(-1.0 * place),)) for place in range(1, len(ids))]
+    (piece,) = pieces(one, [*read, StepOutput(1, None, FinishReason.END_ID, logprobs=LogProbs(-9.0), end_id=1)])
+    assert (piece["text"], piece["count"], piece["finish_reason"]) == ("one ship", 0, "stop")
+    told = CompletionReply("m", "fp", tokenizer, True, False).whole([piece], usage(1, 0))["choices"][0]["logprobs"]
+    assert told["token_logprobs"] == [None, *(-1.0 * place for place in range(1, len(ids))), -9.0]
+    assert "".join(told["tokens"]) == "one ship<|end|>"
+    assert told["text_offset"][-1] == len("one ship")
+
+
+def test_an_echo_whose_time_passes_before_the_prompt_is_read_fails(tokenizer: Tokenizer) -> None:
+    one, _ = echoing(tokenizer)
+    with pytest.raises(CodedError, match="timeout: passed before the prompt was read") as caught:
+        pieces(one, [StepOutput(1, None, FinishReason.TIMEOUT)])
+    assert caught.value.code is ErrorCode.TIMEOUT
 
 
 def test_the_tokens_own_log_probability_is_among_the_likeliest(tokenizer: Tokenizer) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 import requests
+import torch
 from openai import OpenAI
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.waiting import SECONDS, wait_for
@@ -178,6 +179,72 @@ def test_log_probabilities(client: OpenAI, model: str) -> None:
     assert completion is not None
     assert completion.tokens is not None
     assert len(completion.tokens) == 12
+
+
+@pytest.fixture(scope="module")
+def judge(random_model: RandomModel) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    path = random_model("llama", max_position_embeddings=2048)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def prompt_logprobs(judge: Any, ids: list[int]) -> torch.Tensor:
+    """What transformers says of each token but the first: [tokens - 1, vocabulary]."""
+    with torch.inference_mode():
+        values: torch.Tensor = judge(torch.tensor([ids])).logits[0, :-1].log_softmax(dim=1)
+    return values
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_echo_with_log_probabilities_of_the_prompt(
+    client: OpenAI, model: str, engine: Engine, judge: Any, tokens: int
+) -> None:
+    texts = ["the harbour master wrote the log", "one ship, two ships " * 20]
+    ids = [engine.tokenizer.encode(text) for text in texts]
+    asked: dict[str, Any] = {"model": model, "logprobs": 2, "echo": True, **GREEDY, "max_tokens": tokens}
+    reply = client.completions.create(prompt=texts, **asked)
+    for choice, text, prompt in zip(reply.choices, texts, ids, strict=True):
+        generated = engine.generate([Request(tuple(prompt), tokens)])[0] if tokens else []
+        assert choice.text == text + engine.tokenizer.decode(generated)
+        assert choice.finish_reason == "length"
+        told = choice.logprobs
+        assert told is not None
+        assert told.token_logprobs is not None
+        assert told.top_logprobs is not None
+        assert told.tokens is not None
+        assert told.text_offset is not None
+        assert len(told.tokens) == len(told.text_offset) == len(told.top_logprobs) == len(prompt) + tokens
+        assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None), "nothing precedes the first token"
+        values = prompt_logprobs(judge, prompt)
+        expected = values.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+        assert told.token_logprobs[1 : len(prompt)] == pytest.approx(expected, abs=2e-4)
+        best = values.max(dim=1).values.tolist()
+        assert [max(top.values()) for top in told.top_logprobs[1 : len(prompt)]] == pytest.approx(best, abs=2e-4)
+        spelt = list(zip(told.text_offset, told.tokens, strict=True))[: len(prompt)]
+        assert "".join(token for _, token in spelt) == text
+        assert all(text[at:].startswith(token) for at, token in spelt)
+        assert told.text_offset[len(prompt) : len(prompt) + 1] == [len(text)][:tokens]
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (sum(map(len, ids)), 2 * tokens)
+    events = list(client.completions.create(prompt=texts[0], stream=True, **asked))
+    assert "".join(event.choices[0].text for event in events) == reply.choices[0].text
+    streamed = [n for e in events if (one := e.choices[0].logprobs) for n in one.token_logprobs or ()]
+    assert reply.choices[0].logprobs is not None
+    assert streamed[1:] == pytest.approx((reply.choices[0].logprobs.token_logprobs or [])[1:], abs=2e-4)
+
+
+def test_echo_of_token_ids_and_its_end_token(client: OpenAI, model: str, engine: Engine) -> None:
+    prompt = engine.tokenizer.encode("the light was lit")
+    (drawn,) = engine.generate([Request(tuple(prompt), 1)])
+    asked: dict[str, Any] = {"model": model, "prompt": prompt, "echo": True, "max_tokens": 1, "temperature": 0}
+    assert client.completions.create(**asked).choices[0].text == "the light was lit" + engine.tokenizer.decode(drawn)
+    ended = client.completions.create(logprobs=0, extra_body={"stop_token_ids": drawn}, **asked).choices[0]
+    assert (ended.text, ended.finish_reason) == ("the light was lit", "stop")
+    assert ended.logprobs is not None
+    assert len(ended.logprobs.tokens or ()) == len(prompt) + 1, "lm_eval cuts off the last one"
+    with pytest.raises(openai.BadRequestError, match="max_tokens = 0: must be >= 1"):
+        client.completions.create(model=model, prompt=prompt, max_tokens=0)
 
 
 def test_a_stop_text_ends_the_answer(client: OpenAI, model: str) -> None:

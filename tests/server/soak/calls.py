@@ -19,7 +19,12 @@ SILENCE_SECONDS = (
     400.0  # without a piece of an answer: it is lost; priority 0 may wait 255 s for others (engine/schedule/queue.py)
 )
 ROUTES = ("grpc", "http_stream", "http_generate")
+OPENAI_ROUTE = (
+    "openai"  # /v1/completions: text, without malformed fields and short time limits, which have other names there
+)
 CLIENT_ROUTES = ("kvseek_grpc", "kvseek_http", "kvseek_http_stream")  # kvseek.client: text, and only to the end
+
+STREAM = {"tensorrt_llm_bls": "stream", "tensorrt_llm": "streaming"}  # by model: the input that asks for a stream
 
 
 @dataclass(frozen=True)
@@ -51,21 +56,23 @@ class Call(Protocol):
 
 
 def make_call(route: str, urls: dict[str, str], model: str, fields: dict[str, Any]) -> Call:
-    """A call by one of ROUTES or CLIENT_ROUTES; `urls` has host:port of "grpc" and "http"."""
+    """A call by one of ROUTES, OPENAI_ROUTE or CLIENT_ROUTES; `urls` has host:port of "grpc", "http" and "openai"."""
     if route in CLIENT_ROUTES:
         return ClientCall(route, urls, fields)
     if route == "grpc":
         return GrpcCall(urls["grpc"], model, fields)
-    return HttpCall(urls["http"], model, fields, streams=route == "http_stream")
+    if route == OPENAI_ROUTE:
+        return OpenAICall(urls["openai"], fields)
+    streams = route == "http_stream"
+    path = f"/v2/models/{model}/{'generate_stream' if streams else 'generate'}"
+    return HttpCall(urls["http"], path, {**fields, STREAM[model]: streams}, streams)
 
 
 class HttpCall:
     """generate or generate_stream on a connection of its own."""
 
-    def __init__(self, url: str, model: str, fields: dict[str, Any], streams: bool) -> None:
-        self._path = f"/v2/models/{model}/{'generate_stream' if streams else 'generate'}"
-        name = "stream" if model == "tensorrt_llm_bls" else "streaming"
-        self._body = json.dumps({**fields, name: streams})
+    def __init__(self, url: str, path: str, fields: dict[str, Any], streams: bool) -> None:
+        self._path, self._body = path, json.dumps(fields)
         self._streams, self._count = streams, 0
         self._connection = http.client.HTTPConnection(url, timeout=SILENCE_SECONDS)
 
@@ -84,7 +91,7 @@ class HttpCall:
                 raise CallError(_error(response.read()), response.status)
             lines, piece = iter(response.readline, b"") if self._streams else [b"data: " + response.read()], Piece()
             for line in lines:
-                if line.startswith(b"data: "):
+                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
                     piece = self._piece(json.loads(line.removeprefix(b"data: ")))
                     yield piece
             if not piece.reason:  # http.client does not tell the end of a stream from a broken one
@@ -111,15 +118,31 @@ class HttpCall:
         return Piece(body["text_output"], (), body["num_output_tokens"], body.get("finish_reason", ""))
 
 
+class OpenAICall(HttpCall):
+    """A stream of /v1/completions for the fields of the text model."""
+
+    def __init__(self, url: str, fields: dict[str, Any]) -> None:
+        own = {"model": "model", "prompt": fields["text_input"], "stream": True, "temperature": 0, "logprobs": 0}
+        own |= {"ignore_eos": fields["end_id"] == -1}
+        same = ("max_tokens", "temperature", "top_k", "top_p", "seed", "priority", "timeout")
+        super().__init__(url, "/v1/completions", own | {name: fields[name] for name in same if name in fields}, True)
+
+    def _piece(self, body: dict[str, Any]) -> Piece:
+        if "error" in body:
+            raise CallError(str(body["error"]["message"]), 200)
+        (choice,) = body["choices"]
+        self._count += len(choice["logprobs"]["tokens"])
+        return Piece(choice["text"], (), self._count, choice["finish_reason"] or "")
+
+
 class GrpcCall:
     """A stream of tritonclient's on a channel of its own: a client that leaves takes its connection with it."""
 
     def __init__(self, url: str, model: str, fields: dict[str, Any]) -> None:
         import tritonclient.grpc as grpc
 
-        name = "stream" if model == "tensorrt_llm_bls" else "streaming"
         self._url, self._model, self._count = url, model, 0
-        self._inputs = [_tensor(key, value) for key, value in {**fields, name: True}.items()]
+        self._inputs = [_tensor(key, value) for key, value in {**fields, STREAM[model]: True}.items()]
         self._responses: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         # A channel of its own even if another one to this address is open: gRPC shares connections otherwise.
         arguments = [("grpc.use_local_subchannel_pool", 1)]
@@ -229,6 +252,7 @@ def _tensor(name: str, value: Any) -> Any:
 
 def _error(body: bytes) -> str:
     try:
-        return str(json.loads(body.removeprefix(b"data: "))["error"])
+        error = json.loads(body.removeprefix(b"data: "))["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         return body[:200].decode("utf-8", "replace")

@@ -8,7 +8,7 @@ from enum import StrEnum
 from random import Random
 from typing import Any
 
-from tests.server.soak.calls import CLIENT_ROUTES, ROUTES
+from tests.server.soak.calls import CLIENT_ROUTES, OPENAI_ROUTE, ROUTES
 from tests.server.soak.cases import Case
 
 GOOD_TOKENS: dict[str, Any] = {"input_ids": [5, 6, 7], "request_output_len": 4, "end_id": -1}
@@ -33,7 +33,7 @@ MALFORMED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("tensorrt_llm", {"input_lengths": 9}, "input_lengths"),
     ("tensorrt_llm", {"request_output_len": -4}, "request_output_len"),
     ("tensorrt_llm", {"repetition_penalty": 0.0}, "repetition_penalty"),
-    ("tensorrt_llm", {"runtime_top_p": 0.0}, "top_p"),
+    ("tensorrt_llm", {"runtime_top_p": -0.5}, "top_p"),
 )
 
 
@@ -93,11 +93,12 @@ def _job(number: int, fate: Fate, cases: Sequence[Case], random: Random) -> Job:
     if fate is Fate.EXPIRE:
         fields["timeout"] = random.choice((0.01, 0.1, 0.5))
     if fate in (Fate.CANCEL, Fate.KILL):
-        route = random.choice(("grpc", "http_stream"))
+        route = random.choice(("grpc", "http_stream", *((OPENAI_ROUTE,) if case.prompt else ())))
         after = random.randint(fate is Fate.KILL, case.max_tokens)
     if fate is Fate.CANCEL and random.random() < 0.3:
         after, pause = 0, random.choice((0.0, 0.02, 0.3))
         route = random.choice(ROUTES)
-    if fate is Fate.READ and case.prompt and not {"priority", "timeout"} & fields.keys():
-        route = random.choice((*ROUTES, *CLIENT_ROUTES))
+    if fate is Fate.READ and case.prompt:
+        clients = () if {"priority", "timeout"} & fields.keys() else CLIENT_ROUTES
+        route = random.choice((*ROUTES, OPENAI_ROUTE, *clients))
     return Job(number, fate, route, case.model, fields, case, after, pause)

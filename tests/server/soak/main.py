@@ -36,8 +36,7 @@ def soak(
     server: LiveServer, engine_dir: Path, jobs: Sequence[Job], clients: int, kill: str, warm_up: int
 ) -> tuple[list[Outcome], list[str]]:
     """Run the test; returns the outcomes and what has not come back to where it was, and prints the table."""
-    urls = {"grpc": server.grpc_url, "http": server.http_url}
-    runner = Runner(urls)
+    runner = Runner(server.urls)
     outcomes = runner.run(jobs[:warm_up], clients)
     start = quiet_state(server)
     middle = warm_up + (len(jobs) - warm_up) // 2

@@ -1,0 +1,20 @@
+"""tensorrt_llm of the LLM API layout: text to text. A door of the engine process; server/triton/door.py has the code."""
+
+import logging
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from kvseek.server.triton.door import TritonDoor
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        logging.basicConfig(level=logging.INFO)
+        self.door = TritonDoor(pb_utils, args)
+
+    def execute(self, requests: list[Any]) -> None:
+        self.door.execute(requests)
+
+    def finalize(self) -> None:
+        self.door.finalize()

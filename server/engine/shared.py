@@ -1,0 +1,107 @@
+"""Finds or starts the engine process of an engine directory where no `kvseek serve` looks after one.
+
+Models in a tritonserver that was started by hand, and `kvseek openai`, share one engine process: all that have the same engine
+directory, settings and GPUs, and run as the same user. Whoever comes first starts the process. The process ends when the last
+of them has left. If it dies, whoever notices first starts the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from kvseek.core.config_file import read_config
+from kvseek.core.manifest import read_manifest
+from kvseek.server.errors import ServerError
+from kvseek.server.requests.engine_client import EngineClient
+from kvseek.server.settings import ServeSettings
+
+FIRST_DELAY_SECONDS = 0.25  # between two starts of a process that ends again and again; doubles each time
+LONGEST_DELAY_SECONDS = 30.0
+POLL_SECONDS = 0.05
+NAME_CHARACTERS = 24
+logger = logging.getLogger(__name__)
+
+
+class SharedEngine:
+    """The engine process of an engine directory, for one of the programs that share it.
+
+    Parameters
+    ----------
+    engine_dir : Path
+        Must be an engine directory; otherwise EngineDirectoryError or ConfigError is raised.
+    settings : ServeSettings
+        Settings of the engine process.
+
+    Raises
+    ------
+    ServerError
+        If the folder of the sockets belongs to somebody else.
+    """
+
+    def __init__(self, engine_dir: Path, settings: ServeSettings) -> None:
+        self._engine_dir, self._settings = engine_dir.resolve(), settings
+        self.config = read_config(self._engine_dir)
+        fingerprint = read_manifest(self._engine_dir).fingerprint  # a directory that was built anew is another engine
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        identity = "\0".join((str(self._engine_dir), fingerprint, settings.to_json(), devices))
+        name = hashlib.sha256(identity.encode()).hexdigest()[:NAME_CHARACTERS]
+        self.socket = _own_folder() / f"{name}.sock"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start_at, self._delay = 0.0, FIRST_DELAY_SECONDS
+        self.failure = ""  # how the process that was started last here has failed; empty if it has not
+
+    def start_if_absent(self) -> None:
+        """Start the process unless it runs, or its next start has to wait; returns soon. Called again and again."""
+        if self._process is not None and (status := self._process.poll()) is not None:
+            if status:
+                self.failure = f"the engine process ended with status {status}"
+                logger.error("%s; it is started again in %g s", self.failure, self._delay)
+                self._start_at = time.monotonic() + self._delay
+                self._delay = min(LONGEST_DELAY_SECONDS, 2 * self._delay)
+            self._process = None
+        if self._process is not None or time.monotonic() < self._start_at:
+            return
+        command = [sys.executable, "-m", "kvseek.server.engine.process", "--shared"]
+        command += ["--engine_dir", str(self._engine_dir), "--socket", str(self.socket)]
+        command += ["--settings", self._settings.to_json()]
+        with self.socket.with_suffix(".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # another program has started it: it runs, or is loading
+                return
+            # The process inherits the lock, of which the kernel lets go when the process ends, however it ends. It has a
+            # session of its own, because it must outlive this program if others use it too.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=(lock.fileno(),), start_new_session=True
+            )
+
+    def wait(self, client: EngineClient) -> None:
+        """Wait until `client` is connected, however long loading takes; raises ServerError if the process cannot be started."""
+        while not client.connected:
+            if self.failure:
+                raise ServerError(f"{self.failure} before it was ready: {self._engine_dir}; its log says why")
+            time.sleep(POLL_SECONDS)
+        self._delay = FIRST_DELAY_SECONDS
+
+
+def _own_folder() -> Path:
+    """Return the folder of this user's sockets, which nobody else can enter; raises ServerError if it is not such."""
+    folder = Path(tempfile.gettempdir()) / f"kvseek-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ServerError(
+            f"{folder}: must be a folder of this user that nobody else can enter; remove it, or set TMPDIR to another place"
+        )
+    return folder

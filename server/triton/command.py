@@ -1,0 +1,41 @@
+"""`kvseek tritonserver`: runs the tritonserver that `kvseek serve` would run, with the arguments that it is given."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvseek.core.errors import KvseekError
+from kvseek.server.processes import die_with_parent
+
+from .find import find_server
+
+DESCRIPTION = (
+    "Run tritonserver; all arguments are its own, such as --model-repository DIR (kvseek repository writes such folders). "
+    "It is the tritonserver on PATH or of an NGC container, else the one of the wheel nvidia-pytriton, for which this "
+    "command sets up the libraries and the backend directory."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a tritonserver until it ends; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="kvseek tritonserver", usage="%(prog)s [ARGUMENT ...]", description=DESCRIPTION, allow_abbrev=False
+    )
+    _, arguments = parser.parse_known_args(argv)
+    with tempfile.TemporaryDirectory(prefix="kvseek-") as folder:
+        try:
+            server = find_server(Path(folder))
+        except KvseekError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        command = [str(server.binary), f"--backend-directory={server.backends}", *arguments]
+        process = subprocess.Popen(command, env=server.environment, preexec_fn=die_with_parent)
+        signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the server itself, which this process waits for
+        return process.wait()

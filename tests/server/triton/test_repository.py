@@ -1,0 +1,341 @@
+"""`kvseek repository`, served by a tritonserver that is started by hand, and `kvseek openai` beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import requests
+import tritonclient.grpc as grpc
+from openai import OpenAI
+from tests.conftest import BuildEngine, RandomModel
+from tests.support.live_server import command_line
+from tests.support.own_triton import KVSEEK, OwnTriton, environment, own_triton
+from tests.support.waiting import wait_for
+
+from kvseek.core.request import Request
+from kvseek.engine.engine import Engine
+from kvseek.server.engine.process import ALONE_SECONDS
+from kvseek.server.engine.shared import SharedEngine
+from kvseek.server.errors import ServerError
+from kvseek.server.openai_door.command import find_engine
+from kvseek.server.requests.engine_client import EngineClient
+from kvseek.server.settings import ServeSettings
+from kvseek.server.triton.door import _connect
+from kvseek.server.triton.repository import main, read_models, write_models
+
+pytestmark = pytest.mark.server
+
+PROMPT = "the quick brown fox jumps over the lazy dog"
+TIMEOUT = 120.0
+
+
+@pytest.fixture(scope="module")
+def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    limits = ("--max_batch_size", "3", "--max_seq_len", "20000")
+    return build_engine(random_model("llama", max_position_embeddings=20_000), "full", *limits)
+
+
+@pytest.fixture(scope="module")
+def other(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    limits = ("--max_batch_size", "2", "--max_seq_len", "512")
+    return build_engine(random_model("qwen3", max_position_embeddings=20_000), "full", *limits)
+
+
+@pytest.fixture(scope="module")
+def third(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    return build_engine(random_model("llama"), "full", "--max_batch_size", "2", "--max_seq_len", "256")
+
+
+@pytest.fixture(scope="module")
+def temporary() -> Iterator[Path]:
+    """Where engine processes are looked for; its path must be short, as it is a part of a socket's."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def repository(directory: Path, other: Path, third: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three engines: one of them decoupled, as by default, the others not; the third in the LLM API layout."""
+    folder = tmp_path_factory.mktemp("repository") / "models"
+    settings = ServeSettings(threads=1, max_queue_size=40)
+    write_models(folder, directory, settings, name="one", aliases=True)
+    write_models(folder, other, settings, name="two", decoupled=False)
+    write_models(folder, third, dataclasses.replace(settings, layout="llmapi"), name="llm", decoupled=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log") / "triton.log"
+
+
+@pytest.fixture(scope="module")
+def triton(repository: Path, log: Path, temporary: Path) -> Iterator[OwnTriton]:
+    with own_triton(repository, log, temporary) as server:
+        yield server
+
+
+def engine_processes(directory: Path) -> list[int]:
+    """Process ids of the shared engine processes of an engine directory."""
+    found = (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))
+    marks = ("kvseek.server.engine.process", "--shared", str(directory))
+    return [pid for pid in found if all(mark in command_line(pid) for mark in marks)]
+
+
+def text(directory: Path, count: int = 10) -> str:
+    engine = Engine.load(directory)
+    (ids,) = engine.generate([Request(tuple(engine.tokenizer.encode(PROMPT)), count)])
+    return engine.tokenizer.decode(ids)
+
+
+def generate(triton: OwnTriton, model: str, **fields: Any) -> requests.Response:
+    """Triton's own HTTP endpoint."""
+    body = {"text_input": PROMPT, "max_tokens": 10, "end_id": -1, "exclude_input_in_output": True} | fields
+    return requests.post(f"http://{triton.http_url}/v2/models/{model}/generate", json=body, timeout=TIMEOUT)
+
+
+def tensors(**values: Any) -> list[grpc.InferInput]:
+    types = {str: "BYTES", bool: "BOOL", int: "INT32"}
+    found = []
+    for name, value in values.items():
+        array = np.array(
+            [[value.encode() if isinstance(value, str) else value]], object if type(value) is str else None
+        )
+        tensor = grpc.InferInput(name, [1, 1], types[type(value)])
+        tensor.set_data_from_numpy(array.astype(np.int32) if type(value) is int else array)
+        found.append(tensor)
+    return found
+
+
+def test_every_name_of_every_engine_answers(triton: OwnTriton, directory: Path, other: Path) -> None:
+    """Streams and single answers, over gRPC and over Triton's own HTTP endpoint."""
+    first, second = text(directory), text(other)
+    for model in ("one_tensorrt_llm_bls", "one_ensemble"):
+        assert generate(triton, model).json()["text_output"] == first
+    assert generate(triton, "two_tensorrt_llm_bls").json()["text_output"] == second
+    client = grpc.InferenceServerClient(triton.grpc_url)
+    answer = client.infer(
+        "two_tensorrt_llm_bls", tensors(text_input=PROMPT, max_tokens=10, exclude_input_in_output=True)
+    )
+    assert answer.as_numpy("text_output").tolist() == [second.encode()]
+    assert "".join(stream(triton, "one_tensorrt_llm_bls", 10)) == first
+
+
+def test_the_llm_api_layout_as_tensorrt_llm_configures_it(triton: OwnTriton, third: Path) -> None:
+    """Not decoupled: the quick start's curl reaches Triton's own endpoint, and ModelInfer the model."""
+    model, answer = "llm_tensorrt_llm", PROMPT + text(third)
+    url = f"http://{triton.http_url}/v2/models/{model}/generate"
+    body = {"text_input": PROMPT, "sampling_param_max_tokens": 10, "end_id": -1}
+    reply = requests.post(url, json=body, timeout=TIMEOUT).json()
+    assert reply == {"model_name": model, "model_version": "1", "text_output": answer}
+    prompt, count = (
+        grpc.InferInput("text_input", [1], "BYTES"),
+        grpc.InferInput("sampling_param_max_tokens", [1], "INT32"),
+    )
+    prompt.set_data_from_numpy(np.array([PROMPT], object))
+    count.set_data_from_numpy(np.array([10], np.int32))
+    with grpc.InferenceServerClient(triton.grpc_url) as client:
+        assert client.infer(model, [prompt, count]).as_numpy("text_output").tolist() == [answer.encode()]
+    reply = requests.post(url, json=body | {"streaming": True}, timeout=TIMEOUT).json()
+    assert "streaming = true: must be false, because llm_tensorrt_llm has one response" in reply["error"]
+
+
+def stream(triton: OwnTriton, model: str, count: int) -> list[str]:
+    """The texts of a stream over gRPC."""
+    results: queue.Queue[Any] = queue.Queue()
+    with grpc.InferenceServerClient(triton.grpc_url) as client:
+        client.start_stream(lambda result, error: results.put(error or result))
+        client.async_stream_infer(model, tensors(text_input=PROMPT, max_tokens=count, stream=True, end_id=-1))
+        found = []
+        while not found or not found[-1].as_numpy("finish_reason")[0, 0]:
+            found.append(results.get(timeout=TIMEOUT))
+    return [result.as_numpy("text_output")[0].decode() for result in found]
+
+
+def test_one_engine_process_serves_all_models_of_an_engine(triton: OwnTriton, directory: Path, other: Path) -> None:
+    assert len(engine_processes(directory)) == 1
+    assert len(engine_processes(other)) == 1
+
+
+def test_bad_requests_are_refused_by_name(triton: OwnTriton) -> None:
+    for model, field, message in (
+        ("one_ensemble", {"max_tokens": 0}, "max_tokens (request_output_len) = 0"),
+        ("one_ensemble", {"max_tokns": 3}, "max_tokns: one_ensemble has no such input"),
+        (
+            "two_tensorrt_llm_bls",
+            {"stream": True},
+            "stream = true: must be false, because two_tensorrt_llm_bls has one response",
+        ),
+        ("two_tensorrt_llm_bls", {"num_return_sequences": 2}, "1 prompts, 2 sequences: must be 1"),
+    ):
+        answer = generate(triton, model, **field)
+        assert answer.status_code >= 400
+        assert message in answer.json()["error"]
+    assert generate(triton, "two_tensorrt_llm_bls").status_code == 200
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_client_that_leaves_ends_its_request(
+    triton: OwnTriton, openai_url: str, streaming: bool, directory: Path
+) -> None:
+    """Nobody tells the models: they ask Triton."""
+    client = grpc.InferenceServerClient(triton.grpc_url)
+    client.start_stream(lambda result, error: None)
+    inputs = tensors(text_input=PROMPT, max_tokens=15_000, stream=streaming, end_id=-1)
+    client.async_stream_infer("one_tensorrt_llm_bls", inputs)
+    wait_for(lambda: running(openai_url) == 1)
+    client.stop_stream(cancel_requests=True)
+    wait_for(lambda: running(openai_url) == 0)
+
+
+def running(openai_url: str) -> float:
+    """Requests of the engine that have a slot, as the OpenAI port's metrics have it."""
+    lines = requests.get(f"{openai_url.removesuffix('/v1')}/metrics", timeout=TIMEOUT).text.splitlines()
+    (line,) = [line for line in lines if line.startswith("kvseek:num_requests_running")]
+    return float(line.rpartition(" ")[2])
+
+
+@pytest.fixture(scope="module")
+def openai_url(triton: OwnTriton, repository: Path, temporary: Path, tmp_path_factory: Any) -> Iterator[str]:
+    """`kvseek openai` over the first engine."""
+    command = [*KVSEEK, "openai", "--repository", str(repository), "--name", "one", "--openai_port", "0"]
+    with (tmp_path_factory.mktemp("openai") / "log").open("w") as file:
+        process = subprocess.Popen(
+            [*command, "--served_model_name", "mine"],
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+            env=environment(temporary),
+        )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("listening: OpenAI http://127.0.0.1:"), line
+        yield line.split()[-1]
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def test_the_openai_port_asks_the_same_engine(openai_url: str, directory: Path) -> None:
+    wait_for(lambda: requests.get(f"{openai_url.removesuffix('/v1')}/health", timeout=TIMEOUT).status_code == 200)
+    with OpenAI(base_url=openai_url, api_key="none") as client:
+        assert [model.id for model in client.models.list()] == ["mine"]
+        answer = client.completions.create(model="mine", prompt=PROMPT, max_tokens=10, temperature=0)
+    assert answer.choices[0].text == text(directory)
+    assert len(engine_processes(directory)) == 1
+
+
+def test_a_killed_engine_process_is_started_again(triton: OwnTriton, directory: Path) -> None:
+    (killed,) = engine_processes(directory)
+    os.kill(killed, signal.SIGKILL)
+    wait_for(lambda: generate(triton, "one_ensemble").status_code == 200)
+    assert engine_processes(directory) not in ([killed], [])
+
+
+def test_an_engine_process_ends_with_the_last_of_its_users(
+    other: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other settings than Triton's models have: another process."""
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    before = engine_processes(other)
+    engines = [SharedEngine(other, ServeSettings(threads=1, max_queue_size=3)) for _ in range(2)]
+    clients = [EngineClient(engine.socket, absent=engine.start_if_absent) for engine in engines]
+    for engine, client in zip(engines, clients, strict=True):
+        engine.wait(client)
+    assert len(engine_processes(other)) == len(before) + 1
+    clients[0].close()
+    time.sleep(2 * ALONE_SECONDS)
+    assert len(engine_processes(other)) == len(before) + 1, "it has a user"
+    clients[1].close()
+    wait_for(lambda: engine_processes(other) == before)
+
+
+def test_a_repository_is_written_and_read(
+    directory: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / 'with "quotes" and \\'
+    assert main(["--engine_dir", str(directory), "--output", str(folder), "--max_queue_size", "77"]) == 0
+    assert "wrote tensorrt_llm, tensorrt_llm_bls, ensemble" in capsys.readouterr().out
+    models = read_models(folder)
+    assert list(models) == ["ensemble", "tensorrt_llm", "tensorrt_llm_bls"]
+    for parameters in models.values():
+        assert parameters["engine_dir"] == str(directory)
+        assert ServeSettings.from_json(parameters["settings"]).max_queue_size == 77
+    assert "${" not in (folder / "ensemble/config.pbtxt").read_text()
+    assert "max_batch_size: 3" in (folder / "ensemble/config.pbtxt").read_text()
+    assert find_engine(folder, None)["model"] == "tensorrt_llm_bls"
+
+
+def test_a_repository_of_the_llm_api_layout_is_written(directory: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    assert main(["--engine_dir", str(directory), "--output", str(folder), "--layout", "llmapi"]) == 0
+    assert list(read_models(folder)) == ["tensorrt_llm"]
+    written = (folder / "tensorrt_llm/config.pbtxt").read_text()
+    assert "${" not in written.partition("\nname:")[2]
+    assert "max_batch_size: 0" in written
+    assert (folder / "tensorrt_llm/1/model.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--engine_dir", "{here}"], "is there already"),
+        (["--engine_dir", "{here}", "--layout", "x"], "--layout = 'x': must be one of inflight_batcher_llm, llmapi"),
+        (["--engine_dir", "{here}", "--engine_dir", "{here}"], "--name is given 0 times: must be 2"),
+        (["--engine_dir", "{here}", "--name", "a/b"], "--name = 'a/b': must be 1 to 64 letters"),
+        (["--engine_dir", "{here}", "--name", "a", "--engine_dir", "{here}", "--name", "a"], "'a' is given twice"),
+        (["--engine_dir", "{here}", "--max_queue_size", "0"], "--max_queue_size = 0: must be >= 1"),
+        (["--engine_dir", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_flags_are_refused(
+    flags: list[str], message: str, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path if "already" in message else tmp_path / "new"
+    assert main([flag.format(here=directory) for flag in flags] + ["--output", str(target)]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_engine_is_chosen_by_name(repository: Path, directory: Path, tmp_path: Path) -> None:
+    assert find_engine(repository, "one")["engine_dir"] == str(directory)
+    with pytest.raises(ServerError, match=r"has 3 engines: must be one; choose with --name"):
+        find_engine(repository, None)
+    with pytest.raises(ServerError, match=r"--name = 'three'.* has no engine of this name"):
+        find_engine(repository, "three")
+    with pytest.raises(ServerError, match=r"has no model of kvseek"):
+        find_engine(tmp_path, None)
+
+
+def test_a_model_whose_engine_cannot_be_loaded_says_so(
+    directory: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine directory that is damaged after the repository was written."""
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    copy = tmp_path / "engine"
+    subprocess.run(["cp", "-r", str(directory), str(copy)], check=True)
+    for file in copy.glob("*.safetensors"):
+        file.write_bytes(b"damaged")
+    with pytest.raises(ServerError, match="the engine process ended with status 1 before it was ready"):
+        _connect(copy, ServeSettings(threads=1), "")
+
+
+def test_a_folder_of_somebody_else_is_no_place_for_sockets(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"kvseek-{os.getuid()}").mkdir(mode=0o755)
+    with pytest.raises(ServerError, match="must be a folder of this user that nobody else can enter"):
+        SharedEngine(directory, ServeSettings())

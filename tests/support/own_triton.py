@@ -1,0 +1,67 @@
+"""A tritonserver that is started as a user would start it, over a repository of `kvseek repository`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import requests
+from tests.support.waiting import wait_for
+
+from kvseek.server.ports import Ports
+
+KVSEEK = (sys.executable, "-m", "kvseek.cli.main")
+START_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class OwnTriton:
+    """A running tritonserver; the addresses are host:port."""
+
+    process: subprocess.Popen[bytes]
+    http_url: str
+    grpc_url: str
+
+
+@contextmanager
+def own_triton(repository: Path, log: Path, temporary: Path) -> Iterator[OwnTriton]:
+    """Start `kvseek tritonserver` on free ports of loopback and wait until it is ready; ends it with the context.
+
+    Parameters
+    ----------
+    temporary : Path
+        TMPDIR of the server: engine processes are looked for there.
+    """
+    ports = Ports(0, 0, 0, 0).resolve("127.0.0.1")
+    flags = [f"--{kind}-address=127.0.0.1" for kind in ("http", "grpc", "metrics")]
+    flags += [f"--{kind}-port={getattr(ports, kind)}" for kind in ("http", "grpc", "metrics")]
+    command = [*KVSEEK, "tritonserver", f"--model-repository={repository}", "--exit-timeout-secs=5", *flags]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, env=environment(temporary), start_new_session=True
+        )
+    try:
+        server = OwnTriton(process, f"127.0.0.1:{ports.http}", f"127.0.0.1:{ports.grpc}")
+        wait_for(lambda: _is_ready(server, log), "Triton is ready", START_SECONDS)
+        yield server
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def environment(temporary: Path) -> dict[str, str]:
+    """An environment with this TMPDIR."""
+    return {**os.environ, "TMPDIR": str(temporary)}
+
+
+def _is_ready(server: OwnTriton, log: Path) -> bool:
+    assert server.process.poll() is None, log.read_text(errors="replace")[-4000:]
+    try:
+        return requests.get(f"http://{server.http_url}/v2/health/ready", timeout=5).status_code == 200
+    except requests.RequestException:
+        return False
