@@ -1,7 +1,7 @@
 # Set-up, demo and checks. Every target can be run again; what is up to date is not done twice.
-SUPPORTED := import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
+SUPPORTED := import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)))
 # python3 if it is one of those, else the newest that there is; else python3, and the preflight says what is wrong.
-PYTHON ?= $(or $(shell for p in python3 python3.12 python3.11; do \
+PYTHON ?= $(or $(shell for p in python3 python3.13 python3.12 python3.11; do \
     $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done),python3)
 PIP_ARGS ?=
 THREADS ?=

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 COMPILERS = ("c++", "g++", "clang++")
-SUPPORTED = (3, 11), (3, 12)
+SUPPORTED = (3, 11), (3, 12), (3, 13)
 
 
 def problems() -> "list[str]":
@@ -19,10 +19,10 @@ def problems() -> "list[str]":
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if sys.version_info[:2] not in SUPPORTED:  # what follows would be about the wrong version
         return [
-            f"Python {version}: must be 3.11 or 3.12, the versions with a wheel of NumPy 1.26, which Triton's Python backend "
-            "needs; apt-get install python3.11 python3.11-venv libpython3.11 (Debian 12, Ubuntu 22.04), python3.12 "
-            "python3.12-venv libpython3.12 (Ubuntu 24.04), or pyenv with PYTHON_CONFIGURE_OPTS=--enable-shared; then run make "
-            "again, with PYTHON=PATH if it is not on PATH as python3.11 or python3.12"
+            f"Python {version}: must be 3.11, 3.12 or 3.13, the versions that the Triton server of the wheel nvidia-pytriton "
+            "runs models with; apt-get install python3.11 python3.11-venv libpython3.11 (Debian 12, Ubuntu 22.04), the same with "
+            "3.12 (Ubuntu 24.04) or 3.13 (Debian 13), or pyenv with PYTHON_CONFIGURE_OPTS=--enable-shared; then run make again, "
+            "with PYTHON=PATH if it is not on PATH as python3.11, python3.12 or python3.13"
         ]
     found = []
     if find_spec("venv") is None or find_spec("ensurepip") is None:

@@ -41,6 +41,7 @@ from kvseek.server.requests.translation import Tensors, read_parameters, scalar
 from kvseek.server.settings import ServeSettings
 
 from .outputs import as_tensor
+from .stub import require_readable_arrays
 
 TRANSLATORS = 2  # threads that translate requests: more would take the engine's cores
 REMEMBERED_CALLS = 4096
@@ -153,6 +154,7 @@ class TritonDoor:
     """
 
     def __init__(self, triton: Any, arguments: Mapping[str, str]) -> None:
+        require_readable_arrays(triton)
         config = json.loads(arguments["model_config"])
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
         self._triton, self._name, self._model = triton, config["name"], parameters["model"]

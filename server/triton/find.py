@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-import numpy as np
-
 from kvseek.server.errors import ServerError
 
+from .stub import WHEEL, copy_stub
+
 SYSTEM_SERVER = Path("/opt/tritonserver/bin/tritonserver")  # where the NGC containers have it
-WHEEL = "nvidia-pytriton"
+LIBRARIES = "nvidia_pytriton.libs"  # the wheel's folder of shared libraries
 SHARED_MEMORY_PREFIX = "triton_python_backend_shm_region_"  # Triton keeps clients away from memory with such names
 STUB = "triton_python_backend_stub"
 BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
@@ -68,30 +68,34 @@ def _embedded_server(scratch: Path) -> TritonServer:
     if not stub.exists():
         known = ", ".join(sorted(folder.name for folder in (root / "python_backend_stubs").glob("3.*")))
         raise ServerError(
-            f"{WHEEL} has no Python backend stub for Python {VERSION}, only for {known}; use one of these"
+            f"{WHEEL} has no Python backend stub for Python {VERSION}, only for {known}; use one of these, or a tritonserver "
+            "of the system"
         )
-    _require_numpy_1()
-    libpython = shared_libpython()
+    libraries = _libpython_as_named(scratch / "lib", site / LIBRARIES)
     backend = scratch / "backends" / "python"
     backend.mkdir(parents=True)
     for name in BACKEND_FILES:
         (backend / name).symlink_to(root / "backends" / "python" / name)
-    shutil.copy2(stub, backend / STUB)
-    (backend / STUB).chmod(0o755)  # wheels do not keep the executable bit of every file
+    copy_stub(stub, backend / STUB)
     binary = root / "bin" / "tritonserver"
     if not os.access(binary, os.X_OK):
         binary = Path(shutil.copy2(binary, scratch / "tritonserver"))
         binary.chmod(0o755)
-    return TritonServer(binary, scratch / "backends", _environment([libpython.parent, site / "nvidia_pytriton.libs"]))
+    return TritonServer(binary, scratch / "backends", _environment([libraries, site / LIBRARIES]))
 
 
-def _require_numpy_1() -> None:
-    """Raise ServerError under NumPy 2: the wheel's stub reads NumPy 1's layout, and would repeat a tensor's first byte."""
-    if not np.__version__.startswith("1."):
-        raise ServerError(
-            f"numpy = {np.__version__}: must be < 2 with the server of {WHEEL}, whose Python backend misreads NumPy 2 arrays; "
-            "run: pip install 'numpy<2' (a system tritonserver has no such limit)"
-        )
+def _libpython_as_named(folder: Path, libraries: Path) -> Path:
+    """Fill `folder` with the running Python's shared library, under its own name and that which the stub may know; returns it.
+
+    The wheel has a libpython of its own for its stub of 3.13, under a name of its own. It fits only Pythons that were built with
+    the same modules in their library, which Debian's was not.
+    """
+    libpython = shared_libpython()
+    names = [libpython.name, *(path.name for path in libraries.glob(f"libpython3-*.{sys.version_info.minor}.so*"))]
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).symlink_to(libpython)
+    return folder
 
 
 def shared_libpython() -> Path:

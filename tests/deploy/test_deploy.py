@@ -107,7 +107,7 @@ def test_shell_of_the_dockerfile_parses() -> None:
 def test_the_gpu_image_keeps_its_torch() -> None:
     kept = install.keep_torch((ROOT / "constraints.txt").read_text(), "2.10.0a0+b4e4ee81d3.nv25.12").splitlines()
     assert [line for line in kept if re.match(r"torch\W", line)] == ["torch==2.10.0a0+b4e4ee81d3.nv25.12"]
-    assert "numpy==1.26.4" in kept
+    assert any(line.startswith("numpy==") for line in kept)
 
 
 def test_requirements_are_those_of_the_project() -> None:

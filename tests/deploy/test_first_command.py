@@ -37,18 +37,21 @@ INTERPRETERS = interpreters()
 def test_the_preflight_runs_under_every_python(name: str) -> None:
     result = subprocess.run([INTERPRETERS[name], PREFLIGHT], capture_output=True, text=True, check=False)
     assert "Traceback" not in result.stderr
-    if name in ("python3.11", "python3.12"):
-        assert "must be 3.11 or 3.12" not in result.stderr
+    if name in ("python3.11", "python3.12", "python3.13"):
+        assert "must be 3.11" not in result.stderr
     else:
         assert result.returncode == 1
         version = name.removeprefix("python")
-        assert re.fullmatch(rf"error: Python {version}: must be 3.11 or 3.12, .*; apt-get install .*\n", result.stderr)
+        assert re.fullmatch(
+            rf"error: Python {version}: must be 3.11, 3.12 or 3.13, .*; apt-get install .*\n", result.stderr
+        )
 
 
 @pytest.mark.parametrize(
     ("there", "taken"),
     [
         ({"python3": True, "python3.12": True}, "python3"),
+        ({"python3": False, "python3.13": True, "python3.12": True, "python3.11": True}, "python3.13"),
         ({"python3": False, "python3.12": True, "python3.11": True}, "python3.12"),
         ({"python3": False, "python3.11": True}, "python3.11"),
         ({"python3.12": False}, "python3"),
@@ -72,6 +75,6 @@ def test_all_places_name_the_same_versions() -> None:
     assert supported is not None
     assert f"({supported[1]})" in (ROOT / "Makefile").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["requires-python"] == ">=3.11,<3.13"
-    assert "Python 3.11 or 3.12" in (ROOT / "README.md").read_text()
-    assert sys.version_info[:2] in ((3, 11), (3, 12))
+    assert project["requires-python"] == ">=3.11"
+    assert "Python 3.11, 3.12 or 3.13" in (ROOT / "README.md").read_text()
+    assert sys.version_info[:2] in ((3, 11), (3, 12), (3, 13))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import socket
 import sys
@@ -17,6 +18,7 @@ from kvseek.server.errors import ServerError
 from kvseek.server.ports import Ports
 from kvseek.server.settings import ServeSettings
 from kvseek.server.triton import find as triton
+from kvseek.server.triton import stub
 
 
 def forget_system_server(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -69,15 +71,24 @@ def test_no_server_says_what_to_install(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_embedded_server_is_assembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = make_wheel(tmp_path / "site", (triton.VERSION,))
+    own = f"libpython3-1234abcd.{sys.version_info.minor}.so.1.0"
+    (wheel / triton.LIBRARIES).mkdir()
+    for name in (own, "libpython3-1234abcd.5.so.1.0"):
+        (wheel / triton.LIBRARIES / name).write_bytes(b"")
     forget_system_server(monkeypatch, tmp_path)
     monkeypatch.setattr(triton, "distribution", lambda name: Wheel(wheel))
+    monkeypatch.setattr(stub, "OPERANDS", {hashlib.sha256(b"").hexdigest(): ()})
     server = triton.find_server(tmp_path / "scratch")
     files = {path.name for path in (server.backends / "python").iterdir()}
     assert files == {*triton.BACKEND_FILES, triton.STUB}
     assert (server.backends / "python" / triton.STUB).stat().st_mode & 0o100
     assert server.binary.stat().st_mode & 0o100, "the wheel's binary was not executable"
     libraries = server.environment["LD_LIBRARY_PATH"].split(":")
-    assert libraries[:2] == [str(triton.shared_libpython().parent), str(wheel / "nvidia_pytriton.libs")]
+    assert libraries[:2] == [str(tmp_path / "scratch" / "lib"), str(wheel / triton.LIBRARIES)]
+    names = (triton.shared_libpython().name, own)
+    assert {path.name: path.resolve() for path in Path(libraries[0]).iterdir()} == dict.fromkeys(
+        names, triton.shared_libpython().resolve()
+    )
     assert server.environment["PATH"].startswith(str(Path(sys.prefix) / "bin"))
 
 

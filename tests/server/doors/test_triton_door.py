@@ -32,10 +32,24 @@ class TritonError(Exception):
         self.message, self.code = message, code
 
 
+class ToyTensor(tuple[str, Any]):
+    """A pair of name and array."""
+
+    def __new__(cls, name: str, value: Any) -> ToyTensor:
+        return super().__new__(cls, (name, value))
+
+    def as_numpy(self) -> Any:
+        return self[1]
+
+    @staticmethod
+    def from_dlpack(name: str, tensor: ToyTensor) -> ToyTensor:
+        return ToyTensor(name, tensor.as_numpy())
+
+
 TRITON = SimpleNamespace(
     TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
     TritonError=TritonError,
-    Tensor=lambda name, value: (name, value),
+    Tensor=ToyTensor,
     InferenceResponse=lambda tensors=(), error=None: SimpleNamespace(values=dict(tensors), error=error),
 )
 
