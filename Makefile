@@ -56,7 +56,7 @@ perf: load-tools model ## load test with perf_analyzer and aiperf: table, $(LOAD
 
 perf-results: ## make perf, and put its figures where docs/load_testing.md shows them; on a quiet machine
 	$(MAKE) perf LOAD_RESULT=benchmarks/results/load-cpu-smollm2.json
-	mv benchmarks/results/load-cpu-smollm2.svg docs/load.svg
+	rm benchmarks/results/load-cpu-smollm2.svg
 	$(BIN)/python -m kvseek.benchmarks.load.chart benchmarks/results/load-cpu-smollm2.json --output docs/load.svg \
 	    --document docs/load_testing.md
 

@@ -1,6 +1,6 @@
 """The engine process: serves one engine to the doors of this machine on a Unix socket. `kvseek serve` starts it.
 
-Only this process loads weights and owns the cache. Doors (Triton's two models, server/doors.py) are thin: when one of them
+Only this process loads weights and owns the cache. Doors (the models in Triton, server/doors.py) are thin: when one of them
 dies, its requests are cancelled and all others go on; when this process dies, the doors tell their clients at once.
 """
 

@@ -44,7 +44,7 @@ def reference(model: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
 
-@pytest.fixture(autouse=True, params=[7, 10_000])
+@pytest.fixture(params=[7, 10_000])
 def rows_at_once(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """Most rows of logits that one unit computes: prompts in one piece and in several."""
     monkeypatch.setattr(prefill, "PIECE_LOGITS", request.param * VOCABULARY)
@@ -114,6 +114,7 @@ def test_generation_logits_are_those_before_penalties(directory: Path, reference
     assert not any(output.context_logits or output.prompt_logprobs for output in outputs)
 
 
+@pytest.mark.usefixtures("rows_at_once")
 def test_packed_prompts_have_their_own(directory: Path, reference: Any) -> None:
     """One of them asks for nothing, another for log probabilities alone."""
     engine = Engine.load(directory)
@@ -134,6 +135,7 @@ def test_packed_prompts_have_their_own(directory: Path, reference: Any) -> None:
     assert not any(output.context_logits for output in of(outputs, ids[3]))
 
 
+@pytest.mark.usefixtures("rows_at_once")
 def test_beside_a_stream(directory: Path, reference: Any) -> None:
     engine = Engine.load(directory)
     engine.submit(Request(tuple(NUMBERS[:30]), 200))
@@ -170,6 +172,7 @@ def test_the_gpus_model_gives_the_same(directory: Path, reference: Any) -> None:
         assert (torch.cat(found[slot]) - expected_logits(reference, prompts[slot])).abs().max() <= MAX_DIFFERENCE
 
 
+@pytest.mark.usefixtures("rows_at_once")
 def test_nothing_is_generated_with_max_tokens_0(directory: Path, reference: Any) -> None:
     engine, prompt = Engine.load(directory), NUMBERS[:500]
     (request_id,) = [engine.submit(Request(tuple(prompt), 0, ALL))]
@@ -180,6 +183,7 @@ def test_nothing_is_generated_with_max_tokens_0(directory: Path, reference: Any)
     assert engine._cache.extents.free == engine._cache.extents.capacity
 
 
+@pytest.mark.usefixtures("rows_at_once")
 def test_a_pack_that_failed_is_told_once(directory: Path, reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One prompt's logits are not finite: it ends with an error, and those that have begun go on where they were."""
     engine, take = Engine.load(directory), PromptScores.take
@@ -199,6 +203,7 @@ def test_a_pack_that_failed_is_told_once(directory: Path, reference: Any, monkey
         check_prompt(of(outputs, ids[number]), prompts[number], expected_logits(reference, prompts[number]))
 
 
+@pytest.mark.usefixtures("rows_at_once")
 def test_a_request_that_is_cancelled_while_it_is_scored_leaves_the_others(directory: Path, reference: Any) -> None:
     engine = Engine.load(directory, max_num_tokens=100)
     prompts = [NUMBERS[:45], NUMBERS[3:48]]

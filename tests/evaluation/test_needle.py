@@ -18,7 +18,7 @@ from kvseek.core.errors import ConfigError
 from kvseek.evaluation import needle
 
 LENGTH = 4096
-QUESTIONS = 2
+QUESTIONS = 1
 NEEDLE = [method for method, cases in CASES.items() if cases.needle is not None]
 
 

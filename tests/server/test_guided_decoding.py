@@ -129,9 +129,9 @@ def test_words_that_a_schema_needs_and_that_are_banned(client: OpenAI, model: st
         )
 
 
-def test_guides_that_compile_slowly_stop_nobody_else(client: OpenAI, server: RunningServer, model: str) -> None:
-    """A stream goes on while a dozen of them are refused one after the other, and a client that leaves is forgotten."""
-    with ThreadPoolExecutor(13) as pool:
+def test_guides_that_compile_slowly_are_refused(client: OpenAI, model: str) -> None:
+    """Beside a stream, one after the other; a client that leaves meanwhile is forgotten, and the next guide is followed."""
+    with ThreadPoolExecutor(4) as pool:
         slow = [
             pool.submit(
                 client.with_options(timeout=0.01 if number % 4 == 0 else SECONDS).chat.completions.create,
@@ -139,7 +139,7 @@ def test_guides_that_compile_slowly_stop_nobody_else(client: OpenAI, server: Run
                 messages=TALK,
                 response_format=form(SLOW),
             )
-            for number in range(12)
+            for number in range(4)
         ]
         body: Any = {"temperature": 0, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
         events = list(client.chat.completions.create(model=model, messages=TALK, stream=True, **body))

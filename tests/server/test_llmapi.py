@@ -32,12 +32,13 @@ OWN = {"model_name": MODEL, "model_version": "1"}
 BODY = {"text_input": PROMPT, "sampling_param_max_tokens": TOKENS, "end_id": -1}
 DTYPES: dict[str, Any] = {"BYTES": object, "INT32": np.int32, "BOOL": bool, "FP32": np.float32, "UINT64": np.uint64}
 Tensor = tuple[str, Any]  # a datatype and its values
+ENDLESS: Tensor = ("INT32", [15_000])  # tokens of a request that is still running when a test ends it
 
 
 @pytest.fixture(scope="module")
 def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
-    limits = ("--max_batch_size", "2", "--max_seq_len", "1000")
-    return build_engine(random_model("llama", max_position_embeddings=2048), "full", *limits)
+    limits = ("--max_batch_size", "2", "--max_seq_len", "20000", "--max_input_len", "1000")
+    return build_engine(random_model("llama", max_position_embeddings=20_000), "full", *limits)
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +164,8 @@ def test_model_infer_and_the_shapes_of_outputs(server: RunningServer, texts: lis
     [
         ({"sampling_param_temperature": ("FP32", [-1.0])}, "sampling_param_temperature = -1.0: must be finite"),
         (
-            {"sampling_param_max_tokens": ("INT32", [5000])},
-            r"sampling_param_max_tokens .* must be <= max_seq_len = 1000",
+            {"sampling_param_max_tokens": ("INT32", [50_000])},
+            r"sampling_param_max_tokens .* must be <= max_seq_len = 20000",
         ),
         ({"sampling_param_best_of": ("INT32", [3])}, "sampling_param_best_of = 3: must be 1 or 0"),
         ({"lora_id": ("UINT64", [7])}, "lora_id = 7: must be absent; kvseek does not support it"),
@@ -200,10 +201,10 @@ def running(server: RunningServer) -> float:
 
 
 def test_stop_ends_the_request_of_the_same_id(server: RunningServer) -> None:
-    endless = {"sampling_param_max_tokens": ("INT32", [900]), "return_finish_reason": ("BOOL", [True])}
+    endless = {"sampling_param_max_tokens": ENDLESS, "return_finish_reason": ("BOOL", [True])}
     with Stream(server) as stream, Stream(server) as other:
-        stream.ask("mine", streaming=("BOOL", [True]), **endless)
-        stream.next()
+        stream.ask("mine", **endless)
+        wait_for(lambda: running(server) == 1)
         other.ask("mine", stop=("BOOL", [True]))
         assert not list(other.rest())
         last = list(stream.rest())[-1]
@@ -212,9 +213,8 @@ def test_stop_ends_the_request_of_the_same_id(server: RunningServer) -> None:
 
 def test_a_client_that_leaves_ends_its_request(server: RunningServer) -> None:
     with Stream(server) as stream:
-        stream.ask(streaming=("BOOL", [True]), sampling_param_max_tokens=("INT32", [900]))
-        stream.next()
-        assert running(server) == 1
+        stream.ask(sampling_param_max_tokens=ENDLESS)
+        wait_for(lambda: running(server) == 1)
     wait_for(lambda: running(server) == 0)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import requests
 from tests.support.waiting import wait_for
@@ -50,8 +52,17 @@ def own_triton(repository: Path, log: Path, temporary: Path) -> Iterator[OwnTrit
         wait_for(lambda: _is_ready(server, log), "Triton is ready", START_SECONDS)
         yield server
     finally:
-        process.terminate()
-        process.wait(60)
+        end(process)
+
+
+def end(process: subprocess.Popen[Any]) -> int:
+    """End a process that has a session of its own, if need be with all its children; returns its exit status."""
+    process.terminate()
+    try:
+        return process.wait(60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
 
 
 def environment(temporary: Path) -> dict[str, str]:

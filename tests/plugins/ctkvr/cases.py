@@ -14,5 +14,5 @@ CASES = MethodCases(
     losses={"top_k": 32, "probes": 1, "recall_factor": 1.25, "recent": 32},
     losses_kept={"recent": 1024},
     recall=0.99,
-    needle=NeedleCase(margin=17.0),  # one wrong answer of six
+    needle=NeedleCase(margin=17.0),  # half an answer of three
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -20,7 +21,7 @@ import tritonclient.grpc as grpc
 from openai import OpenAI
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.live_server import command_line
-from tests.support.own_triton import KVSEEK, OwnTriton, environment, own_triton
+from tests.support.own_triton import KVSEEK, OwnTriton, end, environment, own_triton
 from tests.support.waiting import wait_for
 
 from kvseek.core.request import Request
@@ -130,6 +131,11 @@ def test_every_name_of_every_engine_answers(triton: OwnTriton, directory: Path, 
     )
     assert answer.as_numpy("text_output").tolist() == [second.encode()]
     assert "".join(stream(triton, "one_tensorrt_llm_bls", 10)) == first
+    for folder, model in ((directory, "one_tensorrt_llm"), (other, "two_tensorrt_llm")):
+        body = {"input_ids": [5, 6, 7], "request_output_len": 4, "end_id": -1, "exclude_input_in_output": True}
+        reply = requests.post(f"http://{triton.http_url}/v2/models/{model}/generate", json=body, timeout=TIMEOUT).json()
+        (ids,) = Engine.load(folder).generate([Request((5, 6, 7), 4)])
+        assert reply["output_ids"] == ids
 
 
 def test_the_llm_api_layout_as_tensorrt_llm_configures_it(triton: OwnTriton, third: Path) -> None:
@@ -186,9 +192,7 @@ def test_bad_requests_are_refused_by_name(triton: OwnTriton) -> None:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_client_that_leaves_ends_its_request(
-    triton: OwnTriton, openai_url: str, streaming: bool, directory: Path
-) -> None:
+def test_a_client_that_leaves_ends_its_request(triton: OwnTriton, openai_url: str, streaming: bool) -> None:
     """Nobody tells the models: they ask Triton."""
     client = grpc.InferenceServerClient(triton.grpc_url)
     client.start_stream(lambda result, error: None)
@@ -217,6 +221,7 @@ def openai_url(triton: OwnTriton, repository: Path, temporary: Path, tmp_path_fa
             stderr=file,
             text=True,
             env=environment(temporary),
+            start_new_session=True,
         )
     try:
         assert process.stdout is not None
@@ -224,8 +229,7 @@ def openai_url(triton: OwnTriton, repository: Path, temporary: Path, tmp_path_fa
         assert line.startswith("listening: OpenAI http://127.0.0.1:"), line
         yield line.split()[-1]
     finally:
-        process.terminate()
-        assert process.wait(60) == 0
+        assert end(process) == 0
 
 
 def test_the_openai_port_asks_the_same_engine(openai_url: str, directory: Path) -> None:
@@ -252,13 +256,15 @@ def test_an_engine_process_ends_with_the_last_of_its_users(
     before = engine_processes(other)
     engines = [SharedEngine(other, ServeSettings(threads=1, max_queue_size=3)) for _ in range(2)]
     clients = [EngineClient(engine.socket, absent=engine.start_if_absent) for engine in engines]
-    for engine, client in zip(engines, clients, strict=True):
-        engine.wait(client)
-    assert len(engine_processes(other)) == len(before) + 1
-    clients[0].close()
-    time.sleep(2 * ALONE_SECONDS)
-    assert len(engine_processes(other)) == len(before) + 1, "it has a user"
-    clients[1].close()
+    with contextlib.ExitStack() as last, contextlib.ExitStack() as first:
+        for stack, client in zip((last, first), clients, strict=True):
+            stack.callback(client.close)
+        for engine, client in zip(engines, clients, strict=True):
+            engine.wait(client)
+        assert len(engine_processes(other)) == len(before) + 1
+        first.close()
+        time.sleep(2 * ALONE_SECONDS)
+        assert len(engine_processes(other)) == len(before) + 1, "it has a user"
     wait_for(lambda: engine_processes(other) == before)
 
 
