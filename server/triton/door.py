@@ -154,7 +154,6 @@ class TritonDoor:
     """
 
     def __init__(self, triton: Any, arguments: Mapping[str, str]) -> None:
-        require_readable_arrays(triton)
         config = json.loads(arguments["model_config"])
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
         self._triton, self._name, self._model = triton, config["name"], parameters["model"]
@@ -162,6 +161,7 @@ class TritonDoor:
         directory, settings = Path(parameters["engine_dir"]), ServeSettings.from_json(parameters["settings"])
         tokenizer = Tokenizer(directory)
         engine_config = read_config(directory)
+        require_readable_arrays(triton)
         layout = LAYOUTS[settings.layout]
         self._served = layout.models[self._model]
         self._factory = RequestFactory(layout, engine_config, tokenizer)
