@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 import signal
 import sys
 import time
@@ -43,6 +42,7 @@ from kvseek.server.requests.served_request import RequestFactory
 from kvseek.server.triton.relay import TritonRelay
 
 from .ports import Ports
+from .processes import raise_file_limit
 from .settings import ServeSettings
 
 OTHER_CONNECTIONS = 256  # open ones beside those whose requests run or wait: idle, or asking for health
@@ -177,13 +177,6 @@ def _announce(line: str) -> None:
     """Write a line to standard output; errors, such as a full disk, are ignored, because they are no reason to end."""
     with contextlib.suppress(OSError):
         os.write(1, f"{line}\n".encode())
-
-
-def raise_file_limit() -> None:
-    """Allow as many open files, connections among them, as this user may have."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # some kernels refuse "infinity": then the soft limit stays
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Callable
@@ -136,3 +137,10 @@ def _status(folder: Path) -> list[str]:
 def die_with_parent() -> None:
     """Have the kernel send SIGTERM to this process when the thread that started it ends: Popen's `preexec_fn`."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def raise_file_limit() -> None:
+    """Allow as many open files, connections among them, as this user may have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # some kernels refuse "infinity": then the soft limit stays
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

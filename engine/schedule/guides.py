@@ -141,7 +141,12 @@ class Guides:
         tokenizer.no_truncation()
         size = max(self._model.vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
         # The library wants an end token, but whether a request may end is decided by its own ones: see Sampler.
-        return LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=list(self._model.eos_token_ids) or None)
+        try:
+            return LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=list(self._model.eos_token_ids) or None)
+        except ValueError as error:
+            raise RequestError(
+                f"guided_decoding_guide: the library llguidance cannot use the model's tokenizer ({error}); leave the field out"
+            ) from None
 
 
 def refusal(reason: str) -> str:

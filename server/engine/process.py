@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from kvseek.core.errors import KvseekError, code_of
+from kvseek.core.errors import KvseekError, TimeoutExpiredError, code_of
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.service import Callback, EngineService
@@ -152,11 +152,20 @@ class Door:
             self._server.compilers.run(lambda: service.engine.prepare(after(request, time.monotonic() - began)))
         )
         try:
-            await asyncio.wait((compiled,))
+            await asyncio.wait((compiled,), timeout=request.timeout_seconds)
         finally:
             compiled.cancel()
         self._guided.pop(message.number, None)
-        self._submit(message, request, lambda on_output: service.start(compiled.result(), on_output))
+
+        def start(on_output: Callback) -> int:
+            if compiled.cancelled() or not compiled.done():
+                raise TimeoutExpiredError(
+                    f"timeout = {request.timeout_seconds:g} s: passed before the guide was compiled; send the request again "
+                    "later, or with a longer timeout"
+                )
+            return service.start(compiled.result(), on_output)
+
+        self._submit(message, request, start)
 
     def _submit(self, message: Submit, request: Request, submit: Callable[[Callback], int]) -> None:
         server, number = self._server, message.number

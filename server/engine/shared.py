@@ -1,8 +1,8 @@
 """Finds or starts the engine process of an engine directory where no `kvseek serve` looks after one.
 
 Models in a tritonserver that was started by hand, and `kvseek openai`, share one engine process: all that have the same engine
-directory, settings and GPUs, and run as the same user. Whoever comes first starts the process. The process ends when the last
-of them has left. If it dies, whoever notices first starts the next one.
+directory, settings, GPUs and installation of kvseek, and run as the same user. Whoever comes first starts the process. The
+process ends when the last of them has left. If it dies, whoever notices first starts the next one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 from kvseek.core.config_file import read_config
@@ -28,7 +30,9 @@ from kvseek.server.settings import ServeSettings
 FIRST_DELAY_SECONDS = 0.25  # between two starts of a process that ends again and again; doubles each time
 LONGEST_DELAY_SECONDS = 30.0
 POLL_SECONDS = 0.05
+STEADY_SECONDS = 120.0  # a process that ran so long before it ended is started again without a long delay
 NAME_CHARACTERS = 24
+MAX_SOCKET_BYTES = 107  # of a path: unix(7)
 logger = logging.getLogger(__name__)
 
 
@@ -52,28 +56,38 @@ class SharedEngine:
         self._engine_dir, self._settings = engine_dir.resolve(), settings
         self.config = read_config(self._engine_dir)
         fingerprint = read_manifest(self._engine_dir).fingerprint  # a directory that was built anew is another engine
+        own = replace(settings, layout=ServeSettings.layout).to_json()  # layouts are the doors' own
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        identity = "\0".join((str(self._engine_dir), fingerprint, settings.to_json(), devices))
-        name = hashlib.sha256(identity.encode()).hexdigest()[:NAME_CHARACTERS]
+        # Programs of another kvseek have other messages: they get an engine process of their own.
+        identity = (str(self._engine_dir), fingerprint, own, devices, sys.prefix, version("kvseek"))
+        name = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:NAME_CHARACTERS]
         self.socket = _own_folder() / f"{name}.sock"
+        size = len(os.fsencode(self.socket))
+        if size > MAX_SOCKET_BYTES:
+            raise ServerError(
+                f"{self.socket} has {size} bytes: must be <= {MAX_SOCKET_BYTES}, as a socket's path; set TMPDIR to a shorter one"
+            )
         self._process: subprocess.Popen[bytes] | None = None
-        self._start_at, self._delay = 0.0, FIRST_DELAY_SECONDS
-        self.failure = ""  # how the process that was started last here has failed; empty if it has not
+        self._started_at, self._start_at, self._delay = 0.0, 0.0, FIRST_DELAY_SECONDS
+        self.failure = ""  # how the last process that failed here has failed; empty if none has
 
     def start_if_absent(self) -> None:
         """Start the process unless it runs, or its next start has to wait; returns soon. Called again and again."""
         if self._process is not None and (status := self._process.poll()) is not None:
-            if status:
-                self.failure = f"the engine process ended with status {status}"
-                logger.error("%s; it is started again in %g s", self.failure, self._delay)
-                self._start_at = time.monotonic() + self._delay
-                self._delay = min(LONGEST_DELAY_SECONDS, 2 * self._delay)
             self._process = None
-        if self._process is not None or time.monotonic() < self._start_at:
-            return
+            if status:
+                self._fail(f"the engine process ended with status {status}")
+        if self._process is None and time.monotonic() >= self._start_at:
+            try:
+                self._start()
+            except (OSError, ServerError) as error:
+                self._fail(f"the engine process could not be started ({error})")
+
+    def _start(self) -> None:
         command = [sys.executable, "-m", "kvseek.server.engine.process", "--shared"]
         command += ["--engine_dir", str(self._engine_dir), "--socket", str(self.socket)]
         command += ["--settings", self._settings.to_json()]
+        _own_folder()  # somebody may have cleared the folder of temporary files
         with self.socket.with_suffix(".lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,6 +98,16 @@ class SharedEngine:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=(lock.fileno(),), start_new_session=True
             )
+            self._started_at = time.monotonic()
+
+    def _fail(self, failure: str) -> None:
+        """Note a failure; the next start waits, twice as long as the last time unless a process has run long in between."""
+        now = time.monotonic()
+        if now - self._started_at >= STEADY_SECONDS:
+            self._delay = FIRST_DELAY_SECONDS
+        self.failure, self._start_at = failure, now + self._delay
+        logger.error("%s; it is started again in %g s", failure, self._delay)
+        self._delay = min(LONGEST_DELAY_SECONDS, 2 * self._delay)
 
     def wait(self, client: EngineClient) -> None:
         """Wait until `client` is connected, however long loading takes; raises ServerError if the process cannot be started."""
@@ -91,7 +115,6 @@ class SharedEngine:
             if self.failure:
                 raise ServerError(f"{self.failure} before it was ready: {self._engine_dir}; its log says why")
             time.sleep(POLL_SECONDS)
-        self._delay = FIRST_DELAY_SECONDS
 
 
 def _own_folder() -> Path:

@@ -20,7 +20,9 @@ from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import ServerError
 from kvseek.server.http_door.body import BODY_SECONDS, BodyReader
 from kvseek.server.http_door.readiness import ServerState
+from kvseek.server.ports import Ports
 from kvseek.server.process_metrics import server_text
+from kvseek.server.processes import raise_file_limit
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.generations import Generations
 from kvseek.server.settings import OPENAI_FLAGS, ServeSettings, add_flags, settings_of
@@ -105,9 +107,11 @@ async def run(arguments: argparse.Namespace) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    port = Ports(0, 0, 0, arguments.openai_port).resolve(arguments.host).openai  # before an engine is started in vain
+    raise_file_limit()
     server = OpenAIServer(engine_dir, SharedEngine(engine_dir, settings), settings_here)
     try:
-        port = await server.start(arguments.host, arguments.openai_port)
+        port = await server.start(arguments.host, port)
         print(f"listening: OpenAI http://{arguments.host}:{port}/v1", flush=True)
         await stop.wait()
     finally:

@@ -197,6 +197,10 @@ class EngineClient:
                 self._take(await read_frame(reader, self._decoder))
         except (asyncio.IncompleteReadError, ConnectionError):
             logger.warning("the engine process has ended; %d requests end with it", len(self._callbacks))
+        except msgspec.MsgspecError as error:
+            logger.error(
+                "the engine process sent what is no message (%s); %d requests end", error, len(self._callbacks)
+            )
         finally:
             self._writer = None
             if writer is not None:

@@ -16,14 +16,12 @@ class RunningLogits:
     def __init__(self, request: Request) -> None:
         self._prompt_tokens = len(request.prompt_ids)
         self._context: list[bytes] = []
-        self._whole = False  # whether the logits of the whole prompt are there
         self._generation: list[bytes] = []
 
     def push(self, output: StepOutput) -> None:
         """Take an output of the engine."""
         if output.context_logits:
             self._context.append(output.context_logits)
-            self._whole = output.prefill_progress == 1
         if output.generation_logits:
             self._generation.append(output.generation_logits)
 
@@ -34,9 +32,9 @@ class RunningLogits:
         [1, tokens, vocabulary] with every response that has tokens, for the tokens since the response before.
         """
         outputs = {}
-        if self._whole:
+        if self._context:  # a response comes after the whole prompt
             outputs["context_logits"] = _rows(self._context, self._prompt_tokens)
-            self._context, self._whole = [], False
+            self._context = []
         if self._generation:
             outputs["generation_logits"] = _rows(self._generation, len(self._generation))[None]
             self._generation = []

@@ -70,8 +70,8 @@ class Part:
 class Stream:
     """Sends the responses of one request to its client, and nothing after the last one, whichever threads send."""
 
-    def __init__(self, triton: Any, sender: Any, request_id: str, batched: bool) -> None:
-        self._triton, self._sender, self._batched = triton, sender, batched
+    def __init__(self, triton: Any, sender: Any, request_id: str, batched: bool, decoupled: bool) -> None:
+        self._triton, self._sender, self._batched, self._decoupled = triton, sender, batched, decoupled
         self.request_id = request_id
         self.call = ""  # the gRPC door's name of the client's call
         self.parts: list[Part] = []
@@ -114,10 +114,10 @@ class Stream:
                 return
             self.closed = True
             final = self._triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-            if response is None:
+            if response is None and self._decoupled:
                 self._sender.send(flags=final)
-            else:
-                self._sender.send(response, flags=final)
+            else:  # a model that is not decoupled has to send a response, also for a request such as `stop`
+                self._sender.send(response or self._triton.InferenceResponse([]), flags=final)
 
     def _response(self, chunk: Chunk) -> Any:
         return self._triton.InferenceResponse(
@@ -167,6 +167,9 @@ class TritonDoor:
         self._factory = RequestFactory(layout, engine_config, tokenizer)
         if self._served.takes_text:
             tokenizer.encode("")  # reads the files now rather than in the first request
+        self._for_anyone = not parameters[
+            "socket"
+        ]  # whether clients reach the model without a door of kvseek in between
         self._client = _connect(directory, settings, parameters["socket"])
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()  # streams that have not been closed
@@ -177,7 +180,9 @@ class TritonDoor:
     def execute(self, requests: list[Any]) -> None:
         """Take requests from Triton; returns soon."""
         for request in requests:
-            stream = Stream(self._triton, request.get_response_sender(), request.request_id(), self._served.batched)
+            stream = Stream(
+                self._triton, request.get_response_sender(), request.request_id(), self._served.batched, self._decoupled
+            )
             try:
                 self._accept(stream, request)
             except Exception as error:
@@ -192,6 +197,10 @@ class TritonDoor:
         if not self._served.batched:
             tensors = {name: tensor[np.newaxis] for name, tensor in tensors.items()}
         parameters = read_parameters(request.parameters(), self._name)
+        if self._for_anyone and (parameters.kvseek_call or parameters.kvseek_leave):
+            raise RequestError(
+                f"kvseek_call, kvseek_leave: {self._name} has no such inputs, which only doors of kvseek send; leave them out"
+            )
         stream.call = parameters.kvseek_call
         if parameters.kvseek_leave:
             self._leave_call(stream.call)

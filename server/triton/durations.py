@@ -25,7 +25,7 @@ def metrics_without_durations(text: str) -> str:
 def clear_durations(response: Any) -> None:
     """Set the durations of a ModelStatisticsResponse to 0; counts stay, as perf_analyzer asks for them."""
     for model in response.model_stats:
-        for part in (model.inference_stats, *model.batch_stats):
+        for part in (model.inference_stats, *model.batch_stats, *model.response_stats.values()):
             for _, statistic in part.ListFields():
                 if hasattr(statistic, "ns"):
                     statistic.ns = 0

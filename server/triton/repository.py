@@ -21,6 +21,7 @@ from kvseek.server.requests.layouts import LAYOUTS
 from kvseek.server.settings import ENGINE_FLAGS, ServeSettings, add_flags, settings_of
 
 CONFIG = "config.pbtxt"
+PARAMETERS = {"model", "engine_dir", "socket", "settings"}  # of each of kvseek's models
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -71,10 +72,10 @@ def read_models(repository: Path) -> dict[str, Mapping[str, str]]:
     for path in sorted(repository.glob(f"*/{CONFIG}")):
         try:
             config = text_format.Parse(path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
-        except (text_format.ParseError, UnicodeDecodeError) as error:
-            raise ServerError(f"{path} is no model's configuration: {error}; write the repository again") from None
+        except (text_format.ParseError, UnicodeDecodeError):
+            continue  # a model of somebody else
         parameters = {key: value.string_value for key, value in config.parameters.items()}
-        if "engine_dir" in parameters:  # else a model of somebody else
+        if parameters.keys() >= PARAMETERS:
             found[path.parent.name] = parameters
     if not found:
         raise ServerError(
@@ -139,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvseek repository`; returns the exit status."""
     arguments = parse_arguments(argv)
     target: Path = arguments.output
+    part = target.with_name(f"{target.name}.part")
     try:
         settings = settings_of(arguments, ENGINE_FLAGS)
         names = _checked_names(arguments.name, arguments.engine_dir)
@@ -150,10 +152,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             model
             for directory, name in zip(arguments.engine_dir, names, strict=True)
             for model in write_models(
-                target, directory, settings, name=name, aliases=True, decoupled=arguments.decoupled_mode == "true"
+                part, directory, settings, name=name, aliases=True, decoupled=arguments.decoupled_mode == "true"
             )
         ]
+        part.rename(target)
     except (KvseekError, OSError) as error:
+        shutil.rmtree(part, ignore_errors=True)
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"wrote {', '.join(written)}; start them with: tritonserver --model-repository {target}")

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import RequestError, SamplingError
-from kvseek.core.guide import MAX_GRAMMAR_BYTES, MAX_GUIDE_BYTES, Guide, GuideType
+from kvseek.core.guide import MAX_BYTES, MAX_DEPTH, MAX_REFERENCES, MAX_TEXT_CHARACTERS, Guide, GuideType
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.schedule.guides import GuideMatcher, Guides
 from kvseek.engine.schedule.sampling import Sampler
@@ -226,7 +226,6 @@ def test_a_guide_needs_an_end_token(guide_config):
 @pytest.mark.parametrize(
     ("guide", "message"),
     [
-        (schema("{"), "EOF while parsing"),
         (schema({"type": "strin"}), "Invalid type: strin"),
         (schema({"type": "string", "not": {"const": "a"}}), 'Unimplemented keys: \\["not"\\]'),
         (schema({"not": {}, "x-guidance": {"lenient": True}}), 'Unimplemented keys: \\["not"\\]'),
@@ -246,7 +245,7 @@ def test_what_is_no_guide_is_refused(guides, guide, message):
 
 
 def test_guides_are_limited():
-    for kind, size in ((GuideType.REGEX, MAX_GUIDE_BYTES), (GuideType.EBNF_GRAMMAR, MAX_GRAMMAR_BYTES)):
+    for kind, size in MAX_BYTES.items():
         Guide(kind, "a" * size)
         with pytest.raises(RequestError, match=f"guided_decoding_guide has {size + 1} bytes: must be <= {size}"):
             Guide(kind, "a" * (size + 1))
@@ -254,6 +253,17 @@ def test_guides_are_limited():
         RequestError, match="guided_decoding_guide_type = 'xml': must be one of json, json_schema, regex, ebnf"
     ):
         Guide("xml", "a")  # type: ignore[arg-type]
+    for text, message in (
+        ("{", r"not a JSON schema \(.*\); send JSON"),
+        (nested(MAX_DEPTH), f"has 65 levels of nesting: must be <= {MAX_DEPTH}"),
+        (
+            json.dumps({"$defs": [{"$ref": "#"}] * (MAX_REFERENCES + 1)}),
+            f"has 129 references: must be <= {MAX_REFERENCES}",
+        ),
+        (json.dumps({"pattern": "a" * 2049}), f"has 2049 characters in one text: must be <= {MAX_TEXT_CHARACTERS}"),
+    ):
+        with pytest.raises(RequestError, match=f"guided_decoding_guide:? {message}"):
+            Guide(GuideType.JSON_SCHEMA, text)
     for kind, text in ((GuideType.JSON, "{}"), (GuideType.REGEX, "")):
         with pytest.raises(RequestError, match=r"guided_decoding_guide = '.*': must be"):
             Guide(kind, text)
@@ -263,40 +273,55 @@ def nested(depth: int) -> str:
     return '{"type":"array","items":' * depth + '{"type":"null"}' + "}" * depth
 
 
+def raw(value: object) -> tuple[GuideType, str]:
+    """A schema that is not a Guide yet: some are refused before they are one."""
+    return GuideType.JSON_SCHEMA, value if isinstance(value, str) else json.dumps(value)
+
+
 HOSTILE = {
-    "deep": schema(nested(2000)),
-    "brackets": schema("[" * 60_000),
-    "long string": schema({"type": "string", "minLength": 10**7, "maxLength": 2 * 10**7}),
-    "many items": schema({"type": "array", "items": {"type": "integer"}, "minItems": 10**5, "maxItems": 10**6}),
-    "many properties": schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}),
-    "large enum": schema({"enum": [f"value {i}" for i in range(3000)]}),
-    "multiple": schema({"type": "integer", "multipleOf": 999_999_937}),
-    "many unions": schema(
+    "deep": raw(nested(2000)),
+    "brackets": raw("[" * 60_000),
+    "long string": raw({"type": "string", "minLength": 10**7, "maxLength": 2 * 10**7}),
+    "many items": raw({"type": "array", "items": {"type": "integer"}, "minItems": 10**5, "maxItems": 10**6}),
+    "many properties": raw({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}),
+    "large enum": raw({"enum": [f"value {i}" for i in range(3000)]}),
+    "multiple": raw({"type": "integer", "multipleOf": 999_999_937}),
+    "many unions": raw(
         {
             "anyOf": [
                 {"type": "object", "properties": {f"p{j}": {"type": "string"} for j in range(i)}} for i in range(40)
             ]
         }
     ),
-    "product": schema(
+    "product": raw(
         {"allOf": [{"anyOf": [{"type": "object", "properties": {f"{c}{i}": {}}} for c in "ab"]} for i in range(30)]}
     ),
-    "references": schema(
+    "references": raw(
         {
             "$ref": "#/$defs/d0",
             "$defs": {f"d{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
             | {"d40": {"type": "null"}},
         }
     ),
-    "repetition": Guide(GuideType.REGEX, "((a{1,1000}){1,1000}){1,1000}"),
-    "long repetition": Guide(GuideType.REGEX, "b?a{2000000000}"),
-    "subsets": Guide(GuideType.REGEX, "(?s:.)*a(?s:.){20}"),
-    "unicode": Guide(GuideType.REGEX, r"(\w{1,50}[^\p{L}]){1,100}"),
-    "groups": Guide(GuideType.REGEX, "(" * 30_000 + "a" + ")" * 30_000),
-    "ambiguous": Guide(GuideType.EBNF_GRAMMAR, 'root ::= root root | "a" | ""'),
-    "nested groups": Guide(GuideType.EBNF_GRAMMAR, "root ::= " + "(" * 4000 + '"a"' + ")" * 4000),
-    "itself": Guide(GuideType.EBNF_GRAMMAR, "root ::= root"),
-    "doubling": Guide(
+    "chain of references": raw(
+        {
+            "$ref": "#/$defs/d0",
+            "$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(126)}
+            | {"d126": {"type": "null"}},
+        }
+    ),
+    "long pattern": raw({"type": "string", "pattern": "a?" * 1000}),
+    "long expression": (GuideType.REGEX, "a?" * 1000),
+    "long classes": (GuideType.REGEX, "(?i)" + r"\pL" * 600),
+    "repetition": (GuideType.REGEX, "((a{1,1000}){1,1000}){1,1000}"),
+    "long repetition": (GuideType.REGEX, "b?a{2000000000}"),
+    "subsets": (GuideType.REGEX, "(?s:.)*a(?s:.){20}"),
+    "unicode": (GuideType.REGEX, r"(\w{1,50}[^\p{L}]){1,100}"),
+    "groups": (GuideType.REGEX, "(" * 30_000 + "a" + ")" * 30_000),
+    "ambiguous": (GuideType.EBNF_GRAMMAR, 'root ::= root root | "a" | ""'),
+    "nested groups": (GuideType.EBNF_GRAMMAR, "root ::= " + "(" * 4000 + '"a"' + ")" * 4000),
+    "itself": (GuideType.EBNF_GRAMMAR, "root ::= root"),
+    "doubling": (
         GuideType.EBNF_GRAMMAR,
         "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(100)) + '\nr100 ::= "b"',
     ),
@@ -309,7 +334,7 @@ def test_hostile_guides_cost_little(guides: Guides, name: str) -> None:
     before, began = resident_bytes(), time.process_time()
     matcher: GuideMatcher | None = None
     with contextlib.suppress(RequestError):  # the error's text: test_what_is_no_guide_is_refused
-        matcher = guides.matcher(HOSTILE[name])
+        matcher = guides.matcher(Guide(*HOSTILE[name]))
     assert time.process_time() - began < 10, "seconds of processor time to compile"
     generator, longest = torch.Generator().manual_seed(7), 0.0
     with contextlib.suppress(SamplingError):

@@ -184,11 +184,20 @@ def test_bad_requests_are_refused_by_name(triton: OwnTriton) -> None:
             "stream = true: must be false, because two_tensorrt_llm_bls has one response",
         ),
         ("two_tensorrt_llm_bls", {"num_return_sequences": 2}, "1 prompts, 2 sequences: must be 1"),
+        ("one_ensemble", {"kvseek_leave": True}, "which only doors of kvseek send"),
     ):
         answer = generate(triton, model, **field)
         assert answer.status_code >= 400
         assert message in answer.json()["error"]
     assert generate(triton, "two_tensorrt_llm_bls").status_code == 200
+
+
+@pytest.mark.parametrize("model", ["one_tensorrt_llm", "two_tensorrt_llm"])
+def test_stop_is_answered(triton: OwnTriton, model: str) -> None:
+    """Also by a model that is not decoupled, of which Triton expects a response to every request."""
+    body = {"input_ids": [5], "request_output_len": 4, "stop": True}
+    reply = requests.post(f"http://{triton.http_url}/v2/models/{model}/generate", json=body, timeout=TIMEOUT)
+    assert "output_ids" not in reply.json()
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -336,6 +345,31 @@ def test_a_model_whose_engine_cannot_be_loaded_says_so(
         file.write_bytes(b"damaged")
     with pytest.raises(ServerError, match="the engine process ended with status 1 before it was ready"):
         _connect(copy, ServeSettings(threads=1), "")
+
+
+def test_an_engine_process_comes_back_although_the_folder_is_gone(
+    other: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="kv-") as place:
+        monkeypatch.setattr(tempfile, "tempdir", place)
+        engine = SharedEngine(other, ServeSettings(threads=1))
+        engine.socket.parent.rmdir()
+        client = EngineClient(engine.socket, absent=engine.start_if_absent)
+        try:
+            engine.wait(client)
+        finally:
+            client.close()
+        (pid,) = [pid for pid in engine_processes(other) if place in command_line(pid)]
+        wait_for(lambda: not command_line(pid))
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_refused(
+    other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ("long" * 20)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 20)))
+    with pytest.raises(ServerError, match=r"bytes: must be <= 107, as a socket's path; set TMPDIR"):
+        SharedEngine(other, ServeSettings())
 
 
 def test_a_folder_of_somebody_else_is_no_place_for_sockets(
