@@ -324,13 +324,3 @@ def test_config_and_weights_must_agree(tmp_path: Path) -> None:
         path.write_text(json.dumps(json.loads(original) | change))
         with pytest.raises(ConfigError, match=message):
             write_weights(open_checkpoint(model), tmp_path, WeightFormat(torch.float32))
-
-
-@pytest.mark.model
-@pytest.mark.slow
-def test_smollm2(smollm2_gguf: Path, build_engine: BuildEngine) -> None:
-    directory = build_engine(smollm2_gguf, "pariskv", "--max_batch_size", "4")
-    verify(directory)
-    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    assert 538e6 < size < 545e6, "134.5 million float32 weights and little else"
-    assert read_config(directory).max_seq_len == 8192
