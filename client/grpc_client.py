@@ -15,9 +15,8 @@ from .errors import ClientError, no_reply
 from .options import REPLY_SECONDS, GenerateOptions
 from .text_models import BLS, TextModel
 
-DTYPES: dict[
-    str, tuple[str, Any]
-] = {  # of tensorrt_llm_bls; the inputs of other models have the types of those they rename
+# Of tensorrt_llm_bls; the inputs of other models have the types of those that they rename.
+DTYPES: dict[str, tuple[str, Any]] = {
     "text_input": ("BYTES", object),
     "stop_words": ("BYTES", object),
     "max_tokens": ("INT32", np.int32),

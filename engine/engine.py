@@ -285,7 +285,10 @@ class Engine:
         logprobs, logits = sequence.sampler.logprobs, sequence.sampler.generation_logits
         statistics.record_token(cached, attended)
         if token in sequence.request.end_ids:
-            return self._end(sequence, ended(sequence, FinishReason.END_ID, None, cached, attended, logprobs, token))
+            last = ended(
+                sequence, FinishReason.END_ID, cached=cached, attended=attended, logprobs=logprobs, end_id=token
+            )
+            return self._end(sequence, last)
         sequence.generated.append(token)
         reason = self._finish_reason(sequence)
         if reason is None:

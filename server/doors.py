@@ -45,7 +45,6 @@ from .ports import Ports
 from .processes import raise_file_limit
 from .settings import ServeSettings
 
-OTHER_CONNECTIONS = 256  # open ones beside those whose requests run or wait: idle, or asking for health
 MAX_METRICS_CONNECTIONS = 64
 GONE_SECONDS = 2.0  # time without an engine process after which all open requests are ended
 logger = logging.getLogger(__name__)
@@ -82,14 +81,14 @@ class Doors:
         self._triton = TritonRelay(triton_grpc, self._layout.names)
         self._state = ServerState(self._client, self._triton, self._layout.names)
         self._metrics = MetricsRoutes(self._client, triton_metrics, state, lambda: self._state.engine_answers)
-        self._generations = Generations(self._client, settings.max_queue_size + self._config.max_batch_size)
+        self._generations = Generations(self._client, settings.most_requests(self._config))
         self._bodies = BodyReader(body_seconds)
         factory = RequestFactory(self._layout, self._config, self._tokenizer)
         models = schemas(self._layout, self._config)
         generate = GenerateRoutes(self._generations, factory, models, self._bodies, self._limits)
         self._grpc = GrpcDoor(triton_grpc, self._state, models, self._client.refused)
         routes = [*self._state.routes(), *generate.routes(), *self._triton.routes(), *http_closed.routes()]
-        connections = settings.max_queue_size + self._config.max_batch_size + OTHER_CONNECTIONS
+        connections = settings.most_connections(self._config)
         self._http = HttpServer(routes, connections, header_seconds)
         self._openai = OpenAIDoor(
             engine_dir,

@@ -8,12 +8,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvseek.core.config import EngineConfig
 from kvseek.core.request import MAX_TIMEOUT_SECONDS
 
 from .errors import ServerError
 from .requests.layouts import INFLIGHT_BATCHER_LLM, LAYOUTS
 
 MAX_NAME_CHARACTERS = 256
+OTHER_CONNECTIONS = 256  # open ones beside those whose requests run or wait: idle, or asking for health
 MAX_MAX_LOGITS = 1 << 28  # 1 GiB: a message of gRPC has at most twice as many bytes
 Flags = Mapping[str, tuple[type, str]]  # name of a setting → its type, and the help of its flag
 ENGINE_FLAGS: Flags = {
@@ -107,6 +109,14 @@ class ServeSettings:
         named = name is None or (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable())
         limit = f"1 to {MAX_NAME_CHARACTERS} printable characters"
         _require(named, "served_model_name", name, limit, "leave it out for the checkpoint's name")
+
+    def most_requests(self, config: EngineConfig) -> int:
+        """Return how many requests may run or wait at a time."""
+        return self.max_queue_size + config.max_batch_size
+
+    def most_connections(self, config: EngineConfig) -> int:
+        """Return how many connections a port may have open."""
+        return self.most_requests(config) + OTHER_CONNECTIONS
 
     def to_json(self) -> str:
         """Write the settings as JSON, for the command line of another process."""

@@ -24,9 +24,8 @@ TakeLogits = Callable[[int, Tensor], None]
 token's position."""
 Takers = Mapping[int, TakeLogits]  # by slot
 NO_TAKERS: Takers = {}
-PIECE_LOGITS = (
-    1 << 22
-)  # most logits that are computed at once: 16 MiB, for which RESERVE_BYTES of activation_memory.py has room
+# Most logits that are computed at once: 16 MiB, for which RESERVE_BYTES of activation_memory.py has room.
+PIECE_LOGITS = 1 << 22
 
 
 @dataclass(frozen=True)

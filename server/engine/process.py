@@ -23,11 +23,10 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from kvseek.core.errors import KvseekError, TimeoutExpiredError, code_of
+from kvseek.core.errors import KvseekError, code_of
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.service import Callback, EngineService
-from kvseek.server.requests.generations import Workers
 from kvseek.server.requests.messages import (
     Cancel,
     FromDoor,
@@ -41,9 +40,10 @@ from kvseek.server.requests.messages import (
     frame,
     read_frame,
 )
-from kvseek.server.requests.served_request import after
+from kvseek.server.requests.served_request import after, expired
 from kvseek.server.requests.status import INTERNAL
 from kvseek.server.settings import ServeSettings
+from kvseek.server.workers import Workers
 
 from .logits_room import LogitsRoom
 from .metrics import EngineMetrics
@@ -158,11 +158,8 @@ class Door:
         self._guided.pop(message.number, None)
 
         def start(on_output: Callback) -> int:
-            if compiled.cancelled() or not compiled.done():
-                raise TimeoutExpiredError(
-                    f"timeout = {request.timeout_seconds:g} s: passed before the guide was compiled; send the request again "
-                    "later, or with a longer timeout"
-                )
+            if request.timeout_seconds is not None and not compiled.done():
+                raise expired(request.timeout_seconds, time.monotonic() - began)
             return service.start(compiled.result(), on_output)
 
         self._submit(message, request, start)
@@ -242,8 +239,8 @@ class EngineServer:
     ) -> None:
         self.service, self.settings, self.metrics, self.tracer = service, settings, metrics, tracer
         self.outbox = Outbox(asyncio.get_running_loop())
-        waiting = settings.max_queue_size + service.config.max_batch_size
-        self.compilers = Workers(1, "compile-guides", waiting, "compiled")  # one: more would take the engine's cores
+        # One thread: more would take the engine's cores.
+        self.compilers = Workers(1, "compile-guides", settings.most_requests(service.config), "compiled")
         self._loop = asyncio.get_running_loop()
         self._decoder = msgspec.msgpack.Decoder(FromDoor)
         self._draining = False

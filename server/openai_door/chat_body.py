@@ -11,7 +11,7 @@ from kvseek.engine.tokenizer import Tokenizer
 
 from .fields import ABSENT, BodyFormat
 from .parameters import NEUTRAL, WITHOUT_EFFECT, Parameters, check_logprobs, require
-from .prompts import chat_ids, message_texts, read_messages
+from .prompts import Prompt, chat_ids, message_texts, read_messages
 
 MAX_DEFAULT_TOKENS = (
     4096  # of an answer without max_tokens: a request reserves memory for all tokens that it may generate
@@ -26,9 +26,9 @@ class ChatBody(Parameters, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    def prompts(self, tokenizer: Tokenizer, config: EngineConfig) -> list[list[int]]:
-        """Tokenise the conversation: one prompt."""
-        return [chat_ids(message_texts(read_messages(self.messages)), tokenizer, config)]
+    def prompts(self, tokenizer: Tokenizer, config: EngineConfig) -> list[Prompt]:
+        """Tokenise the conversation: one prompt, which the answer never repeats."""
+        return [Prompt(chat_ids(message_texts(read_messages(self.messages)), tokenizer, config))]
 
     def limit(self, prompt_tokens: int, config: EngineConfig) -> int:
         """Return the most tokens to generate: what is left of max_seq_len, at most MAX_DEFAULT_TOKENS, unless the client says."""
@@ -47,10 +47,6 @@ class ChatBody(Parameters, kw_only=True):
             require(none, "top_logprobs", self.top_logprobs, "absent unless logprobs is true", "set logprobs to true")
             return None
         return check_logprobs("top_logprobs", self.top_logprobs or 0)
-
-    def echoes(self, tokenizer: Tokenizer) -> list[str] | None:
-        """Return None: a chat's answer never repeats the conversation."""
-        return None
 
 
 CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {

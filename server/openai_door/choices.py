@@ -15,7 +15,7 @@ from kvseek.server.requests.generations import CodedError
 
 from .errors import FieldError
 from .parameters import MAX_CHOICES, Parameters, require
-from .prompts import TOO_LONG
+from .prompts import TOO_LONG, Prompt
 from .response_format import read_guide
 
 # OpenAI knows two reasons for which a complete text ends. A time limit cuts a text off, as max_tokens does.
@@ -35,17 +35,14 @@ BROKEN_OFF = "the server is shutting down and has ended the request before its e
 class Body(Protocol):
     """What the bodies of both endpoints have besides their Parameters."""
 
-    def prompts(self, tokenizer: Tokenizer, config: EngineConfig) -> list[list[int]]:
-        """Return the token ids of every prompt."""
+    def prompts(self, tokenizer: Tokenizer, config: EngineConfig) -> list[Prompt]:
+        """Return every prompt, tokenised."""
 
     def limit(self, prompt_tokens: int, config: EngineConfig) -> int:
         """Return the most tokens to generate."""
 
     def top(self) -> int | None:
         """Return the number of likeliest tokens to tell; None: no log probabilities."""
-
-    def echoes(self, tokenizer: Tokenizer) -> list[str] | None:
-        """Return the text of every prompt, with which its answers begin; None: they begin with what is generated."""
 
 
 @dataclass(frozen=True)
@@ -130,34 +127,40 @@ def make_choices(
     Tokenises, which may take long. Raises RequestError on any body that cannot be served.
     """
     parameters.check()
-    stop, guide = parameters.stop_words(), read_guide(parameters.response_format)
-    sampling = replace(parameters.sampling(tokenizer, body.top()), guide=guide)
+    stop, guide, top = parameters.stop_words(), read_guide(parameters.response_format), body.top()
+    sampling = replace(parameters.sampling(tokenizer, top), guide=guide)
     ends, streaming = parameters.end_ids(config), bool(parameters.stream)
     _check_tokens("stop_token_ids", ends, config)
     _check_tokens("logit_bias", [token for token, _ in sampling.logit_bias], config)
-    prompts, echoes, top = body.prompts(tokenizer, config), body.echoes(tokenizer), body.top()
-    count, limit = len(prompts) * parameters.choices, f"<= {MAX_CHOICES} for all prompts together"
-    require(count <= MAX_CHOICES, "n", f"{count} choices", limit, "send fewer prompts in a request")
-    if echoes is not None and top is not None:
-        _check_prompt_logprobs((1 + top) * parameters.choices * sum(map(len, prompts)))
+    prompts = body.prompts(tokenizer, config)
+    tokens, count = sum(len(prompt.ids) for prompt in prompts), len(prompts) * parameters.choices
+    require(
+        count <= MAX_CHOICES,
+        "n",
+        f"{count} choices",
+        f"<= {MAX_CHOICES} for all prompts together",
+        "send fewer prompts in a request",
+    )
+    if prompts[0].echo is not None and top is not None:
+        _check_prompt_logprobs((1 + top) * parameters.choices * tokens)
     choices = []
-    for index, prompt in enumerate(prompts):
-        max_tokens = _limit(body, len(prompt), config, 1 if echoes is None else 0)
-        scored = None if echoes is None else _scored(top, max_tokens, config)
+    for ids, text in prompts:
+        max_tokens = _limit(body, len(ids), config, 1 if text is None else 0)
+        scored = None if text is None else _scored(top, max_tokens, config)
         request = Request(
-            prompt_ids=tuple(prompt),
+            prompt_ids=tuple(ids),
             max_tokens=max_tokens,
-            sampling=replace(sampling, prompt_ignore_length=len(prompt), prompt_logprobs=scored),
+            sampling=replace(sampling, prompt_ignore_length=len(ids), prompt_logprobs=scored),
             end_ids=ends,
             priority=parameters.queue_priority,
             timeout_seconds=parameters.timeout,
         )
         request.validate(config)
-        echo = None if echoes is None else Echo(echoes[index], () if top is None else tokenizer.offsets(prompt))
+        echo = None if text is None else Echo(text, () if top is None else tokenizer.offsets(ids))
         for number in range(parameters.choices):
             own = replace(request, sampling=_seeded(request.sampling, number))
             choices.append(Choice(own, tokenizer, stop, streaming, echo))
-    return choices, sum(map(len, prompts))
+    return choices, tokens
 
 
 def _scored(top: int | None, max_tokens: int, config: EngineConfig) -> int | None:

@@ -30,7 +30,6 @@ from kvseek.server.triton.repository import read_models
 
 from .door import OpenAIDoor
 
-OTHER_CONNECTIONS = 256  # open ones beside those whose requests run or wait
 END_SECONDS = 10.0  # time for open requests to end after SIGTERM
 
 
@@ -40,8 +39,7 @@ class OpenAIServer:
     def __init__(self, engine_dir: Path, engine: SharedEngine, settings: ServeSettings) -> None:
         self._client = EngineClient(engine.socket, asyncio.get_running_loop(), engine.start_if_absent)
         self._state = ServerState(self._client, None)
-        requests = settings.max_queue_size + engine.config.max_batch_size
-        self._generations = Generations(self._client, requests)
+        self._generations = Generations(self._client, settings.most_requests(engine.config))
         self._door = OpenAIDoor(
             engine_dir,
             engine.config,
@@ -51,7 +49,7 @@ class OpenAIServer:
             BodyReader(BODY_SECONDS),
             self._state.obstacles,
             self._metrics,
-            requests + OTHER_CONNECTIONS,
+            settings.most_connections(engine.config),
         )
 
     async def start(self, host: str, port: int) -> int:

@@ -14,7 +14,7 @@ from kvseek.server.http_door.fields import first_character
 from .errors import FieldError
 from .fields import ABSENT, BodyFormat, decode, is_absent
 from .parameters import MAX_CHOICES, NEUTRAL, WITHOUT_EFFECT, Parameters, check_logprobs, require
-from .prompts import check_length, count_strings, text_ids
+from .prompts import Prompt, check_length, count_strings, text_ids
 
 DEFAULT_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = MAX_CHOICES  # in one request
@@ -33,8 +33,8 @@ class CompletionBody(Parameters, kw_only=True):
     best_of: int | None = None
     echo: bool | None = None
 
-    def prompts(self, tokenizer: Tokenizer, config: EngineConfig) -> list[list[int]]:
-        """Return the token ids of every prompt; texts are tokenised."""
+    def prompts(self, tokenizer: Tokenizer, config: EngineConfig) -> list[Prompt]:
+        """Return every prompt; texts are tokenised, and token ids decoded for an echo."""
         found = read_prompts(self.prompt)
         count = len(found)
         require(0 < count <= MAX_PROMPTS, "prompt", f"{count} prompts", f"1 to {MAX_PROMPTS} prompts", "send as many")
@@ -42,12 +42,12 @@ class CompletionBody(Parameters, kw_only=True):
         prompts = []
         for prompt in found:
             if isinstance(prompt, str):
-                prompts.append(text_ids(prompt, tokenizer, config))
+                prompts.append(Prompt(text_ids(prompt, tokenizer, config), prompt if self.echo else None))
                 continue
             check_length("prompt", prompt, config.max_input_len)
             bad = next((token for token in prompt if not 0 <= token < vocabulary), None)
             require(bad is None, "prompt", bad, f"token ids in [0, {vocabulary})", "the model has no such token")
-            prompts.append(prompt)
+            prompts.append(Prompt(prompt, tokenizer.decode(prompt) if self.echo else None))
         return prompts
 
     def limit(self, prompt_tokens: int, config: EngineConfig) -> int:
@@ -60,12 +60,6 @@ class CompletionBody(Parameters, kw_only=True):
         same = self.best_of is None or self.best_of == self.choices
         require(same, "best_of", self.best_of, f"n = {self.choices}", "kvseek returns all answers that it makes")
         return None if self.logprobs is None else check_logprobs("logprobs", self.logprobs)
-
-    def echoes(self, tokenizer: Tokenizer) -> list[str] | None:
-        """Return the text of every prompt if the answers are to begin with it."""
-        if not self.echo:
-            return None
-        return [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in read_prompts(self.prompt)]
 
 
 def read_prompts(raw: msgspec.Raw) -> list[str] | list[list[int]]:

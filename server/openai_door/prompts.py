@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,6 +22,13 @@ TOO_LONG = "context_length_exceeded"
 ROLES = ("system", "user", "assistant")
 TEXT_PART = "text"
 MAX_STRINGS = 16384  # of names and texts in the messages of a conversation
+
+
+class Prompt(NamedTuple):
+    """A prompt's token ids, and the text with which its answers begin; None: they begin with what is generated."""
+
+    ids: list[int]
+    echo: str | None = None
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True):

@@ -51,11 +51,8 @@ ASKED_FOR = {  # outputs that a response has only if this input is true
     "attended_tokens": "return_attended_tokens",
     "prefill_progress": "return_prefill_progress",
 }
-FINISH_REASONS: dict[str, str] = {
-    FinishReason.END_ID: "stop",
-    FinishReason.STOP_WORD: "stop",
-}  # others have kvseek's names
-NONE = "None"  # a reason that there is not
+FINISH_REASONS: dict[str, str] = {FinishReason.END_ID: "stop", FinishReason.STOP_WORD: "stop"}  # others: kvseek's names
+NONE = "None"  # what stands for a reason until there is one
 
 
 class LlmApiRequest(TextRequest):

@@ -16,9 +16,8 @@ from .translation import Tensors
 
 SEVERAL = ("stream", "streaming", "return_prefill_progress")  # inputs that ask for several responses to one prompt
 MAX_ID_CHARACTERS = 256  # most characters of a client's id of its request
-MAX_JSON_LOGITS = (
-    1 << 20
-)  # most logits of an answer in JSON, which takes 20 bytes and 0.1 µs of the doors' loop for each
+# Most logits of an answer in JSON, which takes 20 bytes and 0.1 µs of the doors' loop for each.
+MAX_JSON_LOGITS = 1 << 20
 Chunk = dict[str, Any]  # name of an output → its value: a str, a number, a list of token ids, or an array of logits
 
 
@@ -44,16 +43,21 @@ class ServedRequest(Protocol):
         """Take one output of the engine, which must be no error; yields the client's chunks for it."""
 
 
+def expired(limit: float, seconds: float) -> TimeoutExpiredError:
+    """Make the error for a time limit that has passed, after so many seconds, before the engine had the request."""
+    return TimeoutExpiredError(
+        f"timeout = {limit:g} s: passed before the request was tokenised or its guide compiled, after {seconds:.1f} s; "
+        "send it again later, or with a longer timeout"
+    )
+
+
 def after(request: Request, seconds: float) -> Request:
     """Take the `seconds` that a request has spent at a door off its time limit; raises TimeoutExpiredError if none are left."""
     limit = request.timeout_seconds
     if limit is None or not limit > 0:  # the engine refuses limits that are not above 0
         return request
     if seconds >= limit:
-        raise TimeoutExpiredError(
-            f"timeout = {limit:g} s: passed before the request was tokenised or its guide compiled, after {seconds:.1f} s; "
-            "send it again later, or with a longer timeout"
-        )
+        raise expired(limit, seconds)
     return replace(request, timeout_seconds=limit - seconds)
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from numpy.typing import NDArray
 
@@ -140,7 +140,7 @@ def _guide(tensors: Tensors) -> Guide | None:
     if guide and not kind:
         wanted = ", ".join(GuideType)
         raise RequestError(f"guided_decoding_guide_type is missing: must be one of {wanted}; say what the guide is")
-    return Guide(GuideType(kind) if kind in list(GuideType) else kind, guide) if kind else None  # type: ignore[arg-type]
+    return Guide(cast("GuideType", kind), guide) if kind else None  # Guide makes it one, or refuses it
 
 
 def sequences(tensors: Tensors) -> int:

@@ -167,13 +167,12 @@ class TritonDoor:
         self._factory = RequestFactory(layout, engine_config, tokenizer)
         if self._served.takes_text:
             tokenizer.encode("")  # reads the files now rather than in the first request
-        self._for_anyone = not parameters[
-            "socket"
-        ]  # whether clients reach the model without a door of kvseek in between
+        # Whether clients reach the model without a door of kvseek in between.
+        self._for_anyone = not parameters["socket"]
         self._client = _connect(directory, settings, parameters["socket"])
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()  # streams that have not been closed
-        self._translating, self._max_translating = 0, settings.max_queue_size + engine_config.max_batch_size
+        self._translating, self._max_translating = 0, settings.most_requests(engine_config)
         self._left: dict[str, None] = {}  # calls whose clients have left, oldest first: requests of them may still come
         self._pool = ThreadPoolExecutor(TRANSLATORS, thread_name_prefix="translate")
 

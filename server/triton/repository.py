@@ -61,8 +61,10 @@ def write_models(
     with as_file(files("kvseek.model_repository")) as source:
         for own, model in models.items():
             folder = target / f"{prefix}{own}"
-            shutil.copytree(source / layout.name / model, folder, ignore=shutil.ignore_patterns("__pycache__"))
-            _fill_in(folder / CONFIG, values | {"name": folder.name})
+            (folder / "1").mkdir(parents=True)
+            shutil.copy(source / "model.py", folder / "1")
+            text = (source / layout.name / model / CONFIG).read_text(encoding="utf-8")
+            (folder / CONFIG).write_text(_filled_in(text, values | {"name": folder.name}), encoding="utf-8")
     return [f"{prefix}{own}" for own in models]
 
 
@@ -90,11 +92,10 @@ def _escaped(text: str) -> str:
     return escaped
 
 
-def _fill_in(path: Path, values: Mapping[str, str]) -> None:
-    text = path.read_text(encoding="utf-8")
+def _filled_in(text: str, values: Mapping[str, str]) -> str:
     for name, value in values.items():
         text = text.replace(f"${{{name}}}", value)
-    path.write_text(text, encoding="utf-8")
+    return text
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -56,14 +56,12 @@ def message(directory: Path, found: object) -> str:
     )
 
 
-def triton_model(layout: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The class of a model of the repository, with Triton's own module replaced by an empty one."""
+def triton_model(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The class of all models of the repository, with Triton's own module replaced by an empty one."""
     stand_in = ModuleType("triton_python_backend_utils")
     stand_in.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", stand_in)
-    spec = importlib.util.spec_from_file_location(
-        f"{name}_model", ROOT / f"model_repository/{layout}/{name}/1/model.py"
-    )
+    spec = importlib.util.spec_from_file_location("repositorys_model", ROOT / "model_repository/model.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -93,9 +91,7 @@ def test_the_triton_models_refuse_another_version(
     values = {"model": name, "engine_dir": str(outdated), "settings": ServeSettings(layout=layout).to_json()}
     parameters = {key: {"string_value": value} for key, value in values.items()}
     with pytest.raises(EngineDirectoryError, match="format_version = 1: must be"):
-        triton_model(layout, name, monkeypatch).initialize(
-            {"model_config": json.dumps({"name": name, "parameters": parameters})}
-        )
+        triton_model(monkeypatch).initialize({"model_config": json.dumps({"name": name, "parameters": parameters})})
 
 
 @pytest.mark.parametrize("flags", [("--inspect",), ("--verify",)])

@@ -212,17 +212,17 @@ def test_text_must_be_long_enough(random_model: Path) -> None:
         token_ids(tokenizer, "dusk", 50)
 
 
-# Least mass / flat mass at a budget of 1,024 tokens on TOKENS, on a few layers: below what each method reached on 8,192 when its
-# case was written, so that a loss shows. evaluation/recall.py measures all layers.
+# Least mass / flat mass at a budget of 1,024 tokens, on a few layers: below what each method reached on 8,192 tokens
+# when its case was written, so that a loss shows. evaluation/recall.py measures all layers.
 HELD = {method: cases.recall for method, cases in CASES.items() if cases.recall is not None}
 LAYERS = (2, 9, 16, 23)
-TOKENS = 4096
+REAL_TOKENS = 4096
 
 
 @pytest.fixture(scope="module")
 def real_layers(smollm2_gguf: Path, document: str) -> list[CapturedLayer]:
     model, tokenizer = load_model(smollm2_gguf)
-    return capture(model, token_ids(tokenizer, document, TOKENS), queries=2048 + STEPS)
+    return capture(model, token_ids(tokenizer, document, REAL_TOKENS), queries=2048 + STEPS)
 
 
 @pytest.mark.model

@@ -15,7 +15,8 @@ import pytest
 
 from kvseek.core.errors import ErrorCode, QueueFullError, RequestError, TimeoutExpiredError
 from kvseek.core.request import FinishReason, Request, StepOutput
-from kvseek.server.requests.generations import CodedError, Generations, Ticket, Workers
+from kvseek.server.requests.generations import CodedError, Generations, Ticket
+from kvseek.server.workers import Workers
 
 
 class Client:

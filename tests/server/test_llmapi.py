@@ -14,6 +14,8 @@ import pytest
 import requests
 import tritonclient.grpc as grpc
 from tests.conftest import BuildEngine, RandomModel
+from tests.support.grpc_inputs import grpc_input
+from tests.support.metrics import running
 from tests.support.waiting import wait_for
 
 from kvseek.client import chat
@@ -30,7 +32,6 @@ TOKENS = 12
 TIMEOUT = 60.0
 OWN = {"model_name": MODEL, "model_version": "1"}
 BODY = {"text_input": PROMPT, "sampling_param_max_tokens": TOKENS, "end_id": -1}
-DTYPES: dict[str, Any] = {"BYTES": object, "INT32": np.int32, "BOOL": bool, "FP32": np.float32, "UINT64": np.uint64}
 Tensor = tuple[str, Any]  # a datatype and its values
 ENDLESS: Tensor = ("INT32", [15_000])  # tokens of a request that is still running when a test ends it
 
@@ -65,16 +66,12 @@ def post(server: RunningServer, endpoint: str, **fields: Any) -> requests.Respon
 
 def tensors(**more: Tensor) -> list[Any]:
     """Inputs of BODY and others, as TensorRT-LLM's clients send them: without a batch dimension."""
-    made = []
     own: dict[str, Tensor] = {
         "text_input": ("BYTES", [PROMPT]),
         "sampling_param_max_tokens": ("INT32", [TOKENS]),
         "end_id": ("INT32", [-1]),
     }
-    for name, (datatype, values) in (own | more).items():
-        made.append(grpc.InferInput(name, list(np.shape(values)), datatype))
-        made[-1].set_data_from_numpy(np.array(values, DTYPES[datatype]))
-    return made
+    return [grpc_input(name, datatype, values) for name, (datatype, values) in (own | more).items()]
 
 
 class Stream:
@@ -194,17 +191,11 @@ def test_what_cannot_be_served_is_refused_by_name(
             raise AssertionError(reply.json()["error"])
 
 
-def running(server: RunningServer) -> float:
-    text = requests.get(f"http://{server.metrics_url}/metrics", timeout=TIMEOUT).text
-    lines = (line for line in text.splitlines() if line.startswith("kvseek:num_requests_running{"))
-    return sum(float(line.split()[-1]) for line in lines)
-
-
 def test_stop_ends_the_request_of_the_same_id(server: RunningServer) -> None:
     endless = {"sampling_param_max_tokens": ENDLESS, "return_finish_reason": ("BOOL", [True])}
     with Stream(server) as stream, Stream(server) as other:
         stream.ask("mine", **endless)
-        wait_for(lambda: running(server) == 1)
+        wait_for(lambda: running(server.metrics_url) == 1)
         other.ask("mine", stop=("BOOL", [True]))
         assert not list(other.rest())
         last = list(stream.rest())[-1]
@@ -214,8 +205,8 @@ def test_stop_ends_the_request_of_the_same_id(server: RunningServer) -> None:
 def test_a_client_that_leaves_ends_its_request(server: RunningServer) -> None:
     with Stream(server) as stream:
         stream.ask(sampling_param_max_tokens=ENDLESS)
-        wait_for(lambda: running(server) == 1)
-    wait_for(lambda: running(server) == 0)
+        wait_for(lambda: running(server.metrics_url) == 1)
+    wait_for(lambda: running(server.metrics_url) == 0)
 
 
 def test_the_layouts_model_is_the_only_one(server: RunningServer) -> None:

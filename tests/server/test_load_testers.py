@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 from tests.conftest import ROOT, BuildEngine, RandomModel
+from tests.support.metrics import metric
 
 from kvseek.benchmarks.load import aiperf, chart, main, perf_analyzer
 from kvseek.benchmarks.load.cells import Cell, LoadTestError, figures, prompts
@@ -53,6 +53,8 @@ TOKENS = {
     "streaming": [True],
     "min_length": [8],
 }
+
+GENERATED = "kvseek:generation_tokens_total"
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +140,10 @@ def test_what_cannot_be_asked_ends_perf_analyzer_with_a_reason(
 
 @needs_perf_analyzer
 def test_a_cell_with_perf_analyzer(server: RunningServer, texts: list[str], tmp_path: Path) -> None:
-    tokens = server_tokens(server)
+    tokens = metric(server.metrics_url, GENERATED)
     found = figures(CELL, perf_analyzer.measure(PERF_ANALYZER, server.grpc_url, CELL, texts, tmp_path))
     check(found)
-    assert server_tokens(server) - tokens == CELL.requests * CELL.output_tokens
+    assert metric(server.metrics_url, GENERATED) - tokens == CELL.requests * CELL.output_tokens
 
 
 @needs_aiperf
@@ -149,11 +151,11 @@ def test_a_cell_with_perf_analyzer(server: RunningServer, texts: list[str], tmp_
 def test_a_cell_with_aiperf(
     server: RunningServer, directory: Path, texts: list[str], tmp_path: Path, endpoint: str
 ) -> None:
-    tokens, url = server_tokens(server), server.openai_url.removesuffix("/v1")
+    tokens, url = metric(server.metrics_url, GENERATED), server.openai_url.removesuffix("/v1")
     tokenizer = directory / TOKENIZER_FOLDER
     answers = aiperf.measure(AIPERF, url, "kvseek", tokenizer, CELL, texts, tmp_path, endpoint)
     check(figures(CELL, answers))
-    assert server_tokens(server) - tokens == CELL.requests * CELL.output_tokens
+    assert metric(server.metrics_url, GENERATED) - tokens == CELL.requests * CELL.output_tokens
 
 
 @needs_aiperf
@@ -181,14 +183,6 @@ def test_usual_flags_of_aiperf(server: RunningServer, directory: Path, tmp_path:
     assert summary["request_count"]["avg"] == 4
     assert summary["usage_completion_tokens"]["avg"] == 8
     assert not summary["error_summary"]
-
-
-def server_tokens(server: RunningServer) -> float:
-    """Tokens that the server has generated."""
-    text = requests.get(f"http://{server.metrics_url}/metrics", timeout=20).text
-    return sum(
-        float(line.split()[-1]) for line in text.splitlines() if line.startswith("kvseek:generation_tokens_total{")
-    )
 
 
 def check(found: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import requests
 import torch
 import tritonclient.grpc as grpc
 from tests.conftest import BuildEngine, RandomModel
+from tests.support.grpc_inputs import inputs_of
 from tests.support.waiting import SECONDS
 
 from kvseek.core.request import Request
@@ -28,7 +29,6 @@ TOKENS = 5
 MOST = 100  # tokens whose logits a request may ask for
 MAX_DIFFERENCE = 2e-4
 BOTH = {"return_context_logits": True, "return_generation_logits": True}
-DTYPES: dict[type, tuple[str, Any]] = {bool: ("BOOL", bool), int: ("INT32", np.int32), str: ("BYTES", object)}
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +61,6 @@ def answer(model: Path, engine: Engine) -> tuple[list[int], list[int], np.ndarra
     with torch.inference_mode():
         logits = reference(torch.tensor([[*prompt, *generated]])).logits[0]
     return prompt, generated, logits.numpy()
-
-
-def inputs_of(values: dict[str, Any]) -> list[grpc.InferInput]:
-    made = []
-    for name, value in values.items():
-        rows = value if isinstance(value, list) else [value]
-        datatype, dtype = DTYPES[type(rows[0])]
-        made.append(grpc.InferInput(name, [1, len(rows)], datatype))
-        made[-1].set_data_from_numpy(np.array([rows], dtype))
-    return made
 
 
 def questions(prompt: list[int], tokens: int = TOKENS) -> dict[str, dict[str, Any]]:

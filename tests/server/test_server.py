@@ -20,6 +20,7 @@ import pytest
 import requests
 import tritonclient.grpc as grpc
 from tests.conftest import BuildEngine, RandomModel
+from tests.support.metrics import metric
 from tests.support.waiting import wait_for
 
 from kvseek.client import chat
@@ -354,15 +355,9 @@ def test_chat_prints_the_answer(server: RunningServer, protocol: str, capsys: py
     assert "error: temperature = -1.0: must be finite and >= 0" in capsys.readouterr().err
 
 
-def metric(server: RunningServer, name: str) -> float:
-    """The sum of a metric over its labels."""
-    text = requests.get(f"http://{server.metrics_url}/metrics", timeout=TIMEOUT).text
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name}{{"))
-
-
 @pytest.mark.parametrize("protocol", ["grpc", "http", "http without streaming"])
 def test_a_client_that_leaves_ends_generation(server: RunningServer, protocol: str) -> None:
-    tokens = metric(server, "kvseek:generation_tokens_total")
+    tokens = metric(server.metrics_url, "kvseek:generation_tokens_total")
     if protocol == "grpc":
         streams = [grpc_client(server).generate_stream(PROMPT, LONG) for _ in range(3)]  # all slots
     elif protocol == "http":
@@ -378,14 +373,16 @@ def test_a_client_that_leaves_ends_generation(server: RunningServer, protocol: s
         next(stream)
     for stream in streams:
         stream.close()  # type: ignore[attr-defined]
-    wait_for(lambda: metric(server, "kvseek:num_requests_running") == 0)
-    assert metric(server, "kvseek:generation_tokens_total") - tokens < 2 * LONG.max_tokens, "3 x were asked for"
+    wait_for(lambda: metric(server.metrics_url, "kvseek:num_requests_running") == 0)
+    assert metric(server.metrics_url, "kvseek:generation_tokens_total") - tokens < 2 * LONG.max_tokens, (
+        "3 x were asked for"
+    )
 
 
 def test_metrics_count_tokens(server: RunningServer) -> None:
-    before = metric(server, "kvseek:generation_tokens_total")
+    before = metric(server.metrics_url, "kvseek:generation_tokens_total")
     answer(server)
-    assert metric(server, "kvseek:generation_tokens_total") - before == 12
+    assert metric(server.metrics_url, "kvseek:generation_tokens_total") - before == 12
 
 
 def test_no_duration_is_told_that_triton_cannot_know(server: RunningServer) -> None:
@@ -409,7 +406,7 @@ def test_no_duration_is_told_that_triton_cannot_know(server: RunningServer) -> N
         assert {"success", "queue", "compute_infer"} <= set(counted)
         assert all(int(part.get("ns", 0)) == 0 for part in counted.values())
         assert all(int(batch["compute_infer"].get("ns", 0)) == 0 for batch in model["batch_stats"])
-    assert metric(server, "kvseek:e2e_request_latency_seconds_sum") > 0
+    assert metric(server.metrics_url, "kvseek:e2e_request_latency_seconds_sum") > 0
 
 
 def test_a_busy_port_is_named(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:

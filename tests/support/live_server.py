@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import requests
+from tests.support.metrics import metric
 
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
@@ -112,20 +113,9 @@ class LiveServer:
             time.sleep(POLL_SECONDS)
         return new
 
-    def metrics(self) -> dict[str, float]:
-        """All metrics of the metrics port: name, with labels as they stand there, to value."""
-        text = requests.get(f"http://{self.metrics_url}/metrics", timeout=20).text
-        lines = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
-        return {name: float(value) for name, _, value in lines}
-
     def metric(self, name: str, *labels: str) -> float:
-        """Sum of the series of a metric whose labels contain all of `labels`; 0 if there is none."""
-        found = (
-            value
-            for series, value in self.metrics().items()
-            if series.partition("{")[0] == name and all(label in series for label in labels)
-        )
-        return sum(found)
+        """See tests/support/metrics.py."""
+        return metric(self.metrics_url, name, *labels)
 
     def shared_memory(self) -> dict[str, int]:
         """Bytes of this server's regions in /dev/shm that are in use, by name."""

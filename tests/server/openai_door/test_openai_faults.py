@@ -16,6 +16,7 @@ import requests
 from openai import OpenAI
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.door_processes import CLOSED_PORT, Door, doors, engine_process
+from tests.support.metrics import running
 from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.server.doors import Doors
@@ -106,11 +107,6 @@ def test_the_model_has_the_name_that_serve_gives_it(door: Door, engine: Any) -> 
     assert client.completions.create(**ASK).model == NAME
 
 
-def running(door: Door) -> float:
-    lines = [line for line in door.metrics().splitlines() if line.startswith("kvseek:num_requests_running{")]
-    return sum(float(line.split()[-1]) for line in lines)
-
-
 def test_a_slow_clients_connection_is_closed(directory: Path, tmp_path: Path) -> None:
     async def serve() -> None:
         door = Doors(
@@ -163,7 +159,7 @@ def test_the_doors_end_although_a_stream_runs(
             assert other.process.wait(SECONDS) == 0
             with contextlib.suppress(requests.RequestException):
                 assert b"data: [DONE]" not in list(lines), "the answer was not complete"
-    wait_for(lambda: running(door) == 0, "its request is cancelled")
+    wait_for(lambda: running(f"127.0.0.1:{door.metrics_port}") == 0, "its request is cancelled")
 
 
 def test_a_file_without_keys_stops_the_start(directory: Path, tmp_path: Path) -> None:
@@ -182,7 +178,7 @@ def test_an_engine_that_dies_ends_streams_with_an_error_event_and_others_with_50
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
         stream = client_of(door).completions.create(**endless, stream=True, extra_body={"ignore_eos": True})
         next(iter(stream))
-        wait_for(lambda: running(door) == 2, "both run")
+        wait_for(lambda: running(f"127.0.0.1:{door.metrics_port}") == 2, "both run")
         engine.kill()
         with pytest.raises(openai.APIError, match="the engine process ended"):
             list(stream)

@@ -15,6 +15,7 @@ import requests
 import torch
 from openai import OpenAI
 from tests.conftest import BuildEngine, RandomModel
+from tests.support.metrics import metric
 from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.client import chat
@@ -73,11 +74,6 @@ def templated(engine: Engine, talk: Any) -> tuple[int, ...]:
         texts, tokenize=True, add_generation_prompt=True, return_dict=False
     )
     return tuple(ids)
-
-
-def metric(server: RunningServer, name: str) -> float:
-    text = requests.get(f"http://{server.metrics_url}/metrics", timeout=SECONDS).text
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name}{{"))
 
 
 def post(server: RunningServer, path: str, body: Any, **options: Any) -> requests.Response:
@@ -286,7 +282,7 @@ def test_a_full_queue_is_429(client: OpenAI, server: RunningServer, model: str) 
         client.completions.create(**ask)
     assert caught.value.code == "queue_full"
     assert caught.value.response.headers["Retry-After"] == "1"
-    wait_for(lambda: metric(server, "kvseek:num_requests_running") == 0, "the other choices are cancelled")
+    wait_for(lambda: metric(server.metrics_url, "kvseek:num_requests_running") == 0, "the other choices are cancelled")
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -294,13 +290,13 @@ def test_a_client_that_leaves_ends_all_its_choices(server: RunningServer, model:
     body = json.dumps(
         {"model": model, "prompt": [5, 6], "n": 3, "stream": streams, "ignore_eos": True, "max_tokens": 1100}
     )
-    tokens = metric(server, "kvseek:generation_tokens_total")
+    tokens = metric(server.metrics_url, "kvseek:generation_tokens_total")
     with socket.create_connection(("127.0.0.1", server.ports.openai), SECONDS) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body.encode())
-        wait_for(lambda: metric(server, "kvseek:num_requests_running") == 3, "three requests run")
-    wait_for(lambda: metric(server, "kvseek:num_requests_running") == 0, "none runs any more")
-    assert metric(server, "kvseek:generation_tokens_total") - tokens < 3 * 1100
+        wait_for(lambda: metric(server.metrics_url, "kvseek:num_requests_running") == 3, "three requests run")
+    wait_for(lambda: metric(server.metrics_url, "kvseek:num_requests_running") == 0, "none runs any more")
+    assert metric(server.metrics_url, "kvseek:generation_tokens_total") - tokens < 3 * 1100
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])

@@ -140,9 +140,10 @@ class GrpcCall:
 
     def __init__(self, url: str, model: str, fields: dict[str, Any]) -> None:
         import tritonclient.grpc as grpc
+        from tests.support.grpc_inputs import inputs_of
 
         self._url, self._model, self._count = url, model, 0
-        self._inputs = [_tensor(key, value) for key, value in {**fields, STREAM[model]: True}.items()]
+        self._inputs = inputs_of({**fields, STREAM[model]: True})
         self._responses: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         # A channel of its own even if another one to this address is open: gRPC shares connections otherwise.
         arguments = [("grpc.use_local_subchannel_pool", 1)]
@@ -225,29 +226,6 @@ class ClientCall:
 
 def _one(client: Any, prompt: str, options: Any) -> Iterator[Any]:
     yield client.generate(prompt, options)
-
-
-def _tensor(name: str, value: Any) -> Any:
-    """A gRPC input of a Python value; the kind follows from the value, but for those that are unsigned or real."""
-    import numpy as np
-    import tritonclient.grpc as grpc
-
-    values = value if isinstance(value, list) else [value]
-    if isinstance(values[0], bytes | str):
-        kind, dtype = "BYTES", np.dtype(object)
-        values = [item.encode() if isinstance(item, str) else item for item in values]
-    elif isinstance(values[0], bool):
-        kind, dtype = "BOOL", np.dtype(bool)
-    elif name in ("seed", "random_seed"):
-        kind, dtype = "UINT64", np.dtype(np.uint64)
-    elif isinstance(values[0], float):
-        kind, dtype = "FP32", np.dtype(np.float32)
-    else:
-        kind, dtype = "INT32", np.dtype(np.int32)
-    array = np.array([values], dtype=dtype)
-    tensor = grpc.InferInput(name, list(array.shape), kind)
-    tensor.set_data_from_numpy(array)
-    return tensor
 
 
 def _error(body: bytes) -> str:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from tests.support.live_server import Footprint, LiveServer
+from tests.support.metrics import metrics
 
 QUIET_SECONDS = 60.0
 SETTLE_SECONDS = 3.0  # for connections that close late, and threads that end late
@@ -33,13 +34,13 @@ def quiet_state(server: LiveServer) -> State:
         assert time.monotonic() < deadline, f"requests still run or wait after {QUIET_SECONDS:g} s: some were lost"
         time.sleep(0.1)
     time.sleep(SETTLE_SECONDS)
-    regions, metrics = server.shared_memory(), server.metrics()
+    regions = server.shared_memory()
     return State(
         server.process_ids(),
         server.footprints(),
         len(regions),
         sum(regions.values()),
-        {name: value for name, value in metrics.items() if _counts_extents(name)},
+        {name: value for name, value in metrics(server.metrics_url).items() if _counts_extents(name)},
     )
 
 

@@ -20,7 +20,9 @@ import requests
 import tritonclient.grpc as grpc
 from openai import OpenAI
 from tests.conftest import BuildEngine, RandomModel
+from tests.support.grpc_inputs import inputs_of
 from tests.support.live_server import command_line
+from tests.support.metrics import running
 from tests.support.own_triton import KVSEEK, OwnTriton, end, environment, own_triton
 from tests.support.waiting import wait_for
 
@@ -106,19 +108,6 @@ def generate(triton: OwnTriton, model: str, **fields: Any) -> requests.Response:
     return requests.post(f"http://{triton.http_url}/v2/models/{model}/generate", json=body, timeout=TIMEOUT)
 
 
-def tensors(**values: Any) -> list[grpc.InferInput]:
-    types = {str: "BYTES", bool: "BOOL", int: "INT32"}
-    found = []
-    for name, value in values.items():
-        array = np.array(
-            [[value.encode() if isinstance(value, str) else value]], object if type(value) is str else None
-        )
-        tensor = grpc.InferInput(name, [1, 1], types[type(value)])
-        tensor.set_data_from_numpy(array.astype(np.int32) if type(value) is int else array)
-        found.append(tensor)
-    return found
-
-
 def test_every_name_of_every_engine_answers(triton: OwnTriton, directory: Path, other: Path) -> None:
     """Streams and single answers, over gRPC and over Triton's own HTTP endpoint."""
     first, second = text(directory), text(other)
@@ -127,7 +116,7 @@ def test_every_name_of_every_engine_answers(triton: OwnTriton, directory: Path, 
     assert generate(triton, "two_tensorrt_llm_bls").json()["text_output"] == second
     client = grpc.InferenceServerClient(triton.grpc_url)
     answer = client.infer(
-        "two_tensorrt_llm_bls", tensors(text_input=PROMPT, max_tokens=10, exclude_input_in_output=True)
+        "two_tensorrt_llm_bls", inputs_of({"text_input": PROMPT, "max_tokens": 10, "exclude_input_in_output": True})
     )
     assert answer.as_numpy("text_output").tolist() == [second.encode()]
     assert "".join(stream(triton, "one_tensorrt_llm_bls", 10)) == first
@@ -162,7 +151,9 @@ def stream(triton: OwnTriton, model: str, count: int) -> list[str]:
     results: queue.Queue[Any] = queue.Queue()
     with grpc.InferenceServerClient(triton.grpc_url) as client:
         client.start_stream(lambda result, error: results.put(error or result))
-        client.async_stream_infer(model, tensors(text_input=PROMPT, max_tokens=count, stream=True, end_id=-1))
+        client.async_stream_infer(
+            model, inputs_of({"text_input": PROMPT, "max_tokens": count, "stream": True, "end_id": -1})
+        )
         found = []
         while not found or not found[-1].as_numpy("finish_reason")[0, 0]:
             found.append(results.get(timeout=TIMEOUT))
@@ -202,21 +193,15 @@ def test_stop_is_answered(triton: OwnTriton, model: str) -> None:
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_client_that_leaves_ends_its_request(triton: OwnTriton, openai_url: str, streaming: bool) -> None:
-    """Nobody tells the models: they ask Triton."""
+    """Nobody tells the models: they ask Triton. The OpenAI port has the engine's metrics."""
+    address = openai_url.removeprefix("http://").removesuffix("/v1")
     client = grpc.InferenceServerClient(triton.grpc_url)
     client.start_stream(lambda result, error: None)
-    inputs = tensors(text_input=PROMPT, max_tokens=15_000, stream=streaming, end_id=-1)
+    inputs = inputs_of({"text_input": PROMPT, "max_tokens": 15_000, "stream": streaming, "end_id": -1})
     client.async_stream_infer("one_tensorrt_llm_bls", inputs)
-    wait_for(lambda: running(openai_url) == 1)
+    wait_for(lambda: running(address) == 1)
     client.stop_stream(cancel_requests=True)
-    wait_for(lambda: running(openai_url) == 0)
-
-
-def running(openai_url: str) -> float:
-    """Requests of the engine that have a slot, as the OpenAI port's metrics have it."""
-    lines = requests.get(f"{openai_url.removesuffix('/v1')}/metrics", timeout=TIMEOUT).text.splitlines()
-    (line,) = [line for line in lines if line.startswith("kvseek:num_requests_running")]
-    return float(line.rpartition(" ")[2])
+    wait_for(lambda: running(address) == 0)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""tensorrt_llm_bls: text to text. A door of the engine process; server/triton/door.py has the code."""
+"""A model of Triton: a door of the engine process, for all models of all layouts; server/triton/door.py has the code."""
 
 import logging
 from typing import Any
