@@ -116,7 +116,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do. Safe from any thread, like `waiting`, `running` and `step_report`."""
-        return bool(self.waiting or self.running)
+        return bool(self._queue.has_ready or self.running)
 
     @property
     def waiting(self) -> int:
@@ -155,24 +155,47 @@ class Engine:
             )
 
     def prepare(self, request: Request) -> Sequence:
-        """Make the sequence of a request, for `enqueue`; raises as `check`. Safe from any thread.
-
-        Compiles the request's guide, if it has one, which may take a second; raises RequestError if that fails.
-        """
+        """Make the sequence of a request, for `enqueue`; raises as `check`. Safe from any thread."""
         self.check(request)
-        guide = None if request.sampling.guide is None else self._guides.matcher(request.sampling.guide)
-        sampler, request_id = Sampler(request, self.config.model.vocab_size, guide), next(self._ids)
+        sampler, request_id = Sampler(request, self.config.model.vocab_size), next(self._ids)
         statistics = RequestStatistics(len(request.prompt_ids), time.perf_counter())
         scores = PromptScores(request_id, request) if request.sampling.scores_prompt else None
         return Sequence(request_id, request, sampler, statistics, scores=scores)
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Put a prepared request into the queue; raises QueueFullError. Safe from any thread."""
+        """Put a prepared request into the queue; raises QueueFullError. Safe from any thread.
+
+        One that is not ready starts only after `compile_guide`.
+        """
         self._queue.push(sequence, self._scheduler.free_slots)
 
+    def compile_guide(self, sequence: Sequence) -> StepOutput | None:
+        """Compile the guide of a waiting request, which may take a second, and let the request start. Safe from any thread.
+
+        Returns the request's only output if that fails; None if it does not fail, or the request has ended meanwhile.
+        """
+        guide = sequence.request.sampling.guide
+        if guide is None or sequence not in self._queue:
+            return None
+        try:
+            sequence.sampler.follow(self._guides.matcher(guide))
+        except Exception as error:  # what one client sends must not end the thread that compiles the guides of all
+            return None if self._queue.remove(sequence.request_id) is None else failed(sequence, error)
+        self._queue.release(sequence)
+        return None
+
+    def load_vocabulary(self) -> None:
+        """Load what guides need, so that the first does not wait for it; raises RequestError if there can be none."""
+        self._guides.load_vocabulary()
+
     def submit(self, request: Request) -> int:
-        """Queue a request and return its id; raises as `check`, and QueueFullError. Safe from any thread."""
+        """Queue a request and return its id; raises as `check`, QueueFullError, and RequestError if its guide cannot be compiled.
+
+        Safe from any thread.
+        """
         sequence = self.prepare(request)
+        if request.sampling.guide is not None:
+            sequence.sampler.follow(self._guides.matcher(request.sampling.guide))
         self.enqueue(sequence)
         return sequence.request_id
 

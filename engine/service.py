@@ -39,6 +39,9 @@ class EngineService:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._uncompiled: queue.SimpleQueue[Sequence | None] = (
+            queue.SimpleQueue()
+        )  # with guides; None: the service is closed
         self._callbacks: dict[int, Callback] = {}  # by request id; each is taken out by the request's last output
         self._ending = 0  # callbacks that are being given a last output
         # Guards _callbacks, _ending, _refusal and _failure; never held while a callback runs.
@@ -50,8 +53,10 @@ class EngineService:
         self._deadlines = threading.Event()  # a request with a time limit has come, or the service is closed
         self._thread = threading.Thread(target=self._run, name="kvseek-engine", daemon=True)
         self._timer = threading.Thread(target=self._watch_deadlines, name="kvseek-timer", daemon=True)
-        self._thread.start()
-        self._timer.start()
+        # One thread for all guides: more would take the engine's cores.
+        self._compiler = threading.Thread(target=self._compile_guides, name="kvseek-guides", daemon=True)
+        for thread in (self._thread, self._timer, self._compiler):
+            thread.start()
 
     @classmethod
     def load(
@@ -119,6 +124,7 @@ class EngineService:
         """Queue a request and return a handle for `cancel`.
 
         `on_output` gets every output; the output with a finish_reason is the last. It may be called before `submit` returns.
+        A guide is compiled later, in a thread of its own; if that fails, the only output has the error.
 
         Raises
         ------
@@ -129,19 +135,19 @@ class EngineService:
         UnavailableError
             After `drain` or `close`, or when the engine has failed.
         """
-        return self.start(self._engine.prepare(request), on_output)
-
-    def start(self, sequence: Sequence, on_output: Callback) -> int:
-        """Queue a request that Engine.prepare has made a sequence of: the second half of `submit`, with its other errors."""
+        sequence = self._engine.prepare(request)
         with self._lock:
             if self._refusal:
                 raise UnavailableError(self._refusal)
             self._engine.enqueue(sequence)
             # `_deliver` takes the same lock to look for the callback, so no output can come before the callback is known.
             self._callbacks[sequence.request_id] = on_output
-        if sequence.request.timeout_seconds is not None:
+        if request.timeout_seconds is not None:
             self._deadlines.set()
-        self._wake()
+        if request.sampling.guide is None:
+            self._wake()
+        else:
+            self._uncompiled.put(sequence)
         return sequence.request_id
 
     def cancel(self, handle: int) -> None:
@@ -175,7 +181,8 @@ class EngineService:
         self._closed = True
         self._wake()
         self._deadlines.set()
-        for thread in (self._thread, self._timer):
+        self._uncompiled.put(None)
+        for thread in (self._thread, self._timer, self._compiler):
             if threading.current_thread() is not thread:
                 thread.join()
 
@@ -215,6 +222,15 @@ class EngineService:
         self._deadlines.clear()
         for output in self._engine.expire():
             self._deliver(output)
+
+    def _compile_guides(self) -> None:
+        """Compile guides, one after the other, while other requests run."""
+        while (sequence := self._uncompiled.get()) is not None and not self._closed:
+            output = self._engine.compile_guide(sequence)
+            if output is None:
+                self._wake()
+            else:
+                self._deliver(output)
 
     def _run(self) -> None:
         try:

@@ -119,7 +119,8 @@ class LLM(BaseLLM):
         RequestError, CapacityError
             The engine can never serve one of the prompts: raised at once, before any is started.
         GenerationError
-            Requests failed while they ran: raised when all have ended, with the outputs of all.
+            Requests failed while they ran, or their guides cannot be compiled: raised when all have ended, with the outputs
+            of all.
         UnavailableError
             The LLM is closed, or its engine has failed.
         """

@@ -1,4 +1,4 @@
-"""Threads for work that would hold up an event loop: a door's tokenising, the engine process's compiling of guides."""
+"""Threads for work that would hold up a door's event loop: tokenising."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ class Workers:
     """Threads for work that would hold up the event loop.
 
     Calls that wait for a thread wait on the loop. So when a client leaves, its call and its data are dropped at once.
-    `doing` says in errors what happens to a request there.
     """
 
-    def __init__(self, threads: int, name: str, max_open: int, doing: str = "tokenised") -> None:
-        self._loop, self._max_open, self._doing = asyncio.get_running_loop(), max_open, doing
+    def __init__(self, threads: int, name: str, max_open: int) -> None:
+        self._loop, self._max_open = asyncio.get_running_loop(), max_open
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._free = asyncio.Semaphore(threads)
         self.open = 0
@@ -30,7 +29,7 @@ class Workers:
         """Call a function in one of the threads; raises QueueFullError if too many calls run or wait already."""
         if self.open >= self._max_open:
             raise QueueFullError(
-                f"{self.open} requests are being {self._doing}: at most max_queue_size + max_batch_size = {self._max_open} may; "
+                f"{self.open} requests are being tokenised: at most max_queue_size + max_batch_size = {self._max_open} may; "
                 "send the request again later"
             )
         self.open += 1

@@ -279,8 +279,10 @@ def test_a_guide_is_followed_or_refused(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=20, guide=Guide(GuideType.REGEX, "(yes|no), [0-9]{2}"))
     outputs = llm.generate(PROMPTS, [replace(params, seed=seed) for seed in range(len(PROMPTS))])
     assert all(re.fullmatch("(yes|no), [0-9]{2}", output.text) for output in outputs)
-    with pytest.raises(RequestError, match="guided_decoding_guide: cannot be followed"):
-        llm.generate(PROMPTS[:1], replace(params, guide=Guide(GuideType.REGEX, "(")))
+    refused = replace(params, guide=Guide(GuideType.REGEX, "("))
+    with pytest.raises(GenerationError, match=r"prompts\[1\]: guided_decoding_guide: cannot be followed") as caught:
+        llm.generate(PROMPTS[:2], [params, refused])
+    assert re.fullmatch("(yes|no), [0-9]{2}", caught.value.outputs[0].text)
 
 
 def test_priority_and_timeout_are_the_engines(llm: LLM) -> None:
@@ -288,7 +290,7 @@ def test_priority_and_timeout_are_the_engines(llm: LLM) -> None:
         llm.generate("log", GREEDY, priority=300)
     with pytest.raises(RequestError, match="timeout = 0"):
         llm.chat([{"role": "user", "content": "log"}], GREEDY, timeout=0)
-    with pytest.raises(GenerationError, match=r"1 of 1 requests failed.*TimeoutExpiredError: timeout = 1e-06 s"):
+    with pytest.raises(GenerationError, match=r"1 of 1 requests failed.*timeout = 1e-06 s"):
         llm.generate("log", GREEDY, timeout=1e-6)
 
 

@@ -81,6 +81,6 @@ def measure(
     """Run the program for one cell, with its files in an empty folder; raises LoadTestError if it fails."""
     data, artifacts = folder / "inputs.jsonl", folder / "artifacts"
     data.write_text(input_file(prompts), encoding="utf-8")
-    run_tool(command(binary, url, model, tokenizer, cell, data, artifacts, endpoint), environment())
-    lines = (artifacts / RECORDS).read_text(encoding="utf-8").splitlines()
-    return answers(json.loads(line) for line in lines)
+    tool = command(binary, url, model, tokenizer, cell, data, artifacts, endpoint)
+    records = run_tool(tool, environment(), artifacts / RECORDS)
+    return answers(json.loads(line) for line in records.splitlines())

@@ -29,6 +29,7 @@ from kvseek.server.settings import ServeSettings
 from . import aiperf, perf_analyzer
 from .cells import Answer, Cell, LoadTestError, cells, figures, prompts
 from .table import print_table
+from .tool import NothingWrittenError
 
 TOOLS = {tool.NAME: tool.DOOR for tool in (perf_analyzer, aiperf)}
 MODEL = "kvseek"  # at the OpenAI port
@@ -116,8 +117,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure(measure: Measure, cell: Cell, texts: Sequence[str]) -> list[Answer]:
-    with tempfile.TemporaryDirectory(prefix="kvseek-load-") as folder:
-        return measure(cell, texts, Path(folder))
+    """Measure a cell, a second time if the tool loses its result: perf_analyzer 2.51 did once in some thirty runs."""
+
+    def attempt() -> list[Answer]:
+        with tempfile.TemporaryDirectory(prefix="kvseek-load-") as folder:
+            return measure(cell, texts, Path(folder))
+
+    try:
+        return attempt()
+    except NothingWrittenError as error:
+        print(f"measured again, because {error}", file=sys.stderr)
+    return attempt()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

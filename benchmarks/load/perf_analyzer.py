@@ -58,5 +58,4 @@ def measure(binary: Path, url: str, cell: Cell, prompts: Sequence[str], folder: 
     """Run the program for one cell, with its files in an empty folder; raises LoadTestError if it fails."""
     data, export = folder / "inputs.json", folder / "profile_export.json"
     data.write_text(json.dumps(input_data(prompts, cell.output_tokens)), encoding="utf-8")
-    run_tool(command(binary, url, cell, data, export), environment(binary))
-    return answers(json.loads(export.read_text(encoding="utf-8")))
+    return answers(json.loads(run_tool(command(binary, url, cell, data, export), environment(binary), export)))

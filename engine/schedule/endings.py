@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvseek.core.errors import ErrorCode, TimeoutExpiredError, code_of
+from kvseek.core.errors import ErrorCode, KvseekError, TimeoutExpiredError, code_of
 from kvseek.core.request import FinishReason, LogProbs, StepOutput
 
 from .sequence import Sequence
@@ -38,7 +38,7 @@ def failed(sequence: Sequence, error: Exception, code: ErrorCode | None = None) 
         sequence.request_id,
         finish_reason=FinishReason.ERROR,
         statistics=sequence.statistics,
-        error=f"{type(error).__name__}: {error}",
+        error=str(error) if isinstance(error, KvseekError) else f"{type(error).__name__}: {error}",
         code=code or code_of(error),
     )
 

@@ -91,7 +91,7 @@ class GuideMatcher:
 
 
 class Guides:
-    """Compiles guides for one engine. Thread-safe; nothing of the library is loaded before the first guide comes."""
+    """Compiles guides for one engine. Thread-safe; nothing of the library is loaded before it is needed."""
 
     def __init__(self, tokenizer: Tokenizer, config: EngineConfig) -> None:
         self._tokenizer, self._model = tokenizer, config.model
@@ -100,7 +100,7 @@ class Guides:
 
     def matcher(self, guide: Guide) -> GuideMatcher:
         """Compile a guide, which may take a second; raises RequestError if it is none, or needs more work than LIMITS allow."""
-        tokenizer = self._vocabulary()
+        tokenizer = self.load_vocabulary()
         from llguidance import LLMatcher, LLParserLimits
 
         try:
@@ -114,8 +114,11 @@ class Guides:
         made.allowed()  # a guide that is too much for its first token is refused now
         return made
 
-    def _vocabulary(self) -> LLTokenizer:
-        """Load the vocabulary of the model's tokenizer as the library needs it, once."""
+    def load_vocabulary(self) -> LLTokenizer:
+        """Load the vocabulary of the model's tokenizer as the library needs it, once: takes a second, and other threads wait.
+
+        Raises RequestError if the library is not installed, or cannot use the tokenizer.
+        """
         with self._lock:
             if self._loaded is None:
                 self._loaded = self._load()

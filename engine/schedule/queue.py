@@ -7,6 +7,9 @@ most 255 seconds after it. So nobody starves, whatever arrives later, and no key
 
 The head of the queue is never passed by: if it does not fit yet, those behind it wait too, so that a large request is
 not kept out for ever by small ones.
+
+A request whose guide has not been compiled waits like the others, but has no place in the order until `release` gives it
+its place, so that nobody waits for the guide of another.
 """
 
 from __future__ import annotations
@@ -45,11 +48,19 @@ class RequestQueue:
         self.max_size = max_size
         self._lock = threading.Lock()
         self._sequences: dict[int, Sequence] = {}
-        self._order: list[Key] = []  # ascending
+        self._order: list[Key] = []  # of the sequences that are ready, ascending
         self._deadlines: list[tuple[float, int]] = []  # a heap; may name sequences that have left
 
     def __len__(self) -> int:
         return len(self._sequences)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.request_id in self._sequences
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether a sequence waits that may start."""
+        return bool(self._order)
 
     def push(self, sequence: Sequence, free_slots: int = 0) -> None:
         """Add a sequence; raises QueueFullError if `max_size` sequences wait.
@@ -65,9 +76,16 @@ class RequestQueue:
                     "send the request again later, or serve with a larger --max_queue_size"
                 )
             self._sequences[sequence.request_id] = sequence
-            bisect.insort(self._order, _key(sequence))
+            if sequence.ready:
+                bisect.insort(self._order, _key(sequence))
             if sequence.deadline is not None:
                 heapq.heappush(self._deadlines, (sequence.deadline, sequence.request_id))
+
+    def release(self, sequence: Sequence) -> None:
+        """Let a sequence start that was not ready when it was pushed; does nothing if it has left the queue."""
+        with self._lock:
+            if sequence.request_id in self._sequences:
+                bisect.insort(self._order, _key(sequence))
 
     def remove(self, request_id: int) -> Sequence | None:
         """Take a sequence out, wherever it stands in the queue; None if it does not wait."""
@@ -75,7 +93,7 @@ class RequestQueue:
             return self._remove(request_id)
 
     def pop(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
-        """Take the head out if it fits; None if it does not fit or the queue is empty. `fits` must not call the queue."""
+        """Take the head out if it fits; None if it does not fit or none is ready. `fits` must not call the queue."""
         with self._lock:
             if not self._order:
                 return None
@@ -103,7 +121,9 @@ class RequestQueue:
     def _remove(self, request_id: int) -> Sequence | None:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
-            del self._order[bisect.bisect_left(self._order, _key(sequence))]
+            place = bisect.bisect_left(self._order, _key(sequence))
+            if self._order[place : place + 1] == [_key(sequence)]:  # else it was not ready
+                del self._order[place]
         return sequence
 
 

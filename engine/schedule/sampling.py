@@ -24,12 +24,11 @@ class Sampler:
     ----------
     vocab_size : int
         Length of the logits.
-    guide : GuideMatcher, optional
-        State of the request's guide, at its beginning; the sampler's own from now on.
     """
 
-    def __init__(self, request: Request, vocab_size: int, guide: GuideMatcher | None = None) -> None:
-        self.params, self._guide = request.sampling, guide
+    def __init__(self, request: Request, vocab_size: int) -> None:
+        self.params = request.sampling
+        self._guide: GuideMatcher | None = None
         self._generator = torch.Generator().manual_seed(self.params.seed)
         self._vocab_size, self._prompt_ids, self._end_ids = vocab_size, request.prompt_ids, request.end_ids
         self._generated: list[int] = []
@@ -38,6 +37,15 @@ class Sampler:
         self._biases: tuple[Tensor, Tensor] | None = None  # token ids, and what is added to the logit of each
         self._logprobs: LogProbs | None = None
         self._logits = b""
+
+    def follow(self, guide: GuideMatcher) -> None:
+        """Let the output follow the request's guide; `guide` is its state at the beginning, the sampler's own from now on."""
+        self._guide = guide
+
+    @property
+    def guided(self) -> bool:
+        """Whether the output follows a guide."""
+        return self._guide is not None
 
     @property
     def greedy(self) -> bool:

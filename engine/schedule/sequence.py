@@ -24,6 +24,11 @@ class Sequence:
     scores: PromptScores | None = None  # of a request that asks for log probabilities or logits of its prompt
 
     @property
+    def ready(self) -> bool:
+        """Whether the request may start: its guide has been compiled, if it has one."""
+        return self.sampler.guided or self.request.sampling.guide is None
+
+    @property
     def total_tokens(self) -> int:
         """Tokens that the request can grow to, prompt included."""
         return len(self.request.prompt_ids) + self.request.max_tokens

@@ -16,17 +16,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import uvloop
 
-from kvseek.core.errors import KvseekError, code_of
+from kvseek.core.errors import KvseekError, RequestError, code_of
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import FinishReason, Request, StepOutput
-from kvseek.engine.service import Callback, EngineService
+from kvseek.engine.service import EngineService
 from kvseek.server.requests.messages import (
     Cancel,
     FromDoor,
@@ -40,10 +40,8 @@ from kvseek.server.requests.messages import (
     frame,
     read_frame,
 )
-from kvseek.server.requests.served_request import after, expired
 from kvseek.server.requests.status import INTERNAL
 from kvseek.server.settings import ServeSettings
-from kvseek.server.workers import Workers
 
 from .logits_room import LogitsRoom
 from .metrics import EngineMetrics
@@ -94,7 +92,6 @@ class Door:
     def __init__(self, server: EngineServer, writer: asyncio.StreamWriter) -> None:
         self._server, self._writer = server, writer
         self._handles: dict[int, int] = {}  # the door's number of a request → the service's handle
-        self._guided: dict[int, asyncio.Task[None]] = {}  # requests whose guides are being compiled, by number
         self._room = LogitsRoom(server.service.config.model.vocab_size, server.settings.max_logits)
 
     def send(self, message: FromEngine) -> None:
@@ -127,16 +124,9 @@ class Door:
         """Do what a message of the door asks for."""
         service, metrics = self._server.service, self._server.metrics
         if isinstance(message, Submit):
-            request = self._server.with_defaults(message.request)
-            if request.sampling.guide is None:
-                self._submit(message, request, lambda on_output: service.submit(request, on_output))
-            else:
-                self._guided[message.number] = asyncio.create_task(self._submit_guided(message, request))
+            self._submit(message)
         elif isinstance(message, Cancel):
-            if message.number in self._guided:
-                self._guided.pop(message.number).cancel()
-                self.send_outputs([(message.number, StepOutput(message.number, finish_reason=FinishReason.CANCELLED))])
-            elif message.number in self._handles:
+            if message.number in self._handles:
                 service.cancel(self._handles[message.number])
         elif isinstance(message, Refused):
             metrics.refused(message.code, message.count)
@@ -145,27 +135,9 @@ class Door:
         else:
             self.send(Metrics(message.number, metrics.text()))
 
-    async def _submit_guided(self, message: Submit, request: Request) -> None:
-        """Submit a request whose guide has to be compiled first: in a thread, because other requests must not wait for it."""
-        service, began = self._server.service, time.monotonic()
-        compiled = asyncio.ensure_future(
-            self._server.compilers.run(lambda: service.engine.prepare(after(request, time.monotonic() - began)))
-        )
-        try:
-            await asyncio.wait((compiled,), timeout=request.timeout_seconds)
-        finally:
-            compiled.cancel()
-        self._guided.pop(message.number, None)
-
-        def start(on_output: Callback) -> int:
-            if request.timeout_seconds is not None and not compiled.done():
-                raise expired(request.timeout_seconds, time.monotonic() - began)
-            return service.start(compiled.result(), on_output)
-
-        self._submit(message, request, start)
-
-    def _submit(self, message: Submit, request: Request, submit: Callable[[Callback], int]) -> None:
+    def _submit(self, message: Submit) -> None:
         server, number = self._server, message.number
+        request = server.with_defaults(message.request)
         span = None if server.tracer is None else server.tracer.start(request, message.trace)
 
         def on_output(output: StepOutput) -> None:
@@ -176,7 +148,7 @@ class Door:
 
         try:
             self._room.reserve(number, request, self._unread())
-            self._handles[number] = submit(on_output)
+            self._handles[number] = server.service.submit(request, on_output)
         except Exception as error:
             if not isinstance(error, KvseekError):
                 logger.exception("a request could not be submitted")
@@ -193,8 +165,6 @@ class Door:
 
     def leave(self) -> None:
         """Cancel all requests of a door that has gone, because nobody waits for them."""
-        for task in self._guided.values():
-            task.cancel()
         for handle in self._handles.values():
             self._server.service.cancel(handle)
         self._writer.close()
@@ -239,8 +209,6 @@ class EngineServer:
     ) -> None:
         self.service, self.settings, self.metrics, self.tracer = service, settings, metrics, tracer
         self.outbox = Outbox(asyncio.get_running_loop())
-        # One thread: more would take the engine's cores.
-        self.compilers = Workers(1, "compile-guides", settings.most_requests(service.config), "compiled")
         self._loop = asyncio.get_running_loop()
         self._decoder = msgspec.msgpack.Decoder(FromDoor)
         self._draining = False
@@ -322,6 +290,7 @@ async def run(arguments: argparse.Namespace) -> int:
     service = await asyncio.to_thread(
         EngineService.load, arguments.engine_dir, settings.threads, settings.max_queue_size, settings.max_num_tokens
     )
+    await asyncio.to_thread(_load_vocabulary, service)
     metrics = EngineMetrics(service, model_name, settings.max_queue_size)
     service.on_step(metrics.record_step)
     try:
@@ -331,6 +300,14 @@ async def run(arguments: argparse.Namespace) -> int:
         await asyncio.to_thread(service.close)
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
+
+
+def _load_vocabulary(service: EngineService) -> None:
+    """Load now what guided decoding needs: all streams would wait while the first guide loads it."""
+    try:
+        service.engine.load_vocabulary()
+    except RequestError as error:
+        logger.info("requests with guides are refused: %s", error)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

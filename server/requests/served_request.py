@@ -43,21 +43,16 @@ class ServedRequest(Protocol):
         """Take one output of the engine, which must be no error; yields the client's chunks for it."""
 
 
-def expired(limit: float, seconds: float) -> TimeoutExpiredError:
-    """Make the error for a time limit that has passed, after so many seconds, before the engine had the request."""
-    return TimeoutExpiredError(
-        f"timeout = {limit:g} s: passed before the request was tokenised or its guide compiled, after {seconds:.1f} s; "
-        "send it again later, or with a longer timeout"
-    )
-
-
 def after(request: Request, seconds: float) -> Request:
     """Take the `seconds` that a request has spent at a door off its time limit; raises TimeoutExpiredError if none are left."""
     limit = request.timeout_seconds
     if limit is None or not limit > 0:  # the engine refuses limits that are not above 0
         return request
     if seconds >= limit:
-        raise expired(limit, seconds)
+        raise TimeoutExpiredError(
+            f"timeout = {limit:g} s: passed before the request was tokenised, after {seconds:.1f} s; "
+            "send it again later, or with a longer timeout"
+        )
     return replace(request, timeout_seconds=limit - seconds)
 
 

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from tests.conftest import ROOT
+from tests.support.waiting import is_running, wait_for
 
 from kvseek.benchmarks.load import aiperf, chart, perf_analyzer
 from kvseek.benchmarks.load.cells import Answer, Cell, LoadTestError, cells, figures, prompts
@@ -97,7 +98,27 @@ def test_inputs_have_shapes() -> None:
 
 def test_a_tool_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(LoadTestError, match=r"nowhere: no such program; run make load-tools"):
-        run_tool([str(tmp_path / "nowhere")], {})
+        run_tool([str(tmp_path / "nowhere")], {}, tmp_path / "export")
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo too many; exit 3", "sh ended with status 3; the end of what it printed:\ntoo many"),
+        ("echo done; : > $EXPORT", "sh ended with status 0 and has written nothing to export; .*:\ndone"),
+    ],
+)
+def test_a_tool_without_a_result(tmp_path: Path, script: str, message: str) -> None:
+    export = tmp_path / "export"
+    with pytest.raises(LoadTestError, match=message):
+        run_tool(["/bin/sh", "-c", script], {"EXPORT": str(export)}, export)
+
+
+def test_a_tools_children_end_with_it(tmp_path: Path) -> None:
+    pid, export = tmp_path / "pid", tmp_path / "export"
+    script = "sleep 1000 >/dev/null 2>&1 & echo $! > $PID; echo result > $EXPORT"
+    assert run_tool(["/bin/sh", "-c", script], {"PID": str(pid), "EXPORT": str(export)}, export) == "result\n"
+    wait_for(lambda: not is_running(int(pid.read_text())))
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_an_admission_that_finds_no_extents_ends_alone(engine: Engine, monkeypat
     outputs = run_to_end(engine)
     end = end_of(outputs, refused)
     assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.INTERNAL), "the scheduler said that it fits"
-    assert end.error.startswith("CapacityError: 120 tokens need 1 more extents")
+    assert end.error.startswith("120 tokens need 1 more extents")
     assert tokens_of(outputs, served) == expected
     assert_everything_came_back(engine)
 

@@ -70,7 +70,8 @@ def generate(
 ) -> list[int]:
     """Draw tokens from random logits until one of `ends` comes, which is the last of the returned ones."""
     assert params.guide is not None
-    sampler = Sampler(Request((5,), most, params, end_ids=ends), vocabulary, guides.matcher(params.guide))
+    sampler = Sampler(Request((5,), most, params, end_ids=ends), vocabulary)
+    sampler.follow(guides.matcher(params.guide))
     generator = torch.Generator().manual_seed(params.seed)
     drawn: list[int] = []
     while len(drawn) < most and (not drawn or drawn[-1] not in ends):

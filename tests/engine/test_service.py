@@ -207,4 +207,4 @@ def test_only_the_engines_thread_keeps_openmp_threads(directory: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     command = [sys.executable, "-c", ONE_POOL, str(directory)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert int(result.stdout) == 3, "the engine's thread, its second OpenMP thread, and the timer's"
+    assert int(result.stdout) == 4, "the engine's thread, its second OpenMP thread, the timer's and the guides'"

@@ -12,8 +12,10 @@ import pytest
 from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.core.errors import ErrorCode, QueueFullError, UnavailableError
-from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.guide import Guide, GuideType
+from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.engine import Engine
+from kvseek.engine.schedule.guides import GuideMatcher, Guides
 from kvseek.engine.service import EngineService
 
 PROMPT = tuple(i * 13 % 101 for i in range(60))
@@ -99,9 +101,7 @@ def test_waiting_requests_expire_during_a_long_step(slow: tuple[EngineService, S
     end = end_of(second)
     assert 0.2 <= time.perf_counter() - begun < 5
     assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.TIMEOUT)
-    assert end.error.startswith(
-        "TimeoutExpiredError: timeout = 0.2 s: passed while the request waited for its turn, for 0."
-    )
+    assert end.error.startswith("timeout = 0.2 s: passed while the request waited for its turn, for 0.")
     engine.go_on.set()
     assert end_of(first).finish_reason is FinishReason.LENGTH
 
@@ -113,6 +113,94 @@ def test_draining_may_take_any_time(directory: Path, seconds: float) -> None:
     service.drain(seconds)
     assert end_of(outputs).finish_reason is FinishReason.LENGTH
     service.close()
+
+
+class SlowGuides:
+    """Compiles a guide only when `go_on` is set."""
+
+    def __init__(self, guides: Guides) -> None:
+        self.guides, self.compiling, self.go_on = guides, threading.Event(), threading.Event()
+
+    def matcher(self, guide: Guide) -> GuideMatcher:
+        self.compiling.set()
+        assert self.go_on.wait(TIMEOUT)
+        return self.guides.matcher(guide)
+
+
+@pytest.fixture
+def compiling(directory: Path) -> Iterator[tuple[EngineService, SlowGuides]]:
+    """A service with one slot, room for two requests that wait, and slow guides."""
+    engine = Engine.load(directory, max_queue_size=2)
+    guides = SlowGuides(engine._guides)
+    engine._guides = guides  # type: ignore[assignment]
+    service = EngineService(engine)
+    yield service, guides
+    guides.go_on.set()
+    service.close()
+
+
+def guided(service: EngineService, guide: str = "(yes|no)", timeout: float | None = None) -> tuple[int, Outputs]:
+    outputs: Outputs = queue.Queue()
+    sampling = SamplingParams(guide=Guide(GuideType.REGEX, guide))
+    request = Request(PROMPT, 20, sampling, end_ids=(1,), timeout_seconds=timeout)
+    return service.submit(request, outputs.put), outputs
+
+
+def test_others_do_not_wait_for_a_guide(compiling: tuple[EngineService, SlowGuides]) -> None:
+    service, guides = compiling
+    (_, first), (_, wrong) = guided(service), guided(service, "(")
+    assert guides.compiling.wait(TIMEOUT)
+    _, other = submit(service)
+    assert end_of(other).finish_reason is FinishReason.LENGTH
+    assert (first.empty(), service.waiting) == (True, 2)
+    _, third = guided(service)
+    with pytest.raises(QueueFullError, match="2 requests wait"):
+        submit(service)
+    guides.go_on.set()
+    assert end_of(first).finish_reason is FinishReason.END_ID
+    end = end_of(wrong)
+    assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.INVALID)
+    assert end.error.startswith("guided_decoding_guide: cannot be followed: ")
+    assert end_of(third).finish_reason is FinishReason.END_ID
+
+
+def test_requests_end_while_their_guides_are_compiled(compiling: tuple[EngineService, SlowGuides]) -> None:
+    """By being cancelled, and by their time limits; the first one's guide is under way, the second one's waits."""
+    service, guides = compiling
+    for timeout in (None, 0.2):
+        requests = [guided(service, timeout=timeout) for _ in range(2)]
+        assert guides.compiling.wait(TIMEOUT)
+        for handle, outputs in requests:
+            if timeout is None:
+                service.cancel(handle)
+                assert end_of(outputs).finish_reason is FinishReason.CANCELLED
+            else:
+                assert end_of(outputs).code is ErrorCode.TIMEOUT
+    assert service.waiting == 0
+    guides.go_on.set()
+    assert end_of(guided(service)[1]).finish_reason is FinishReason.END_ID
+    assert all(outputs.empty() for _, outputs in requests)
+
+
+def test_draining_waits_for_guides(compiling: tuple[EngineService, SlowGuides]) -> None:
+    service, guides = compiling
+    (_, first), (_, second) = guided(service), guided(service)
+    assert guides.compiling.wait(TIMEOUT)
+    threading.Timer(0.2, guides.go_on.set).start()
+    service.drain(TIMEOUT)
+    assert end_of(first).finish_reason is end_of(second).finish_reason is FinishReason.END_ID
+
+
+def test_closing_ends_requests_whose_guides_are_compiled(compiling: tuple[EngineService, SlowGuides]) -> None:
+    service, guides = compiling
+    (_, first), (_, second) = guided(service), guided(service)
+    assert guides.compiling.wait(TIMEOUT)
+    closing = threading.Thread(target=service.close)
+    closing.start()
+    assert end_of(first).finish_reason is end_of(second).finish_reason is FinishReason.CANCELLED
+    guides.go_on.set()
+    closing.join(TIMEOUT)
+    assert not closing.is_alive()
 
 
 def test_a_running_request_ends_with_what_it_has(slow: tuple[EngineService, SlowEngine]) -> None:

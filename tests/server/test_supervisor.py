@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.waiting import wait_for
+from tests.support.waiting import is_running, wait_for
 
 from kvseek.server import supervisor as supervisor_module
 from kvseek.server.errors import ServerError
@@ -44,13 +44,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     yield make
     for one in started:
         one.stop()
-
-
-def is_running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def test_what_dies_is_started_again_and_counted(start: Callable[..., Supervisor], tmp_path: Path) -> None:

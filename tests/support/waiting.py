@@ -1,9 +1,10 @@
-"""Waiting for an event instead of sleeping."""
+"""Waiting for an event instead of sleeping, such as the end of a process."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 SECONDS = 60.0  # that anything may take on a busy machine
@@ -16,3 +17,11 @@ def wait_for(condition: Callable[[], Any], what: str = "the condition", seconds:
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
         time.sleep(0.01)
     return value
+
+
+def is_running(process: int) -> bool:
+    """Whether a process of this id runs; one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
