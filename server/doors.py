@@ -16,7 +16,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from kvseek.server.http_door.metrics import MetricsRoutes
 from kvseek.server.http_door.readiness import ServerState
 from kvseek.server.openai_door.door import OpenAIDoor
 from kvseek.server.requests.engine_client import EngineClient
-from kvseek.server.requests.generations import Generations
+from kvseek.server.requests.generations import Generations, wait_for_ends
 from kvseek.server.requests.layouts import LAYOUTS
 from kvseek.server.requests.served_request import RequestFactory
 from kvseek.server.triton.relay import TritonRelay
@@ -46,7 +45,6 @@ from .processes import raise_file_limit
 from .settings import ServeSettings
 
 MAX_METRICS_CONNECTIONS = 64
-GONE_SECONDS = 2.0  # time without an engine process after which all open requests are ended
 logger = logging.getLogger(__name__)
 
 
@@ -126,13 +124,9 @@ class Doors:
         self._state.stop_accepting()
         self._http.stop_accepting()
         self._openai.stop_accepting()
-        deadline = time.monotonic() + self._settings.drain_seconds
-        gone_since = None
-        while (self._generations.open or self._grpc.open) and time.monotonic() < deadline:
-            gone_since = None if self._client.connected else gone_since or time.monotonic()
-            if gone_since is not None and time.monotonic() - gone_since > GONE_SECONDS:
-                break
-            await asyncio.sleep(0.02)
+        await wait_for_ends(
+            lambda: self._generations.open + self._grpc.open, self._client, self._settings.drain_seconds
+        )
 
     async def close(self) -> None:
         """Close all parts, and end the requests that are still open."""

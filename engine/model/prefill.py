@@ -49,6 +49,33 @@ def pieces_of(borders: Sequence[int], start: int, stop: int) -> list[Piece]:
     ]
 
 
+@dataclass(frozen=True)
+class Span:
+    """Rows start .. stop - 1 of a pack, which belong to the prompt in `slot`. The prompt's first token is row `first`."""
+
+    slot: int
+    first: int
+    start: int
+    stop: int
+
+
+def score_units(prompts: Sequence[tuple[int, tuple[int, int]]], most: int) -> Generator[list[Span]]:
+    """Cut prompts, each a slot and the border rows (first, stop), into units of `most` rows; the last unit may have fewer."""
+    unit, left = list[Span](), most
+    for slot, (first, stop) in prompts:
+        start = first
+        while start < stop:
+            end = min(start + left, stop)
+            unit.append(Span(slot, first, start, end))
+            left -= end - start
+            start = end
+            if left == 0:
+                yield unit
+                unit, left = [], most
+    if unit:
+        yield unit
+
+
 def attend_pieces(
     attention: Callable[[Tensor, Tensor, Tensor, float], Tensor],
     queries: Tensor,
@@ -217,18 +244,16 @@ class LayerwisePrefill(Prefill):
         self._layer, self._row = 0, 0  # the next unit begins here
         self._rows: tuple[Tensor, Tensor] | None = None  # keys and values of the layer
         self._queries: list[Tensor] = []  # queries of the layer that its index will be given
-        # The rows whose logits are asked for, one prompt after the other: where each prompt begins and ends among them, the slot
-        # and first row of the prompt that begins there, and how many of these rows are done.
         asked = [one for one in zip(self.slots, pairwise(self.borders), strict=True) if one[0] in takers]
-        self._score_borders = tuple(accumulate((stop - first for _, (first, stop) in asked), initial=0))
-        self._asked = dict(zip(self._score_borders, [(slot, first) for slot, (first, _) in asked], strict=False))
-        self._scored = 0
+        self._to_score = sum(stop - first for _, (first, stop) in asked)  # rows whose logits are asked for
+        self._scored = 0  # of these rows
+        self._units = score_units(asked, max(1, PIECE_LOGITS // model.model.vocab_size))
 
     @property
     def progress(self) -> float:
         """See Prefill.progress. A row's logits count like a layer."""
         done = self._layer * self.tokens + self._row + self._scored
-        return done / (self._layers * self.tokens + self._score_borders[-1])
+        return done / (self._layers * self.tokens + self._to_score)
 
     def _advance(self, max_tokens: int) -> int:
         if self._layer == self._layers:
@@ -269,23 +294,15 @@ class LayerwisePrefill(Prefill):
         return self._queries[0][:, first:stop][:, -LAST_QUERIES:].contiguous()
 
     def _score(self) -> None:
-        """Compute the logits of the next rows, as many as one unit may have, and hand them to their takers."""
-        start = self._scored
-        stop = min(start + max(1, PIECE_LOGITS // self._model.model.vocab_size), self._score_borders[-1])
-        self._scored = stop
-        pieces = [(*self._asked[piece.first], piece) for piece in pieces_of(self._score_borders, start, stop)]
-        wanted = [
-            (slot, first, piece.start - piece.first, piece.stop - piece.first)
-            for slot, first, piece in pieces
-            if slot not in self.dropped
-        ]
+        """Compute the logits of the next unit of rows, and hand them to their takers."""
+        unit = next(self._units)
+        self._scored += sum(span.stop - span.start for span in unit)
+        wanted = [span for span in unit if span.slot not in self.dropped]
         if wanted:
-            logits = self._model.logits_of(
-                self._prompt, [(first + start, first + stop) for _, first, start, stop in wanted]
-            )
-            for slot, _, start, stop in wanted:
-                self.takers[slot](start, logits[: stop - start])
-                logits = logits[stop - start :]
+            logits = self._model.logits_of(self._prompt, [(span.start, span.stop) for span in wanted])
+            parts = torch.split(logits, [span.stop - span.start for span in wanted])
+            for span, part in zip(wanted, parts, strict=True):
+                self.takers[span.slot](span.start - span.first, part)
 
     def _logits(self) -> Tensor:
         return self._model.logits_of(self._prompt, [(stop - 1, stop) for stop in self.borders[1:]])

@@ -46,14 +46,12 @@ from kvseek.server.settings import ServeSettings
 from .logits_room import LogitsRoom
 from .metrics import EngineMetrics
 from .tracing import RequestTracer
+from .watchdog import HUNG_SECONDS, Watchdog
 
 UNREAD_BYTES = 64 << 20  # most bytes, logits apart, that a door may leave unread; with more it counts as dead
 FRAME_BYTES = 16 << 20  # bytes of logits after which a message ends, long before it could be too large
 STATUS_FAILED = 3  # exit status when the engine has failed: every further call would fail too
 STATUS_HUNG = 4  # exit status when the engine's loop has stopped
-HUNG_SECONDS = (
-    300.0  # time without a round of the engine's loop; no round takes as long, because it reads only units of a prompt
-)
 ALONE_SECONDS = 2.0  # time without doors after which a shared engine process ends
 logger = logging.getLogger(__name__)
 
@@ -168,25 +166,6 @@ class Door:
         for handle in self._handles.values():
             self._server.service.cancel(handle)
         self._writer.close()
-
-
-class Watchdog:
-    """Tells whether the engine's loop still turns."""
-
-    def __init__(self, service: EngineService) -> None:
-        self._service = service
-        self._asked_at: float | None = None  # time.monotonic of the open question; None: no question is open
-
-    def hangs(self) -> bool:
-        """Whether the loop has not answered a question for too long. Also asks; call this again and again."""
-        if self._asked_at is None:
-            self._asked_at = time.monotonic()
-            self._service.call(self._answer)
-        asked_at = self._asked_at
-        return asked_at is not None and time.monotonic() - asked_at > HUNG_SECONDS
-
-    def _answer(self) -> None:
-        self._asked_at = None
 
 
 class EngineServer:

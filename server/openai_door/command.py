@@ -8,7 +8,6 @@ import dataclasses
 import logging
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from kvseek.server.ports import Ports
 from kvseek.server.process_metrics import server_text
 from kvseek.server.processes import raise_file_limit
 from kvseek.server.requests.engine_client import EngineClient
-from kvseek.server.requests.generations import Generations
+from kvseek.server.requests.generations import Generations, wait_for_ends
 from kvseek.server.settings import OPENAI_FLAGS, ServeSettings, add_flags, settings_of
 from kvseek.server.triton.repository import read_models
 
@@ -62,9 +61,7 @@ class OpenAIServer:
         """Take no requests any more, and end those that do not end soon."""
         self._state.stop_accepting()
         self._door.stop_accepting()
-        deadline = time.monotonic() + END_SECONDS
-        while self._generations.open and self._client.connected and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        await wait_for_ends(lambda: self._generations.open, self._client, END_SECONDS)
         await self._door.close()
         await self._state.close()
         self._generations.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import socket
 from collections.abc import Iterator
@@ -22,6 +23,10 @@ from .errors import FieldError, error_json
 
 MAX_HEADER_BYTES = 64 << 10
 BACKLOG = 1024
+ABSENT = (
+    errno.EADDRNOTAVAIL,
+    errno.EAFNOSUPPORT,
+)  # of IPv6 where a machine has none, though its names have such addresses
 LAST_SECONDS = 1.0  # time for answers that are being written when the server ends
 
 
@@ -133,12 +138,12 @@ class Listener:
             "backlog": BACKLOG,
         }
         self._server = Server(uvicorn.Config(app, **settings))
-        self._serving = asyncio.create_task(self._server.serve([listening]))
+        self._serving = asyncio.create_task(self._server.serve(listening))
         while not self._server.started:
             if self._serving.done():
                 self._serving.result()
             await asyncio.sleep(0)
-        return int(listening.getsockname()[1])
+        return int(listening[0].getsockname()[1])
 
     def stop_accepting(self) -> None:
         """Take no connections any more, and close those without an open request, within a tenth of a second."""
@@ -159,14 +164,35 @@ class Listener:
         await self._serving
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """Bind a socket to the first address of a host."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listening = socket.socket(family, kind, protocol)
+def _bind(host: str, port: int) -> list[socket.socket]:
+    """Bind a socket to every address of a host that this machine has, all of them at one port; 0 picks a free one."""
+    bound: list[socket.socket] = []
+    absent = OSError(f"{host} has no address")
+    with contextlib.ExitStack() as failing:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            chosen = bound[0].getsockname()[1] if bound else port
+            try:
+                bound.append(_bind_one(socket.socket(family, kind, protocol), (address[0], chosen, *address[2:])))
+            except OSError as error:
+                if error.errno not in ABSENT:
+                    raise
+                absent = error
+            else:
+                failing.callback(bound[-1].close)
+        if not bound:
+            raise absent
+        failing.pop_all()
+    return bound
+
+
+def _bind_one(listening: socket.socket, address: Any) -> socket.socket:
+    """Bind a socket and return it; closes it if that fails."""
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if listening.family == socket.AF_INET6:  # 0.0.0.0 has a socket of its own
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listening.bind(address)
         listening.setblocking(False)
     except BaseException:

@@ -21,6 +21,7 @@ from .engine_client import EngineClient
 from .served_request import Chunk, ServedRequest, after
 
 MAKERS = 2  # threads that tokenise: more would take the engine's cores
+GONE_SECONDS = 2.0  # time without an engine process after which open requests cannot end any more
 T = TypeVar("T")
 
 
@@ -164,6 +165,17 @@ class Generations:
         """Cancel a request whose client left while it was being submitted."""
         if not future.cancelled() and future.exception() is None:
             self._client.cancel(future.result())
+
+
+async def wait_for_ends(open_requests: Callable[[], int], client: EngineClient, seconds: float) -> None:
+    """Wait until no request is open, at most so many seconds, or until there has been no engine process for GONE_SECONDS."""
+    deadline = time.monotonic() + seconds
+    gone_since = None
+    while open_requests() and time.monotonic() < deadline:
+        gone_since = None if client.connected else gone_since or time.monotonic()
+        if gone_since is not None and time.monotonic() - gone_since > GONE_SECONDS:
+            return
+        await asyncio.sleep(0.02)
 
 
 async def _chunks(served: ServedRequest, outputs: asyncio.Queue[StepOutput]) -> AsyncGenerator[Chunk, None]:
