@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2
 
 from kvseek.core.errors import ErrorCode, RequestError
 from kvseek.server.http_door.generate_json import ModelSchema
-from kvseek.server.requests.served_request import MAX_ID_CHARACTERS
+from kvseek.server.requests.served_request import MAX_ID_CHARACTERS, WRITE_SECONDS
 from kvseek.server.triton.find import SHARED_MEMORY_PREFIX
 
 from .checks import ITEM_BYTES, WIRE_TYPES, admit
@@ -46,6 +46,11 @@ class GrpcCall:
         Opens a call of Triton's ModelStreamInfer that takes and gives bytes.
     refused : callable
         Counts a request that is not passed on.
+
+    Attributes
+    ----------
+    unread : Event
+        Set when the client has not read for WRITE_SECONDS. Its call has to end, or Triton would keep all that it does not read.
     """
 
     def __init__(
@@ -54,7 +59,7 @@ class GrpcCall:
         self._open_call, self._schemas, self._refused = open_call, schemas, refused
         self._call: Any = None
         self._opened = asyncio.Event()  # set when there is a call, or there will be none
-        self._left = False  # whether the client has left
+        self._left, self.unread = False, asyncio.Event()  # whether the client has left, or counts as gone
         self._name = uuid.uuid4().hex
         self._models: dict[str, str] = {}  # models that the client has asked, and the names by which it asked
         self._writing = asyncio.Lock()  # held while writing to the client, which both tasks do
@@ -76,11 +81,14 @@ class GrpcCall:
         return bytes(response.SerializeToString())
 
     async def _write(self, context: Any, data: bytes) -> None:
-        """Send a response to the client; does nothing if the client is gone."""
+        """Send a response to the client; does nothing if the client is gone, or has not read for WRITE_SECONDS."""
         try:
             if not self._left:
-                async with self._writing:
+                async with self._writing, asyncio.timeout(WRITE_SECONDS):
                     await context.write(data)
+        except TimeoutError:
+            self._left = True
+            self.unread.set()
         except (Exception, asyncio.CancelledError):  # gRPC raises various exceptions if the client is gone
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -98,6 +106,8 @@ class GrpcCall:
 
     async def _forward(self, requests: AsyncIterator[bytes], context: Any) -> None:
         async for data in requests:
+            if self._left:
+                return
             refusal = service_pb2.ModelStreamInferResponse()
             try:
                 request = service_pb2.ModelInferRequest.FromString(data)
@@ -127,7 +137,8 @@ class GrpcCall:
         self._left = True
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
-                await asyncio.wait((forward,))
+                # A client that does not read has not ended its call: `forward` may wait for its next request for ever.
+                await asyncio.wait((forward,), timeout=0 if self.unread.is_set() else None)
                 if self._call is not None:
                     with contextlib.suppress(asyncio.InvalidStateError):  # the client had said that it sends no more
                         await self._call.done_writing()

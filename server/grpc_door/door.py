@@ -20,6 +20,7 @@ from kvseek.core.errors import ErrorCode, RequestError
 from kvseek.server.errors import ServerError
 from kvseek.server.http_door.generate_json import ModelSchema
 from kvseek.server.http_door.readiness import ServerState
+from kvseek.server.requests.served_request import WRITE_SECONDS
 from kvseek.server.triton.durations import clear_durations
 from kvseek.server.triton.relay import TO_TRITON
 
@@ -206,20 +207,32 @@ class GrpcDoor:
         upstream = GrpcCall(self._stream_infer, self._schemas, self._refused)
         forward = asyncio.create_task(upstream.forward(requests, target))
         back = asyncio.create_task(upstream.back(target))
+        unread = asyncio.create_task(upstream.unread.wait())
+        failure: grpc.aio.AioRpcError | None = None
         self.open += 1
         try:
-            await asyncio.shield(back)  # if the client leaves, this handler is cancelled, but not `back`: see GrpcCall
-            await forward
+            # If the client leaves, this handler is cancelled, but not `back`: see GrpcCall.
+            await asyncio.wait((back, unread), return_when=asyncio.FIRST_COMPLETED)
+            if back.done():
+                await back
+                await forward
         except grpc.aio.AioRpcError as error:
-            await _abort(context, error.code(), error.details())
+            failure = error
         finally:
             self.open -= 1
+            unread.cancel()
             if back.done():
                 forward.cancel()
             else:
                 leaving = asyncio.create_task(upstream.leave(forward, back))
                 self._leaving.add(leaving)
                 leaving.add_done_callback(self._leaving.discard)
+        # Last, because these wait for a client that does not read.
+        if upstream.unread.is_set():
+            message = f"the client has left its answer unread for {WRITE_SECONDS:g} s; read answers as they come"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, message)
+        if failure is not None:
+            await _abort(context, failure.code(), failure.details())
 
 
 async def _only(data: bytes) -> AsyncIterator[bytes]:

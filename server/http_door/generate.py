@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kvseek.core.errors import RequestError, UnavailableError
 from kvseek.server.requests.generations import Generations, Ticket
-from kvseek.server.requests.served_request import SEVERAL, Chunk, RequestFactory
+from kvseek.server.requests.served_request import SEVERAL, WRITE_SECONDS, Chunk, RequestFactory
 from kvseek.server.requests.translation import scalar
 
 from .body import BodyReader
@@ -21,7 +21,6 @@ from .errors import HttpError, describe
 from .fields import shortened
 from .generate_json import MODEL_VERSION, GenerateBody, ModelSchema, chunk_to_json, error_to_json
 
-WRITE_SECONDS = 60.0  # time for which a client may leave a stream unread before it counts as gone
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 EVENT_STREAM = {
     "Content-Type": "text/event-stream; charset=utf-8",

@@ -20,8 +20,9 @@ from kvseek.core.errors import UnavailableError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http_door.body import BodyReader
 from kvseek.server.http_door.fields import shortened
-from kvseek.server.http_door.generate import EVENT_STREAM, TRACEPARENT, WRITE_SECONDS
+from kvseek.server.http_door.generate import EVENT_STREAM, TRACEPARENT
 from kvseek.server.requests.generations import Generations, Ticket
+from kvseek.server.requests.served_request import WRITE_SECONDS
 
 from .chat_body import CHAT_FORMAT, ChatBody
 from .choices import Choice, make_choices

@@ -17,6 +17,7 @@ from kvseek.server.grpc_door.call import SERVICE
 from kvseek.server.grpc_door.door import GrpcDoor
 
 SECONDS = 30.0
+FLOOD = "a" * (1 << 20)
 
 
 class ToyTriton:
@@ -24,6 +25,7 @@ class ToyTriton:
 
     def __init__(self) -> None:
         self.calls = 0  # opened
+        self.flooding = False  # whether requests are answered without end
         self.ends: list[str] = []  # how streams with requests of clients have ended
         self._left: dict[str, asyncio.Event] = {}
 
@@ -40,6 +42,10 @@ class ToyTriton:
                     return
                 names.append(name)
                 await context.write(service_pb2.ModelStreamInferResponse().SerializeToString())
+                while self.flooding and not left.is_set():
+                    await context.write(service_pb2.ModelStreamInferResponse(error_message=FLOOD).SerializeToString())
+                if self.flooding:
+                    break
             for name in names:
                 await self._left[name].wait()
             self.ends.append("told")
@@ -80,6 +86,11 @@ async def doors() -> AsyncIterator[tuple[ToyTriton, grpc.aio.Channel, GrpcDoor]]
         await server.stop(0)
 
 
+async def read_all(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(SECONDS):
         while not condition():
@@ -109,6 +120,23 @@ def test_the_call_of_a_client_that_leaves_is_told_and_not_cancelled(half_closed:
         await until(lambda: len(toy.ends) == 20)
         assert set(toy.ends) == {"told"}
         await until(lambda: not door.open)
+
+    run(test)
+
+
+def test_a_client_that_does_not_read_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or Triton would keep everything that it does not read."""
+    monkeypatch.setattr("kvseek.server.grpc_door.call.WRITE_SECONDS", 0.2)
+
+    async def test(toy: ToyTriton, channel: grpc.aio.Channel, door: GrpcDoor) -> None:
+        toy.flooding = True
+        call = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")()
+        await call.write(request().SerializeToString())
+        await call.read()
+        await until(lambda: toy.ends == ["told"])
+        await until(lambda: not door.open)
+        with pytest.raises(grpc.aio.AioRpcError, match="left its answer unread for 60 s; read answers as they come"):
+            await read_all(call)
 
     run(test)
 
