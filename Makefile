@@ -42,10 +42,11 @@ test-gpu: install ## tests/gpu and every other test that is marked gpu; fails wi
 soak: install ## 1,000 requests of 32 clients against a real server, one of whose processes is killed; some two minutes
 	$(BIN)/python -m tests.server.soak.main --requests 1000 --clients 32
 
-fuzz: install ## ten minutes of mutated inputs at each door of a real server; inputs that lead to a fault go to build/fuzz
+fuzz: engine ## ten minutes of guides, and of mutated inputs at each door of a real server; what leads to a fault goes to build/fuzz
 	@mkdir -p build/fuzz
 	@for door in grpc http openai raw engine-socket; do \
 	    $(BIN)/python -m tests.server.fuzz.main --door $$door --seconds 600 --folder build/fuzz || exit 1; done
+	$(BIN)/python -m tests.server.fuzz.guides --tokenizer $(ENGINE) --folder build/fuzz
 
 perf: load-tools model ## load test with perf_analyzer and aiperf: table, $(LOAD_RESULT) and an SVG beside it; some ten minutes
 	@mkdir -p $(dir $(LOAD_RESULT))

@@ -185,7 +185,7 @@ class Engine:
         return None
 
     def load_vocabulary(self) -> None:
-        """Load what guides need, so that the first does not wait for it; raises RequestError if there can be none."""
+        """Load what guides need, which would hold up other requests later; raises as Guides.load_vocabulary."""
         self._guides.load_vocabulary()
 
     def submit(self, request: Request) -> int:

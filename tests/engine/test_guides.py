@@ -17,7 +17,7 @@ from tests.support.random_models import VOCABULARY, save_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvseek.core.config import EngineConfig, ModelConfig
-from kvseek.core.errors import RequestError, SamplingError
+from kvseek.core.errors import RequestError, SamplingError, UnavailableError
 from kvseek.core.guide import MAX_BYTES, MAX_DEPTH, MAX_REFERENCES, MAX_TEXT_CHARACTERS, Guide, GuideType
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.schedule.guides import GuideMatcher, Guides
@@ -287,6 +287,7 @@ HOSTILE = {
     "many properties": raw({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}),
     "large enum": raw({"enum": [f"value {i}" for i in range(3000)]}),
     "multiple": raw({"type": "integer", "multipleOf": 999_999_937}),
+    "power of two": raw({"type": "integer", "multipleOf": 2**31}),  # which the library's own limits do not stop
     "many unions": raw(
         {
             "anyOf": [
@@ -349,6 +350,31 @@ def test_hostile_guides_cost_little(guides: Guides, name: str) -> None:
             longest = max(longest, time.process_time() - began)
     assert longest < 2, "seconds of processor time for a token, for which all other requests wait"
     assert resident_bytes() - before < 200 << 20
+
+
+def test_a_guide_that_ends_its_trial_is_refused_alone(guides: Guides) -> None:
+    digits = Guide(GuideType.REGEX, "[0-9]{3}")
+    guides.matcher(digits)
+    message = (
+        "guided_decoding_guide: cannot be followed: compiling it takes more than 5 s of processor time or 2 GiB of"
+    )
+    for _ in range(2):
+        with pytest.raises(RequestError, match=message):
+            guides.matcher(schema({"type": "integer", "multipleOf": 2**31}))
+        guides.matcher(digits)
+    process = guides._trial._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    guides.matcher(digits)
+
+
+def test_without_a_process_for_the_trial_guides_are_unavailable(tokenizer, guide_config, monkeypatch):
+    monkeypatch.setattr("kvseek.engine.schedule.guide_trial.sys.executable", "/bin/false")
+    with pytest.raises(
+        UnavailableError, match="the process that tries guides has ended with status 1; the server's log"
+    ):
+        Guides(tokenizer, guide_config).matcher(Guide(GuideType.JSON))
 
 
 def resident_bytes() -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from tests.server.fuzz.doors import ANSWER_SECONDS, EXCEPTION, FaultError
 from tests.server.fuzz.mutations import STRANGE, mutated_bytes, mutated_fields
-from tests.server.soak.calls import _tensor
+from tests.support.grpc_inputs import inputs_of
 from tritonclient.grpc import service_pb2
 
 SERVICE = "/inference.GRPCInferenceService/"
@@ -133,7 +133,7 @@ def _add_input(request: Any, name: str, value: Any, is_raw: bool) -> None:
     """Add a field as a tensor; what no tensor can be made of becomes one of the wrong kind."""
     try:
         with warnings.catch_warnings(action="ignore"):  # numbers that do not fit: any will do
-            tensor = _tensor(name, value)
+            (tensor,) = inputs_of({name: value})
         shape, kind, data = tensor.shape(), tensor.datatype(), tensor._get_content()
     except Exception:  # numpy and tritonclient refuse much in their own ways
         shape, kind, data = [1, 1], "INT32", b"\1\0\0\0"
