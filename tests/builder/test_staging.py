@@ -175,10 +175,10 @@ def test_after_a_real_kill(output: Path) -> None:
 
 
 COMPILER = """#!/bin/sh
-# Tells its version, and compiles for ever.
+# Tells its version, and compiles for long; a compiler that a thread starts after the signal is waited for.
 [ "$1" = --version ] && echo 1 && exit 0
 echo > "$0.runs"
-exec sleep 1000
+exec sleep 4
 """
 
 
