@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvseek.builder.sizes import readable
 from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import MANIFEST_FILE
 
 PARTIAL, REPLACED = "partial", "replaced"
+NO_ROOM = {  # errors of a file that cannot grow, and what helps
+    errno.ENOSPC: "free space there, or name a directory on another disk",
+    errno.EDQUOT: "free space within the quota, or name a directory on another disk",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f), or name a directory on another disk",
+}
 
 
 def refuse_foreign(output_dir: Path) -> None:
@@ -60,6 +67,11 @@ def atomic_directory(output_dir: Path) -> Iterator[Path]:
     """Make a directory beside `output_dir` to build in. It takes that one's place at the end; it is removed if the body raises.
 
     Remove the leftovers of killed builds first.
+
+    Raises
+    ------
+    ConfigError
+        Instead of an error of the body that says that a file cannot grow; the message names the file.
     """
     partial, replaced = (
         output_dir.with_name(f".{output_dir.name}.{os.getpid()}.{kind}") for kind in (PARTIAL, REPLACED)
@@ -67,7 +79,11 @@ def atomic_directory(output_dir: Path) -> Iterator[Path]:
     with _parents(output_dir):
         partial.mkdir()
         try:
-            yield partial
+            try:
+                yield partial
+            except Exception as error:
+                _raise_if_full(error, partial, output_dir)
+                raise
             if output_dir.exists():
                 output_dir.rename(replaced)
             partial.rename(output_dir)
@@ -76,6 +92,29 @@ def atomic_directory(output_dir: Path) -> Iterator[Path]:
                 replaced.rename(output_dir)
             shutil.rmtree(partial, ignore_errors=True)
             shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _raise_if_full(error: Exception, partial: Path, output_dir: Path) -> None:
+    """Raise ConfigError if `error` says that a file cannot grow.
+
+    An error of a write to an open file has no file name; the file is the one below `partial` that was written last.
+    """
+    number = _error_number(error)
+    files = [path for path in partial.rglob("*") if path.is_file()]
+    if number not in NO_ROOM or not files:
+        return
+    last = max(files, key=lambda path: path.stat().st_mtime_ns).relative_to(partial)
+    size = readable(sum(path.stat().st_size for path in files))
+    raise ConfigError(
+        f"output_dir = {str(output_dir)!r}: {os.strerror(number)} while {last} was written, after {size} in all; "
+        f"{NO_ROOM[number]}. Nothing of the build is left"
+    ) from None
+
+
+def _error_number(error: Exception) -> int:
+    """Return the system's number of an error, 0 without any. Libraries in Rust, as tokenizers, put it into the message."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else (error.errno or 0) if isinstance(error, OSError) else 0
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.core.errors import KvseekError
 from kvseek.core.manifest import CODEBOOKS_FILE, write_manifest
-from kvseek.engine.loading.load import needs_cpu_library
+from kvseek.engine.loading.supported import check_supported, needs_cpu_library
 from kvseek.engine.model.weight_only import FASTER_ROWS, NONE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.plugins.registry import method_traits
@@ -104,6 +104,7 @@ class _Build:
         """Raise ConfigError unless the kernels support the model, its tensors are there, and disk and memory suffice."""
         if self.config.device == "cuda":
             specialise(self.config)
+        check_supported(self.config)
         needed = needed_room(self.checkpoint, self.config, len(self.options.cuda_archs))
         refuse_too_little(needed, available_room(output_dir), self.options.output_dir, self.options.model)
 

@@ -16,13 +16,14 @@ COMMANDS = {
     "chat": ("kvseek.client.chat", "ask a running server"),
     "bench": ("kvseek.benchmarks.decode", "measure the time per output token"),
 }
+INTERRUPTED = 130  # exit status after SIGINT, as shells have it: 128 + 2
 USAGE = "usage: kvseek [--version] COMMAND [ARGUMENT ...]\n\n" + "\n".join(
     f"  {name:12} {summary}" for name, (_, summary) in COMMANDS.items()
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns its exit status, 2 for bad usage."""
+    """Run a subcommand; returns its exit status, 2 for bad usage, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] == "--version":
         print(f"kvseek {version('kvseek')}")
@@ -34,7 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: unknown command {arguments[0]!r}\n{USAGE}", file=sys.stderr)
         return 2
     module, _ = COMMANDS[arguments[0]]
-    status: int = importlib.import_module(module).main(arguments[1:])
+    try:
+        status: int = importlib.import_module(module).main(arguments[1:])
+    except KeyboardInterrupt:  # what a command had begun, it has removed on the way here
+        print(f"\nkvseek {arguments[0]}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return status
 
 

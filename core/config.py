@@ -210,7 +210,8 @@ class EngineConfig:
             value = getattr(self, name)
             require(value in choices, name, value, f"one of {choices}", f"choose one with --{name}")
         self._check_device()
-        for name in ("max_batch_size", "max_input_len", "max_seq_len", "prefill_chunk_tokens"):
+        # max_seq_len before max_input_len, which it is the default of: the message is to name the field that was set.
+        for name in ("max_batch_size", "max_seq_len", "max_input_len", "prefill_chunk_tokens"):
             require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1", f"set --{name}")
         limit = f"<= max_seq_len = {self.max_seq_len}"
         require(self.max_input_len <= self.max_seq_len, "max_input_len", self.max_input_len, limit, "raise max_seq_len")

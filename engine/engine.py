@@ -83,7 +83,7 @@ class Engine:
     @classmethod
     def load(
         cls,
-        directory: Path,
+        directory: str | Path,
         threads: int | None = None,
         max_queue_size: int | None = None,
         max_num_tokens: int = MAX_NUM_TOKENS,
@@ -103,6 +103,7 @@ class Engine:
         """
         if threads is not None:
             torch.set_num_threads(threads)
+        directory = Path(directory)
         verify(directory)
         config = read_config(directory)
         decoder = load_decoder(directory, config)

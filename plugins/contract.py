@@ -214,6 +214,34 @@ def _no_macros(head_dim: int, group_size: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
+class ShapeLimits:
+    """Shapes of a model that compiled kernels support. This is the one place of each limit beside the kernels' sources.
+
+    Attributes
+    ----------
+    max_head_dim : int
+        Largest head size.
+    max_group_size : int
+        Most query heads that share a KV head.
+    head_dim_step : int
+        Head sizes are multiples of this number.
+    """
+
+    max_head_dim: int
+    max_group_size: int
+    head_dim_step: int = 1
+
+    def fault(self, head_dim: int, group_size: int) -> str | None:
+        """Name the field that is not supported, its value and its limit, for an error message; None if both are."""
+        if head_dim % self.head_dim_step or not 1 <= head_dim <= self.max_head_dim:
+            multiple = f"a multiple of {self.head_dim_step} up to" if self.head_dim_step > 1 else "at most"
+            return f"head_dim = {head_dim}: must be {multiple} {self.max_head_dim}"
+        if not 1 <= group_size <= self.max_group_size:
+            return f"num_heads / num_kv_heads = {group_size}: must be at most {self.max_group_size}"
+        return None
+
+
+@dataclass(frozen=True)
 class Traits:
     """Properties of a method, for one Config of it, that the engine and the builder need before an index exists.
 
@@ -230,6 +258,9 @@ class Traits:
         Defaults of CacheConfig fields, where the method needs others than the engine's.
     cpu_library_on_gpu : bool
         Whether the method's index for the GPU calls compiled code of the CPU (kernels/cpu.so).
+    cpu_limits : ShapeLimits or None
+        Shapes that the method's compiled code of the CPU supports; None: all that attention's supports
+        (plugins/attention/native.py). An engine of another shape is refused when it is built, and when it is loaded.
     codebooks : callable
         Takes the head size; returns tensors by name, which the builder computes once and stores beside the weights.
     cuda_macros : callable
@@ -242,5 +273,6 @@ class Traits:
     kept_steps: int = 1
     cache_defaults: Mapping[str, Any] = field(default_factory=dict)
     cpu_library_on_gpu: bool = False
+    cpu_limits: ShapeLimits | None = None
     codebooks: Callable[[int], dict[str, Tensor]] = _no_codebooks
     cuda_macros: Callable[[int, int], dict[str, int]] = _no_macros

@@ -18,8 +18,8 @@ from kvseek.engine.cache.memory_layout import RowLayout, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.indexes import IndexMaker, device_retrieval, make_attentions
-from kvseek.engine.loading.load import needs_cpu_library
 from kvseek.engine.loading.runtime import layer_kernels
+from kvseek.engine.loading.supported import needs_cpu_library
 from kvseek.engine.model.graph_steps import GraphSteps
 from kvseek.engine.model.kernel_model import KernelModel
 from kvseek.engine.model.weight_only_kernels import weight_only_kernels

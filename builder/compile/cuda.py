@@ -21,8 +21,9 @@ from typing import Any
 import kvseek.engine
 import kvseek.plugins
 from kvseek.core.config import EngineConfig, require
-from kvseek.core.errors import KernelError
+from kvseek.core.errors import ConfigError, KernelError
 from kvseek.engine.model.weight_only import INPUTS_MULTIPLE, NONE
+from kvseek.plugins.attention.device import LIMITS
 from kvseek.plugins.registry import method_traits
 
 from .cache import cache_folder
@@ -30,7 +31,6 @@ from .cache import cache_folder
 ARCHITECTURES = (80, 89, 90, 100, 120)  # A100; L4, L40, RTX 40; H100, H200; B200; RTX 50
 DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2}  # plugins/shared/numbers.cuh
 WEIGHT_NUMBERS = {NONE: 0, "int8": 1, "fp8": 2}  # engine/model/cuda/weight_formats.cuh
-HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_GROUP_SIZE = 32, 256, 16  # plugins/attention/attend_arguments.cuh
 # No fast math: softmax relies on infinities, and poisoned rows must show. Contraction into fused multiply-add stays on:
 # kernels whose order of roundings matters say so with intrinsics.
 STANDARD = "c++17"
@@ -87,12 +87,8 @@ def specialise(config: EngineConfig) -> Specialisation:
         If the kernels do not support the model's shape, or a field of the method is bad.
     """
     model = config.model
-    fits = model.head_dim % HEAD_DIM_STEP == 0 and model.head_dim <= MAX_HEAD_DIM
-    limit = f"a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM} with device = 'cuda'"
-    require(fits, "head_dim", model.head_dim, limit, "build with --device cpu")
-    limit = f"at most {MAX_GROUP_SIZE} with device = 'cuda'"
-    fits = model.group_size <= MAX_GROUP_SIZE
-    require(fits, "num_heads / num_kv_heads", model.group_size, limit, "build with --device cpu")
+    if fault := LIMITS.fault(model.head_dim, model.group_size):
+        raise ConfigError(f"{fault} with device = 'cuda'; build with --device cpu")
     if config.weight_only_precision != NONE:
         limit = f"a multiple of {INPUTS_MULTIPLE} with weight_only_precision = {config.weight_only_precision!r}"
         for name in ("hidden_size", "intermediate_size"):  # heads are multiples of 32
@@ -166,9 +162,13 @@ def cached_cubin(specialisation: Specialisation, arch: int, roots: Sequence[Path
         return file.read_bytes()
     image = compile_cubin(specialisation, arch, roots)
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=cache, prefix=".compile-", delete=False) as written:
-        written.write(image)
-    Path(written.name).replace(file)  # other processes see no file or a whole one
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".compile-") as folder:
+        written = Path(folder) / file.name
+        try:
+            written.write_bytes(image)
+        except OSError as error:
+            raise KernelError(f"{file}: {error.strerror}; free space there, or set XDG_CACHE_HOME") from None
+        written.replace(file)  # other processes see no file or a whole one
     return image
 
 

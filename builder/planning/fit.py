@@ -30,6 +30,7 @@ from kvseek.engine.cache.memory_layout import (
 )
 from kvseek.engine.loading.dry_run import DryRun
 from kvseek.engine.loading.memory import IndexNeeds, divide_measured
+from kvseek.engine.loading.supported import check_supported
 from kvseek.engine.model.graphs import BUCKETS
 from kvseek.plugins.registry import method_traits
 
@@ -100,6 +101,7 @@ class FitSearch:
         self.model = dataclasses.replace(model, max_position_embeddings=longest)
         self.asked = options.engine_config(self.model)
         specialise(self.asked)
+        check_supported(self.asked)
         self.dtype: torch.dtype = getattr(torch, self.asked.dtype)
         self.storage = weight_storage(self.asked)
         self._dry_run = DryRun(method_traits(self.asked).codebooks(model.head_dim))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.core.errors import ConfigError
 from kvseek.core.extents import ExtentTable
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.model.graphs import buckets_for
@@ -22,7 +21,9 @@ from kvseek.plugins.attention.hot_rows import HotRows, empty_frames, fitting_ste
 from kvseek.plugins.attention.splits import AttentionScratch
 from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.contract import Index, IndexContext, LayerRows
-from kvseek.plugins.registry import METHODS, get_method, method_traits
+from kvseek.plugins.registry import get_method, method_traits
+
+from .supported import check_device
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +51,8 @@ class IndexMaker:
     kernels: CudaKernels | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError if the method does not run on the engine's device; the message names the methods that do."""
-        device = self.config.device
-        if device in method_traits(self.config).devices:
-            return
-        others = [name for name in METHODS if device in get_method(name).traits().devices]
-        other = "cpu" if device == "cuda" else "cuda"
-        raise ConfigError(
-            f"method = {self.config.method!r} does not run with device = {device!r}; choose one of "
-            f"{', '.join(others) or 'none'}, or build with --device {other}"
-        )
+        """Raise ConfigError if the method does not run on the engine's device."""
+        check_device(self.config)
 
     def make(self, extents: ExtentTable, lengths: list[int], rows: list[LayerRows] | None) -> list[Index]:
         """Make one index per layer, over retrieval regions of `lengths` tokens in `extents`.

@@ -20,24 +20,20 @@ from kvseek.engine.model import bfloat16
 from kvseek.engine.model.host_steps import HostSteps
 from kvseek.engine.model.torch_model import TorchModel
 from kvseek.engine.model.weights import load_weights
-from kvseek.plugins.registry import method_traits
 
 from .indexes import IndexMaker, device_retrieval, host_retrieval
+from .supported import check_supported, needs_cpu_library
 
 GIB = 1 << 30
 
 
 def load_decoder(directory: Path, config: EngineConfig) -> Decoder:
     """Load the decoder of an engine directory onto the device of its configuration; raises as `Engine.load`."""
+    check_supported(config)
     path = directory / CODEBOOKS_FILE
     codebooks = load_file(path) if path.exists() else {}
     library = CpuLibrary(directory / LIBRARY_FILE) if needs_cpu_library(config) else None
     return (_load_cuda if config.device == "cuda" else _load_cpu)(directory, config, codebooks, library)
-
-
-def needs_cpu_library(config: EngineConfig) -> bool:
-    """Whether an engine needs the compiled CPU library: for native kernels on the CPU, or for its method's index on a GPU."""
-    return method_traits(config).cpu_library_on_gpu if config.device == "cuda" else config.kernels == "native"
 
 
 def _load_cpu(

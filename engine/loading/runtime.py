@@ -53,9 +53,7 @@ class Runtime(Protocol):
         Raises
         ------
         ConfigError
-            If max_batch_size exceeds the largest bucket of decode steps.
-        KernelError
-            If the kernels do not support a shape of the model.
+            If max_batch_size exceeds the largest bucket of decode steps, or the kernels do not support a size of the model.
         """
 
 

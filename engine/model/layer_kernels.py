@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.config import ModelConfig
-from kvseek.core.errors import KernelError
+from kvseek.core.errors import ConfigError, KernelError
 
 from .rope import frequencies
 
@@ -114,14 +114,14 @@ class LayerKernels:
 
     Raises
     ------
-    KernelError
-        If the model's sizes are not multiples of 8, or hidden_size exceeds MAX_HIDDEN.
+    ConfigError
+        As `check_sizes`.
     """
 
     def __init__(
         self, kernels: CudaKernels, model: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch: int
     ) -> None:
-        _check_sizes(model)
+        check_sizes(model)
         self._kernels, self.model, self.dtype, self.device, self._max_batch = kernels, model, dtype, device, max_batch
         angles, self._factor = frequencies(model)
         self._frequencies = angles.to(device)
@@ -309,12 +309,13 @@ class LayerKernels:
         return tensor.data_ptr()
 
 
-def _check_sizes(model: ModelConfig) -> None:
+def check_sizes(model: ModelConfig) -> None:
+    """Raise ConfigError unless the kernels support the model's sizes: multiples of PIECE, hidden_size up to MAX_HIDDEN."""
     for name in ("hidden_size", "intermediate_size"):
         value = getattr(model, name)
         if value % PIECE:
-            raise KernelError(f"{name} = {value}: must be a multiple of {PIECE} on a GPU; build with --device cpu")
+            raise ConfigError(f"{name} = {value}: must be a multiple of {PIECE} on a GPU; build with --device cpu")
     if model.hidden_size > MAX_HIDDEN:
-        raise KernelError(
+        raise ConfigError(
             f"hidden_size = {model.hidden_size}: must be <= {MAX_HIDDEN} on a GPU; build with --device cpu"
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvseek.core.errors import KernelError
 from kvseek.plugins.batch import REQUEST_FIELDS, Batch
-from kvseek.plugins.contract import LayerRows
+from kvseek.plugins.contract import LayerRows, ShapeLimits
 from kvseek.plugins.selection import Selection
 
 from .hot_rows import HotRows
@@ -25,8 +25,7 @@ from .splits import MAX_RETRIEVAL_SPLITS, THREADS, AttentionScratch, HeadTiles, 
 if TYPE_CHECKING:
     from kvseek.core.cuda import CudaKernels
 
-MAX_HEAD_DIM = 256
-MAX_GROUP_SIZE = 16
+LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16, head_dim_step=32)  # static_assert of attend_arguments.cuh
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes that the kernel loads at once, to which tensors must be aligned
 UNSUPPORTED = "run the model with --device cpu"
@@ -255,11 +254,9 @@ class LayerAttention:
 
 def _check_shape(num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     _require(dtype in DTYPES, "dtype", dtype, f"one of {DTYPES}", UNSUPPORTED)
-    fits = head_dim % 32 == 0 and 32 <= head_dim <= MAX_HEAD_DIM
-    _require(fits, "head_dim", head_dim, f"a multiple of 32 up to {MAX_HEAD_DIM}", UNSUPPORTED)
-    fits = num_heads % kv_heads == 0 and 1 <= num_heads // kv_heads <= MAX_GROUP_SIZE
-    limit = f"1 to {MAX_GROUP_SIZE} times kv_heads = {kv_heads}"
-    _require(fits, "num_heads", num_heads, limit, UNSUPPORTED)
+    _require(num_heads % kv_heads == 0, "num_heads", num_heads, f"a multiple of kv_heads = {kv_heads}", UNSUPPORTED)
+    if fault := LIMITS.fault(head_dim, num_heads // kv_heads):
+        raise KernelError(f"attention on the GPU: {fault}; {UNSUPPORTED}")
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -14,10 +14,10 @@ from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
 from kvseek.plugins.batch import Batch
+from kvseek.plugins.contract import ShapeLimits
 from kvseek.plugins.selection import Selection
 
-MAX_HEAD_DIM = 256
-MAX_GROUP_SIZE = 16
+LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_DIM and MAX_GROUP of attend.cpp
 REMEDY = "build the engine with --kernels reference"
 
 
@@ -58,7 +58,7 @@ def attend(
     Parameters
     ----------
     queries : Tensor [batch, H, D]
-        float32 or bfloat16, like the rows, on the CPU. D is a multiple of 8 up to 256, H/G at most 16.
+        float32 or bfloat16, like the rows, on the CPU. `LIMITS` bounds D and H/G.
     selection : Selection or None
         None: every row. With a selection no request may be dense.
     window, rows, sink
@@ -110,10 +110,8 @@ def _layout(query: tuple[Any, ...], cache: tuple[Any, ...]) -> bytes:
         _refuse("dtype", dtype, "float32 or bfloat16")
     if (window_dtype, rows_dtype) != (dtype, dtype):
         _refuse("cache dtype", (window_dtype, rows_dtype), f"{dtype} as the queries")
-    if dim % 8 or dim > MAX_HEAD_DIM:
-        _refuse("head_dim", dim, f"a multiple of 8 up to {MAX_HEAD_DIM}")
-    if not 1 <= group <= MAX_GROUP_SIZE:
-        _refuse("query heads per KV head", group, f"1 to {MAX_GROUP_SIZE}")
+    if fault := LIMITS.fault(dim, group):
+        raise KernelError(f"native attention: {fault}; {REMEDY}")
     if entry_dtype not in (None, torch.int32):
         _refuse("selection dtype", entry_dtype, "int32")
     for name, strides, tokens in (("window", window_stride, window_rows), ("rows", rows_stride, EXTENT_TOKENS)):

@@ -6,7 +6,7 @@ from kvseek.plugins.contract import Index, IndexContext, Traits
 
 from .config import Config
 from .device import CudaIndex
-from .native import NativeIndex
+from .native import LIMITS, NativeIndex
 from .reference import ReferenceIndex
 
 __all__ = ["create", "traits"]
@@ -15,7 +15,7 @@ __all__ = ["create", "traits"]
 def traits(config: Config) -> Traits:
     """Return the method's traits: with execution "cpu" host cores attend to rows in host memory."""
     on_host = config.execution == "cpu"
-    return Traits(cpu_library_on_gpu=on_host, kept_steps=0 if on_host else 1)
+    return Traits(cpu_library_on_gpu=on_host, cpu_limits=LIMITS, kept_steps=0 if on_host else 1)
 
 
 def create(context: IndexContext) -> Index:

@@ -14,15 +14,14 @@ from torch import Tensor
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
 from kvseek.plugins.batch import Batch
-from kvseek.plugins.contract import IndexContext, LayerRows
+from kvseek.plugins.contract import IndexContext, LayerRows, ShapeLimits
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import require_fit
 
 from .reference import ReferenceIndex
 
-MAX_GROUP_SIZE = 16
-MAX_HEAD_DIM = 256
-HEAD_DIM_STEP = 32
+# MAX_HOST_DIM, MAX_HOST_GROUP and HOST_DIM_STEP of host_step.h
+LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16, head_dim_step=32)
 MOST_THREADS = 1024  # most threads of a pool (host_pool.h)
 AUTOMATIC = -1
 LEVEL_NAMES = {0: "baseline", 3: "AVX2", 4: "AVX-512", 5: "AVX-512 BF16", 6: "AMX"}
@@ -30,8 +29,8 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 PINS = {"none": 0, "workers": 1, "all": 2}
 DEFECT = "kvseek is at fault, or a request was dropped while its step ran: report it; execution 'uva' does without"
 ERRORS = {
-    1: "a size that host kernels do not support: head_dim must be a multiple of 32 up to 256, at most 16 query heads "
-    "may share a KV head; set execution to 'uva'",
+    1: f"a size that host kernels do not support: head_dim must be a multiple of {LIMITS.head_dim_step} up to "
+    f"{LIMITS.max_head_dim}, at most {LIMITS.max_group_size} query heads may share a KV head; set execution to 'uva'",
     2: "the instruction level that was asked for is not on this processor; ask for -1, the fastest that is",
     3: f"a number of recalled places that is negative or beyond the capacity; {DEFECT}",
     4: f"a slot that the extent table does not hold; {DEFECT}",
@@ -273,14 +272,10 @@ def describe_step(index: ReferenceIndex, rows: LayerRows, batch: int, **fields: 
 
 def check_supported(context: IndexContext) -> None:
     """Raise KernelError unless the host kernels support the shapes and the dtype of an index, which may be on any device."""
-    dim, group = context.head_dim, context.group_size
-    dims = f"a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
-    limits = (
-        ("dtype", context.dtype, context.dtype in TYPES, "float32, bfloat16 or float16"),
-        ("head_dim", dim, dim % HEAD_DIM_STEP == 0 and dim <= MAX_HEAD_DIM, dims),
-        ("group size", group, group <= MAX_GROUP_SIZE, f"at most {MAX_GROUP_SIZE}"),
-    )
-    remedy = "build the engine with --kernels reference" if context.device.type == "cpu" else "set execution to 'uva'"
-    for name, value, holds, limit in limits:
-        if not holds:
-            raise KernelError(f"CTkvr on host cores: {name} = {value}: must be {limit}; {remedy}")
+    fault = LIMITS.fault(context.head_dim, context.group_size)
+    if context.dtype not in TYPES:
+        fault = f"dtype = {context.dtype}: must be float32, bfloat16 or float16"
+    if fault:
+        on_cpu = context.device.type == "cpu"
+        remedy = "build the engine with --kernels reference" if on_cpu else "set execution to 'uva'"
+        raise KernelError(f"CTkvr on host cores: {fault}; {remedy}")

@@ -9,7 +9,7 @@ from kvseek.plugins.contract import Index, IndexContext, Traits
 from . import codebook
 from .config import Config
 from .device import CudaIndex, cuda_macros
-from .native import NativeIndex
+from .native import LIMITS, NativeIndex
 from .reference import ReferenceIndex
 
 __all__ = ["create", "traits"]
@@ -17,7 +17,11 @@ __all__ = ["create", "traits"]
 
 def traits(config: Config) -> Traits:
     """Return the method's traits: codebooks that need no data, and macros that compile kernels for one number of lanes."""
-    return Traits(codebooks=partial(codebook.build_codebooks, config), cuda_macros=partial(cuda_macros, config))
+    return Traits(
+        cpu_limits=LIMITS,
+        codebooks=partial(codebook.build_codebooks, config),
+        cuda_macros=partial(cuda_macros, config),
+    )
 
 
 def create(context: IndexContext) -> Index:

@@ -12,16 +12,15 @@ from torch import Tensor
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
 from kvseek.plugins.batch import Batch
-from kvseek.plugins.contract import IndexContext
+from kvseek.plugins.contract import IndexContext, ShapeLimits
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import require_fit
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
-from .codebook import padded_dim
 from .reference import ReferenceIndex
 
-MAX_GROUP_SIZE = 16
-MAX_HEAD_DIM = 256
+LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_PADDED_DIM of layout.h, lanes of byte_votes.h
+REMEDY = "build the engine with --kernels reference"
 INT32_BYTES = 4
 
 
@@ -126,11 +125,9 @@ def _check(context: IndexContext) -> None:
     limits = (
         ("dtype", context.dtype, context.dtype in (torch.float32, torch.bfloat16), "float32 or bfloat16"),
         ("device", context.device, context.device.type == "cpu", "the CPU"),
-        ("head_dim", context.head_dim, padded_dim(context.head_dim) <= MAX_HEAD_DIM, f"at most {MAX_HEAD_DIM}"),
-        ("group size", context.group_size, context.group_size <= MAX_GROUP_SIZE, f"at most {MAX_GROUP_SIZE}"),
     )
     for name, value, holds, limit in limits:
         if not holds:
-            raise KernelError(
-                f"native ParisKV: {name} = {value}: must be {limit}; build the engine with --kernels reference"
-            )
+            raise KernelError(f"native ParisKV: {name} = {value}: must be {limit}; {REMEDY}")
+    if fault := LIMITS.fault(context.head_dim, context.group_size):
+        raise KernelError(f"native ParisKV: {fault}; {REMEDY}")

@@ -144,8 +144,8 @@ class GrpcCall:
                         await self._call.done_writing()
                     await self._say_goodbye()
                 await asyncio.wait((back,))
-        except grpc.aio.AioRpcError:
-            pass  # Triton has ended, and the call with it
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError):
+            pass  # Triton has ended, and the call with it; or the door ends, and has closed its channel to Triton
         except TimeoutError:
             logger.error("Triton has not ended a call %g s after its client left; it is cancelled", LEAVE_SECONDS)
         finally:

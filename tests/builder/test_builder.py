@@ -280,6 +280,7 @@ def test_bad_usage(
 
 BAD_VALUES = [
     (("--cache.local", "0"), "cache.local = 0: must be >= 1"),
+    (("--max_seq_len", "0"), "max_seq_len = 0: must be >= 1; set --max_seq_len"),
     (("--max_seq_len", "2048"), "max_seq_len = 2048: must be <= max_position_embeddings = 1024"),
     (("--max_input_len", "900", "--max_seq_len", "800"), "max_input_len = 900: must be <= max_seq_len = 800"),
     (("--method", "flat", "--flat.top_k", "0"), "top_k = 0: must be >= 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,11 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.conftest import RandomModel
 from tests.support.random_models import save_random_model
+from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.builder import build
 from kvseek.builder.atomic_directory import atomic_directory, remove_leftovers
+from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import verify
+
+BUILD = [sys.executable, "-m", "kvseek.cli.main", "build", "--method", "full", "--quiet"]
 
 
 @pytest.fixture
@@ -166,3 +172,72 @@ def test_after_a_real_kill(output: Path) -> None:
             child.communicate()
     assert build.main([*arguments, "--quiet"]) == 0, "up to date"
     assert sorted(path.name for path in output.parent.iterdir()) == ["engine[1]", "model"], "nothing else is left"
+
+
+COMPILER = """#!/bin/sh
+# Tells its version, and compiles for long; a compiler that a thread starts after the signal is waited for.
+[ "$1" = --version ] && echo 1 && exit 0
+echo > "$0.runs"
+exec sleep 4
+"""
+
+
+def test_ctrl_c_ends_a_build_with_a_line(random_model: RandomModel, tmp_path: Path) -> None:
+    """As from a terminal, which sends SIGINT to the compiler as well."""
+    compiler, output, cache = tmp_path / "compiler", tmp_path / "out/engine", tmp_path / "cache"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    environment = os.environ | {"CXX": str(compiler), "XDG_CACHE_HOME": str(cache)}
+    command = [*BUILD, "--model", str(random_model("llama")), "--output_dir", str(output)]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    ) as process:
+        try:
+            wait_for((tmp_path / "compiler.runs").exists, "the compiler")
+            assert output.parent.exists()
+            os.killpg(process.pid, signal.SIGINT)
+            _, errors = process.communicate(timeout=SECONDS)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert errors == "\nkvseek build: interrupted\n"
+    assert not output.parent.exists()
+    assert list((cache / "kvseek").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kilobytes", "file"), [(2, "tokenizer/tokenizer.json"), (100, "rank0-00001-of-00001.safetensors")]
+)
+def test_a_file_that_cannot_grow_is_named(kilobytes: int, file: str, random_model: RandomModel, tmp_path: Path) -> None:
+    """A limit of file sizes stands for a full disk: writes fail half-way, those of libraries in Rust too."""
+    output = tmp_path / "engine"
+    command = [*BUILD, "--model", str(random_model("llama")), "--output_dir", str(output), "--kernels", "reference"]
+    limited = ["bash", "-c", f'ulimit -f {kilobytes}; exec "$@"', "bash", *command]
+    result = subprocess.run(limited, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert result.returncode == 1
+    assert f"error: output_dir = {str(output)!r}: File too large while {file} was written, after" in result.stderr
+    assert "raise the limit of file sizes (ulimit -f)" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "full"), "No space left on device while b was written, after 3 B in all; free space"),
+        (OSError(errno.EDQUOT, "full"), "Disk quota exceeded while b was written, after 3 B in all; free space within"),
+        (OSError(errno.EIO, "broken"), "broken"),
+        (ValueError("no number"), "no number"),
+    ],
+)
+def test_errors_of_a_full_disk(error: Exception, message: str, output: Path) -> None:
+    def build_all() -> None:
+        with atomic_directory(output) as directory:
+            for name, content in (("a", "1"), ("b", "22")):
+                (directory / name).write_text(content)
+            os.utime(directory / "a", (0, 0))
+            raise error
+
+    kind = ConfigError if "while b was written" in message else type(error)
+    with pytest.raises(kind, match=message):
+        build_all()
+    assert list(output.parent.iterdir()) == []

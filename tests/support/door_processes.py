@@ -65,9 +65,11 @@ class Door:
 
 
 @contextmanager
-def engine_process(directory: Path, socket_path: Path, settings: ServeSettings) -> Iterator[subprocess.Popen[str]]:
+def engine_process(
+    directory: Path, socket_path: Path, settings: ServeSettings, module: str = "kvseek.server.engine.process"
+) -> Iterator[subprocess.Popen[str]]:
     """An engine process; killed at the end if it still runs."""
-    command = [sys.executable, "-m", "kvseek.server.engine.process", "--engine_dir", str(directory)]
+    command = [sys.executable, "-m", module, "--engine_dir", str(directory)]
     command += ["--socket", str(socket_path), "--settings", settings.to_json()]
     process = subprocess.Popen(command, text=True)
     try:

@@ -176,7 +176,7 @@ def test_prefill_attention_of_the_gpu_is_that_of_the_cpu(q: int, n: int) -> None
 )
 def test_sizes_that_the_kernels_lack_are_refused(field: str, value: int, message: str) -> None:
     model = ModelConfig("llama", 16, 64, 64, 2, 2, 1, 32, 1e-5, 1e4, 1024)
-    with pytest.raises(KernelError, match=message):
+    with pytest.raises(ConfigError, match=message):
         LayerKernels(None, dataclasses.replace(model, **{field: value}), torch.float32, CPU, 4)  # type: ignore[arg-type]
 
 

@@ -83,6 +83,12 @@ def test_random_models(architecture: str, kernels: str, tmp_path: Path, build_en
     compare(model, directory, torch.arange(180).mul(7).remainder(100).tolist())
 
 
+@pytest.mark.parametrize("head_dim", [12, 80, 100])
+def test_head_sizes_without_kernels_of_their_own(head_dim: int, tmp_path: Path, build_engine: BuildEngine) -> None:
+    model = save_random_model(tmp_path / "model", "llama", head_dim=head_dim)
+    compare(model, build_engine(model, "full"), torch.arange(150).mul(7).remainder(100).tolist())
+
+
 ROPE = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": {

@@ -215,7 +215,7 @@ def test_hits_are_a_share_of_all_layers_rows() -> None:
         ("dtype", {"dtype": torch.float64}),
         ("head_dim", {"head_dim": 80}),
         ("head_dim", {"head_dim": 288}),
-        ("num_heads", {"num_heads": 136}),
+        ("num_heads / num_kv_heads", {"num_heads": 136}),
         ("num_heads", {"num_heads": 12}),
         ("sink", {"sink": 576}),
         ("hot.rows", {"hot": make_hot_rows(entries=99)}),

@@ -236,7 +236,7 @@ def test_create_follows_the_library(library: CpuLibrary) -> None:
 
 
 def test_unsupported_inputs_are_refused(library: CpuLibrary) -> None:
-    with pytest.raises(KernelError, match=r"group size = 17: must be at most 16; .*--kernels reference"):
+    with pytest.raises(KernelError, match=r"num_heads / num_kv_heads = 17: must be at most 16; .*--kernels reference"):
         NativeIndex(make_context(library, Config(), 17, 64, [10], torch.float32))
     with pytest.raises(KernelError, match="head_dim = 264"):
         NativeIndex(make_context(library, Config(), 1, 264, [10], torch.float32))

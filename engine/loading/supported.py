@@ -1,0 +1,59 @@
+"""What an engine's method and kernels support. A build asks before it writes, and loading asks before it reads weights.
+
+The limits themselves stand beside the kernels: `LIMITS` of plugins/attention/native.py and device.py, `Traits.cpu_limits` and
+`Traits.cuda_macros` of a method, `check_sizes` of engine/model/layer_kernels.py.
+"""
+
+from __future__ import annotations
+
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import ConfigError
+from kvseek.engine.model.graphs import buckets_for
+from kvseek.engine.model.layer_kernels import check_sizes
+from kvseek.plugins.attention.native import LIMITS
+from kvseek.plugins.registry import METHODS, get_method, method_traits
+
+
+def needs_cpu_library(config: EngineConfig) -> bool:
+    """Whether an engine needs the compiled CPU library: for native kernels on the CPU, or for its method's index on a GPU."""
+    return method_traits(config).cpu_library_on_gpu if config.device == "cuda" else config.kernels == "native"
+
+
+def check_supported(config: EngineConfig) -> None:
+    """Raise ConfigError if an engine could not serve a request: its method or its kernels do not support the model or device.
+
+    Head sizes of the GPU's kernels are not checked here, but where macros are made of them (builder/compile/cuda.py).
+    """
+    check_device(config)
+    if config.device == "cuda":
+        check_sizes(config.model)
+        buckets_for(config.max_batch_size)
+    elif config.kernels == "native":
+        _check_cpu_kernels(config)
+
+
+def check_device(config: EngineConfig) -> None:
+    """Raise ConfigError if the method does not run on the engine's device; the message names the methods that do."""
+    device = config.device
+    if device in method_traits(config).devices:
+        return
+    others = [name for name in METHODS if device in get_method(name).traits().devices]
+    other = "cpu" if device == "cuda" else "cuda"
+    raise ConfigError(
+        f"method = {config.method!r} does not run with device = {device!r}; choose one of "
+        f"{', '.join(others) or 'none'}, or build with --device {other}"
+    )
+
+
+def _check_cpu_kernels(config: EngineConfig) -> None:
+    shape = (config.model.head_dim, config.model.group_size)
+    if fault := LIMITS.fault(*shape):
+        raise ConfigError(f"{fault} with kernels = 'native'; build with --kernels reference")
+    own = method_traits(config).cpu_limits
+    if own is not None and (fault := own.fault(*shape)):
+        limits = {name: get_method(name).traits().cpu_limits for name in METHODS}
+        others = [name for name, other in limits.items() if other is None or other.fault(*shape) is None]
+        raise ConfigError(
+            f"{fault} with method = {config.method!r} and kernels = 'native'; build with --kernels reference, or choose "
+            f"another method: {', '.join(others)}"
+        )

@@ -1,0 +1,94 @@
+"""Models that kernels do not support are refused when an engine is built, and when it is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from tests.conftest import BuildEngine, RandomModel
+
+from kvseek.builder import build
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import ConfigError
+from kvseek.engine.engine import Engine
+from kvseek.engine.loading.load import load_decoder
+from kvseek.plugins.attention import native as attention
+from kvseek.plugins.contract import ShapeLimits
+from kvseek.plugins.ctkvr import native as ctkvr
+from kvseek.plugins.pariskv import native as pariskv
+
+PLUGINS = Path(attention.__file__).parent.parent
+CUDA = ("--device", "cuda", "--cuda_archs", "90")
+NO_OTHER = "with kernels = 'native'; build with --kernels reference"
+OTHER = (
+    "and kernels = 'native'; build with --kernels reference, or choose another method: full, clusterkv, flat, .*prkv"
+)
+
+REFUSED = [
+    ("full", {"head_dim": 320}, (), f"head_dim = 320: must be at most 256 {NO_OTHER}"),
+    (
+        "prkv",
+        {"num_key_value_heads": 1, "num_attention_heads": 24},
+        (),
+        f"num_kv_heads = 24: must be at most 16 {NO_OTHER}",
+    ),
+    (
+        "ctkvr",
+        {"head_dim": 100},
+        (),
+        f"head_dim = 100: must be a multiple of 32 up to 256 with method = 'ctkvr' {OTHER}",
+    ),
+    ("flat", {}, CUDA, "method = 'flat' does not run with device = 'cuda'; choose one of full"),
+    ("full", {"intermediate_size": 100}, CUDA, "intermediate_size = 100: must be a multiple of 8 on a GPU; build with"),
+    ("full", {"head_dim": 100}, CUDA, "head_dim = 100: must be a multiple of 32 up to 256 with device = 'cuda'; build"),
+    ("full", {}, (*CUDA, "--max_batch_size", "65"), "max_batch_size = 65: must be <= 64 with device = 'cuda'"),
+]
+
+
+@pytest.mark.parametrize(("method", "shape", "flags", "message"), REFUSED)
+def test_a_build_refuses_what_could_not_be_served(
+    method: str,
+    shape: dict[str, int],
+    flags: tuple[str, ...],
+    message: str,
+    random_model: RandomModel,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    where = ("--model", str(random_model("llama", **shape)), "--output_dir", str(tmp_path / "engine"))
+    assert build.main([*where, "--method", method, "--quiet", *flags]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_loading_refuses_it_too(random_model: RandomModel, build_engine: BuildEngine) -> None:
+    """As an engine that an earlier version has built."""
+    directory = build_engine(random_model("llama", head_dim=320), "full", "--kernels", "reference")
+    assert Engine.load(str(directory)).config.model.head_dim == 320, "PyTorch has no limit; a path may be a str"
+    config = dataclasses.replace(read_config(directory), kernels="native")
+    with pytest.raises(ConfigError, match="head_dim = 320: must be at most 256"):
+        load_decoder(directory, config)
+
+
+@pytest.mark.parametrize(
+    ("limits", "file", "names"),
+    [
+        (attention.LIMITS, "attention/attend.cpp", ("MAX_DIM", "MAX_GROUP", None)),
+        (pariskv.LIMITS, "pariskv/cpu/layout.h", ("MAX_PADDED_DIM", None, None)),
+        (ctkvr.LIMITS, "ctkvr/cpu/host_step.h", ("MAX_HOST_DIM", "MAX_HOST_GROUP", "HOST_DIM_STEP")),
+    ],
+)
+def test_limits_are_those_of_the_kernels_sources(limits: ShapeLimits, file: str, names: tuple[str | None, ...]) -> None:
+    source = (PLUGINS / file).read_text()
+    for name, value in zip(names, dataclasses.astuple(limits), strict=True):
+        assert name is None or re.search(rf"constexpr int(32_t)? {name} = {value};", source)
+
+
+def test_limits_name_the_field() -> None:
+    limits = ShapeLimits(max_head_dim=64, max_group_size=2, head_dim_step=32)
+    assert limits.fault(64, 2) is None
+    assert limits.fault(48, 2) == "head_dim = 48: must be a multiple of 32 up to 64"
+    assert limits.fault(96, 3) == "head_dim = 96: must be a multiple of 32 up to 64"
+    assert limits.fault(32, 3) == "num_heads / num_kv_heads = 3: must be at most 2"
