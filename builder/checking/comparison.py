@@ -99,8 +99,8 @@ def _small(config: EngineConfig) -> EngineConfig:
         return config
     cache = dataclasses.replace(config.cache, kv_cache_host_memory_bytes=None, kv_cache_device_memory_bytes=None)
     length = min(config.max_seq_len, EXTENT_TOKENS)
-    limits = {"max_batch_size": 1, "max_seq_len": length, "max_input_len": min(config.max_input_len, length)}
-    return dataclasses.replace(config, cache=cache, **limits)
+    most = min(config.max_input_len, length)
+    return dataclasses.replace(config, cache=cache, max_batch_size=1, max_seq_len=length, max_input_len=most)
 
 
 def greedy(decoder: Decoder, prompt: list[int], count: int) -> tuple[list[int], Tensor]:

@@ -43,33 +43,49 @@ class Reference:
 
 def reference_logits(checkpoint: Checkpoint, ids: Sequence[int], rows: int) -> Reference:
     """Compute the logits after each of the last `rows` tokens of `ids`; raises CheckError if transformers cannot."""
-    unchecked = _unchecked(checkpoint)
     with tempfile.TemporaryDirectory() as folder, _quiet():
         try:
-            model = _filled_model(checkpoint) if unchecked else _own_model(checkpoint, Path(folder))
+            model, unchecked = _model(checkpoint, Path(folder))
             with torch.inference_mode():
                 logits = model.eval()(torch.tensor([ids]), use_cache=False, logits_to_keep=rows).logits[0].float()
         except CheckError:
             raise
         except Exception as error:  # whatever transformers raises: it has no class of errors of its own
-            first = (str(error) or type(error).__name__).splitlines()[0]
             raise CheckError(
-                f"transformers cannot run {checkpoint.path} ({type(error).__name__}: {first}): there is nothing to compare "
-                "the engine with; mend the checkpoint, or build with --no-check"
+                f"transformers cannot run {checkpoint.path} ({_first_line(error)}): there is nothing to compare the engine "
+                "with; mend the checkpoint, or build with --no-check"
             ) from None
     return Reference(logits, unchecked)
 
 
-def _unchecked(checkpoint: Checkpoint) -> str:
-    """Say what transformers does not read itself."""
+def _model(checkpoint: Checkpoint, folder: Path) -> tuple[Any, str]:
+    """Make transformers' model, and say what of the checkpoint transformers did not read itself."""
     if isinstance(checkpoint, HuggingFaceCheckpoint):
-        return ""
+        return _own_model(checkpoint.path, folder), ""
+    reason = _foreign(checkpoint)
+    if not reason:
+        try:
+            return _gguf_model(checkpoint.path), ""
+        except (
+            Exception
+        ) as error:  # such as a file with no tokenizer, from which transformers takes the vocabulary's size
+            reason = f"transformers cannot read this GGUF file ({_first_line(error)})"
+    return _filled_model(checkpoint), f"{reason}; tensors and configuration are as kvseek reads them"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def _foreign(checkpoint: Checkpoint) -> str:
+    """Say why transformers should not read a checkpoint that is no Hugging Face directory; empty for most GGUF files."""
     if not isinstance(checkpoint, GgufCheckpoint):
-        return "transformers does not read TensorRT-LLM checkpoints: tensors and configuration are as kvseek reads them"
+        return "transformers does not read TensorRT-LLM checkpoints"
     if checkpoint.config.rope_scaling is not None:  # stated by a tensor that transformers does not look at
-        return "transformers ignores the RoPE scaling of GGUF files: tensors and configuration are as kvseek reads them"
+        return "transformers ignores the RoPE scaling of GGUF files"
     if 4 * parameters(checkpoint.config) > WHOLE_BYTES:
-        return "transformers would dequantise the whole GGUF file: tensors and configuration are as kvseek reads them"
+        return "transformers would dequantise the whole GGUF file at once"
     return ""
 
 
@@ -78,23 +94,33 @@ def parameters(model: ModelConfig) -> int:
     return sum(torch.Size(weight.shape).numel() for weight in list_weights(model))
 
 
-def _own_model(checkpoint: Checkpoint, folder: Path) -> Any:
-    """Let transformers read the checkpoint: safetensors are mapped, and each module's are read when the module runs."""
+def _own_model(path: Path, folder: Path) -> Any:
+    """Let transformers read a directory: its files are mapped, and each module's weights are read when the module runs."""
     from transformers import AutoModelForCausalLM
 
-    path = checkpoint.path
-    common = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True}
-    if path.is_file():
-        model, found = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **common)
-    else:
-        streamed = {"device_map": {"": "disk"}, "offload_folder": folder, "use_safetensors": True}
-        model, found = AutoModelForCausalLM.from_pretrained(path, **streamed, **common)
+    model, found = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.float32,
+        device_map={"": "disk"},
+        offload_folder=folder,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
     if missing := sorted(found["missing_keys"]):
         raise CheckError(
             f"{path}: transformers finds no tensor {missing[0]} ({len(missing)} in all), and would draw it at random; "
             "download the checkpoint again, or build with --no-check"
         )
     return model
+
+
+def _gguf_model(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
+    )
 
 
 def _filled_model(checkpoint: Checkpoint) -> Any:
