@@ -3,7 +3,8 @@
     python -m tests.builder.fuzz_checkpoints --cases 5000 --seed 1
 
 Cases are those of tests/builder/checkpoints/test_same_as_transformers.py, which takes 200 of them, the same in every run. Exit
-status 0 if none broke the property; else 1, and the smallest such case of each kind is printed: it belongs into that file's FOUND.
+status 0 if none broke the property; else 1, and the smallest case of each kind that did is printed: it belongs into that file's
+FOUND.
 """
 
 from __future__ import annotations
