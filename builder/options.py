@@ -73,9 +73,7 @@ class BuildOptions(EngineOptions):
     cuda_archs: tuple[int, ...] = ()  # what kernels are compiled for; empty with device = "cpu"
     force: bool = False
     quiet: bool = False
-    check: bool | None = (
-        None  # compare with transformers; None: a model of which that takes seconds (builder/checking/)
-    )
+    check: bool | None = None  # compare with transformers; None: if the model is small
     calibrate: Path | None = None  # a text; None: no calibration
     calibrate_tokens: int = CALIBRATE_TOKENS
     calibrate_window: int | None = None  # None: as builder/calibration/calibrate.py chooses
@@ -182,7 +180,7 @@ def build_options(values: Mapping[str, Any]) -> BuildOptions:
             raise ConfigError(f"{group} = {fields!r}: must be a dictionary of its fields, such as {{'sink': 64}}")
         prefix = values["method"] if group == "method_config" else group
         flat |= {f"{prefix}.{name}": value for name, value in fields.items()}
-    limit, remedy = "True, False or None", "None checks models of which that takes seconds"
+    limit, remedy = "True, False or None", "None checks small models"
     require(flat.get("check") in (True, False, None), "check", flat.get("check"), limit, remedy)
     if not flat.get("quiet"):
         flat.pop("quiet", None)  # as a flag, which is there or is not
@@ -204,11 +202,8 @@ def _refuse_misplaced(parser: FlagParser, mode: str, values: dict[str, Any]) -> 
         "check": set(values) - {"check", "output_dir", "model"},
     }[mode]
     if found := [name for name in values if name in misplaced]:
-        where = (
-            f"does not go with --{mode}{' without --method' * (mode == 'check')}"
-            if mode != "build"
-            else "goes only with --plan"
-        )
+        where = f"does not go with --{mode}" if mode != "build" else "goes only with --plan"
+        where += " without --method" * (mode == "check")
         where += " or --inspect" * (mode == "build" and found[0] == "json")
         parser.error(f"--{found[0]} {where}; leave it out")
 

@@ -18,16 +18,17 @@ from kvseek.engine.loading.load import load_decoder
 from .reference import reference_logits
 
 PROMPT_TOKENS, GREEDY_TOKENS, SEED = 64, 8, 20
-# Largest difference of two logits, in standard deviations of transformers' logits over the vocabulary, that rounding explains.
-# transformers computes in float32 from the checkpoint's own numbers, so the engine's rounding is all that may differ.
-# Predicted: a sum's relative error is about its format's, 6e-8 (float32), 5e-4 (float16), 4e-3 (bfloat16), times the root of
-# the some hundred roundings on the way through the layers, times the 4 to 5 standard deviations that the largest of
-# thousands of errors has: 3e-6, 0.025, 0.2. A weight of 8 bits is off by 0.6 % of its usual size (int8, a row's largest
-# weight being some four times the usual) or by 2.6 % (fp8): 0.2 and 0.9. Measured on random models of 3 to 24 layers, the
-# needle model (Qwen3) and SmolLM2 (Llama, 30 layers, whose few very large activations round worst):
-#   float32 2e-6 to 1.1e-5; bfloat16 0.025 to 0.24; int8 0.04 to 0.56; fp8 0.14 to 0.70.
-# The limits are some three times the largest (float32: ninety times, which still is little), because models differ. Logits
-# that have nothing to do with each other are 5 to 8 apart; a wrong detail may hide behind 8 bits, but not in float32.
+
+# The largest difference of two logits that rounding explains, in standard deviations of transformers' logits over the vocabulary.
+# transformers computes in float32 with the checkpoint's own numbers, so only the engine's rounding may make a difference.
+# Predicted: one rounding is off by 6e-8 (float32), 5e-4 (float16) or 4e-3 (bfloat16) of a number; some hundred roundings on
+# the way through the layers add up like their square root; the largest of thousands of errors is 4 to 5 times the usual one.
+# That makes 3e-6, 0.025 and 0.2. A weight of 8 bits is off by about 0.6 % (int8) or 2.6 % (fp8): 0.3 and 1.
+# Measured on random models of 3 to 24 layers, the needle model (Qwen3) and SmolLM2 (30 layers, whose few very large activations
+# round worst): float32 2e-6 to 1.1e-5, bfloat16 0.025 to 0.24, int8 0.04 to 0.56, fp8 0.14 to 0.70. float16, which needs a GPU,
+# is not measured; its numbers have three bits more than bfloat16's.
+# The limits are three times the largest, because models differ (float32: ninety times, which is still little). Logits that
+# have nothing to do with each other are 5 to 8 apart. A small mistake may hide behind 8 bits, but not in float32.
 LIMITS = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.75}
 PRECISION_LIMITS = {"none": 0.0, "int8": 1.5, "fp8": 2.0}  # beside that of the dtype
 
@@ -64,8 +65,11 @@ class Comparison:
 
 
 def prompt_ids(config: EngineConfig) -> list[int]:
-    """Draw the prompt, with a fixed seed, from the whole vocabulary: every text has the same few tokens."""
-    # Rows stay in the window, where every method attends to all of them.
+    """Draw the prompt, with a fixed seed, from the whole vocabulary, of which a text would use little.
+
+    It is so short that all rows stay in the window, where every method attends to all of them. The engine must have room for
+    more than GREEDY_TOKENS tokens.
+    """
     dense = max(config.cache.full_threshold, config.cache.sink + config.cache.local)
     most = min(PROMPT_TOKENS, config.max_input_len, config.max_seq_len - GREEDY_TOKENS, dense - GREEDY_TOKENS)
     generator = torch.Generator().manual_seed(SEED)

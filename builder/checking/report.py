@@ -13,11 +13,11 @@ from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.options import CheckOptions
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import CheckError, ConfigError
+from kvseek.core.errors import CapacityError, CheckError, ConfigError, KernelError
 from kvseek.core.manifest import read_manifest, verify
 from kvseek.engine.model import bfloat16
 
-from .comparison import Comparison, compare
+from .comparison import GREEDY_TOKENS, Comparison, compare
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,12 @@ def check_engine(directory: Path, checkpoint: Checkpoint) -> Found:
     if reason := _cannot_run(config):
         return Found(f"not compared with transformers: {reason}", checked=False)
     _refuse_other_model(config, checkpoint)
-    comparison = compare(directory, checkpoint)
+    try:
+        comparison = compare(directory, checkpoint)
+    except (KernelError, CapacityError) as error:  # such as a GPU of another architecture, or one that is in use
+        if config.device == "cpu":
+            raise
+        return Found(f"not compared with transformers: the engine cannot be run here ({error})", checked=False)
     if not comparison.agrees:
         raise CheckError(
             f"{checkpoint.path}: {_describe(comparison, config)}: the engine does not compute what transformers computes from "
@@ -83,6 +88,8 @@ def _cannot_run(config: EngineConfig) -> str:
     """Say why this machine cannot run the engine, or why there is nothing to compare; empty if it can."""
     if config.device == "cuda" and not torch.cuda.is_available():
         return "the engine is for device = 'cuda', and PyTorch sees no GPU here; run kvseek build --check where there is one"
+    if config.max_seq_len <= GREEDY_TOKENS:
+        return f"max_seq_len = {config.max_seq_len} has no room for a prompt and {GREEDY_TOKENS} tokens"
     if config.device == "cpu" and config.dtype == "bfloat16" and not bfloat16.usable():
         return "this processor cannot multiply dtype = 'bfloat16'; run kvseek build --check on another machine"
     return ""
@@ -103,7 +110,7 @@ def _describe(comparison: Comparison, config: EngineConfig) -> str:
     precision = config.weight_only_precision
     rounding = config.dtype if precision == "none" else f"{precision} and {config.dtype}"
     same = [ours == theirs for ours, theirs in zip(comparison.tokens, comparison.expected, strict=True)]
-    tokens = "are equal" if all(same) else f"differ from the {1 + same.index(False)}. on"
+    tokens = "are equal" if all(same) else f"differ from number {1 + same.index(False)} on"
     return (
         f"logits differ by up to {comparison.difference:.3g} ({rounding} explains {comparison.limit * comparison.spread:.3g}), "
         f"{len(same)} greedy tokens {tokens}"

@@ -47,9 +47,10 @@ def main() -> int:
     try:
         with without_advice():
             run()
-    except* Exception as group:
-        for error in group.exceptions:
-            print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+    except Exception as error:
+        for one in error.exceptions if isinstance(error, ExceptionGroup) else [error]:
+            notes = getattr(one, "__notes__", [])  # hypothesis notes the case that it has shrunk to
+            print("\n".join([f"{type(one).__name__}: {one}", *notes]), file=sys.stderr)
         return 1
     print(f"{counts['equal']} with transformers' logits, {counts['refused']} refused")
     return 0

@@ -17,13 +17,14 @@ from tests.support.random_models import ARCHITECTURES, VOCABULARY, save_random_m
 from tests.support.tensorrt_llm_files import save_tensorrt_llm
 
 from kvseek.builder import build
+from kvseek.builder.checking import report
 from kvseek.builder.checking.comparison import compare, prompt_ids
 from kvseek.builder.checking.report import check_engine
 from kvseek.builder.checkpoints import weights
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.core.config import RopeScaling
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import CheckError, ConfigError
+from kvseek.core.errors import CheckError, ConfigError, KernelError
 from kvseek.engine.model.rope import frequencies
 
 FORMATS = [
@@ -78,7 +79,7 @@ def test_a_wrong_engine_is_not_kept(
     assert list(tmp_path.iterdir()) == []
     message = capsys.readouterr().err
     assert re.search(
-        r"logits differ by up to [\d.]+ \(.* explains [\d.]+\), 8 greedy tokens differ from the 1. on", message
+        r"logits differ by up to [\d.]+ \(.* explains [\d.]+\), 8 greedy tokens differ from number 1 on", message
     )
     assert "--no-check" in message
     assert run(model, tmp_path / "engine", "--no-check", "--quiet", *flags) == 0
@@ -186,6 +187,34 @@ def test_engines_of_a_gpu_that_is_not_there(
     found = check_engine(engine, open_checkpoint(model))
     assert not found.checked
     assert "not compared with transformers: the engine is for device = 'cuda', and PyTorch sees no GPU" in found.text
+
+
+def test_an_engine_without_room(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(model, tmp_path / "engine", "--max_seq_len", "8") == 0
+    assert "not compared with transformers: max_seq_len = 8 has no room for" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_engines_that_cannot_be_loaded(
+    device: str, model: Path, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU of another architecture is no fault of the engine; on the CPU there is nothing to blame but the engine."""
+    engine = build_engine(model, "full")
+    config = dataclasses.replace(read_config(engine), device=device)
+
+    def refuse(*_: object) -> None:
+        raise KernelError("no kernels for this GPU")
+
+    monkeypatch.setattr(report, "read_config", lambda _: config)
+    monkeypatch.setattr(report, "compare", refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if device == "cpu":
+        with pytest.raises(KernelError):
+            check_engine(engine, open_checkpoint(model))
+        return
+    found = check_engine(engine, open_checkpoint(model))
+    assert not found.checked
+    assert found.text.endswith("cannot be run here (no kernels for this GPU)")
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class Case:
 
 def save_case(case: Case, directory: Path) -> None:
     """Write the checkpoint of a case, with a tokenizer, into an empty directory."""
-    shutil.copytree(_tokenizer(), directory, dirs_exist_ok=True)
+    shutil.copytree(_tokenizer().name, directory, dirs_exist_ok=True)
     values = {name: value for name, value in (_plain_config(case.shape) | case.config).items() if value != ABSENT}
     (directory / "config.json").write_text(json.dumps(values))
     tensors = _FAULTS[case.files.fault](_tensors(case.shape, seed=1))
@@ -161,9 +161,10 @@ def _save_shards(tensors: Tensors, directory: Path) -> None:
 
 
 @functools.cache
-def _tokenizer() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="kvseek-tokenizer-"))
-    save_tokenizer(folder)
+def _tokenizer() -> tempfile.TemporaryDirectory[str]:
+    """Save one tokenizer for all cases; the folder goes when the process ends."""
+    folder = tempfile.TemporaryDirectory()
+    save_tokenizer(Path(folder.name))
     return folder
 
 
