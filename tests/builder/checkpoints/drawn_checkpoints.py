@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from tests.support.random_models import save_tokenizer
 
 Tensors = dict[str, torch.Tensor]
 ABSENT = "(absent)"  # a value that takes the key out of config.json
@@ -162,9 +161,15 @@ def _save_shards(tensors: Tensors, directory: Path) -> None:
 
 @functools.cache
 def _tokenizer() -> tempfile.TemporaryDirectory[str]:
-    """Save one tokenizer for all cases; the folder goes when the process ends."""
+    """Save one tokenizer for all cases, with few tokens, as the models have; the folder goes when the process ends."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(("<begin>", "<end>", "<unknown>", "harbour", "light"))}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<begin>", eos_token="<end>")
     folder = tempfile.TemporaryDirectory()
-    save_tokenizer(Path(folder.name))
+    tokenizer.save_pretrained(folder.name)
     return folder
 
 
