@@ -202,18 +202,17 @@ def _rope_values(kind: str) -> st.SearchStrategy[dict[str, Any]]:
     rest = st.fixed_dictionaries(
         {}, optional=optional.get(kind, {}) | ({} if kind in ("default", "linear") else shared)
     )
-    stray = st.sampled_from(
-        [{}, {}, {}, {}, {}, {"partial_rotary_factor": 1.0}, {"partial_rotary_factor": 0.5}, {"x": 1}]
-    )
-    return st.one_of(first, first, first, rare).flatmap(
-        lambda a: st.tuples(rest, stray).map(lambda both: a | both[0] | both[1])
-    )
+    strays = [{"partial_rotary_factor": 1.0}, {"partial_rotary_factor": 0.5}, {"x": 1}]
+    stray = st.sampled_from([{}] * 13 + strays)
+    parts = st.tuples(st.one_of(*[first] * 7, rare), rest, stray)
+    return parts.map(lambda found: found[0] | found[1] | found[2])
 
 
 @st.composite
 def _ropes(draw: st.DrawFn) -> dict[str, Any]:
     """The keys of config.json that say how positions are rotated, as transformers 4 or 5 or somebody's script writes them."""
-    kinds = st.sampled_from(["default", "linear", "llama3", "yarn", "yarn", "dynamic", "longrope"])
+    runs = ["default", "linear", "linear", "llama3", "llama3", "yarn", "yarn", "yarn"]
+    kinds = st.sampled_from([*runs, "dynamic", "longrope"])
     thetas = st.sampled_from([10000.0, 500, 1e6])
 
     def object_(theta: bool) -> dict[str, Any]:
