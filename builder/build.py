@@ -174,7 +174,7 @@ def _check_logits(build: _Build, directory: Path, console: Console) -> None:
 
     with console.status("compare with transformers"):
         found = check_engine(directory, build.checkpoint)
-    console.print(found.text)
+    console.print(found.text, soft_wrap=True)
 
 
 def _print_advice(config: EngineConfig, console: Console) -> None:
