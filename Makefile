@@ -42,7 +42,8 @@ test-gpu: install ## tests/gpu and every other test that is marked gpu; fails wi
 soak: install ## 1,000 requests of 32 clients against a real server, one of whose processes is killed; some two minutes
 	$(BIN)/python -m tests.server.soak.main --requests 1000 --clients 32
 
-fuzz: engine ## ten minutes of guides, and of mutated inputs at each door of a real server; what leads to a fault goes to build/fuzz
+fuzz: engine ## 5,000 checkpoints beside transformers; ten minutes of guides and of inputs at each door; faults go to build/fuzz
+	$(BIN)/python -m tests.builder.fuzz_checkpoints --cases 5000
 	@mkdir -p build/fuzz
 	@for door in grpc http openai raw engine-socket; do \
 	    $(BIN)/python -m tests.server.fuzz.main --door $$door --seconds 600 --folder build/fuzz || exit 1; done
@@ -51,7 +52,7 @@ fuzz: engine ## ten minutes of guides, and of mutated inputs at each door of a r
 perf: load-tools model ## load test with perf_analyzer and aiperf: table, $(LOAD_RESULT) and an SVG beside it; some ten minutes
 	@mkdir -p $(dir $(LOAD_RESULT))
 	$(BIN)/python builder/build.py --model $(MODEL) --method pariskv --output_dir $(LOAD_ENGINE) \
-	    --max_batch_size 8 --max_seq_len 4096
+	    --max_batch_size 8 --max_seq_len 4096 --no-check
 	$(BIN)/python -m kvseek.benchmarks.load.main --engine_dir $(LOAD_ENGINE) --output $(LOAD_RESULT) $(PERF_ARGS)
 	$(BIN)/python -m kvseek.benchmarks.load.chart $(LOAD_RESULT) --output $(LOAD_RESULT:.json=.svg)
 
@@ -116,8 +117,9 @@ model: $(MODEL)
 $(MODEL): | install
 	$(BIN)/python examples/fetch_model.py $@
 
+# --no-check: transformers takes a minute to read this file, and the slow tests compare the model's logits.
 engine: install model ## an engine directory of the example model, rebuilt when anything that it is made of changes
-	$(BIN)/python builder/build.py --model $(MODEL) --method pariskv --output_dir $(ENGINE) --max_batch_size 4
+	$(BIN)/python builder/build.py --model $(MODEL) --method pariskv --output_dir $(ENGINE) --max_batch_size 4 --no-check
 
 clean: ## forget the virtual environment, the model and the engines
 	rm -rf $(VENV) .cache build *.egg-info

@@ -1,4 +1,4 @@
-"""`kvseek build`: build an engine directory from a checkpoint, plan one, inspect one or verify one (docs/builder.md)."""
+"""`kvseek build`: build an engine directory from a checkpoint, plan, inspect, verify or check one (docs/builder.md)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.builder.compile.cuda import cached_cubins, specialise
 from kvseek.builder.fingerprint import fingerprint, up_to_date
-from kvseek.builder.options import BuildOptions, FitOptions, InspectOptions, Options, parse
+from kvseek.builder.options import BuildOptions, CheckOptions, FitOptions, InspectOptions, Options, parse
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
 from kvseek.builder.weight_storage import WeightStorage, weight_storage
 from kvseek.core.config import EngineConfig, require
@@ -37,9 +37,11 @@ from kvseek.engine.model.weight_only import FASTER_ROWS, NONE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.plugins.registry import method_traits
 
+CHECKED_BYTES = 1_000_000_000  # of an engine's weights: with less, --check takes seconds and is the default
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build, plan, inspect or verify; returns 0, or 1 after printing an error. Bad usage exits with 2."""
+    """Build, plan, inspect, verify or check; returns 0, or 1 after printing an error. Bad usage exits with 2."""
     options = parse(argv)
     try:
         return _run(options)
@@ -63,6 +65,10 @@ def _run(options: Options) -> int:
         from kvseek.builder.inspection import print_engine
 
         print_engine(options, console)
+    elif isinstance(options, CheckOptions):
+        from kvseek.builder.checking.report import check_existing
+
+        return check_existing(options, console)
     else:
         from kvseek.builder.verification import print_faults
 
@@ -100,6 +106,12 @@ class _Build:
             options, checkpoint, config, storage, text, fingerprint(options.settings | storage.versions(), sources)
         )
 
+    @property
+    def compares(self) -> bool:
+        """Whether the engine's logits are compared with transformers'."""
+        asked = self.options.check
+        return self.storage.weight_bytes < CHECKED_BYTES if asked is None else asked
+
     def check(self, output_dir: Path) -> None:
         """Raise ConfigError unless the kernels support the model, its tensors are there, and disk and memory suffice."""
         if self.config.device == "cuda":
@@ -124,6 +136,8 @@ def build_engine(options: BuildOptions) -> bool:
         directory holds something that is no engine, or disk or memory do not suffice. Then nothing has been written.
     KernelError
         If the kernels cannot be compiled, or TensorRT cannot be imported or cannot build a plan.
+    CheckError
+        If the engine's logits are not transformers', or transformers cannot run the checkpoint. The engine is not kept.
     """
     console = Console(stderr=True, quiet=options.quiet, markup=False)  # names may hold brackets
     checkpoint = open_checkpoint(options.model, options.tokenizer)
@@ -133,11 +147,15 @@ def build_engine(options: BuildOptions) -> bool:
     build = _Build.of(options, checkpoint)
     if not options.force and up_to_date(output_dir, build.fingerprint):
         console.print(f"{options.output_dir} is up to date; --force builds it again")
+        if options.check:
+            _check_logits(build, output_dir, console)
         return False
     with console.status("check the model"):
         build.check(output_dir)
     with atomic_directory(output_dir) as directory:
         calibration = _write_engine(build, directory, console)
+        if build.compares:  # before the engine takes its place: one that is wrong is not kept
+            _check_logits(build, directory, console)
     if calibration is not None:
         calibration.print(console)
     _print_advice(build.config, console)
@@ -149,6 +167,15 @@ def build_engine(options: BuildOptions) -> bool:
 def engine_fingerprint(options: BuildOptions) -> str:
     """Return the fingerprint of an engine built with these options now; raises as `build_engine` does before it writes."""
     return _Build.of(options, open_checkpoint(options.model, options.tokenizer)).fingerprint
+
+
+def _check_logits(build: _Build, directory: Path, console: Console) -> None:
+    """Compare with transformers, which is imported only for that; raises CheckError if the logits are others."""
+    from kvseek.builder.checking.report import check_engine
+
+    with console.status("compare with transformers"):
+        found = check_engine(directory, build.checkpoint)
+    console.print(found.text, soft_wrap=True)
 
 
 def _print_advice(config: EngineConfig, console: Console) -> None:

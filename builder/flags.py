@@ -34,7 +34,8 @@ USAGE = """
   kvseek build --model MODEL --method METHOD --output_dir DIR [OPTION ...]
   kvseek build --plan --model MODEL --method METHOD --gpu_memory SIZE --host_memory SIZE [OPTION ...]
   kvseek build --inspect DIR [--json]
-  kvseek build --verify DIR"""
+  kvseek build --verify DIR
+  kvseek build --check --output_dir DIR [--model MODEL]"""
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -119,10 +120,16 @@ class FlagParser(argparse.ArgumentParser):
         add("--json", action="store_true", help="with --plan or --inspect: print JSON, sizes in bytes")
 
     def _add_directories(self) -> None:
-        add = self.add_argument_group("inspect and verify").add_argument
+        add = self.add_argument_group("inspect, verify and check").add_argument
         add("--inspect", type=Path, metavar="DIR", help="print what an engine directory holds, without its weights")
         checks = "check size and SHA-256 of every file of an engine directory; status 1 if one is damaged, missing or foreign"
         add("--verify", type=Path, metavar="DIR", help=checks)
+        compares = (
+            "compare the engine's logits and greedy tokens with transformers' of the same checkpoint; status 1 if they differ by "
+            "more than rounding; of a build, or without --method of the engine in --output_dir (default: builds of models whose "
+            "weights take less than 1 GB)"
+        )
+        add("--check", action=argparse.BooleanOptionalAction, help=compares)
 
     def _add_fields(self, prefix: str, config_class: type[Any], title: str, description: str) -> None:
         """Add a group with one flag for each field of a config class."""

@@ -1,4 +1,4 @@
-"""Options of the builder, from its command line or from Python: what to build, to plan, to inspect or to verify."""
+"""Options of the builder, from its command line or from Python: what to build, to plan, to inspect, to verify or to check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from kvseek.builder.compile.cuda import ARCHITECTURES
 from kvseek.builder.flags import CALIBRATE_TOKENS, LIMITS, FlagParser
-from kvseek.core.config import CHOICES, CacheConfig, EngineConfig, ModelConfig, TensorRtConfig
+from kvseek.core.config import CHOICES, CacheConfig, EngineConfig, ModelConfig, TensorRtConfig, require
 from kvseek.core.errors import ConfigError
 from kvseek.core.fields import from_dict, read_fields, refuse_unknown
 from kvseek.plugins.registry import METHODS, get_method
@@ -73,6 +73,7 @@ class BuildOptions(EngineOptions):
     cuda_archs: tuple[int, ...] = ()  # what kernels are compiled for; empty with device = "cpu"
     force: bool = False
     quiet: bool = False
+    check: bool | None = None  # compare with transformers; None: if the model is small
     calibrate: Path | None = None  # a text; None: no calibration
     calibrate_tokens: int = CALIBRATE_TOKENS
     calibrate_window: int | None = None  # None: as builder/calibration/calibrate.py chooses
@@ -109,7 +110,21 @@ class VerifyOptions:
     directory: Path
 
 
-Options = BuildOptions | FitOptions | InspectOptions | VerifyOptions
+@dataclass(frozen=True)
+class CheckOptions:
+    """An engine directory to compare with transformers' model of its checkpoint.
+
+    Attributes
+    ----------
+    model : Path or None
+        The checkpoint; None: what the manifest names, in the working directory or beside the engine.
+    """
+
+    directory: Path
+    model: Path | None = None
+
+
+Options = BuildOptions | FitOptions | InspectOptions | VerifyOptions | CheckOptions
 
 
 def parse(argv: Sequence[str] | None) -> Options:
@@ -120,14 +135,19 @@ def parse(argv: Sequence[str] | None) -> Options:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; known flags: {', '.join(parser.flags)}")
     values = vars(namespace)
     mode = next((mode for mode in MODES if mode in values), "build")
+    if mode == "build" and values.get("check") and "method" not in values:
+        mode = "check"  # of an engine that is there: a build needs a method
     _refuse_misplaced(parser, mode, values)
     if mode == "inspect":
         return InspectOptions(values["inspect"], "json" in values)
     if mode == "verify":
         return VerifyOptions(values["verify"])
     wanted = ("model", "method", *(PLAN_ONLY if mode == "plan" else ("output_dir",)))
+    wanted = ("output_dir",) if mode == "check" else wanted
     if missing := [f"--{name}" for name in wanted if name not in values]:
         parser.error(f"the following arguments are required{' with --plan' * (mode == 'plan')}: {', '.join(missing)}")
+    if mode == "check":
+        return CheckOptions(values["output_dir"], values.get("model"))
     _refuse_other_methods(parser, values)
     _refuse_other_runtimes(parser.error, values)
     return _fit_options(parser, values) if mode == "plan" else _build_options(parser.error, values)
@@ -149,7 +169,7 @@ def build_options(values: Mapping[str, Any]) -> BuildOptions:
         out of range are found by `EngineOptions.engine_config`.
     """
     groups = ("cache", "method_config", "tensorrt")
-    known = ("model", "output_dir", "method", "tokenizer", *CHOICES, *LIMITS, "cuda_archs", *groups, "quiet")
+    known = ("model", "output_dir", "method", "tokenizer", *CHOICES, *LIMITS, "cuda_archs", *groups, "quiet", "check")
     refuse_unknown(dict(values), known, "build options")
     get_method(values["method"])  # raises if it is unknown
     flat = {name: value for name, value in values.items() if name not in groups}
@@ -160,6 +180,8 @@ def build_options(values: Mapping[str, Any]) -> BuildOptions:
             raise ConfigError(f"{group} = {fields!r}: must be a dictionary of its fields, such as {{'sink': 64}}")
         prefix = values["method"] if group == "method_config" else group
         flat |= {f"{prefix}.{name}": value for name, value in fields.items()}
+    limit, remedy = "True, False or None", "None checks small models"
+    require(flat.get("check") in (True, False, None), "check", flat.get("check"), limit, remedy)
     if not flat.get("quiet"):
         flat.pop("quiet", None)  # as a flag, which is there or is not
     _refuse_other_runtimes(_raise, flat)
@@ -174,12 +196,14 @@ def _refuse_misplaced(parser: FlagParser, mode: str, values: dict[str, Any]) -> 
     """End with a message if a flag was given that the mode would ignore."""
     misplaced = {
         "build": {*PLAN_ONLY, "json"},
-        "plan": {*BUILD_ONLY, *CALIBRATE, "inspect", "verify"},
+        "plan": {*BUILD_ONLY, *CALIBRATE, "check", "inspect", "verify"},
         "inspect": set(values) - {"inspect", "json"},
         "verify": set(values) - {"verify"},
+        "check": set(values) - {"check", "output_dir", "model"},
     }[mode]
     if found := [name for name in values if name in misplaced]:
         where = f"does not go with --{mode}" if mode != "build" else "goes only with --plan"
+        where += " without --method" * (mode == "check")
         where += " or --inspect" * (mode == "build" and found[0] == "json")
         parser.error(f"--{found[0]} {where}; leave it out")
 
@@ -221,7 +245,7 @@ def _build_options(error: Callable[[str], NoReturn], values: dict[str, Any]) -> 
         error(f"--{alone[0]} goes only with --calibrate TEXT; leave it out, or name a text")
     engine |= {name: name in values for name in BUILD_ONLY}
     engine |= {name: values[name] for name in CALIBRATE if name in values}
-    return BuildOptions(**engine, output_dir=values["output_dir"], cuda_archs=archs)
+    return BuildOptions(**engine, output_dir=values["output_dir"], cuda_archs=archs, check=values.get("check"))
 
 
 def _fit_options(parser: FlagParser, values: dict[str, Any]) -> FitOptions:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 COMMANDS = {
-    "build": ("kvseek.builder.build", "turn a checkpoint into an engine directory; plan, inspect or verify one"),
+    "build": ("kvseek.builder.build", "turn a checkpoint into an engine directory; plan, inspect, verify or check one"),
     "serve": ("kvseek.server.launch", "serve an engine directory with Triton"),
     "repository": ("kvseek.server.triton.repository", "write a model repository for a tritonserver of your own"),
     "tritonserver": ("kvseek.server.triton.command", "run tritonserver, also the one of the wheel nvidia-pytriton"),

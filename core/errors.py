@@ -27,6 +27,10 @@ class EngineDirectoryError(KvseekError):
     """An engine directory is incomplete, corrupt, or of another format version."""
 
 
+class CheckError(KvseekError):
+    """An engine's logits are not those of its checkpoint, or there is nothing to compare them with."""
+
+
 class RequestError(KvseekError, ValueError):
     """A request that cannot be served as it stands. Other requests are not affected."""
 

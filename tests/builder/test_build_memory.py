@@ -36,7 +36,7 @@ from pathlib import Path
 from kvseek.builder import build
 output, tokenizer, *models = sys.argv[1:]
 for model in models:
-    flags = ["--method", "full", "--kernels", "reference", "--quiet", "--force", "--tokenizer", tokenizer]
+    flags = ["--method", "full", "--kernels", "reference", "--quiet", "--force", "--no-check", "--tokenizer", tokenizer]
     status = build.main(["--model", model, "--output_dir", output, *flags])
     print(status, int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024)
 """

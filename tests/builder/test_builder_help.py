@@ -75,7 +75,7 @@ def test_sections_and_defaults() -> None:
         "--runtime tensorrt",
         "calibrate",
         "plan",
-        "inspect and verify",
+        "inspect, verify and check",
     ]
     groups: dict[str | None, list[argparse.Action]] = {g.title: g._group_actions for g in parser._action_groups}
     for name in METHODS:

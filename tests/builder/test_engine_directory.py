@@ -128,9 +128,9 @@ def test_a_file_that_cannot_be_read_is_a_fault(engine: Path, monkeypatch: pytest
     assert "Input/output error" in fault.detail
 
 
-@pytest.mark.parametrize("flag", ["--inspect", "--verify"])
-def test_no_engine_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str) -> None:
-    assert build.main([flag, str(tmp_path)]) == 1
+@pytest.mark.parametrize("flags", [("--inspect",), ("--verify",), ("--check", "--output_dir")])
+def test_no_engine_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]) -> None:
+    assert build.main([*flags, str(tmp_path)]) == 1
     assert "is no engine directory; run kvseek build" in capsys.readouterr().err
 
 
@@ -140,6 +140,13 @@ def test_no_engine_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str],
         (("--inspect", "x", "--method", "full"), "--method does not go with --inspect; leave it out"),
         (("--verify", "x", "--json"), "--json does not go with --verify; leave it out"),
         (("--model", "x", "--method", "full", "--output_dir", "y", "--json"), "goes only with --plan or --inspect"),
+        (("--verify", "x", "--check"), "--check does not go with --verify; leave it out"),
+        (
+            ("--check", "--output_dir", "x", "--force"),
+            "--force does not go with --check without --method; leave it out",
+        ),
+        (("--check", "--model", "x"), "the following arguments are required: --output_dir"),
+        (("--output_dir", "x", "--no-check"), "the following arguments are required: --model, --method"),
         (("--model", "x"), "the following arguments are required: --method, --output_dir"),
     ],
 )

@@ -94,7 +94,7 @@ def test_the_triton_models_refuse_another_version(
         triton_model(monkeypatch).initialize({"model_config": json.dumps({"name": name, "parameters": parameters})})
 
 
-@pytest.mark.parametrize("flags", [("--inspect",), ("--verify",)])
+@pytest.mark.parametrize("flags", [("--inspect",), ("--verify",), ("--check", "--output_dir")])
 def test_the_builder_refuses_to_look_at_another_version(
     outdated: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
 ) -> None:

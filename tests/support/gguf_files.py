@@ -20,6 +20,7 @@ def write_gguf(
     architecture: str,
     rope_factors: torch.Tensor | None = None,
     encode: Encode | None = None,
+    tokens: list[str] | None = None,
 ) -> Path:
     """Convert a checkpoint; returns `path`.
 
@@ -29,6 +30,8 @@ def write_gguf(
         Divisors of the RoPE frequencies, [head_dim / 2].
     encode : callable, optional
         Gives a matrix's blocks as bytes [rows, bytes of a row] and their GGMLQuantizationType; without it all is float32.
+    tokens : list of str, optional
+        The vocabulary, from which transformers takes its size.
     """
     import gguf
 
@@ -36,6 +39,8 @@ def write_gguf(
     config = json.loads((model / "config.json").read_text())
     head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
     _add_metadata(writer, config, head_dim)
+    if tokens is not None:
+        writer.add_token_list(tokens)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config["num_hidden_layers"])
     for name, tensor in load_file(model / "model.safetensors").items():
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):

@@ -1,0 +1,1 @@
+"""`kvseek build --check`: the engine's logits beside those of transformers' model of the same checkpoint."""

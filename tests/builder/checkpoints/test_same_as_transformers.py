@@ -1,0 +1,120 @@
+"""Whatever checkpoint is drawn: kvseek computes transformers' logits, or refuses it and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import pytest
+from tests.builder.checkpoints.beside_transformers import outcome, without_advice
+from tests.builder.checkpoints.drawn_checkpoints import ABSENT, Case, Files, Shape, cases
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 500.0}
+LENGTH = "original_max_position_embeddings"
+MISTRAL, QWEN2, QWEN3 = Shape("mistral"), Shape("qwen2", qkv_bias=True), Shape("qwen3")
+BIASED_MISTRAL = Shape("mistral", qkv_bias=True, output_bias=True)
+
+# Checkpoints that broke the property once, or are close to such. An entry stays for good.
+FOUND: dict[str, Case] = {
+    "scaling beside parameters": Case(config={"rope_scaling": LINEAR, "rope_parameters": PLAIN}),
+    "scaling beside yarn parameters": Case(config={"rope_scaling": LINEAR, "rope_parameters": {**PLAIN, **YARN}}),
+    "tied with another head": Case(config={"tie_word_embeddings": True}),
+    "single file beside an index": Case(files=Files(layout="both")),
+    "length at the top, yarn scaling": Case(config={"rope_scaling": {"type": "yarn", "factor": 4.0}, LENGTH: 32}),
+    "length at the top and in yarn scaling": Case(config={"rope_scaling": YARN, LENGTH: 64, "rope_theta": 500.0}),
+    "length at the top and in yarn parameters": Case(
+        config={"rope_parameters": {**YARN, "rope_theta": 500.0}, LENGTH: 64}
+    ),
+    "length at the top and in llama3 parameters": Case(
+        config={"rope_parameters": {**LLAMA3, "rope_theta": 500.0}, LENGTH: 128}
+    ),
+    "nested parameters": Case(config={"rope_parameters": {"full_attention": {**LINEAR, "rope_theta": 500.0}}}),
+    "nested parameters, qwen3": Case(QWEN3, {"rope_parameters": {"full_attention": {**LINEAR, "rope_theta": 500.0}}}),
+    "unknown keys of kind default": Case(config={"rope_parameters": {**PLAIN, "factor": 4.0, "x": 1}}),
+    "not causal": Case(config={"is_causal": False}),
+    "model type of another architecture": Case(QWEN2, {"model_type": "mistral"}),
+    "model type without query norms": Case(QWEN3, {"model_type": "llama"}),
+    "no model type": Case(config={"model_type": ABSENT}),
+    "biases that Mistral lacks": Case(BIASED_MISTRAL, {"attention_bias": True, "sliding_window": None}),
+    "layer types of a Mistral without window": Case(
+        MISTRAL, {"sliding_window": None, "layer_types": ["full_attention"] * 2}
+    ),
+    "fewer layer types than layers": Case(config={"layer_types": ["full_attention"]}),
+    "whole number as rms_norm_eps": Case(config={"rms_norm_eps": 1}),
+    "null as Qwen2's head_dim": Case(QWEN2, {"head_dim": None}),
+    "padding id beyond the vocabulary": Case(config={"pad_token_id": 5000}),
+}
+# Of these, the ones that break it still. An entry that passes turns its test red: take it out. While one is left, most draws
+# of 200 would meet it, so the property itself is not run.
+NOT_YET_MENDED = (
+    "scaling beside parameters",
+    "scaling beside yarn parameters",
+    "tied with another head",
+    "single file beside an index",
+    "length at the top, yarn scaling",
+    "length at the top and in llama3 parameters",
+    "nested parameters, qwen3",
+    "not causal",
+    "model type of another architecture",
+    "model type without query norms",
+    "no model type",
+    "biases that Mistral lacks",
+    "layer types of a Mistral without window",
+    "fewer layer types than layers",
+    "whole number as rms_norm_eps",
+    "null as Qwen2's head_dim",
+    "padding id beyond the vocabulary",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> Iterator[None]:
+    with without_advice():
+        yield
+
+
+@pytest.mark.parametrize("files", [Files(), Files("bfloat16", "shards"), Files("float16")])
+@pytest.mark.parametrize(
+    ("shape", "config"),
+    [
+        (Shape(), {}),
+        (Shape(qkv_bias=True, output_bias=True), {"attention_bias": True}),
+        (Shape(head="none"), {"tie_word_embeddings": True}),
+        (Shape(), {"rope_parameters": {**YARN, "rope_theta": 500.0}}),
+        (Shape(), {"rope_scaling": LLAMA3, "rope_theta": 500.0}),
+        (MISTRAL, {"sliding_window": None, "rope_scaling": LINEAR}),
+        (QWEN2, {}),
+        (Shape("qwen3", head_dim=16), {}),
+    ],
+)
+def test_plain_checkpoints_run(shape: Shape, config: dict[str, Any], files: Files) -> None:
+    """The property would hold for a builder that refuses everything."""
+    assert outcome(Case(shape, config, files)) == "equal"
+
+
+def found(name: str) -> Any:
+    marks = pytest.mark.xfail(strict=True, reason="breaks the property still") if name in NOT_YET_MENDED else ()
+    return pytest.param(FOUND[name], id=name, marks=marks)
+
+
+@pytest.mark.parametrize("case", [found(name) for name in FOUND])
+def test_what_was_found(case: Case) -> None:
+    outcome(case)
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(bool(NOT_YET_MENDED), run=False, reason="NOT_YET_MENDED is not empty")
+@hypothesis.settings(max_examples=200, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(cases())
+def test_same_logits_or_refused(case: Case) -> None:
+    outcome(case)
