@@ -60,14 +60,15 @@ def transformers_config(directory: Path) -> Any:
 
 
 def effective_values(config: Any) -> dict[str, Any]:
-    """Return fields of ModelConfig and their values in transformers' configuration of a supported model type."""
+    """Return fields of ModelConfig and their values in transformers' configuration; the architecture alone if it is another."""
     kind, biased = config.model_type, bool(getattr(config, "attention_bias", False))
-    heads = config.num_attention_heads
+    if kind not in ARCHITECTURES:
+        return {"architecture": kind}
     return {
-        "architecture": ARCHITECTURES.get(kind, kind),
-        **{name: getattr(config, name, None) for name in SAME_NAMES},
-        **{name: getattr(config, theirs, None) for name, theirs in OTHER_NAMES.items()},
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "architecture": ARCHITECTURES[kind],
+        **{name: getattr(config, name) for name in SAME_NAMES},
+        **{name: getattr(config, theirs) for name, theirs in OTHER_NAMES.items()},
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "rope_theta": config.rope_parameters.get("rope_theta"),
         "qkv_bias": kind == "qwen2" or (kind in HAVE_OUTPUT_BIAS and biased),
         "output_bias": kind in HAVE_OUTPUT_BIAS and biased,
@@ -81,13 +82,13 @@ def _compare_frequencies(model: ModelConfig, config: Any, path: Path) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     stated, scaling = config.rope_parameters, model.rope_scaling
-    kind = stated["rope_type"]
-    if kind == "default" or scaling is None or kind not in ROPE_INIT_FUNCTIONS:
-        if (kind == "default") != (scaling is None):
-            raise _difference(path, "rope_scaling", scaling, stated)
+    plain = stated["rope_type"] == "default"
+    if plain != (scaling is None):
+        raise _difference(path, "rope_scaling", scaling, stated)
+    if plain:
         return
     found, factor = frequencies(model)
-    theirs, their_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    theirs, their_factor = ROPE_INIT_FUNCTIONS[stated["rope_type"]](config, torch.device("cpu"))
     same = found.shape == theirs.shape and torch.allclose(found, theirs, rtol=1e-5, atol=0)
     if not same or not math.isclose(factor, their_factor, rel_tol=1e-6):
         raise _difference(path, "rope_scaling", scaling, stated)

@@ -65,6 +65,7 @@ DIFFERENT = [
     ("mistral", {"num_key_value_heads": ...}, "num_kv_heads: kvseek reads 6, transformers .* reads 8"),
     ("llama", {"model_type": "mistral"}, "sliding_window: kvseek reads None, transformers .* reads 4096"),
     ("llama", {"model_type": "qwen3"}, "architecture: kvseek reads 'llama', transformers .* reads 'qwen3'"),
+    ("llama", {"model_type": "gpt2"}, "architecture: kvseek reads 'llama', transformers .* reads 'gpt2'"),
     ("llama", {"model_type": ...}, "transformers cannot read it"),
     ("mistral", {"attention_bias": True}, "qkv_bias: kvseek reads True, transformers .* reads False"),
 ]

@@ -15,9 +15,10 @@ from tests.builder.checkpoints.damage import configure, tensors
 from tests.conftest import BuildEngine
 from tests.engine.model.test_logits import compare
 from tests.support.gguf_files import edit_gguf, write_gguf
-from tests.support.random_models import save_random_model
+from tests.support.random_models import save_random_model, save_tokenizer
 
 from kvseek.builder import build
+from kvseek.builder.checkpoints.files import load_tokenizer_directory
 from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.core.config import ModelConfig, RopeScaling
@@ -157,6 +158,23 @@ def test_own_tokenizer_with_more_ids_than_the_model(tmp_path: Path, capsys: pyte
     assert "must be < vocab_size = 300 of the model" in message
     assert "or remove added tokens from its files" in message
     assert not list(tmp_path.glob("*engine*"))
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("tokenizer.json", {"version": 5}),
+        ("tokenizer.json", {"added_tokens": [1]}),
+        ("tokenizer_config.json", {"tokenizer_class": 5}),
+        ("tokenizer_config.json", {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}),
+    ],
+)
+def test_tokenizers_that_transformers_cannot_load(file: str, change: dict[str, Any], tmp_path: Path) -> None:
+    """Code of the publisher's is not run, and not asked about at the terminal."""
+    save_tokenizer(tmp_path)
+    configure(lambda values: values.update(change), file)(tmp_path)
+    with pytest.raises(ConfigError, match="cannot load the tokenizer"):
+        load_tokenizer_directory(tmp_path, "")
 
 
 LLAMA: dict[str, Any] = {
