@@ -16,6 +16,7 @@ FORMAT_VERSION = 2  # the format of engine directories
 CONFIG_FILE = "config.json"
 CHECK_CONFIG = "check the model's config.json"
 MOST_POSITIONS = 2**31 - 1  # far beyond any model, and what a 32-bit integer holds
+MOST_SIZE = 2**24  # of a vocabulary or a layer; many times more than any published model has
 EXTENT_TOKENS = 1024  # tokens in one extent of the row pool and of every index array
 CHOICES = {  # the values that EngineConfig's fields of type str allow
     "dtype": ("float32", "bfloat16", "float16"),
@@ -58,7 +59,9 @@ class RopeScaling:
     def __post_init__(self) -> None:
         kinds = ("linear", "llama3", "yarn")
         require(self.kind in kinds, "rope_scaling.kind", self.kind, f"one of {kinds}", "other scalings are unsupported")
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
+        limit = "finite and >= 1"  # a smaller one would be no extension, and transformers calls it wrong
+        require(1 <= self.factor < math.inf, "rope_scaling.factor", self.factor, limit, CHECK_CONFIG)
+        for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
             _require_positive(f"rope_scaling.{name}", getattr(self, name))
         limit, high = "> low_freq_factor", self.high_freq_factor
         require(high > self.low_freq_factor, "rope_scaling.high_freq_factor", high, limit, CHECK_CONFIG)
@@ -73,6 +76,7 @@ class RopeScaling:
             original = self.original_max_position_embeddings
             name = "rope_scaling.original_max_position_embeddings"
             require(original > 0, name, original, "> 0", f"{self.kind} scaling needs it; {CHECK_CONFIG}")
+            require(original <= MOST_POSITIONS, name, original, f"<= {MOST_POSITIONS}", CHECK_CONFIG)
             limit = f"<= {MOST_POSITIONS} / original_max_position_embeddings"
             require(self.factor * original <= MOST_POSITIONS, "rope_scaling.factor", self.factor, limit, CHECK_CONFIG)
 
@@ -106,13 +110,22 @@ class ModelConfig:
     def __post_init__(self) -> None:
         known = ("llama", "qwen2", "qwen3")
         require(self.architecture in known, "architecture", self.architecture, f"one of {known}", "convert the model")
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "> 0", CHECK_CONFIG)
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        )
+        for name in sizes:
+            size = getattr(self, name)
+            require(0 < size <= MOST_SIZE, name, size, f"between 1 and {MOST_SIZE}", CHECK_CONFIG)
         divides = self.num_heads % self.num_kv_heads == 0
         limit = f"a divisor of num_heads = {self.num_heads}"
         require(divides, "num_kv_heads", self.num_kv_heads, limit, CHECK_CONFIG)
-        even = self.head_dim > 0 and self.head_dim % 2 == 0
-        require(even, "head_dim", self.head_dim, "even and > 0", "RoPE rotates pairs of channels")
+        require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even", "RoPE rotates pairs of channels")
         window = self.sliding_window
         require(window is None or window > 0, "sliding_window", window, "> 0 or null", CHECK_CONFIG)
         _require_positive("rms_norm_eps", self.rms_norm_eps)

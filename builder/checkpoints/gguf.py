@@ -280,9 +280,8 @@ def _read(path: Path) -> _Contents:
     require(magic == b"GGUF", f"first bytes of {path}", magic, "b'GGUF'", remedy)
     try:
         reader = _strict_reader(path)
-        long = {
-            key for key, field in reader.fields.items() if GGUFValueType.ARRAY in field.types and "tokenizer" in key
-        }
+        arrays = {key for key, field in reader.fields.items() if GGUFValueType.ARRAY in field.types}
+        long = {key for key in arrays if key.startswith("tokenizer.")}
         metadata = {key: "an array" if key in long else field.contents() for key, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OSError) as error:
         raise ConfigError(f"cannot read {path}: {error}; the file is damaged or cut short: download it again") from None

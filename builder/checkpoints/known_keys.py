@@ -105,6 +105,7 @@ CONFIG = KnownKeys(
         "add_cross_attention": (False,),
         "cross_attention_hidden_size": (None,),
         "pruned_heads": ({}, None),
+        "num_labels": (1, 2),  # of a classifier; transformers makes a list of so many names
         "per_layer_config": ({}, None),
         "transformers_weights": (None,),
         "num_experts": NO_EXPERTS,
@@ -134,7 +135,7 @@ CONFIG = KnownKeys(
             _attn_implementation_internal _flash_attn_2_enabled experts_implementation _experts_implementation
             _experts_implementation_internal use_flash_attention is_decoder tie_encoder_decoder tf_legacy_loss""",
         "labels and tasks of other heads than the language model's": """
-            id2label label2id num_labels problem_type task_specific_params prefix""",
+            id2label label2id problem_type task_specific_params prefix""",
         "a training length, where max_position_embeddings says how far positions reach": """
             max_sequence_length model_max_length tokenizer_model_max_length""",
         "what the tokenizer's own files state": "tokenizer_class tokenizer_padding_side sep_token_id",

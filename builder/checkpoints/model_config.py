@@ -102,9 +102,9 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
     require(quantization is None, "quantization_config", quantization, "absent", remedy)
     activation = values.get("hidden_act", "silu")
     require(activation == "silu", "hidden_act", activation, "'silu'", USE_ANOTHER)
-    kinds = values.get("layer_types") or []
-    require(isinstance(kinds, list), "layer_types", kinds, "a list", CHECK)
-    kinds = [kind for kind in dict.fromkeys(map(str, kinds)) if kind != "full_attention"]
+    kinds = values.get("layer_types")
+    require(isinstance(kinds, list | None), "layer_types", kinds, "a list", CHECK)
+    kinds = [kind for kind in dict.fromkeys(map(str, kinds or [])) if kind != "full_attention"]
     require(not kinds, "layer_types", kinds, "'full_attention' in every layer", USE_ANOTHER)
 
 
@@ -138,16 +138,17 @@ def _head_dim(values: dict[str, Any], architecture: str, hidden: int, heads: int
 def _rope(values: dict[str, Any]) -> dict[str, Any]:
     """Read the fields of ModelConfig for the rotation of positions, and for how far positions reach."""
     for name in ("rope_scaling", "rope_parameters"):
-        require(isinstance(values.get(name) or {}, dict), name, values.get(name), "an object or null", CHECK)
+        valid = isinstance(values.get(name), dict | None)
+        require(valid, name, values.get(name), "an object or null", CHECK)
     # Version 5 of transformers writes rope_parameters, but where rope_scaling is there too, it reads rope_scaling alone.
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     parameters = dict(values.get(name) or {})
     theta = parameters.pop("rope_theta", values.get("rope_theta", DEFAULT_ROPE_THETA))
     _check_partial(parameters.pop("partial_rotary_factor", values.get("partial_rotary_factor")))
-    if "original_max_position_embeddings" in values:  # goes before the one among the parameters
-        outer = _integer(values, "original_max_position_embeddings")
-        if "original_max_position_embeddings" in ROPE_KINDS.get(_kind(parameters), "").split():
-            parameters["original_max_position_embeddings"] = outer
+    if (original := "original_max_position_embeddings") in values:  # goes before the one among the parameters
+        outer = _integer(values, original)
+        if _kind(parameters) in [kind for kind, keys in ROPE_KINDS.items() if original in keys]:
+            parameters[original] = outer
     reach = _integer(values, "max_position_embeddings")
     scaling = rope_scaling(parameters, reach, name)
     if scaling is not None and scaling.kind == "yarn":
@@ -165,13 +166,13 @@ def _check_partial(factor: Any) -> None:
 
 def _dual_chunks(values: dict[str, Any]) -> list[int]:
     """Tell how far dual chunk attention (Qwen2.5-1M) is ordinary attention: to the end of the first chunk."""
-    name, keys = "dual_chunk_attention_config", ("chunk_size", "local_size", "original_max_position_embeddings")
+    name = "dual_chunk_attention_config"
     stated = values.get(name)
     if stated is None:
         return []
     require(isinstance(stated, dict), name, stated, "an object or null", CHECK)
-    with_rest = KnownKeys(name, " ".join(keys), {}, {"which parts of attention are left out": "sparse_attention_*"})
-    with_rest.check(stated)
+    approximations = {"an approximation, beside the whole attention that is served": "sparse_attention_*"}
+    KnownKeys(name, "chunk_size local_size original_max_position_embeddings", {}, approximations).check(stated)
     first = _integer(stated, "chunk_size") - _integer(stated, "local_size")
     require(first > 0, f"{name}.local_size", stated["local_size"], "< chunk_size", CHECK)
     return [first]

@@ -9,8 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from tests.support.gguf_files import edit_gguf, write_gguf
+from tests.support.gguf_files import edit_gguf, finish, write_gguf
 from tests.support.random_models import save_random_model
 
 from kvseek.builder.checkpoints.files import generation_ends
@@ -181,6 +182,31 @@ def test_gguf_keys_that_are_refused(key: str, value: Any, message: str, gguf_fil
     set_key(gguf_file, key, value, kinds.get(type(value), gguf.GGUFValueType.STRING))
     with pytest.raises(ConfigError, match=rf"model\.gguf: {message}"):
         _ = open_checkpoint(gguf_file).config
+
+
+def test_gguf_arrays_that_are_refused(tmp_path: Path) -> None:
+    """Sizes of each layer, and RoPE of several axes: arrays are read too."""
+    import gguf
+
+    for key in ("llama.attention.head_count_kv", "llama.rope.dimension_sections", "tokenizer.ggml.eos_token_id"):
+        writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+        for name in (
+            "embedding_length",
+            "feed_forward_length",
+            "block_count",
+            "attention.head_count",
+            "context_length",
+        ):
+            writer.add_uint32(f"llama.{name}", 4)
+        writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+        writer.add_array(key, [2, 2, 2])
+        writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+        finish(writer)
+        with pytest.raises(
+            ConfigError,
+            match=r"num_key_value_heads = \[2, 2, 2\]|dimension_sections = \[2, 2|eos_token_ids = 'an array'",
+        ):
+            _ = open_checkpoint(tmp_path / "model.gguf").config
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -230,7 +231,14 @@ REFUSED = [
     ({"rope_scaling": {**YARN, "mscale": -10}}, "rope_scaling.mscale = -10.0: must be finite and >= 0"),
     ({"rope_scaling": {**YARN, "truncate": None}}, "rope_scaling: truncate = None: must be bool"),
     ({"rope_scaling": {**YARN, "factor": 1e300}}, r"rope_scaling.factor = 1e\+300: must be <= 2147483647 / original"),
-    ({"rope_scaling": {**YARN, "factor": float("nan")}}, "rope_scaling.factor = nan: must be finite and > 0"),
+    ({"rope_scaling": {**LINEAR, "factor": 0.5}}, "rope_scaling.factor = 0.5: must be finite and >= 1"),
+    (
+        {"rope_scaling": YARN, "original_max_position_embeddings": 2**31},
+        "embeddings = 2147483648: must be <= 2147483647",
+    ),
+    ({"head_dim": 2**25}, "head_dim = 33554432: must be between 1 and 16777216"),
+    ({"num_labels": 10**9}, "num_labels = 1000000000: must be 1 or 2, or absent"),
+    ({"rope_scaling": {**YARN, "factor": float("nan")}}, "rope_scaling.factor = nan: must be finite and >= 1"),
     ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "rope_scaling.high_freq_factor = 4.0: must be > low_freq"),
     ({"rope_scaling": {**LLAMA3, "low_freq_factor": 0}}, "rope_scaling.low_freq_factor = 0.0: must be finite and > 0"),
     ({"tie_word_embeddings": None}, "tie_word_embeddings = None: must be true or false"),
@@ -266,6 +274,17 @@ def test_any_value_of_any_field(name: str, value: Any) -> None:
         message = str(error)
     names = [name, *SPOKEN.get(name, name).split("|")]
     assert not message or any(one in message for one in names), message
+
+
+@pytest.mark.parametrize("scaling", [LINEAR, LLAMA3, YARN], ids=["linear", "llama3", "yarn"])
+@pytest.mark.parametrize(
+    "name", [*RopeScaling.__dataclass_fields__, "rope_type", "rope_theta", "partial_rotary_factor"]
+)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:9])
+def test_any_value_of_any_scaling_field(name: str, value: Any, scaling: dict[str, Any]) -> None:
+    outer = {"original_max_position_embeddings": 64}
+    with contextlib.suppress(ConfigError):
+        assert isinstance(model_config(LLAMA | outer | {"rope_scaling": {**scaling, name: value}}), ModelConfig)
 
 
 def test_numbers_that_no_file_should_hold(tmp_path: Path) -> None:
