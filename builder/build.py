@@ -113,12 +113,16 @@ class _Build:
         return self.storage.weight_bytes < CHECKED_BYTES if asked is None else asked
 
     def check(self, output_dir: Path) -> None:
-        """Raise ConfigError unless the kernels support the model, its tensors are there, and disk and memory suffice."""
+        """Raise ConfigError unless the kernels support the model, its tensors are there, and disk and memory suffice.
+
+        Also if the checkpoint contradicts itself, or transformers would compute something else from its files.
+        """
         if self.config.device == "cuda":
             specialise(self.config)
         check_supported(self.config)
         needed = needed_room(self.checkpoint, self.config, len(self.options.cuda_archs))
         refuse_too_little(needed, available_room(output_dir), self.options.output_dir, self.options.model)
+        self.checkpoint.check()
 
 
 def build_engine(options: BuildOptions) -> bool:
@@ -241,12 +245,12 @@ def _write_kernels(
 
 
 def _write_tokenizer(directory: Path, checkpoint: Checkpoint) -> None:
-    """Save the tokenizer; raises ConfigError if the tokenizer of the directory --tokenizer is not this model's."""
+    """Save the tokenizer; raises ConfigError if it has ids for which the model has no embedding."""
     tokenizer, vocab_size = checkpoint.tokenizer(), checkpoint.config.vocab_size
-    if checkpoint.tokenizer_directory is not None:
-        last = max(tokenizer.get_vocab().values(), default=0)
-        limit, remedy = f"< vocab_size = {vocab_size} of the model", "name the directory of this model's tokenizer"
-        require(last < vocab_size, f"largest id of {checkpoint.tokenizer_directory}", last, limit, remedy)
+    last = max(tokenizer.get_vocab().values(), default=0)
+    limit, remedy = f"< vocab_size = {vocab_size} of the model", "name the directory of this model's tokenizer"
+    name = f"largest id of the tokenizer of {checkpoint.tokenizer_directory or checkpoint.path}"
+    require(last < vocab_size, name, last, limit, f"{remedy} with --tokenizer, or remove added tokens from its files")
     tokenizer.save_pretrained(directory / TOKENIZER_FOLDER)
 
 

@@ -6,6 +6,7 @@ A field has one name through the command line (``--max_seq_len``), the JSON of t
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,9 @@ from .errors import ConfigError
 
 FORMAT_VERSION = 2  # the format of engine directories
 CONFIG_FILE = "config.json"
+CHECK_CONFIG = "check the model's config.json"
+MOST_POSITIONS = 2**31 - 1  # far beyond any model, and what a 32-bit integer holds
+MOST_SIZE = 2**24  # of a vocabulary or a layer; many times more than any published model has
 EXTENT_TOKENS = 1024  # tokens in one extent of the row pool and of every index array
 CHOICES = {  # the values that EngineConfig's fields of type str allow
     "dtype": ("float32", "bfloat16", "float16"),
@@ -27,6 +31,10 @@ def require(condition: bool, name: str, value: object, limit: str, remedy: str) 
     """Raise ConfigError that names the field, its value, the limit and the remedy unless `condition` holds."""
     if not condition:
         raise ConfigError(f"{name} = {value!r}: must be {limit}; {remedy}")
+
+
+def _require_positive(name: str, value: float | None) -> None:
+    require(value is None or 0 < value < math.inf, name, value, "finite and > 0", CHECK_CONFIG)
 
 
 @dataclass(frozen=True)
@@ -51,11 +59,26 @@ class RopeScaling:
     def __post_init__(self) -> None:
         kinds = ("linear", "llama3", "yarn")
         require(self.kind in kinds, "rope_scaling.kind", self.kind, f"one of {kinds}", "other scalings are unsupported")
-        require(self.factor > 0, "rope_scaling.factor", self.factor, "> 0", "check the model's config.json")
+        limit = "finite and >= 1"  # a smaller one would be no extension, and transformers calls it wrong
+        require(1 <= self.factor < math.inf, "rope_scaling.factor", self.factor, limit, CHECK_CONFIG)
+        for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
+            _require_positive(f"rope_scaling.{name}", getattr(self, name))
+        limit, high = "> low_freq_factor", self.high_freq_factor
+        require(high > self.low_freq_factor, "rope_scaling.high_freq_factor", high, limit, CHECK_CONFIG)
+        require(
+            self.beta_fast >= self.beta_slow, "rope_scaling.beta_fast", self.beta_fast, ">= beta_slow", CHECK_CONFIG
+        )
+        for name in ("mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            valid = value is None or 0 <= value < math.inf
+            require(valid, f"rope_scaling.{name}", value, "finite and >= 0", CHECK_CONFIG)
         if self.kind in ("llama3", "yarn"):
             original = self.original_max_position_embeddings
             name = "rope_scaling.original_max_position_embeddings"
-            require(original > 0, name, original, "> 0", f"{self.kind} scaling needs it; check the model's config.json")
+            require(original > 0, name, original, "> 0", f"{self.kind} scaling needs it; {CHECK_CONFIG}")
+            require(original <= MOST_POSITIONS, name, original, f"<= {MOST_POSITIONS}", CHECK_CONFIG)
+            limit = f"<= {MOST_POSITIONS} / original_max_position_embeddings"
+            require(self.factor * original <= MOST_POSITIONS, "rope_scaling.factor", self.factor, limit, CHECK_CONFIG)
 
 
 @dataclass(frozen=True)
@@ -87,15 +110,38 @@ class ModelConfig:
     def __post_init__(self) -> None:
         known = ("llama", "qwen2", "qwen3")
         require(self.architecture in known, "architecture", self.architecture, f"one of {known}", "convert the model")
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "> 0", "check the model's config.json")
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        )
+        for name in sizes:
+            size = getattr(self, name)
+            require(0 < size <= MOST_SIZE, name, size, f"between 1 and {MOST_SIZE}", CHECK_CONFIG)
         divides = self.num_heads % self.num_kv_heads == 0
         limit = f"a divisor of num_heads = {self.num_heads}"
-        require(divides, "num_kv_heads", self.num_kv_heads, limit, "check the model's config.json")
-        even = self.head_dim > 0 and self.head_dim % 2 == 0
-        require(even, "head_dim", self.head_dim, "even and > 0", "RoPE rotates pairs of channels")
+        require(divides, "num_kv_heads", self.num_kv_heads, limit, CHECK_CONFIG)
+        require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even", "RoPE rotates pairs of channels")
         window = self.sliding_window
-        require(window is None or window > 0, "sliding_window", window, "> 0 or null", "check the model's config.json")
+        require(window is None or window > 0, "sliding_window", window, "> 0 or null", CHECK_CONFIG)
+        _require_positive("rms_norm_eps", self.rms_norm_eps)
+        finite = 1 < self.rope_theta < math.inf
+        require(finite, "rope_theta", self.rope_theta, "finite and > 1", CHECK_CONFIG)
+        reach, name = self.max_position_embeddings, "max_position_embeddings"
+        require(0 < reach <= MOST_POSITIONS, name, reach, f"between 1 and {MOST_POSITIONS}", CHECK_CONFIG)
+        self._check_tokens()
+
+    def _check_tokens(self) -> None:
+        """Refuse ids that are no tokens: an end id that is never drawn would never end an answer."""
+        remedy = "state another one in the checkpoint, or null"
+        single = [(name, getattr(self, name)) for name in ("bos_token_id", "pad_token_id")]
+        for name, token in [*single, *(("eos_token_id", end) for end in self.eos_token_ids)]:
+            limit = f"between 0 and vocab_size - 1 = {self.vocab_size - 1}"
+            require(token is None or 0 <= token < self.vocab_size, name, token, limit, remedy)
 
     @property
     def group_size(self) -> int:

@@ -73,7 +73,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is dict and isinstance(value, dict):
         return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{where} has {len(str(value))} digits: must be a number that a float can hold") from None
     if not isinstance(hint, type) or not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ConfigError(f"{where} = {value!r}: must be {getattr(hint, '__name__', hint)}")
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.config import ModelConfig
+from kvseek.core.errors import ConfigError
 
 from .files import load_tokenizer_directory, metadata_files
 
@@ -80,6 +82,21 @@ class Checkpoint(ABC):
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
         """Read one tensor to the CPU, as `header` describes it; raises as `header` does."""
+
+    def check(self) -> None:
+        """Raise ConfigError if the checkpoint contradicts itself; reads whole tensors where they are stored twice."""
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        if not self.config.tie_word_embeddings or self.unused({embedding}) == self.unused({embedding, head}):
+            return
+        # Digests, so that one tensor is in memory at a time. transformers uses the head of a tied model if it differs.
+        if self._digest(head) != self._digest(embedding):
+            raise ConfigError(
+                f"{self.path}: tie_word_embeddings = True: must be false, because the checkpoint has a {head} that differs from "
+                f"{embedding}; set it to false to serve {head}, as transformers does, or remove {head} from the file"
+            )
+
+    def _digest(self, name: str) -> bytes:
+        return hashlib.sha256(self.tensor(name).contiguous().view(torch.uint8).numpy().data).digest()
 
     @property
     def sources(self) -> list[Path]:

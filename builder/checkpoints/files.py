@@ -13,6 +13,7 @@ import torch
 
 from kvseek.core.errors import ConfigError
 
+from .known_keys import GENERATION
 from .model_config import token_ids
 
 FLOAT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # under safetensors' names
@@ -66,8 +67,8 @@ def load_tokenizer_directory(directory: Path, remedy: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of many types: tokenizers raises Exception itself
         raise ConfigError(f"{directory}: cannot load the tokenizer ({error}); {remedy}") from None
 
 
@@ -78,19 +79,24 @@ def metadata_files(directory: Path) -> list[Path]:
 
 
 def generation_ends(directory: Path) -> list[int]:
-    """Read the end ids that the generation_config.json of a directory states; empty without that file."""
+    """Read the end ids that the generation_config.json of a directory states; empty without that file.
+
+    Raises ConfigError if the file has a key that known_keys.GENERATION does not list.
+    """
     path = directory / "generation_config.json"
     if not path.exists():
         return []
     with naming(path):
-        return token_ids(read_object(path).get("eos_token_id"))
+        values = read_object(path)
+        GENERATION.check(values)
+        return token_ids(values.get("eos_token_id"))
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """Parse a JSON file that holds an object; raises ConfigError if it does not."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, or a number of 5,000 digits
         raise ConfigError(f"cannot read {path}: {error}; download the checkpoint again") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path} = {type(document).__name__}: must be a JSON object; download the checkpoint again")

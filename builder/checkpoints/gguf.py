@@ -21,6 +21,7 @@ from kvseek.core.errors import ConfigError
 from .checkpoint import Checkpoint, Header
 from .files import naming
 from .gguf_tokenizer import load_tokenizer
+from .known_keys import GGUF
 from .model_config import model_config
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -39,16 +40,18 @@ FIELDS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "max_position_embeddings": "context_length",
     "rope_theta": "rope.freq_base",
-    "num_experts": "expert_count",
 }
-OPTIONAL = ("num_key_value_heads", "head_dim", "rope_theta", "num_experts")  # FIELDS that model_config may do without
-# RopeScaling field → GGUF key below "<architecture>.rope.scaling"
+OPTIONAL = ("num_key_value_heads", "head_dim", "rope_theta")  # FIELDS that model_config may do without
+# RopeScaling field → GGUF key below "<architecture>.rope.scaling.", by the kinds that llama.cpp has; linear is its default.
 SCALING_FIELDS = {
-    "rope_type": "type",
-    "factor": "factor",
-    "original_max_position_embeddings": "original_context_length",
-    "beta_fast": "yarn_beta_fast",
-    "beta_slow": "yarn_beta_slow",
+    "none": {},
+    "linear": {"factor": "factor"},
+    "yarn": {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_context_length",
+        "beta_fast": "yarn_beta_fast",
+        "beta_slow": "yarn_beta_slow",
+    },
 }
 # Llama 3.1's own scaling (model card). A file states only the resulting divisors, so the scaling is recognised by them.
 LLAMA3_SCALING = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -72,9 +75,10 @@ class GgufCheckpoint(Checkpoint):
             return self._config()
 
     def _config(self) -> ModelConfig:
-        values = {name: self._value(key) for name, key in FIELDS.items()}
+        GGUF.of(self.architecture).check(self._metadata)
+        values = {name: self._value(key) for name, key in FIELDS.items() if self._value(key) is not None}
         for name, key in FIELDS.items():
-            if values[name] is None and name not in OPTIONAL:
+            if name not in values and name not in OPTIONAL:
                 raise ConfigError(f"{self.architecture}.{key} is missing; {REMEDY}")
         values |= {
             "architectures": [ARCHITECTURES[self.architecture]],
@@ -86,9 +90,9 @@ class GgufCheckpoint(Checkpoint):
             "pad_token_id": self._metadata.get("tokenizer.ggml.padding_token_id"),
             "rope_scaling": self._rope_scaling(),
         }
-        self._refuse_unsupported()
         ends = (self._metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
         config = model_config(values, [end for end in ends if end is not None])
+        self._refuse_unsupported(config)
         return self._with_rope_factors(config, values)
 
     @property
@@ -167,25 +171,35 @@ class GgufCheckpoint(Checkpoint):
             raise ConfigError(f"tensor {name} has no place in a {self.architecture} GGUF file; {REMEDY}")
         return str(found)
 
-    def _refuse_unsupported(self) -> None:
-        rotated, head_dim = self._value("rope.dimension_count"), self._value("attention.key_length")
-        if head_dim is None:
-            head_dim = (self._value("embedding_length") or 0) // (self._value("attention.head_count") or 1)
-        limit = f"the head size {head_dim}"
-        require(rotated in (None, head_dim), f"{self.architecture}.rope.dimension_count", rotated, limit, REMEDY)
-        window, context = self._value("attention.sliding_window"), self._value("context_length")
+    def _refuse_unsupported(self, config: ModelConfig) -> None:
+        parts = self._metadata.get("split.count")
+        remedy = "join them with llama.cpp's llama-gguf-split --merge"
+        require(parts in (None, 0, 1), "split.count", parts, "1: the model in one file", remedy)
+        for key in ("rope.dimension_count", "attention.value_length"):
+            size, limit = self._value(key), f"the head size {config.head_dim}"
+            require(size in (None, config.head_dim), f"{self.architecture}.{key}", size, limit, REMEDY)
+        window, reach = self._value("attention.sliding_window"), config.max_position_embeddings
+        idle = window in (None, 0) or (isinstance(window, int) and window >= reach)
         name = f"{self.architecture}.attention.sliding_window"
-        require(not window or window >= context, name, window, f"absent or >= {context}", "use another checkpoint")
+        require(idle, name, window, f"absent or >= {reach}", "use another checkpoint")
 
     def _rope_scaling(self) -> dict[str, Any] | None:
+        """Read the scaling as llama.cpp does: linear unless a type is stated, and a factor of 0 or none at all means 1."""
         prefix = f"{self.architecture}.rope.scaling."
-        stated = {key.removeprefix(prefix): value for key, value in self._metadata.items() if key.startswith(prefix)}
-        stated.pop("finetuned", None)  # tells how the model was made, without effect on it
-        unknown = sorted(set(stated) - set(SCALING_FIELDS.values()))
-        require(not unknown, prefix.rstrip("."), unknown, f"among {', '.join(SCALING_FIELDS.values())}", REMEDY)
-        if stated.get("type", "none") == "none":
+        kind = self._metadata.get(f"{prefix}type", "linear")
+        known = isinstance(kind, str) and kind in SCALING_FIELDS
+        require(known, f"{prefix}type", kind, f"one of {', '.join(SCALING_FIELDS)}", REMEDY)
+        stated = {name: self._metadata.get(prefix + key) for name, key in SCALING_FIELDS[kind].items()}
+        if stated.get("factor") is None:
+            stated["factor"] = self._value("rope.scale_linear")  # the key's name in older files
+        factor = stated["factor"] or 1.0
+        if kind == "none" or (kind == "linear" and factor == 1):
             return None
-        return {name: stated[key] for name, key in SCALING_FIELDS.items() if key in stated}
+        return {
+            "rope_type": kind,
+            **{name: value for name, value in stated.items() if value is not None},
+            "factor": factor,
+        }
 
     def _with_rope_factors(self, config: ModelConfig, values: dict[str, Any]) -> ModelConfig:
         """Recognise Llama 3.1's RoPE scaling by the frequency divisors in the file."""
@@ -257,7 +271,7 @@ def _strict_reader(path: Path) -> Any:
 
 
 def _read(path: Path) -> _Contents:
-    """Read a file's header. The long arrays of the vocabulary are left to the tokenizer's own reader."""
+    """Read a file's header. The long arrays of the vocabulary, left to the tokenizer's own reader, are only named."""
     from gguf import GGUFValueType
 
     with path.open("rb") as file:
@@ -266,9 +280,9 @@ def _read(path: Path) -> _Contents:
     require(magic == b"GGUF", f"first bytes of {path}", magic, "b'GGUF'", remedy)
     try:
         reader = _strict_reader(path)
-        metadata = {
-            key: field.contents() for key, field in reader.fields.items() if GGUFValueType.ARRAY not in field.types
-        }
+        arrays = {key for key, field in reader.fields.items() if GGUFValueType.ARRAY in field.types}
+        long = {key for key in arrays if key.startswith("tokenizer.")}
+        metadata = {key: "an array" if key in long else field.contents() for key, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OSError) as error:
         raise ConfigError(f"cannot read {path}: {error}; the file is damaged or cut short: download it again") from None
     require(reader.byte_order == "I", f"byte order of {path}", "foreign", "this machine's", REMEDY)

@@ -12,6 +12,7 @@ from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
 
 from .checkpoint import Checkpoint, Header
+from .effective_config import check_effective_config
 from .files import (
     DOWNLOAD_AGAIN,
     TensorType,
@@ -26,6 +27,7 @@ from .files import (
 )
 from .model_config import model_config
 
+MERGE = "merge it into the model's weights, or remove it and its file"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -38,6 +40,14 @@ class HuggingFaceCheckpoint(Checkpoint):
         path, ends = self.path / "config.json", generation_ends(self.path)
         with naming(path):
             return model_config(read_object(path), ends)
+
+    def check(self) -> None:
+        """Raise ConfigError unless transformers reads the same model from the directory, and no adapter lies there."""
+        super().check()
+        adapter = self.path / "adapter_config.json"
+        if adapter.exists():
+            raise ConfigError(f"{adapter} belongs to an adapter, which transformers would apply; {MERGE}")
+        check_effective_config(self.config, self.path)
 
     @property
     def files(self) -> list[Path]:
@@ -91,11 +101,11 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     @cached_property
     def _weight_map(self) -> dict[str, str]:
-        """Tensor name → file as the index of several files has it; empty with a single file."""
+        """Tensor name → file as the index of several files has it; empty where there is a single file."""
         path = self.path / INDEX_FILE
+        if (self.path / SINGLE_FILE).exists():  # as in transformers, goes before the shards of an index beside it
+            return {}
         if not path.exists():
-            if (self.path / SINGLE_FILE).exists():
-                return {}
             remedy = "save the model with save_pretrained, which writes them"
             raise ConfigError(f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE}; {remedy}")
         weight_map = read_object(path).get("weight_map")

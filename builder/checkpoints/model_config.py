@@ -1,4 +1,4 @@
-"""Makes a ModelConfig from the config.json of a Hugging Face checkpoint. Fields that the decoder lacks are refused by name."""
+"""Makes a ModelConfig from the config.json of a Hugging Face checkpoint. What the decoder lacks is refused by name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 from kvseek.core.config import ModelConfig, RopeScaling, require
 from kvseek.core.errors import ConfigError
 from kvseek.core.fields import from_dict
+
+from .known_keys import CONFIG, ROPE_KINDS, USE_ANOTHER, KnownKeys
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -21,7 +23,9 @@ MOST_LAYERS = (
     1024  # many times more than any published model has; with a damaged number the weights would be listed for ever
 )
 DEFAULT_ROPE_THETA = 10_000.0  # of checkpoints that are older than the field (RoFormer, section 3.2.2)
-USE_ANOTHER = "use another checkpoint: kvseek's decoder has no such part"
+NO_PADDING = -1  # in the first Llama checkpoints
+CHECK = "check the model's config.json"
+YARN_MAY_BE_NULL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")  # null: the default
 
 
 def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> ModelConfig:
@@ -37,14 +41,16 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
     Raises
     ------
     ConfigError
-        If a field is missing, malformed or asks for something that the decoder does not have; the message names the field.
+        If a field is missing, malformed, unknown or asks for something that the decoder does not have; the message names the
+        field.
     """
+    CONFIG.check(values)
     architecture = _architecture(values)
     _refuse_unsupported(values)
     heads, hidden = _integer(values, "num_attention_heads"), _integer(values, "hidden_size")
     layers = _integer(values, "num_hidden_layers")
-    require(layers <= MOST_LAYERS, "num_hidden_layers", layers, f"<= {MOST_LAYERS}", "check the model's config.json")
-    attention_bias = bool(values.get("attention_bias", False))
+    require(layers <= MOST_LAYERS, "num_hidden_layers", layers, f"<= {MOST_LAYERS}", CHECK)
+    attention_bias = _boolean(values, "attention_bias")
     return from_dict(
         ModelConfig,
         {
@@ -62,10 +68,10 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
             "qkv_bias": attention_bias or architecture == "qwen2",
             "output_bias": attention_bias and architecture != "qwen2",
             "qk_norm": architecture == "qwen3",
-            "tie_word_embeddings": values.get("tie_word_embeddings", False),
+            "tie_word_embeddings": _boolean(values, "tie_word_embeddings"),
             "bos_token_id": values.get("bos_token_id"),
             "eos_token_ids": list(dict.fromkeys([*eos_token_ids, *token_ids(values.get("eos_token_id"))])),
-            "pad_token_id": values.get("pad_token_id"),
+            "pad_token_id": None if values.get("pad_token_id") == NO_PADDING else values.get("pad_token_id"),
             "sliding_window": _sliding_window(values),
         },
         "model",
@@ -84,7 +90,8 @@ def token_ids(value: Any) -> list[int]:
 
 def _architecture(values: dict[str, Any]) -> str:
     stated = values.get("architectures") or ["none"]
-    found, limit = stated[0] if isinstance(stated, list) else stated, f"one of {', '.join(ARCHITECTURES)}"
+    require(isinstance(stated, list), "architectures", stated, "a list", CHECK)
+    found, limit = stated[0], f"one of {', '.join(ARCHITECTURES)}"
     known = isinstance(found, str) and found in ARCHITECTURES
     require(known, "architectures", found, limit, "convert the model or choose another")
     return ARCHITECTURES[found]
@@ -94,25 +101,23 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
     quantization = values.get("quantization_config")
     remedy = "use the unquantised checkpoint, or a GGUF file"
     require(quantization is None, "quantization_config", quantization, "absent", remedy)
-    require(not values.get("mlp_bias"), "mlp_bias", values.get("mlp_bias"), "false", USE_ANOTHER)
     activation = values.get("hidden_act", "silu")
     require(activation == "silu", "hidden_act", activation, "'silu'", USE_ANOTHER)
-    sliding = values.get("use_sliding_window")
-    require(not sliding, "use_sliding_window", sliding, "false", USE_ANOTHER)
-    kinds = values.get("layer_types") or []
-    require(isinstance(kinds, list), "layer_types", kinds, "a list", "check the model's config.json")
-    kinds = [kind for kind in dict.fromkeys(map(str, kinds)) if kind != "full_attention"]
+    kinds = values.get("layer_types")
+    require(isinstance(kinds, list | None), "layer_types", kinds, "a list", CHECK)
+    kinds = [kind for kind in dict.fromkeys(map(str, kinds or [])) if kind != "full_attention"]
     require(not kinds, "layer_types", kinds, "'full_attention' in every layer", USE_ANOTHER)
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        require(not values.get(name), name, values.get(name), "absent: no mixture of experts", USE_ANOTHER)
 
 
 def _sliding_window(values: dict[str, Any]) -> int | None:
     """Read Mistral's window; Qwen's configurations also state a window, which use_sliding_window = false puts out of use."""
-    if values["architectures"][0] != "MistralForCausalLM":
+    architecture = values["architectures"][0]
+    window = values.get("sliding_window", DEFAULT_MISTRAL_WINDOW if architecture == "MistralForCausalLM" else None)
+    if window is None or architecture.startswith("Qwen"):
         return None
-    window = values.get("sliding_window", DEFAULT_MISTRAL_WINDOW)
-    return None if window is None else _integer({"sliding_window": window}, "sliding_window")
+    # Llama has no window, but transformers' cache would cut the rows of a Llama whose config.json states one.
+    require(architecture != "LlamaForCausalLM", "sliding_window", window, "null or absent", USE_ANOTHER)
+    return _integer({"sliding_window": window}, "sliding_window")
 
 
 def _kv_heads(values: dict[str, Any], architecture: str, heads: int) -> int:
@@ -124,6 +129,8 @@ def _kv_heads(values: dict[str, Any], architecture: str, heads: int) -> int:
 
 def _head_dim(values: dict[str, Any], architecture: str, hidden: int, heads: int) -> int:
     """Read or compute the head size; Qwen3's must be stated, because it does not follow from other fields."""
+    if architecture == "qwen2" and "head_dim" in values:  # transformers computes nothing in its place
+        return _integer(values, "head_dim")
     if architecture != "qwen3" and values.get("head_dim") is None:
         limit = f"a multiple of num_attention_heads = {heads}"
         require(hidden % heads == 0, "hidden_size", hidden, limit, "or state head_dim")
@@ -133,43 +140,73 @@ def _head_dim(values: dict[str, Any], architecture: str, hidden: int, heads: int
 
 def _rope(values: dict[str, Any]) -> dict[str, Any]:
     """Read the fields of ModelConfig for the rotation of positions, and for how far positions reach."""
-    modern = values.get("rope_parameters")  # transformers 5; version 4 has rope_theta and rope_scaling
-    name = "rope_scaling" if modern is None else "rope_parameters"
-    stated = values.get("rope_scaling") if modern is None else modern
-    require(isinstance(stated or {}, dict), name, stated, "an object or null", "check the model's config.json")
-    parameters = dict(stated or {})
-    theta = parameters.pop("rope_theta", None) or values.get("rope_theta") or DEFAULT_ROPE_THETA
+    for name in ("rope_scaling", "rope_parameters"):
+        valid = isinstance(values.get(name), dict | None)
+        require(valid, name, values.get(name), "an object or null", CHECK)
+    # Version 5 of transformers writes rope_parameters, but where rope_scaling is there too, it reads rope_scaling alone.
+    name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    parameters = dict(values.get(name) or {})
+    theta = parameters.pop("rope_theta", values.get("rope_theta", DEFAULT_ROPE_THETA))
     _check_partial(parameters.pop("partial_rotary_factor", values.get("partial_rotary_factor")))
+    if (original := "original_max_position_embeddings") in values:  # goes before the one among the parameters
+        outer = _integer(values, original)
+        if _kind(parameters) in [kind for kind, keys in ROPE_KINDS.items() if original in keys]:
+            parameters[original] = outer
     reach = _integer(values, "max_position_embeddings")
     scaling = rope_scaling(parameters, reach, name)
     if scaling is not None and scaling.kind == "yarn":
         reach = max(reach, int(scaling.factor * scaling.original_max_position_embeddings))
-    scaling_values = None if scaling is None else dataclasses.asdict(scaling)
-    return {"rope_theta": theta, "rope_scaling": scaling_values, "max_position_embeddings": reach}
+    return {
+        "rope_theta": theta,
+        "rope_scaling": None if scaling is None else dataclasses.asdict(scaling),
+        "max_position_embeddings": min([reach, *_dual_chunks(values)]),
+    }
 
 
 def _check_partial(factor: Any) -> None:
     require(factor in (None, 1, 1.0), "partial_rotary_factor", factor, "1", USE_ANOTHER)
 
 
+def _dual_chunks(values: dict[str, Any]) -> list[int]:
+    """Tell how far dual chunk attention (Qwen2.5-1M) is ordinary attention: to the end of the first chunk."""
+    name = "dual_chunk_attention_config"
+    stated = values.get(name)
+    if stated is None:
+        return []
+    require(isinstance(stated, dict), name, stated, "an object or null", CHECK)
+    approximations = {"an approximation, beside the whole attention that is served": "sparse_attention_*"}
+    KnownKeys(name, "chunk_size local_size original_max_position_embeddings", {}, approximations).check(stated)
+    first = _integer(stated, "chunk_size") - _integer(stated, "local_size")
+    require(first > 0, f"{name}.local_size", stated["local_size"], "< chunk_size", CHECK)
+    return [first]
+
+
+def _kind(parameters: dict[str, Any]) -> Any:
+    """Return the kind of a scaling; version 4 of transformers called the key `type`."""
+    return parameters.get("rope_type", parameters.get("type", "default"))
+
+
 def rope_scaling(parameters: dict[str, Any], max_position_embeddings: int, where: str) -> RopeScaling | None:
     """Translate `rope_scaling` or `rope_parameters` without its rope_theta; None when frequencies are not scaled.
 
     A yarn scaling that does not state original_max_position_embeddings means max_position_embeddings, as in
-    transformers. Raises ConfigError on an unsupported kind or an unknown key.
+    transformers. Raises ConfigError on an unsupported kind or on a key that the kind does not have.
     """
-    fields = dict(parameters)
-    old, new = fields.pop("type", None), fields.pop("rope_type", None)
-    kind = new or old or "default"
-    supported = ("default", "linear", "llama3", "yarn")
-    require(kind in supported, f"{where}.rope_type", kind, f"one of {supported}", USE_ANOTHER)
+    fields, kind = dict(parameters), _kind(parameters)
+    known = isinstance(kind, str) and kind in ROPE_KINDS
+    require(known, f"{where}.rope_type", kind, f"one of {', '.join(ROPE_KINDS)}", USE_ANOTHER)
+    for name in ("rope_type", "type", "finetuned"):  # the last tells how the scaling was made, without effect on it
+        fields.pop(name, None)
+    unknown = sorted(set(fields) - set(ROPE_KINDS[kind].split()))
+    keys = ROPE_KINDS[kind].replace(" ", ", ") or "none"
+    require(not unknown, f"keys of {where}", unknown, f"among those of rope_type {kind!r}: {keys}", CHECK)
     if kind == "default":
         return None
-    fields = {key: value for key, value in fields.items() if value is not None}
-    if "kind" in fields:  # our own name of the field, which no checkpoint may set
-        raise ConfigError(f"{where}: unknown key 'kind'; the key is rope_type")
     if kind == "yarn":
         fields.setdefault("original_max_position_embeddings", max_position_embeddings)
+        fields = {name: value for name, value in fields.items() if value is not None or name not in YARN_MAY_BE_NULL}
+    if "factor" not in fields:
+        raise ConfigError(f"{where}.factor is missing; add it from the model's publisher")
     return from_dict(RopeScaling, {"kind": kind, **fields}, where)
 
 
@@ -182,5 +219,12 @@ def _required(values: dict[str, Any], name: str) -> Any:
 def _integer(values: dict[str, Any], name: str) -> int:
     value = _required(values, name)
     valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    require(valid, name, value, "an integer > 0", "check the model's config.json")
+    require(valid, name, value, "an integer > 0", CHECK)
     return int(value)
+
+
+def _boolean(values: dict[str, Any], name: str) -> bool:
+    """Read a field that is false where it is absent."""
+    value = values.get(name, False)
+    require(isinstance(value, bool), name, value, "true or false", CHECK)
+    return bool(value)

@@ -78,7 +78,9 @@ def _yarn(plain: Tensor, scaling: RopeScaling, config: ModelConfig) -> tuple[Ten
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp
+    ramp = ((torch.arange(dim // 2).float() - low) / (high - low)).clamp(0, 1)
     return plain * (1 - ramp) + plain / scaling.factor * ramp, _yarn_factor(scaling)
 
 

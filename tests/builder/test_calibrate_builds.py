@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from tests.builder.test_calibrate import DEVICE, calibrated, run
-from tests.support.random_models import save_random_model
 
 from kvseek.builder import build, weight_storage
 from kvseek.builder.calibration import calibrate
@@ -126,16 +125,6 @@ def test_refused_before_weights_are_written(
 def test_a_directory_is_no_text(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(model, tmp_path / "engine", model) == 1
     assert f"calibrate = {str(model)!r}: is a directory; name a text file" in capsys.readouterr().err
-
-
-def test_ids_beyond_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = save_random_model(tmp_path / "model", "llama", vocab_size=270)
-    (tmp_path / "text.txt").write_text(SENTENCE, encoding="utf-8")
-    assert run(model, tmp_path / "engine", tmp_path / "text.txt", "--quiet") == 1
-    error = capsys.readouterr().err
-    assert "largest id of text.txt = " in error
-    assert "must be < vocab_size = 270 of the model; name the directory of this model's tokenizer" in error
-    assert not (tmp_path / "engine").exists()
 
 
 def test_a_processor_without_bfloat16(

@@ -84,10 +84,13 @@ def interleave(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     return tensor.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1).contiguous()
 
 
-def edit_gguf(path: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], None]) -> None:
+def edit_gguf(
+    path: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], Any], kinds: dict[str, Any] | None = None
+) -> None:
     """Let `change` alter a file's metadata and its tensors, both by name, and write the file again.
 
-    Metadata are numbers and texts; tensors are of types that NumPy has too.
+    Metadata are numbers and texts; tensors are of types that NumPy has too. `kinds` are the GGUFValueTypes of keys that are new
+    or change their type.
     """
     import gguf
 
@@ -96,6 +99,7 @@ def edit_gguf(path: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray
     metadata = {key: reader.fields[key].contents() for key in types}
     tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
     change(metadata, tensors)
+    types |= kinds or {}
     writer = gguf.GGUFWriter(path.with_suffix(".new"), metadata.pop("general.architecture"))
     for key, value in metadata.items():
         writer.add_key_value(key, value, types[key])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvseek.builder.checkpoints.model_config import USE_ANOTHER
+from kvseek.builder.checkpoints.known_keys import TENSORRT_LLM, USE_ANOTHER
 from kvseek.core.config import require
 from kvseek.core.errors import ConfigError
 
@@ -26,20 +26,6 @@ SAME_NAMES = (
 )
 # Hugging Face field → TensorRT-LLM's name for it
 OTHER_NAMES = {"rms_norm_eps": "norm_epsilon", "rope_theta": "rotary_base"}
-# Fields that can change the decoder, each with the value at which it does not; absent and null mean that value too.
-NEUTRAL: dict[str, Any] = {
-    "position_embedding_type": "rope_gpt_neox",
-    "mlp_bias": False,
-    "residual_mlp": False,
-    "use_logn_attn": False,
-    "remove_duplicated_kv_heads": False,
-    "moe_num_experts": 0,
-    "rotary_pct": 1.0,
-    "embedding_multiplier": 1.0,
-    "attention_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "output_multiplier_scale": 1.0,
-}
 # Defaults of `rotary_scaling` of type llama3; conversions of Meta's own files do not state these fields.
 LLAMA3_DEFAULTS = {
     "factor": 8.0,
@@ -84,14 +70,14 @@ def hugging_face_values(values: dict[str, Any]) -> dict[str, Any]:
     Raises
     ------
     ConfigError
-        If a field is missing, or asks for weights or parts that kvseek does not have: quantised weights, experts,
+        If a field is missing or unknown, or asks for weights or parts that kvseek does not have: quantised weights, experts,
         other architectures, other positional embeddings.
     """
     architecture = _architecture(values)
     for name in (*SAME_NAMES, *OTHER_NAMES.values(), *(["head_size"] if architecture == QWEN_TYPES["qwen3"] else [])):
         if values.get(name) is None:
             raise ConfigError(f"{name} is missing; convert the model again")
-    _refuse_unsupported(values)
+    _refuse_unsupported(values, architecture)
     heads = values["num_attention_heads"]
     return {
         "architectures": [architecture],
@@ -121,7 +107,8 @@ def _architecture(values: dict[str, Any]) -> str:
     return QWEN_TYPES[str(qwen_type)]
 
 
-def _refuse_unsupported(values: dict[str, Any]) -> None:
+def _refuse_unsupported(values: dict[str, Any], architecture: str) -> None:
+    TENSORRT_LLM.check(values)
     # How TensorRT-LLM stores its KV cache (kv_cache_quant_algo) is no property of the weights.
     algorithm = _object(values, "quantization").get("quant_algo")
     remedy = "convert the model without quantisation"
@@ -130,9 +117,10 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
     require(experts == 0, "moe.num_experts", experts, "0: no mixture of experts", USE_ANOTHER)
     window = _object(values, "runtime_defaults").get("max_attention_window")
     require(window is None, "runtime_defaults.max_attention_window", window, "null", USE_ANOTHER)
-    for name, neutral in NEUTRAL.items():
-        value = values.get(name)
-        require(value is None or value == neutral, name, value, repr(neutral), USE_ANOTHER)
+    for name in ("attn_bias", "tie_word_embeddings", "share_embedding_table", "use_parallel_embedding", "qk_layernorm"):
+        require(values.get(name) in (None, True, False), name, values.get(name), "true, false or null", CHECK)
+    stated, expected = values.get("qk_layernorm"), architecture == QWEN_TYPES["qwen3"]
+    require(stated in (None, expected), "qk_layernorm", stated, f"{expected} for {architecture}", CHECK)
     rotated, head_size = values.get("rotary_embedding_dim"), values.get("head_size")
     limit = f"head_size = {head_size}"
     require(rotated in (None, head_size), "rotary_embedding_dim", rotated, limit, USE_ANOTHER)

@@ -52,29 +52,9 @@ FOUND: dict[str, Case] = {
     "fewer layer types than layers": Case(config={"layer_types": ["full_attention"]}),
     "whole number as rms_norm_eps": Case(config={"rms_norm_eps": 1}),
     "null as Qwen2's head_dim": Case(QWEN2, {"head_dim": None}),
+    "no padding id, as the first Llama checkpoints say it": Case(config={"pad_token_id": -1}),
     "padding id beyond the vocabulary": Case(config={"pad_token_id": 5000}),
 }
-# Of these, the ones that break it still. An entry that passes turns its test red: take it out. While one is left, most draws
-# of 200 would meet it, so the property itself is not run.
-NOT_YET_MENDED = (
-    "scaling beside parameters",
-    "scaling beside yarn parameters",
-    "tied with another head",
-    "single file beside an index",
-    "length at the top, yarn scaling",
-    "length at the top and in llama3 parameters",
-    "nested parameters, qwen3",
-    "not causal",
-    "model type of another architecture",
-    "model type without query norms",
-    "no model type",
-    "biases that Mistral lacks",
-    "layer types of a Mistral without window",
-    "fewer layer types than layers",
-    "whole number as rms_norm_eps",
-    "null as Qwen2's head_dim",
-    "padding id beyond the vocabulary",
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,18 +82,12 @@ def test_plain_checkpoints_run(shape: Shape, config: dict[str, Any], files: File
     assert outcome(Case(shape, config, files)) == "equal"
 
 
-def found(name: str) -> Any:
-    marks = pytest.mark.xfail(strict=True, reason="breaks the property still") if name in NOT_YET_MENDED else ()
-    return pytest.param(FOUND[name], id=name, marks=marks)
-
-
-@pytest.mark.parametrize("case", [found(name) for name in FOUND])
+@pytest.mark.parametrize("case", FOUND.values(), ids=FOUND)
 def test_what_was_found(case: Case) -> None:
     outcome(case)
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(bool(NOT_YET_MENDED), run=False, reason="NOT_YET_MENDED is not empty")
 @hypothesis.settings(max_examples=200, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(cases())
 def test_same_logits_or_refused(case: Case) -> None:

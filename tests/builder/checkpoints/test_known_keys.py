@@ -1,0 +1,218 @@
+"""The lists of known keys against transformers' configuration classes and gguf's constants: they are complete."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.gguf_files import edit_gguf, finish, write_gguf
+from tests.support.random_models import save_random_model
+
+from kvseek.builder.checkpoints.files import generation_ends
+from kvseek.builder.checkpoints.known_keys import CONFIG, GENERATION, GGUF, ROPE_KINDS, TENSORRT_LLM, KnownKeys
+from kvseek.builder.checkpoints.model_config import model_config
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.core.config import RopeScaling
+from kvseek.core.errors import ConfigError
+
+CLASSES = ("PreTrainedConfig", "LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config")
+LISTS = {"CONFIG": CONFIG, "GENERATION": GENERATION, "GGUF": GGUF, "TENSORRT_LLM": TENSORRT_LLM}
+# Keys of gguf's constants that ask for parts which the decoder lacks; they are refused as unknown.
+OTHER_PARTS = """
+    deepstack dense embedding_length_ expert features_length leading_dense moe_ nextn pooling logit softcapping swin rescale
+    time_ residual_scale embedding_scale token_shift interleave_moe full_attention activation_sparsity altup swiglu decoder_
+    alibi clamp layer_norm_epsilon group_norm lora relative_buckets attention.scale output_scale temperature _mla _swa
+    shared_kv sliding_window_pattern dimension_sections freq_base_swa scaling.alpha attn_factor yarn_log ext_factor"""
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_key_of_transformers_configurations(name: str) -> None:
+    """The fields of the classes, what save_pretrained writes, and that their defaults ask for nothing that is refused."""
+    import transformers
+
+    made = getattr(transformers, name)()
+    fields = {field.name for field in dataclasses.fields(made)}
+    assert [key for key in sorted(fields | set(made.to_dict())) if not CONFIG.knows(key)] == []
+    CONFIG.check(made.to_dict())
+    CONFIG.check(json.loads(made.to_json_string()))
+
+
+def test_every_key_of_transformers_generation_configuration() -> None:
+    from transformers import GenerationConfig
+
+    made = GenerationConfig()
+    GENERATION.check(vars(made))
+    ignored = GenerationConfig._get_default_generation_params()
+    CONFIG.check({key: value for key, value in ignored.items() if key not in ("eos_token_id", "bos_token_id")})
+
+
+def test_every_scaling_key_is_a_field() -> None:
+    fields = {field.name for field in dataclasses.fields(RopeScaling)} - {"kind"}
+    assert set(" ".join(ROPE_KINDS.values()).split()) == fields
+
+
+def test_every_key_of_gguf() -> None:
+    """A key of gguf's constants is known, or it belongs to a part that other architectures have."""
+    from gguf import Keys
+
+    groups = [Keys.General, Keys.LLM, Keys.Attention, Keys.Rope, Keys.Split, Keys.Tokenizer]
+    keys = [key for group in groups for name, key in vars(group).items() if name.isupper()]
+    left = [key for key in keys if not GGUF.knows(key)]
+    assert [key for key in left if not any(part in key for part in OTHER_PARTS.split())] == []
+    assert not any(key.startswith(("general.", "tokenizer.", "split.")) for key in left)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_key_stands_in_one_list(name: str) -> None:
+    known = LISTS[name]
+    groups = [known.used.split(), list(known.neutral), *(keys.split() for keys in known.idle.values())]
+    for first, second in itertools.combinations(groups, 2):
+        assert set(first) & set(second) == set()
+    assert all(len(set(group)) == len(group) for group in groups)
+
+
+def test_every_used_key_is_read() -> None:
+    """A key that no code reads would be dropped in silence."""
+    from kvseek.builder.checkpoints import effective_config, gguf, gguf_tokenizer
+    from kvseek.builder.checkpoints import model_config as hugging_face
+    from kvseek.builder.checkpoints.tensorrt_llm import config
+
+    def unread(known: KnownKeys, *modules: Any) -> list[str]:
+        code = "".join(map(inspect.getsource, modules))
+        return [key for key in known.used.split() if key.removeprefix("{arch}.") not in code]
+
+    assert unread(CONFIG, hugging_face, effective_config) == []
+    assert unread(TENSORRT_LLM, config) == []
+    # transformers reads the vocabulary of a GGUF file; scalings and end ids are put together from parts of their names.
+    left = unread(GGUF, gguf, gguf_tokenizer)
+    assert [key for key in left if not key.startswith(("tokenizer.", "{arch}.rope.scaling."))] == []
+
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+}
+UNKNOWN = r"{} = .*: must be a key that kvseek knows, .* remove it from {}, else use another checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention_multiplier", 0.5),
+        ("final_logit_softcaping", 30.0),
+        ("logit_scale", None),
+        ("no_rope_layers", [1, 0]),
+    ],
+)
+def test_unknown_keys_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=UNKNOWN.format(key, r"config\.json")):
+        model_config(LLAMA | {key: value})
+
+
+@pytest.mark.parametrize(("key", "allowed"), CONFIG.neutral.items())
+def test_neutral_values(key: str, allowed: tuple[Any, ...]) -> None:
+    """What the decoder lacks may be stated as absent, and not as present, nor as a number that equals a boolean."""
+    for value in allowed:
+        model_config(LLAMA | {key: value})
+    other = 8 if isinstance(allowed[0], (int, float)) and not isinstance(allowed[0], bool) else not allowed[0]
+    for value in (other, 0.5, "x", [1]):
+        with pytest.raises(ConfigError, match=f"{key} = .*: must be .*, or absent; use another checkpoint"):
+            model_config(LLAMA | {key: value})
+
+
+def test_generation_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    published = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "repetition_penalty": 1.05,
+        "eos_token_id": [7, 8],
+    }
+    path.write_text(json.dumps(published))
+    assert generation_ends(tmp_path) == [7, 8]
+    path.write_text(json.dumps(published | {"end_after": 5}))
+    message = r"generation_config\.json: " + UNKNOWN.format("end_after", r"generation_config\.json")
+    with pytest.raises(ConfigError, match=message):
+        generation_ends(tmp_path)
+
+
+GGUF_REFUSED = [
+    ("llama.attention.scale", 0.1, r"llama\.attention\.scale = 0\.1.*: must be a key that kvseek knows"),
+    ("llama.attention.causal", False, r"llama\.attention\.causal = False: must be true, or absent"),
+    ("llama.expert_count", 8, r"llama\.expert_count = 8: must be 0 or null"),
+    ("llama.attention.value_length", 64, r"llama\.attention\.value_length = 64: must be the head size 32"),
+    ("llama.rope.dimension_count", 16, r"llama\.rope\.dimension_count = 16: must be the head size 32"),
+    (
+        "llama.rope.scaling.type",
+        "longrope",
+        r"llama\.rope\.scaling\.type = 'longrope': must be one of none, linear, yarn",
+    ),
+    (
+        "llama.rope.scaling.attn_factor",
+        2.0,
+        r"llama\.rope\.scaling\.attn_factor = 2\.0: must be a key that kvseek knows",
+    ),
+    ("qwen2.rope.freq_base", 1e6, r"qwen2\.rope\.freq_base = 1000000\.0: must be a key that kvseek knows"),
+    ("split.count", 3, r"split\.count = 3: must be 1: the model in one file; join them"),
+    ("general.type", "adapter", r"general\.type = 'adapter': must be \"model\", or absent"),
+    ("tokenizer.ggml.eos_token_id", 384, r"eos_token_id = 384: must be between 0 and vocab_size - 1 = 383"),
+    ("llama.embedding_length", "wide", r"hidden_size = 'wide': must be an integer > 0"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), GGUF_REFUSED)
+def test_gguf_keys_that_are_refused(key: str, value: Any, message: str, gguf_file: Path) -> None:
+    import gguf
+
+    kinds = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT64}
+    set_key(gguf_file, key, value, kinds.get(type(value), gguf.GGUFValueType.STRING))
+    with pytest.raises(ConfigError, match=rf"model\.gguf: {message}"):
+        _ = open_checkpoint(gguf_file).config
+
+
+def test_gguf_arrays_that_are_refused(tmp_path: Path) -> None:
+    """Sizes of each layer, and RoPE of several axes: arrays are read too."""
+    import gguf
+
+    for key in ("llama.attention.head_count_kv", "llama.rope.dimension_sections", "tokenizer.ggml.eos_token_id"):
+        writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+        for name in (
+            "embedding_length",
+            "feed_forward_length",
+            "block_count",
+            "attention.head_count",
+            "context_length",
+        ):
+            writer.add_uint32(f"llama.{name}", 4)
+        writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+        writer.add_array(key, [2, 2, 2])
+        writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+        finish(writer)
+        with pytest.raises(
+            ConfigError,
+            match=r"num_key_value_heads = \[2, 2, 2\]|dimension_sections = \[2, 2|eos_token_ids = 'an array'",
+        ):
+            _ = open_checkpoint(tmp_path / "model.gguf").config
+
+
+@pytest.fixture
+def gguf_file(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "model.gguf", save_random_model(tmp_path / "model", "llama"), "llama")
+
+
+def set_key(path: Path, key: str, value: Any, kind: Any) -> None:
+    edit_gguf(path, lambda metadata, _: metadata.update({key: value}), {key: kind})
