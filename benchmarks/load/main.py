@@ -12,6 +12,7 @@ read the figures.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -53,7 +54,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("base_prompt_tokens", 128, "of the cells of --concurrency"),
         ("requests", 8, "of a cell; a concurrency of more than half of that gets twice its number"),
         ("output_tokens", 16, "of each answer"),
-        ("threads", 2, "CPU threads of the engine"),
+        # aiperf keeps a core busy all the time, and an engine whose threads share cores with others waits for them.
+        ("threads", max(1, (os.cpu_count() or 1) - 1), "CPU threads of the engine: all cores but one"),
         ("max_queue_size", 256, "of the server"),
     ):
         parser.add_argument(f"--{flag}", type=int, default=number, help=f"{text} (default: {number})")
