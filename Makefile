@@ -5,10 +5,12 @@ PYTHON ?= $(or $(shell for p in python3 python3.13 python3.12 python3.11; do \
     $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done),python3)
 PIP_ARGS ?=
 THREADS ?=
-JOBS ?= 2
+# Processes of tests: one more than cores, as tests of servers wait much of their time; at most 6, which need some 2 GB each.
+JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 6 ? cores + 1 : 6)))
 PORTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 ENGINE := .cache/engines/smollm2-pariskv
 QUESTION ?= How many passengers did the Lady Trelawny land?
@@ -29,11 +31,11 @@ demo: engine ## build, serve, ask a question about a long document, shut down
 serve: engine ## leave the server running in the foreground (Ctrl-C ends it)
 	$(BIN)/kvseek serve --engine_dir $(ENGINE) $(PORTS) $(SERVER_THREADS)
 
-test: install model ## the tests but for the slow ones, in two processes; those that need a GPU are skipped without one
-	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile
+test: install model ## the tests but for the slow ones; those that need a GPU are skipped without one
+	$(PYTEST) -m "not slow"
 
 test-slow: install model $(PERF_ANALYZER) ## soak, fuzz, load and faults of real servers, real models: what make test leaves out
-	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile
+	$(PYTEST) -m slow
 
 test-gpu: install ## tests/gpu and every other test that is marked gpu; fails without a GPU
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "PyTorch sees no CUDA device")'
@@ -76,7 +78,8 @@ $(AIPERF): | install
 	$(PYTHON) -m venv $(LOAD)/aiperf
 	$(LOAD)/aiperf/bin/pip install -q $(PIP_ARGS) aiperf==0.13.0
 
-check: lint types test test-slow ## what .ci/run calls
+check: lint types model $(PERF_ANALYZER) ## lint, types and all tests: what .ci/run calls
+	$(PYTEST)
 
 check-install: install ## the Dockerfile's installation of target cpu without Docker, in a temporary folder; minutes, 3 GB
 	$(BIN)/python docker/check_install.py
