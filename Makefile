@@ -51,7 +51,7 @@ fuzz: engine ## 5,000 checkpoints beside transformers; ten minutes of guides and
 	    $(BIN)/python -m tests.server.fuzz.main --door $$door --seconds 600 --folder build/fuzz || exit 1; done
 	$(BIN)/python -m tests.server.fuzz.guides --tokenizer $(ENGINE) --folder build/fuzz
 
-perf: load-tools model ## load test with perf_analyzer and aiperf: table, $(LOAD_RESULT) and an SVG beside it; some ten minutes
+perf: load-tools model ## load test with perf_analyzer and aiperf: table, $(LOAD_RESULT) and an SVG beside it; some twelve minutes
 	@mkdir -p $(dir $(LOAD_RESULT))
 	$(BIN)/python builder/build.py --model $(MODEL) --method pariskv --output_dir $(LOAD_ENGINE) \
 	    --max_batch_size 8 --max_seq_len 4096 --no-check
