@@ -18,7 +18,7 @@ from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.gguf import GgufCheckpoint
 from kvseek.builder.checkpoints.hugging_face import HuggingFaceCheckpoint
 from kvseek.builder.checkpoints.model_config import ARCHITECTURES
-from kvseek.builder.checkpoints.weights import list_weights
+from kvseek.builder.checkpoints.weights import WeightFormat, total_size
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import CheckError
 
@@ -43,7 +43,7 @@ class Reference:
 
 def reference_logits(checkpoint: Checkpoint, ids: Sequence[int], rows: int) -> Reference:
     """Compute the logits after each of the last `rows` tokens of `ids`; raises CheckError if transformers cannot."""
-    with tempfile.TemporaryDirectory() as folder, _quiet():
+    with tempfile.TemporaryDirectory() as folder, quiet():
         try:
             model, unchecked = _model(checkpoint, Path(folder))
             with torch.inference_mode():
@@ -84,14 +84,9 @@ def _foreign(checkpoint: Checkpoint) -> str:
         return "transformers does not read TensorRT-LLM checkpoints"
     if checkpoint.config.rope_scaling is not None:  # stated by a tensor that transformers does not look at
         return "transformers ignores the RoPE scaling of GGUF files"
-    if 4 * parameters(checkpoint.config) > WHOLE_BYTES:
+    if total_size(checkpoint.config, WeightFormat(torch.float32)) > WHOLE_BYTES:
         return "transformers would dequantise the whole GGUF file at once"
     return ""
-
-
-def parameters(model: ModelConfig) -> int:
-    """Count the numbers of a model's weights."""
-    return sum(torch.Size(weight.shape).numel() for weight in list_weights(model))
 
 
 def _own_model(path: Path, folder: Path) -> Any:
@@ -173,7 +168,7 @@ class _Tensors(Mapping[str, Tensor]):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep transformers from printing progress and advice into the builder's."""
     from transformers.utils import logging
 

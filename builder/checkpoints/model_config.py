@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from kvseek.core.config import ModelConfig, RopeScaling, require
+from kvseek.core.config import CHECK_CONFIG, ModelConfig, RopeScaling, require
 from kvseek.core.errors import ConfigError
 from kvseek.core.fields import from_dict
 
@@ -24,7 +24,6 @@ MOST_LAYERS = (
 )
 DEFAULT_ROPE_THETA = 10_000.0  # of checkpoints that are older than the field (RoFormer, section 3.2.2)
 NO_PADDING = -1  # in the first Llama checkpoints
-CHECK = "check the model's config.json"
 YARN_MAY_BE_NULL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")  # null: the default
 
 
@@ -49,7 +48,7 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
     _refuse_unsupported(values)
     heads, hidden = _integer(values, "num_attention_heads"), _integer(values, "hidden_size")
     layers = _integer(values, "num_hidden_layers")
-    require(layers <= MOST_LAYERS, "num_hidden_layers", layers, f"<= {MOST_LAYERS}", CHECK)
+    require(layers <= MOST_LAYERS, "num_hidden_layers", layers, f"<= {MOST_LAYERS}", CHECK_CONFIG)
     attention_bias = _boolean(values, "attention_bias")
     return from_dict(
         ModelConfig,
@@ -90,7 +89,7 @@ def token_ids(value: Any) -> list[int]:
 
 def _architecture(values: dict[str, Any]) -> str:
     stated = values.get("architectures") or ["none"]
-    require(isinstance(stated, list), "architectures", stated, "a list", CHECK)
+    require(isinstance(stated, list), "architectures", stated, "a list", CHECK_CONFIG)
     found, limit = stated[0], f"one of {', '.join(ARCHITECTURES)}"
     known = isinstance(found, str) and found in ARCHITECTURES
     require(known, "architectures", found, limit, "convert the model or choose another")
@@ -104,7 +103,7 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
     activation = values.get("hidden_act", "silu")
     require(activation == "silu", "hidden_act", activation, "'silu'", USE_ANOTHER)
     kinds = values.get("layer_types")
-    require(isinstance(kinds, list | None), "layer_types", kinds, "a list", CHECK)
+    require(isinstance(kinds, list | None), "layer_types", kinds, "a list", CHECK_CONFIG)
     kinds = [kind for kind in dict.fromkeys(map(str, kinds or [])) if kind != "full_attention"]
     require(not kinds, "layer_types", kinds, "'full_attention' in every layer", USE_ANOTHER)
 
@@ -142,7 +141,7 @@ def _rope(values: dict[str, Any]) -> dict[str, Any]:
     """Read the fields of ModelConfig for the rotation of positions, and for how far positions reach."""
     for name in ("rope_scaling", "rope_parameters"):
         valid = isinstance(values.get(name), dict | None)
-        require(valid, name, values.get(name), "an object or null", CHECK)
+        require(valid, name, values.get(name), "an object or null", CHECK_CONFIG)
     # Version 5 of transformers writes rope_parameters, but where rope_scaling is there too, it reads rope_scaling alone.
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     parameters = dict(values.get(name) or {})
@@ -173,11 +172,11 @@ def _dual_chunks(values: dict[str, Any]) -> list[int]:
     stated = values.get(name)
     if stated is None:
         return []
-    require(isinstance(stated, dict), name, stated, "an object or null", CHECK)
+    require(isinstance(stated, dict), name, stated, "an object or null", CHECK_CONFIG)
     approximations = {"an approximation, beside the whole attention that is served": "sparse_attention_*"}
     KnownKeys(name, "chunk_size local_size original_max_position_embeddings", {}, approximations).check(stated)
     first = _integer(stated, "chunk_size") - _integer(stated, "local_size")
-    require(first > 0, f"{name}.local_size", stated["local_size"], "< chunk_size", CHECK)
+    require(first > 0, f"{name}.local_size", stated["local_size"], "< chunk_size", CHECK_CONFIG)
     return [first]
 
 
@@ -199,7 +198,7 @@ def rope_scaling(parameters: dict[str, Any], max_position_embeddings: int, where
         fields.pop(name, None)
     unknown = sorted(set(fields) - set(ROPE_KINDS[kind].split()))
     keys = ROPE_KINDS[kind].replace(" ", ", ") or "none"
-    require(not unknown, f"keys of {where}", unknown, f"among those of rope_type {kind!r}: {keys}", CHECK)
+    require(not unknown, f"keys of {where}", unknown, f"among those of rope_type {kind!r}: {keys}", CHECK_CONFIG)
     if kind == "default":
         return None
     if kind == "yarn":
@@ -219,12 +218,12 @@ def _required(values: dict[str, Any], name: str) -> Any:
 def _integer(values: dict[str, Any], name: str) -> int:
     value = _required(values, name)
     valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    require(valid, name, value, "an integer > 0", CHECK)
+    require(valid, name, value, "an integer > 0", CHECK_CONFIG)
     return int(value)
 
 
 def _boolean(values: dict[str, Any], name: str) -> bool:
     """Read a field that is false where it is absent."""
     value = values.get(name, False)
-    require(isinstance(value, bool), name, value, "true or false", CHECK)
+    require(isinstance(value, bool), name, value, "true or false", CHECK_CONFIG)
     return bool(value)

@@ -49,24 +49,17 @@ def pieces_of(borders: Sequence[int], start: int, stop: int) -> list[Piece]:
     ]
 
 
-@dataclass(frozen=True)
-class Span:
-    """Rows start .. stop - 1 of a pack, which belong to the prompt in `slot`. The prompt's first token is row `first`."""
+def score_units(prompts: Sequence[tuple[int, tuple[int, int]]], most: int) -> Generator[list[tuple[int, Piece]]]:
+    """Cut prompts, each a slot and the border rows (first, stop), into units of `most` rows; the last unit may have fewer.
 
-    slot: int
-    first: int
-    start: int
-    stop: int
-
-
-def score_units(prompts: Sequence[tuple[int, tuple[int, int]]], most: int) -> Generator[list[Span]]:
-    """Cut prompts, each a slot and the border rows (first, stop), into units of `most` rows; the last unit may have fewer."""
-    unit, left = list[Span](), most
+    A unit is a list of pieces, each with the slot of its prompt.
+    """
+    unit, left = list[tuple[int, Piece]](), most
     for slot, (first, stop) in prompts:
         start = first
         while start < stop:
             end = min(start + left, stop)
-            unit.append(Span(slot, first, start, end))
+            unit.append((slot, Piece(first, start, end)))
             left -= end - start
             start = end
             if left == 0:
@@ -296,13 +289,13 @@ class LayerwisePrefill(Prefill):
     def _score(self) -> None:
         """Compute the logits of the next unit of rows, and hand them to their takers."""
         unit = next(self._units)
-        self._scored += sum(span.stop - span.start for span in unit)
-        wanted = [span for span in unit if span.slot not in self.dropped]
+        self._scored += sum(piece.stop - piece.start for _, piece in unit)
+        wanted = [(slot, piece) for slot, piece in unit if slot not in self.dropped]
         if wanted:
-            logits = self._model.logits_of(self._prompt, [(span.start, span.stop) for span in wanted])
-            parts = torch.split(logits, [span.stop - span.start for span in wanted])
-            for span, part in zip(wanted, parts, strict=True):
-                self.takers[span.slot](span.start - span.first, part)
+            logits = self._model.logits_of(self._prompt, [(piece.start, piece.stop) for _, piece in wanted])
+            parts = torch.split(logits, [piece.stop - piece.start for _, piece in wanted])
+            for (slot, piece), part in zip(wanted, parts, strict=True):
+                self.takers[slot](piece.start - piece.first, part)
 
     def _logits(self) -> Tensor:
         return self._model.logits_of(self._prompt, [(stop - 1, stop) for stop in self.borders[1:]])

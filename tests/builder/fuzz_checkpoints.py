@@ -18,8 +18,10 @@ from collections import Counter
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: matrices are tiny
 
 import hypothesis
-from tests.builder.checkpoints.beside_transformers import outcome, without_advice
+from tests.builder.checkpoints.beside_transformers import outcome
 from tests.builder.checkpoints.drawn_checkpoints import Case, cases
+
+from kvseek.builder.checking import reference
 
 
 def main() -> int:
@@ -45,7 +47,7 @@ def main() -> int:
         counts[outcome(case).split(":")[0]] += 1
 
     try:
-        with without_advice():
+        with reference.quiet():
             run()
     except Exception as error:
         for one in error.exceptions if isinstance(error, ExceptionGroup) else [error]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +63,3 @@ def transformers_logits(model: Path, ids: list[int]) -> torch.Tensor:
     reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True).eval()
     logits: torch.Tensor = reference(torch.tensor([ids]), use_cache=False, logits_to_keep=GREEDY_TOKENS).logits[0]
     return logits
-
-
-@contextlib.contextmanager
-def without_advice() -> Iterator[None]:
-    """Keep transformers from printing progress bars and advice for every checkpoint."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        logging.enable_progress_bar()

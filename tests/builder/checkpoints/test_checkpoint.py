@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.gguf_files import finish, write_gguf
+from tests.support.llama_config import LLAMA
 from tests.support.random_models import save_random_model
 
 from kvseek.builder.checkpoints import gguf as gguf_checkpoint
@@ -21,18 +22,6 @@ from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
 from kvseek.engine.model.rope import frequencies
 
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 4096,
-    "eos_token_id": [7, 8],
-}
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.gguf_files import edit_gguf, finish, write_gguf
+from tests.support.llama_config import LLAMA
 from tests.support.random_models import save_random_model
 
 from kvseek.builder.checkpoints.files import generation_ends
@@ -94,17 +95,6 @@ def test_every_used_key_is_read() -> None:
     assert [key for key in left if not key.startswith(("tokenizer.", "{arch}.rope.scaling."))] == []
 
 
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 4096,
-}
 UNKNOWN = r"{} = .*: must be a key that kvseek knows, .* remove it from {}, else use another checkpoint"
 
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import hypothesis
 import pytest
-from tests.builder.checkpoints.beside_transformers import outcome, without_advice
+from tests.builder.checkpoints.beside_transformers import outcome
 from tests.builder.checkpoints.drawn_checkpoints import ABSENT, Case, Files, Shape, cases
+
+from kvseek.builder.checking import reference
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -59,7 +61,7 @@ FOUND: dict[str, Case] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet() -> Iterator[None]:
-    with without_advice():
+    with reference.quiet():
         yield
 
 

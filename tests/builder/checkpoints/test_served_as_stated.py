@@ -16,6 +16,7 @@ from tests.builder.checkpoints.damage import configure, tensors
 from tests.conftest import BuildEngine
 from tests.engine.model.test_logits import compare
 from tests.support.gguf_files import edit_gguf, write_gguf
+from tests.support.llama_config import LLAMA
 from tests.support.random_models import save_random_model, save_tokenizer
 
 from kvseek.builder import build
@@ -178,20 +179,7 @@ def test_tokenizers_that_transformers_cannot_load(file: str, change: dict[str, A
         load_tokenizer_directory(tmp_path, "")
 
 
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 4096,
-    "bos_token_id": 1,
-    "eos_token_id": [7, 8],
-}
+STATED = LLAMA | {"model_type": "llama", "bos_token_id": 1}
 LLAMA_3 = {key: value for key, value in LLAMA3.items() if key != "rope_type"}
 REFUSED = [
     ({"rope_parameters": {"full_attention": DEFAULT}}, r"keys of rope_parameters = \['full_attention'\]"),
@@ -251,7 +239,7 @@ REFUSED = [
 @pytest.mark.parametrize(("change", "message"), REFUSED)
 def test_refused_values(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        model_config(LLAMA | change)
+        model_config(STATED | change)
 
 
 # Names under which messages speak of a field, where it is not the field's own.
@@ -263,13 +251,13 @@ SPOKEN = {
 VALUES = [None, True, -1, 0, 3, 0.5, float("nan"), 10**400, "", "x", [], [None], ["x"], {}, {"x": None}]
 
 
-@pytest.mark.parametrize("name", [*LLAMA, "rope_theta", "rope_scaling", "rope_parameters", "head_dim", "layer_types"])
+@pytest.mark.parametrize("name", [*STATED, "rope_theta", "rope_scaling", "rope_parameters", "head_dim", "layer_types"])
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:9])
 def test_any_value_of_any_field(name: str, value: Any) -> None:
     """No value ends in anything but a configuration or an error that names the field."""
     message = ""
     try:
-        assert isinstance(model_config(LLAMA | {name: value}), ModelConfig)
+        assert isinstance(model_config(STATED | {name: value}), ModelConfig)
     except ConfigError as error:
         message = str(error)
     names = [name, *SPOKEN.get(name, name).split("|")]
@@ -284,21 +272,21 @@ def test_any_value_of_any_field(name: str, value: Any) -> None:
 def test_any_value_of_any_scaling_field(name: str, value: Any, scaling: dict[str, Any]) -> None:
     outer = {"original_max_position_embeddings": 64}
     with contextlib.suppress(ConfigError):
-        assert isinstance(model_config(LLAMA | outer | {"rope_scaling": {**scaling, name: value}}), ModelConfig)
+        assert isinstance(model_config(STATED | outer | {"rope_scaling": {**scaling, name: value}}), ModelConfig)
 
 
 def test_numbers_that_no_file_should_hold(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA)[:-1] + ', "rope_theta": ' + "9" * 5000 + "}")
+    (tmp_path / "config.json").write_text(json.dumps(STATED)[:-1] + ', "rope_theta": ' + "9" * 5000 + "}")
     with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
         open_checkpoint(tmp_path)
 
 
 def test_dual_chunk_attention_reaches_to_the_end_of_its_first_chunk() -> None:
     chunks = {"chunk_size": 1024, "local_size": 64, "original_max_position_embeddings": 1024}
-    config = model_config(LLAMA | {"dual_chunk_attention_config": chunks})
+    config = model_config(STATED | {"dual_chunk_attention_config": chunks})
     assert config.max_position_embeddings == 960
     assert config.rope_scaling is None
 
 
 def test_finetuned_tells_nothing() -> None:
-    assert model_config(LLAMA | {"rope_scaling": YARN}).rope_scaling == RopeScaling("yarn", 4.0, 64)
+    assert model_config(STATED | {"rope_scaling": YARN}).rope_scaling == RopeScaling("yarn", 4.0, 64)
