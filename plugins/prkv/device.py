@@ -134,7 +134,7 @@ class CudaIndex(Index):
             self._kernels.launch("kvseek_prkv_join", grid, self.context.head_dim, self._box_arguments(slot, start))
 
     def refresh(self, slots: Sequence[int]) -> None:
-        """See Index.refresh. Publishes prepared updates, and starts those that are due."""
+        """See Index.refresh. Publishes updates that began PUBLISH_STEPS steps ago, and starts those that are due."""
         for slot in slots:
             if len(self.updater):
                 self.updater.publish(slot)

@@ -1,7 +1,8 @@
 """The periodic choice of a new static set on the GPU: prepared beside the decode steps, published by one launch.
 
-A side stream reads and computes all that is needed, into buffers that no step sees. Between two steps one kernel then swaps
+A side stream reads and computes all that is needed, into buffers that no step sees. PUBLISH_STEPS steps later one kernel swaps
 rows in the pool, writes the boxes, and makes the hot rows of these places invalid: a step sees all of these changes or none.
+The number of steps is fixed, so that a request's tokens do not depend on how fast the side stream was.
 Only whole pages take part, so an eviction, which appends places, never touches rows of an update. PRKV paper, section 4.1.
 """
 
@@ -25,6 +26,8 @@ from .static import candidates, largest, pair_exchange
 GATHER_THREADS = 256
 GATHER_BLOCKS = 32  # blocks of all KV heads: enough to use PCIe fully, few enough to leave the GPU to decode steps
 PUBLISH_THREADS = 128
+# Steps from the start of an update until it is published: enough for the side stream to end, so that no step waits for it.
+PUBLISH_STEPS = 4
 
 
 class GatherArguments(ctypes.Structure):
@@ -83,10 +86,11 @@ class Update:
     whole: int
     ticket: Ticket | None = None
     results: list[Exchange] = field(default_factory=list)
+    steps: int = 0  # of the slot since the update began
 
     @property
     def done(self) -> bool:
-        """Whether the update can be published; never waits."""
+        """Whether the side stream has ended its work; never waits."""
         return self.ticket is not None and self.ticket.done
 
 
@@ -118,11 +122,16 @@ class Updater:
         self._under_way[slot] = update
 
     def publish(self, slot: int) -> None:
-        """Publish the slot's update if it has been prepared."""
+        """Count a step of the slot, and publish its update in the step that is to see it first; the host does not wait."""
         update = self._under_way.get(slot)
-        if update is None or not update.done:
+        if update is None:
+            return
+        update.steps += 1
+        if update.steps < min(PUBLISH_STEPS, self._arrays.config.update_interval):
             return
         del self._under_way[slot]
+        assert update.ticket is not None, "start() gives every update its ticket"
+        update.ticket.wait()
         # The buffers belong to the side stream. Its next work waits for the current stream, and so for this launch too.
         self._publish(slot, update)
 

@@ -15,7 +15,7 @@ from tests.support.prefill import run_prefill, run_to_end
 from tests.support.random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
 
-from kvseek.core.errors import CapacityError, ConfigError
+from kvseek.core.errors import CapacityError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.engine import Engine
@@ -286,9 +286,3 @@ def test_rows_that_exceed_the_device_are_refused_with_the_numbers(tmp_path: Path
         CapacityError, match=r"device memory: weights [\d,]+, windows [\d,]+, work space [\d,]+, index of"
     ):
         Engine.load(on_gpu(model, "full", *flags))
-
-
-def test_a_method_without_device_index_is_refused(models: dict[str, Path], on_gpu: BuildEngine) -> None:
-    pattern = r"method = 'flat' does not run with device = 'cuda'; choose one of full, clusterkv, ctkvr, pariskv, prkv"
-    with pytest.raises(ConfigError, match=pattern):
-        Engine.load(on_gpu(models["llama"], "flat", *WINDOW, *LIMITS))

@@ -23,6 +23,7 @@ from torch import Tensor
 from kvseek.core.streams import SideStream, Ticket
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.device import CudaIndex
+from kvseek.plugins.prkv.update import PUBLISH_STEPS
 
 pytestmark = pytest.mark.gpu
 
@@ -60,6 +61,10 @@ def test_an_update_is_that_of_the_reference(
     torch.cuda.synchronize()
     assert found.arrays.static_rows[0] == 128
     before = token_numbers(found.places(0))
+    for _ in range(PUBLISH_STEPS - 1):
+        found.index.refresh([0])
+    torch.cuda.synchronize()
+    assert torch.equal(before, token_numbers(found.places(0))), "not before its step, however early it is ready"
     found.index.refresh([0])  # publishes
     torch.cuda.synchronize()
     want, have = token_numbers(expected.places(0)), token_numbers(found.places(0))
@@ -168,5 +173,6 @@ def test_an_update_of_a_closed_slot_is_dropped() -> None:
     assert len(index.updater) == 1
     world.prompt(0, rows, torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
     before = world.places(0)
-    index.refresh([0])
+    for _ in range(PUBLISH_STEPS):
+        index.refresh([0])
     assert torch.equal(world.places(0), before)
