@@ -1,5 +1,5 @@
 // ParisKV: encode keys, and count their centroids (paper, section 4). A warp encodes one key.
-#include "rotate.cuh"
+#include "layout.cuh"
 
 namespace kvseek {
 namespace pariskv {
@@ -85,6 +85,7 @@ __device__ __forceinline__ void encode_key(const EncodeArguments& a, int head, i
 // grid: any number of blocks, kv_heads
 extern "C" __global__ void __launch_bounds__(kvseek::pariskv::ENCODE_WARPS * 32)
     kvseek_pariskv_encode(const __grid_constant__ kvseek::pariskv::EncodeArguments a) {
+    using namespace kvseek;
     using namespace kvseek::pariskv;
     const int warp = blockIdx.x * ENCODE_WARPS + threadIdx.x / WARP;
     for (int token = warp; token < a.tokens; token += gridDim.x * ENCODE_WARPS) encode_key(a, blockIdx.y, token);

@@ -1,28 +1,18 @@
 // Sizes of a ParisKV index as the GPU kernels see it, fixed when they are compiled (builder/compile/cuda.py).
 #pragma once
 
-#include "plugins/shared/batch.cuh"
-#include "plugins/shared/numbers.cuh"
+#include "plugins/codes/cuda/rotate.cuh"
 
 namespace kvseek {
 namespace pariskv {
 
-constexpr int HEAD_DIM = KVSEEK_HEAD_DIM;
-constexpr int GROUP = KVSEEK_GROUP;
+using codes::DIM, codes::EACH, codes::GROUP, codes::HEAD_DIM, codes::load_vector, codes::rotate;
 constexpr int LANES = PARISKV_LANES;  // queries that vote: one, or all heads of the group
 constexpr int REDUCTION = PARISKV_REDUCTION;
 enum { MEAN = 0, MAX = 1, SOFTMAX_MEAN = 2 };  // as plugins/shared/group.py lists them
 static_assert(LANES == (REDUCTION == MEAN ? 1 : GROUP), "the mean query is the only lane; otherwise each head is one");
 static_assert(GROUP <= 16, "at most 16 query heads share a KV head");
 
-__host__ __device__ constexpr int padded(int size) {
-    int power = 64;
-    while (power < size) power *= 2;
-    return power;
-}
-
-constexpr int DIM = padded(HEAD_DIM);  // of a rotated vector
-static_assert(DIM <= 256, "head_dim must be at most 256");
 constexpr int BLOCK = 8;             // coordinates that share a centroid id
 constexpr int BLOCKS = DIM / BLOCK;  // also bytes of ids, and weights, of a key
 constexpr int CODE_BYTES = DIM / 2;
@@ -40,9 +30,6 @@ constexpr int SCORES = 256;        // bins of a histogram of votes; a key gets a
 static_assert(6 * BLOCKS < SCORES, "votes of a lane must fit a byte");
 
 constexpr float LOG2_E = 1.4426950408889634f;
-constexpr int WARP = 32;
-constexpr unsigned EVERYONE = 0xffffffffu;
-constexpr int EACH = DIM / WARP;             // coordinates that a lane of a warp holds of a vector: EACH * lane ...
 constexpr int BLOCK_THREADS = BLOCK / EACH;  // lanes that hold one block
 
 }  // namespace pariskv

@@ -3,8 +3,7 @@
 
 #include "plugins/shared/instructions.cuh"
 #include "plugins/shared/overlap.cuh"
-#include "rotate.cuh"
-#include "warp.cuh"
+#include "layout.cuh"
 
 namespace kvseek {
 namespace pariskv {

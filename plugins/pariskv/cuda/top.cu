@@ -1,13 +1,23 @@
 // ParisKV, last kernel of a selection: the top k candidates by the reduced estimates (paper, section 4.3).
 //
-// The blocks of a task select the top k of their shares (largest.cuh), the last one to finish the top k among those.
-#include "largest.cuh"
+// The blocks of a task select the top k of their shares (plugins/shared/largest.cuh), the last one to finish the top k among those.
+#include "plugins/shared/largest.cuh"
+#include "select.cuh"
 
 namespace kvseek {
 namespace pariskv {
 
+using namespace largest;
+
+constexpr int AT_ONCE = LANES <= 4 ? 4 : 1;       // estimates that are on their way together
+constexpr int SMALLEST_SHARE = HELD_KEYS / 2;     // of several blocks: a second round takes as long as 8,192 keys
+
+struct Memory : TopMemory {
+    alignas(16) float normaliser[LANES];  // log2 of the sum of the exponentials
+};
+
 // log2 of the sum over a task's candidates of 2 to the scaled estimates, for each lane.
-__device__ __forceinline__ void normalise(const SelectArguments& a, TopMemory& memory) {
+__device__ __forceinline__ void normalise(const SelectArguments& a, Memory& memory) {
     const int lane = threadIdx.x % WARP;
     const float2* parts = a.normalisers + static_cast<long long>(blockIdx.y) * a.chunks * LANES;
     for (int query = threadIdx.x / WARP; query < LANES; query += TOP_WARPS) {
@@ -48,7 +58,7 @@ __device__ __forceinline__ void load_estimates(const float* from, float (&estima
 }
 
 // What a candidate is ranked by: its estimate, or the mean or the largest of its softmax weights.
-__device__ __forceinline__ unsigned rank_key(const SelectArguments& a, const TopMemory& memory,
+__device__ __forceinline__ unsigned rank_key(const SelectArguments& a, const Memory& memory,
                                              const float (&estimates)[LANES]) {
     if constexpr (REDUCTION == MEAN) return ordered_bits(estimates[0]);
     float value = 0.0f;
@@ -65,7 +75,7 @@ struct Held {
     unsigned keys[KEYS_EACH];
 
     // Keys of candidates first .. first + count - 1.
-    __device__ __forceinline__ Held(const SelectArguments& a, const Task& task, const TopMemory& memory, int first,
+    __device__ __forceinline__ Held(const SelectArguments& a, const Task& task, const Memory& memory, int first,
                                     int count) {
 #pragma unroll
         for (int k = 0; k < KEYS_EACH; k += AT_ONCE) {
@@ -101,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
     kvseek_pariskv_top(const __grid_constant__ kvseek::pariskv::SelectArguments a) {
     using namespace kvseek;
     using namespace kvseek::pariskv;
-    __shared__ TopMemory memory;
+    __shared__ Memory memory;
     const Task task(a);
     await_earlier_kernels();
     if (task.idle()) return;

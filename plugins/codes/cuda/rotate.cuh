@@ -1,14 +1,15 @@
 // The randomised Hadamard transform of a vector that a warp holds, EACH neighbouring coordinates a lane.
 #pragma once
 
-#include "layout.cuh"
+#include "sizes.cuh"
 
 namespace kvseek {
-namespace pariskv {
+namespace codes {
 
+static_assert(DIM <= 256, "head_dim must be at most 256");
 constexpr float SCALE = DIM == 64 ? 0.125f : DIM == 128 ? 0.08838834764831845f : 0.0625f;  // 1 / sqrt(DIM)
 
-// Additions come in the order of codebook.walsh_hadamard, so the result is the reference's to the bit.
+// Additions come in the order of rotation.walsh_hadamard, so the result is the reference's to the bit.
 __device__ __forceinline__ void rotate(float (&x)[EACH], const float* __restrict__ signs) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll
@@ -42,5 +43,5 @@ __device__ __forceinline__ void load_vector(const Number* __restrict__ from, flo
     for (int i = 0; i < EACH; i++) x[i] = first + i < HEAD_DIM ? to_float(from[first + i]) : 0.0f;
 }
 
-}  // namespace pariskv
+}  // namespace codes
 }  // namespace kvseek

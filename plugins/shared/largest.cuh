@@ -1,21 +1,19 @@
-// The k largest of a block's keys, ties by lowest index. Knows nothing of ParisKV but how many lanes have a normaliser.
+// The k largest of a block's keys, ties by lowest index. All TOP_THREADS threads of the block call these together.
 //
 // A histogram of the keys' first 12 bits splits them into those that are in, those that are out, and a few at the
 // border, which are ranked by comparing all pairs. Should too many lie at the border, digits are sorted out one after
 // another.
 #pragma once
 
-#include "select.cuh"
+#include "warp.cuh"
 
 namespace kvseek {
-namespace pariskv {
+namespace largest {
 
 constexpr int TOP_THREADS = 1024;
 constexpr int TOP_WARPS = TOP_THREADS / WARP;
 constexpr int KEYS_EACH = 16;                       // that a thread holds in registers
-constexpr int AT_ONCE = LANES <= 4 ? 4 : 1;         // of those, estimates that are on their way together
 constexpr int HELD_KEYS = KEYS_EACH * TOP_THREADS;  // with more, a block reads keys again and again
-constexpr int SMALLEST_SHARE = HELD_KEYS / 2;       // of several blocks: a second round takes as long as 8,192 keys
 constexpr int DIGITS = 256;
 constexpr int BINS = 4 * TOP_THREADS;  // of the first histogram: 12 bits
 constexpr int BIN_SHIFT = 20;
@@ -36,7 +34,6 @@ struct TopMemory {
     List<QUICK_TOP_K> taken;
     int partial[TOP_WARPS];
     int digit, above, last, appended;
-    alignas(16) float normaliser[LANES];  // log2 of the sum of the exponentials
 };
 
 // Count a digit. Neighbouring keys often agree in their first digits: then one thread adds for the warp.
@@ -233,5 +230,5 @@ __device__ __forceinline__ bool take_largest(TopMemory& memory, int count, int w
     return true;
 }
 
-}  // namespace pariskv
+}  // namespace largest
 }  // namespace kvseek

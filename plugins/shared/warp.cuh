@@ -1,10 +1,10 @@
 // Sums over the threads of a warp. All of its threads call these; `lane` is the thread's number in the warp.
 #pragma once
 
-#include "layout.cuh"
-
 namespace kvseek {
-namespace pariskv {
+
+constexpr int WARP = 32;
+constexpr unsigned EVERYONE = 0xffffffffu;
 
 // Over this thread and those before it.
 __device__ __forceinline__ int sum_up_to_here(int value, int lane) {
@@ -35,5 +35,4 @@ __device__ __forceinline__ int sum_of_warp(int value) {
     return value;
 }
 
-}  // namespace pariskv
 }  // namespace kvseek

@@ -1,0 +1,72 @@
+// What the two kernels of a selection share: their arguments, and where their intermediate results lie.
+#pragma once
+
+#include "layout.cuh"
+#include "plugins/shared/instructions.cuh"
+#include "plugins/shared/overlap.cuh"
+
+namespace kvseek {
+namespace nested {
+
+constexpr int BINS = 4096;     // of the scan's scores: the first 12 bits of 16
+constexpr int BIN_SHIFT = 4;   // bits of a score behind those of its bin
+
+// Mirrored field by field in device.py. A "task" is a request and a KV head: request * kv_heads + head.
+struct SelectArguments {
+    const Number* queries;      // [batch, kv_heads * GROUP, HEAD_DIM]
+    const Request* requests;    // [batch]; numbers[0]: candidates wanted, at most the region's length
+    const int* table;           // [slots, max_extents]
+    const unsigned char* high;  // [extents, kv_heads, 1024, FIELD]
+    const unsigned char* low;   // [extents, kv_heads, 1024, FIELD]
+    const __half* scales;       // [extents, kv_heads, 1024]
+    const float* signs;         // [DIM]
+    signed char* integers;      // [tasks, LANES, 2, DIM] rotated queries: high bytes, low bytes
+    float* steps;               // [tasks] what an integer of a rotated query stands for
+    unsigned short* scores;     // [extents, kv_heads, 1024] of each key: larger is better
+    int* totals;                // [tasks, BINS] keys by score; zeros between selections
+    int* places;                // [tasks, blocks, capacity] candidates of a block, ascending
+    float* estimates;           // [tasks, blocks, capacity, LANES] of these candidates
+    unsigned* keys;             // [tasks, blocks * capacity] what they are ranked by
+    int* counts;                // [tasks, blocks] how many they are
+    float2* normalisers;        // [tasks, blocks, LANES] largest exponent, sum of the powers relative to it
+    int* finished;              // [tasks] blocks of the choice that are done; zeros between selections
+    int* rows;                  // [batch, kv_heads, top_k] result
+    int kv_heads, max_extents, top_k;
+    int chunks;    // blocks of a task in the scan
+    int blocks;    // blocks of a task in the choice
+    int capacity;  // most candidates of a task
+    float scaling; // softmax scale
+};
+
+// One (request, KV head), as the blocks of a kernel see it: blockIdx.y is the task.
+struct Task {
+    int number, head;
+    const Request& request;
+    const int* table;
+
+    __device__ __forceinline__ explicit Task(const SelectArguments& a)
+        : number(blockIdx.y),
+          head(blockIdx.y % a.kv_heads),
+          request(a.requests[blockIdx.y / a.kv_heads]),
+          table(a.table + static_cast<long long>(request.slot) * a.max_extents) {}
+
+    __device__ __forceinline__ bool idle() const { return request.dense != 0; }
+    __device__ __forceinline__ int length() const { return request.length; }
+    __device__ __forceinline__ int wanted() const { return request.numbers[0]; }
+    // Row of a place, counted in places: less than 2^32 of them fit a GPU (device.py checks it).
+    __device__ __forceinline__ unsigned row(const SelectArguments& a, int place) const {
+        const unsigned extent = static_cast<unsigned>(table[place / EXTENT_TOKENS]) * a.kv_heads + head;
+        return extent * EXTENT_TOKENS + place % EXTENT_TOKENS;
+    }
+};
+
+// Parts first .. last - 1 of `count` that part `index` of `parts` has to do; sizes differ by one at most.
+struct Share {
+    int first, last;
+    __device__ __forceinline__ Share(int count, int parts, int index)
+        : first(static_cast<int>(static_cast<long long>(count) * index / parts)),
+          last(static_cast<int>(static_cast<long long>(count) * (index + 1) / parts)) {}
+};
+
+}  // namespace nested
+}  // namespace kvseek

@@ -1,0 +1,204 @@
+"""Nested codes on the GPU: the reference's arrays, filled and searched by CUDA kernels (docs/nested_codes.md)."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvseek.core.config import EXTENT_TOKENS, require
+from kvseek.core.errors import KernelError
+from kvseek.plugins.batch import Batch
+from kvseek.plugins.contract import Built, Effort, Index, IndexContext
+from kvseek.plugins.selection import Selection
+from kvseek.plugins.shared.arguments import pointers, require_fit
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS
+
+from .config import Config
+from .reference import ReferenceIndex
+
+MIN_DIM = 64  # smallest rotated vector of the kernels: two channels for each thread of a warp
+MAX_DIM = 256
+BINS = 4096  # of a histogram of scores
+ENCODE_WARPS = 8
+SCAN_THREADS, CHOOSE_THREADS = 256, 1024
+SCAN_BLOCKS = 3  # blocks of the scan that a multiprocessor holds at once
+MOST_BLOCKS = 16  # blocks of a task in the choice, which share a multiprocessor each
+HELD_CANDIDATES = 16384  # that the choice ranks without reading them again
+MOST_ROWS = 2**32  # places of all extents and KV heads: kernels number them with 32 bits
+
+
+class EncodeArguments(ctypes.Structure):
+    """Arguments of kvseek_nested_encode, as in encode.cu."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "means", "high", "low", "scales", "table", "signs")),
+        *((name, c_int64) for name in ("head_stride", "token_stride")),
+        *((name, c_int32) for name in ("kv_heads", "tokens", "first")),
+    )
+
+
+class SelectArguments(ctypes.Structure):
+    """Arguments of the kernels of a selection, as in select.cuh."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("queries", "requests", "table", "high", "low", "scales", "signs")),
+        *((name, c_void_p) for name in ("integers", "steps", "scores", "totals", "places", "estimates", "keys")),
+        *((name, c_void_p) for name in ("counts", "normalisers", "finished", "rows")),
+        *((name, c_int32) for name in ("kv_heads", "max_extents", "top_k", "chunks", "blocks", "capacity")),
+        ("scaling", c_float),
+    )
+
+
+class Workspace:
+    """Intermediate results of a selection. Layers run one after another, so one workspace serves all of them.
+
+    Scores lie in extents, as the index does: 2 bytes per token and KV head, once and not per layer. The other arrays are kept
+    for each batch size, because captured graphs hold their addresses.
+    """
+
+    def __init__(self, context: IndexContext, lanes: int, dim: int, candidates: int) -> None:
+        self._context, self._lanes, self._dim = context, lanes, dim
+        # Keys whose score lies in the same bin as the last wanted one's are candidates as well, as far as there is room.
+        self.capacity = max(candidates, min(2 * candidates, HELD_CANDIDATES))
+        rows = (context.extents.capacity, context.num_kv_heads, EXTENT_TOKENS)
+        self.scores = torch.empty(rows, dtype=torch.int16, device=context.device)
+        self._by_tasks: dict[int, dict[str, Any]] = {}
+
+    def __call__(self, batch: int, multiprocessors: int) -> dict[str, Any]:
+        """Return arrays and grid sizes for a batch, by their names in SelectArguments."""
+        tasks = batch * self._context.num_kv_heads
+        if tasks not in self._by_tasks:
+            self._by_tasks[tasks] = self._for_tasks(tasks, multiprocessors)
+        return self._by_tasks[tasks]
+
+    def _for_tasks(self, tasks: int, multiprocessors: int) -> dict[str, Any]:
+        blocks = min(MOST_BLOCKS, max(1, multiprocessors // tasks))
+        listed, device = (tasks, blocks, self.capacity), self._context.device
+
+        def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return {
+            "chunks": max(1, SCAN_BLOCKS * multiprocessors // tasks),
+            "blocks": blocks,
+            "capacity": self.capacity,
+            "integers": new((tasks, self._lanes, 2, self._dim), torch.int8),
+            "steps": new((tasks,), torch.float32),
+            "totals": torch.zeros((tasks, BINS), dtype=torch.int32, device=device),
+            "places": new(listed, torch.int32),
+            "estimates": new((*listed, self._lanes), torch.float32),
+            "keys": new(listed, torch.int32),
+            "counts": new((tasks, blocks), torch.int32),
+            "normalisers": new((tasks, blocks, self._lanes, 2), torch.float32),
+            "finished": torch.zeros(tasks, dtype=torch.int32, device=device),
+        }
+
+
+class CudaIndex(Index):
+    """The index of one layer, whose arrays the reference owns.
+
+    Codes equal the reference's but for channels that lie at the border of two levels up to rounding. The kernels take whole
+    bins of scores as candidates, at least as many as the reference.
+    """
+
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context)
+        self.reference = ReferenceIndex(context)
+        self.config: Config = context.config
+        assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
+        self._kernels = context.cuda
+        _check(context)
+        lanes = 1 if self.config.group_reduce == "mean" else context.group_size
+        if "nested" not in context.shared:
+            candidates = self.config.candidates * self.config.top_k
+            context.shared["nested"] = Workspace(context, lanes, self.reference.padded_dim, candidates)
+        self.workspace: Workspace = context.shared["nested"]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """See ReferenceIndex.bytes_per_token."""
+        return self.reference.bytes_per_token
+
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+        """See ReferenceIndex.build. Runs on the current stream; the queries are not used."""
+        self.reference.set_mean(slot, keys)
+        if keys.shape[1]:
+            self.append(slot, 0, keys)
+        return Built()
+
+    def append(self, slot: int, start: int, keys: Tensor) -> None:
+        """See ReferenceIndex.append."""
+        require_fit("keys", keys, self.context)
+        if keys.stride(-1) != 1:
+            raise KernelError(f"keys: strides {keys.stride()}: the numbers of a key must be neighbours in memory")
+        arguments = EncodeArguments(
+            **pointers(self.reference, "high", "low", "scales", "signs"),
+            keys=keys.data_ptr(),
+            means=self.reference.means[slot].data_ptr(),
+            table=self.context.extents.device_table[slot].data_ptr(),
+            head_stride=keys.stride(0),
+            token_stride=keys.stride(1),
+            kv_heads=self.context.num_kv_heads,
+            tokens=keys.shape[1],
+            first=start,
+        )
+        blocks = min(-(-keys.shape[1] // ENCODE_WARPS), 16 * self._kernels.multiprocessors)
+        grid = (blocks, self.context.num_kv_heads, 1)
+        self._kernels.launch("kvseek_nested_encode", grid, ENCODE_WARPS * 32, arguments)
+
+    def effort(self, length: int) -> Effort:
+        """See ReferenceIndex.effort. The number is `wanted` of select.cuh."""
+        return self.reference.effort(length)
+
+    def select(self, queries: Tensor, batch: Batch) -> Selection:
+        """See Index.select. Launches two kernels. Rows ascend."""
+        require_fit("queries", queries, self.context)
+        queries, heads = queries.contiguous(), self.context.num_kv_heads
+        scratch = self.workspace(batch.size, self._kernels.multiprocessors)
+        rows = torch.empty((batch.size, heads, self.config.top_k), dtype=torch.int32, device=queries.device)
+        arrays = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in scratch.items()}
+        arguments = SelectArguments(
+            **arrays,
+            **pointers(self.reference, "high", "low", "scales", "signs"),
+            queries=queries.data_ptr(),
+            requests=batch.requests.data_ptr(),
+            table=batch.table.data_ptr(),
+            scores=self.workspace.scores.data_ptr(),
+            rows=rows.data_ptr(),
+            kv_heads=heads,
+            max_extents=batch.table.shape[1],
+            top_k=self.config.top_k,
+            scaling=self.context.scaling,
+        )
+        tasks = batch.size * heads
+        for kernel, blocks, threads in (
+            ("scan", scratch["chunks"], SCAN_THREADS),
+            ("choose", scratch["blocks"], CHOOSE_THREADS),
+        ):
+            self._kernels.launch(f"kvseek_nested_{kernel}", (blocks, tasks, 1), threads, arguments, overlap=True)
+        return Selection(rows)
+
+
+def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int]:
+    """Return the macros that layout.cuh expects; raises ConfigError on a head size that the kernels do not support."""
+    limit = f"a multiple of 32 from {MIN_DIM} to {MAX_DIM}"
+    fits = head_dim % 32 == 0 and MIN_DIM <= head_dim <= MAX_DIM
+    require(fits, "head_dim", head_dim, f"{limit} for nested codes on the GPU", "build with --device cpu")
+    return {
+        "NESTED_FIRST_BITS": config.first_bits,
+        "NESTED_LANES": 1 if config.group_reduce == "mean" else group_size,
+        "NESTED_REDUCTION": GROUP_REDUCTIONS.index(config.group_reduce),
+    }
+
+
+def _check(context: IndexContext) -> None:
+    rows = context.extents.capacity * context.num_kv_heads * EXTENT_TOKENS
+    if rows >= MOST_ROWS:
+        raise KernelError(
+            f"nested codes on the GPU: {context.extents.capacity} extents x {context.num_kv_heads} KV heads = {rows} rows: must "
+            f"be below {MOST_ROWS}; lower max_batch_size, max_seq_len or kv_cache_host_memory_bytes"
+        )
