@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kvseek.core.errors import KvseekError
 from kvseek.core.extents import ExtentTable
+from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.contract import IndexContext
-from kvseek.plugins.pariskv.codebook import build_codebooks, rotate
+from kvseek.plugins.pariskv.codebook import build_codebooks
 from kvseek.plugins.pariskv.config import Config
 from kvseek.plugins.pariskv.reference import ReferenceIndex, estimate_scores
 

@@ -1,18 +1,18 @@
-"""ParisKV codebooks: Lloyd–Max magnitude levels, the randomised Hadamard rotation, nibble packing (paper, section 4).
+"""ParisKV codebooks: Lloyd–Max magnitude levels, nibble packing (paper, section 4).
 
-After the rotation a block of m coordinates points in a nearly uniform direction u of the unit sphere, so each u_j² is
-Beta(1/2, (m-1)/2) (proposition 4.1) whatever the model: the levels below need no data.
+After the rotation (plugins/codes/rotation.py) a block of m coordinates points in a nearly uniform direction u of the unit
+sphere, so each u_j² is Beta(1/2, (m-1)/2) (proposition 4.1) whatever the model: the levels below need no data.
 """
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.special import beta, betainc, betaincinv
 from torch import Tensor
+
+from kvseek.plugins.codes.rotation import padded_dim, rotation_signs
 
 from .config import Config
 
@@ -21,11 +21,6 @@ LEVELS = 8  # a 4-bit code is a sign and one of 8 magnitudes
 # About 100 rounds that start from the quantiles give the levels that the public release prints. The fixed point, reached
 # after some 500 rounds, lies up to 0.003 away and has 0.02 % less squared error: not worth differing from the release.
 ROUNDS = 100
-
-
-def padded_dim(head_dim: int) -> int:
-    """Return the length of a rotated vector: the smallest power of two >= head_dim that is a whole number of blocks of 8."""
-    return max(BLOCK, 1 << (head_dim - 1).bit_length())
 
 
 def build_codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:
@@ -66,34 +61,6 @@ def lloyd_max(block_size: int, levels: int, rounds: int = ROUNDS) -> tuple[NDArr
         moment = -np.diff((1 - borders**2) ** shape) * density_scale / (2 * shape)
         points = moment / mass
     return points, (points[1:] + points[:-1]) / 2
-
-
-def rotation_signs(seed: int, dim: int) -> Tensor:
-    """Draw the diagonal of the randomised Hadamard transform: float32 [dim] of ±1, the same for a seed on every machine."""
-    bits = torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(seed))
-    return (1 - 2 * bits).float()
-
-
-def walsh_hadamard(values: Tensor) -> Tensor:
-    """Transform the last dimension (a power of two) by the orthonormal Walsh–Hadamard transform: float32 [..., P] to [..., P].
-
-    Passes of stride 1, 2, 4, … each replace pairs by (a + b, a - b); the result is scaled once at the end. These are additions
-    only, so that another implementation can reproduce the result to the bit.
-    """
-    size = values.shape[-1]
-    result = values
-    stride = 1
-    while stride < size:
-        low, high = result.reshape(*values.shape[:-1], -1, 2, stride).unbind(dim=-2)
-        result = torch.stack((low + high, low - high), dim=-2).flatten(-3)
-        stride *= 2
-    return result * (1.0 / math.sqrt(size))
-
-
-def rotate(vectors: Tensor, signs: Tensor) -> Tensor:
-    """Compute R x of paper section 4: pad with zeros to the length of `signs`, flip signs, transform. [..., D] to [..., P]."""
-    padded = torch.nn.functional.pad(vectors.float(), (0, signs.shape[0] - vectors.shape[-1]))
-    return walsh_hadamard(padded * signs)
 
 
 def split_blocks(vectors: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvseek.core.config import ModelConfig
+from kvseek.plugins.codes.rotation import padded_dim
 from kvseek.plugins.measurements.costs import SelectionCosts
 
-from .codebook import padded_dim
 from .config import Config
 
 WEIGHT_BYTES = 2  # bytes of a block's weight, a float16

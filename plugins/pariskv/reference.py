@@ -13,11 +13,12 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.plugins.batch import Batch
+from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.group import best_positions, query_lanes, reduce_scores
 
-from .codebook import BLOCK, dequantise, pack_bits, pack_nibbles, rotate, split_blocks
+from .codebook import BLOCK, dequantise, pack_bits, pack_nibbles, split_blocks
 from .config import Config
 
 CENTROIDS = 256  # sign patterns of a block

@@ -14,7 +14,7 @@ from tests.plugins.index_cases import KV_HEADS, select_rows
 from torch import Tensor
 
 from kvseek.plugins.batch import Batch, RequestState, pack
-from kvseek.plugins.pariskv import codebook
+from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.pariskv.config import Config, ScheduleStep
 from kvseek.plugins.pariskv.device import CudaIndex
 from kvseek.plugins.pariskv.reference import (
@@ -119,9 +119,7 @@ def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[
 
 def check_request(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, slot: int, rows: Tensor) -> None:
     config, n = expected.config, expected.context.lengths[slot]
-    lanes = codebook.rotate(
-        query_lanes(queries.view(KV_HEADS, -1, queries.shape[-1]), config.group_reduce), expected.signs
-    )
+    lanes = rotate(query_lanes(queries.view(KV_HEADS, -1, queries.shape[-1]), config.group_reduce), expected.signs)
     budget, count = found.effort(n).numbers
     ids = region(expected, expected.ids, slot)
     votes = collision_scores(tier_table(lanes, expected.counts[slot], budget), ids)

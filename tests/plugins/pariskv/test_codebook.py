@@ -1,4 +1,4 @@
-"""What ParisKV stores of a key: quantiser, rotation, packing, and codes against their definition in plain loops."""
+"""What ParisKV stores of a key: quantiser, packing, and codes against their definition in plain loops."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_keys, random_queries
 from torch import Tensor
 
+from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.pariskv import codebook
 from kvseek.plugins.pariskv.config import Config
 from kvseek.plugins.pariskv.reference import ReferenceIndex, estimate_scores
@@ -49,26 +50,6 @@ class TestCodebook:
         best = squared_error((levels, thresholds))
         assert squared_error(codebook.lloyd_max(block_size, 8)) < 1.005 * best
         assert squared_error((levels * 1.05, thresholds * 1.05)) > best
-
-    @pytest.mark.parametrize("size", [8, 64, 128])
-    def test_walsh_hadamard_is_the_orthonormal_hadamard_matrix(self, size: int) -> None:
-        expected = torch.from_numpy(scipy.linalg.hadamard(size)).float() / math.sqrt(size)
-        assert torch.allclose(codebook.walsh_hadamard(torch.eye(size)), expected, atol=1e-6)
-
-    @pytest.mark.parametrize(("head_dim", "padded"), [(2, 8), (8, 8), (64, 64), (80, 128), (96, 128), (128, 128)])
-    def test_rotation_pads_and_keeps_inner_products(self, head_dim: int, padded: int) -> None:
-        signs = codebook.rotation_signs(3, codebook.padded_dim(head_dim))
-        a, b = torch.randn(2, 50, head_dim, generator=torch.Generator().manual_seed(0)).unbind()
-        rotated = codebook.rotate(a, signs), codebook.rotate(b, signs)
-        assert rotated[0].shape == (50, padded)
-        assert torch.allclose((rotated[0] * rotated[1]).sum(-1), (a * b).sum(-1), atol=1e-4)
-
-    def test_signs_follow_the_seed(self) -> None:
-        signs = codebook.rotation_signs(7, 128)
-        assert torch.equal(signs, codebook.rotation_signs(7, 128))
-        assert not torch.equal(signs, codebook.rotation_signs(8, 128))
-        assert signs.abs().eq(1).all()
-        assert 40 < int((signs > 0).sum()) < 88
 
     @given(st.lists(st.integers(0, 15), min_size=8, max_size=8))
     def test_nibbles_survive_packing(self, values: list[int]) -> None:
@@ -116,7 +97,7 @@ class TestEncode:
     def test_without_alpha_the_weight_is_the_radius(self) -> None:
         index = ReferenceIndex(make_context(Config(alpha_correction=False), 64, 1, [0]))
         keys = random_keys(20, 64)
-        radius = codebook.split_blocks(codebook.rotate(keys, index.signs)).norm(dim=-1)
+        radius = codebook.split_blocks(rotate(keys, index.signs)).norm(dim=-1)
         assert torch.equal(index.encode(keys)[2], radius.half())
 
     def test_zero_keys_and_zero_blocks_weigh_nothing(self) -> None:
@@ -142,7 +123,7 @@ class TestEncode:
         for corrected in (True, False):
             index = ReferenceIndex(make_context(Config(alpha_correction=corrected), 64, 1, [0]))
             _, codes, weights = index.encode(keys)
-            estimate = estimate_scores(codebook.rotate(queries, index.signs), codes, weights, index.levels)
+            estimate = estimate_scores(rotate(queries, index.signs), codes, weights, index.levels)
             errors.append(float((estimate - exact).norm() / exact.norm()))
         assert errors[0] < errors[1]
         # A random query sees the quantiser's own error: √(8 · 8.6e-4), its squared error over 8 coordinates.

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
+from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.pariskv import codebook, method, reference
 from kvseek.plugins.pariskv.config import Config, ScheduleStep
@@ -92,7 +93,7 @@ def values_of(index: ReferenceIndex, queries: Tensor, slot: int) -> Tensor:
     """What the rerank ranks: [G, n], -inf for keys that are no candidates. queries [G, g, D]."""
     config, n, extents = index.config, index.context.lengths[slot], index.context.extents
     rho, beta = config.schedule(n)
-    lanes = codebook.rotate(query_lanes(queries, config.group_reduce), index.signs)
+    lanes = rotate(query_lanes(queries, config.group_reduce), index.signs)
     tiers = reference.tier_table(lanes, index.counts[slot], math.ceil(rho * n))
     votes = reference.collision_scores(tiers, extents.read(index.ids, slot, n))
     candidates = best_positions(votes, min(n, max(config.top_k, math.ceil(beta * n))))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.plugins.index_cases import KV_HEADS, make_flat, make_index, random_keys, random_queries, select_rows
 from torch import Tensor
 
+from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.pariskv import codebook
 from kvseek.plugins.pariskv.config import Config, ScheduleStep
 from kvseek.plugins.pariskv.reference import ReferenceIndex
@@ -25,7 +26,7 @@ def select_by_hand(index: ReferenceIndex, query: Tensor, head: int) -> list[int]
     rho, _ = config.schedule(n)
     budget = math.ceil(rho * n)
     lanes = query.mean(dim=0, keepdim=True) if config.group_reduce == "mean" else query
-    lanes = codebook.rotate(lanes, index.signs)
+    lanes = rotate(lanes, index.signs)
     votes = torch.zeros(len(lanes), n, dtype=torch.int64)
     for lane, block in ((lane, block) for lane in range(len(lanes)) for block in range(index.blocks)):
         part = lanes[lane, 8 * block : 8 * block + 8].double()

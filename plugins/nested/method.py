@@ -1,0 +1,27 @@
+"""The nested method for the engine."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvseek.plugins.codes.rotation import padded_dim, rotation_signs
+from kvseek.plugins.contract import Index, IndexContext, Traits
+
+from .config import Config
+from .reference import ReferenceIndex
+
+__all__ = ["create", "traits"]
+
+
+def traits(config: Config) -> Traits:
+    """Return the method's traits: the rotation's signs are all that codes need; there are no kernels for a GPU yet."""
+
+    def codebooks(head_dim: int) -> dict[str, Tensor]:
+        return {"signs": rotation_signs(config.rotation_seed, padded_dim(head_dim))}
+
+    return Traits(devices=("cpu",), codebooks=codebooks)
+
+
+def create(context: IndexContext) -> Index:
+    """Make the index of one layer."""
+    return ReferenceIndex(context)

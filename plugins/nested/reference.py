@@ -1,0 +1,86 @@
+"""The nested method in PyTorch, on any device: the definition of correct for the native and GPU kernels.
+
+The 2 highest bits of all codes find candidates, and all 4 bits choose among them (plugins/codes/key_codes.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvseek.plugins.batch import Batch
+from kvseek.plugins.codes.key_codes import QueryLanes, estimate_all, estimate_at, round_lanes
+from kvseek.plugins.codes.rotation import rotate
+from kvseek.plugins.codes.store import CodeStore
+from kvseek.plugins.contract import Built, Effort, Index, IndexContext
+from kvseek.plugins.selection import Selection
+from kvseek.plugins.shared.group import best_positions, query_lanes, reduce_scores
+
+from .config import Config
+
+
+class ReferenceIndex(Index):
+    """The index of one layer; `codes` holds its arrays."""
+
+    store_type = CodeStore
+
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context)
+        self.config: Config = context.config
+        self.codes = self.store_type(context, context.codebooks["signs"])
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of the codes; a slot's mean does not grow with the tokens."""
+        return self.codes.bytes_per_token
+
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+        """See Index.build; the queries are not used."""
+        self.codes.build(slot, keys)
+        return Built()
+
+    def append(self, slot: int, start: int, keys: Tensor) -> None:
+        """See Index.append. No selection reads beyond a region's length, so there is nothing to publish."""
+        self.codes.append(slot, start, keys)
+
+    def effort(self, length: int) -> Effort:
+        """See Index.effort. The rows are the top k; the number is that of the candidates."""
+        return Effort(min(self.config.top_k, length), (self.config.candidate_count(length),))
+
+    def select(self, queries: Tensor, batch: Batch) -> Selection:
+        """Select the top k rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
+
+        Rows ascend; -1 fills up when the region holds fewer than top_k.
+        """
+        kv_heads = self.context.num_kv_heads
+        rows = torch.full((batch.size, kv_heads, self.config.top_k), -1, dtype=torch.int32, device=queries.device)
+        for request, (slot, length) in enumerate(zip(batch.slots, batch.lengths, strict=True)):
+            grouped = queries[request].reshape(kv_heads, -1, queries.shape[-1])
+            places = self._places(grouped, slot, length)
+            rows[request, :, : places.shape[1]] = places.int()
+        return Selection(rows)
+
+    def _places(self, queries: Tensor, slot: int, n: int) -> Tensor:
+        # queries [G, g, D] to ascending places int64 [G, min(top_k, n)]
+        if n <= self.config.top_k:
+            return torch.arange(n, device=queries.device).expand(queries.shape[0], -1)
+        lanes = self.lanes(queries)
+        candidates = self.candidates(lanes, slot, n)
+        estimates = estimate_at(self.codes.read(slot, n), candidates, lanes)
+        values = reduce_scores(estimates, self.config.group_reduce, self.context.scaling)
+        return candidates.gather(1, best_positions(values, self.config.top_k))
+
+    def lanes(self, queries: Tensor) -> QueryLanes:
+        """Rotate and round the queries that rank on their own: [G, g, D] to [G, lanes, P]."""
+        return round_lanes(rotate(query_lanes(queries, self.config.group_reduce), self.codes.signs))
+
+    def candidates(self, lanes: QueryLanes, slot: int, n: int) -> Tensor:
+        """Choose the places among which 4 bits choose: int64 [G, c], ascending; all of n with first_bits 4.
+
+        With 2 bits a key counts with the largest of its estimates over the group's queries, each divided by its length.
+        Without that division the longest query would find most candidates, whatever the others look for.
+        """
+        if self.config.first_bits == 4:
+            return torch.arange(n, device=lanes.steps.device).expand(lanes.steps.shape[0], -1)
+        estimates = estimate_all(self.codes.read(slot, n), lanes.of_length_one(), self.config.first_bits)
+        return best_positions(estimates.amax(dim=1), self.config.candidate_count(n))

@@ -1,0 +1,13 @@
+"""The nested method in the tests that every method goes through."""
+
+from __future__ import annotations
+
+from tests.plugins.cases import MethodCases, NeedleCase
+
+CASES = MethodCases(
+    sparse={"top_k": 12},
+    index={"top_k": 64},
+    losses={"top_k": 4, "candidates": 2},
+    recall=0.99,
+    needle=NeedleCase(margin=2.0, tasks="all", most_attended=0.2),  # 2 of 100: one wrong answer of multi_turn's 8
+)
