@@ -49,8 +49,12 @@ class CodeStore:
 
     def build(self, slot: int, keys: Tensor) -> None:
         """Encode the keys [G, n, D] of a slot's prompt, from place 0 on, with their own mean; zero if there are none."""
-        self.means[slot] = keys.mean(dim=1, dtype=torch.float32) if keys.shape[1] else 0.0
+        self.set_mean(slot, keys)
         self.append(slot, 0, keys)
+
+    def set_mean(self, slot: int, keys: Tensor) -> None:
+        """Note the mean of a slot's keys [G, n, D]; zero if there are none."""
+        self.means[slot] = keys.mean(dim=1, dtype=torch.float32) if keys.shape[1] else 0.0
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """Encode keys [G, u, D] of the places from `start` on, with the mean that `build` found."""

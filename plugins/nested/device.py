@@ -24,10 +24,10 @@ MIN_DIM = 64  # smallest rotated vector of the kernels: two channels for each th
 MAX_DIM = 256
 BINS = 4096  # of a histogram of scores
 ENCODE_WARPS = 8
-SCAN_THREADS, CHOOSE_THREADS = 256, 1024
-SCAN_BLOCKS = 3  # blocks of the scan that a multiprocessor holds at once
+SCAN_THREADS, CHOOSE_THREADS = 256, 512
+SCAN_BLOCKS = 2  # blocks of the scan of a multiprocessor; a block of the choice has room beside them
 MOST_BLOCKS = 16  # blocks of a task in the choice, which share a multiprocessor each
-HELD_CANDIDATES = 16384  # that the choice ranks without reading them again
+HELD_CANDIDATES = 1600  # that the choice ranks without reading them again
 MOST_ROWS = 2**32  # places of all extents and KV heads: kernels number them with 32 bits
 
 
@@ -46,7 +46,7 @@ class SelectArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("queries", "requests", "table", "high", "low", "scales", "signs")),
-        *((name, c_void_p) for name in ("integers", "steps", "scores", "totals", "places", "estimates", "keys")),
+        *((name, c_void_p) for name in ("scores", "totals", "places", "estimates", "keys")),
         *((name, c_void_p) for name in ("counts", "normalisers", "finished", "rows")),
         *((name, c_int32) for name in ("kv_heads", "max_extents", "top_k", "chunks", "blocks", "capacity")),
         ("scaling", c_float),
@@ -60,8 +60,8 @@ class Workspace:
     for each batch size, because captured graphs hold their addresses.
     """
 
-    def __init__(self, context: IndexContext, lanes: int, dim: int, candidates: int) -> None:
-        self._context, self._lanes, self._dim = context, lanes, dim
+    def __init__(self, context: IndexContext, lanes: int, candidates: int) -> None:
+        self._context, self._lanes = context, lanes
         # Keys whose score lies in the same bin as the last wanted one's are candidates as well, as far as there is room.
         self.capacity = max(candidates, min(2 * candidates, HELD_CANDIDATES))
         rows = (context.extents.capacity, context.num_kv_heads, EXTENT_TOKENS)
@@ -86,8 +86,6 @@ class Workspace:
             "chunks": max(1, SCAN_BLOCKS * multiprocessors // tasks),
             "blocks": blocks,
             "capacity": self.capacity,
-            "integers": new((tasks, self._lanes, 2, self._dim), torch.int8),
-            "steps": new((tasks,), torch.float32),
             "totals": torch.zeros((tasks, BINS), dtype=torch.int32, device=device),
             "places": new(listed, torch.int32),
             "estimates": new((*listed, self._lanes), torch.float32),
@@ -115,7 +113,7 @@ class CudaIndex(Index):
         lanes = 1 if self.config.group_reduce == "mean" else context.group_size
         if "nested" not in context.shared:
             candidates = self.config.candidates * self.config.top_k
-            context.shared["nested"] = Workspace(context, lanes, self.reference.padded_dim, candidates)
+            context.shared["nested"] = Workspace(context, lanes, candidates)
         self.workspace: Workspace = context.shared["nested"]
 
     @property
@@ -125,7 +123,7 @@ class CudaIndex(Index):
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
         """See ReferenceIndex.build. Runs on the current stream; the queries are not used."""
-        self.reference.set_mean(slot, keys)
+        self.reference.codes.set_mean(slot, keys)
         if keys.shape[1]:
             self.append(slot, 0, keys)
         return Built()
@@ -136,9 +134,9 @@ class CudaIndex(Index):
         if keys.stride(-1) != 1:
             raise KernelError(f"keys: strides {keys.stride()}: the numbers of a key must be neighbours in memory")
         arguments = EncodeArguments(
-            **pointers(self.reference, "high", "low", "scales", "signs"),
+            **pointers(self.reference.codes, "high", "low", "scales", "signs"),
             keys=keys.data_ptr(),
-            means=self.reference.means[slot].data_ptr(),
+            means=self.reference.codes.means[slot].data_ptr(),
             table=self.context.extents.device_table[slot].data_ptr(),
             head_stride=keys.stride(0),
             token_stride=keys.stride(1),
@@ -163,7 +161,7 @@ class CudaIndex(Index):
         arrays = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in scratch.items()}
         arguments = SelectArguments(
             **arrays,
-            **pointers(self.reference, "high", "low", "scales", "signs"),
+            **pointers(self.reference.codes, "high", "low", "scales", "signs"),
             queries=queries.data_ptr(),
             requests=batch.requests.data_ptr(),
             table=batch.table.data_ptr(),
@@ -188,8 +186,9 @@ def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int
     limit = f"a multiple of 32 from {MIN_DIM} to {MAX_DIM}"
     fits = head_dim % 32 == 0 and MIN_DIM <= head_dim <= MAX_DIM
     require(fits, "head_dim", head_dim, f"{limit} for nested codes on the GPU", "build with --device cpu")
+    remedy = "2 is the default and the faster one, or build with --device cpu"
+    require(config.first_bits == 2, "first_bits", config.first_bits, "2 on the GPU", remedy)
     return {
-        "NESTED_FIRST_BITS": config.first_bits,
         "NESTED_LANES": 1 if config.group_reduce == "mean" else group_size,
         "NESTED_REDUCTION": GROUP_REDUCTIONS.index(config.group_reduce),
     }

@@ -1,4 +1,4 @@
-// Sums over the threads of a warp. All of its threads call these; `lane` is the thread's number in the warp.
+// Sums and maxima over the threads of a warp. All of its threads call these; `lane` is the thread's number in the warp.
 #pragma once
 
 namespace kvseek {
@@ -30,8 +30,18 @@ __device__ __forceinline__ int sum_from_here_on(int value, int lane) {
 
 // Over all of them.
 __device__ __forceinline__ int sum_of_warp(int value) {
+    return __reduce_add_sync(EVERYONE, value);
+}
+
+__device__ __forceinline__ float sum_of_warp(float value) {
 #pragma unroll
     for (int mask = 1; mask < WARP; mask *= 2) value += __shfl_xor_sync(EVERYONE, value, mask);
+    return value;
+}
+
+__device__ __forceinline__ float largest_of_warp(float value) {
+#pragma unroll
+    for (int mask = 1; mask < WARP; mask *= 2) value = fmaxf(value, __shfl_xor_sync(EVERYONE, value, mask));
     return value;
 }
 

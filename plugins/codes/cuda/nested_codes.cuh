@@ -11,24 +11,12 @@ namespace codes {
 constexpr int FIELDS = 4;             // of a byte
 constexpr int FIELD = DIM / FIELDS;   // channels of a field; also bytes of a key in a plane
 constexpr int LEVELS = 16;
-constexpr float STEP = 0.335f;        // between neighbouring levels of a channel with variance 1 (codes.STEP)
+constexpr float STEP = 0.32f;         // width of a code's cell, as key_codes.STEP
 constexpr float LARGEST_HALF = 65504.0f;
 
 // Fields 2f and 2f + 1 of four bytes of both planes, as four codes of 0 .. 15.
 __device__ __forceinline__ unsigned four_codes(unsigned high, unsigned low, int field) {
     return (high >> 2 * field & 0x03030303u) << 2 | (low >> 2 * field & 0x03030303u);
-}
-
-__device__ __forceinline__ float sum_over_warp(float value) {
-#pragma unroll
-    for (int mask = 1; mask < WARP; mask *= 2) value += __shfl_xor_sync(EVERYONE, value, mask);
-    return value;
-}
-
-__device__ __forceinline__ float largest_of_warp(float value) {
-#pragma unroll
-    for (int mask = 1; mask < WARP; mask *= 2) value = fmaxf(value, __shfl_xor_sync(EVERYONE, value, mask));
-    return value;
 }
 
 // Encode a rotated vector that a warp holds, and store it as row `row` of both planes and of the scales.
@@ -38,17 +26,17 @@ __device__ __forceinline__ void store_codes(const float (&y)[EACH], unsigned cha
     float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < EACH; i++) squares += y[i] * y[i];
-    const float norm = __fsqrt_rn(sum_over_warp(squares));
-    const float unit = norm > 0.0f ? __fdiv_rn(1.0f / SCALE, norm) : 0.0f;  // 1 / SCALE: root of DIM
+    const float square = sum_of_warp(squares);
+    const float cells = square > 0.0f ? __fdiv_rn(1.0f / SCALE, __fmul_rn(STEP, __fsqrt_rn(square))) : 0.0f;
     unsigned codes[EACH];
     float product = 0.0f;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        const int code = static_cast<int>(floorf(__fdiv_rn(y[i] * unit, STEP))) + LEVELS / 2;
+        const int code = static_cast<int>(floorf(__fmul_rn(y[i], cells))) + LEVELS / 2;
         codes[i] = min(max(code, 0), LEVELS - 1);
-        product += STEP * (static_cast<float>(codes[i]) - (LEVELS - 1) / 2.0f) * y[i];
+        product += (static_cast<float>(codes[i]) - (LEVELS - 1) / 2.0f) * y[i];
     }
-    product = sum_over_warp(product);
+    product = STEP * sum_of_warp(product);
     // Eight lanes hold a field. Lane l and the lanes l + 8, l + 16, l + 24 hold the same bytes' fields.
     constexpr int WORDS = (EACH + 3) / 4, FIELD_LANES = FIELD / EACH;
     static_assert(FIELD_LANES == 8, "a warp holds four fields");
@@ -74,18 +62,7 @@ __device__ __forceinline__ void store_codes(const float (&y)[EACH], unsigned cha
         }
     }
     if (lane == 0)
-        scales[row] = __float2half_rn(norm > 0.0f ? fminf(__fdiv_rn(norm * norm, product), LARGEST_HALF) : 0.0f);
-}
-
-// A rotated query as 16-bit integers in two signed bytes: number = 256 high + low, times `step` of the task. All lanes
-// of a task share the step.
-constexpr float LARGEST_INTEGER = 32512.0f;  // 256 * 127: its high byte does not overflow
-
-__device__ __forceinline__ int high_byte(int number) {
-    return (number + 128) >> 8;
-}
-__device__ __forceinline__ int low_byte(int number) {
-    return number - (high_byte(number) << 8);
+        scales[row] = __float2half_rn(product > 0.0f ? fminf(__fdiv_rn(square, product), LARGEST_HALF) : 0.0f);
 }
 
 }  // namespace codes

@@ -1,5 +1,5 @@
 // Nested codes, second kernel of a selection: the keys with the best scores become candidates, their q·k is estimated
-// from all bits, and the top k of them are the result.
+// from all 4 bits, and the top k of them are the result.
 //
 // The blocks of a task share its region. Each collects the candidates of its part, in order, and estimates them; the
 // last one to finish ranks all of them.
@@ -9,297 +9,363 @@
 namespace kvseek {
 namespace nested {
 
-using largest::HELD_KEYS, largest::KEYS_EACH, largest::TOP_THREADS, largest::TOP_WARPS;
+// Few enough threads and registers to wait beside the blocks of the scan.
+constexpr int CHOOSE_THREADS = 512;
+constexpr int CHOOSE_REGISTERS = 56;
+constexpr int CHOOSE_WARPS = CHOOSE_THREADS / WARP;
+constexpr int LISTED = 1600;  // candidates that are ranked in shared memory (HELD_CANDIDATES of device.py)
+constexpr int LISTED_EACH = (LISTED + CHOOSE_THREADS - 1) / CHOOSE_THREADS;
+struct Bin {
+    __device__ __forceinline__ static int of(unsigned key) {
+        return REDUCTION == MEAN ? largest::FirstBits::of(key) : largest::WeightBits::of(key);
+    }
+};
+constexpr int BORDER_KEYS = REDUCTION == MEAN ? 1024 : 256;
+using Top = largest::Largest<CHOOSE_THREADS, LISTED_EACH, Bin, BORDER_KEYS>;
 static_assert(BINS == largest::BINS, "the totals of the scan are searched as a histogram of the ranking");
 
-constexpr int AT_ONCE = 8;                       // scores that a thread reads at a time
-constexpr int PASS = AT_ONCE * TOP_THREADS;      // keys that a block judges at a time
-constexpr int MEMBERS = DIM / 32;                // threads that estimate one candidate, 32 channels each
-constexpr int MOST_BLOCKS = 32;                  // of a task
+constexpr int AT_ONCE = 8;                 // scores that a thread reads at a time
+constexpr int UNIT_KEYS = AT_ONCE * WARP;  // keys that a warp judges at a time
+constexpr int GROUP_UNITS = 2;             // units whose scores a warp holds
+constexpr int MEMBERS = DIM / 32;          // threads that estimate one candidate, 32 channels each
+constexpr int LANES_EACH = (LANES + MEMBERS - 1) / MEMBERS;  // lanes whose estimates one of them writes
+constexpr int MOST_BLOCKS = 16;                              // of a task
 
-struct Memory : largest::TopMemory {
-    alignas(16) signed char integers[LANES][2][DIM];
-    int offsets[LANES];
-    float normaliser[LANES];         // log2 of the sum of the exponentials
-    int before[MOST_BLOCKS + 1];     // candidates of earlier blocks
+// Keys above the border, and keys in its bin.
+struct Counts {
+    int above, ties;
 };
 
-// Which scores belong to candidates: all bins above the border, and the first keys of the border's bin.
+struct Memory : Top::Memory {
+    Queries queries;
+    Counts counts[CHOOSE_WARPS];
+    float2 normalisers[CHOOSE_WARPS][LANES];
+    float normaliser[LANES];      // log2 of the sum of the exponentials
+    int before[MOST_BLOCKS + 1];  // candidates of earlier blocks, and of all
+    int places[LISTED];
+    unsigned keys[LISTED];
+};
+
+// Which scores belong to candidates: those of all bins above the border's, and the first keys of the border's bin.
 struct Border {
     int bin;   // -1: every key is a candidate
-    int room;  // keys of the border's bin that may become candidates, the first ones
+    int room;  // keys of the border's bin that may become candidates
     int held;  // keys of the border's bin in the whole region
 };
 
+// Begin to copy the totals of the scan to shared memory.
+__device__ __forceinline__ void fetch_totals(const SelectArguments& a, const Task& task, Memory& memory) {
+    for (int i = threadIdx.x; i < BINS / 4; i += CHOOSE_THREADS)
+        copy_async_16(memory.histogram + 4 * i, a.totals + task.number * BINS + 4 * i);
+    close_copy_group();
+}
+
 __device__ __forceinline__ Border find_border(const SelectArguments& a, const Task& task, Memory& memory) {
-    if (task.length() <= a.capacity) return {-1, 0, 0};
-    reinterpret_cast<int4*>(memory.histogram)[threadIdx.x] =
-        reinterpret_cast<const int4*>(a.totals + task.number * BINS)[threadIdx.x];
+    await_copy_groups<0>();
     __syncthreads();
-    find_bin(memory, task.wanted());
+    if (task.length() <= a.capacity) return {-1, 0, 0};
+    Top::find_bin(memory, task.wanted());
     return {memory.digit, a.capacity - memory.above, memory.histogram[memory.digit]};
 }
 
-// Two numbers in one: keys above the border, and keys in its bin in the upper half.
-__device__ __forceinline__ int sum_up_to_block(Memory& memory, int value, int& all) {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int sum = sum_up_to_here(value, lane);
-    __syncthreads();  // the last round's sums are read
-    if (lane == WARP - 1) memory.partial[warp] = sum;
-    __syncthreads();
-    int before = 0;
-    all = 0;
-#pragma unroll
-    for (int w = 0; w < TOP_WARPS; w++) {
-        const int part = memory.partial[w];
-        if (w < warp) before += part;
-        all += part;
-    }
-    return before + sum;
-}
-
-// Judge the keys of `first .. last - 1`, multiples of AT_ONCE, in rounds: act(place, above) for each thread's candidates
-// and ties in order, between what came before.
+// Scores of some neighbouring units of a warp: AT_ONCE neighbouring keys of each unit for a thread.
 struct Scores {
-    unsigned short own[AT_ONCE];
-    int first;  // place of own[0]
-    int count;  // that exist
+    uint4 own[GROUP_UNITS];
+    unsigned verdicts[GROUP_UNITS];  // by `judge`
+    int first;                       // unit
 
-    __device__ __forceinline__ Scores(const SelectArguments& a, const Task& task, int start, int last)
-        : first(start + static_cast<int>(threadIdx.x) * AT_ONCE), count(min(max(last - first, 0), AT_ONCE)) {
-        if (count > 0) *reinterpret_cast<uint4*>(own) = *reinterpret_cast<const uint4*>(a.scores + task.row(a, first));
+    __device__ __forceinline__ void load(const SelectArguments& a, const Task& task, int start, int last) {
+        first = start;
+#pragma unroll
+        for (int u = 0; u < GROUP_UNITS; u++)  // keys beyond the length too: an extent is allocated whole
+            if (start + u < last)
+                own[u] = *reinterpret_cast<const uint4*>(a.scores + task.row(a, place(u)));
     }
-    __device__ __forceinline__ bool above(int i, const Border& border) const {
-        return i < count && (own[i] >> BIN_SHIFT) > border.bin;
+    // Of the thread's first key of a unit.
+    __device__ __forceinline__ int place(int u) const {
+        return (first + u) * UNIT_KEYS + static_cast<int>(threadIdx.x) % WARP * AT_ONCE;
     }
-    __device__ __forceinline__ bool tie(int i, const Border& border) const {
-        return i < count && (own[i] >> BIN_SHIFT) == border.bin;
+    // Judge all keys. One bit of a verdict for each: above the border in the low byte, in its bin in the next one.
+    __device__ __forceinline__ void judge(int last, int length, const Border& border) {
+#pragma unroll
+        for (int u = 0; u < GROUP_UNITS; u++) {
+            verdicts[u] = 0;
+            const unsigned most = __vmaxu2(__vmaxu2(own[u].x, own[u].y), __vmaxu2(own[u].z, own[u].w));
+            // Most threads have no candidate, and most units of a long region have none at all.
+            if (first + u >= last || static_cast<int>(max(most & 0xffff, most >> 16) >> BIN_SHIFT) < border.bin) continue;
+            const unsigned words[4] = {own[u].x, own[u].y, own[u].z, own[u].w};
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const int bin = (words[i / 2] >> 16 * (i % 2) & 0xffff) >> BIN_SHIFT;
+                if (place(u) + i < length)
+                    verdicts[u] |= (bin > border.bin ? 1u : bin == border.bin ? 256u : 0u) << i;
+            }
+        }
     }
 };
 
-// Ties in the parts of earlier blocks. Only needed if not all ties fit, which takes thousands of nearly equal scores.
-__device__ __noinline__ int ties_before(const SelectArguments& a, const Task& task, Memory& memory, int last,
-                                        const Border& border) {
-    int own = 0;
-    for (int start = 0; start < last; start += PASS) {
-        const Scores scores(a, task, start, last);
+// Two counts in one number: keys above the border in the low half, ties in the high half.
+__device__ __forceinline__ int both_counts(unsigned bits) {
+    return __popc(bits & 255) | __popc(bits >> 8) << 16;
+}
+
+// Count the candidates of a warp's units first .. last - 1, the first of which `scores` holds already.
+__device__ __forceinline__ Counts count_units(const SelectArguments& a, const Task& task, const Border& border,
+                                              Scores& scores, int first, int last) {
+    Counts own = {0, 0};
+    for (int start = first; start < last; start += GROUP_UNITS) {
+        if (start != scores.first) scores.load(a, task, start, last);
+        scores.judge(last, task.length(), border);
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) own += scores.tie(i, border);
+        for (int u = 0; u < GROUP_UNITS; u++)
+            own.above += __popc(scores.verdicts[u] & 255), own.ties += __popc(scores.verdicts[u] >> 8);
     }
-    int all;
-    __syncthreads();
+    return {sum_of_warp(own.above), sum_of_warp(own.ties)};
+}
+
+// Ties in the parts of earlier blocks. Only needed if not all of them fit: then thousands of scores are nearly equal.
+__device__ __forceinline__ int ties_before(const SelectArguments& a, const Task& task, Memory& memory,
+                                        const Border& border, int units) {
+    const Share own(units, CHOOSE_WARPS, threadIdx.x / WARP);
+    Scores scores;
+    scores.first = -1;
+    const Counts counts = count_units(a, task, border, scores, own.first, own.last);
     if (threadIdx.x == 0) memory.appended = 0;
     __syncthreads();
-    atomicAdd(&memory.appended, own);
+    if (threadIdx.x % WARP == 0) atomicAdd(&memory.appended, counts.ties);
     __syncthreads();
-    all = memory.appended;
-    __syncthreads();
-    return all;
+    return memory.appended;
 }
 
-// Write the candidates of places first .. last - 1 to the block's list; returns how many they are.
+// Write the places of the block's candidates in order; returns how many they are. The warp's units are own.first ..
+// own.last - 1, the block's begin at `start`.
 __device__ __forceinline__ int collect(const SelectArguments& a, const Task& task, Memory& memory,
-                                       const Border& border, int first, int last, int* places) {
-    int ties = border.held > border.room ? ties_before(a, task, memory, first, border) : 0;
-    int listed = 0;
-    for (int start = first; start < last; start += PASS) {
-        const Scores scores(a, task, start, last);
-        int above = 0, equal = 0;
+                                       const Border& border, Scores& scores, const Share& own, int start, int* places) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const Counts counted = count_units(a, task, border, scores, own.first, own.last);
+    if (lane == 0) memory.counts[warp] = counted;
+    const int earlier = border.held > border.room ? ties_before(a, task, memory, border, start) : 0;
+    __syncthreads();
+    Counts here = {0, earlier}, all = here;
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) above += scores.above(i, border), equal += scores.tie(i, border);
-        int all;
-        const int sums = sum_up_to_block(memory, above + (equal << 16), all);
-        int next_above = (sums & 0xffff) - above, next_tie = ties + (sums >> 16) - equal;
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            const bool is_above = scores.above(i, border), is_tie = scores.tie(i, border);
-            // Ties that came before in this call count only as far as there was room for them.
-            const int entry = listed + next_above + min(next_tie, border.room) - min(ties, border.room);
-            if (is_above || (is_tie && next_tie < border.room)) places[entry] = scores.first + i;
-            next_above += is_above, next_tie += is_tie;
+    for (int w = 0; w < CHOOSE_WARPS; w++) {
+        all.above += memory.counts[w].above, all.ties += memory.counts[w].ties;
+        if (w < warp) here = {here.above + memory.counts[w].above, here.ties + memory.counts[w].ties};
+    }
+    const int missing = min(earlier, border.room);  // ties that stand in other blocks' lists
+    const int groups = counted.above + counted.ties > 0 ? own.last : own.first;
+    for (int group = own.first; group < groups; group += GROUP_UNITS) {
+        if (group != scores.first) {
+            scores.load(a, task, group, own.last);
+            scores.judge(own.last, task.length(), border);
         }
-        const int new_ties = ties + (all >> 16);
-        listed += (all & 0xffff) + min(new_ties, border.room) - min(ties, border.room);
-        ties = new_ties;
+#pragma unroll
+        for (int u = 0; u < GROUP_UNITS; u++) {
+            const unsigned bits = scores.verdicts[u];
+            if (!__any_sync(EVERYONE, bits != 0)) continue;
+            const int sums = both_counts(bits), through = sum_up_to_here(sums, lane), before = through - sums;
+            int above = here.above + (before & 0xffff), ties = here.ties + (before >> 16);
+            for (unsigned left = (bits | bits >> 8) & 255; left != 0; left &= left - 1) {
+                const int i = __ffs(left) - 1;
+                const bool is_above = bits >> i & 1;
+                if (is_above || ties < border.room) {
+                    const int entry = above + min(ties, border.room) - missing;
+                    places[entry] = scores.place(u) + i;
+                    if (entry < LISTED) memory.places[entry] = scores.place(u) + i;
+                }
+                above += is_above, ties += !is_above;
+            }
+            const int last = __shfl_sync(EVERYONE, through, WARP - 1);
+            here = {here.above + (last & 0xffff), here.ties + (last >> 16)};
+        }
     }
-    return listed;
+    __syncthreads();
+    return all.above + min(all.ties, border.room) - missing;
 }
 
-__device__ __forceinline__ void load_queries(const SelectArguments& a, const Task& task, Memory& memory) {
-    constexpr int COUNT = LANES * 2 * DIM / 16;
-    const uint4* from = reinterpret_cast<const uint4*>(a.integers) + static_cast<long long>(task.number) * COUNT;
-    for (int i = threadIdx.x; i < COUNT; i += TOP_THREADS) reinterpret_cast<uint4*>(memory.integers)[i] = from[i];
-    __syncthreads();
-    for (int lane = threadIdx.x / WARP; lane < LANES; lane += TOP_WARPS) {
-        int sum = 0;
-        for (int channel = threadIdx.x % WARP; channel < DIM; channel += WARP)
-            sum += 256 * memory.integers[lane][0][channel] + memory.integers[lane][1][channel];
-        sum = sum_of_warp(sum);
-        if (threadIdx.x % WARP == 0) memory.offsets[lane] = (codes::LEVELS - 1) * sum / 2;
-    }
-    __syncthreads();
+// Largest exponent, and sum of 2 to the exponents relative to it.
+__device__ __forceinline__ float2 merge(float2 one, float2 other) {
+    const float both = fmaxf(fmaxf(one.x, other.x), -1e30f);  // nothing at all has -infinity
+    return make_float2(both, one.y * power_of_two(one.x - both) + other.y * power_of_two(other.x - both));
 }
 
-// Estimate q·k (but for q·mean, which is the same for all keys of a lane) of the block's candidates.
-__device__ __forceinline__ void estimate(const SelectArguments& a, const Task& task, const Memory& memory, int count,
-                                         const int* places, float* estimates) {
-    const int member = threadIdx.x % MEMBERS;
-    const float factor = a.steps[task.number] * codes::STEP;
-    for (int first = 0; first < count; first += TOP_THREADS / MEMBERS) {  // warps stay whole: they exchange sums
-        const int i = first + static_cast<int>(threadIdx.x) / MEMBERS;
-        const unsigned row = task.row(a, places[min(i, count - 1)]);
-        const uint2 high = *reinterpret_cast<const uint2*>(a.high + static_cast<size_t>(row) * FIELD + 8 * member);
-        const uint2 low = *reinterpret_cast<const uint2*>(a.low + static_cast<size_t>(row) * FIELD + 8 * member);
-        const float scale = __half2float(a.scales[row]) * factor;
-        int sums[LANES][2] = {};
+// Estimate q·k (but for q·mean, which is the same for all keys of a lane) of the block's candidates, and normalise.
+__device__ __forceinline__ void estimate(const SelectArguments& a, const Task& task, Memory& memory, int count,
+                                         const int* places, float* estimates, float2* normalisers) {
+    const int member = threadIdx.x % MEMBERS, warp = threadIdx.x / WARP;
+    float2 own[LANES_EACH];
+#pragma unroll
+    for (int i = 0; i < LANES_EACH; i++) own[i] = make_float2(-INFINITE, 0.0f);
+    for (int first = 0; first < count; first += CHOOSE_THREADS / MEMBERS) {  // warps stay whole: they exchange sums
+        const int i = first + static_cast<int>(threadIdx.x) / MEMBERS, entry = min(i, count - 1);
+        const unsigned row = task.row(a, entry < LISTED ? memory.places[entry] : places[entry]);
+        const size_t from = static_cast<size_t>(row) * FIELD + 8 * member;
+        const uint2 high = load_once_8(a.high + from), low = load_once_8(a.low + from);
+        const float scale = __half2float(a.scales[row]);
+        int sums[LANES] = {};
 #pragma unroll
         for (int field = 0; field < FIELDS; field++) {
+            const int channel = field * FIELD + 8 * member;
+            const int front = codes::four_codes(high.x, low.x, field), back = codes::four_codes(high.y, low.y, field);
 #pragma unroll
-            for (int word = 0; word < 2; word++) {
-                const unsigned codes = codes::four_codes(word ? high.y : high.x, word ? low.y : low.x, field);
-                const int channel = field * FIELD + 8 * member + 4 * word;
-#pragma unroll
-                for (int lane = 0; lane < LANES; lane++)
-#pragma unroll
-                    for (int part = 0; part < 2; part++)
-                        sums[lane][part] =
-                            __dp4a(static_cast<int>(codes),
-                                   *reinterpret_cast<const int*>(&memory.integers[lane][part][channel]),
-                                   sums[lane][part]);
+            for (int lane = 0; lane < LANES; lane++) {
+                const int2 query = *reinterpret_cast<const int2*>(&memory.queries.integers[lane][channel]);
+                sums[lane] = __dp4a(back, query.y, __dp4a(front, query.x, sums[lane]));
             }
         }
 #pragma unroll
         for (int lane = 0; lane < LANES; lane++) {
-            int sum = 256 * sums[lane][0] + sums[lane][1];
 #pragma unroll
-            for (int mask = 1; mask < MEMBERS; mask *= 2) sum += __shfl_xor_sync(EVERYONE, sum, mask);
-            if (member == lane % MEMBERS && i < count)
-                estimates[i * LANES + lane] = static_cast<float>(sum - memory.offsets[lane]) * scale;
+            for (int mask = 1; mask < MEMBERS; mask *= 2) sums[lane] += __shfl_xor_sync(EVERYONE, sums[lane], mask);
+            if (member != lane % MEMBERS || i >= count) continue;
+            const int twice = 2 * sums[lane] - (codes::LEVELS - 1) * memory.queries.sums[lane];
+            const float found = static_cast<float>(twice) * scale * (memory.queries.steps[lane] * (codes::STEP / 2));
+            estimates[static_cast<size_t>(i) * LANES + lane] = found;
+            if (REDUCTION != MEAN)
+                own[lane / MEMBERS] = merge(own[lane / MEMBERS], make_float2(found * (a.scaling * LOG2_E), 1.0f));
         }
+    }
+    if (REDUCTION == MEAN) return;
+#pragma unroll
+    for (int i = 0; i < LANES_EACH; i++) {
+#pragma unroll
+        for (int mask = MEMBERS; mask < WARP; mask *= 2) {
+            const float exponent = __shfl_xor_sync(EVERYONE, own[i].x, mask);
+            own[i] = merge(own[i], make_float2(exponent, __shfl_xor_sync(EVERYONE, own[i].y, mask)));
+        }
+        const int lane = i * MEMBERS + member;
+        if (threadIdx.x % WARP < MEMBERS && lane < LANES) memory.normalisers[warp][lane] = own[i];
     }
     __syncthreads();
-}
-
-// Merge largest exponents and sums of the powers relative to them, one pair a thread of a warp.
-__device__ __forceinline__ float2 merge_of_warp(float2 own) {
+    if (threadIdx.x >= LANES) return;
+    float2 all = memory.normalisers[0][threadIdx.x];
 #pragma unroll
-    for (int mask = 1; mask < WARP; mask *= 2) {
-        const float other = __shfl_xor_sync(EVERYONE, own.x, mask), sum = __shfl_xor_sync(EVERYONE, own.y, mask);
-        const float both = fmaxf(fmaxf(own.x, other), -1e30f);  // nothing at all has -infinity
-        own = make_float2(both, own.y * power_of_two(own.x - both) + sum * power_of_two(other - both));
-    }
-    return own;
-}
-
-// The block's normalisers: a warp takes a lane.
-__device__ __forceinline__ void store_normalisers(const SelectArguments& a, int count, const float* estimates,
-                                                  float2* normalisers) {
-    const float scale = a.scaling * LOG2_E;
-    for (int lane = threadIdx.x / WARP; lane < LANES; lane += TOP_WARPS) {
-        float2 own = make_float2(-INFINITE, 0.0f);
-        for (int i = threadIdx.x % WARP; i < count; i += WARP) {
-            const float exponent = estimates[i * LANES + lane] * scale, both = fmaxf(own.x, exponent);
-            own = make_float2(both, own.y * power_of_two(own.x - both) + power_of_two(exponent - both));
-        }
-        own = merge_of_warp(own);
-        if (threadIdx.x % WARP == 0) normalisers[lane] = own;
-    }
+    for (int w = 1; w < CHOOSE_WARPS; w++) all = merge(all, memory.normalisers[w][threadIdx.x]);
+    normalisers[threadIdx.x] = all;
 }
 
 // Where entry i of all candidates lies: the blocks' lists one after another.
 struct Lists {
-    const SelectArguments& a;
     const Memory& memory;
     long long first;  // of the task's lists
+    int capacity;
 
     __device__ __forceinline__ long long entry(int i) const {
         int block = 0;
-        while (block + 1 < a.blocks && memory.before[block + 1] <= i) block++;
-        return first + static_cast<long long>(block) * a.capacity + (i - memory.before[block]);
+#pragma unroll
+        for (int step = MOST_BLOCKS / 2; step > 0; step /= 2)
+            if (memory.before[block + step] <= i) block += step;
+        return first + static_cast<long long>(block) * capacity + (i - memory.before[block]);
     }
 };
+
+__device__ __forceinline__ void load_estimates(const float* from, float (&own)[LANES]) {
+    if constexpr (LANES % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < LANES / 4; i++) {
+            const float4 four = __ldcg(reinterpret_cast<const float4*>(from) + i);
+            own[4 * i] = four.x, own[4 * i + 1] = four.y, own[4 * i + 2] = four.z, own[4 * i + 3] = four.w;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < LANES; i++) own[i] = __ldcg(from + i);
+    }
+}
 
 // What a candidate is ranked by: its estimate, or the mean or the largest of its softmax weights.
 __device__ __forceinline__ unsigned rank_key(const SelectArguments& a, const Memory& memory, const float* estimates) {
     if constexpr (REDUCTION == MEAN) return ordered_bits(__ldcg(estimates));
-    float value = 0.0f;
+    float value = 0.0f, own[LANES];
+    load_estimates(estimates, own);
 #pragma unroll
     for (int lane = 0; lane < LANES; lane++) {
-        const float weight = power_of_two(__ldcg(estimates + lane) * (a.scaling * LOG2_E) - memory.normaliser[lane]);
+        const float weight = power_of_two(own[lane] * (a.scaling * LOG2_E) - memory.normaliser[lane]);
         value = REDUCTION == MAX ? fmaxf(value, weight) : value + weight;
     }
     return ordered_bits(value);
 }
 
-struct Held {
-    unsigned keys[KEYS_EACH];
-
-    __device__ __forceinline__ Held(const SelectArguments& a, const Memory& memory, const Lists& lists, int count) {
-#pragma unroll
-        for (int k = 0; k < KEYS_EACH; k++) {
-            const int i = k * TOP_THREADS + threadIdx.x;
-            keys[k] = i < count ? rank_key(a, memory, a.estimates + lists.entry(i) * LANES) : 0;
-        }
-    }
-};
-
-// Rank all candidates of the task, once every block has written its own.
-__device__ __forceinline__ void rank(const SelectArguments& a, const Task& task, Memory& memory) {
+// Read how many candidates each block has, and merge their normalisers.
+__device__ __forceinline__ void gather_blocks(const SelectArguments& a, const Task& task, Memory& memory) {
     const int warp = threadIdx.x / WARP, thread = threadIdx.x % WARP;
     if (warp == 0) {
         const int own = thread < a.blocks ? __ldcg(a.counts + task.number * a.blocks + thread) : 0;
         const int sum = sum_up_to_here(own, thread);
-        memory.before[thread] = sum - own;
-        if (thread == WARP - 1) memory.before[WARP] = sum;
+        if (thread <= MOST_BLOCKS) memory.before[thread] = sum - own;
     }
     if (REDUCTION != MEAN) {
         const float2* parts = a.normalisers + static_cast<long long>(task.number) * a.blocks * LANES;
-        for (int lane = warp; lane < LANES; lane += TOP_WARPS) {
+        for (int lane = CHOOSE_WARPS - 1 - warp; lane < LANES; lane += CHOOSE_WARPS) {
             float2 own = make_float2(-INFINITE, 0.0f);
             if (thread < a.blocks) own = __ldcg(parts + thread * LANES + lane);
-            own = merge_of_warp(own);
+#pragma unroll
+            for (int mask = 1; mask < WARP; mask *= 2) {
+                const float exponent = __shfl_xor_sync(EVERYONE, own.x, mask);
+                own = merge(own, make_float2(exponent, __shfl_xor_sync(EVERYONE, own.y, mask)));
+            }
             if (thread == 0) memory.normaliser[lane] = own.x + log2f(own.y);
         }
     }
     __syncthreads();
-    const int count = memory.before[WARP], top_k = a.top_k;
-    const Lists lists{a, memory, static_cast<long long>(task.number) * a.blocks * a.capacity};
+}
+
+// What candidates are ranked by, in shared memory.
+struct Held {
+    const unsigned* keys;
+
+    __device__ __forceinline__ unsigned operator()(int k) const { return keys[k * CHOOSE_THREADS + threadIdx.x]; }
+};
+
+// Rank all candidates of the task, once every block has written its own.
+__device__ __forceinline__ void rank(const SelectArguments& a, const Task& task, Memory& memory) {
+    gather_blocks(a, task, memory);
+    const int count = memory.before[MOST_BLOCKS], top_k = a.top_k;
+    const Lists lists{memory, static_cast<long long>(task.number) * a.blocks * a.capacity, a.capacity};
     int* rows = a.rows + static_cast<long long>(task.number) * top_k;
-    for (int i = min(count, top_k) + threadIdx.x; i < top_k; i += TOP_THREADS) rows[i] = -1;
-    auto take = [&](int order, int i, unsigned) { rows[order] = __ldcg(a.places + lists.entry(i)); };
-    if (count <= HELD_KEYS && take_largest(memory, count, top_k, Held(a, memory, lists, count), take)) return;
-    unsigned* keys = a.keys + lists.first;
-    for (int i = threadIdx.x; i < count; i += TOP_THREADS)
-        keys[i] = rank_key(a, memory, a.estimates + lists.entry(i) * LANES);
+    for (int i = min(count, top_k) + threadIdx.x; i < top_k; i += CHOOSE_THREADS) rows[i] = -1;
+    const bool listed = count <= LISTED;
+    unsigned* keys = listed ? memory.keys : a.keys + lists.first;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < count; i += CHOOSE_THREADS) {
+        const long long entry = lists.entry(i);
+        const int place = __ldcg(a.places + entry);
+        keys[i] = rank_key(a, memory, a.estimates + entry * LANES);
+        if (listed) memory.places[i] = place;
+    }
     __syncthreads();
-    take_by_digits(memory, count, top_k, [&](int i) { return keys[i]; }, take);
+    auto take = [&](int order, int i, unsigned) {
+        rows[order] = listed ? memory.places[i] : __ldcg(a.places + lists.entry(i));
+    };
+    if (listed && Top::take_largest(memory, count, top_k, Held{memory.keys}, take)) return;
+    Top::take_by_digits(memory, count, top_k, [&](int i) { return keys[i]; }, take);
 }
 
 }  // namespace nested
 }  // namespace kvseek
 
 // grid: blocks, tasks
-extern "C" __global__ void __launch_bounds__(kvseek::largest::TOP_THREADS, 1)
+extern "C" __global__ void __maxnreg__(kvseek::nested::CHOOSE_REGISTERS)
     kvseek_nested_choose(const __grid_constant__ kvseek::nested::SelectArguments a) {
     using namespace kvseek;
     using namespace kvseek::nested;
     __shared__ Memory memory;
-    static_assert(MOST_BLOCKS == WARP, "a thread of a warp for each block");
     const Task task(a);
+    // The scan lets this kernel start when it has itself waited for the kernel that wrote the queries.
+    if (!task.idle()) memory.queries.prepare(task.queries(a), a.signs);
+    const Share units((task.length() + UNIT_KEYS - 1) / UNIT_KEYS, a.blocks, blockIdx.x);
+    Share own(units.last - units.first, CHOOSE_WARPS, threadIdx.x / WARP);
+    own.first += units.first, own.last += units.first;
+    const long long list = static_cast<long long>(task.number) * a.blocks + blockIdx.x;
+    int* places = a.places + list * a.capacity;
     await_earlier_kernels();
     if (task.idle()) return;
+    fetch_totals(a, task, memory);
+    Scores scores;
+    scores.load(a, task, own.first, own.last);
     const Border border = find_border(a, task, memory);
-    const Share parts((task.length() + AT_ONCE - 1) / AT_ONCE, a.blocks, blockIdx.x);
-    const int first = parts.first * AT_ONCE, last = min(parts.last * AT_ONCE, task.length());
-    const long long own = static_cast<long long>(task.number) * a.blocks + blockIdx.x;
-    int* places = a.places + own * a.capacity;
-    float* estimates = a.estimates + own * a.capacity * LANES;
-    load_queries(a, task, memory);
-    const int count = collect(a, task, memory, border, first, last, places);
-    __syncthreads();
-    if (count > 0) estimate(a, task, memory, count, places, estimates);
-    if (REDUCTION != MEAN) store_normalisers(a, count, estimates, a.normalisers + own * LANES);
-    if (threadIdx.x == 0) a.counts[own] = count;
+    const int count = collect(a, task, memory, border, scores, own, units.first, places);
+    estimate(a, task, memory, count, places, a.estimates + list * a.capacity * LANES, a.normalisers + list * LANES);
+    if (threadIdx.x == 0) a.counts[list] = count;
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) memory.last = atomicAdd(a.finished + task.number, 1) == a.blocks - 1;
@@ -307,6 +373,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::largest::TOP_THREADS, 1)
     if (!memory.last) return;
     __threadfence();
     rank(a, task, memory);
-    reinterpret_cast<int4*>(a.totals + task.number * BINS)[threadIdx.x] = make_int4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < BINS / 4; i += CHOOSE_THREADS)
+        reinterpret_cast<int4*>(a.totals + task.number * BINS)[i] = make_int4(0, 0, 0, 0);
     if (threadIdx.x == 0) a.finished[task.number] = 0;
 }

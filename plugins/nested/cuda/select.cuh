@@ -2,6 +2,7 @@
 #pragma once
 
 #include "layout.cuh"
+#include "plugins/codes/cuda/queries.cuh"
 #include "plugins/shared/instructions.cuh"
 #include "plugins/shared/overlap.cuh"
 
@@ -20,8 +21,6 @@ struct SelectArguments {
     const unsigned char* low;   // [extents, kv_heads, 1024, FIELD]
     const __half* scales;       // [extents, kv_heads, 1024]
     const float* signs;         // [DIM]
-    signed char* integers;      // [tasks, LANES, 2, DIM] rotated queries: high bytes, low bytes
-    float* steps;               // [tasks] what an integer of a rotated query stands for
     unsigned short* scores;     // [extents, kv_heads, 1024] of each key: larger is better
     int* totals;                // [tasks, BINS] keys by score; zeros between selections
     int* places;                // [tasks, blocks, capacity] candidates of a block, ascending
@@ -38,6 +37,8 @@ struct SelectArguments {
     float scaling; // softmax scale
 };
 
+using Queries = codes::Queries<LANES>;
+
 // One (request, KV head), as the blocks of a kernel see it: blockIdx.y is the task.
 struct Task {
     int number, head;
@@ -53,6 +54,9 @@ struct Task {
     __device__ __forceinline__ bool idle() const { return request.dense != 0; }
     __device__ __forceinline__ int length() const { return request.length; }
     __device__ __forceinline__ int wanted() const { return request.numbers[0]; }
+    __device__ __forceinline__ const Number* queries(const SelectArguments& a) const {
+        return a.queries + static_cast<long long>(number) * GROUP * HEAD_DIM;
+    }
     // Row of a place, counted in places: less than 2^32 of them fit a GPU (device.py checks it).
     __device__ __forceinline__ unsigned row(const SelectArguments& a, int place) const {
         const unsigned extent = static_cast<unsigned>(table[place / EXTENT_TOKENS]) * a.kv_heads + head;

@@ -7,12 +7,14 @@
 namespace kvseek {
 namespace pariskv {
 
-using namespace largest;
-
+constexpr int TOP_THREADS = 1024;
+constexpr int TOP_WARPS = TOP_THREADS / WARP;
+constexpr int KEYS_EACH = 16;  // that a thread holds in registers
+using Top = largest::Largest<TOP_THREADS, KEYS_EACH>;
 constexpr int AT_ONCE = LANES <= 4 ? 4 : 1;       // estimates that are on their way together
-constexpr int SMALLEST_SHARE = HELD_KEYS / 2;     // of several blocks: a second round takes as long as 8,192 keys
+constexpr int SMALLEST_SHARE = Top::HELD_KEYS / 2;     // of several blocks: a second round takes as long as 8,192 keys
 
-struct Memory : TopMemory {
+struct Memory : Top::Memory {
     alignas(16) float normaliser[LANES];  // log2 of the sum of the exponentials
 };
 
@@ -74,6 +76,8 @@ __device__ __forceinline__ unsigned rank_key(const SelectArguments& a, const Mem
 struct Held {
     unsigned keys[KEYS_EACH];
 
+    __device__ __forceinline__ unsigned operator()(int k) const { return keys[k]; }
+
     // Keys of candidates first .. first + count - 1.
     __device__ __forceinline__ Held(const SelectArguments& a, const Task& task, const Memory& memory, int first,
                                     int count) {
@@ -117,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
     if (task.idle()) return;
     const int count = task.candidates(), top_k = a.top_k;
     const int even = max((count + a.top_blocks - 1) / a.top_blocks, SMALLEST_SHARE);
-    const int share = count <= HELD_KEYS ? count : even;
+    const int share = count <= Top::HELD_KEYS ? count : even;
     const int active = (count + share - 1) / share;  // blocks with work: at least one, as a task has candidates
     if (blockIdx.x >= active) return;
     const int first = blockIdx.x * share, here = min(share, count - first);
@@ -136,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
             a.best_places[list + blockIdx.x * each + rank] = place;
         }
     };
-    if (share > HELD_KEYS || !take_largest(memory, here, top_k, Held(a, task, memory, first, here), take)) {
+    if (share > Top::HELD_KEYS || !Top::take_largest(memory, here, top_k, Held(a, task, memory, first, here), take)) {
         for (int i = threadIdx.x; i < here; i += TOP_THREADS) {
             const size_t row = task.row(a, first + i);
             float own[LANES];
@@ -144,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
             a.keys[row] = rank_key(a, memory, own);
         }
         __syncthreads();
-        take_by_digits(
+        Top::take_by_digits(
             memory, here, top_k, [&](int i) { return a.keys[static_cast<size_t>(task.row(a, first + i))]; }, take);
     }
     if (active == 1) return;
@@ -156,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
     __threadfence();
     const int listed = (active - 1) * each + min(count - (active - 1) * share, each);
     auto take_listed = [&](int rank, int i, unsigned) { rows[rank] = __ldcg(a.best_places + list + i); };
-    if (listed > HELD_KEYS || !take_largest(memory, listed, top_k, Held(a.best_keys + list, listed), take_listed))
-        take_by_digits(memory, listed, top_k, [&](int i) { return __ldcg(a.best_keys + list + i); }, take_listed);
+    if (listed > Top::HELD_KEYS || !Top::take_largest(memory, listed, top_k, Held(a.best_keys + list, listed), take_listed))
+        Top::take_by_digits(memory, listed, top_k, [&](int i) { return __ldcg(a.best_keys + list + i); }, take_listed);
     if (threadIdx.x == 0) a.finished[task.number] = 0;
 }
