@@ -87,7 +87,7 @@ def test_step_begin(dtype: str, scaling: RopeScaling | None, kernels: MakeKernel
     expected = RotaryEmbedding(ops.model, torch.device("cpu")).at(positions)
     for found, table in zip(rotation, expected, strict=True):
         torch.testing.assert_close(found.cpu(), table[:, 0, :32], rtol=0, atol=3e-6)
-    for found, other in zip(rotation, ops.rotation(12_345, 12_346), strict=True):
+    for found, other in zip(rotation, ops.rotation(12_345, 12_346, 12_346), strict=True):
         torch.testing.assert_close(found[2:3], other, rtol=0, atol=1e-6)
 
 
@@ -130,7 +130,7 @@ def test_rope_prompt(dtype: str, norm: bool, kernels: MakeKernels, device: torch
     ops = make(kernels, device, dtype, 128)
     norms = (random(ops, 128), random(ops, 128)) if norm else None
     start, rows, tokens = 300, 517, 1000
-    qkv, rotation = random(ops, rows, (HEADS + 2 * KV_HEADS) * 128), ops.rotation(start, start + rows)
+    qkv, rotation = random(ops, rows, (HEADS + 2 * KV_HEADS) * 128), ops.rotation(start, start + rows, start + rows)
     keys = torch.full((KV_HEADS, tokens, 128), 3.0, dtype=ops.dtype, device=device)
     values = torch.full_like(keys, 4.0)
     q, k, v = split(qkv, rotation, norms)
