@@ -69,9 +69,7 @@ def generated_logits(model: Any, ids: Sequence[int], rows: int, passes: int) -> 
     parts, cache, stop = [], None, len(ids) - passes + 1
     for start, end in [(0, stop), *((n, n + 1) for n in range(stop, len(ids)))]:
         keep = rows if passes == 1 else 1
-        found = model(
-            torch.tensor([ids[start:end]]), past_key_values=cache, use_cache=passes > 1, logits_to_keep=keep
-        )
+        found = model(torch.tensor([ids[start:end]]), past_key_values=cache, use_cache=passes > 1, logits_to_keep=keep)
         cache = found.past_key_values
         parts.append(found.logits[0].float())
     return torch.cat(parts)

@@ -76,7 +76,12 @@ def _write_metadata(path: Path, metadata: Mapping[str, Any], tensors: Collection
     """Write a GGUF file of metadata, with a number in place of the head, of which transformers looks whether it is there."""
     from gguf import GGUFValueType, GGUFWriter
 
-    kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.INT64, float: GGUFValueType.FLOAT64, str: GGUFValueType.STRING}
+    kinds = {
+        bool: GGUFValueType.BOOL,
+        int: GGUFValueType.INT64,
+        float: GGUFValueType.FLOAT64,
+        str: GGUFValueType.STRING,
+    }
     writer = GGUFWriter(path, metadata["general.architecture"])
     own = ("general.architecture", "GGUF.version", "GGUF.tensor_count", "GGUF.kv_count")  # which the writer adds
     for key, value in metadata.items():

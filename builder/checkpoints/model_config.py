@@ -209,7 +209,9 @@ def rope_scaling(parameters: dict[str, Any], max_position_embeddings: int, where
     require(not unknown, f"keys of {where}", unknown, f"among those of rope_type {kind!r}: {keys}", CHECK_CONFIG)
     if kind == "default":
         return None
-    fields = {name: value for name, value in fields.items() if value is not None or name not in MAY_BE_NULL.get(kind, ())}
+    fields = {
+        name: value for name, value in fields.items() if value is not None or name not in MAY_BE_NULL.get(kind, ())
+    }
     if kind in ("yarn", "longrope"):
         fields.setdefault("original_max_position_embeddings", max_position_embeddings)
     if kind == "longrope":  # of which a factor below 1 would change nothing, so none is stated

@@ -204,5 +204,5 @@ def test_unknown_method_field() -> None:
 
 
 def test_unknown_scaling_kind() -> None:
-    with pytest.raises(ConfigError, match=r"rope_scaling.kind = 'longrope'"):
-        from_dict(RopeScaling, {"kind": "longrope", "factor": 2}, "model")
+    with pytest.raises(ConfigError, match=r"rope_scaling.kind = 'proportional'"):
+        from_dict(RopeScaling, {"kind": "proportional", "factor": 2}, "model")

@@ -65,7 +65,9 @@ FOUND: dict[str, Case] = {
     "longrope divisors for other heads": Case(QWEN2, {"rope_scaling": {**LONGROPE, "long_factor": [1.0] * 3}}),
     "longrope from the first token on": Case(config={"rope_scaling": {**LONGROPE, LENGTH: 1}}),
     "longrope's length at the top": Case(config={"rope_scaling": LONGROPE, LENGTH: 30, "rope_theta": 500.0}),
-    "longrope's own factors": Case(config={"rope_scaling": {**LONGROPE, LENGTH: 16, "factor": 2, "attention_factor": 1.5}}),
+    "longrope's own factors": Case(
+        config={"rope_scaling": {**LONGROPE, LENGTH: 16, "factor": 2, "attention_factor": 1.5}}
+    ),
 }
 
 
