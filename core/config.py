@@ -312,8 +312,8 @@ class EngineConfig:
             return "the model was not trained on longer positions"
         reach = self.model.max_position_embeddings
         return (
-            f"dynamic RoPE rotates every longer sequence by other frequencies than its cached keys: build with --max_seq_len {reach}"
-            ", or use yarn or linear scaling"
+            "dynamic RoPE rotates the tokens of a longer sequence by other frequencies than its cached keys: build with "
+            f"--max_seq_len {reach}, or use yarn or linear scaling"
         )
 
     def _check_device(self) -> None:

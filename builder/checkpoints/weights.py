@@ -88,7 +88,8 @@ def list_weights(model: ModelConfig) -> list[Weight]:
     """List every weight of an engine, in the order of the computation.
 
     embed.weight, then per layer i layers.{i}.attention_norm, qkv, q_norm, k_norm, o, mlp_norm, gate_up, down (norms that the
-    model lacks are left out; qkv, o, gate_up and down may have a .bias), then norm.weight and, unless tied to the embedding, lm_head.weight.
+    model lacks are left out; qkv, o, gate_up and down may have a .bias), then norm.weight and, unless tied to the embedding,
+    lm_head.weight.
     A weight that is quantised is followed by its .weight_scale.
     """
     vocabulary = (model.vocab_size, model.hidden_size)

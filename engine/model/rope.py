@@ -13,8 +13,8 @@ from kvseek.core.config import ModelConfig, RopeScaling
 class RotaryEmbedding:
     """Cosines and sines of positions, grown on demand; float32 [positions, D], scaled by the attention factor.
 
-    longrope has two sets of frequencies. A prompt is rotated by the set of its own length. A token that is generated is rotated by
-    the set of the sequence that it ends, so its position decides. Keys in the cache stay as they are, as in transformers.
+    longrope has two sets of frequencies. A prompt is rotated by the set for its length. A token that is generated is rotated by
+    the set for the sequence that it ends, so its position decides. Keys in the cache stay as they are, as in transformers.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:

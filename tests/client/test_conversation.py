@@ -129,7 +129,7 @@ def test_files_that_are_no_conversation_are_named(tmp_path: Path, content: str) 
 def test_messages_of_tools_are_refused_by_name(tmp_path: Path, message: dict[str, Any]) -> None:
     file = tmp_path / "talk.json"
     file.write_text(json.dumps([{"role": "user", "content": "x"}, message]))
-    with pytest.raises(ClientError, match="message 1 belongs to a tool: must be of .* kvseek has no tools, remove"):
+    with pytest.raises(ClientError, match=r"message 1 belongs to a tool: must be of .* kvseek has no tools, remove"):
         Conversation(file)
 
 
