@@ -62,6 +62,7 @@ class WindowedText:
     def __init__(self, model: ModelConfig, ids: Sequence[int], window: int, device: torch.device) -> None:
         self.model, self.device = model, device
         self.ids = torch.tensor(ids)  # on the CPU, where the embedding is
+        self.window = min(window, len(ids))
         self.spans = [(start, min(start + window, len(ids))) for start in range(0, len(ids), window)]
         self._slice = max(1, LOGIT_BYTES // (4 * model.vocab_size))
 

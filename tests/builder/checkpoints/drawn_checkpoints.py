@@ -179,7 +179,7 @@ def _rope_values(kind: str, pairs: int) -> st.SearchStrategy[dict[str, Any]]:
     """Fields of one kind of RoPE for `pairs` channel pairs, without its name and theta; some may be absent."""
     factor, original = st.sampled_from([0.5, 1.0, 2.0, 4, 8.0]), st.sampled_from([16, 32, 64, 128, 256])
     right = [[1] * pairs, [1.0 + number for number in range(pairs)], [1.05 + 4 * number for number in range(pairs)]]
-    lists = st.sampled_from([*right * 4, [1.0] * (pairs - 1), [0.0] * pairs, "1.0"])
+    lists = st.sampled_from([*right * 8, [1.0] * (pairs - 1), [0.0] * pairs, "1.0"])
     needed: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "linear": {"factor": factor},
         "dynamic": {"factor": factor},
