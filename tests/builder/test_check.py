@@ -173,7 +173,7 @@ def test_gguf_files_with_biases(random_model: RandomModel, build_engine: BuildEn
     assert compare(engine, open_checkpoint(model)).agrees
 
 
-@pytest.mark.parametrize("length", [32, 63, 64, 68, 71, 72])
+@pytest.mark.parametrize("length", [63, 64, 70, 71])
 def test_longrope_that_changes_during_the_check(
     length: int, random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path
 ) -> None:
