@@ -51,13 +51,13 @@ def check_effective_config(model: ModelConfig, directory: Path) -> None:
 def check_gguf_metadata(model: ModelConfig, path: Path, metadata: Mapping[str, Any], tensors: Collection[str]) -> None:
     """Raise ConfigError if transformers reads another model than `model` from the metadata of the GGUF file `path`.
 
-    transformers is given a file of the same numbers and texts, without the vocabulary, whose reading takes seconds. Not compared
-    is what transformers does not read from metadata: RoPE scaling, and the fields of BY_TENSORS and BY_KEYS.
+    transformers is given a file of the keys that it takes a model's sizes from, because reading a vocabulary takes seconds. Not
+    compared is what transformers does not read from metadata: RoPE scaling, and the fields of BY_TENSORS and BY_KEYS.
 
     Parameters
     ----------
     metadata : mapping
-        Values by key; arrays may be lists or replaced by a text, and are left out.
+        Values by key. Arrays are left out; all that a model of one size for all layers has are those of its vocabulary.
     tensors : collection of str
         The names of the file's tensors.
     """
@@ -73,20 +73,21 @@ def check_gguf_metadata(model: ModelConfig, path: Path, metadata: Mapping[str, A
 
 
 def _write_metadata(path: Path, metadata: Mapping[str, Any], tensors: Collection[str]) -> None:
-    """Write a GGUF file of metadata, with a number in place of the head, of which transformers looks whether it is there."""
+    """Write a GGUF file of the model's name and sizes, and a number as the head, of which transformers asks whether it is there."""
     from gguf import GGUFValueType, GGUFWriter
 
     kinds = {
         bool: GGUFValueType.BOOL,
-        int: GGUFValueType.INT64,
+        int: GGUFValueType.UINT64,
         float: GGUFValueType.FLOAT64,
         str: GGUFValueType.STRING,
     }
-    writer = GGUFWriter(path, metadata["general.architecture"])
-    own = ("general.architecture", "GGUF.version", "GGUF.tensor_count", "GGUF.kv_count")  # which the writer adds
+    architecture = metadata["general.architecture"]
+    writer = GGUFWriter(path, architecture)
     for key, value in metadata.items():
-        if key not in own and type(value) in kinds:
-            writer.add_key_value(key, value, kinds[type(value)])
+        if (key == "general.name" or key.startswith(f"{architecture}.")) and type(value) in kinds:
+            kind = GGUFValueType.INT64 if type(value) is int and value < 0 else kinds[type(value)]
+            writer.add_key_value(key, value, kind)
     for name in {"output.weight"} & set(tensors):
         writer.add_tensor(name, torch.zeros(1).numpy())
     writer.write_header_to_file()
