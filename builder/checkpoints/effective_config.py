@@ -57,7 +57,7 @@ def check_gguf_metadata(model: ModelConfig, path: Path, metadata: Mapping[str, A
     Parameters
     ----------
     metadata : mapping
-        Values by key. Arrays are left out; all that a model of one size for all layers has are those of its vocabulary.
+        Values by key. Arrays are left out: one that states a size for each layer has been refused before.
     tensors : collection of str
         The names of the file's tensors.
     """
@@ -73,7 +73,7 @@ def check_gguf_metadata(model: ModelConfig, path: Path, metadata: Mapping[str, A
 
 
 def _write_metadata(path: Path, metadata: Mapping[str, Any], tensors: Collection[str]) -> None:
-    """Write a GGUF file of the model's name and sizes, and a number as the head, of which transformers asks whether it is there."""
+    """Write a GGUF file of the model's name and sizes, and of a number as the head, if there is one: transformers asks for it."""
     from gguf import GGUFValueType, GGUFWriter
 
     kinds = {
