@@ -53,12 +53,23 @@ class Conversation:
         return figures
 
 
+# What messages of tools have, by which they are refused with a better reason than that the server knows no such role.
+TOOL_ROLES = ("tool", "function")
+TOOL_KEYS = {"tool_calls", "tool_call_id", "function_call"}
+
+
 def read_messages(file: Path) -> list[Message]:
     """Read a file of messages; raises ClientError that names it."""
     try:
         messages: list[Message] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ClientError(f"--conversation = {file}: cannot be read ({error}); give a JSON list of messages") from None
+    for number, message in enumerate(messages if isinstance(messages, list) else []):
+        if isinstance(message, dict) and (message.get("role") in TOOL_ROLES or TOOL_KEYS & message.keys()):
+            raise ClientError(
+                f"--conversation = {file}: message {number} belongs to a tool: must be of the system, the user or the assistant, "
+                "with role and content alone; kvseek has no tools, remove the message"
+            )
     well_formed = isinstance(messages, list) and all(
         isinstance(message, dict) and {type(message.get(name)) for name in ("role", "content")} == {str}
         for message in messages

@@ -18,6 +18,7 @@ CHECK_CONFIG = "check the model's config.json"
 MOST_POSITIONS = 2**31 - 1  # far beyond any model, and what a 32-bit integer holds
 MOST_SIZE = 2**24  # of a vocabulary or a layer; many times more than any published model has
 EXTENT_TOKENS = 1024  # tokens in one extent of the row pool and of every index array
+ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")  # of RopeScaling
 CHOICES = {  # the values that EngineConfig's fields of type str allow
     "dtype": ("float32", "bfloat16", "float16"),
     "device": ("cpu", "cuda"),
@@ -41,7 +42,8 @@ def _require_positive(name: str, value: float | None) -> None:
 class RopeScaling:
     """RoPE frequency scaling, fields as in Hugging Face `rope_scaling` / `rope_parameters`.
 
-    `kind` is "linear", "llama3" or "yarn"; fields that a kind does not use keep their defaults.
+    `kind` is one of ROPE_KINDS; fields that a kind does not use keep their defaults. "dynamic" is RoPE without scaling up to the
+    model's max_position_embeddings, which is as far as it is served.
     """
 
     kind: str
@@ -55,10 +57,14 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    """Of longrope: divisor of each frequency in sequences of up to original_max_position_embeddings tokens."""
+    long_factor: tuple[float, ...] = ()
+    """Of longrope: divisor of each frequency in longer sequences."""
 
     def __post_init__(self) -> None:
-        kinds = ("linear", "llama3", "yarn")
-        require(self.kind in kinds, "rope_scaling.kind", self.kind, f"one of {kinds}", "other scalings are unsupported")
+        limit = f"one of {ROPE_KINDS}"
+        require(self.kind in ROPE_KINDS, "rope_scaling.kind", self.kind, limit, "other scalings are unsupported")
         limit = "finite and >= 1"  # a smaller one would be no extension, and transformers calls it wrong
         require(1 <= self.factor < math.inf, "rope_scaling.factor", self.factor, limit, CHECK_CONFIG)
         for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
@@ -72,11 +78,18 @@ class RopeScaling:
             value = getattr(self, name)
             valid = value is None or 0 <= value < math.inf
             require(valid, f"rope_scaling.{name}", value, "finite and >= 0", CHECK_CONFIG)
-        if self.kind in ("llama3", "yarn"):
-            original = self.original_max_position_embeddings
-            name = "rope_scaling.original_max_position_embeddings"
-            require(original > 0, name, original, "> 0", f"{self.kind} scaling needs it; {CHECK_CONFIG}")
-            require(original <= MOST_POSITIONS, name, original, f"<= {MOST_POSITIONS}", CHECK_CONFIG)
+        if self.kind in ("llama3", "yarn", "longrope"):
+            self._check_original_length()
+        for name in ("short_factor", "long_factor"):
+            for divisor in getattr(self, name):
+                _require_positive(f"rope_scaling.{name}", divisor)
+
+    def _check_original_length(self) -> None:
+        original, name = self.original_max_position_embeddings, "rope_scaling.original_max_position_embeddings"
+        least = 1 if self.kind == "longrope" else 0  # longrope's attention factor divides by the logarithm
+        require(original > least, name, original, f"> {least}", f"{self.kind} scaling needs it; {CHECK_CONFIG}")
+        require(original <= MOST_POSITIONS, name, original, f"<= {MOST_POSITIONS}", CHECK_CONFIG)
+        if self.kind != "longrope":  # whose factor says nothing of the reach
             limit = f"<= {MOST_POSITIONS} / original_max_position_embeddings"
             require(self.factor * original <= MOST_POSITIONS, "rope_scaling.factor", self.factor, limit, CHECK_CONFIG)
 
@@ -99,6 +112,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
     output_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
@@ -126,6 +140,7 @@ class ModelConfig:
         limit = f"a divisor of num_heads = {self.num_heads}"
         require(divides, "num_kv_heads", self.num_kv_heads, limit, CHECK_CONFIG)
         require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even", "RoPE rotates pairs of channels")
+        self._check_scaling()
         window = self.sliding_window
         require(window is None or window > 0, "sliding_window", window, "> 0 or null", CHECK_CONFIG)
         _require_positive("rms_norm_eps", self.rms_norm_eps)
@@ -134,6 +149,16 @@ class ModelConfig:
         reach, name = self.max_position_embeddings, "max_position_embeddings"
         require(0 < reach <= MOST_POSITIONS, name, reach, f"between 1 and {MOST_POSITIONS}", CHECK_CONFIG)
         self._check_tokens()
+
+    def _check_scaling(self) -> None:
+        """Refuse a scaling that does not fit the heads."""
+        scaling, pairs = self.rope_scaling, self.head_dim // 2
+        if scaling is not None and scaling.kind == "longrope":
+            for name in ("short_factor", "long_factor"):
+                found, limit = len(getattr(scaling, name)), f"head_dim / 2 = {pairs} numbers"
+                require(found == pairs, f"length of rope_scaling.{name}", found, limit, CHECK_CONFIG)
+        if scaling is not None and scaling.kind == "dynamic":  # whose exponent is head_dim / (head_dim - 2)
+            require(self.head_dim > 2, "head_dim", self.head_dim, "> 2 with dynamic RoPE", CHECK_CONFIG)
 
     def _check_tokens(self) -> None:
         """Refuse ids that are no tokens: an end id that is never drawn would never end an answer."""
@@ -147,6 +172,13 @@ class ModelConfig:
     def group_size(self) -> int:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def short_reach(self) -> int:
+        """Tokens of the longest sequence that longrope's short_factor is for; without longrope, of any sequence."""
+        scaling = self.rope_scaling
+        longrope = scaling is not None and scaling.kind == "longrope"
+        return scaling.original_max_position_embeddings if scaling is not None and longrope else MOST_POSITIONS
 
 
 @dataclass(frozen=True)
@@ -263,11 +295,26 @@ class EngineConfig:
         require(self.max_input_len <= self.max_seq_len, "max_input_len", self.max_input_len, limit, "raise max_seq_len")
         limit = f"<= max_position_embeddings = {self.model.max_position_embeddings}"
         fits = self.max_seq_len <= self.model.max_position_embeddings
-        require(fits, "max_seq_len", self.max_seq_len, limit, "the model was not trained on longer positions")
+        require(fits, "max_seq_len", self.max_seq_len, limit, self._why_no_further())
         window = self.model.sliding_window
         within = window is None or self.max_seq_len <= window
         remedy = f"attention here has no sliding window: build with --max_seq_len {window}, or use another checkpoint"
         require(within, "max_seq_len", self.max_seq_len, f"<= sliding_window = {window}", remedy)
+        short = self.model.short_reach
+        within = self.runtime == "torch" or self.max_seq_len <= short
+        limit = f"<= original_max_position_embeddings = {short} with runtime = 'tensorrt'"
+        remedy = f"a plan has longrope's short_factor alone: build with --max_seq_len {short}, or with --runtime torch"
+        require(within, "max_seq_len", self.max_seq_len, limit, remedy)
+
+    def _why_no_further(self) -> str:
+        scaling = self.model.rope_scaling
+        if scaling is None or scaling.kind != "dynamic":
+            return "the model was not trained on longer positions"
+        reach = self.model.max_position_embeddings
+        return (
+            "dynamic RoPE rotates the tokens of a longer sequence by other frequencies than its cached keys: build with "
+            f"--max_seq_len {reach}, or use yarn or linear scaling"
+        )
 
     def _check_device(self) -> None:
         """Refuse what the device does not have, and fields that it would ignore."""

@@ -87,9 +87,9 @@ class WindowedText:
             Called once for each layer, in order; the returned weights are dropped before the next call.
         """
         hidden = F.embedding(self.ids, embedding).to(self.device)
-        cos, sin = RotaryEmbedding(self.model, self.device)(0, self.window)
+        rope = RotaryEmbedding(self.model, self.device)
         for number in range(self.model.num_layers):
-            self._run_layer(self._layer(layers, number), hidden, cos, sin, advance)
+            self._run_layer(self._layer(layers, number), hidden, rope, advance)
         return hidden
 
     @torch.inference_mode()
@@ -116,12 +116,12 @@ class WindowedText:
         weights = {name: tensor.to(self.device) for name, tensor in layers(number).items()}
         return Layer(self.model, weights, number)
 
-    def _run_layer(self, layer: Layer, hidden: Tensor, cos: Tensor, sin: Tensor, advance: Advance) -> None:
+    def _run_layer(self, layer: Layer, hidden: Tensor, rope: RotaryEmbedding, advance: Advance) -> None:
         """Run one layer over every window, in place."""
         attention = causal_attention_device if self.device.type == "cuda" else causal_attention
         for start, stop in self.spans:
             x, tokens = hidden[start:stop], stop - start
-            q, k, v = (part.transpose(0, 1) for part in layer.project(x, cos[:tokens], sin[:tokens]))
+            q, k, v = (part.transpose(0, 1) for part in layer.project(x, *rope(0, tokens, tokens)))
             attended = attention(q, k, v, self.model.head_dim**-0.5)
             hidden[start:stop] = layer.finish(x, attended.flatten(1))
             advance(1)

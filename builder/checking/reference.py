@@ -46,8 +46,9 @@ def reference_logits(checkpoint: Checkpoint, ids: Sequence[int], rows: int) -> R
     with tempfile.TemporaryDirectory() as folder, quiet():
         try:
             model, unchecked = _model(checkpoint, Path(folder))
-            with torch.inference_mode():
-                logits = model.eval()(torch.tensor([ids]), use_cache=False, logits_to_keep=rows).logits[0].float()
+            # In one pass, which reads each weight once, unless longrope's frequencies change between the steps.
+            changes = len(ids) - rows + 1 <= checkpoint.config.short_reach < len(ids)
+            logits = generated_logits(model.eval(), ids, rows, rows if changes else 1)
         except CheckError:
             raise
         except Exception as error:  # whatever transformers raises: it has no class of errors of its own
@@ -56,6 +57,22 @@ def reference_logits(checkpoint: Checkpoint, ids: Sequence[int], rows: int) -> R
                 "with; mend the checkpoint, or build with --no-check"
             ) from None
     return Reference(logits, unchecked)
+
+
+@torch.inference_mode()
+def generated_logits(model: Any, ids: Sequence[int], rows: int, passes: int) -> Tensor:
+    """Compute transformers' logits after each of the last `rows` tokens of `ids`, float32 [rows, vocabulary].
+
+    With `passes` = 1 all tokens are read at once. With `passes` = `rows` the last rows - 1 tokens are read one by one into
+    transformers' cache, as when it generates them.
+    """
+    parts, cache, stop = [], None, len(ids) - passes + 1
+    for start, end in [(0, stop), *((n, n + 1) for n in range(stop, len(ids)))]:
+        keep = rows if passes == 1 else 1
+        found = model(torch.tensor([ids[start:end]]), past_key_values=cache, use_cache=passes > 1, logits_to_keep=keep)
+        cache = found.past_key_values
+        parts.append(found.logits[0].float())
+    return torch.cat(parts)
 
 
 def _model(checkpoint: Checkpoint, folder: Path) -> tuple[Any, str]:
@@ -84,6 +101,8 @@ def _foreign(checkpoint: Checkpoint) -> str:
         return "transformers does not read TensorRT-LLM checkpoints"
     if checkpoint.config.rope_scaling is not None:  # stated by a tensor that transformers does not look at
         return "transformers ignores the RoPE scaling of GGUF files"
+    if checkpoint.config.output_bias or checkpoint.config.mlp_bias:  # stated by tensors, too
+        return "transformers ignores the biases of GGUF files of architecture llama"
     if total_size(checkpoint.config, WeightFormat(torch.float32)) > WHOLE_BYTES:
         return "transformers would dequantise the whole GGUF file at once"
     return ""
@@ -135,6 +154,7 @@ def hugging_face_config(model: ModelConfig) -> Any:
     names = {ours: theirs for theirs, ours in ARCHITECTURES.items() if theirs != "MistralForCausalLM"}
     config_class = getattr(transformers, names[model.architecture].replace("ForCausalLM", "Config"))
     same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps", "max_position_embeddings")
+    biases = {"attention_bias": model.output_bias} | ({"mlp_bias": True} if model.mlp_bias else {})
     rope: dict[str, Any] = {"rope_type": "default"}
     if model.rope_scaling is not None:
         scaling = {name: value for name, value in dataclasses.asdict(model.rope_scaling).items() if value is not None}
@@ -144,7 +164,7 @@ def hugging_face_config(model: ModelConfig) -> Any:
         num_hidden_layers=model.num_layers,
         num_attention_heads=model.num_heads,
         num_key_value_heads=model.num_kv_heads,
-        attention_bias=model.output_bias,
+        **biases,
         tie_word_embeddings=model.tie_word_embeddings,
         rope_parameters={"rope_theta": model.rope_theta, **rope},
     )

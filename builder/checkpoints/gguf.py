@@ -19,6 +19,7 @@ from kvseek.core.config import ModelConfig, require
 from kvseek.core.errors import ConfigError
 
 from .checkpoint import Checkpoint, Header
+from .effective_config import check_gguf_metadata
 from .files import naming
 from .gguf_tokenizer import load_tokenizer
 from .known_keys import GGUF
@@ -94,6 +95,11 @@ class GgufCheckpoint(Checkpoint):
         config = model_config(values, [end for end in ends if end is not None])
         self._refuse_unsupported(config)
         return self._with_rope_factors(config, values)
+
+    def check(self) -> None:
+        """Raise ConfigError unless transformers reads the same model from the file's metadata."""
+        super().check()
+        check_gguf_metadata(self.config, self.path, self._metadata, self._tensors)
 
     @property
     def files(self) -> list[Path]:

@@ -95,10 +95,9 @@ CONFIG = KnownKeys(
     "config.json",
     """architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
         num_key_value_heads head_dim rms_norm_eps max_position_embeddings rope_theta rope_scaling rope_parameters
-        original_max_position_embeddings partial_rotary_factor dual_chunk_attention_config attention_bias hidden_act
+        original_max_position_embeddings partial_rotary_factor dual_chunk_attention_config attention_bias mlp_bias hidden_act
         tie_word_embeddings bos_token_id eos_token_id pad_token_id sliding_window layer_types quantization_config""",
     {
-        "mlp_bias": (False,),
         "use_sliding_window": (False,),
         "is_causal": (True,),
         "is_encoder_decoder": (False,),
@@ -146,8 +145,10 @@ CONFIG = KnownKeys(
 ROPE_KINDS = {
     "default": "",
     "linear": "factor",
+    "dynamic": "factor",
     "llama3": "factor original_max_position_embeddings low_freq_factor high_freq_factor",
     "yarn": "factor original_max_position_embeddings beta_fast beta_slow attention_factor mscale mscale_all_dim truncate",
+    "longrope": "factor original_max_position_embeddings short_factor long_factor attention_factor",
 }
 GENERATION = KnownKeys(
     "generation_config.json",

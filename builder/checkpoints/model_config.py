@@ -24,7 +24,10 @@ MOST_LAYERS = (
 )
 DEFAULT_ROPE_THETA = 10_000.0  # of checkpoints that are older than the field (RoFormer, section 3.2.2)
 NO_PADDING = -1  # in the first Llama checkpoints
-YARN_MAY_BE_NULL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")  # null: the default
+MAY_BE_NULL = {  # keys of a scaling whose null means the default
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    "longrope": ("factor", "attention_factor"),
+}
 
 
 def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> ModelConfig:
@@ -66,6 +69,7 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
             **_rope(values),
             "qkv_bias": attention_bias or architecture == "qwen2",
             "output_bias": attention_bias and architecture != "qwen2",
+            "mlp_bias": _boolean(values, "mlp_bias"),
             "qk_norm": architecture == "qwen3",
             "tie_word_embeddings": _boolean(values, "tie_word_embeddings"),
             "bos_token_id": values.get("bos_token_id"),
@@ -102,6 +106,9 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
     require(quantization is None, "quantization_config", quantization, "absent", remedy)
     activation = values.get("hidden_act", "silu")
     require(activation == "silu", "hidden_act", activation, "'silu'", USE_ANOTHER)
+    biased, name = values.get("mlp_bias", False), values["architectures"][0]
+    limit = f"false, or absent, with architectures = {name!r}"  # transformers ignores the key there
+    require(name == "LlamaForCausalLM" or biased is False, "mlp_bias", biased, limit, USE_ANOTHER)
     kinds = values.get("layer_types")
     require(isinstance(kinds, list | None), "layer_types", kinds, "a list", CHECK_CONFIG)
     kinds = [kind for kind in dict.fromkeys(map(str, kinds or [])) if kind != "full_attention"]
@@ -188,8 +195,9 @@ def _kind(parameters: dict[str, Any]) -> Any:
 def rope_scaling(parameters: dict[str, Any], max_position_embeddings: int, where: str) -> RopeScaling | None:
     """Translate `rope_scaling` or `rope_parameters` without its rope_theta; None when frequencies are not scaled.
 
-    A yarn scaling that does not state original_max_position_embeddings means max_position_embeddings, as in
-    transformers. Raises ConfigError on an unsupported kind or on a key that the kind does not have.
+    A yarn or longrope scaling that does not state original_max_position_embeddings means max_position_embeddings, and a
+    longrope scaling without a factor means the ratio of the two, as in transformers. Raises ConfigError on an unsupported kind or
+    on a key that the kind does not have.
     """
     fields, kind = dict(parameters), _kind(parameters)
     known = isinstance(kind, str) and kind in ROPE_KINDS
@@ -201,9 +209,14 @@ def rope_scaling(parameters: dict[str, Any], max_position_embeddings: int, where
     require(not unknown, f"keys of {where}", unknown, f"among those of rope_type {kind!r}: {keys}", CHECK_CONFIG)
     if kind == "default":
         return None
-    if kind == "yarn":
+    fields = {
+        name: value for name, value in fields.items() if value is not None or name not in MAY_BE_NULL.get(kind, ())
+    }
+    if kind in ("yarn", "longrope"):
         fields.setdefault("original_max_position_embeddings", max_position_embeddings)
-        fields = {name: value for name, value in fields.items() if value is not None or name not in YARN_MAY_BE_NULL}
+    if kind == "longrope":  # of which a factor below 1 would change nothing, so none is stated
+        original = _integer(fields, "original_max_position_embeddings")
+        fields.setdefault("factor", max(1.0, max_position_embeddings / original))
     if "factor" not in fields:
         raise ConfigError(f"{where}.factor is missing; add it from the model's publisher")
     return from_dict(RopeScaling, {"kind": kind, **fields}, where)

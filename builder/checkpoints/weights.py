@@ -88,7 +88,8 @@ def list_weights(model: ModelConfig) -> list[Weight]:
     """List every weight of an engine, in the order of the computation.
 
     embed.weight, then per layer i layers.{i}.attention_norm, qkv, q_norm, k_norm, o, mlp_norm, gate_up, down (norms that the
-    model lacks are left out; qkv and o may have a .bias), then norm.weight and, unless tied to the embedding, lm_head.weight.
+    model lacks are left out; qkv, o, gate_up and down may have a .bias), then norm.weight and, unless tied to the embedding,
+    lm_head.weight.
     A weight that is quantised is followed by its .weight_scale.
     """
     vocabulary = (model.vocab_size, model.hidden_size)
@@ -118,12 +119,16 @@ def _layer_weights(model: ModelConfig, layer: int) -> list[Weight]:
     weights.append(weight("o", "self_attn.o_proj", hidden, queries))
     if model.output_bias:
         weights.append(weight("o", "self_attn.o_proj", hidden, kind="bias"))
-    return [
-        *weights,
+    gates = "mlp.gate_proj mlp.up_proj"
+    weights += [
         weight("mlp_norm", "post_attention_layernorm", hidden),
-        weight("gate_up", "mlp.gate_proj mlp.up_proj", 2 * intermediate, hidden),
+        weight("gate_up", gates, 2 * intermediate, hidden),
         weight("down", "mlp.down_proj", hidden, intermediate),
     ]
+    if model.mlp_bias:
+        weights.append(weight("gate_up", gates, 2 * intermediate, kind="bias"))
+        weights.append(weight("down", "mlp.down_proj", hidden, kind="bias"))
+    return weights
 
 
 def write_weights(

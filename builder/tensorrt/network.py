@@ -91,7 +91,7 @@ def _embed(model: ModelConfig, max_positions: int, graph: Graph) -> Stream:
     """
     ids = graph.input("ids", torch.int32, (-1,), "tokens")
     positions = graph.input("positions", torch.int32, (-1,), "tokens")
-    table = RotaryEmbedding(model, torch.device("cpu"))(0, max_positions)
+    table = RotaryEmbedding(model, torch.device("cpu"))(0, max_positions, max_positions)
     cos, sin = (
         graph.gather(_half(graph, values, f"rope.{name}_table"), positions, f"rope.{name}")
         for name, values in zip(("cos", "sin"), table, strict=True)
@@ -127,10 +127,10 @@ def _after_attention(model: ModelConfig, stream: Stream, attended: ITensor, laye
     projected = _project(graph, flat, f"{prefix}.o", model.output_bias)
     hidden = graph.add(stream.hidden, projected, f"{prefix}.attention_residual")
     normed = _norm(model, graph, hidden, f"{prefix}.mlp_norm")
-    gate_up = _project(graph, normed, f"{prefix}.gate_up", bias=False)
+    gate_up = _project(graph, normed, f"{prefix}.gate_up", model.mlp_bias)
     gate = graph.silu(graph.part(gate_up, 1, 0, intermediate, f"{prefix}.gate"), f"{prefix}.silu")
     up = graph.part(gate_up, 1, intermediate, intermediate, f"{prefix}.up")
-    down = _project(graph, graph.multiply(gate, up, f"{prefix}.gated"), f"{prefix}.down", bias=False)
+    down = _project(graph, graph.multiply(gate, up, f"{prefix}.gated"), f"{prefix}.down", model.mlp_bias)
     return replace(stream, hidden=graph.add(hidden, down, f"{prefix}.mlp_residual"))
 
 

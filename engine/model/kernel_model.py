@@ -50,7 +50,8 @@ class KernelModel(LayerwiseModel[Stream]):
     def begin_prompt(self, prefill: Prefill) -> Stream:
         """See LayerwiseModel."""
         ids = to_device(prefill.ids, torch.int64, self.embed.device)
-        return Stream.begin(F.embedding(ids, self.embed), prefill.borders, self.ops.rotation)
+        residual = F.embedding(ids, self.embed)
+        return Stream.begin(residual, prefill.borders, self.ops.rotation, self.model.short_reach)
 
     def read_chunk(self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
         """See LayerwiseModel."""

@@ -1,6 +1,6 @@
 """One decoder layer and the head, without a cache: all that Llama, Qwen2 and Qwen3 compute around attention.
 
-The architectures differ in biases and QK-norm.
+Models differ in biases and QK-norm.
 """
 
 from __future__ import annotations

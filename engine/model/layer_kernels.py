@@ -17,7 +17,7 @@ from torch import Tensor
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
 
-from .rope import frequencies
+from .rope import frequency_sets
 
 if TYPE_CHECKING:
     from kvseek.core.cuda import CudaKernels
@@ -58,6 +58,7 @@ class StepBeginArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("requests", "embed", "frequencies", "x", "cosines", "sines")),
         ("hidden", c_int32),
         ("factor", c_float),
+        ("short_reach", c_int32),
     )
 
 
@@ -123,8 +124,8 @@ class LayerKernels:
     ) -> None:
         check_sizes(model)
         self._kernels, self.model, self.dtype, self.device, self._max_batch = kernels, model, dtype, device, max_batch
-        angles, self._factor = frequencies(model)
-        self._frequencies = angles.to(device)
+        sets, self._factor = frequency_sets(model)
+        self._frequencies = sets.to(device)
         # Scratch memory of the argmax kernel, which leaves it zero for the next launch.
         self._best = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._arrived = torch.zeros(max_batch, dtype=torch.int32, device=device)
@@ -143,13 +144,15 @@ class LayerKernels:
             sines=sines.data_ptr(),
             hidden=embed.shape[1],
             factor=self._factor,
+            short_reach=self.model.short_reach,
         )
         self._launch("kvseek_step_begin", (batch.size, 1, 1), BEGIN_THREADS, arguments)
         return x, (cosines, sines)
 
-    def rotation(self, start: int, stop: int) -> Rotation:
-        """Compute the rotation of positions start .. stop - 1, as `step_begin` does."""
-        angles = torch.outer(torch.arange(start, stop, device=self.device).float(), self._frequencies)
+    def rotation(self, start: int, stop: int, length: int) -> Rotation:
+        """Compute the rotation of positions start .. stop - 1 of a prompt of `length` tokens, as `step_begin` does."""
+        frequencies = self._frequencies[int(length > self.model.short_reach)]
+        angles = torch.outer(torch.arange(start, stop, device=self.device).float(), frequencies)
         return angles.cos() * self._factor, angles.sin() * self._factor
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:

@@ -11,28 +11,39 @@ from kvseek.core.config import ModelConfig, RopeScaling
 
 
 class RotaryEmbedding:
-    """Cosines and sines of positions, grown on demand; float32 [positions, D], scaled by the attention factor."""
+    """Cosines and sines of positions, grown on demand; float32 [positions, D], scaled by the attention factor.
+
+    longrope has two sets of frequencies. A prompt is rotated by the set for its length. A token that is generated is rotated by
+    the set for the sequence that it ends, so its position decides. Keys in the cache stay as they are, as in transformers.
+    """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        self._frequencies, self._factor = frequencies(config)
-        self._frequencies = self._frequencies.to(device)
+        sets, self._factor = frequency_sets(config)
+        self._sets, self._short_reach = sets.to(device), config.short_reach
+        self._size = 0  # positions of each set in the tables, which lie behind each other
         self._cos = self._sin = torch.empty(0, config.head_dim, device=device)
 
-    def __call__(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of positions start .. stop - 1, each [stop - start, 1, D]."""
+    def __call__(self, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of positions start .. stop - 1 of a prompt of `length` tokens, each [stop - start, 1, D]."""
         self._grow(stop)
-        return self._cos[start:stop, None], self._sin[start:stop, None]
+        first = self._first_row(length)
+        return self._cos[first + start : first + stop, None], self._sin[first + start : first + stop, None]
 
     def at(self, positions: list[int]) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the given positions, each [len(positions), 1, D]."""
+        """Return cosines and sines of tokens that are generated at the given positions, each [len(positions), 1, D]."""
         self._grow(max(positions) + 1)
-        return self._cos[positions][:, None], self._sin[positions][:, None]
+        rows = [self._first_row(position + 1) + position for position in positions]
+        return self._cos[rows][:, None], self._sin[rows][:, None]
+
+    def _first_row(self, length: int) -> int:
+        return self._size if length > self._short_reach else 0
 
     def _grow(self, positions: int) -> None:
-        if positions <= self._cos.shape[0]:
+        if positions <= self._size:
             return
-        size = max(1024, 1 << (positions - 1).bit_length())
-        angles = torch.outer(torch.arange(size, device=self._frequencies.device).float(), self._frequencies)
+        self._size = max(1024, 1 << (positions - 1).bit_length())
+        numbers = torch.arange(self._size, device=self._sets.device).float()
+        angles = torch.cat([torch.outer(numbers, frequencies) for frequencies in self._sets])
         angles = torch.cat((angles, angles), dim=-1)
         self._cos, self._sin = angles.cos() * self._factor, angles.sin() * self._factor
 
@@ -44,17 +55,33 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Compute the angle per position of each channel pair, float32 [D/2], and the factor on cosines and sines."""
+def frequency_sets(config: ModelConfig) -> tuple[Tensor, float]:
+    """Compute all frequencies that an engine needs, float32 [sets, D/2], and the factor on cosines and sines.
+
+    The first set is for sequences of up to `config.short_reach` tokens. Only longrope has a second, for longer ones.
+    """
+    lengths = [1, config.short_reach + 1] if config.short_reach < config.max_position_embeddings else [1]
+    sets = [frequencies(config, length) for length in lengths]
+    return torch.stack([values for values, _ in sets]), sets[0][1]
+
+
+def frequencies(config: ModelConfig, length: int = 1) -> tuple[Tensor, float]:
+    """Compute the angle per position of each channel pair, float32 [D/2], and the factor on cosines and sines.
+
+    `length` is the number of tokens of the sequence, which longrope's frequencies depend on.
+    """
     exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
     plain = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
-    if scaling is None:
+    if scaling is None or scaling.kind == "dynamic":
         return plain, 1.0
     if scaling.kind == "linear":
         return plain / scaling.factor, 1.0
     if scaling.kind == "llama3":
         return _llama3(plain, scaling), 1.0
+    if scaling.kind == "longrope":
+        divisors = scaling.long_factor if length > config.short_reach else scaling.short_factor
+        return 1.0 / (torch.tensor(divisors) * config.rope_theta**exponents), _longrope_factor(scaling)
     return _yarn(plain, scaling, config)
 
 
@@ -94,3 +121,10 @@ def _yarn_factor(scaling: RopeScaling) -> float:
     if scaling.mscale and scaling.mscale_all_dim:
         return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
     return mscale(1.0)
+
+
+def _longrope_factor(scaling: RopeScaling) -> float:
+    """Keep attention as sharp as in the original context (LongRoPE, Ding et al., 2024; the formula of its implementation)."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))

@@ -21,6 +21,8 @@ from .rope import RotaryEmbedding
 Attend = Callable[[int, Tensor], Tensor]
 """Attention of a decode step: layer, queries [batch, H, D] to outputs [batch, H, D]."""
 Rotation = tuple[Tensor, Tensor]  # cosines and sines of tokens
+RotatePrompt = Callable[[int, int, int], Rotation]
+"""Rotation of positions start .. stop - 1 of a prompt of so many tokens: takes start, stop and the length."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,16 @@ class Stream:
     rotation: Rotation | None
 
     @classmethod
-    def begin(cls, residual: Tensor, borders: tuple[int, ...], rotation: Callable[[int, int], Rotation]) -> Stream:
-        """Begin with embeddings [rows, hidden]; `rotation` gives cosines and sines of positions start .. stop - 1."""
+    def begin(cls, residual: Tensor, borders: tuple[int, ...], rotate: RotatePrompt, short_reach: int) -> Stream:
+        """Begin with embeddings [rows, hidden]; `short_reach` is that of ModelConfig."""
         lengths = [stop - start for start, stop in pairwise(borders)]
         if len(lengths) == 1:
             return cls(residual, borders, None)
-        cos, sin = rotation(0, max(lengths))
-        return cls(residual, borders, (torch.cat([cos[:n] for n in lengths]), torch.cat([sin[:n] for n in lengths])))
+        # Prompts on one side of short_reach are rotated alike: the longest of them has the rotation of all.
+        longest = {n > short_reach: n for n in sorted(lengths)}
+        tables = {beyond: rotate(0, n, n) for beyond, n in longest.items()}
+        cos, sin = ([tables[n > short_reach][part][:n] for n in lengths] for part in (0, 1))
+        return cls(residual, borders, (torch.cat(cos), torch.cat(sin)))
 
     def rows(self, spans: Sequence[tuple[int, int]]) -> Tensor:
         """Return rows start .. stop - 1 of each (start, stop), [rows, hidden]."""
@@ -57,10 +62,10 @@ class Stream:
         rows = [self.residual[start:stop] for start, stop in spans]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
-    def rotation_of(self, start: int, stop: int, rotation: Callable[[int, int], Rotation]) -> Rotation:
+    def rotation_of(self, start: int, stop: int, rotate: RotatePrompt) -> Rotation:
         """Return cosines and sines of rows start .. stop - 1."""
         if self.rotation is None:
-            return rotation(start, stop)
+            return rotate(start, stop, self.borders[-1])
         cos, sin = self.rotation
         return cos[start:stop], sin[start:stop]
 
@@ -84,7 +89,7 @@ class TorchModel(LayerwiseModel[Stream]):
 
     def begin_prompt(self, prefill: Prefill) -> Stream:
         """See LayerwiseModel."""
-        return Stream.begin(self._embed(prefill.ids), prefill.borders, self.rope)
+        return Stream.begin(self._embed(prefill.ids), prefill.borders, self.rope, self.model.short_reach)
 
     def read_chunk(self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
         """See LayerwiseModel."""

@@ -45,13 +45,14 @@ class Part(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """One message of a conversation. The last five fields are those of an answer that a client sends back; they must be empty."""
+    """One message of a conversation. Only role and content are read; the other fields, of answers and of tools, must be empty."""
 
     role: str
     content: str | list[Part] | None = None
     name: str | None = None
     refusal: str | None = None
     tool_calls: msgspec.Raw = ABSENT
+    tool_call_id: msgspec.Raw = ABSENT
     function_call: msgspec.Raw = ABSENT
     audio: msgspec.Raw = ABSENT
     annotations: msgspec.Raw = ABSENT
@@ -146,7 +147,7 @@ def _check_bytes(field: str, texts: Iterable[str], tokenizer: Tokenizer, config:
 def _role(where: str, message: Message) -> str:
     role = "system" if message.role == "developer" else message.role  # OpenAI's newer name for it
     require(role in ROLES, f"{where}.role", role, "system, user or assistant", "kvseek has no tools or functions")
-    for name in ("name", "refusal", "tool_calls", "function_call", "audio", "annotations"):
+    for name in ("name", "refusal", "tool_calls", "tool_call_id", "function_call", "audio", "annotations"):
         value = getattr(message, name)
         empty = is_empty(value) if isinstance(value, msgspec.Raw) else value is None
         require(empty, f"{where}.{name}", "set", "null", "kvseek does not support it, leave it out")

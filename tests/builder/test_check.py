@@ -162,6 +162,52 @@ def test_transformers_reads_gguf_files_itself(
     assert not comparison.unchecked
 
 
+def test_gguf_files_with_biases(random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path) -> None:
+    """llama.cpp reads them from a llama's file, transformers does not."""
+    model = random_model("llama", mlp_bias=True, attention_bias=True)
+    path = write_gguf(tmp_path / "model.gguf", model, "llama")
+    engine = build_engine(path, "full", "--kernels", "reference", "--tokenizer", str(model))
+    found = compare(engine, open_checkpoint(path))
+    assert found.agrees
+    assert found.unchecked.startswith("transformers ignores the biases of GGUF files of architecture llama")
+    assert compare(engine, open_checkpoint(model)).agrees
+
+
+@pytest.mark.parametrize("length", [63, 64, 70, 71])
+def test_longrope_that_changes_during_the_check(
+    length: int, random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path
+) -> None:
+    """The prompt has 64 tokens, and 7 are read after it."""
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [8.0] * 16}
+    parameters = {"rope_theta": 1e4, "original_max_position_embeddings": length, **scaling}
+    model = random_model("llama", rope_parameters=parameters)
+    assert compare(build_engine(model, "full", "--kernels", "reference"), open_checkpoint(model)).agrees
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "dynamic", "factor": 4.0},
+        {
+            "type": "longrope",
+            "short_factor": [1.5] * 16,
+            "long_factor": [8.0] * 16,
+            "original_max_position_embeddings": 68,
+        },
+    ],
+    ids=lambda scaling: scaling["type"],
+)
+def test_scaled_tensorrt_llm_checkpoints(
+    scaling: dict[str, Any], random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path
+) -> None:
+    """transformers' model of kvseek's configuration, and its model of a directory that states the same scaling."""
+    model = random_model("llama", rope_parameters={"rope_theta": 1e4, **scaling})
+    path = save_tensorrt_llm(tmp_path / "tensorrt_llm", model, rotary_scaling=scaling)
+    engine = build_engine(path, "full", "--kernels", "reference", "--tokenizer", str(model))
+    for checkpoint in (path, model):
+        assert compare(engine, open_checkpoint(checkpoint)).agrees
+
+
 def test_scaled_gguf_files(tmp_path: Path, build_engine: BuildEngine) -> None:
     """Llama 3.1's scaling, which transformers does not read from a GGUF file."""
     model = save_random_model(tmp_path / "model", "llama")

@@ -118,6 +118,21 @@ def test_files_that_are_no_conversation_are_named(tmp_path: Path, content: str) 
         Conversation(file)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "tool", "content": "12 knots", "tool_call_id": "call_1"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1"}]},
+        {"role": "function", "name": "wind", "content": "12 knots"},
+    ],
+)
+def test_messages_of_tools_are_refused_by_name(tmp_path: Path, message: dict[str, Any]) -> None:
+    file = tmp_path / "talk.json"
+    file.write_text(json.dumps([{"role": "user", "content": "x"}, message]))
+    with pytest.raises(ClientError, match=r"message 1 belongs to a tool: must be of .* kvseek has no tools, remove"):
+        Conversation(file)
+
+
 def test_a_system_message_must_come_first(tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     file.write_text('[{"role": "user", "content": "x"}]')

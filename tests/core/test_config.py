@@ -203,6 +203,28 @@ def test_unknown_method_field() -> None:
         get_method("pariskv").configure({"topk": 5})
 
 
+def test_how_far_dynamic_and_longrope_reach() -> None:
+    """Dynamic frequencies change with every token beyond max_position_embeddings; TensorRT's plans have the short factors."""
+    longrope = RopeScaling("longrope", 4.0, 2048, short_factor=(1.0,) * 8, long_factor=(2.0,) * 8)
+    dynamic = dataclasses.replace(MODEL, rope_scaling=RopeScaling("dynamic", 4.0))
+    EngineConfig(dynamic, "full", max_seq_len=8192)
+    message = (
+        r"max_seq_len = 8193: must be <= max_pos.* = 8192; dynamic RoPE .* build with --max_seq_len 8192, or use yarn"
+    )
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(dynamic, "full", max_seq_len=8193)
+    model = dataclasses.replace(MODEL, rope_scaling=longrope)
+    assert (model.short_reach, dynamic.short_reach) == (2048, 2**31 - 1)
+    EngineConfig(model, "full", max_seq_len=8192)
+    tensorrt: dict[str, Any] = {"device": "cuda", "runtime": "tensorrt", "max_input_len": 2048}
+    EngineConfig(model, "full", max_seq_len=2048, **tensorrt)
+    message = (
+        "max_seq_len = 2049: must be <= original_max_position_embeddings = 2048 with runtime = 'tensorrt'; a plan has"
+    )
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(model, "full", max_seq_len=2049, **tensorrt)
+
+
 def test_unknown_scaling_kind() -> None:
-    with pytest.raises(ConfigError, match=r"rope_scaling.kind = 'longrope'"):
-        from_dict(RopeScaling, {"kind": "longrope", "factor": 2}, "model")
+    with pytest.raises(ConfigError, match=r"rope_scaling.kind = 'proportional'"):
+        from_dict(RopeScaling, {"kind": "proportional", "factor": 2}, "model")

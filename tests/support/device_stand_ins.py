@@ -45,7 +45,7 @@ class TorchLayer(LayerKernels):
         super().__init__(kernels, model, torch.float32, CPU, max_batch)
 
     def step_begin(self, batch: Batch, embed: Tensor) -> tuple[Tensor, Rotation]:
-        parts = [self.rotation(position, position + 1) for position in batch.column("position").tolist()]
+        parts = [self.rotation(position, position + 1, position + 1) for position in batch.column("position").tolist()]
         rotation = torch.cat([cosines for cosines, _ in parts]), torch.cat([sines for _, sines in parts])
         return embed[batch.column("token").long()], rotation
 

@@ -129,6 +129,11 @@ def _refuse_unsupported(values: dict[str, Any], architecture: str) -> None:
 def _rope_scaling(values: dict[str, Any]) -> dict[str, Any]:
     stated = _object(values, "rotary_scaling")
     kind = stated.get("rope_type") or stated.get("type")
+    if kind == "longrope":
+        # A conversion leaves out the length if Hugging Face's config.json states it beside the scaling, as Phi-3's does.
+        length, limit = stated.get("original_max_position_embeddings"), "stated with rotary_scaling of type longrope"
+        remedy = "add it to rotary_scaling from the model's own config.json"
+        require(length is not None, "rotary_scaling.original_max_position_embeddings", length, limit, remedy)
     return {**LLAMA3_DEFAULTS, **stated} if kind == "llama3" else stated
 
 

@@ -23,12 +23,13 @@ struct AddRmsNormArguments {
 struct StepBeginArguments {
     const void* requests;     // Request [batch]
     const void* embed;        // Number [vocabulary, hidden]
-    const void* frequencies;  // float [D/2], angle per position
+    const void* frequencies;  // float [sets, D/2], angle per position
     void* x;                  // Number [batch, hidden]
     void* cosines;            // float [batch, D/2]
     void* sines;              // float [batch, D/2]
     int hidden;               // multiple of 8
     float factor;             // on cosines and sines
+    int short_reach;          // tokens of the longest sequence that the first set is for; the second is for longer ones
 };
 
 struct RopeAppendArguments {
@@ -230,8 +231,10 @@ extern "C" __global__ void __launch_bounds__(BEGIN_THREADS)
         eight.store(to + piece * 8);
     }
     const float position = static_cast<float>(request.position);
+    // The token ends a sequence of position + 1 tokens.
+    const float* frequencies = static_cast<const float*>(a.frequencies) + (request.position >= a.short_reach ? PAIRS : 0);
     for (int pair = threadIdx.x; pair < PAIRS; pair += BEGIN_THREADS) {
-        const float angle = position * static_cast<const float*>(a.frequencies)[pair];
+        const float angle = position * frequencies[pair];
         const long long at = static_cast<long long>(blockIdx.x) * PAIRS + pair;
         static_cast<float*>(a.cosines)[at] = cosf(angle) * a.factor;
         static_cast<float*>(a.sines)[at] = sinf(angle) * a.factor;

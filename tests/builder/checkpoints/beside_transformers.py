@@ -11,6 +11,7 @@ from tests.builder.checkpoints.drawn_checkpoints import Case, save_case
 
 from kvseek.builder.build import build_engine
 from kvseek.builder.checking.comparison import greedy
+from kvseek.builder.checking.reference import generated_logits
 from kvseek.builder.options import build_options
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
@@ -43,9 +44,10 @@ def outcome(case: Case) -> str:
             assert "are available" not in reason, f"this machine has no room for the test: {reason}"
             assert not engine.parent.exists(), "a refused checkpoint left something behind"
             return f"refused: {reason}"
-        tokens, found = greedy(decoder, PROMPT, GREEDY_TOKENS)
+        prompt = PROMPT[: decoder.config.max_seq_len - GREEDY_TOKENS]
+        tokens, found = greedy(decoder, prompt, GREEDY_TOKENS)
         try:
-            expected = transformers_logits(model, [*PROMPT, *tokens[:-1]])
+            expected = transformers_logits(model, [*prompt, *tokens[:-1]])
         except Exception as error:
             raise AssertionError(f"kvseek accepts what transformers refuses: {type(error).__name__}: {error}") from None
         # Transformers reads the engine's own tokens. With logits this close, its greedy decoding draws the same ones: it could
@@ -55,11 +57,9 @@ def outcome(case: Case) -> str:
         return "equal"
 
 
-@torch.inference_mode()
 def transformers_logits(model: Path, ids: list[int]) -> torch.Tensor:
-    """The logits of the last tokens [GREEDY_TOKENS, vocabulary], as whoever loads the checkpoint gets them."""
+    """The logits of the last tokens [GREEDY_TOKENS, vocabulary], as whoever generates with the checkpoint gets them."""
     from transformers import AutoModelForCausalLM
 
     reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True).eval()
-    logits: torch.Tensor = reference(torch.tensor([ids]), use_cache=False, logits_to_keep=GREEDY_TOKENS).logits[0]
-    return logits
+    return generated_logits(reference, ids, GREEDY_TOKENS, passes=GREEDY_TOKENS)

@@ -35,6 +35,7 @@ class Shape:
     head_dim: int = 8
     qkv_bias: bool = False
     output_bias: bool = False
+    mlp_bias: bool = False
     head: str = "own"  # lm_head.weight: "own", "embedding" (equal to it) or "none"
 
 
@@ -117,7 +118,8 @@ def _tensors(shape: Shape, seed: int) -> Tensors:
             ("mlp.down_proj", hidden, shape.intermediate_size),
         ):
             found[f"{prefix}{name}.weight"] = matrix(rows, columns)
-            if shape.output_bias if name.endswith("o_proj") else shape.qkv_bias and name.startswith("self_attn"):
+            output, attention = name.endswith("o_proj"), name.startswith("self_attn")
+            if shape.output_bias if output else shape.qkv_bias if attention else shape.mlp_bias:
                 found[f"{prefix}{name}.bias"] = torch.randn(rows, generator=generator) / 2
         for name in ("input_layernorm", "post_attention_layernorm"):
             found[f"{prefix}{name}.weight"] = norm(hidden)
@@ -173,16 +175,17 @@ def _tokenizer() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def _rope_values(kind: str) -> st.SearchStrategy[dict[str, Any]]:
-    """Fields of one kind of RoPE, without its name and theta; some may be absent."""
+def _rope_values(kind: str, pairs: int) -> st.SearchStrategy[dict[str, Any]]:
+    """Fields of one kind of RoPE for `pairs` channel pairs, without its name and theta; some may be absent."""
     factor, original = st.sampled_from([0.5, 1.0, 2.0, 4, 8.0]), st.sampled_from([16, 32, 64, 128, 256])
-    lists = st.sampled_from([[1.0] * 4, [1.0, 2.0, 3.0, 4.0]])
+    right = [[1] * pairs, [1.0 + number for number in range(pairs)], [1.05 + 4 * number for number in range(pairs)]]
+    lists = st.sampled_from([*right * 8, [1.0] * (pairs - 1), [0.0] * pairs, "1.0"])
     needed: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "linear": {"factor": factor},
         "dynamic": {"factor": factor},
         "yarn": {"factor": factor},
         "llama3": {"factor": factor, "low_freq_factor": st.sampled_from([1.0, 2]), "high_freq_factor": st.just(4.0)},
-        "longrope": {"short_factor": lists, "long_factor": lists, "factor": factor},
+        "longrope": {"short_factor": lists, "long_factor": lists},
     }
     optional: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "yarn": {
@@ -192,15 +195,23 @@ def _rope_values(kind: str) -> st.SearchStrategy[dict[str, Any]]:
             "mscale": st.sampled_from([1.0, 0.707, None]),
             "mscale_all_dim": st.sampled_from([1.0, 0.5, 0, None]),
             "truncate": st.booleans(),
-        }
+        },
+        "longrope": {
+            "factor": st.sampled_from([1.0, 4, 32.0, 0.5, None]),
+            "attention_factor": st.sampled_from([1, 1.19, None]),
+        },
     }
-    shared: dict[str, st.SearchStrategy[Any]] = {"original_max_position_embeddings": original}
+    # The prompt has 24 tokens, and 15 are read after it: longrope's border lies before, among and after them.
+    borders = st.sampled_from([1, 16, 23, 24, 25, 30, 38, 39, 40, 64])
+    shared: dict[str, st.SearchStrategy[Any]] = {
+        "original_max_position_embeddings": borders if kind == "longrope" else original
+    }
     own = needed.get(kind, {})
     # llama3 without its original length, or any kind without its factor, is seldom drawn: most of what is drawn should run.
     first = st.fixed_dictionaries(own | (shared if kind == "llama3" else {}))
     rare = st.fixed_dictionaries({}, optional=own | shared)
     rest = st.fixed_dictionaries(
-        {}, optional=optional.get(kind, {}) | ({} if kind in ("default", "linear") else shared)
+        {}, optional=optional.get(kind, {}) | ({} if kind in ("default", "linear", "dynamic") else shared)
     )
     strays = [{"partial_rotary_factor": 1.0}, {"partial_rotary_factor": 0.5}, {"x": 1}]
     stray = st.sampled_from([{}] * 13 + strays)
@@ -209,16 +220,15 @@ def _rope_values(kind: str) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @st.composite
-def _ropes(draw: st.DrawFn) -> dict[str, Any]:
+def _ropes(draw: st.DrawFn, head_dim: int) -> dict[str, Any]:
     """The keys of config.json that say how positions are rotated, as transformers 4 or 5 or somebody's script writes them."""
-    runs = ["default", "linear", "linear", "llama3", "llama3", "yarn", "yarn", "yarn"]
-    kinds = st.sampled_from([*runs, "dynamic", "longrope"])
+    kinds = st.sampled_from(["default", "linear", "linear", "llama3", "llama3", *["yarn", "longrope"] * 3, "dynamic"])
     thetas = st.sampled_from([10000.0, 500, 1e6])
 
     def object_(theta: bool) -> dict[str, Any]:
         kind = draw(kinds)
         names = draw(st.sampled_from([("rope_type",), ("rope_type",), ("type",), ("rope_type", "type"), ()]))
-        values = dict.fromkeys(names, kind) | draw(_rope_values(kind))
+        values = dict.fromkeys(names, kind) | draw(_rope_values(kind, head_dim // 2))
         return values | ({"rope_theta": draw(thetas)} if theta else {})
 
     found: dict[str, Any] = {}
@@ -255,7 +265,7 @@ _EDITS: dict[str, list[Any]] = {
     "partial_rotary_factor": [1.0, 0.5],
     "pretraining_tp": [1, 2],
     "attention_dropout": [0.0, 0.5],
-    "max_position_embeddings": [ABSENT, 32, 4096],
+    "max_position_embeddings": [ABSENT, 32, 4096],  # 32 makes the prompt shorter: 16 tokens
     "torch_dtype": ["float32", "bfloat16"],
     "dtype": ["float16"],
     "transformers_version": ["4.30.0", "5.0.0"],
@@ -291,6 +301,7 @@ def _shapes(draw: st.DrawFn) -> Shape:
         kv_heads=draw(st.sampled_from([1, 2, heads])),
         head_dim=draw(st.sampled_from([8, 16])),
         qkv_bias=model_type == "qwen2" or draw(st.sampled_from([False, False, True])),
+        mlp_bias=model_type == "llama" and draw(st.sampled_from([False, False, True])),
         head=draw(st.sampled_from(["own", "own", "embedding", "none"])),
     )
 
@@ -301,14 +312,15 @@ def cases(draw: st.DrawFn) -> Case:
     shape = draw(_shapes())
     bias = shape.qkv_bias and shape.model_type != "qwen2"
     shape = dataclasses.replace(shape, output_bias=bias)
-    config: dict[str, Any] = draw(_ropes())
-    config |= {"attention_bias": True} if bias else {}
+    config: dict[str, Any] = {"attention_bias": True} if bias else {}
+    config |= {"mlp_bias": True} if shape.mlp_bias else {}
     config |= {"tie_word_embeddings": shape.head == "none"} if shape.head != "own" else {}
     config |= {"sliding_window": draw(st.sampled_from([None, 4096]))} if shape.model_type == "mistral" else {}
     if shape.heads * shape.head_dim == shape.hidden_size and shape.model_type != "qwen3" and draw(st.booleans()):
         config["head_dim"] = ABSENT
     elif shape.model_type == "qwen2":  # which has no such field: the size follows from others
         shape = dataclasses.replace(shape, head_dim=shape.hidden_size // shape.heads)
+    config |= draw(_ropes(shape.head_dim))
     for name in draw(st.lists(st.sampled_from(sorted(_EDITS)), max_size=2)) if draw(st.booleans()) else ():
         config[name] = draw(st.sampled_from(_EDITS[name]))
     files = Files(

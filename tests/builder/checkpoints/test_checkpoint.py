@@ -28,7 +28,18 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+# LLAMA reaches 4,096 tokens, 4 times as far as here.
+LONG = RopeScaling("longrope", 4.0, 1024, short_factor=(1.0,) * 8, long_factor=(2.0,) * 8)
 SCALINGS = [
+    ({"rope_type": "dynamic", "factor": 2.0}, RopeScaling("dynamic", 2.0)),
+    ({**LONGROPE, "original_max_position_embeddings": 1024}, LONG),
+    ({**LONGROPE, "original_max_position_embeddings": 1024, "factor": None, "attention_factor": None}, LONG),
+    (
+        {**LONGROPE, "original_max_position_embeddings": 8192},
+        dataclasses.replace(LONG, factor=1.0, original_max_position_embeddings=8192),
+    ),
+    ({**LONGROPE, "factor": 2}, dataclasses.replace(LONG, factor=2.0, original_max_position_embeddings=4096)),
     ({"rope_type": "linear", "factor": 2.0}, RopeScaling("linear", 2.0)),
     ({"rope_type": "llama3", **LLAMA3}, RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)),
     ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 16}, RopeScaling("yarn", 4.0, 4096, beta_fast=16.0)),
@@ -56,6 +67,7 @@ def test_fields_of_each_architecture() -> None:
     assert model_config(LLAMA | {"head_dim": 32}).head_dim == 32
     biased = model_config(LLAMA | {"attention_bias": True})
     assert (biased.qkv_bias, biased.output_bias, biased.qk_norm) == (True, True, False)
+    assert model_config(LLAMA | {"mlp_bias": True}).mlp_bias
     qwen2 = model_config(LLAMA | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32768})
     assert (qwen2.architecture, qwen2.qkv_bias, qwen2.output_bias) == ("qwen2", True, False)
     qwen3 = model_config(LLAMA | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True})
@@ -76,7 +88,28 @@ REFUSED = [
     ({"eos_token_id": [2, "end"]}, r"eos_token_id = \[2, 'end'\]: must be an integer"),
     ({"layer_types": 2}, "layer_types = 2: must be a list"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: must be <= 1024"),
-    ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type = 'longrope'"),
+    ({"rope_scaling": {"rope_type": "su"}}, "rope_scaling.rope_type = 'su'"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, r"length of rope_scaling.short_factor = 0: must be head_dim / 2 = 8"),
+    (
+        {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 7}},
+        r"length of rope_scaling.long_factor = 7: must be head_dim / 2 = 8",
+    ),
+    (
+        {"rope_scaling": LONGROPE | {"short_factor": [1.0, 0, *[1.0] * 6]}},
+        r"short_factor = 0.0: must be finite and > 0",
+    ),
+    ({"rope_scaling": LONGROPE | {"long_factor": 1.0}}, "rope_scaling: long_factor = 1.0"),
+    (
+        {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 1}},
+        "original_max_position_embeddings = 1: must be > 1",
+    ),
+    (
+        {"rope_scaling": LONGROPE | {"original_max_position_embeddings": "x"}},
+        "original_max_position_embeddings = 'x': must be an integer",
+    ),
+    ({"rope_scaling": LONGROPE | {"short_mscale": 1.2}}, r"keys of rope_scaling = \['short_mscale'\]"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, "head_dim = 2: must be > 2 with dynamic"),
+    ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.factor is missing"),
     (
         {"rope_scaling": {"type": "linear", "factor": 2.0, "bend": 1}},
         r"keys of rope_scaling = \['bend'\]: must be among those of rope_type 'linear': factor",
@@ -87,7 +120,8 @@ REFUSED = [
     ({"use_sliding_window": True}, "use_sliding_window = True"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types = \['sliding_attention'\]"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantization_config = "),
-    ({"mlp_bias": True}, "mlp_bias = True"),
+    ({"mlp_bias": True, "architectures": ["Qwen2ForCausalLM"]}, "mlp_bias = True: must be false, or absent, with arch"),
+    ({"mlp_bias": None}, "mlp_bias = None: must be true or false"),
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ({"num_experts": 8}, "num_experts = 8"),
     ({"num_hidden_layers": "12"}, "num_hidden_layers = '12': must be an integer"),

@@ -7,17 +7,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGUFValueType
 from tests.builder.checkpoints.damage import configure
+from tests.conftest import RandomModel
+from tests.support.gguf_files import edit_gguf, write_gguf
 from tests.support.random_models import ARCHITECTURE_SHAPE, SHAPE
 
-from kvseek.builder.checkpoints.effective_config import check_effective_config, effective_values, transformers_config
+from kvseek.builder.checkpoints.effective_config import (
+    check_effective_config,
+    check_gguf_metadata,
+    effective_values,
+    transformers_config,
+)
 from kvseek.builder.checkpoints.files import read_object
+from kvseek.builder.checkpoints.gguf import GgufCheckpoint
 from kvseek.builder.checkpoints.model_config import model_config
+from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
 
 # Fields that are compared otherwise than by their values, or not (docstring of check_effective_config).
 NOT_BY_VALUE = {"rope_scaling", "eos_token_ids", "bos_token_id", "pad_token_id", "max_position_embeddings"}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 16,
+    "long_factor": [4.0] * 16,
+    "original_max_position_embeddings": 64,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -101,3 +117,73 @@ def changed(directory: Path, changes: dict[str, Any]) -> Path:
 
     configure(change)(directory)
     return directory
+
+
+def test_longrope_is_compared_on_both_sides_of_its_border(tmp_path: Path) -> None:
+    directory = saved(tmp_path, "llama", rope_parameters={"rope_theta": 1e4, **LONGROPE})
+    model = read(directory)
+    scaling = model.rope_scaling
+    assert scaling is not None
+    others: list[dict[str, Any]] = [
+        {"short_factor": (2.0,) * 16},
+        {"long_factor": (2.0,) * 16},
+        {"original_max_position_embeddings": 63},
+        {"original_max_position_embeddings": 65},
+        {"factor": 2.0},
+        {"attention_factor": 1.0},
+    ]
+    check_effective_config(model, directory)
+    for change in others:
+        other = dataclasses.replace(model, rope_scaling=dataclasses.replace(scaling, **change))
+        with pytest.raises(ConfigError, match=r"config\.json: rope_scaling: kvseek reads"):
+            check_effective_config(other, directory)
+
+
+def test_dynamic_frequencies_beyond_their_reach_are_others(tmp_path: Path) -> None:
+    directory = saved(tmp_path, "llama", rope_parameters={"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0})
+    model = read(directory)
+    check_effective_config(model, directory)
+    further = dataclasses.replace(model, max_position_embeddings=model.max_position_embeddings + 1)
+    with pytest.raises(ConfigError, match=r"config\.json: rope_scaling: kvseek reads"):
+        check_effective_config(further, directory)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_every_field_that_transformers_reads_from_gguf_metadata_is_compared(
+    architecture: str, random_model: RandomModel, tmp_path: Path
+) -> None:
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "model.gguf", random_model(architecture), architecture))
+    assert isinstance(checkpoint, GgufCheckpoint)
+    checkpoint.check()
+    model, metadata, path = checkpoint.config, checkpoint._metadata, checkpoint.path
+    names = {
+        "hidden_size",
+        "intermediate_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "rms_norm_eps",
+        "rope_theta",
+    }
+    others = {"num_heads": 2 * model.num_heads, "num_kv_heads": 1, "tie_word_embeddings": not model.tie_word_embeddings}
+    for name in names | {"tie_word_embeddings"}:
+        other = dataclasses.replace(model, **{name: others.get(name, 2 * getattr(model, name))})
+        message = (
+            rf"model\.gguf: {name}: kvseek reads .*, transformers \S+ reads .*; use the model's Hugging Face directory"
+        )
+        with pytest.raises(ConfigError, match=message):
+            check_gguf_metadata(other, path, metadata, checkpoint._tensors)
+    # Only with a key that transformers reads; qwen files state the head size by one that it does not know.
+    stated = {**metadata, f"{architecture}.vocab_size": 500}
+    with pytest.raises(ConfigError, match=r"vocab_size: kvseek reads 384, transformers \S+ reads 500"):
+        check_gguf_metadata(model, path, stated, checkpoint._tensors)
+
+
+def test_a_gguf_file_that_transformers_takes_for_a_mistral(random_model: RandomModel, tmp_path: Path) -> None:
+    """By its name alone, and then with Mistral's window, which llama.cpp does not apply."""
+    path = write_gguf(tmp_path / "model.gguf", random_model("llama"), "llama")
+    edit_gguf(
+        path, lambda metadata, _: metadata.update({"general.name": "mistral"}), {"general.name": GGUFValueType.STRING}
+    )
+    with pytest.raises(ConfigError, match=r"sliding_window: kvseek reads None, transformers \S+ reads 4096"):
+        open_checkpoint(path).check()

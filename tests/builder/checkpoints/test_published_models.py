@@ -96,6 +96,28 @@ LLAMA_32 = LLAMA_31 | {
     "tie_word_embeddings": True,
 }
 LLAMA_32_3B = LLAMA_32 | {"head_dim": 128, "hidden_size": 3072, "num_attention_heads": 24, "num_hidden_layers": 28}
+# Biases in all projections, as the Granite Code models' paper (arXiv 2405.04324) and configurations have them.
+GRANITE_CODE_3B = SAVED | {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "max_position_embeddings": 128000,
+    "mlp_bias": True,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "tie_word_embeddings": True,
+    "vocab_size": 49152,
+}
 SMOLLM_2 = SAVED | {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -249,6 +271,24 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "Llama-3.3-70B": (LLAMA_33_70B, 70_553_706_496, {"rope_scaling": LLAMA3_8, "head_dim": 128}),
     "Llama-3.2-1B": (LLAMA_32, 1_235_814_400, {"head_dim": 64, "rope_scaling": LLAMA3_32}),
     "Llama-3.2-3B": (LLAMA_32_3B, 3_212_749_824, {"head_dim": 128, "rope_scaling": LLAMA3_32}),
+    "Granite-3B-Code-128k": (GRANITE_CODE_3B, 3_482_503_680, {"mlp_bias": True, "output_bias": True, "head_dim": 80}),
+    # As transformers 4 says to extend a Llama. It is served as far as the scaling changes nothing.
+    "Llama-2-7B with dynamic NTK": (
+        LLAMA_2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        6_738_415_616,
+        {"rope_scaling": RopeScaling("dynamic", 2.0)},
+    ),
+    # Published models with longrope have other architectures; this one states it as Phi-3's configurations do.
+    "Llama-3-8B with longrope": (
+        LLAMA_3
+        | {
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 8192,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [4.0] * 64},
+        },
+        8_030_261_248,
+        {"rope_scaling": RopeScaling("longrope", 16.0, 8192, short_factor=(1.0,) * 64, long_factor=(4.0,) * 64)},
+    ),
     "SmolLM2-135M": (SMOLLM_2, 134_515_008, {"tie_word_embeddings": True, "rope_theta": 1e5}),
     "Qwen2.5-0.5B": (QWEN_25_HALF, 494_032_768, {"tie_word_embeddings": True, "head_dim": 64}),
     "Qwen2.5-7B": (QWEN_25, 7_615_616_512, {"architecture": "qwen2", "qkv_bias": True, "sliding_window": None}),
@@ -311,6 +351,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Phi-3-mini-128k": (
         LLAMA_3 | {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}},
         "architectures = 'Phi3ForCausalLM': must be one of",
+    ),
+    "MiniCPM4-8B": (
+        LLAMA_3 | {"architectures": ["MiniCPMForCausalLM"], "rope_scaling": {"rope_type": "longrope"}},
+        "architectures = 'MiniCPMForCausalLM': must be one of",
     ),
 }
 

@@ -21,9 +21,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+DYNAMIC = {"type": "dynamic", "factor": 4.0}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 4.0, 8.0, 16.0]}
 PLAIN = {"rope_type": "default", "rope_theta": 500.0}
 LENGTH = "original_max_position_embeddings"
 MISTRAL, QWEN2, QWEN3 = Shape("mistral"), Shape("qwen2", qkv_bias=True), Shape("qwen3")
+MLP_BIASED = Shape(mlp_bias=True, qkv_bias=True, output_bias=True)
 BIASED_MISTRAL = Shape("mistral", qkv_bias=True, output_bias=True)
 
 # Checkpoints that broke the property once, or are close to such. An entry stays for good.
@@ -56,6 +59,15 @@ FOUND: dict[str, Case] = {
     "null as Qwen2's head_dim": Case(QWEN2, {"head_dim": None}),
     "no padding id, as the first Llama checkpoints say it": Case(config={"pad_token_id": -1}),
     "padding id beyond the vocabulary": Case(config={"pad_token_id": 5000}),
+    "biases of an MLP that Qwen lacks": Case(QWEN3, {"mlp_bias": True}),
+    "MLP biases that are not stated": Case(Shape(mlp_bias=True)),
+    "dynamic frequencies of too few channels": Case(Shape(head_dim=2), {"rope_scaling": DYNAMIC}),
+    "longrope divisors for other heads": Case(QWEN2, {"rope_scaling": {**LONGROPE, "long_factor": [1.0] * 3}}),
+    "longrope from the first token on": Case(config={"rope_scaling": {**LONGROPE, LENGTH: 1}}),
+    "longrope's length at the top": Case(config={"rope_scaling": LONGROPE, LENGTH: 30, "rope_theta": 500.0}),
+    "longrope's own factors": Case(
+        config={"rope_scaling": {**LONGROPE, LENGTH: 16, "factor": 2, "attention_factor": 1.5}}
+    ),
 }
 
 
@@ -74,6 +86,9 @@ def quiet() -> Iterator[None]:
         (Shape(head="none"), {"tie_word_embeddings": True}),
         (Shape(), {"rope_parameters": {**YARN, "rope_theta": 500.0}}),
         (Shape(), {"rope_scaling": LLAMA3, "rope_theta": 500.0}),
+        (Shape(), {"rope_scaling": DYNAMIC, "max_position_embeddings": 40}),
+        (Shape(), {"rope_scaling": {**LONGROPE, LENGTH: 30}, "rope_theta": 500.0}),
+        (MLP_BIASED, {"mlp_bias": True, "attention_bias": True}),
         (MISTRAL, {"sliding_window": None, "rope_scaling": LINEAR}),
         (QWEN2, {}),
         (Shape("qwen3", head_dim=16), {}),
@@ -82,6 +97,13 @@ def quiet() -> Iterator[None]:
 def test_plain_checkpoints_run(shape: Shape, config: dict[str, Any], files: Files) -> None:
     """The property would hold for a builder that refuses everything."""
     assert outcome(Case(shape, config, files)) == "equal"
+
+
+@pytest.mark.parametrize("length", [16, 23, 24, 25, 38, 39, 40])
+def test_longrope_around_its_border(length: int) -> None:
+    """The prompt of 24 tokens is long, or one of the 15 tokens after it is, or none: transformers' cache keeps what it has."""
+    scaling = {**LONGROPE, LENGTH: length}
+    assert outcome(Case(config={"rope_scaling": scaling, "rope_theta": 500.0})) == "equal"
 
 
 @pytest.mark.parametrize("case", FOUND.values(), ids=FOUND)

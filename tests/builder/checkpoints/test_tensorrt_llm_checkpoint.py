@@ -163,7 +163,11 @@ REFUSED = [
     ({"remove_duplicated_kv_heads": True}, "remove_duplicated_kv_heads = True"),
     ({"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi': must be \"rope_gpt_neox\""),
     ({"rotary_embedding_dim": 16}, "rotary_embedding_dim = 16: must be head_size = 32"),
-    ({"rotary_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type = 'dynamic'"),
+    ({"rotary_scaling": {"type": "mrope", "factor": 2.0}}, "rope_scaling.rope_type = 'mrope'"),
+    (
+        {"rotary_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+        "rotary_scaling.original_max_position_embeddings = None: must be stated with rotary_scaling of type longrope",
+    ),
     ({"runtime_defaults": {"max_attention_window": [512]}}, r"max_attention_window = \[512\]: must be null"),
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu': must be 'silu'"),
     ({"hidden_size": "256"}, "hidden_size = '256': must be an integer"),

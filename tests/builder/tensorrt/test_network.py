@@ -100,12 +100,15 @@ def test_logits(architecture: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ROPE)
 def test_rope_scaling(kind: str, tmp_path: Path) -> None:
-    compare(save_random_model(tmp_path / "model", "llama", rope_parameters={"rope_theta": 10000.0, **ROPE[kind]}))
+    scaling = {"rope_theta": 10000.0, **ROPE[kind]}
+    if kind == "longrope":  # EngineConfig refuses a plan that would reach further
+        scaling["original_max_position_embeddings"] = MAX_POSITIONS
+    compare(save_random_model(tmp_path / "model", "llama", rope_parameters=scaling))
 
 
 def test_what_the_tiny_models_do_not_show(tmp_path: Path) -> None:
     """Biases of all projections; an epsilon that matters."""
-    compare(save_random_model(tmp_path / "model", "llama", attention_bias=True, rms_norm_eps=0.1))
+    compare(save_random_model(tmp_path / "model", "llama", attention_bias=True, mlp_bias=True, rms_norm_eps=0.1))
 
 
 def test_float16(tmp_path: Path) -> None:

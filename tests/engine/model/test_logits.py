@@ -99,6 +99,14 @@ ROPE = {
         "original_max_position_embeddings": 64,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    # The prompt of 150 tokens is short, and the sequence becomes long among the 64 tokens after it.
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.1 * pair for pair in range(16)],
+        "long_factor": [1.0 + 2 * pair for pair in range(16)],
+        "original_max_position_embeddings": 180,
+    },
 }
 
 

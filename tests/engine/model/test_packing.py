@@ -21,13 +21,22 @@ LIMITS = ("--max_batch_size", "5", "--max_seq_len", "600", "--max_input_len", "5
 NUMBERS = torch.arange(400).mul(7).remainder(100).tolist()
 PROMPTS = {3: NUMBERS[:40], 0: NUMBERS[5:6], 4: NUMBERS[9:73], 1: NUMBERS[50:70]}  # by slot; 125 tokens
 MAX_DIFFERENCE = 2e-4
+# A prompt of 64 tokens is long, one of 40 becomes long in the course of the steps, and the others stay short.
+LONGROPE = {
+    "rope_theta": 10000.0,
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.1 * pair for pair in range(16)],
+    "long_factor": [1.0 + 2 * pair for pair in range(16)],
+    "original_max_position_embeddings": 45,
+}
 
 
 @pytest.fixture(scope="module")
 def directories(random_model: RandomModel, build_engine: BuildEngine) -> dict[str, Path]:
     built = {}
-    for architecture in ARCHITECTURES:
-        model = random_model(architecture)
+    biased = random_model("llama", rope_parameters=LONGROPE, mlp_bias=True, attention_bias=True)
+    models = {architecture: random_model(architecture) for architecture in ARCHITECTURES} | {"longrope": biased}
+    for architecture, model in models.items():
         built[architecture] = build_engine(
             model, "flat", *WINDOW, *LIMITS, "--flat.top_k", "12", "--kernels", "reference"
         )
@@ -56,7 +65,7 @@ def decode(decoder: Any, slots: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "longrope"])
 def test_a_pack_gives_the_logits_of_its_prompts(architecture: str, device: str, directories: dict[str, Path]) -> None:
     """Also of the steps that follow: what the pack left in windows and indexes is that of prompts read alone."""
     directory = directories[architecture]

@@ -48,7 +48,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3": {"head_dim": 64},
     }
     folder = tmp_path_factory.mktemp("models")
-    return {name: save_random_model(folder / name, name, **sizes[name]) for name in ARCHITECTURES}
+    saved = {name: save_random_model(folder / name, name, **sizes[name]) for name in ARCHITECTURES}
+    # Of SLOTS, the prompt of 180 tokens is long, that of 100 becomes long during the steps, and that of 25 stays short.
+    longrope = {
+        "rope_theta": 10000.0,
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.1 * pair for pair in range(32)],
+        "long_factor": [1.0 + 2 * pair for pair in range(32)],
+        "original_max_position_embeddings": 110,
+    }
+    biases = {"attention_bias": True, "mlp_bias": True}
+    saved["longrope"] = save_random_model(folder / "longrope", "llama", head_dim=64, rope_parameters=longrope, **biases)
+    return saved
 
 
 def run_all(decoder: Any) -> tuple[Tensor, list[list[float]]]:
@@ -79,7 +90,7 @@ def eager(engine: Engine, *, hot_rows: bool) -> Decoder:
 
 
 @pytest.mark.parametrize("offload", ["always", "never", "auto"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "longrope"])
 def test_dense_logits_are_those_of_the_cpu(
     architecture: str, offload: str, models: dict[str, Path], build_engine: BuildEngine, on_gpu: BuildEngine
 ) -> None:

@@ -22,6 +22,14 @@ HEADS, KV_HEADS, GROUP = 12, 4, 3
 DTYPES = ("float32", "bfloat16", "float16")
 TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}  # a rounding or two, relative to the largest number
 YARN = RopeScaling("yarn", 4.0, 4096)
+# A token at position 12,345 ends a sequence of 12,346 tokens, the longest that is short.
+LONGROPE = RopeScaling(
+    "longrope",
+    8.0,
+    12_346,
+    short_factor=tuple(1.0 + 0.1 * pair for pair in range(32)),
+    long_factor=tuple(1.0 + pair for pair in range(32)),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -76,19 +84,22 @@ def test_add_rms_norm(dtype: str, hidden: int, rows: int, kernels: MakeKernels, 
         check(out, F.rms_norm(expected.float(), (hidden,), weight.float(), 1e-6), dtype)
 
 
-@pytest.mark.parametrize("scaling", [None, YARN])
+@pytest.mark.parametrize("scaling", [None, YARN, LONGROPE])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_step_begin(dtype: str, scaling: RopeScaling | None, kernels: MakeKernels, device: torch.device) -> None:
     ops = make(kernels, device, dtype, rope_scaling=scaling)
-    embed, positions = random(ops, 1000, 64), [0, 7, 12_345, 130_003]
-    states = [state(token, 0, position, 0) for token, position in zip((0, 999, 5, 5), positions, strict=True)]
+    embed, positions = random(ops, 1000, 64), [0, 7, 12_345, 12_346, 130_003]
+    states = [state(token, 0, position, 0) for token, position in zip((0, 999, 5, 5, 5), positions, strict=True)]
     x, rotation = ops.step_begin(requests(device, states), embed)
-    assert torch.equal(x, embed[[0, 999, 5, 5]])
+    assert torch.equal(x, embed[[0, 999, 5, 5, 5]])
     expected = RotaryEmbedding(ops.model, torch.device("cpu")).at(positions)
     for found, table in zip(rotation, expected, strict=True):
         torch.testing.assert_close(found.cpu(), table[:, 0, :32], rtol=0, atol=3e-6)
-    for found, other in zip(rotation, ops.rotation(12_345, 12_346), strict=True):
-        torch.testing.assert_close(found[2:3], other, rtol=0, atol=1e-6)
+    for row in (2, 3):
+        for found, other in zip(
+            rotation, ops.rotation(positions[row], positions[row] + 1, positions[row] + 1), strict=True
+        ):
+            torch.testing.assert_close(found[row : row + 1], other, rtol=0, atol=1e-6)
 
 
 def split(qkv: Tensor, rotation: Rotation, norms: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,7 +141,7 @@ def test_rope_prompt(dtype: str, norm: bool, kernels: MakeKernels, device: torch
     ops = make(kernels, device, dtype, 128)
     norms = (random(ops, 128), random(ops, 128)) if norm else None
     start, rows, tokens = 300, 517, 1000
-    qkv, rotation = random(ops, rows, (HEADS + 2 * KV_HEADS) * 128), ops.rotation(start, start + rows)
+    qkv, rotation = random(ops, rows, (HEADS + 2 * KV_HEADS) * 128), ops.rotation(start, start + rows, start + rows)
     keys = torch.full((KV_HEADS, tokens, 128), 3.0, dtype=ops.dtype, device=device)
     values = torch.full_like(keys, 4.0)
     q, k, v = split(qkv, rotation, norms)

@@ -228,6 +228,12 @@ def test_faults_of_both_endpoints_are_named(
         ({"messages": [{"content": "x"}]}, "messages", "missing required field `role`"),
         ({"messages": [{"role": "user"}]}, "messages", r"messages\[0\].content is missing"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "system, user or assistant"),
+        (
+            {"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "call_1"}]},
+            "messages[1].role",
+            "kvseek has no tools",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, "messages[0].tool_call_id", "leave it"),
         ({"messages": [*HELLO, {"role": "user", "content": "x", "name": "A"}]}, "messages[1].name", "leave it out"),
         (
             {"messages": [{"role": "user", "content": "x", "foo": 1}]},
