@@ -1,9 +1,9 @@
-// ParisKV, last step: from the estimates of a group's query heads to the top rows.
+// From the scores of a group's query heads to the top rows.
 #pragma once
 
 #include <initializer_list>
 
-#include "../../shared/simd.h"
+#include "simd.h"
 
 namespace kvseek {
 namespace {
@@ -44,6 +44,12 @@ inline uint32_t rank_of(float value) {
     value += 0.0f;  // -0 becomes +0, so that they tie
     const uint32_t bits = load_as<uint32_t>(&value);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// The float of a rank.
+inline float of_rank(uint32_t rank) {
+    const uint32_t bits = rank & 0x80000000u ? rank & 0x7fffffffu : ~rank;
+    return load_as<float>(&bits);
 }
 
 struct Cut {
