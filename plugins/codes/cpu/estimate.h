@@ -66,7 +66,7 @@ void round_query(const float* lane, int size, RoundedQuery* query) {
     query->length = __builtin_sqrtf(static_cast<float>(square));
     const int row = size / FIELDS, width = vectorised(row) && row < WIDTH ? WIDTH : row;
     for (int f = 0; f < FIELDS; f++)
-        for (int b = 0; b < width; b++) query->operands[f * width + b] = integers[f * row + b % row];
+        for (int b = 0; b < width; b += row) std::memcpy(query->operands + f * width + b, integers + f * row, row);
 }
 
 #if defined(__AVX2__)
@@ -76,8 +76,17 @@ inline Bytes field(Bytes bytes, int f) {
     return _mm512_and_si512(_mm512_srli_epi16(bytes, 2 * f), _mm512_set1_epi8(3));
 }
 
-// Sums of 4 neighbouring products of codes and queries; a pair of products is below 2^10, so 16 bits hold 4 pairs.
+// Sums of 4 neighbouring products of codes and queries, added up over the fields. A pair of products is below 2^10, so
+// 16 bits hold 4 pairs. VNNI multiplies 4 bytes at once; x86-64-v4 does not include it, so the compiler is not asked
+// for it.
+template <bool VNNI>
 inline Bytes multiply(const Bytes* fields, const int8_t* operands, int64_t stride) {
+    if (VNNI) {
+        Bytes sum = _mm512_setzero_si512();
+        for (int f = 0; f < FIELDS; f++)
+            asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(fields[f]), "v"(load_as<Bytes>(operands + f * stride)));
+        return sum;
+    }
     Bytes sum = _mm512_maddubs_epi16(fields[0], load_as<Bytes>(operands));
     for (int f = 1; f < FIELDS; f++)
         sum = _mm512_add_epi16(sum, _mm512_maddubs_epi16(fields[f], load_as<Bytes>(operands + f * stride)));
@@ -114,6 +123,7 @@ inline void store_keys(Bytes sums, int32_t* to) {
 inline Bytes field(Bytes bytes, int f) {
     return _mm256_and_si256(_mm256_srli_epi16(bytes, 2 * f), _mm256_set1_epi8(3));
 }
+template <bool VNNI>
 inline Bytes multiply(const Bytes* fields, const int8_t* operands, int64_t stride) {
     Bytes sum = _mm256_maddubs_epi16(fields[0], load_as<Bytes>(operands));
     for (int f = 1; f < FIELDS; f++)
@@ -140,8 +150,8 @@ inline void store_keys(Bytes sums, int32_t* to) {
 #endif
 
 // What plane_sums does, for rows of at least 16 bytes: 4 vectors of rows at a time.
-template <int ROW>
-void vector_sums(const uint8_t* plane, int count, const RoundedQuery* queries, int lanes, bool more, int32_t* sums,
+template <int ROW, bool VNNI, bool MORE>
+void vector_sums(const uint8_t* plane, int count, const RoundedQuery* queries, int lanes, int32_t* sums,
                  int64_t stride) {
     constexpr int LOADS = ROW > WIDTH ? ROW / WIDTH : 1, KEYS = ROW < WIDTH ? WIDTH / ROW : 1;
     for (int first = 0; first < count; first += 4 * KEYS) {
@@ -155,18 +165,34 @@ void vector_sums(const uint8_t* plane, int count, const RoundedQuery* queries, i
         for (int lane = 0; lane < lanes; lane++) {
             Bytes products[4];
             for (int v = 0; v < 4; v++) {
-                products[v] = multiply(fields[v][0], queries[lane].operands, LOADS * WIDTH);
+                products[v] = multiply<VNNI>(fields[v][0], queries[lane].operands, LOADS * WIDTH);
                 for (int part = 1; part < LOADS; part++) {
                     const int8_t* operands = queries[lane].operands + part * WIDTH;
-                    products[v] = add(products[v], multiply(fields[v][part], operands, LOADS * WIDTH));
+                    products[v] = add(products[v], multiply<VNNI>(fields[v][part], operands, LOADS * WIDTH));
                 }
             }
             int32_t* to = sums + lane * stride + first;
-            int32_t now[4 * KEYS];
-            store_keys<ROW>(sum4(products[0], products[1], products[2], products[3]), now);
-            for (int k = 0; k < 4 * KEYS; k++) to[k] = more ? 4 * to[k] + now[k] : now[k];
+            int32_t before[4 * KEYS];
+            if (MORE) std::memcpy(before, to, sizeof(before));
+            store_keys<ROW>(sum4(products[0], products[1], products[2], products[3]), to);
+            if (MORE)
+                for (int k = 0; k < 4 * KEYS; k++) to[k] += 4 * before[k];
         }
     }
+}
+
+template <int ROW>
+void vector_sums(const uint8_t* plane, int count, const RoundedQuery* queries, int lanes, bool more, int32_t* sums,
+                 int64_t stride) {
+#if defined(__AVX512BW__)
+    static const bool vnni = __builtin_cpu_supports("avx512vnni");
+#else
+    constexpr bool vnni = false;
+#endif
+    if (vnni && more) return vector_sums<ROW, WIDTH == 64, true>(plane, count, queries, lanes, sums, stride);
+    if (vnni) return vector_sums<ROW, WIDTH == 64, false>(plane, count, queries, lanes, sums, stride);
+    if (more) return vector_sums<ROW, false, true>(plane, count, queries, lanes, sums, stride);
+    vector_sums<ROW, false, false>(plane, count, queries, lanes, sums, stride);
 }
 
 #endif

@@ -109,7 +109,7 @@ def test_estimates_equal_the_definition(bits: int) -> None:
     values = STEP * 2 ** (4 - bits) * (leading_bits(codes, bits).double() - middle) * codes.scales.double()[..., None]
     expected = (lanes.integers * lanes.steps).double() @ values.transpose(1, 2)
     found = estimate_all(codes, lanes, bits)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
     places = torch.tensor([[3, 59, 0], [7, 8, 30]])
     assert torch.equal(estimate_at(codes, places, lanes, bits), found.gather(2, places[:, None].expand(-1, 3, -1)))
 
