@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvseek.plugins.codes.native import LIMITS
 from kvseek.plugins.codes.rotation import padded_dim, rotation_signs
 from kvseek.plugins.contract import Index, IndexContext, Traits
 
 from .config import Config
+from .native import NativeIndex
 from .reference import ReferenceIndex
 
 __all__ = ["create", "traits"]
@@ -19,9 +21,9 @@ def traits(config: Config) -> Traits:
     def codebooks(head_dim: int) -> dict[str, Tensor]:
         return {"signs": rotation_signs(config.rotation_seed, padded_dim(head_dim))}
 
-    return Traits(devices=("cpu",), codebooks=codebooks)
+    return Traits(devices=("cpu",), cpu_limits=LIMITS, codebooks=codebooks)
 
 
 def create(context: IndexContext) -> Index:
-    """Make the index of one layer."""
-    return ReferenceIndex(context)
+    """Make the index of one layer: on compiled code of the CPU, or the reference without it."""
+    return ReferenceIndex(context) if context.library is None else NativeIndex(context)

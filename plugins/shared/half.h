@@ -30,5 +30,16 @@ inline float from_half(uint16_t half) {  // finite
 #endif
 }
 
+// LANES halves as floats; those that stand for no number may become any float.
+inline Vec load_half(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtph_ps(load_as<__m256i>(from));
+#elif defined(__F16C__)
+    return (Vec)_mm256_cvtph_ps(load_as<__m128i>(from));
+#else
+    return (Vec)(__builtin_convertvector(load_as<HalfVec>(from), WordVec) << 13) * 0x1p112f;
+#endif
+}
+
 }  // namespace
 }  // namespace kvseek

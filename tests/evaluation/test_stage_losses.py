@@ -24,6 +24,7 @@ from kvseek.evaluation.questions import capture_questions
 from kvseek.evaluation.replay import Replay
 from kvseek.measurement.offers import stages_of
 from kvseek.measurement.variants import Variant, parse_variants
+from kvseek.plugins.codes.store import CodeStore
 from kvseek.plugins.ctkvr.build import largest
 from kvseek.plugins.measurements.stages import Stage, Stages, by_place
 
@@ -72,8 +73,12 @@ def test_stages_keep_what_is_selected_and_do_not_change_the_index(method: str) -
 
 
 def contents(index: Any) -> dict[str, Any]:
-    """All of an index that can change; the context and the pool are the engine's."""
-    return {name: value for name, value in vars(index).items() if name not in ("context", "rows", "observe")}
+    """All of an index, or of a part of one, that can change; the context and the pool are the engine's."""
+    return {
+        name: contents(value) if isinstance(value, CodeStore) else value
+        for name, value in vars(index).items()
+        if name not in ("context", "rows", "observe")
+    }
 
 
 def same(one: Any, two: Any) -> bool:

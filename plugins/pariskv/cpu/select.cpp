@@ -1,11 +1,11 @@
 // ParisKV: retrieve rows for the queries of a batch (ParisKV paper, section 4; plugins/pariskv/reference.py defines the
 // result). One call a layer for all requests and KV heads; threads share even a single head's work.
 #include "../../shared/kernel.h"
-#include "../../shared/parallel.h"
+#include "../../shared/phases.h"
 #include "../../shared/request.h"
+#include "../../shared/top.h"
 #include "rerank.h"
 #include "tiers.h"
-#include "top.h"
 #include "votes.h"
 
 namespace kvseek {
@@ -38,9 +38,7 @@ enum Phase { PREPARE, VOTE, SCAN, COLLECT, RERANK, FINISH, PHASES };
 
 // One (request, KV head): how far it is, and where its index and its intermediate results are.
 struct Task {
-    int phase;  // PREPARE ... PHASES
-    int done[PHASES];
-    Counter taken[PHASES];
+    Progress<PHASES> progress;
     int64_t request, head, length, candidate_count, stride;
     const int32_t* extents;
     float* lanes;        // [lanes, padded_dim] rotated queries
@@ -58,22 +56,6 @@ struct Job {
     Task* tasks;
     int64_t task_count, blocks;
     int lanes, packs;
-};
-
-// Hands out memory in cache lines; with no memory behind it, only measures.
-class Arena {
-  public:
-    explicit Arena(char* memory) : memory_(memory) {}
-    template <class T>
-    T* take(int64_t count) {
-        char* start = memory_ == nullptr ? nullptr : memory_ + used;
-        used += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-        return reinterpret_cast<T*>(start);
-    }
-    int64_t used = 0;
-
-  private:
-    char* memory_;
 };
 
 void lay_out(const Job& job, Task& task, Arena& arena) {
@@ -211,39 +193,6 @@ void run_part(const Job& job, const Task& task, const Levels& levels, int phase,
     }
 }
 
-// Do parts of the task's phases for as long as some are free; false if there was none.
-bool advance(const Job& job, Task& task, const Levels& levels) {
-    bool advanced = false;
-    for (int phase = __atomic_load_n(&task.phase, __ATOMIC_ACQUIRE); phase < PHASES;) {
-        const int64_t parts = parts_of(job, task, phase), part = task.taken[phase].take();
-        if (part >= parts) break;
-        run_part(job, task, levels, phase, part);
-        advanced = true;
-        if (__atomic_add_fetch(&task.done[phase], 1, __ATOMIC_ACQ_REL) == parts)
-            __atomic_store_n(&task.phase, phase + 1, __ATOMIC_RELEASE);
-        phase = __atomic_load_n(&task.phase, __ATOMIC_ACQUIRE);
-    }
-    return advanced;
-}
-
-// Threads go from task to task and wait for each other only where nothing is left to start: a barrier after each phase
-// would cost a time slice whenever some other process has one of the cores.
-void run_phases(const Job& job, int threads) {
-    parallel(threads, [&] {
-        const Levels levels(job.a.levels);
-        Patience patience;
-        for (int64_t unfinished = 1; unfinished > 0;) {
-            unfinished = 0;
-            bool advanced = false;
-            for (int64_t i = 0; i < job.task_count; i++) {
-                advanced |= advance(job, job.tasks[i], levels);
-                unfinished += __atomic_load_n(&job.tasks[i].phase, __ATOMIC_ACQUIRE) < PHASES;
-            }
-            if (!advanced && unfinished > 0) patience.wait();
-        }
-    });
-}
-
 // Describe the heads that need retrieval; short regions are selected whole, at once.
 void describe(Job& job) {
     const SelectArguments& a = job.a;
@@ -275,7 +224,11 @@ void select(const SelectArguments& a) {
     Arena arena(static_cast<char*>(work_memory.reserve(measured.used)));
     for (int64_t i = 0; i < job.task_count; i++) lay_out(job, job.tasks[i], arena);
     const int64_t most = job.task_count * job.blocks;
-    run_phases(job, static_cast<int>(a.threads < most ? a.threads : most));
+    const Levels levels(a.levels);
+    run_phases<PHASES>(
+        job.tasks, job.task_count, static_cast<int>(a.threads < most ? a.threads : most),
+        [&](const Task& task, int phase) { return parts_of(job, task, phase); },
+        [&](const Task& task, int phase, int64_t part) { run_part(job, task, levels, phase, part); });
 }
 
 }  // namespace

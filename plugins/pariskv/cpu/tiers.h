@@ -1,4 +1,4 @@
-// ParisKV, first step of a query: rotate it, and give each centroid of each block its votes (paper, section 4).
+// ParisKV, first step of a query: give each centroid of each block its votes (paper, section 4).
 #pragma once
 
 #include "../../shared/simd.h"
@@ -10,12 +10,6 @@ namespace {
 constexpr int TIERS = 6;                                           // the best centroids earn 6 votes
 constexpr int64_t TIER_PERCENT[TIERS] = {5, 15, 30, 50, 75, 100};  // of the budget, by preceding keys
 constexpr int BUCKETS = 256;
-
-// Randomised Hadamard transform of x [size], in the reference's order of additions. `signs` [size].
-void rotate(float* x, const float* signs, int size) {
-    for (int i = 0; i < size; i++) x[i] *= signs[i];
-    transform(x, size);
-}
 
 // Scores of all sign patterns of a block: coordinate 0 added or subtracted first, then 1, ..., as the reference does.
 void score_centroids(const float* block, float* scores) {

@@ -1,9 +1,9 @@
-// ParisKV, last step: from the estimates of a group's query heads to the top rows.
+// From the scores of a group's query heads to the top rows.
 #pragma once
 
 #include <initializer_list>
 
-#include "../../shared/simd.h"
+#include "simd.h"
 
 namespace kvseek {
 namespace {
@@ -46,6 +46,12 @@ inline uint32_t rank_of(float value) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+// The float of a rank.
+inline float of_rank(uint32_t rank) {
+    const uint32_t bits = rank & 0x80000000u ? rank & 0x7fffffffu : ~rank;
+    return load_as<float>(&bits);
+}
+
 struct Cut {
     uint32_t rank;  // of the last value taken
     int64_t ties;   // how many of that rank are taken
@@ -70,8 +76,13 @@ Cut find_cut(uint32_t* ranks, int64_t count, int64_t wanted) {
             kept += (rank >> shift & digits) == digit;
         }
         count = kept;
+        if (count == wanted) break;  // whatever the rest of their digits are, all are taken
     }
-    return {prefix, wanted};
+    if (count != wanted) return {prefix, wanted};
+    Cut cut = {ranks[0], 0};
+    for (int64_t i = 0; i < count; i++) cut.rank = ranks[i] < cut.rank ? ranks[i] : cut.rank;
+    for (int64_t i = 0; i < count; i++) cut.ties += ranks[i] == cut.rank;
+    return cut;
 }
 
 // places[i] of the `wanted` largest values[i], ties cut by lowest i, in order of i. `ranks` [count] is scratch.
@@ -79,9 +90,12 @@ void take_largest(const float* values, const int32_t* places, int64_t count, int
                   int32_t* rows) {
     for (int64_t i = 0; i < count; i++) ranks[i] = rank_of(values[i]);
     Cut cut = find_cut(ranks, count, wanted);
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0, taken = 0; taken < wanted; i++) {  // without branches, for which values are taken is chance
         const uint32_t rank = rank_of(values[i]);
-        if (rank > cut.rank || (rank == cut.rank && cut.ties-- > 0)) *rows++ = places[i];
+        const bool tied = (rank == cut.rank) & (cut.ties > 0);
+        rows[taken] = places[i];
+        taken += (rank > cut.rank) | tied;
+        cut.ties -= tied;
     }
 }
 

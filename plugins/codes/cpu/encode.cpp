@@ -1,0 +1,133 @@
+// Encode keys as nested key codes (plugins/codes/key_codes.py defines the result).
+//
+// A vector lane is a key: neither the transform nor the sums over a key's channels need shuffles.
+#include "../../shared/extent_rows.h"
+#include "../../shared/half.h"
+#include "../../shared/kernel.h"
+#include "../../shared/parallel.h"
+#include "rotation.h"
+
+namespace kvseek {
+
+// Mirrored field by field in native.py.
+struct CodesEncodeArguments {
+    const void* keys;        // [kv_heads, tokens, dim], contiguous
+    const float* means;      // [kv_heads, dim]
+    uint8_t* high;           // [extents, kv_heads, 1024, padded_dim / 4]
+    uint8_t* low;            // the same
+    uint16_t* scales;        // [extents, kv_heads, 1024]
+    const int32_t* extents;  // extent of each thousand tokens of the slot
+    const float* signs;      // [padded_dim]
+    int64_t kv_heads, tokens, dim, padded_dim;
+    int64_t first;     // place of the first key
+    int64_t bfloat16;  // keys are bfloat16, else float32
+    int64_t threads;
+    double step;  // width of a code's cell
+};
+
+namespace {
+
+constexpr int64_t UNIT_KEYS = 1024;
+constexpr int FIELDS = 4;  // channels of a byte
+constexpr float HALF_CODES = 8.0f;
+constexpr float LARGEST_HALF = 65504.0f;
+
+// A channel of LANES keys.
+using Keys = Vec;
+
+Vec square_root(Vec value) {
+    for (int i = 0; i < LANES; i++) value[i] = __builtin_sqrtf(value[i]);
+    return value;
+}
+
+// Channels of LANES keys less the mean, flipped by the rotation's signs; the last key fills lanes beyond `count`.
+template <class T>
+void load_keys(const CodesEncodeArguments& a, const T* keys, const float* mean, int count, Keys* x) {
+    float* lanes = reinterpret_cast<float*>(x);
+    for (int lane = 0; lane < LANES; lane++) {
+        const T* key = keys + (lane < count ? lane : count - 1) * a.dim;
+        for (int d = 0; d < a.dim; d++) lanes[d * LANES + lane] = (to_float(key[d]) - mean[d]) * a.signs[d];
+    }
+    for (int64_t d = a.dim; d < a.padded_dim; d++) x[d] = Vec{};
+}
+
+// Codes of rotated keys x [padded_dim] to codes [padded_dim]; returns the keys' scales.
+Vec quantise(const Keys* x, int size, float step, IntVec* codes) {
+    Vec square = {}, product = {};
+    for (int d = 0; d < size; d++) square += x[d] * x[d];
+    const float root = static_cast<float>(__builtin_sqrt(static_cast<double>(size)));
+    const Vec cells = square > 0.0f ? root / (step * square_root(square)) : Vec{};
+    for (int d = 0; d < size; d++) {
+        Vec cell = x[d] * cells;
+        cell = cell < -HALF_CODES ? splat(-HALF_CODES) : cell;
+        cell = cell > HALF_CODES - 0.5f ? splat(HALF_CODES - 0.5f) : cell;
+        IntVec below = __builtin_convertvector(cell, IntVec);            // towards zero
+        below += __builtin_convertvector(below, Vec) > cell;             // -1 where that was upwards
+        product += (__builtin_convertvector(below, Vec) + 0.5f) * x[d];  // the middle of the cell
+        codes[d] = (below + static_cast<int>(HALF_CODES)) & 15;          // & for NaN alone
+    }
+    product *= step;
+    const Vec scale = product > 0.0f ? square / product : Vec{};
+    return scale > LARGEST_HALF ? splat(LARGEST_HALF) : scale;
+}
+
+// Write the codes and scales of `count` keys from place `first` on.
+void write_keys(const CodesEncodeArguments& a, int64_t head, int64_t first, int count, const IntVec* codes,
+                Vec scales) {
+    const int row = static_cast<int>(a.padded_dim / FIELDS), bytes = row < 4 ? row : 4;
+    int64_t at[LANES];
+    for (int lane = 0; lane < count; lane++) {
+        at[lane] = row_of(a.extents, a.kv_heads, head, first + lane);
+        a.scales[at[lane]] = to_half(scales[lane]);
+    }
+    for (int start = 0; start < row; start += bytes) {
+        IntVec high = {}, low = {};
+        for (int b = 0; b < bytes; b++) {
+            for (int f = 0; f < FIELDS; f++) {
+                const IntVec code = codes[f * row + start + b];
+                high |= (code >> 2) << (8 * b + 2 * f);
+                low |= (code & 3) << (8 * b + 2 * f);
+            }
+        }
+        for (int lane = 0; lane < count; lane++) {
+            const int32_t words[2] = {high[lane], low[lane]};
+            std::memcpy(a.high + at[lane] * row + start, &words[0], bytes);
+            std::memcpy(a.low + at[lane] * row + start, &words[1], bytes);
+        }
+    }
+}
+
+template <class T>
+void encode_unit(const CodesEncodeArguments& a, int64_t head, int64_t first, int64_t last) {
+    const int size = static_cast<int>(a.padded_dim);
+    Keys x[MAX_PADDED_DIM];
+    IntVec codes[MAX_PADDED_DIM];
+    for (int64_t token = first; token < last; token += LANES) {
+        const int count = static_cast<int>(last - token < LANES ? last - token : LANES);
+        const T* keys = static_cast<const T*>(a.keys) + (head * a.tokens + token) * a.dim;
+        load_keys(a, keys, a.means + head * a.dim, count, x);
+        transform(x, size);
+        const Vec scales = quantise(x, size, static_cast<float>(a.step), codes);
+        write_keys(a, head, a.first + token, count, codes, scales);
+    }
+}
+
+void encode(const CodesEncodeArguments& a) {
+    const int64_t chunks = (a.tokens + UNIT_KEYS - 1) / UNIT_KEYS, units = chunks * a.kv_heads;
+    Counter counter;
+    parallel(static_cast<int>(a.threads < units ? a.threads : units), [&] {
+        for (int64_t unit = counter.take(); unit < units; unit = counter.take()) {
+            const int64_t head = unit / chunks, first = unit % chunks * UNIT_KEYS;
+            const int64_t last = first + UNIT_KEYS < a.tokens ? first + UNIT_KEYS : a.tokens;
+            if (a.bfloat16)
+                encode_unit<Bfloat16>(a, head, first, last);
+            else
+                encode_unit<float>(a, head, first, last);
+        }
+    });
+}
+
+}  // namespace
+}  // namespace kvseek
+
+KVSEEK_KERNEL(kvseek_codes_encode, kvseek::CodesEncodeArguments, kvseek::encode)

@@ -1,0 +1,257 @@
+// Nested: retrieve rows for the queries of a batch (plugins/nested/reference.py defines the result). One call a layer
+// for all requests and KV heads; threads share even a single head's work.
+#include "../../codes/cpu/estimate.h"
+#include "../../shared/kernel.h"
+#include "../../shared/phases.h"
+#include "../../shared/request.h"
+#include "../../shared/top.h"
+#include "candidates.h"
+
+namespace kvseek {
+
+// Mirrored field by field in native.py.
+struct NestedSelectArguments {
+    const void* queries;      // [batch, kv_heads * group, dim], contiguous
+    int32_t* rows;            // [batch, kv_heads, top_k] out
+    const Request* requests;  // [batch]; numbers[0]: candidates, top_k to length
+    const uint8_t* high;      // [extents, kv_heads, 1024, padded_dim / 4]
+    const uint8_t* low;       // the same
+    const uint16_t* scales;   // [extents, kv_heads, 1024]
+    const int32_t* table;     // [slots, max_extents]
+    const float* signs;       // [padded_dim]
+    int64_t batch, kv_heads, group, dim, padded_dim, max_extents, top_k;
+    int64_t first_bits;  // 2: candidates first; 4: all keys are ranked by all bits
+    int64_t reduction;   // 0: mean of the queries; 1: largest, 2: mean of the softmaxes
+    int64_t bfloat16;    // queries are bfloat16, else float32
+    int64_t threads;
+    double scaling;
+    double step;  // width of a code's cell
+};
+
+namespace {
+
+constexpr int64_t ESTIMATE_KEYS = 256;  // candidates of a unit of work
+constexpr int ALL_BITS = 4;
+
+enum Phase { PREPARE, SCAN, COLLECT, ESTIMATE, FINISH, PHASES };
+
+// One (request, KV head): how far it is, and where its index and its intermediate results are.
+struct Task {
+    Progress<PHASES> progress;
+    int64_t request, head, length, candidate_count, stride;
+    const int32_t* extents;
+    RoundedQuery* queries;  // [lanes]
+    float* scores;          // [length], of the first bits
+    CandidateLists lists;
+    int32_t* places;   // [candidate_count]
+    float* estimates;  // [lanes, stride]
+    uint32_t* ranks;   // [candidate_count]
+};
+
+struct Job {
+    const NestedSelectArguments& a;
+    Task* tasks;
+    int64_t task_count;
+    int lanes, row;  // row: bytes of a plane's row
+};
+
+bool scans_twice(const Job& job) {
+    return job.a.first_bits < ALL_BITS;
+}
+
+// Of several keys at once, so with room for whole vectors.
+int64_t rounded_up(int64_t keys) {
+    return (keys + LANES - 1) / LANES * LANES;
+}
+
+void lay_out(const Job& job, Task& task, Arena& arena) {
+    const int64_t scanned = scans_twice(job) ? rounded_up(task.length) : 0;
+    task.stride = rounded_up(task.candidate_count);
+    task.queries = arena.take<RoundedQuery>(job.lanes);
+    task.scores = arena.take<float>(scanned);
+    task.lists = {arena.take<float>(scanned), arena.take<int32_t>(scanned), arena.take<uint32_t>(scanned)};
+    task.places = arena.take<int32_t>(task.candidate_count);
+    task.estimates = arena.take<float>(job.lanes * task.stride);
+    task.ranks = arena.take<uint32_t>(task.candidate_count);
+}
+
+// Rotate and round the queries that rank on their own: their mean if reduction is 0.
+template <class T>
+void load_queries(const Job& job, const Task& task) {
+    const NestedSelectArguments& a = job.a;
+    const int size = static_cast<int>(a.padded_dim);
+    const int64_t summed = a.reduction == 0 ? a.group : 1;
+    const T* query = static_cast<const T*>(a.queries) + (task.request * a.kv_heads + task.head) * a.group * a.dim;
+    for (int lane = 0; lane < job.lanes; lane++) {
+        float x[MAX_PADDED_DIM] = {};
+        for (int64_t q = 0; q < summed; q++, query += a.dim)
+            for (int64_t d = 0; d < a.dim; d++) x[d] += to_float(query[d]);
+        if (summed > 1)
+            for (int64_t d = 0; d < a.dim; d++) x[d] /= static_cast<float>(summed);
+        rotate(x, a.signs, size);
+        round_query(x, size, task.queries + lane);
+    }
+}
+
+void prepare(const Job& job, const Task& task) {
+    if (job.a.bfloat16)
+        load_queries<Bfloat16>(job, task);
+    else
+        load_queries<float>(job, task);
+}
+
+// What half a cell of the `bits` highest bits is worth, times an integer's worth.
+float worth_of(const Job& job, int bits, float step) {
+    return step * static_cast<float>(job.a.step * (1 << (ALL_BITS - bits)) / 2);
+}
+
+// Scores of an extent's keys: the largest estimate of the 2 highest bits over the queries, each divided by its length.
+void score_extent(const Job& job, const Task& task, int64_t row, int count, const int32_t* sums, float* scores) {
+    float worth[MAX_QUERIES];
+    for (int lane = 0; lane < job.lanes; lane++) {
+        const float length = task.queries[lane].length;
+        worth[lane] = worth_of(job, 2, length > 0.0f ? 1.0f / length : 0.0f);
+    }
+    for (int key = 0; key < count; key += LANES) {
+        const Vec scales = load_half(job.a.scales + row + key);
+        Vec best = splat(-INFINITE);
+        for (int lane = 0; lane < job.lanes; lane++) {
+            const int32_t* of_lane = sums + lane * INDEX_EXTENT + key;
+            best = maximum(best, scale_sums(of_lane, scales, 2, task.queries[lane].sum, worth[lane]));
+        }
+        store(scores + key, best);
+    }
+}
+
+// Estimates by all bits of keys whose sums are known; `scales` [count] is readable in whole vectors.
+void estimate_keys(const Job& job, const Task& task, const uint16_t* scales, int count, const int32_t* sums,
+                   float* estimates) {
+    for (int lane = 0; lane < job.lanes; lane++) {
+        const RoundedQuery& query = task.queries[lane];
+        const float worth = worth_of(job, ALL_BITS, query.step);
+        for (int key = 0; key < count; key += LANES) {
+            const int32_t* of_lane = sums + lane * INDEX_EXTENT + key;
+            const Vec values = scale_sums(of_lane, load_half(scales + key), ALL_BITS, query.sum, worth);
+            store(estimates + lane * task.stride + key, values);
+        }
+    }
+}
+
+void scan(const Job& job, const Task& task, int64_t extent) {
+    alignas(64) int32_t sums[MAX_QUERIES * INDEX_EXTENT];
+    const NestedSelectArguments& a = job.a;
+    const int64_t first = extent * INDEX_EXTENT, left = task.length - first;
+    const int64_t row = row_of(task.extents, a.kv_heads, task.head, first);
+    const int count = static_cast<int>(left < INDEX_EXTENT ? left : INDEX_EXTENT);
+    const bool twice = scans_twice(job);
+    plane_sums(a.high + row * job.row, job.row, count, task.queries, job.lanes, false, sums, INDEX_EXTENT);
+    if (twice) return score_extent(job, task, row, count, sums, task.scores + first);
+    plane_sums(a.low + row * job.row, job.row, count, task.queries, job.lanes, true, sums, INDEX_EXTENT);
+    estimate_keys(job, task, a.scales + row, count, sums, task.estimates + first);
+}
+
+void collect(const Job& job, const Task& task) {
+    if (scans_twice(job) && task.candidate_count < task.length)
+        return take_candidates(task.scores, task.length, task.candidate_count, task.lists, task.places);
+    for (int64_t i = 0; i < task.length; i++) task.places[i] = static_cast<int32_t>(i);
+}
+
+void estimate(const Job& job, const Task& task, int64_t chunk) {
+    const NestedSelectArguments& a = job.a;
+    const int64_t first = chunk * ESTIMATE_KEYS, left = task.candidate_count - first;
+    const int count = static_cast<int>(left < ESTIMATE_KEYS ? left : ESTIMATE_KEYS);
+    alignas(64) uint8_t high[ESTIMATE_KEYS * MAX_ROW], low[ESTIMATE_KEYS * MAX_ROW];
+    alignas(64) int32_t sums[MAX_QUERIES * INDEX_EXTENT];
+    uint16_t scales[ESTIMATE_KEYS];
+    int64_t rows[ESTIMATE_KEYS];
+    for (int i = 0; i < count; i++) {
+        rows[i] = row_of(task.extents, a.kv_heads, task.head, task.places[first + i]);
+        __builtin_prefetch(a.low + rows[i] * job.row);  // the scan has not read it
+        scales[i] = a.scales[rows[i]];
+    }
+    gather_rows(a.high, job.row, rows, count, high);
+    gather_rows(a.low, job.row, rows, count, low);
+    plane_sums(high, job.row, count, task.queries, job.lanes, false, sums, INDEX_EXTENT);
+    plane_sums(low, job.row, count, task.queries, job.lanes, true, sums, INDEX_EXTENT);
+    estimate_keys(job, task, scales, count, sums, task.estimates + first);
+}
+
+void finish(const Job& job, const Task& task) {
+    const NestedSelectArguments& a = job.a;
+    int32_t* rows = a.rows + (task.request * a.kv_heads + task.head) * a.top_k;
+    if (a.reduction != 0) {
+        for (int lane = 0; lane < job.lanes; lane++)
+            softmax(task.estimates + lane * task.stride, task.candidate_count, static_cast<float>(a.scaling));
+        fold(task.estimates, job.lanes, task.stride, task.candidate_count, a.reduction == 1);
+    }
+    take_largest(task.estimates, task.places, task.candidate_count, a.top_k, task.ranks, rows);
+}
+
+// Parts into which a phase of a task may be cut.
+int64_t parts_of(const Job& job, const Task& task, int phase) {
+    switch (phase) {
+        case SCAN:
+            return (task.length + INDEX_EXTENT - 1) / INDEX_EXTENT;
+        case ESTIMATE:
+            return scans_twice(job) ? (task.candidate_count + ESTIMATE_KEYS - 1) / ESTIMATE_KEYS : 1;
+        default:
+            return 1;
+    }
+}
+
+void run_part(const Job& job, const Task& task, int phase, int64_t part) {
+    switch (phase) {
+        case PREPARE:
+            return prepare(job, task);
+        case SCAN:
+            return scan(job, task, part);
+        case COLLECT:
+            return collect(job, task);
+        case ESTIMATE:
+            return scans_twice(job) ? estimate(job, task, part) : void();
+        default:
+            return finish(job, task);
+    }
+}
+
+// Describe the heads that need retrieval; short regions are selected whole, at once.
+void describe(Job& job) {
+    const NestedSelectArguments& a = job.a;
+    for (int64_t i = 0; i < a.batch * a.kv_heads; i++) {
+        const Request& request = a.requests[i / a.kv_heads];
+        const int64_t length = request.length;
+        if (length <= a.top_k) {
+            for (int64_t k = 0; k < a.top_k; k++) a.rows[i * a.top_k + k] = k < length ? static_cast<int32_t>(k) : -1;
+            continue;
+        }
+        Task& task = job.tasks[job.task_count++];
+        task = {};
+        task.request = i / a.kv_heads, task.head = i % a.kv_heads, task.length = length;
+        task.candidate_count = request.numbers[0];
+        task.extents = a.table + request.slot * a.max_extents;
+    }
+}
+
+void select(const NestedSelectArguments& a) {
+    static thread_local Scratch task_memory, work_memory;
+    Job job = {a, nullptr, 0, a.reduction == 0 ? 1 : static_cast<int>(a.group),
+               static_cast<int>(a.padded_dim / FIELDS)};
+    job.tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
+    describe(job);
+    if (job.task_count == 0) return;
+    Arena measured(nullptr);
+    for (int64_t i = 0; i < job.task_count; i++) lay_out(job, job.tasks[i], measured);
+    Arena arena(static_cast<char*>(work_memory.reserve(measured.used)));
+    for (int64_t i = 0; i < job.task_count; i++) lay_out(job, job.tasks[i], arena);
+    int64_t most = 0;
+    for (int64_t i = 0; i < job.task_count; i++) most += parts_of(job, job.tasks[i], SCAN);
+    run_phases<PHASES>(
+        job.tasks, job.task_count, static_cast<int>(a.threads < most ? a.threads : most),
+        [&](const Task& task, int phase) { return parts_of(job, task, phase); },
+        [&](const Task& task, int phase, int64_t part) { run_part(job, task, phase, part); });
+}
+
+}  // namespace
+}  // namespace kvseek
+
+KVSEEK_KERNEL(kvseek_nested_select, kvseek::NestedSelectArguments, kvseek::select)

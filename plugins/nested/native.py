@@ -1,0 +1,74 @@
+"""The nested method on the CPU with compiled kernels: the reference's index, encoded and searched in C++."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_double, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from kvseek.core.cpu_library import pointer
+from kvseek.plugins.batch import Batch
+from kvseek.plugins.codes.key_codes import STEP
+from kvseek.plugins.codes.native import NativeCodeStore
+from kvseek.plugins.contract import IndexContext
+from kvseek.plugins.selection import Selection
+from kvseek.plugins.shared.arguments import require_fit
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS
+
+from .reference import ReferenceIndex
+
+
+class NestedSelectArguments(ctypes.Structure):
+    """Arguments of kvseek_nested_select, as in select.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("queries", "rows", "requests")),
+        *((name, c_void_p) for name in ("high", "low", "scales", "table", "signs")),
+        *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim", "padded_dim", "max_extents", "top_k")),
+        *((name, c_int64) for name in ("first_bits", "reduction", "bfloat16", "threads")),
+        *((name, c_double) for name in ("scaling", "step")),
+    )
+
+
+class NativeIndex(ReferenceIndex):
+    """The reference's arrays, filled and searched by compiled kernels.
+
+    From equal codes, candidates and estimates equal the reference's to the bit; only softmax weights differ by rounding.
+    """
+
+    store_type = NativeCodeStore
+    codes: NativeCodeStore
+
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context)
+        assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
+        self._select = context.library.function("kvseek_nested_select", c_void_p)
+        self._layout = bytes(
+            NestedSelectArguments(
+                **self.codes.arguments,
+                group=context.group_size,
+                top_k=self.config.top_k,
+                first_bits=self.config.first_bits,
+                reduction=GROUP_REDUCTIONS.index(self.config.group_reduce),
+                scaling=context.scaling,
+                step=STEP,
+            )
+        )
+
+    def select(self, queries: Tensor, batch: Batch) -> Selection:
+        """See ReferenceIndex.select."""
+        require_fit("queries", queries, self.context)
+        queries = queries.contiguous()
+        rows = torch.empty((batch.size, self.context.num_kv_heads, self.config.top_k), dtype=torch.int32)
+        arguments = NestedSelectArguments.from_buffer_copy(self._layout)
+        arguments.queries = queries.data_ptr()
+        arguments.rows = rows.data_ptr()
+        arguments.requests = pointer(batch.requests)
+        arguments.table = pointer(batch.table)
+        arguments.max_extents = batch.table.shape[1]
+        arguments.batch = batch.size
+        arguments.threads = torch.get_num_threads()
+        self._select(ctypes.byref(arguments))
+        return Selection(rows)

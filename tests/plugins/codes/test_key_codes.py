@@ -1,0 +1,130 @@
+"""What nested key codes store of a key, against their definition in plain loops, and what their estimates are worth."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.plugins.index_cases import random_keys
+from torch import Tensor
+
+from kvseek.plugins.codes.key_codes import (
+    QUERY_LARGEST,
+    STEP,
+    KeyCodes,
+    encode,
+    estimate_all,
+    estimate_at,
+    leading_bits,
+    pack_plane,
+    round_lanes,
+    unpack_plane,
+)
+from kvseek.plugins.codes.rotation import padded_dim, rotate, rotation_signs
+
+
+def encode_by_hand(key: np.ndarray, mean: np.ndarray, signs: np.ndarray) -> tuple[list[int], float]:
+    """Codes and scale of one key in float64 (docs/nested_codes.md)."""
+    size = len(signs)
+    padded = np.zeros(size)
+    padded[: len(key)] = key - mean
+    rotated = scipy.linalg.hadamard(size) @ (signs * padded) / math.sqrt(size)
+    u = rotated * math.sqrt(size) / np.linalg.norm(rotated)
+    codes = [min(15, max(0, math.floor(channel / STEP) + 8)) for channel in u]
+    values = np.array([STEP * (code - 7.5) for code in codes])
+    return codes, rotated @ rotated / (values @ rotated)
+
+
+def codes_of(keys: Tensor) -> KeyCodes:
+    """Codes of keys [G, n, D] with their own mean."""
+    centred = keys - keys.mean(dim=1, keepdim=True)
+    return encode(rotate(centred, rotation_signs(0, padded_dim(keys.shape[2]))))
+
+
+@pytest.mark.parametrize("head_dim", [8, 20, 64, 128])
+def test_codes_equal_the_definition(head_dim: int) -> None:
+    keys, signs = random_keys(20, head_dim), rotation_signs(0, padded_dim(head_dim))
+    codes = codes_of(keys)
+    assert (codes.high.dtype, codes.low.dtype, codes.scales.dtype) == (torch.uint8, torch.uint8, torch.float16)
+    assert codes.high.shape == codes.low.shape == (2, 20, padded_dim(head_dim) // 4)
+    found = leading_bits(codes, 4)
+    for head in range(2):
+        mean = keys[head].double().mean(dim=0).numpy()
+        for place in range(20):
+            expected, scale = encode_by_hand(keys[head, place].double().numpy(), mean, signs.double().numpy())
+            assert found[head, place].tolist() == expected
+            assert codes.scales[head, place].item() == pytest.approx(scale, rel=1e-3)
+
+
+def test_a_byte_of_a_plane_has_four_channels_a_quarter_apart() -> None:
+    values = torch.tensor([0, 1, 2, 3, 3, 2, 1, 0], dtype=torch.uint8)  # channels 0, 2, 4, 6 are byte 0
+    assert pack_plane(values).tolist() == [0 | 2 << 2 | 3 << 4 | 1 << 6, 1 | 3 << 2 | 2 << 4 | 0 << 6]
+
+
+@given(st.lists(st.integers(0, 3), min_size=16, max_size=16))
+def test_planes_survive_packing(values: list[int]) -> None:
+    assert unpack_plane(pack_plane(torch.tensor(values, dtype=torch.uint8))).tolist() == values
+
+
+def test_fewer_bits_are_the_leading_bits_of_more() -> None:
+    codes = codes_of(random_keys(50, 64))
+    for bits in (1, 2, 3):
+        assert torch.equal(leading_bits(codes, bits), leading_bits(codes, 4) >> (4 - bits))
+
+
+def test_zero_keys_weigh_nothing() -> None:
+    rotated = torch.zeros(2, 3, 16)
+    rotated[:, 1] = 1
+    assert encode(rotated).scales.gt(0).tolist() == [[False, True, False]] * 2
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e15, 1e30])
+def test_scales_stay_finite(scale: float) -> None:
+    scales = encode(rotate(random_keys(50, 64) * scale, rotation_signs(0, 64))).scales
+    assert scales.isfinite().all()
+    assert scales.ge(0).all()
+
+
+def test_rounded_queries_keep_their_value_and_largest_channel() -> None:
+    lanes = torch.randn(2, 3, 64) * torch.tensor([1e-3, 1.0, 1e3])[:, None]
+    lanes[1, 1] = 0
+    rounded = round_lanes(lanes)
+    largest = rounded.integers.abs().amax(dim=-1)
+    assert largest.eq(torch.tensor([[QUERY_LARGEST] * 3, [QUERY_LARGEST, 0, QUERY_LARGEST]])).all()
+    assert ((rounded.integers * rounded.steps - lanes).abs() <= rounded.steps * 0.501).all()
+    lengths = rounded.integers * rounded.of_length_one().steps
+    assert torch.allclose(lengths.norm(dim=-1), largest.gt(0).float())
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_estimates_equal_the_definition(bits: int) -> None:
+    """Products of values in the middle of the cells with rounded queries, by numpy in float64."""
+    codes, lanes = codes_of(random_keys(60, 64)), round_lanes(torch.randn(2, 3, 64))
+    middle = (2**bits - 1) / 2
+    values = STEP * 2 ** (4 - bits) * (leading_bits(codes, bits).double() - middle) * codes.scales.double()[..., None]
+    expected = (lanes.integers * lanes.steps).double() @ values.transpose(1, 2)
+    found = estimate_all(codes, lanes, bits)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+    places = torch.tensor([[3, 59, 0], [7, 8, 30]])
+    assert torch.equal(estimate_at(codes, places, lanes, bits), found.gather(2, places[:, None].expand(-1, 3, -1)))
+
+
+def test_more_bits_estimate_better_and_a_keys_own_length_is_exact() -> None:
+    keys = random_keys(3000, 64)
+    centred, codes = keys - keys.mean(dim=1, keepdim=True), codes_of(keys)
+    queries = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(4))
+    lanes = round_lanes(rotate(queries, rotation_signs(0, 64)))
+    exact = queries @ centred.transpose(1, 2)
+    errors = [float((estimate_all(codes, lanes, bits) - exact).norm() / exact.norm()) for bits in (1, 2, 3, 4)]
+    # Of a normal channel: STEP/√12 with 4 bits, and the error of the levels ±2 STEP and ±6 STEP with 2.
+    assert errors == sorted(errors, reverse=True)
+    assert errors[3] == pytest.approx(STEP / math.sqrt(12), rel=0.05)
+    assert errors[1] == pytest.approx(0.366, rel=0.05)
+    values = STEP * (leading_bits(codes, 4).float() - 7.5) * codes.scales.float()[..., None]
+    rotated = rotate(centred, rotation_signs(0, 64))
+    assert torch.allclose((values * rotated).sum(-1), rotated.square().sum(-1), rtol=1e-3)

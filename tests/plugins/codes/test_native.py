@@ -1,0 +1,61 @@
+"""Nested key codes of the compiled kernel against those of the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.plugins.index_cases import KV_HEADS, context_of
+
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.core.errors import KernelError
+from kvseek.core.extents import ExtentTable
+from kvseek.plugins.codes.key_codes import leading_bits
+from kvseek.plugins.codes.native import NativeCodeStore
+from kvseek.plugins.codes.rotation import padded_dim, rotation_signs
+from kvseek.plugins.codes.store import CodeStore
+from kvseek.plugins.contract import IndexContext
+
+
+def context(library: CpuLibrary, dim: int, lengths: list[int], dtype: torch.dtype, group: int = 1) -> IndexContext:
+    table = ExtentTable(len(lengths), 4, 4 * len(lengths))
+    for slot in reversed(range(len(lengths))):
+        table.reserve(slot, lengths[slot])
+    return context_of(None, dim, group, table, lengths, library=library, dtype=dtype)
+
+
+@pytest.mark.parametrize("dim", [2, 8, 20, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_encoding_equals_the_reference(library: CpuLibrary, level: int, dtype: torch.dtype, dim: int) -> None:
+    torch.manual_seed(dim)
+    lengths, signs = [1500, 0, 1], rotation_signs(1, padded_dim(dim))
+    expected, found = (kind(context(library, dim, lengths, dtype), signs) for kind in (CodeStore, NativeCodeStore))
+    found.high.fill_(255)
+    found.low.fill_(255)
+    found.scales.fill_(float("nan"))
+    for slot, n in enumerate(lengths):
+        keys = (torch.randn(KV_HEADS, n, dim) * (0.1 + 3 * torch.rand(KV_HEADS, n, 1)) + 1).to(dtype)
+        if n > 8:
+            keys[:, 8] *= 1e6  # its scale is beyond float16
+        for store in (expected, found):
+            store.build(slot, keys[:, : n // 2])
+            store.append(slot, n // 2, keys[:, n // 2 :])
+        ours, theirs = found.read(slot, n), expected.read(slot, n)
+        steps = (leading_bits(ours, 4).int() - leading_bits(theirs, 4).int()).abs()
+        assert not bool((steps > 1).any())
+        assert int((steps > 0).sum()) <= max(1, steps.numel() // 10_000)  # a channel within rounding of a border
+        torch.testing.assert_close(ours.scales, theirs.scales, rtol=2e-3, atol=1e-7)
+    assert torch.equal(found.means, expected.means)
+
+
+def test_what_kernels_do_not_support_is_refused(library: CpuLibrary) -> None:
+    signs = rotation_signs(0, 64)
+    store = NativeCodeStore(context(library, 64, [10], torch.float32), signs)
+    with pytest.raises(KernelError, match=r"keys: torch\.bfloat16 on cpu: must be torch\.float32 on cpu"):
+        store.append(0, 0, torch.zeros(KV_HEADS, 10, 64, dtype=torch.bfloat16))
+    for dim, group, dtype, message in (
+        (264, 1, torch.float32, "head_dim = 264"),
+        (64, 17, torch.float32, r"num_heads / num_kv_heads = 17: must be at most 16; .*--kernels reference"),
+        (64, 1, torch.float16, r"dtype = torch\.float16: must be float32 or bfloat16"),
+    ):
+        with pytest.raises(KernelError, match=message):
+            NativeCodeStore(context(library, dim, [10], dtype, group), rotation_signs(0, padded_dim(dim)))

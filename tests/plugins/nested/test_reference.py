@@ -1,0 +1,134 @@
+"""The rows that the nested method's PyTorch reference selects: its definition in plain loops, and its laws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.plugins.index_cases import (
+    KV_HEADS,
+    context_of,
+    extend,
+    make_flat,
+    random_keys,
+    random_queries,
+    select_rows,
+)
+from torch import Tensor
+
+from kvseek.core.extents import ExtentTable, extents_for
+from kvseek.plugins.codes.key_codes import STEP, leading_bits
+from kvseek.plugins.codes.rotation import padded_dim, rotate, rotation_signs
+from kvseek.plugins.nested.config import Config
+from kvseek.plugins.nested.reference import ReferenceIndex
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS
+
+
+def make_index(config: Config, head_dim: int, group: int, keys: Tensor, room: int = 0) -> ReferenceIndex:
+    n = keys.shape[1]
+    table = ExtentTable(1, extents_for(n + room), extents_for(n + room))
+    table.reserve(0, n + room)
+    books = {"signs": rotation_signs(config.rotation_seed, padded_dim(head_dim))}
+    index = ReferenceIndex(context_of(config, head_dim, group, table, [n], codebooks=books))
+    index.build(0, keys, torch.empty(0))
+    return index
+
+
+def select_by_hand(index: ReferenceIndex, query: Tensor, head: int) -> list[int]:
+    """Both passes for the queries [g, D] of one KV head (plugins/nested/README.md), in float64."""
+    config, n = index.config, index.context.lengths[0]
+    codes = index.codes.read(0, n)
+    scales = codes.scales[head].double()
+    lanes = rotate(query.mean(dim=0, keepdim=True) if config.group_reduce == "mean" else query, index.codes.signs)
+    lanes = torch.stack([(lane * (127 / lane.abs().max())).round() * lane.abs().max() / 127 for lane in lanes]).double()
+
+    def estimates(bits: int) -> Tensor:
+        values = STEP * 2 ** (4 - bits) * (leading_bits(codes, bits)[head].double() - (2**bits - 1) / 2)
+        return lanes @ (values * scales[:, None]).T
+
+    places = list(range(n))
+    if config.first_bits == 2:
+        scores = (estimates(2) / lanes.norm(dim=1, keepdim=True)).max(dim=0).values.tolist()
+        places = sorted(sorted(places, key=lambda i: (-scores[i], i))[: config.candidates * config.top_k])
+    chosen = estimates(4)[:, places]
+    if config.group_reduce == "mean":
+        values = chosen[0]
+    else:
+        weights = (chosen * index.context.scaling).softmax(dim=-1)
+        values = weights.max(dim=0).values if config.group_reduce == "max" else weights.mean(dim=0)
+    kept = sorted(range(len(places)), key=lambda i: (-float(values[i]), i))[: config.top_k]
+    return sorted(places[i] for i in kept)
+
+
+@pytest.mark.parametrize("first_bits", [2, 4])
+@pytest.mark.parametrize("group_reduce", GROUP_REDUCTIONS)
+@pytest.mark.parametrize(("head_dim", "group", "n"), [(64, 3, 700), (80, 2, 1100), (16, 1, 300)])
+def test_selection_equals_the_definition(group_reduce: str, head_dim: int, group: int, n: int, first_bits: int) -> None:
+    config = Config(top_k=23, group_reduce=group_reduce, candidates=4, first_bits=first_bits)
+    index = make_index(config, head_dim, group, random_keys(n, head_dim))
+    queries = random_queries(2, KV_HEADS * group, head_dim)
+    selection = select_rows(index, queries, [0, 0])
+    assert (selection.rows.dtype, selection.page) == (torch.int32, 1)
+    for request in range(2):
+        for head in range(KV_HEADS):
+            query = queries[request, head * group : (head + 1) * group]
+            assert selection.rows[request, head].tolist() == select_by_hand(index, query, head)
+
+
+def test_equal_keys_are_taken_from_the_front() -> None:
+    index = make_index(Config(top_k=10), 64, 1, random_keys(1, 64).expand(-1, 500, -1))
+    assert select_rows(index, random_queries(1, KV_HEADS, 64), [0]).rows[0, 0].tolist() == list(range(10))
+
+
+def test_a_common_offset_of_all_keys_changes_nothing() -> None:
+    """Because the mean is subtracted. The offset is a power of two, so that keys and mean are rounded alike."""
+    keys, queries = random_keys(900, 64).round(decimals=2), random_queries(1, KV_HEADS * 3, 64)
+    rows = [select_rows(make_index(Config(top_k=20), 64, 3, k), queries, [0]).rows[0] for k in (keys, keys + 64)]
+    same = [len(set(a.tolist()) & set(b.tolist())) for a, b in zip(*rows, strict=True)]
+    assert min(same) >= 19  # of 20: rounding may swap keys at the cut
+
+
+@pytest.mark.parametrize(("first_bits", "least"), [(2, 85), (4, 88)])
+@pytest.mark.parametrize("group_reduce", GROUP_REDUCTIONS)
+def test_finds_most_of_the_exact_top_k(group_reduce: str, first_bits: int, least: int) -> None:
+    keys, queries = random_keys(4000, 64), random_queries(4, KV_HEADS * 2, 64)
+    config = Config(group_reduce=group_reduce, first_bits=first_bits)
+    found = select_rows(make_index(config, 64, 2, keys), queries, [0] * 4).rows
+    exact = select_rows(make_flat(100, group_reduce, keys, 2), queries, [0] * 4).rows
+    shared = [
+        len(set(a) & set(b)) for a, b in zip(found.flatten(0, 1).tolist(), exact.flatten(0, 1).tolist(), strict=True)
+    ]
+    assert sum(shared) / len(shared) > least
+
+
+def test_a_region_may_be_indexed_in_parts() -> None:
+    """Later keys are encoded with the mean of the prompt's, which the next prompt of the slot replaces."""
+    keys = random_keys(2500, 64)
+    parts = make_index(Config(), 64, 1, keys[:, :40], room=2460)
+    parts.context.lengths[0] = 900
+    parts.build(0, keys[:, :900], torch.empty(0))
+    for start, stop in ((900, 1156), (1156, 2500)):
+        extend(parts, 0, keys[:, start:stop])
+    mean = keys[:, :900].mean(dim=1)
+    torch.testing.assert_close(parts.codes.means[0], mean)
+    whole = make_index(Config(), 64, 1, keys)
+    whole.codes.means[0] = parts.codes.means[0]
+    whole.append(0, 0, keys)
+    for ours, theirs in zip(
+        vars(parts.codes.read(0, 2500)).values(), vars(whole.codes.read(0, 2500)).values(), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_an_empty_prompt_has_a_mean_of_zero() -> None:
+    keys = random_keys(300, 64)
+    index = make_index(Config(top_k=20), 64, 1, keys[:, :100], room=200)
+    index.context.lengths[0] = 0
+    index.build(0, keys[:, :0], torch.empty(0))
+    assert index.codes.means.eq(0).all()
+    extend(index, 0, keys)
+    assert select_rows(index, random_queries(1, KV_HEADS, 64), [0]).rows.ge(0).all()
+
+
+def test_bytes_per_token() -> None:
+    for head_dim, expected in ((64, 34), (128, 66)):
+        assert make_index(Config(), head_dim, 1, random_keys(1, head_dim)).bytes_per_token == KV_HEADS * expected
