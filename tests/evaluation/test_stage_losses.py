@@ -19,7 +19,7 @@ from kvseek.core.errors import ConfigError, KernelError
 from kvseek.evaluation import stage_losses
 from kvseek.evaluation.capture import CapturedLayer, capture, load_model
 from kvseek.evaluation.losses import Losses, measure_layer, total
-from kvseek.evaluation.needle import Dialogue
+from kvseek.evaluation.needle_tasks.tasks import Dialogue
 from kvseek.evaluation.questions import capture_questions
 from kvseek.evaluation.replay import Replay
 from kvseek.measurement.offers import stages_of
