@@ -28,7 +28,7 @@ from kvseek.engine.model.weight_only import NONE
 from kvseek.evaluation.needle_results import Results, print_table
 from kvseek.evaluation.needle_tasks import vocabulary
 from kvseek.evaluation.needle_tasks.facts import Score, score
-from kvseek.evaluation.needle_tasks.tasks import MOST_QUESTIONS, ROUNDS, TASKS, Dialogue, make_dialogues
+from kvseek.evaluation.needle_tasks.tasks import ROUNDS, TASKS, Dialogue, make_dialogues
 from kvseek.measurement.machine import describe, describe_gpu
 from kvseek.measurement.output import run_command, write_result
 from kvseek.plugins.registry import get_method
@@ -118,7 +118,6 @@ def add_question_flags(parser: argparse.ArgumentParser, *, n: int, lengths: str)
     parser.add_argument("--tasks", default="all", help="comma list, or all")
     parser.add_argument("--lengths", default=lengths, help="comma list of context lengths in tokens")
     parser.add_argument("--n", type=int, default=n, help="contexts of each task and length (multi_turn: dialogues)")
-    parser.add_argument("--questions", type=int, default=1, help="asked on each context, each alone (multi_turn: no)")
 
 
 def chosen_questions(arguments: argparse.Namespace, **advised: int) -> tuple[list[str], list[int]]:
@@ -133,11 +132,9 @@ def chosen_questions(arguments: argparse.Namespace, **advised: int) -> tuple[lis
     unknown = sorted(set(chosen) - set(TASKS))
     if unknown:
         raise ConfigError(f"--tasks: {unknown[0]!r} is unknown; choose from {', '.join(TASKS)}, or all")
-    for name, value in {**advised, "questions": 1}.items():
+    for name, value in advised.items():
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} = {getattr(arguments, name)}: must be >= 1; {value} is the default")
-    if arguments.questions > MOST_QUESTIONS:
-        raise ConfigError(f"--questions = {arguments.questions}: must be <= {MOST_QUESTIONS}; raise --n instead")
     lengths = arguments.lengths.split(",")
     if not all(length.isdecimal() and int(length) >= 256 for length in lengths):
         raise ConfigError(f"--lengths = {arguments.lengths!r}: must be a comma list of lengths >= 256; try 4096")
@@ -148,7 +145,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Ask every engine every question that the result files have no answer to; the document, as Results.document."""
     end = time.monotonic() + arguments.seconds
     chosen, lengths = chosen_questions(arguments, n=24, rounds=ROUNDS)
-    results = Results({"questions": arguments.questions, "rounds": arguments.rounds})
+    results = Results({"rounds": arguments.rounds})
     written = [arguments.output] if arguments.output and arguments.output.exists() else []
     for path in [*arguments.results, *written]:
         results.read(path)
@@ -183,12 +180,9 @@ def ask(
         if start >= end:
             print(f"{task} {length} {name}: {left} contexts left; run again to go on", file=sys.stderr)
             return
-        count, questions = min(left, llm.config.max_batch_size), arguments.questions if task != "multi_turn" else 1
-        made = {"questions": questions, "rounds": arguments.rounds, "first": cell.contexts}
-        answers = converse(llm, make_dialogues(task, length, count, **made))
-        by_context = [answers[first : first + questions] for first in range(0, len(answers), questions)]
-        flat = [[answer for dialogue in group for answer in dialogue] for group in by_context]
-        cell.add(flat, time.monotonic() - start)
+        count = min(left, llm.config.max_batch_size)
+        dialogues = make_dialogues(task, length, count, rounds=arguments.rounds, first=cell.contexts)
+        cell.add(converse(llm, dialogues), time.monotonic() - start)
         if arguments.output:
             write_result(arguments.output, results.document())
         done = f"{cell.contexts} contexts, exact {100 * cell.exact:.1f} %, {cell.seconds:.0f} s"

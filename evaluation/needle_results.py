@@ -23,7 +23,7 @@ class Cell:
     Attributes
     ----------
     right : list of str
-        For each context, from the first on, a character for each question: 1 for an exact answer, 0 for another.
+        For each context, from the first on, a character for each round: 1 for an exact answer, 0 for another.
     part, attended_share : float
         Means over the questions: of Score.part, and of the share of the cached tokens that decode steps attended to.
     """
@@ -58,11 +58,11 @@ class Cell:
 
     @property
     def by_round(self) -> list[float]:
-        """Exact answers by round of a dialogue, or by question of a context."""
+        """Exact answers by round of a dialogue."""
         return [sum(answer == "1" for answer in answers) / self.contexts for answers in zip(*self.right, strict=True)]
 
     def add(self, answers: Sequence[Sequence[tuple[Score, float]]], seconds: float) -> None:
-        """Take in, for each further context, the score and the attended share of each of its questions."""
+        """Take in, for each further context, the score and the attended share of each round."""
         flat = [answer for of_context in answers for answer in of_context]
         before, count = self.questions, self.questions + len(flat)
         self.part = (self.part * before + sum(score.part for score, _ in flat)) / count
@@ -99,7 +99,7 @@ class Results:
     Attributes
     ----------
     settings : dict
-        Questions a context, and rounds of a dialogue.
+        What the questions depend on beside the task: rounds of a dialogue.
     engines : dict
         Configurations by the engines' names.
     cells : dict
@@ -190,7 +190,9 @@ def print_table(document: dict[str, Any]) -> None:
         row = {cell.engine: cell for cell in cells if (cell.length, cell.task) == (length, task)}
         none = Cell(task, length, "")
         differences = [compared(row.get(name, none), row.get(names[0], none)) for name in names[1:]]
-        contexts, questions = (_span(getattr(cell, name) for cell in row.values()) for name in ("contexts", "questions"))
+        contexts, questions = (
+            _span(getattr(cell, name) for cell in row.values()) for name in ("contexts", "questions")
+        )
         shown = [_figures(row[name]) if name in row else "" for name in names]
         table.add_row(task, f"{length:,}", contexts, questions, *shown, *differences)
     console = Console()

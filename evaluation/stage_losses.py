@@ -157,6 +157,7 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("--needle", type=Path, default=Path("../shared/needle"), help="folder of train_needle.py, with model/")
     add_question_flags(result, n=4, lengths="32768")
+    add("--questions", type=int, default=1, help="on each context, each alone; they share its prefill (multi_turn: no)")
     add("--methods", default=selecting_methods(), help="comma list; NAME:field=value sets fields")
     add("--least", type=float, default=0.05, help="share of a query head's attention that makes a row needed")
     add("--layers", help="comma list; all if left out")
@@ -173,7 +174,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if options.threads < 1:
             raise ConfigError(f"--threads = {options.threads}: must be >= 1; leave it out for torch's choice")
         torch.set_num_threads(options.threads)
-    chosen, lengths = chosen_questions(options, n=4)
+    chosen, lengths = chosen_questions(options, n=4, questions=1)
     if not 0 < options.least <= 1:
         raise ConfigError(
             f"--least = {options.least}: must be in (0, 1], a share of the attention; 0.05 is the default"

@@ -64,7 +64,9 @@ def _multikey(source: FactSource, choices: random.Random, asked: Asked) -> State
 def _dense(source: FactSource, choices: random.Random, asked: Asked) -> Stated:
     """As many facts as fit beside the longest question and answer; the last few tokens are filler."""
     facts = [source.single()]
-    left = asked.tokens - 1 - _longest([[facts[0]]]) - 2 - facts[0].tokens  # 2: an answer may be a number of five digits
+    left = (
+        asked.tokens - 1 - _longest([[facts[0]]]) - 2 - facts[0].tokens
+    )  # 2: an answer may be a number of five digits
     while left >= LONGEST_FACT:
         facts.append(source.single())
         left -= facts[-1].tokens
@@ -135,8 +137,10 @@ def make_dialogues(
     Raises
     ------
     ConfigError
-        If questions and answers leave no room for the facts that they ask for.
+        If there are too many questions, or they leave no room for the facts that they ask for.
     """
+    if questions > MOST_QUESTIONS:
+        raise ConfigError(f"--questions = {questions}: must be <= {MOST_QUESTIONS}; raise --n instead")
     dialogues: list[Dialogue] = []
     for seed in range(FIRST_SEED + first, FIRST_SEED + first + contexts):
         dialogues += _dialogues(task, Asked(tokens, rounds if task == "multi_turn" else questions), seed)

@@ -12,7 +12,8 @@ from itertools import product
 from pathlib import Path
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-GRAMMAR = tuple("the is . , ? question answer what are all first second third fourth trace var =".split())
+ORDINAL_WORDS = ("first", "second", "third", "fourth")
+GRAMMAR = ("the", "is", ".", ",", "?", "question", "answer", "what", "are", "all", *ORDINAL_WORDS, "trace", "var", "=")
 PAD, BOS, EOS, UNKNOWN = range(len(SPECIAL))
 FIRST_DIGIT = len(SPECIAL) + len(GRAMMAR)
 DIGITS = range(FIRST_DIGIT, FIRST_DIGIT + 10)
@@ -39,7 +40,7 @@ def _words() -> list[str]:
 WORDS = _words()
 IDS = {word: number for number, word in enumerate(WORDS)}
 FULL_STOP = IDS["."]
-ORDINALS = [IDS[word] for word in ("first", "second", "third", "fourth")]
+ORDINALS = [IDS[word] for word in ORDINAL_WORDS]
 
 
 def encode(text: str) -> list[int]:

@@ -1,15 +1,13 @@
-"""The needle tasks: what contexts state, what is asked and how it is scored; and the needle model knows the answers."""
+"""The needle tasks: what contexts state, what is asked and how it is scored."""
 
 from __future__ import annotations
 
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
@@ -20,7 +18,6 @@ from kvseek.evaluation.needle_tasks import vocabulary
 from kvseek.evaluation.needle_tasks.contexts import write_context
 from kvseek.evaluation.needle_tasks.facts import Score, score
 from kvseek.evaluation.needle_tasks.tasks import TASKS, Dialogue, make_dialogues
-
 
 ORDINALS = ("first", "second", "third", "fourth")
 
@@ -124,26 +121,6 @@ def test_the_saved_tokenizer_reads_the_text_back(tmp_path: Path) -> None:
     (dialogue,) = make_dialogues("variable_tracking", 512, 1)
     assert tokenizer(vocabulary.decode(dialogue.context[1:]))["input_ids"] == dialogue.context
     assert tokenizer.convert_tokens_to_ids("nonsense") == vocabulary.UNKNOWN
-
-
-@pytest.fixture(scope="module")
-def needle_model(needle_folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(needle_folder / "model", dtype=torch.float32).eval()
-
-
-@pytest.mark.parametrize("task", TASKS)
-@torch.inference_mode()
-def test_the_needle_model_answers(task: str, needle_model: Any) -> None:
-    """A model that was trained on another generator's questions draws every token of every right answer."""
-    (dialogue,) = make_dialogues(task, 1024, 1)
-    ids, ends = list(dialogue.context), []
-    for _, question, gold in dialogue.rounds:
-        ids += question + gold
-        ends.append((len(ids), gold))
-    drawn = needle_model(torch.tensor([ids])).logits[0].argmax(dim=-1).tolist()
-    assert [drawn[end - len(gold) - 1 : end - 1] for end, gold in ends] == [gold for _, gold in ends]
 
 
 def test_filler_fills() -> None:
