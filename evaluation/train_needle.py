@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,34 +26,13 @@ from torch.utils.data import DataLoader, Dataset
 from kvseek.builder.checking.reference import quiet
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.evaluation.needle_tasks import vocabulary
-from kvseek.evaluation.needle_tasks.tasks import TASKS, make_dialogues
+from kvseek.evaluation.needle_tasks.model import SHAPES, answer_logits, check, make_model
 from kvseek.evaluation.needle_tasks.training import make_sequence
 
-POSITIONS = 131_072
-ROPE_THETA = 1e8
 WARMUP = 500  # steps, at most a tenth of all
 LAST_SHARE = 0.1  # of the learning rate, at the last step
-CHECKED_CONTEXTS = 4  # a task
+POSITIONS = 131_072  # of the model, and where jumps may reach
 SHORTEST = 128  # tokens of a sequence
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a model: hidden, MLP, layers, query heads, KV heads, head size."""
-
-    hidden: int
-    mlp: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-
-
-SHAPES = {
-    "needle": Shape(384, 1024, 5, 6, 2, 128),  # 10.8 million parameters, 21.7 MB in bfloat16
-    "small": Shape(192, 384, 4, 4, 2, 64),  # 2.0 million, 4.0 MB
-    "tiny": Shape(64, 128, 2, 2, 1, 32),  # 0.2 million: to see the script run
-}
 
 
 @dataclass(frozen=True)
@@ -80,8 +60,8 @@ RECIPE = (
     Stage(1024, 64, 4000, bare=0.1),
     Stage(4096, 16, 3000),
     Stage(16384, 4, 2000),
-    Stage(65536, 1, 500),
-    Stage(131_072, 1, 300),
+    Stage(65536, 1, 200),
+    Stage(131_072, 1, 100),
 )
 
 
@@ -102,40 +82,6 @@ class Batches(Dataset[dict[str, Tensor]]):
         made = [make_sequence([self.seed, step, number], stage.tokens, **settings) for number in range(stage.sequences)]
         parts = {name: torch.stack([torch.from_numpy(getattr(one, name)) for one in made]) for name in asdict(made[0])}
         return {name: part if part.dtype == torch.bool else part.long() for name, part in parts.items()}
-
-
-def make_model(shape: Shape, positions: int) -> Any:
-    """A Qwen3 model with random weights, float32."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=vocabulary.SIZE,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.mlp,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_size,
-        max_position_embeddings=positions,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-        tie_word_embeddings=True,
-        bos_token_id=vocabulary.BOS,
-        eos_token_id=vocabulary.EOS,
-        pad_token_id=vocabulary.PAD,
-        attn_implementation="sdpa",
-    )
-    return Qwen3ForCausalLM(config)
-
-
-def answer_logits(model: Any, ids: Tensor, positions: Tensor | None, answers: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [n, vocabulary] of the tokens that `answers` marks in ids [sequences, tokens], and these tokens [n].
-
-    The mask is given as none, which is causal attention: from positions that jump transformers would conclude that several
-    texts are packed into a sequence, and hide each from the next.
-    """
-    causal = {"full_attention": None}
-    hidden = model.model(ids, attention_mask=causal, position_ids=positions, use_cache=False).last_hidden_state
-    return model.lm_head(hidden[:, :-1][answers[:, 1:]]), ids[:, 1:][answers[:, 1:]]
 
 
 def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], rate: float) -> Tensor:
@@ -161,27 +107,6 @@ def learning_rate(step: int, steps: int, most: float) -> float:
     return most * (LAST_SHARE + (1 - LAST_SHARE) * (1 + math.cos(math.pi * done)) / 2)
 
 
-@torch.inference_mode()
-def check(model: Any, tokens: int, device: torch.device) -> dict[str, float]:
-    """Share of the answers that the model draws token by token, by task, in contexts that training does not draw."""
-    found = {}
-    for task in TASKS:
-        right: list[bool] = []
-        for dialogue in make_dialogues(task, max(tokens, 1024), CHECKED_CONTEXTS):
-            ids, answers, lengths = list(dialogue.context), [False] * len(dialogue.context), []
-            for _, question, gold in dialogue.rounds:
-                ids += question + gold
-                answers += [False] * len(question) + [True] * len(gold)
-                lengths.append(len(gold))
-            given, marks = torch.tensor([ids], device=device), torch.tensor([answers], device=device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                logits, gold_ids = answer_logits(model, given, None, marks)
-            same = torch.split(logits.argmax(dim=-1) == gold_ids, lengths)
-            right += [bool(part.all()) for part in same]
-        found[task] = sum(right) / len(right)
-    return found
-
-
 class Training:
     """A model, its optimizer and the number of steps done; on disk in `folder`."""
 
@@ -189,8 +114,7 @@ class Training:
         self.folder: Path = arguments.output_dir
         self.device = torch.device(arguments.device)
         stages = tuple(arguments.stage or RECIPE)
-        settings = {name: getattr(arguments, name) for name in ("shape", "learning_rate", "jumps", "seed", "positions")}
-        self.settings = {**settings, "stages": [asdict(stage) for stage in stages]}
+        self.settings = {name: getattr(arguments, name) for name in ("shape", "jumps", "seed", "positions")}
         self.batches = Batches(arguments.seed, stages, arguments.jumps, arguments.positions)
         torch.manual_seed(arguments.seed)
         self.model = make_model(SHAPES[arguments.shape], arguments.positions).to(self.device)
@@ -210,14 +134,20 @@ class Training:
         if not self.state_file.exists():
             return
         state = torch.load(self.state_file, map_location=self.device, weights_only=True)
-        if state["settings"] != self.settings:
+        done = state["step"]
+        if state["settings"] != self.settings or state["batches"] != self._batches_of(done):
             raise ConfigError(
-                f"--output_dir = {str(self.folder)!r}: was begun with {state['settings']}: must be {self.settings}, as "
-                "now, to go on; name another folder"
+                f"--output_dir = {str(self.folder)!r}: was begun with other flags, {state['settings']}, or other stages "
+                f"before step {done}: must be the same to go on; repeat them, or name another folder"
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
+        self.step = done
+
+    def _batches_of(self, steps: int) -> list[list[float]]:
+        """What the batches of the first steps are made of: they decide whether a training can go on."""
+        sizes = Counter((stage.tokens, stage.sequences, stage.bare) for stage in self.batches.stages[:steps])
+        return [[*of_stage, count] for of_stage, count in sizes.items()]
 
     def save(self) -> None:
         """Write the state, and model/ with the checkpoint in bfloat16 and the tokenizer."""
@@ -225,7 +155,8 @@ class Training:
 
         self.folder.mkdir(parents=True, exist_ok=True)
         model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
-        state = {"settings": self.settings, "step": self.step, "model": model, "optimizer": optimizer}
+        begun = {"settings": self.settings, "step": self.step, "batches": self._batches_of(self.step)}
+        state = {**begun, "model": model, "optimizer": optimizer}
         part = self.state_file.with_name("state.pt.part")
         torch.save(state, part)
         os.replace(part, self.state_file)

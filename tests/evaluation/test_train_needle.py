@@ -12,7 +12,7 @@ import torch
 from tests.conftest import BuildEngine
 
 from kvseek.evaluation import needle, train_needle
-from kvseek.evaluation.needle_tasks import vocabulary
+from kvseek.evaluation.needle_tasks import model, vocabulary
 from kvseek.evaluation.needle_tasks.tasks import TASKS
 from kvseek.evaluation.needle_tasks.training import make_sequence
 
@@ -22,7 +22,7 @@ FLAGS = ["--shape", "tiny", "--positions", "2048", "--stage", "128:4:8:1.0", "--
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One context a task is enough."""
-    monkeypatch.setattr(train_needle, "CHECKED_CONTEXTS", 1)
+    monkeypatch.setattr(model, "CHECKED_CONTEXTS", 1)
 
 
 def train(folder: Path, *flags: str) -> tuple[int, list[dict[str, Any]]]:
@@ -46,8 +46,9 @@ def test_a_training_writes_a_model_and_goes_on_where_it_was(
     states = [torch.load(tmp_path / name / "state.pt", weights_only=True) for name in ("whole", "parts")]
     for name, weights in states[0]["model"].items():
         torch.testing.assert_close(states[1]["model"][name], weights, rtol=0, atol=0)
-    assert train(tmp_path / "parts", "--learning_rate", "1e-4")[0] == 1
-    assert "was begun with" in capsys.readouterr().err
+    assert train(tmp_path / "parts", "--stage", "256:2:1")[0] == 0, "a stage may be longer, or follow"
+    assert train(tmp_path / "parts", "--jumps", "0")[0] == 1
+    assert "was begun with other flags" in capsys.readouterr().err
     engine = build_engine(tmp_path / "whole/model", "full", "--max_seq_len", "512", "--check")
     assert needle.main(["--engine_dir", str(engine), "--lengths", "300", "--n", "1", "--tasks", "niah_single"]) == 0
 
@@ -81,24 +82,33 @@ def test_sequences(tmp_path: Path) -> None:
 def test_positions_that_jump_hide_nothing() -> None:
     """Attention is causal over the whole sequence, as with a mask of its own: no text that is packed with another."""
     torch.manual_seed(0)
-    model = train_needle.make_model(train_needle.SHAPES["tiny"], 4096).eval()
+    random = model.make_model(model.SHAPES["tiny"], 4096).eval()
     ids = torch.randint(vocabulary.SIZE, (1, 40))
     positions = torch.arange(40) + 500 * (torch.arange(40) >= 20)
     answers = torch.ones(1, 40, dtype=torch.bool)
     with torch.inference_mode():
-        logits, gold = train_needle.answer_logits(model, ids, positions[None], answers)
+        logits, gold = model.answer_logits(random, ids, positions[None], answers)
         seen = torch.full((40, 40), -torch.inf).triu(1)[None, None]
-        expected = model(ids, attention_mask={"full_attention": seen}, position_ids=positions[None]).logits[0, :-1]
+        expected = random(ids, attention_mask={"full_attention": seen}, position_ids=positions[None]).logits[0, :-1]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(gold, ids[0, 1:])
 
 
-def test_the_check_is_right_about_a_model_that_knows(needle_folder: Path, checks: None) -> None:
-    """The needle model, trained on another generator's questions, draws every token of every right answer to ours."""
+def test_the_needle_model_knows_all_of_it(needle_folder: Path, checks: None) -> None:
+    """A model that was trained on another generator's questions draws every token of every right answer to ours.
+
+    In the tasks' contexts and in sequences for training, whose positions jump far.
+    """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(needle_folder / "model", dtype=torch.float32).eval()
-    assert train_needle.check(model, 1024, torch.device("cpu")) == dict.fromkeys(TASKS, 1.0)
+    needle_model = AutoModelForCausalLM.from_pretrained(needle_folder / "model", dtype=torch.float32).eval()
+    assert model.check(needle_model, 1024, torch.device("cpu")) == dict.fromkeys(TASKS, 1.0)
+    batch = train_needle.Batches(5, [train_needle.Stage(512, 8, 1)], jumps=1.0, positions=train_needle.POSITIONS)[0]
+    assert batch["positions"].max() > 20_000
+    with torch.inference_mode():
+        logits, gold = model.answer_logits(needle_model, batch["ids"], batch["positions"], batch["answers"])
+    assert len(gold) > 200
+    assert torch.equal(logits.argmax(dim=-1), gold)
 
 
 def test_stages_and_rates() -> None:
