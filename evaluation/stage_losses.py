@@ -120,9 +120,8 @@ def print_report(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        title=f"rows with at least {report['least']:g} of a query head's attention, and the stages that lose them"
-    )
+    needed = f"rows with at least {report['least']:g} of a query head's attention, and the stages that lose them"
+    table = Table(title=f"{needed}; contexts of a task and length: {report['contexts']}")
     left = ("task", "method", "lost at")
     for heading in ("task", "tokens", "right", "method", "layer", "needed", "lost", "lost at", "choices", "mass lost"):
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)

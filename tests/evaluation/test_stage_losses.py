@@ -252,6 +252,7 @@ def test_command_line_prints_json_and_tables(
     stage_losses.print_report(report)
     printed = capsys.readouterr().out
     assert "tells no stages" in printed
+    assert "contexts of a task and length: 1" in printed
     assert f"pages {cells[1]['layers'][0]['lost_share_by_stage']['pages']:.1%}, boxes" in printed
 
 
