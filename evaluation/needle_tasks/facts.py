@@ -27,7 +27,7 @@ KINDS = ("value", "four", "values", "chain")
 VALUES = 4  # of a fact with several values, and keys of a question of kind "four"
 DIGIT_SHARE = 0.4  # of the values that are numbers
 
-THE, IS, EQUALS, ANSWER = (encode(word) for word in ("the", "is", "=", "? answer"))
+THE, IS, VAR, EQUALS, ANSWER = (encode(word) for word in ("the", "is", "var", "=", "? answer"))
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class FactSource:
         names = [self._variables.pop() for _ in range(length or self._choices.randint(2, 4))]
         value = self._value(self._numeric())
         sources = [value, *([name] for name in names)]
-        sentences = [[*_VAR, name, *EQUALS, *source, FULL_STOP] for name, source in zip(names, sources, strict=False)]
+        sentences = [[*VAR, name, *EQUALS, *source, FULL_STOP] for name, source in zip(names, sources, strict=False)]
         return Fact("chain", names, [value], sentences)
 
     def _key(self) -> list[int]:
@@ -103,9 +103,6 @@ class FactSource:
 
     def _value(self, numeric: bool) -> list[int]:
         return self._choices.choices(DIGITS, k=5) if numeric else self._choices.choices(VALUE_WORDS, k=3)
-
-
-_VAR = encode("var")
 
 
 def _keyed(form: str, key: list[int], values: list[list[int]]) -> Fact:
