@@ -102,7 +102,7 @@ def test_scores() -> None:
     assert score(kind, gold, [*gold[: ends[3]], vocabulary.FULL_STOP]) == Score(False, 0.75)
 
 
-def test_the_layout_is_the_needle_models(needle_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layout_is_the_needle_models(needle_folder: Path) -> None:
     """Words of the grammar have the ids of the model's own tokenizer, and so have the classes of made-up words."""
     from transformers import AutoTokenizer
 

@@ -53,7 +53,7 @@ def test_a_training_writes_a_model_and_goes_on_where_it_was(
     assert needle.main(["--engine_dir", str(engine), "--lengths", "300", "--n", "1", "--tasks", "niah_single"]) == 0
 
 
-def test_sequences(tmp_path: Path) -> None:
+def test_sequences() -> None:
     """Of all kinds: exactly as long as asked; answers end with a full stop; every fact asked for is in the context."""
     kinds = set()
     for number in range(60):
