@@ -29,6 +29,8 @@ from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.engine import Engine
 from kvseek.engine.schedule.sampling import Sampler
+from kvseek.evaluation.needle import check_vocabulary
+from kvseek.evaluation.needle_tasks.tasks import make_dialogues
 from kvseek.evaluation.selection_quality import Quality, compare_fresh, group_reduction, measure
 from kvseek.evaluation.selection_tap import SelectionTap
 from kvseek.measurement.machine import describe, resident_bytes
@@ -36,8 +38,7 @@ from kvseek.measurement.output import run_command
 from kvseek.plugins.registry import get_method, method_traits
 
 SPAN = 1000  # steps whose figures are averaged
-DOCUMENT_TASK = "niah_multikey"  # of the needle folder, whose context is the document with --needle
-DOCUMENT_SEED = 10**6
+DOCUMENT_TASK = "niah_multikey"  # whose context is the document with --needle
 QUESTION_TOKENS = 32  # more than DOCUMENT_TASK reserves for a question and its answer
 
 
@@ -80,7 +81,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine_dir", type=Path, required=True, help="an engine of a method that selects rows")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", type=Path, help="UTF-8 text: the document, whose first tokens are the prompt")
-    source.add_argument("--needle", type=Path, help="the needle folder: the document is a context of its tasks")
+    source.add_argument("--needle", action="store_true", help="the document is a context of the needle tasks")
     parser.add_argument("--prompt_tokens", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=10_000, help="tokens to generate; end tokens do not end it")
     parser.add_argument("--follow", action="store_true", help="feed the document's next tokens, not those drawn")
@@ -111,18 +112,17 @@ def chosen_layers(text: str | None, num_layers: int, dense: int = 0) -> list[int
 def document(arguments: argparse.Namespace, engine: Engine) -> tuple[int, ...]:
     """Token ids of the prompt and, with --follow, of what is fed after it; raises ConfigError if the text is too short."""
     wanted: int = arguments.prompt_tokens + (arguments.steps if arguments.follow else 0)
-    if arguments.needle is not None:
-        from kvseek.evaluation.needle import load_tasks
-
-        tasks = load_tasks(arguments.needle)
-        ids = tasks.make_example(DOCUMENT_TASK, wanted + QUESTION_TOKENS, DOCUMENT_SEED).context.tolist()
+    if arguments.needle:
+        check_vocabulary(engine.config, "--engine_dir")
+        (dialogue,) = make_dialogues(DOCUMENT_TASK, wanted + QUESTION_TOKENS, 1)
+        ids = dialogue.context
     else:
         ids = engine.tokenizer.encode(arguments.text.read_text(encoding="utf-8"))
     if len(ids) < wanted:
         followed = f" and --steps = {arguments.steps} with --follow" if arguments.follow else ""
         raise ConfigError(
             f"--prompt_tokens = {arguments.prompt_tokens}{followed}: the document must have {wanted} tokens, "
-            f"{arguments.text or arguments.needle} has {len(ids)}; ask for fewer or give a longer one"
+            f"{arguments.text} has {len(ids)}; ask for fewer or give a longer one"
         )
     return tuple(ids[:wanted])
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvseek.evaluation.capture import CapturedLayer, feed, hidden_states, recording
-from kvseek.evaluation.needle import Dialogue
+from kvseek.evaluation.needle_tasks.tasks import Dialogue
 from kvseek.plugins.contract import LAST_QUERIES
 
 ATTENTION_NAME = "kvseek_capture_questions"  # of its own: texts may be captured while questions go on

@@ -29,7 +29,8 @@ import torch
 from kvseek.core.errors import ConfigError
 from kvseek.evaluation.capture import load_model
 from kvseek.evaluation.losses import Losses, measure_layer, total
-from kvseek.evaluation.needle import Dialogue, chosen_questions, load_tasks, make_dialogues
+from kvseek.evaluation.needle import add_question_flags, chosen_questions
+from kvseek.evaluation.needle_tasks.tasks import Dialogue, make_dialogues
 from kvseek.evaluation.questions import capture_questions
 from kvseek.evaluation.recall import chosen_layers, selecting_methods
 from kvseek.measurement.machine import describe
@@ -119,9 +120,8 @@ def print_report(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        title=f"rows with at least {report['least']:g} of a query head's attention, and the stages that lose them"
-    )
+    needed = f"rows with at least {report['least']:g} of a query head's attention, and the stages that lose them"
+    table = Table(title=f"{needed}; contexts of a task and length: {report['contexts']}")
     left = ("task", "method", "lost at")
     for heading in ("task", "tokens", "right", "method", "layer", "needed", "lost", "lost at", "choices", "mass lost"):
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
@@ -154,10 +154,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = result.add_argument
-    add("--needle", type=Path, default=Path("../shared/needle"), help="the needle folder")
-    add("--tasks", default="all", help="comma list, or all")
-    add("--lengths", default="32768", help="comma list of context lengths in tokens")
-    add("--n", type=int, default=4, help="questions of each task (multi_turn: n/4 dialogues, at least 2)")
+    add("--needle", type=Path, default=Path("../shared/needle"), help="folder of train_needle.py, with model/")
+    add_question_flags(result, n=4, lengths="32768")
+    add("--questions", type=int, default=1, help="on each context, each alone; they share its prefill (multi_turn: no)")
     add("--methods", default=selecting_methods(), help="comma list; NAME:field=value sets fields")
     add("--least", type=float, default=0.05, help="share of a query head's attention that makes a row needed")
     add("--layers", help="comma list; all if left out")
@@ -174,18 +173,22 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if options.threads < 1:
             raise ConfigError(f"--threads = {options.threads}: must be >= 1; leave it out for torch's choice")
         torch.set_num_threads(options.threads)
-    tasks = load_tasks(options.needle)
-    chosen, lengths = chosen_questions(options, tasks.TASKS, default_n=4, a_length=32768)
+    chosen, lengths = chosen_questions(options, n=4, questions=1)
     if not 0 < options.least <= 1:
         raise ConfigError(
             f"--least = {options.least}: must be in (0, 1], a share of the attention; 0.05 is the default"
         )
     model, _ = load_model(options.needle / "model")
     layers = chosen_layers(options.layers, model.config.num_hidden_layers) or range(model.config.num_hidden_layers)
-    asked = {(task, length): make_dialogues(tasks, task, length, options.n) for length in lengths for task in chosen}
+    asked = {
+        (task, length): make_dialogues(task, length, options.n, questions=options.questions)
+        for length in lengths
+        for task in chosen
+    }
     for (_, length), dialogues in asked.items():
         check_questions(dialogues, variants, model.config.max_position_embeddings, length)
-    head = {"evaluation": "stage_losses", "machine": describe(), "least": options.least, "n": options.n}
+    counted = {"contexts": options.n, "questions_per_context": options.questions}
+    head = {"evaluation": "stage_losses", "machine": describe(), "least": options.least, **counted}
     settings = {one.label: {"cache": asdict(one.cache), "settings": asdict(one.settings)} for one in variants}
     cells: list[Cell] = []
     report: dict[str, Any] = {}

@@ -117,7 +117,7 @@ def test_the_needle_document_is_followed(needle_folder: Path, build_engine: Buil
     window = ("--cache.sink", "16", "--cache.local", "64", "--cache.update", "32")
     directory = build_engine(needle_folder / "model", "pariskv", *limits, *window, "--pariskv.top_k", "50")
     flags = ["--prompt_tokens", "520", "--steps", "100", "--every", "20", "--follow"]
-    report = drift.run(drift.parse(["--engine_dir", str(directory), "--needle", str(needle_folder), *flags]))
+    report = drift.run(drift.parse(["--engine_dir", str(directory), "--needle", *flags]))
     assert [sample["cached_tokens"] for sample in report["samples"]] == [540, 560, 580, 600, 620]
     assert report["by_thousand"][0]["recall"] > 0.85
     assert report["by_thousand"][0]["mass_ratio"] > 0.98

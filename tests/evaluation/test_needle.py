@@ -1,36 +1,32 @@
-"""The needle evaluation: how dialogues run and are scored, and, slow, accuracy of real engines at 4K tokens."""
+"""The needle evaluation: how dialogues run, how answers are counted, and, slow, accuracy of real engines at 4K tokens."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 from tests.conftest import BuildEngine, RandomModel
 from tests.plugins.cases import CASES
-from tests.support.random_models import VOCABULARY
 
 from kvseek import LLM, SamplingParams
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
 from kvseek.evaluation import needle
+from kvseek.evaluation.needle_results import Cell, compared, print_table
+from kvseek.evaluation.needle_tasks import vocabulary
+from kvseek.evaluation.needle_tasks.facts import Score
+from kvseek.evaluation.needle_tasks.tasks import Dialogue
 
 LENGTH = 4096
-QUESTIONS = 1
+CONTEXTS = 1
 NEEDLE = [method for method, cases in CASES.items() if cases.needle is not None]
 
 
-class Tasks(ModuleType):
-    """Tasks without a model that knows them: an answer is right if it is what `gold` says."""
-
-    DOT = 3
-    TASKS = ("multi_turn", "niah_multikey")
-
-
-def score(kind: str, gold: list[int], got: list[int]) -> dict[str, float]:
-    return {"exact": float(gold == got), "part": sum(a == b for a, b in zip(gold, got, strict=False)) / len(gold)}
+RIGHT, WRONG = (Score(True, 1.0), 0.5), (Score(False, 0.5), 0.5)
 
 
 @pytest.fixture(scope="module")
@@ -39,158 +35,164 @@ def llm(random_model: RandomModel, build_engine: BuildEngine) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture(scope="module")
-def tasks() -> ModuleType:
-    module = Tasks("tasks")
-    module.score = score
-    return module
+def greedy(llm: LLM, prompt: list[int], limit: int) -> list[int]:
+    """The tokens of one request, up to the full stop and with it."""
+    (output,) = llm.generate(prompt, SamplingParams(max_tokens=limit, ignore_eos=True))
+    ids, stop = list(output.token_ids), vocabulary.FULL_STOP
+    return ids[: ids.index(stop) + 1] if stop in ids else ids
 
 
-def test_later_rounds_see_the_generated_answers(llm: LLM, tasks: ModuleType) -> None:
-    """Two dialogues of three rounds: the right answers are generated step by step as one growing prompt."""
-    dialogues, expected = [], []
+def test_later_rounds_see_the_generated_answers(llm: LLM) -> None:
+    """Two dialogues of three rounds: the tokens are those that one growing prompt generates step by step."""
+    right, wrong = [], []
     for number in range(2):
         context = [5 + number, *range(10, 60)]
         history, rounds = list(context), []
         for question in ([70, 71], [80], [90, 91, 92]):
             history += question
-            ids = greedy(llm, history, 4 + needle.EXTRA_TOKENS, tasks.DOT)
-            rounds.append(("one", question, [0, 0, 0, 0]))
-            expected.append(ids)
-            history += ids
-        dialogues.append(needle.Dialogue(context, rounds))
-    given = []
-    tasks.score = lambda kind, gold, got: given.append(got) or score(kind, gold, got)
-    results = needle.converse(llm, tasks, dialogues)
-    tasks.score = score
-    assert [len(scored) for scored in results] == [2, 2, 2]
-    assert given == [expected[dialogue * 3 + number] for number in range(3) for dialogue in range(2)]
+            generated = greedy(llm, history, 4 + needle.EXTRA_TOKENS)
+            rounds.append(("value", question, generated[:4]))
+            history += generated
+        right.append(Dialogue(context, rounds))
+        wrong.append(Dialogue(context, [("value", question, [0, *gold[1:]]) for _, question, gold in rounds]))
+    for dialogues, part in ((right, 1), (wrong, 0.75)):
+        answers = needle.converse(llm, dialogues)
+        assert [[score.part for score, _ in answer] for answer in answers] == [[part] * 3] * 2
 
 
-def greedy(llm: LLM, prompt: list[int], limit: int, dot: int) -> list[int]:
-    (output,) = llm.generate(prompt, SamplingParams(max_tokens=limit, ignore_eos=True))
-    ids = list(output.token_ids)
-    return ids[: ids.index(dot) + 1] if dot in ids else ids
-
-
-def test_an_answer_ends_with_its_full_stop(llm: LLM, tasks: ModuleType) -> None:
+def test_an_answer_ends_with_its_full_stop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The token that ends an answer belongs to it, as in the right answers."""
     prompt = [5, *range(10, 60)]
     (output,) = llm.generate(prompt, SamplingParams(max_tokens=12, ignore_eos=True))
     ids = list(output.token_ids)
-    ending = Tasks("tasks")
-    ending.DOT, ending.score = ids[2], score
+    monkeypatch.setattr(vocabulary, "FULL_STOP", ids[2])
     gold = ids[: ids.index(ids[2]) + 1]
-    ((right, share),), ((wrong, _),) = (
-        needle.converse(llm, ending, [needle.Dialogue(prompt, [("one", [], answer)])])[0]
-        for answer in (gold, [*gold[:-1], 0])
-    )
-    assert (right, share) == ({"exact": 1.0, "part": 1.0}, 1.0)
-    assert wrong == {"exact": 0.0, "part": (len(gold) - 1) / len(gold)}
+    (((score, share),),) = needle.converse(llm, [Dialogue(prompt, [("value", [], gold)])])
+    assert (score, share) == (Score(True, 1.0), 1.0)
 
 
-def test_too_long_questions_are_refused_before_any_is_asked(llm: LLM) -> None:
-    dialogue = needle.Dialogue([1] * 280, [("one", [2] * 10, [3] * 5)])
-    assert dialogue.longest == 280 + 10 + 5 + needle.EXTRA_TOKENS
+def test_engines_that_cannot_hold_the_questions_are_named(llm: LLM) -> None:
     with pytest.raises(ConfigError, match=r"max_input_len = 300: must be >= 303 .* build with --max_input_len 303"):
-        needle.check_lengths(llm.config, "full", [dialogue])
+        needle.check_lengths(llm.config, "full", 295, 1)
+    with pytest.raises(ConfigError, match=r"the model has 1024 positions: lower --lengths by 40$"):
+        needle.check_lengths(llm.config, "full", 1000, 8)
+    with pytest.raises(ConfigError, match=r"full: vocab_size = \d+: must be 2624, the words of the tasks"):
+        needle.check_vocabulary(llm.config, "full")
 
 
-def test_the_folder_is_named_if_it_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert needle.main(["--needle", str(tmp_path), "--engine_dir", str(tmp_path)]) == 1
-    assert "must be the needle folder, with tasks.py and model/" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--tasks", "nothing"), ("--n", "0"), ("--rounds", "0"), ("--lengths", "4096,long")],
+)
+def test_settings_are_checked(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert needle.main(["--engine_dir", "none", flag, value]) == 1
+    assert flag in capsys.readouterr().err
 
 
-def test_settings_are_checked(needle_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cases = {"--tasks": "nothing", "--n": "0", "--rounds": "0", "--lengths": "4096,long"}
-    for flag, value in cases.items():
-        assert needle.main(["--needle", str(needle_folder), "--engine_dir", "none", flag, value]) == 1
-        assert flag in capsys.readouterr().err
+def test_answers_are_counted_by_context() -> None:
+    """An interval has the contexts as samples, however many questions each was asked."""
+    cell = Cell("multi_turn", 4096, "full")
+    cell.add([[RIGHT, WRONG], [RIGHT, RIGHT]], 2.0)
+    cell.add([[RIGHT, WRONG]], 1.0)
+    assert (cell.right, cell.contexts, cell.questions, cell.seconds) == (["10", "11", "10"], 3, 6, 3.0)
+    assert (cell.exact, cell.part, cell.attended_share) == pytest.approx((4 / 6, 5 / 6, 0.5))
+    assert cell.by_round == pytest.approx([1, 1 / 3])
+    assert cell.interval == pytest.approx(needle_interval(4 / 6, 3))
+    read = Cell.from_report(json.loads(json.dumps(cell.report())))
+    assert read == replace(cell, part=pytest.approx(cell.part))
 
 
-def test_dialogues_are_the_folders_own_examples(needle_folder: Path) -> None:
-    tasks = needle.load_tasks(needle_folder)
-    for task in tasks.TASKS:
-        dialogues = needle.make_dialogues(tasks, task, 1024, 10)
-        assert len(dialogues) == (2 if task == "multi_turn" else 10)
-        first = tasks.make_example(task, 1024, needle.FIRST_SEED)
-        assert dialogues[0].context[0] == first.context[0] == tasks.BOS
-        assert len(dialogues[0].rounds) == (8 if task == "multi_turn" else 1)
-        for dialogue in dialogues:
-            tokens = len(dialogue.context) + sum(len(question) + len(gold) for _, question, gold in dialogue.rounds)
-            assert 900 < tokens <= 1024
-            kind, _, gold = dialogue.rounds[0]
-            assert tasks.score(kind, gold, gold)["exact"] == 1.0
-    assert max(dialogues[0].context) > VOCABULARY  # no other model's vocabulary
+def needle_interval(share: float, samples: int) -> tuple[float, float]:
+    """Wilson's bounds p are where the observed share lies 1.96 standard deviations sqrt(p (1 - p) / n) from p."""
+    from scipy.optimize import brentq
+
+    def off(p: float) -> float:
+        return (share - p) ** 2 - 1.959964**2 * p * (1 - p) / samples
+
+    return brentq(off, 1e-9, share), brentq(off, share, 1 - 1e-9)
 
 
-def test_long_dialogues_repeat_the_mixture(needle_folder: Path) -> None:
-    """Sixty-four rounds whose answers stand in the context, within the length asked for, and no fact of one value twice."""
-    tasks = needle.load_tasks(needle_folder)
-    first, second = needle.make_dialogues(tasks, "multi_turn", 4096, 8, rounds=64)
-    assert first.context != second.context
-    assert first == needle.make_dialogues(tasks, "multi_turn", 4096, 8, rounds=64)[0]
-    kinds = [kind for kind, _, _ in first.rounds]
-    assert len(kinds) == 64
-    assert {kind: kinds.count(kind) for kind in set(kinds)} == {"one": 40, "four": 8, "all": 8, "trace": 8}
-    assert len(first.context) + sum(len(question) + len(gold) for _, question, gold in first.rounds) == 4096
-    text = tasks.text(first.context)
-    singles = [(tasks.text(question), tasks.text(gold)) for kind, question, gold in first.rounds if kind == "one"]
-    assert all(f"{question.split(' answer ')[1]} {gold}" in text for question, gold in singles)
-    assert len({question for question, _ in singles}) == 40
-    for kind, _, gold in first.rounds:
-        assert tasks.score(kind, gold, gold)["exact"] == 1.0
+def test_methods_are_compared_on_the_same_contexts(capsys: pytest.CaptureFixture[str]) -> None:
+    full = Cell("niah_single", 4096, "full", ["1", "1", "0", "1"])
+    other = Cell("niah_single", 4096, "prkv", ["1", "0", "1"])
+    assert compared(other, full) == "+0.0 (1 lost, 1 gained)"
+    assert compared(other, Cell("niah_single", 4096, "full")) == ""
+    dialogue = Cell("multi_turn", 4096, "full", ["1" * 8 + "0" * 4 + "1" * 4])
+    print_table({"engines": {"full": {}, "prkv": {}}, "cells": [c.report() for c in (full, other, dialogue)]})
+    printed = capsys.readouterr().out
+    assert "75.0 [30.1, 95.4]" in printed
+    assert "3 to 4" in printed
+    assert "multi_turn 4,096 full: exact by 8 rounds: 100.0, 50.0" in printed
 
 
-def test_rounds_of_the_folders_own_number_are_its_own(needle_folder: Path) -> None:
-    tasks = needle.load_tasks(needle_folder)
-    asked, default = (needle.make_dialogues(tasks, "multi_turn", 1024, 8, *rounds) for rounds in ((8,), ()))
-    assert asked == default
-    (short, _) = needle.make_dialogues(tasks, "multi_turn", 1024, 8, 3)
-    assert len(short.rounds) == 3
+def engine(build_engine: BuildEngine, folder: Path, *flags: str) -> Path:
+    sizes = ("--max_seq_len", "700", "--max_batch_size", "2", "--cache.full_threshold", "256")
+    return build_engine(folder / "model", "prkv", *sizes, "--prkv.top_k", "128", *flags)
 
 
-def test_too_many_rounds_are_named(needle_folder: Path) -> None:
-    tasks = needle.load_tasks(needle_folder)
-    with pytest.raises(ConfigError, match=r"--rounds = 64: questions, answers and facts need \d+ tokens, more than"):
-        needle.make_dialogues(tasks, "multi_turn", 1024, 8, 64)
+def test_engines_of_one_method_are_told_apart(needle_folder: Path, build_engine: BuildEngine, tmp_path: Path) -> None:
+    directories = [engine(build_engine, needle_folder), engine(build_engine, needle_folder, "--prkv.static_share", "0")]
+    configs = [read_config(directory) for directory in directories]
+    names = ["prkv:top_k=128", "prkv:top_k=128,static_share=0.0"]
+    assert needle.engine_names(directories, configs) == names
+    assert needle.engine_names(directories[:1], configs[:1]) == names[:1]
+    eight_bits = replace(configs[0], weight_only_precision="int8", method_config={})
+    assert needle.engine_names(directories[:1], [eight_bits]) == ["prkv:weight_only_precision=int8"]
+    assert needle.engine_names([tmp_path, tmp_path / "b"], [configs[0]] * 2) == [str(tmp_path), str(tmp_path / "b")]
 
 
-def test_a_model_without_the_positions_is_named(llm: LLM) -> None:
-    """Building longer would not help: the length has to come down."""
-    dialogue = needle.Dialogue([1] * 1010, [("one", [2] * 10, [3] * 5)])
-    with pytest.raises(ConfigError, match=r"the model has 1024 positions: lower --lengths by 9$"):
-        needle.check_lengths(llm.config, "full", [dialogue])
-
-
-def test_long_dialogues_are_shown_by_eight_rounds(capsys: pytest.CaptureFixture[str]) -> None:
-    cell = needle.Cell("multi_turn", 4096, "full", 16, 50.0, by_round=[100.0] * 8 + [0.0] * 4 + [100.0] * 4)
-    needle.print_table([cell], ["full"])
-    assert "multi_turn 4,096 full: exact by 8 rounds: 100.0, 50.0" in capsys.readouterr().out
-
-
-def test_engines_of_one_method_are_told_apart(
+def test_a_result_file_is_gone_on_with(
     needle_folder: Path, build_engine: BuildEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Pages alone beside static rows and pages, in columns of their own; the file grows with every task."""
-    flags = ("--max_seq_len", "700", "--max_batch_size", "2", "--cache.full_threshold", "256", "--prkv.top_k", "128")
-    pages = ("--prkv.static_share", "0")
-    model = needle_folder / "model"
-    directories = [build_engine(model, "prkv", *flags), build_engine(model, "prkv", *flags, *pages)]
-    configs = [read_config(directory) for directory in directories]
-    names = ["prkv top_k=128", "prkv top_k=128 static_share=0.0"]
-    assert needle.engine_names(directories, configs) == names
-    assert needle.engine_names(directories[:1], configs[:1]) == ["prkv"]
-    assert needle.engine_names([tmp_path, tmp_path / "b"], [configs[0]] * 2) == [str(tmp_path), str(tmp_path / "b")]
-    output = tmp_path / "results" / "needle.json"
-    given = [word for directory in directories for word in ("--engine_dir", str(directory))]
-    given += ["--needle", str(needle_folder), "--lengths", "600", "--n", "1", "--output", str(output)]
-    written: list[int] = []
-    for tasks in ("niah_single", "niah_single,niah_multikey"):
-        assert needle.main([*given, "--tasks", tasks]) == 0
-        written.append(len(json.loads(output.read_text(encoding="utf-8"))["cells"]))
-    assert written == [2, 4]
-    assert all(name in capsys.readouterr().out for name in names[:1])
+    """No question is asked twice: of one file, of several that are merged, and after a run that its time ended."""
+    whole, first, rest, merged = (tmp_path / f"{name}.json" for name in ("whole", "first", "rest", "merged"))
+    asked = ["--engine_dir", str(engine(build_engine, needle_folder)), "--lengths", "300"]
+
+    def run(*flags: str) -> str:
+        assert needle.main([*asked, *flags]) == 0
+        return capsys.readouterr().err
+
+    def cells(path: Path) -> dict[str, Any]:
+        return {cell["task"]: cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]}
+
+    run("--tasks", "niah_single,niah_multikey", "--n", "2", "--output", str(whole))
+    run("--tasks", "niah_single", "--n", "1", "--output", str(first))
+    flags = ("--tasks", "niah_single", "--n", "2", "--output", str(first))
+    assert "niah_single 300 prkv:top_k=128: 1 contexts left; run again to go on" in run(*flags, "--seconds", "0")
+    assert run(*flags).count("niah_single 300") == 1, "one context is left"
+    document = json.loads(whole.read_text(encoding="utf-8"))
+    rest.write_text(json.dumps({**document, "cells": document["cells"][1:]}), encoding="utf-8")
+    asked = ["--results", str(first), "--results", str(rest)]
+    run("--output", str(merged))
+    assert set(cells(merged)) == {"niah_single", "niah_multikey"}
+    for task, cell in cells(merged).items():
+        assert (cell["contexts"], cell["questions"], cell["right"]) == (2, 2, cells(whole)[task]["right"])
+
+
+def test_foreign_result_files_are_named(
+    needle_folder: Path, build_engine: BuildEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files of older versions and of other settings; an engine of the same name that is another."""
+    path, directory = tmp_path / "results.json", engine(build_engine, needle_folder)
+    ask = ["--engine_dir", str(directory), "--lengths", "300", "--n", "1", "--tasks", "niah_single"]
+
+    def refused(document: Any, message: str) -> None:
+        path.write_text(json.dumps(document), encoding="utf-8")
+        assert needle.main([*ask, "--results", str(path)]) == 1
+        assert message in capsys.readouterr().err
+
+    assert needle.main([*ask, "--output", str(path)]) == 0
+    good = json.loads(path.read_text(encoding="utf-8"))
+    (name,) = good["engines"]
+    other = {**good["engines"][name], "dtype": "bfloat16", "max_batch_size": 64}
+    refused({**good, "engines": {name: other}}, "dtype = 'float32': must be 'bfloat16', as in the results so far")
+    refused({**good, "settings": {"rounds": 64}}, "has {'rounds': 64}: must have {'rounds': 8}, as this run")
+    refused(
+        {"cells": [{"task": "niah_single", "questions": 24}]}, "must be a result file of needle.py that counts contexts"
+    )
+    refused([], "must be a result file")
+    assert needle.main([]) == 1
+    assert "--engine_dir: must name an engine" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -202,8 +204,8 @@ def test_methods_find_the_needles(
     assert case is not None
     limits = ("--max_seq_len", str(LENGTH + 128), "--max_batch_size", "4")
     flags = ["--engine_dir", str(build_engine(needle_folder / "model", method, *limits))]
-    flags += ["--lengths", str(LENGTH), "--n", str(QUESTIONS), "--tasks", case.tasks, "--json"]
-    assert needle.main(["--needle", str(needle_folder), *flags]) == 0
+    flags += ["--lengths", str(LENGTH), "--n", str(CONTEXTS), "--tasks", case.tasks, "--json"]
+    assert needle.main(flags) == 0
     cells = json.loads(capsys.readouterr().out)["cells"]
     assert len(cells) == (7 if case.tasks == "all" else 1 + case.tasks.count(","))
     assert mean_exact(cells) >= 100 - case.margin

@@ -19,7 +19,7 @@ from kvseek.core.errors import ConfigError, KernelError
 from kvseek.evaluation import stage_losses
 from kvseek.evaluation.capture import CapturedLayer, capture, load_model
 from kvseek.evaluation.losses import Losses, measure_layer, total
-from kvseek.evaluation.needle import Dialogue
+from kvseek.evaluation.needle_tasks.tasks import Dialogue
 from kvseek.evaluation.questions import capture_questions
 from kvseek.evaluation.replay import Replay
 from kvseek.measurement.offers import stages_of
@@ -257,6 +257,7 @@ def test_command_line_prints_json_and_tables(
     stage_losses.print_report(report)
     printed = capsys.readouterr().out
     assert "tells no stages" in printed
+    assert "contexts of a task and length: 1" in printed
     assert f"pages {cells[1]['layers'][0]['lost_share_by_stage']['pages']:.1%}, boxes" in printed
 
 
@@ -266,6 +267,7 @@ def test_command_line_prints_json_and_tables(
         ("--tasks", "none", "--tasks: 'none' is unknown; choose from"),
         ("--lengths", "1024,x", "--lengths = '1024,x': must be a comma list of lengths >= 256"),
         ("--n", "0", "--n = 0: must be >= 1"),
+        ("--questions", "65", "--questions = 65: must be <= 64"),
         ("--least", "0", "--least = 0.0: must be in (0, 1]"),
         ("--threads", "0", "--threads = 0: must be >= 1"),
         ("--layers", "7", "--layers = '7': must be a comma list of layers below 5"),

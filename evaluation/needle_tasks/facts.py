@@ -1,0 +1,172 @@
+"""Facts that a context states, and questions about them with their answers, as token ids.
+
+Three forms of facts, KEY being an adjective and a noun, VALUE three words or five digits:
+
+    value     the KEY is VALUE .
+    values    the same with four values: four such sentences of one key
+    chain     var X1 = VALUE .   var X2 = X1 .   and so on, up to four variables
+
+Four kinds of questions; what stands after "answer" up to the right answer is part of the question:
+
+    value     question what is the KEY ? answer the KEY is                            VALUE .
+    four      question what is first the KEY second the KEY ... ? answer              first the KEY is VALUE second ... .
+    values    question what are all the KEY ? answer                                  first the KEY is VALUE second ... .
+    chain     question trace X3 ? answer X3 =                                         X2 = X1 = VALUE .
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .vocabulary import ADJECTIVES, DIGITS, FULL_STOP, NOUNS, ORDINALS, VALUE_WORDS, VARIABLES, encode
+
+KINDS = ("value", "four", "values", "chain")
+VALUES = 4  # of a fact with several values, and keys of a question of kind "four"
+DIGIT_SHARE = 0.4  # of the values that are numbers
+
+THE, IS, VAR, EQUALS, ANSWER = (encode(word) for word in ("the", "is", "var", "=", "? answer"))
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What a context states in one or more sentences.
+
+    Attributes
+    ----------
+    form : str
+        "value", "values" or "chain".
+    names : list of int
+        The key's adjective and noun; or the chain's variables, that with the value first.
+    values : list of list of int
+        One value, or several in the order of their sentences.
+    sentences : list of list of int
+        In the order in which they stand in the context.
+    """
+
+    form: str
+    names: list[int]
+    values: list[list[int]]
+    sentences: list[list[int]]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sentences."""
+        return sum(map(len, self.sentences))
+
+
+class FactSource:
+    """Makes facts of keys and variables that no other fact of this source has."""
+
+    def __init__(self, choices: random.Random) -> None:
+        self._choices = choices
+        self._keys: set[tuple[int, int]] = set()
+        self._variables = choices.sample(VARIABLES, len(VARIABLES))
+
+    @property
+    def variables_left(self) -> int:
+        """Variables that no chain has yet."""
+        return len(self._variables)
+
+    def single(self) -> Fact:
+        """A fact with one value."""
+        return _keyed("value", self._key(), [self._value(self._numeric())])
+
+    def several(self) -> Fact:
+        """A fact with four values, all words or all numbers, that begin differently: the first token tells which is meant."""
+        numeric = self._numeric()
+        by_first: dict[int, list[int]] = {}
+        while len(by_first) < VALUES:
+            value = self._value(numeric)
+            by_first.setdefault(value[0], value)
+        return _keyed("values", self._key(), list(by_first.values()))
+
+    def chain(self, length: int | None = None) -> Fact:
+        """A chain of `length` variables, 2 to 4 by chance if left out."""
+        names = [self._variables.pop() for _ in range(length or self._choices.randint(2, 4))]
+        value = self._value(self._numeric())
+        sources = [value, *([name] for name in names)]
+        sentences = [[*VAR, name, *EQUALS, *source, FULL_STOP] for name, source in zip(names, sources, strict=False)]
+        return Fact("chain", names, [value], sentences)
+
+    def _key(self) -> list[int]:
+        while True:
+            key = (self._choices.choice(ADJECTIVES), self._choices.choice(NOUNS))
+            if key not in self._keys:
+                self._keys.add(key)
+                return list(key)
+
+    def _numeric(self) -> bool:
+        return self._choices.random() < DIGIT_SHARE
+
+    def _value(self, numeric: bool) -> list[int]:
+        return self._choices.choices(DIGITS, k=5) if numeric else self._choices.choices(VALUE_WORDS, k=3)
+
+
+def _keyed(form: str, key: list[int], values: list[list[int]]) -> Fact:
+    return Fact(form, key, values, [[*THE, *key, *IS, *value, FULL_STOP] for value in values])
+
+
+def ask(facts: Sequence[Fact]) -> tuple[str, list[int], list[int]]:
+    """Kind, token ids and right answer of the question about a fact, or about the values of four."""
+    if len(facts) > 1:
+        question = encode("question what is")
+        for ordinal, fact in zip(ORDINALS, facts, strict=True):
+            question += [ordinal, *THE, *fact.names]
+        return "four", question + ANSWER, _listed([(fact.names, fact.values[0]) for fact in facts])
+    (fact,) = facts
+    if fact.form == "values":
+        question = [*encode("question what are all the"), *fact.names, *ANSWER]
+        return "values", question, _listed([(fact.names, value) for value in fact.values])
+    if fact.form == "chain":
+        backwards = fact.names[::-1]
+        steps = [number for name in backwards[1:] for number in (name, *EQUALS)]
+        question = [*encode("question trace"), backwards[0], *ANSWER, backwards[0], *EQUALS]
+        return "chain", question, [*steps, *fact.values[0], FULL_STOP]
+    question = [*encode("question what is the"), *fact.names, *ANSWER, *THE, *fact.names, *IS]
+    return "value", question, [*fact.values[0], FULL_STOP]
+
+
+def _listed(answers: Sequence[tuple[list[int], list[int]]]) -> list[int]:
+    ids: list[int] = []
+    for ordinal, (key, value) in zip(ORDINALS, answers, strict=True):
+        ids += [ordinal, *THE, *key, *IS, *value]
+    return [*ids, FULL_STOP]
+
+
+@dataclass(frozen=True)
+class Score:
+    """How good an answer is, from 0 to 1.
+
+    Attributes
+    ----------
+    exact : bool
+        Every token is right; for all values of a key: every value is there, in any order.
+    part : float
+        Share of the tokens that are right at their places, or of the values that are there.
+    """
+
+    exact: bool
+    part: float
+
+
+def score(kind: str, gold: Sequence[int], given: Sequence[int]) -> Score:
+    """Compare an answer's token ids with the right ones; what stands after the first full stop does not count."""
+    gold, given = list(gold), list(given)
+    if FULL_STOP in given:
+        given = given[: given.index(FULL_STOP) + 1]
+    if kind in ("four", "values"):
+        wanted, found = _values(gold), _values(given)
+        part = sum(value in found for value in wanted) / len(wanted)
+        return Score(part == 1 if kind == "values" else given == gold, part)
+    same = sum(a == b for a, b in zip(gold, given, strict=False))
+    return Score(given == gold, same / len(gold))
+
+
+def _values(answer: list[int]) -> list[list[int]]:
+    """The values of an answer that lists them: what stands between "is" and the next ordinal or the full stop."""
+    ends = [place for place, number in enumerate(answer) if number in (*ORDINALS, FULL_STOP)]
+    listed = [answer[start:end] for start, end in pairwise(ends)]
+    return [part[part.index(IS[0]) + 1 :] for part in listed if IS[0] in part]
