@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from kvseek.plugins.codes.native import LIMITS
@@ -9,6 +11,7 @@ from kvseek.plugins.codes.rotation import padded_dim, rotation_signs
 from kvseek.plugins.contract import Index, IndexContext, Traits
 
 from .config import Config
+from .device import CudaIndex, cuda_macros
 from .native import NativeIndex
 from .reference import ReferenceIndex
 
@@ -16,14 +19,16 @@ __all__ = ["create", "traits"]
 
 
 def traits(config: Config) -> Traits:
-    """Return the method's traits: the rotation's signs are all that codes need; there are no kernels for a GPU yet."""
+    """Return the method's traits: the rotation's signs are all that codes need."""
 
     def codebooks(head_dim: int) -> dict[str, Tensor]:
         return {"signs": rotation_signs(config.rotation_seed, padded_dim(head_dim))}
 
-    return Traits(devices=("cpu",), cpu_limits=LIMITS, codebooks=codebooks)
+    return Traits(cpu_limits=LIMITS, codebooks=codebooks, cuda_macros=partial(cuda_macros, config))
 
 
 def create(context: IndexContext) -> Index:
-    """Make the index of one layer: on compiled code of the CPU, or the reference without it."""
+    """Make the index of one layer: for the GPU, on compiled code of the CPU, or the reference."""
+    if context.cuda is not None:
+        return CudaIndex(context)
     return ReferenceIndex(context) if context.library is None else NativeIndex(context)

@@ -1,0 +1,195 @@
+"""The CUDA kernels of nested codes against the PyTorch reference: codes, candidates, rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from tests.gpu.plugins import gpu_context
+from tests.plugins.index_cases import KV_HEADS, select_rows
+from torch import Tensor
+
+from kvseek.plugins.batch import Batch, RequestState, pack
+from kvseek.plugins.codes.key_codes import estimate_all, estimate_at, leading_bits
+from kvseek.plugins.nested.config import Config
+from kvseek.plugins.nested.device import HELD_CANDIDATES, CudaIndex
+from kvseek.plugins.nested.reference import ReferenceIndex
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS, reduce_scores
+
+pytestmark = pytest.mark.gpu
+
+# A bin holds scores that differ by less than 1 / 64 of them, after rounding to float16.
+BIN = 1 / 60
+make_context = partial(gpu_context.make_context, "nested")
+
+
+def random_keys(lengths: Sequence[int], dim: int, dtype: str) -> list[Tensor]:
+    """Keys of unequal norms around a common direction, as keys after RoPE are; on the CPU."""
+    center = torch.randn(KV_HEADS, 1, dim)
+    return [
+        ((torch.randn(KV_HEADS, n, dim) + center) * (0.5 + torch.rand(KV_HEADS, n, 1))).to(getattr(torch, dtype))
+        for n in lengths
+    ]
+
+
+def make_index(config: Config, dtype: str, dim: int, group: int, keys: Sequence[Tensor], room: int = 0) -> CudaIndex:
+    """An index on the GPU of these keys, whose arrays start poisoned."""
+    lengths = [part.shape[1] for part in keys]
+    index = CudaIndex(make_context(config, dtype, dim, group, lengths, "cuda", room=room))
+    index.workspace.scores.fill_(-7)
+    for array in (index.reference.codes.high, index.reference.codes.low):
+        array.fill_(255)
+    for array in (index.reference.codes.scales, index.reference.codes.means):
+        array.fill_(float("nan"))
+    for slot, part in enumerate(keys):
+        index.build(slot, part.cuda(), part.cuda())
+    return index
+
+
+def make_reference(config: Config, dtype: str, dim: int, group: int, keys: Sequence[Tensor]) -> ReferenceIndex:
+    lengths = [part.shape[1] for part in keys]
+    index = ReferenceIndex(make_context(config, dtype, dim, group, lengths, "cpu"))
+    for slot, part in enumerate(keys):
+        index.build(slot, part, part)
+    return index
+
+
+@pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), gpu_context.SHAPES)
+def test_keys_are_encoded_as_by_the_reference(dtype: str, dim: int, group: int, reduce: str) -> None:
+    torch.manual_seed(dim + group)
+    config = Config(group_reduce=reduce)
+    keys = random_keys([1, 1023, 1025, 5000], dim, dtype)
+    expected, found = make_reference(config, dtype, dim, group, keys), make_index(config, dtype, dim, group, keys)
+    torch.testing.assert_close(found.reference.codes.means.cpu(), expected.codes.means, rtol=1e-5, atol=1e-5)
+    for slot, part in enumerate(keys):
+        want, have = expected.codes.read(slot, part.shape[1]), found.reference.codes.read(slot, part.shape[1])
+        # The mean is summed in another order, so a channel near the border of two levels may get the neighbouring one.
+        apart = (leading_bits(want, 4).int() - leading_bits(have, 4).cpu().int()).abs()
+        assert apart.max() <= 1
+        assert apart.sum() <= 1e-4 * apart.numel() + 2
+        torch.testing.assert_close(have.scales.cpu(), want.scales, rtol=1e-2, atol=0)
+
+
+def test_zero_and_huge_keys() -> None:
+    config = Config()
+    keys = torch.randn(KV_HEADS, 70, 64)
+    keys[:, 3] = 0
+    keys[0, 4] *= 1e6
+    keys[1] = 1.0  # all keys are the mean: nothing is left of them
+    expected, found = make_reference(config, "float32", 64, 1, [keys]), make_index(config, "float32", 64, 1, [keys])
+    want, have = expected.codes.read(0, 70), found.reference.codes.read(0, 70)
+    assert torch.isfinite(have.scales).all()
+    assert (have.scales[1] == 0).all()
+    torch.testing.assert_close(have.scales.cpu(), want.scales, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [70_000, 3]], ids=str)
+@pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), gpu_context.SHAPES)
+def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[int]) -> None:
+    torch.manual_seed(dim + group + len(lengths))
+    index = make_index(Config(group_reduce=reduce), dtype, dim, group, random_keys(lengths, dim, dtype))
+    queries = (3 * torch.randn(len(lengths), KV_HEADS * group, dim)).to(getattr(torch, dtype)).cuda()
+    slots = list(reversed(range(len(lengths))))
+    selection = select_rows(index, queries, slots)
+    for request, slot in enumerate(slots):
+        check_request(index, queries, request, slot, selection.rows[request])
+
+
+def check_request(index: CudaIndex, queries: Tensor, request: int, slot: int, rows: Tensor) -> None:
+    """Candidates are the keys of the best scores, and rows the best of the candidates, both up to rounding."""
+    config, n = index.config, index.context.lengths[slot]
+    codes = index.reference.codes.read(slot, n)
+    lanes = index.reference.lanes(queries[request].view(KV_HEADS, -1, queries.shape[-1]))
+    scores = estimate_all(codes, lanes.of_length_one(), 2).amax(dim=1)
+    (wanted,) = index.effort(n).numbers
+    kept = min(n, config.top_k)
+    assert (rows[:, kept:] == -1).all()
+    assert (rows[:, :kept].diff(dim=-1) > 0).all(), "rows ascend"
+    for head, listed in enumerate(candidates(index, queries.shape[0], request)):
+        assert (listed.diff() > 0).all(), "candidates ascend"
+        assert min(n, wanted) <= len(listed) <= index.workspace.capacity
+        is_listed = torch.zeros(n, dtype=torch.bool, device=rows.device).index_fill_(0, listed, True)
+        worst, best_left = scores[head][is_listed].min(), scores[head][~is_listed].amax() if len(listed) < n else None
+        assert best_left is None or best_left <= worst + BIN * worst.abs() + 1e-6
+        values = reduce_scores(
+            estimate_at(codes, listed.expand(KV_HEADS, -1), lanes)[head : head + 1],
+            config.group_reduce,
+            index.context.scaling,
+        )[0]
+        own = rows[head, :kept].long()
+        entries = torch.searchsorted(listed, own)
+        assert torch.equal(listed[entries], own), "rows are candidates"
+        chosen = torch.zeros(len(listed), dtype=torch.bool, device=rows.device).index_fill_(0, entries, True)
+        if len(listed) > kept:
+            assert values[~chosen].max() <= values[chosen].min() + 1e-5 * values.abs().max()
+
+
+def candidates(index: CudaIndex, batch: int, request: int) -> list[Tensor]:
+    """The candidates of each KV head of a request, as the last selection listed them."""
+    scratch = index.workspace(batch, index._kernels.multiprocessors)
+    listed = []
+    for task in range(request * KV_HEADS, (request + 1) * KV_HEADS):
+        counts, places = scratch["counts"][task].tolist(), scratch["places"][task].long()
+        listed.append(torch.cat([places[block, :count] for block, count in enumerate(counts)]))
+    return listed
+
+
+def test_evicted_keys_become_visible_when_they_are_published() -> None:
+    config = Config()
+    old, new = 1000, 256
+    keys = random_keys([old + new], 128, "bfloat16")[0]
+    index = make_index(config, "bfloat16", 128, 4, [keys[:, :old]], room=new)
+    queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
+    before = select_rows(index, queries, [0]).rows
+    index.append(0, old, keys[:, old:].cuda())
+    assert torch.equal(select_rows(index, queries, [0]).rows, before)
+    index.publish(0, old, new)
+    index.context.lengths[0] = old + new
+    check_request(index, queries, 0, 0, select_rows(index, queries, [0]).rows[0])
+
+
+def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None:
+    torch.manual_seed(3)
+    lengths = [3000, 40_000, 12_000]
+    index = make_index(Config(), "bfloat16", 128, 4, random_keys(lengths, 128, "bfloat16"))
+    queries = torch.randn(3, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
+    states = [RequestState(slot=slot, length=n, numbers=index.effort(n).numbers) for slot, n in enumerate(lengths)]
+    batch = Batch.of(states, index.context.extents.device_table)
+    want = index.select(queries, batch).rows.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows = index.select(queries, batch).rows
+    rows.fill_(-9)
+    graph.replay()
+    assert torch.equal(rows, want)
+    short = replace(states[1], length=2000, numbers=index.effort(2000).numbers)
+    batch.requests.copy_(pack([short, states[2], replace(states[0], dense=True)]))
+    rows.fill_(-9)
+    graph.replay()
+    assert (rows[2] == -9).all(), "nothing is selected for a dense request"
+    index.context.lengths[1] = 2000
+    assert torch.equal(rows[:2], select_rows(index, queries[[0, 1]], [1, 2]).rows)
+
+
+@pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
+def test_more_candidates_than_shared_memory_holds(reduce: str) -> None:
+    torch.manual_seed(5)
+    config = Config(group_reduce=reduce, top_k=300)
+    assert config.top_k * config.candidates > HELD_CANDIDATES
+    index = make_index(config, "bfloat16", 128, 4, random_keys([100_000], 128, "bfloat16"))
+    queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
+    check_request(index, queries, 0, 0, select_rows(index, queries, [0]).rows[0])
+
+
+@pytest.mark.parametrize("top_k", [100, 1500])
+def test_equal_keys_are_taken_in_order(top_k: int) -> None:
+    """Every score and every estimate is the same: the first candidates, and of those the first rows."""
+    n = 30_000
+    keys = torch.randn(KV_HEADS, 1, 128, dtype=torch.bfloat16).expand(-1, n, -1).contiguous()
+    index = make_index(Config(top_k=top_k), "bfloat16", 128, 4, [keys])
+    queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
+    rows = select_rows(index, queries, [0]).rows[0].cpu()
+    assert torch.equal(rows, torch.arange(top_k, dtype=torch.int32).expand(KV_HEADS, -1))
