@@ -96,8 +96,8 @@ def encode(rotated: Tensor) -> KeyCodes:
 
 def pack_plane(values: Tensor) -> Tensor:
     """Pack uint8 [..., P] of values 0 .. 3 to a plane [..., P/4] as in `KeyCodes`."""
-    fields = values.unflatten(-1, (FIELDS, -1))
-    return fields[..., 0, :] | fields[..., 1, :] << 2 | fields[..., 2, :] << 4 | fields[..., 3, :] << 6
+    first, second, third, fourth = values.chunk(FIELDS, dim=-1)
+    return first | second << 2 | third << 4 | fourth << 6
 
 
 def unpack_plane(plane: Tensor) -> Tensor:
@@ -129,8 +129,8 @@ def estimate_all(codes: KeyCodes, lanes: QueryLanes, bits: int = BITS) -> Tensor
     """
     integers = lanes.integers
     products = integers @ leading_bits(codes, bits).float().transpose(1, 2)
-    twice = 2 * products - (2**bits - 1) * integers.sum(dim=-1, keepdim=True)
-    return twice * codes.scales.float()[:, None] * (lanes.steps * (STEP * 2 ** (BITS - bits) / 2))
+    twice = 2 * products - ((1 << bits) - 1) * integers.sum(dim=-1, keepdim=True)
+    return twice * codes.scales.float()[:, None] * (lanes.steps * (STEP * (1 << BITS - bits) / 2))
 
 
 def estimate_at(codes: KeyCodes, places: Tensor, lanes: QueryLanes, bits: int = BITS) -> Tensor:
