@@ -63,7 +63,7 @@ __device__ __forceinline__ void fetch_totals(const SelectArguments& a, const Tas
 __device__ __forceinline__ Border find_border(const SelectArguments& a, const Task& task, Memory& memory) {
     await_copy_groups<0>();
     __syncthreads();
-    if (task.length() <= a.capacity) return {-1, 0, 0};
+    if (task.length() <= task.wanted()) return {-1, 0, 0};
     Top::find_bin(memory, task.wanted());
     return {memory.digit, a.capacity - memory.above, memory.histogram[memory.digit]};
 }
