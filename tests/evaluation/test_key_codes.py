@@ -40,9 +40,7 @@ def recall_of_method(layer: CapturedLayer, truth: Truth, **settings: object) -> 
     ("variant", "settings"),
     [(Variant(), {}), (Variant(first_bits=0), {"first_bits": 4}), (Variant(candidates=2), {"candidates": 2})],
 )
-def test_variants_are_the_methods_settings(
-    layer: CapturedLayer, variant: Variant, settings: dict[str, object]
-) -> None:
+def test_variants_are_the_methods_settings(layer: CapturedLayer, variant: Variant, settings: dict[str, object]) -> None:
     truth = truth_of(layer, STEPS)
     recall, mass, exact = measure_layer(truth, variant, rotation_signs(0, 32))
     assert 0.5 < recall < 1
