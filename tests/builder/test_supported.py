@@ -15,6 +15,7 @@ from kvseek.core.errors import ConfigError
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.load import load_decoder
 from kvseek.plugins.attention import native as attention
+from kvseek.plugins.codes import native as codes
 from kvseek.plugins.contract import ShapeLimits
 from kvseek.plugins.ctkvr import native as ctkvr
 from kvseek.plugins.pariskv import native as pariskv
@@ -76,7 +77,9 @@ def test_loading_refuses_it_too(random_model: RandomModel, build_engine: BuildEn
     ("limits", "file", "names"),
     [
         (attention.LIMITS, "attention/attend.cpp", ("MAX_DIM", "MAX_GROUP", None)),
-        (pariskv.LIMITS, "pariskv/cpu/layout.h", ("MAX_PADDED_DIM", None, None)),
+        (pariskv.LIMITS, "codes/cpu/rotation.h", ("MAX_PADDED_DIM", None, None)),
+        (codes.LIMITS, "codes/cpu/rotation.h", ("MAX_PADDED_DIM", None, None)),
+        (codes.LIMITS, "codes/cpu/estimate.h", (None, "MAX_QUERIES", None)),
         (ctkvr.LIMITS, "ctkvr/cpu/host_step.h", ("MAX_HOST_DIM", "MAX_HOST_GROUP", "HOST_DIM_STEP")),
     ],
 )
