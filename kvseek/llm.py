@@ -31,7 +31,7 @@ class LLM(BaseLLM):
         whose files must be in Hugging Face's cache (`hf download NAME`). Of a checkpoint an engine is built into a cache
         folder, and found there the next time.
     method : str, optional
-        Retrieval method: full, flat, pariskv, ctkvr, clusterkv or prkv; pariskv if left out.
+        Retrieval method: full, flat, pariskv, nested, ctkvr, clusterkv or prkv; pariskv if left out.
     device, dtype : str, optional
         "cpu" or "cuda"; "float32", "bfloat16" or, on cuda, "float16". cpu and float32 if left out.
     max_seq_len : int, optional

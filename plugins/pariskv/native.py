@@ -19,7 +19,7 @@ from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 from .reference import ReferenceIndex
 
-LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_PADDED_DIM of layout.h, lanes of byte_votes.h
+LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_PADDED_DIM of rotation.h, lanes of byte_votes.h
 REMEDY = "build the engine with --kernels reference"
 INT32_BYTES = 4
 

@@ -20,22 +20,26 @@ constexpr float QUERY_LARGEST = 127.0f;
 #if defined(__AVX512BW__)
 constexpr int WIDTH = 64;  // bytes of a vector
 typedef __m512i Bytes;
+typedef int8_t Operand;
 #elif defined(__AVX2__)
 constexpr int WIDTH = 32;
 typedef __m256i Bytes;
+typedef int8_t Operand;
 #else
-constexpr int WIDTH = 16;  // no vectors: `operands` is the query as it is
+constexpr int WIDTH =
+    16;  // no instruction for bytes: `operands` is the query as it is, in numbers that compilers multiply
+typedef int16_t Operand;
 #endif
 
 // A rotated query, rounded to 8 bits.
 struct RoundedQuery {
-    int32_t sum;                                                                // of its integers
-    float step;                                                                 // what an integer is worth
-    float length;                                                               // of the vector of integers
-    alignas(64) int8_t operands[FIELDS * (MAX_ROW > WIDTH ? MAX_ROW : WIDTH)];  // in the order of plane_sums
+    int32_t sum;                                                                 // of its integers
+    float step;                                                                  // what an integer is worth
+    float length;                                                                // of the vector of integers
+    alignas(64) Operand operands[FIELDS * (MAX_ROW > WIDTH ? MAX_ROW : WIDTH)];  // in the order of plane_sums
 };
 
-// Whether vectors multiply rows of this many bytes; else rows are multiplied byte by byte.
+// Whether vectors of bytes multiply rows of this many bytes.
 constexpr bool vectorised(int row) {
 #if defined(__AVX2__)
     return row >= 16;
@@ -53,20 +57,21 @@ void round_query(const float* lane, int size, RoundedQuery* query) {
         largest = magnitude > largest ? magnitude : largest;
     }
     const float inverse = largest > 0.0f ? QUERY_LARGEST / largest : 0.0f;
-    int8_t integers[MAX_PADDED_DIM];
+    Operand integers[MAX_PADDED_DIM];
     int32_t sum = 0, square = 0;
     for (int d = 0; d < size; d++) {
         const float rounded = lane[d] * inverse + rounder - rounder;
         const int32_t integer =
             rounded >= -QUERY_LARGEST && rounded <= QUERY_LARGEST ? static_cast<int32_t>(rounded) : 0;
-        integers[d] = static_cast<int8_t>(integer);
+        integers[d] = static_cast<Operand>(integer);
         sum += integer, square += integer * integer;
     }
     query->sum = sum, query->step = largest / QUERY_LARGEST;
     query->length = __builtin_sqrtf(static_cast<float>(square));
     const int row = size / FIELDS, width = vectorised(row) && row < WIDTH ? WIDTH : row;
     for (int f = 0; f < FIELDS; f++)
-        for (int b = 0; b < width; b += row) std::memcpy(query->operands + f * width + b, integers + f * row, row);
+        for (int b = 0; b < width; b += row)
+            std::memcpy(query->operands + f * width + b, integers + f * row, row * sizeof(Operand));
 }
 
 #if defined(__AVX2__)
@@ -197,14 +202,19 @@ void vector_sums(const uint8_t* plane, int count, const RoundedQuery* queries, i
 
 #endif
 
-void byte_sums(const uint8_t* plane, int row, int count, const RoundedQuery* queries, int lanes, bool more,
-               int32_t* sums, int64_t stride) {
+// What plane_sums does, for any row: ROW, or `row` if ROW is 0.
+template <int ROW>
+void key_sums(const uint8_t* plane, int row, int count, const RoundedQuery* queries, int lanes, bool more,
+              int32_t* sums, int64_t stride) {
+    const int bytes = ROW == 0 ? row : ROW;
+    int16_t codes[MAX_PADDED_DIM];
     for (int key = 0; key < count; key++) {
-        const uint8_t* bytes = plane + static_cast<int64_t>(key) * row;
+        const uint8_t* from = plane + static_cast<int64_t>(key) * bytes;
+        for (int f = 0; f < FIELDS; f++)
+            for (int b = 0; b < bytes; b++) codes[f * bytes + b] = from[b] >> (2 * f) & 3;
         for (int lane = 0; lane < lanes; lane++) {
             int32_t sum = 0;
-            for (int f = 0; f < FIELDS; f++)
-                for (int b = 0; b < row; b++) sum += (bytes[b] >> (2 * f) & 3) * queries[lane].operands[f * row + b];
+            for (int d = 0; d < FIELDS * bytes; d++) sum += codes[d] * queries[lane].operands[d];
             int32_t& to = sums[lane * stride + key];
             to = more ? 4 * to + sum : sum;
         }
@@ -216,17 +226,25 @@ void byte_sums(const uint8_t* plane, int row, int count, const RoundedQuery* que
 // readable and `sums` writable up to the next multiple of 16 keys.
 void plane_sums(const uint8_t* plane, int row, int count, const RoundedQuery* queries, int lanes, bool more,
                 int32_t* sums, int64_t stride) {
-#if defined(__AVX2__)
     switch (row) {
+#if defined(__AVX2__)
         case 16:
             return vector_sums<16>(plane, count, queries, lanes, more, sums, stride);
         case 32:
             return vector_sums<32>(plane, count, queries, lanes, more, sums, stride);
         case 64:
             return vector_sums<64>(plane, count, queries, lanes, more, sums, stride);
-    }
+#else
+        case 16:
+            return key_sums<16>(plane, row, count, queries, lanes, more, sums, stride);
+        case 32:
+            return key_sums<32>(plane, row, count, queries, lanes, more, sums, stride);
+        case 64:
+            return key_sums<64>(plane, row, count, queries, lanes, more, sums, stride);
 #endif
-    byte_sums(plane, row, count, queries, lanes, more, sums, stride);
+        default:
+            return key_sums<0>(plane, row, count, queries, lanes, more, sums, stride);
+    }
 }
 
 // Estimates of LANES keys from their sums: `bits` planes' bits, a query's sum of integers, and what half a cell is
