@@ -174,13 +174,17 @@ def converse(arguments: argparse.Namespace, options: GenerateOptions, document: 
     client = OpenAIClient(arguments.openai_url, arguments.timeout, key)
     conversation, console = Conversation(arguments.conversation, arguments.system), Console(quiet=arguments.json)
     asked = arguments.prompt is not None or arguments.prompt_file is not None
-    if asked or not sys.stdin.isatty():
-        questions: Iterator[str] = iter([first_question(arguments)])
-    else:
-        questions = typed()
-    for question in questions:
-        prompt, document = build_prompt(document, question), None  # the document belongs to the first question
-        figures = conversation.turn(prompt, client, options, lambda chunks: show(chunks, console))
+    on_terminal = not asked and sys.stdin.isatty()
+    for question in typed() if on_terminal else [first_question(arguments)]:
+        prompt = build_prompt(document, question)
+        try:
+            figures = conversation.turn(prompt, client, options, lambda chunks: show(chunks, console))
+        except ClientError as error:
+            if not on_terminal:
+                raise
+            print(f"error: {error}", file=sys.stderr)  # the conversation is as it was before the question
+            continue
+        document = None  # it belongs to the first question that is answered
         tell(conversation.messages[-1]["content"], figures, arguments.json, console)
 
 

@@ -104,6 +104,34 @@ def test_an_answer_that_failed_is_not_remembered(tmp_path: Path, events: list[An
     assert not file.exists()
 
 
+def test_a_typed_conversation_goes_on_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = tmp_path / "log.txt"
+    document.write_text("The log.")
+    lines = iter(["first", "second"])
+    answers: list[Any] = [{"error": {"message": "the queue is full"}}]
+
+    def typed(_: str) -> str:
+        line = next(lines, None)
+        if line is None:
+            raise EOFError
+        if line == "second":
+            answers[:] = [text("Salt."), text("", "stop"), USAGE, b"[DONE]"]
+        return line
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    with answering(answers) as (url, sent):
+        assert chat.main(["--openai_url", url, "--document", str(document)]) == 0
+    assert "error: " in (printed := capsys.readouterr()).err
+    assert "the queue is full" in printed.err
+    assert "Salt." in printed.out
+    contents = [[message["content"] for message in body["messages"]] for body in sent]
+    assert len(contents[1]) == 1, "the failed question is not remembered"
+    assert contents[1][0].startswith("The log."), "the document goes with the first question that is answered"
+
+
 def test_it_is_greedy_unless_told_otherwise() -> None:
     assert chat_fields(GenerateOptions())["temperature"] == 0
     assert "temperature" not in chat_fields(GenerateOptions(top_k=5)), "then the server's default, 1"
