@@ -61,8 +61,9 @@ class Variant:
     scale : str
         "key": one a key, that of all 4 bits; "own": one a key for each number of bits; "block": one for 32 channels; "none": the
         key's length alone.
-    centred : bool
-        Whether the mean key is subtracted.
+    mean_share : float
+        Share of the region, from its start, whose mean key is subtracted from all keys; 0: nothing is. Below 1 the region has
+        grown since its mean was taken.
     query_bits : int
         To which rotated queries are rounded; 0: they are not.
     rotated : bool
@@ -77,7 +78,7 @@ class Variant:
     step: float = STEP
     values: str = "linear"
     scale: str = "key"
-    centred: bool = True
+    mean_share: float = 1.0
     query_bits: int = 8
     rotated: bool = True
 
@@ -96,7 +97,7 @@ def variants() -> list[Variant]:
         *(changed(one_pass, bits=bits, scale=scale) for bits in (4, 3, 2, 1) for scale in ("key", "own")[: 5 - bits]),
         *(changed(one_pass, bits=bits, values="means") for bits in (4, 2, 1)),
         *(changed(one_pass, bits=bits, scale=scale) for bits in (4, 2) for scale in ("block", "none")),
-        *(changed(one_pass, bits=bits, centred=False) for bits in (4, 2)),
+        *(changed(one_pass, bits=bits, mean_share=share) for bits in (4, 2) for share in (0.5, 0.25, 0.1, 0.0)),
         *(changed(one_pass, bits=bits, rotated=False) for bits in (4, 2)),
         *(changed(one_pass, bits=bits, step=step) for bits in (4, 2) for step in (0.28, 0.30, 0.335, 0.34)),
         *(changed(one_pass, query_bits=bits) for bits in (0, 16, 6, 4)),
@@ -113,6 +114,7 @@ def variants() -> list[Variant]:
         Variant(values="means"),
         Variant(scale="block"),
         *(Variant(group_reduce=reduce) for reduce in ("mean", "max")),
+        *(Variant(mean_share=share) for share in (0.5, 0.25, 0.1, 0.0)),
     ]
 
 
@@ -186,6 +188,12 @@ def rounded(lanes: Tensor, bits: int) -> Tensor:
     return (lanes / step).round() * step
 
 
+def mean_of(keys: Tensor, share: float) -> Tensor:
+    """Mean of the first `share` of keys [G, n, D], [G, 1, D]; zero of none."""
+    first = keys[:, : round(keys.shape[1] * share)]
+    return first.mean(dim=1, keepdim=True) if first.shape[1] else torch.zeros_like(keys[:, :1])
+
+
 def candidates_of(lanes: Tensor, keys: Tensor, variant: Variant, scaling: float) -> Tensor:
     """Places that the first pass finds: lanes [G, lanes, P], keys [G, n, P] to int64 [G, c]."""
     estimates = lanes @ keys.transpose(1, 2)
@@ -201,7 +209,7 @@ def candidates_of(lanes: Tensor, keys: Tensor, variant: Variant, scaling: float)
 def measure_layer(truth: Truth, variant: Variant, signs: Tensor) -> tuple[float, float, float]:
     """Recall, attention on the chosen rows and on the exact ones; means over steps and KV heads."""
     turn: Callable[[Tensor], Tensor] = (lambda x: rotate(x, signs)) if variant.rotated else (lambda x: x)
-    keys = turn(truth.keys - truth.keys.mean(dim=1, keepdim=True) if variant.centred else truth.keys)
+    keys = turn(truth.keys - mean_of(truth.keys, variant.mean_share))
     last = estimated_keys(keys, variant.bits, variant)
     first = estimated_keys(keys, variant.first_bits, variant) if variant.first_bits else None
     found = []
