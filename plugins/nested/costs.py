@@ -10,6 +10,7 @@ from kvseek.plugins.measurements.costs import SelectionCosts
 from .config import Config
 
 SCALE_BYTES = 2  # of a key, a float16
+KERNELS = 2  # scan, choose
 
 
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
@@ -20,4 +21,5 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
         rows=min(length, config.top_k),
         index_bytes=length * (dim * config.first_bits / 8 + SCALE_BYTES),
         rerank_bytes=candidates * (dim * BITS / 8 + SCALE_BYTES),
+        kernels=KERNELS,
     )
