@@ -1,12 +1,17 @@
-"""What of the index for the GPU can be checked without one: its work space."""
+"""What of the index for the GPU can be checked without one: its work space, and the bins of its keys."""
 
 from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 from tests.plugins.index_cases import KV_HEADS, context_of
 from torch import Tensor
 
+import kvseek.plugins
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
 from kvseek.engine.loading.dry_run import HOPPER, META, MetaBytes, UnloadedKernels
@@ -60,3 +65,29 @@ def test_a_batch_beyond_the_slots_is_refused() -> None:
     index = make_index(3, Config())
     with pytest.raises(KernelError, match="batch = 5: must be at most 3, the requests that the slots allow"):
         index.workspace(5)
+
+
+PROBE = """
+#include <algorithm>
+#include <cstdio>
+#define __device__
+#define __forceinline__ inline
+using std::max, std::min;
+constexpr int BINS = 4096;
+%s
+int main() {  // the bins of -infinity, 0, 2^-56, 1, 16, 2^8, infinity and both kinds of NaN, as ordered_bits gives them
+    for (unsigned key : {0x007fffffu, 0x80000000u, 0xa3800000u, 0xbf800000u, 0xc1800000u, 0xc3800000u, 0xff800000u,
+                         0xffc00000u, 0xffffffffu, 0u})
+        std::printf("%%d ", WeightBits::of(key));
+}
+"""
+
+
+def test_every_key_has_a_bin_of_the_histogram(tmp_path: Path) -> None:
+    """Weights are NaN if a query is infinite: an access outside of shared memory would end the requests of all."""
+    source = (Path(kvseek.plugins.__file__).parent / "shared/largest.cuh").read_text(encoding="utf-8")
+    (struct,) = re.findall(r"^struct WeightBits \{.*?^\};", source, re.DOTALL | re.MULTILINE)
+    (tmp_path / "probe.cpp").write_text(PROBE % struct)
+    subprocess.run(["g++", "-std=c++17", tmp_path / "probe.cpp", "-o", tmp_path / "probe"], check=True)
+    found = subprocess.run([tmp_path / "probe"], check=True, capture_output=True, text=True).stdout
+    assert found.split() == [*"000", "3584", "3840", *["4095"] * 4, "0"]
