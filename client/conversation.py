@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from .chunk import AnswerFigures, Chunk
 from .errors import ClientError
@@ -55,7 +56,11 @@ class Conversation:
 
 # What messages of tools have, by which they are refused with a better reason than that the server knows no such role.
 TOOL_ROLES = ("tool", "function")
-TOOL_KEYS = {"tool_calls", "tool_call_id", "function_call"}
+TOOL_KEYS = ("tool_calls", "tool_call_id", "function_call")
+EMPTY: tuple[Any, ...] = (
+    None,
+    [],
+)  # values of these keys in the answers that OpenAI's client has saved; the server takes them
 
 
 def read_messages(file: Path) -> list[Message]:
@@ -65,7 +70,9 @@ def read_messages(file: Path) -> list[Message]:
     except (OSError, ValueError) as error:
         raise ClientError(f"--conversation = {file}: cannot be read ({error}); give a JSON list of messages") from None
     for number, message in enumerate(messages if isinstance(messages, list) else []):
-        if isinstance(message, dict) and (message.get("role") in TOOL_ROLES or TOOL_KEYS & message.keys()):
+        if isinstance(message, dict) and (
+            message.get("role") in TOOL_ROLES or any(message.get(key) not in EMPTY for key in TOOL_KEYS)
+        ):
             raise ClientError(
                 f"--conversation = {file}: message {number} belongs to a tool: must be of the system, the user or the assistant, "
                 "with role and content alone; kvseek has no tools, remove the message"

@@ -130,3 +130,8 @@ class Batch:
 
     def _listed(self, name: str) -> list[int]:
         return [int(number) for number in self.requests[:, _COLUMNS[name]].tolist()]
+
+
+def most_requests(slots: int) -> int:
+    """Return the requests of the largest batch over `slots` slots; several requests that fill up a graph share one slot."""
+    return max(slots, 1 << max(0, slots - 2).bit_length())

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from kvseek.core.errors import ConfigError
+
 from .vocabulary import ADJECTIVES, DIGITS, FULL_STOP, NOUNS, ORDINALS, VALUE_WORDS, VARIABLES, encode
 
 KINDS = ("value", "four", "values", "chain")
@@ -58,7 +60,7 @@ class Fact:
 
 
 class FactSource:
-    """Makes facts of keys and variables that no other fact of this source has."""
+    """Makes facts of keys and variables that no other fact of this source has; raises ConfigError if all keys have been used."""
 
     def __init__(self, choices: random.Random) -> None:
         self._choices = choices
@@ -92,6 +94,10 @@ class FactSource:
         return Fact("chain", names, [value], sentences)
 
     def _key(self) -> list[int]:
+        if len(self._keys) == (names := len(ADJECTIVES) * len(NOUNS)):
+            raise ConfigError(
+                f"--lengths: a context has more than {names:,} facts: must be <= {names:,}; give shorter ones"
+            )
         while True:
             key = (self._choices.choice(ADJECTIVES), self._choices.choice(NOUNS))
             if key not in self._keys:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.errors import KernelError
+from kvseek.plugins.batch import most_requests
 from kvseek.plugins.contract import IndexContext
 
 TILE = 16  # keys that a warp scores at once (products.cuh)
@@ -84,8 +85,3 @@ class Workspace:
             raise KernelError(
                 f"batch = {batch}: must be at most {self.most}, the requests that the slots allow; raise max_batch_size"
             )
-
-
-def most_requests(slots: int) -> int:
-    """Return the requests of the largest batch over `slots` slots; several requests that fill up a graph share one slot."""
-    return max(slots, 1 << max(0, slots - 2).bit_length())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.errors import KernelError
-from kvseek.plugins.batch import Batch
+from kvseek.plugins.batch import Batch, most_requests
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import pointers, require_fit
@@ -54,53 +54,75 @@ class SelectArguments(ctypes.Structure):
 
 
 class Workspace:
-    """Intermediate results of a selection. Layers run one after another, so one workspace serves all of them.
+    """Intermediate results of a selection, for batches of up to `most` requests.
 
-    Scores lie in extents, as the index does: 2 bytes per token and KV head, once and not per layer. The other arrays are kept
-    for each batch size, because captured graphs hold their addresses.
+    Layers run one after another, and so do the graphs of batch sizes, so one workspace serves all of them. It is allocated when
+    it is made, because captured graphs hold its addresses, and because it has to be counted when memory is divided. Scores lie in
+    extents, as the index does: 2 bytes per token and KV head.
+
+    Attributes
+    ----------
+    most : int
+        Requests of the largest batch that the slots allow, those that fill up a graph included (most_requests).
+    capacity : int
+        Most candidates of a task. Keys whose score lies in the same bin as the last wanted one's are candidates as well, as far
+        as there is room.
+    scores : Tensor, int16 [extents, G, 1024]
     """
 
-    def __init__(self, context: IndexContext, lanes: int, candidates: int) -> None:
-        self._context, self._lanes = context, lanes
-        # Keys whose score lies in the same bin as the last wanted one's are candidates as well, as far as there is room.
+    def __init__(self, context: IndexContext, lanes: int, candidates: int, multiprocessors: int) -> None:
+        self._kv_heads, self._multiprocessors = context.num_kv_heads, multiprocessors
+        self.most = most_requests(context.extents.slots)
         self.capacity = max(candidates, min(2 * candidates, HELD_CANDIDATES))
-        rows = (context.extents.capacity, context.num_kv_heads, EXTENT_TOKENS)
-        self.scores = torch.empty(rows, dtype=torch.int16, device=context.device)
-        self._by_tasks: dict[int, dict[str, Any]] = {}
-
-    def __call__(self, batch: int, multiprocessors: int) -> dict[str, Any]:
-        """Return arrays and grid sizes for a batch, by their names in SelectArguments."""
-        tasks = batch * self._context.num_kv_heads
-        if tasks not in self._by_tasks:
-            self._by_tasks[tasks] = self._for_tasks(tasks, multiprocessors)
-        return self._by_tasks[tasks]
-
-    def _for_tasks(self, tasks: int, multiprocessors: int) -> dict[str, Any]:
-        blocks = min(MOST_BLOCKS, max(1, multiprocessors // tasks))
-        listed, device = (tasks, blocks, self.capacity), self._context.device
+        tasks = self.most * self._kv_heads
+        lists = max(
+            tasks, min(multiprocessors, MOST_BLOCKS * tasks)
+        )  # of the blocks of all tasks, whatever the batch size
 
         def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+            return torch.empty(shape, dtype=dtype, device=context.device)
 
+        self.scores = new((context.extents.capacity, self._kv_heads, EXTENT_TOKENS), torch.int16)
+        self._of_lists = {
+            "places": new((lists, self.capacity), torch.int32),
+            "estimates": new((lists, self.capacity, lanes), torch.float32),
+            "keys": new((lists, self.capacity), torch.int32),
+            "counts": new((lists,), torch.int32),
+            "normalisers": new((lists, lanes, 2), torch.float32),
+        }
+        self._of_tasks = {  # each selection leaves zeros behind, for tasks of any batch size
+            "totals": torch.zeros((tasks, BINS), dtype=torch.int32, device=context.device),
+            "finished": torch.zeros(tasks, dtype=torch.int32, device=context.device),
+        }
+
+    def __call__(self, batch: int) -> dict[str, Any]:
+        """Return arrays [tasks, ...] and grid sizes for a batch, by their names in SelectArguments.
+
+        Raises KernelError if the batch is larger than the workspace.
+        """
+        if batch > self.most:
+            raise KernelError(
+                f"batch = {batch}: must be at most {self.most}, the requests that the slots allow; raise max_batch_size"
+            )
+        tasks = batch * self._kv_heads
+        blocks = min(MOST_BLOCKS, max(1, self._multiprocessors // tasks))
         return {
-            "chunks": max(1, SCAN_BLOCKS * multiprocessors // tasks),
+            "chunks": max(1, SCAN_BLOCKS * self._multiprocessors // tasks),
             "blocks": blocks,
             "capacity": self.capacity,
-            "totals": torch.zeros((tasks, BINS), dtype=torch.int32, device=device),
-            "places": new(listed, torch.int32),
-            "estimates": new((*listed, self._lanes), torch.float32),
-            "keys": new(listed, torch.int32),
-            "counts": new((tasks, blocks), torch.int32),
-            "normalisers": new((tasks, blocks, self._lanes, 2), torch.float32),
-            "finished": torch.zeros(tasks, dtype=torch.int32, device=device),
+            **{
+                name: array[: tasks * blocks].view(tasks, blocks, *array.shape[1:])
+                for name, array in self._of_lists.items()
+            },
+            **{name: array[:tasks] for name, array in self._of_tasks.items()},
         }
 
 
 class CudaIndex(Index):
     """The index of one layer, whose arrays the reference owns.
 
-    Codes equal the reference's but for channels that lie at the border of two levels up to rounding. The kernels take whole
-    bins of scores as candidates, at least as many as the reference.
+    Codes equal the reference's but for channels that lie at the border of two levels up to rounding. At least as many keys are
+    candidates as with the reference: those of the last bin of scores as far as there is room, the first by place.
     """
 
     def __init__(self, context: IndexContext) -> None:
@@ -113,7 +135,7 @@ class CudaIndex(Index):
         lanes = 1 if self.config.group_reduce == "mean" else context.group_size
         if "nested" not in context.shared:
             candidates = self.config.candidates * self.config.top_k
-            context.shared["nested"] = Workspace(context, lanes, candidates)
+            context.shared["nested"] = Workspace(context, lanes, candidates, self._kernels.multiprocessors)
         self.workspace: Workspace = context.shared["nested"]
 
     @property
@@ -156,7 +178,7 @@ class CudaIndex(Index):
         """See Index.select. Launches two kernels. Rows ascend."""
         require_fit("queries", queries, self.context)
         queries, heads = queries.contiguous(), self.context.num_kv_heads
-        scratch = self.workspace(batch.size, self._kernels.multiprocessors)
+        scratch = self.workspace(batch.size)
         rows = torch.empty((batch.size, heads, self.config.top_k), dtype=torch.int32, device=queries.device)
         arrays = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in scratch.items()}
         arguments = SelectArguments(

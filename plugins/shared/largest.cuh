@@ -28,11 +28,12 @@ struct FirstBits {
 };
 
 // The same for keys made of softmax weights, or sums of up to 16 of them, by `ordered_bits`: 64 bins for each power of
-// two from 2^-56 on, so that few keys lie at the border. Smaller weights share a bin.
+// two from 2^-56 on, so that few keys lie at the border. Smaller weights share a bin. So do those from 2^8 on, which no
+// weight is, and NaN, which weights are if a query is infinite: a bin outside of the histogram would end all requests.
 struct WeightBits {
     __device__ __forceinline__ static int of(unsigned key) {
         constexpr unsigned LEAST = 0xa3800000u;  // ordered_bits(2^-56)
-        return static_cast<int>(max(key, LEAST) - LEAST >> 17);
+        return static_cast<int>(min(max(key, LEAST) - LEAST >> 17, static_cast<unsigned>(BINS - 1)));
     }
 };
 

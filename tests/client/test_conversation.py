@@ -161,6 +161,14 @@ def test_messages_of_tools_are_refused_by_name(tmp_path: Path, message: dict[str
         Conversation(file)
 
 
+def test_answers_with_empty_fields_of_tools_are_read(tmp_path: Path) -> None:
+    """OpenAI's client writes them so; the server takes null and an empty list."""
+    file = tmp_path / "talk.json"
+    answer = {"role": "assistant", "content": "x", "tool_calls": None, "function_call": None}
+    file.write_text(json.dumps([{"role": "user", "content": "x"}, answer, {**answer, "tool_calls": []}]))
+    assert len(Conversation(file).messages) == 3
+
+
 def test_a_system_message_must_come_first(tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     file.write_text('[{"role": "user", "content": "x"}]')

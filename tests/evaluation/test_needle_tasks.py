@@ -139,3 +139,9 @@ def test_intervals_are_those_of_scipy(samples: int, data: st.DataObject) -> None
     right = data.draw(st.integers(0, samples))
     expected = binomtest(right, samples).proportion_ci(0.95, method="wilson")
     assert wilson(right / samples, samples) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+def test_more_facts_than_keys_are_refused() -> None:
+    """A context of a million tokens that consists of facts would need more: the search for a free key would not end."""
+    with pytest.raises(ConfigError, match=r"more than 65,536 facts: must be <= 65,536; give shorter"):
+        make_dialogues("niah_multikey_dense", 1 << 20, 1)

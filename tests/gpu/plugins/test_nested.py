@@ -129,7 +129,7 @@ def check_request(index: CudaIndex, queries: Tensor, request: int, slot: int, ro
 
 def candidates(index: CudaIndex, batch: int, request: int) -> list[Tensor]:
     """The candidates of each KV head of a request, as the last selection listed them."""
-    scratch = index.workspace(batch, index._kernels.multiprocessors)
+    scratch = index.workspace(batch)
     listed = []
     for task in range(request * KV_HEADS, (request + 1) * KV_HEADS):
         counts, places = scratch["counts"][task].tolist(), scratch["places"][task].long()
@@ -193,3 +193,19 @@ def test_equal_keys_are_taken_in_order(top_k: int) -> None:
     queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
     rows = select_rows(index, queries, [0]).rows[0].cpu()
     assert torch.equal(rows, torch.arange(top_k, dtype=torch.int32).expand(KV_HEADS, -1))
+
+
+@pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
+def test_an_infinite_or_huge_query_hurts_no_other_request(reduce: str) -> None:
+    """Its softmax weights are NaN, or far above 1: keys of such weights must not lie outside of the histogram."""
+    torch.manual_seed(6)
+    index = make_index(Config(group_reduce=reduce), "bfloat16", 128, 4, random_keys([9000] * 4, 128, "bfloat16"))
+    queries = torch.randn(4, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
+    want = select_rows(index, queries, [0, 1, 2, 3]).rows.clone()
+    queries[0, :, 5], queries[1, 0, 0] = float("inf"), float("nan")
+    queries[3] *= 1e30
+    rows = select_rows(index, queries, [0, 1, 2, 3]).rows
+    assert torch.equal(rows[2], want[2])
+    assert ((rows >= 0) & (rows < 9000)).all()
+    assert (rows.diff(dim=-1) > 0).all()
+    assert not index.workspace(4)["totals"].any()

@@ -11,12 +11,13 @@ from tests.plugins.index_cases import context_of
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
+from kvseek.plugins.batch import most_requests
 from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.ctkvr import device
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.costs import costs
 from kvseek.plugins.ctkvr.reference import ReferenceIndex
-from kvseek.plugins.ctkvr.workspace import LARGEST_KEYS, Workspace, most_requests
+from kvseek.plugins.ctkvr.workspace import LARGEST_KEYS, Workspace
 from kvseek.plugins.measurements.costs import SelectionCosts
 
 LLAMA = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 << 20)

@@ -1,0 +1,93 @@
+"""What of the index for the GPU can be checked without one: its work space, and the bins of its keys."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from tests.plugins.index_cases import KV_HEADS, context_of
+from torch import Tensor
+
+import kvseek.plugins
+from kvseek.core.errors import KernelError
+from kvseek.core.extents import ExtentTable
+from kvseek.engine.loading.dry_run import HOPPER, META, MetaBytes, UnloadedKernels
+from kvseek.plugins.batch import Batch, RequestState
+from kvseek.plugins.codes.rotation import padded_dim, rotation_signs
+from kvseek.plugins.nested.config import Config
+from kvseek.plugins.nested.device import BINS, CudaIndex
+
+GROUP, DIM = 4, 128
+
+
+def make_index(slots: int, config: Config) -> CudaIndex:
+    extents = ExtentTable(slots, 4, 4, META)
+    books = {"signs": rotation_signs(0, padded_dim(DIM)).to(META)}
+    context = context_of(
+        config, DIM, GROUP, extents, [0] * slots, codebooks=books, device=META, cuda=UnloadedKernels(HOPPER)
+    )
+    return CudaIndex(context)
+
+
+@pytest.mark.parametrize("slots", [2, 4, 65])
+def test_steps_of_every_batch_size_take_no_memory_that_loading_has_not_counted(slots: int) -> None:
+    with MetaBytes() as count:
+        index = make_index(slots, Config(top_k=2048))
+        before = count.used
+        for size in (1, 2, 4, 8, 16, 32, 64):
+            if size <= index.workspace.most:
+                state = RequestState(slot=slots - 1, length=0, dense=True)
+                batch = Batch.of([state] * size, index.context.extents.device_table)
+                index.select(torch.zeros(size, KV_HEADS * GROUP, DIM, device=META), batch)
+        del batch
+        assert count.used == before
+
+
+@pytest.mark.parametrize("slots", [1, 3, 65])
+def test_every_batch_has_room_for_its_lists(slots: int) -> None:
+    space = make_index(slots, Config(top_k=50)).workspace
+    for batch in range(1, space.most + 1):
+        tasks, found = batch * KV_HEADS, space(batch)
+        assert found["blocks"] == min(16, max(1, HOPPER.multiprocessors // tasks))
+        lists = (tasks, found["blocks"], space.capacity)
+        shapes = {name: tuple(array.shape) for name, array in found.items() if isinstance(array, Tensor)}
+        assert shapes["places"] == shapes["keys"] == lists
+        assert shapes["estimates"] == (*lists, GROUP)
+        assert shapes["counts"] == lists[:2]
+        assert shapes["normalisers"] == (*lists[:2], GROUP, 2)
+        assert (shapes["totals"], shapes["finished"]) == ((tasks, BINS), (tasks,))
+
+
+def test_a_batch_beyond_the_slots_is_refused() -> None:
+    index = make_index(3, Config())
+    with pytest.raises(KernelError, match="batch = 5: must be at most 3, the requests that the slots allow"):
+        index.workspace(5)
+
+
+PROBE = """
+#include <algorithm>
+#include <cstdio>
+#define __device__
+#define __forceinline__ inline
+using std::max, std::min;
+constexpr int BINS = 4096;
+%s
+int main() {  // the bins of -infinity, 0, 2^-56, 1, 16, 2^8, infinity and both kinds of NaN, as ordered_bits gives them
+    for (unsigned key : {0x007fffffu, 0x80000000u, 0xa3800000u, 0xbf800000u, 0xc1800000u, 0xc3800000u, 0xff800000u,
+                         0xffc00000u, 0xffffffffu, 0u})
+        std::printf("%%d ", WeightBits::of(key));
+}
+"""
+
+
+def test_every_key_has_a_bin_of_the_histogram(tmp_path: Path) -> None:
+    """Weights are NaN if a query is infinite: an access outside of shared memory would end the requests of all."""
+    source = (Path(kvseek.plugins.__file__).parent / "shared/largest.cuh").read_text(encoding="utf-8")
+    (struct,) = re.findall(r"^struct WeightBits \{.*?^\};", source, re.DOTALL | re.MULTILINE)
+    (tmp_path / "probe.cpp").write_text(PROBE % struct)
+    subprocess.run(["g++", "-std=c++17", tmp_path / "probe.cpp", "-o", tmp_path / "probe"], check=True)
+    found = subprocess.run([tmp_path / "probe"], check=True, capture_output=True, text=True).stdout
+    assert found.split() == [*"000", "3584", "3840", *["4095"] * 4, "0"]
