@@ -8,12 +8,12 @@ Ended by --seconds or by force, the same command goes on where it was. README.md
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from kvseek.builder.checking.reference import quiet
+from kvseek.core.config import require
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.evaluation.needle_tasks import vocabulary
 from kvseek.evaluation.needle_tasks.model import SHAPES, answer_logits, check, make_model
@@ -114,7 +115,14 @@ class Training:
         self.folder: Path = arguments.output_dir
         self.device = torch.device(arguments.device)
         stages = tuple(arguments.stage or RECIPE)
-        self.settings = {name: getattr(arguments, name) for name in ("shape", "jumps", "seed", "positions")}
+        for name in ("log_every", "check_every"):
+            require(getattr(arguments, name) >= 1, f"--{name}", getattr(arguments, name), ">= 1", "leave it out")
+        longest = max(stage.tokens for stage in stages)
+        limit = f">= {longest}, the tokens of the longest stage"
+        require(arguments.positions >= longest, "--positions", arguments.positions, limit, "leave it out")
+        self.settings = {
+            name: getattr(arguments, name) for name in ("shape", "jumps", "seed", "positions", "learning_rate")
+        }
         self.batches = Batches(arguments.seed, stages, arguments.jumps, arguments.positions)
         torch.manual_seed(arguments.seed)
         self.model = make_model(SHAPES[arguments.shape], arguments.positions).to(self.device)
@@ -146,8 +154,8 @@ class Training:
 
     def _batches_of(self, steps: int) -> list[list[float]]:
         """What the batches of the first steps are made of: they decide whether a training can go on."""
-        sizes = Counter((stage.tokens, stage.sequences, stage.bare) for stage in self.batches.stages[:steps])
-        return [[*of_stage, count] for of_stage, count in sizes.items()]
+        sizes = ((stage.tokens, stage.sequences, stage.bare) for stage in self.batches.stages[:steps])
+        return [[*of_stage, len(list(same))] for of_stage, same in itertools.groupby(sizes)]
 
     def save(self) -> None:
         """Write the state, and model/ with the checkpoint in bfloat16 and the tokenizer."""

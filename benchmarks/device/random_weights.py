@@ -32,6 +32,8 @@ def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         layer["qkv.bias"] = (qkv,)
     if model.output_bias:
         layer["o.bias"] = (hidden,)
+    if model.mlp_bias:
+        layer |= {"gate_up.bias": (2 * model.intermediate_size,), "down.bias": (hidden,)}
     if model.qk_norm:
         layer |= {"q_norm.weight": (dim,), "k_norm.weight": (dim,)}
     for number in range(model.num_layers):

@@ -26,7 +26,8 @@ from .static import candidates, largest, pair_exchange
 GATHER_THREADS = 256
 GATHER_BLOCKS = 32  # blocks of all KV heads: enough to use PCIe fully, few enough to leave the GPU to decode steps
 PUBLISH_THREADS = 128
-# Steps from the start of an update until it is published: enough for the side stream to end, so that no step waits for it.
+# Steps from the start of an update until it is published. A few requests' side work has ended by then; if that of many has
+# not, the step waits for it, because a request's tokens must not depend on how busy the GPU is.
 PUBLISH_STEPS = 4
 
 
@@ -117,8 +118,8 @@ class Updater:
         table = self._context.extents.device_table[slot].clone()  # the slot may be closed while the side stream reads
         queries = arrays.recent[slot].transpose(0, 1).contiguous()
         update = Update(queries, arrays.by_page(arrays.picked, slot, whole), table, arrays.targets[slot], whole)
-        arrays.picked.index_fill_(0, arrays.extents_of(slot, whole), 0)
         update.ticket = self._side.run(lambda: update.results.append(self._prepare(slot, update)))
+        arrays.picked.index_fill_(0, arrays.extents_of(slot, whole), 0)  # the update has a copy
         self._under_way[slot] = update
 
     def publish(self, slot: int) -> None:
