@@ -1,8 +1,7 @@
 """Makes transformers read GGUF files in a third of the time, with the same result.
 
-Most of the time goes into three things that gguf does again and again: it slices a numpy.memmap, which costs several times
-what an array costs; it makes its table of names for each of a model's modules; and it reads the vocabulary for the configuration, the
-tokenizer and the tensors.
+gguf spends most of the time on three things. It slices a numpy.memmap, which costs several times what an array costs. It makes
+its table of names for each of a model's modules. It reads the vocabulary for the configuration, the tokenizer and the tensors.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ FORGED = [
     (
         "gguf",
         write("", LONG_STRINGS + struct.pack("<Q", 1 << 62)),
-        r"cannot read \S*model\.gguf: byte 4,611,686,018,427,387,961 is named in its header, the file has 57; .* again",
+        r"cannot read \S*model\.gguf: byte 4,611,686,018,427,387,969 is named in its header, the file has 57; .* again",
     ),
     ("gguf", garbage(b"GGUF\x03\0\0\0"), r"cannot read \S*model\.gguf: .*damaged or cut short"),
     (
