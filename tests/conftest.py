@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 import torch
+from tests.support import quick_gguf
 from tests.support.random_models import save_random_model
 
 from kvseek.builder import build
@@ -31,6 +32,7 @@ RandomModel = Callable[..., Path]
 
 if not Path(str(build.__file__)).resolve().is_relative_to(ROOT):
     pytest.exit(f"kvseek.builder.build is {build.__file__}, not this checkout's: run make install, or make links", 3)
+quick_gguf.install(SMOLLM2)
 bfloat16.usable()  # before any test multiplies matrices
 # The same examples in every run, so that a change is what turns a test red. `--hypothesis-profile=default` looks for new ones.
 # A draw or an example that takes long says that the machine is busy, not that the test is wrong.

@@ -6,6 +6,7 @@ Tensors are read one at a time, so a quantised file never needs its unquantised 
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +30,8 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the RoPE frequencies, which Llama 3.1 files carry
 REMEDY = "use the model's Hugging Face directory"
 BLOCK_WEIGHTS = 4 << 20  # weights that are dequantised at a time
+LONG_ARRAY = 1024  # items of an array that are not read: only a vocabulary has more
+STRING_LENGTH = struct.Struct("=Q")
 
 # Hugging Face field → GGUF key below the architecture's name
 FIELDS = {
@@ -260,18 +263,43 @@ def _dequantise(path: Path, found: Any) -> Tensor:
 
 
 def _strict_reader(path: Path) -> Any:
-    """Make a GGUFReader that raises ValueError if the file ends before its header says.
+    """Make a GGUFReader that raises ValueError if the file ends before its header says, and steps over long arrays.
 
-    gguf's own reader takes the bytes that there are, and would loop almost for ever over an array with a damaged length.
+    gguf's own reader takes the bytes that there are, and would loop almost for ever over an array with a damaged length. It makes
+    several arrays of NumPy's for each word of a vocabulary, which takes seconds.
     """
-    from gguf import GGUFReader
+    from gguf import GGUFReader, GGUFValueType
 
     class StrictReader(GGUFReader):  # type: ignore[misc]  # gguf has no types
         def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **named: Any) -> Any:
-            end = int(offset) + int(count) * np.dtype(dtype).itemsize
+            self._require_bytes(int(offset) + int(count) * np.dtype(dtype).itemsize)
+            return super()._get(offset, dtype, count, *rest, **named)
+
+        def _get_field_parts(self, offset: int, kind: int) -> Any:
+            if kind != GGUFValueType.ARRAY or self.byte_order != "I":  # foreign files are refused
+                return super()._get_field_parts(offset, kind)
+            item = int(self._get(offset, np.uint32)[0])
+            length = int(self._get(offset + 4, np.uint64)[0])
+            if length <= LONG_ARRAY or item == GGUFValueType.ARRAY:
+                return super()._get_field_parts(offset, kind)
+            end = self._end_of_items(int(offset) + 12, GGUFValueType(item), length)
+            return end - int(offset), [], [], [GGUFValueType.ARRAY, GGUFValueType(item)]
+
+        def _end_of_items(self, offset: int, item: Any, length: int) -> int:
+            if item != GGUFValueType.STRING:
+                end = offset + length * np.dtype(self.gguf_scalar_to_np[item]).itemsize
+                self._require_bytes(end)
+                return end
+            data = memoryview(self.data)
+            for _ in range(length):  # each string is its length in bytes, uint64, and the bytes
+                self._require_bytes(offset + 8)
+                offset += 8 + STRING_LENGTH.unpack_from(data, offset)[0]
+            self._require_bytes(offset)
+            return offset
+
+        def _require_bytes(self, end: int) -> None:
             if end > len(self.data):
                 raise ValueError(f"byte {end:,} is named in its header, the file has {len(self.data):,}")
-            return super()._get(offset, dtype, count, *rest, **named)
 
     return StrictReader(path)
 
@@ -287,7 +315,7 @@ def _read(path: Path) -> _Contents:
     try:
         reader = _strict_reader(path)
         arrays = {key for key, field in reader.fields.items() if GGUFValueType.ARRAY in field.types}
-        long = {key for key in arrays if key.startswith("tokenizer.")}
+        long = {key for key in arrays if key.startswith("tokenizer.") or not reader.fields[key].data}
         metadata = {key: "an array" if key in long else field.contents() for key, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OSError) as error:
         raise ConfigError(f"cannot read {path}: {error}; the file is damaged or cut short: download it again") from None

@@ -86,13 +86,23 @@ CUT_DATA = [
 ]
 EMPTY = [(kind, in_file(FILES[kind], shorten_to(0)), rf"{FILES[kind]}\S*( = |: ).*; ") for kind in FILES]
 GARBAGE = [(kind, in_file(FILES[kind], garbage(b"\x93")), rf"{FILES[kind]}\S*( = |: ).*; ") for kind in FILES]
-# A GGUF file of no tensors and one field, "a", an array of 2**20 bytes of which the file has none.
-LONG_ARRAY = b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 0, 1 << 20)
+# A GGUF file of no tensors and one field, "a", an array of 2**20 bytes, or strings, of which the file has none.
+LONG_ARRAY, LONG_STRINGS = (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, kind, 1 << 20) for kind in (0, 8))
 FORGED = [
     (
         "gguf",
         write("", LONG_ARRAY),
-        r"cannot read \S*model\.gguf: byte 50 is named in its header, the file has 49; .* again",
+        r"cannot read \S*model\.gguf: byte 1,048,625 is named in its header, the file has 49; .* again",
+    ),
+    (
+        "gguf",
+        write("", LONG_STRINGS),
+        r"cannot read \S*model\.gguf: byte 57 is named in its header, the file has 49; .* again",
+    ),
+    (
+        "gguf",
+        write("", LONG_STRINGS + struct.pack("<Q", 1 << 62)),
+        r"cannot read \S*model\.gguf: byte 4,611,686,018,427,387,969 is named in its header, the file has 57; .* again",
     ),
     ("gguf", garbage(b"GGUF\x03\0\0\0"), r"cannot read \S*model\.gguf: .*damaged or cut short"),
     (
