@@ -57,10 +57,8 @@ class Conversation:
 # What messages of tools have, by which they are refused with a better reason than that the server knows no such role.
 TOOL_ROLES = ("tool", "function")
 TOOL_KEYS = ("tool_calls", "tool_call_id", "function_call")
-EMPTY: tuple[Any, ...] = (
-    None,
-    [],
-)  # values of these keys in the answers that OpenAI's client has saved; the server takes them
+# Values of these keys in the answers that OpenAI's client has saved; the server takes them.
+EMPTY: tuple[Any, ...] = (None, [])
 
 
 def read_messages(file: Path) -> list[Message]:

@@ -75,9 +75,8 @@ class Workspace:
         self.most = most_requests(context.extents.slots)
         self.capacity = max(candidates, min(2 * candidates, HELD_CANDIDATES))
         tasks = self.most * self._kv_heads
-        lists = max(
-            tasks, min(multiprocessors, MOST_BLOCKS * tasks)
-        )  # of the blocks of all tasks, whatever the batch size
+        # One for each block of the choice, whatever the batch size.
+        lists = max(tasks, min(multiprocessors, MOST_BLOCKS * tasks))
 
         def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=context.device)
