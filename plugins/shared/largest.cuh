@@ -11,7 +11,7 @@ namespace kvseek {
 namespace largest {
 
 constexpr int DIGITS = 256;
-constexpr int BINS = 4096;  // of the first histogram: 12 bits
+constexpr int BINS = 4096;         // of the first histogram: 12 bits
 constexpr int QUICK_TOP_K = 1024;  // larger ones take the slow way
 constexpr int TEAM = 4;            // threads that rank one entry
 
@@ -65,8 +65,8 @@ struct Largest {
         }
     }
 
-    // Find the digit that the `wanted`-th largest key has, among keys that were counted; all threads get it, and how many
-    // keys have a larger one.
+    // Find the digit that the `wanted`-th largest key has, among keys that were counted; all threads get it, and how
+    // many keys have a larger one.
     __device__ __forceinline__ static void find_digit(Memory& memory, int wanted) {
         if (threadIdx.x < WARP) {  // lane l holds digits 8 l .. 8 l + 7
             int sums[DIGITS / WARP], total = 0;
@@ -95,7 +95,7 @@ struct Largest {
     // What take_largest does, for any keys: find the digits of the `wanted`-th largest one after another.
     template <class Key, class Emit>
     __device__ __forceinline__ static void take_by_digits(Memory& memory, int count, int wanted, const Key& key,
-                                                   const Emit& emit) {
+                                                          const Emit& emit) {
         unsigned prefix = 0, mask = 0;
         int left = wanted;  // still to take among keys that begin with `prefix`
         const bool all = count <= wanted;
@@ -199,7 +199,7 @@ struct Largest {
     // index. False, and nothing emitted, if too many keys lie at the border or are wanted.
     template <class Held, class Emit>
     __device__ __forceinline__ static bool take_largest(Memory& memory, int count, int wanted, const Held& held,
-                                                 const Emit& emit) {
+                                                        const Emit& emit) {
         for (int i = threadIdx.x; i < BINS / 4; i += THREADS)
             reinterpret_cast<int4*>(memory.histogram)[i] = make_int4(0, 0, 0, 0);
         if (threadIdx.x == 0) memory.appended = 0;
@@ -252,7 +252,6 @@ struct Largest {
         __syncthreads();
         return true;
     }
-
 };
 
 }  // namespace largest

@@ -232,7 +232,8 @@ extern "C" __global__ void __launch_bounds__(BEGIN_THREADS)
     }
     const float position = static_cast<float>(request.position);
     // The token ends a sequence of position + 1 tokens.
-    const float* frequencies = static_cast<const float*>(a.frequencies) + (request.position >= a.short_reach ? PAIRS : 0);
+    const float* frequencies =
+        static_cast<const float*>(a.frequencies) + (request.position >= a.short_reach ? PAIRS : 0);
     for (int pair = threadIdx.x; pair < PAIRS; pair += BEGIN_THREADS) {
         const float angle = position * frequencies[pair];
         const long long at = static_cast<long long>(blockIdx.x) * PAIRS + pair;

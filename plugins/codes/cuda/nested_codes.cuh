@@ -8,10 +8,10 @@
 namespace kvseek {
 namespace codes {
 
-constexpr int FIELDS = 4;             // of a byte
-constexpr int FIELD = DIM / FIELDS;   // channels of a field; also bytes of a key in a plane
+constexpr int FIELDS = 4;            // of a byte
+constexpr int FIELD = DIM / FIELDS;  // channels of a field; also bytes of a key in a plane
 constexpr int LEVELS = 16;
-constexpr float STEP = 0.32f;         // width of a code's cell, as key_codes.STEP
+constexpr float STEP = 0.32f;  // width of a code's cell, as key_codes.STEP
 constexpr float LARGEST_HALF = 65504.0f;
 
 // Fields 2f and 2f + 1 of four bytes of both planes, as four codes of 0 .. 15.

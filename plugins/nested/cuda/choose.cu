@@ -24,10 +24,10 @@ constexpr int BORDER_KEYS = REDUCTION == MEAN ? 1024 : 256;
 using Top = largest::Largest<CHOOSE_THREADS, LISTED_EACH, Bin, BORDER_KEYS>;
 static_assert(BINS == largest::BINS, "the totals of the scan are searched as a histogram of the ranking");
 
-constexpr int AT_ONCE = 8;                 // scores that a thread reads at a time
-constexpr int UNIT_KEYS = AT_ONCE * WARP;  // keys that a warp judges at a time
-constexpr int GROUP_UNITS = 2;             // units whose scores a warp holds
-constexpr int MEMBERS = DIM / 32;          // threads that estimate one candidate, 32 channels each
+constexpr int AT_ONCE = 8;                                   // scores that a thread reads at a time
+constexpr int UNIT_KEYS = AT_ONCE * WARP;                    // keys that a warp judges at a time
+constexpr int GROUP_UNITS = 2;                               // units whose scores a warp holds
+constexpr int MEMBERS = DIM / 32;                            // threads that estimate one candidate, 32 channels each
 constexpr int LANES_EACH = (LANES + MEMBERS - 1) / MEMBERS;  // lanes whose estimates one of them writes
 constexpr int MOST_BLOCKS = 16;                              // of a task
 
@@ -78,8 +78,7 @@ struct Scores {
         first = start;
 #pragma unroll
         for (int u = 0; u < GROUP_UNITS; u++)  // keys beyond the length too: an extent is allocated whole
-            if (start + u < last)
-                own[u] = *reinterpret_cast<const uint4*>(a.scores + task.row(a, place(u)));
+            if (start + u < last) own[u] = *reinterpret_cast<const uint4*>(a.scores + task.row(a, place(u)));
     }
     // Of the thread's first key of a unit.
     __device__ __forceinline__ int place(int u) const {
@@ -92,13 +91,13 @@ struct Scores {
             verdicts[u] = 0;
             const unsigned most = __vmaxu2(__vmaxu2(own[u].x, own[u].y), __vmaxu2(own[u].z, own[u].w));
             // Most threads have no candidate, and most units of a long region have none at all.
-            if (first + u >= last || static_cast<int>(max(most & 0xffff, most >> 16) >> BIN_SHIFT) < border.bin) continue;
+            if (first + u >= last || static_cast<int>(max(most & 0xffff, most >> 16) >> BIN_SHIFT) < border.bin)
+                continue;
             const unsigned words[4] = {own[u].x, own[u].y, own[u].z, own[u].w};
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
                 const int bin = (words[i / 2] >> 16 * (i % 2) & 0xffff) >> BIN_SHIFT;
-                if (place(u) + i < length)
-                    verdicts[u] |= (bin > border.bin ? 1u : bin == border.bin ? 256u : 0u) << i;
+                if (place(u) + i < length) verdicts[u] |= (bin > border.bin ? 1u : bin == border.bin ? 256u : 0u) << i;
             }
         }
     }
@@ -125,7 +124,7 @@ __device__ __forceinline__ Counts count_units(const SelectArguments& a, const Ta
 
 // Ties in the parts of earlier blocks. Only needed if not all of them fit: then thousands of scores are nearly equal.
 __device__ __forceinline__ int ties_before(const SelectArguments& a, const Task& task, Memory& memory,
-                                        const Border& border, int units) {
+                                           const Border& border, int units) {
     const Share own(units, CHOOSE_WARPS, threadIdx.x / WARP);
     Scores scores;
     scores.first = -1;
@@ -139,8 +138,8 @@ __device__ __forceinline__ int ties_before(const SelectArguments& a, const Task&
 
 // Write the places of the block's candidates in order; returns how many they are. The warp's units are own.first ..
 // own.last - 1, the block's begin at `start`.
-__device__ __forceinline__ int collect(const SelectArguments& a, const Task& task, Memory& memory,
-                                       const Border& border, Scores& scores, const Share& own, int start, int* places) {
+__device__ __forceinline__ int collect(const SelectArguments& a, const Task& task, Memory& memory, const Border& border,
+                                       Scores& scores, const Share& own, int start, int* places) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const Counts counted = count_units(a, task, border, scores, own.first, own.last);
     if (lane == 0) memory.counts[warp] = counted;

@@ -6,14 +6,14 @@ namespace nested {
 
 // Mirrored field by field in device.py.
 struct EncodeArguments {
-    const Number* keys;      // [kv_heads, tokens, HEAD_DIM], rows contiguous
-    const float* means;      // [kv_heads, HEAD_DIM] of the slot
-    unsigned char* high;     // [extents, kv_heads, 1024, FIELD]
-    unsigned char* low;      // [extents, kv_heads, 1024, FIELD]
-    __half* scales;          // [extents, kv_heads, 1024]
-    const int* table;        // extents of the slot
-    const float* signs;      // [DIM]
-    long long head_stride;   // of keys, in numbers
+    const Number* keys;     // [kv_heads, tokens, HEAD_DIM], rows contiguous
+    const float* means;     // [kv_heads, HEAD_DIM] of the slot
+    unsigned char* high;    // [extents, kv_heads, 1024, FIELD]
+    unsigned char* low;     // [extents, kv_heads, 1024, FIELD]
+    __half* scales;         // [extents, kv_heads, 1024]
+    const int* table;       // extents of the slot
+    const float* signs;     // [DIM]
+    long long head_stride;  // of keys, in numbers
     long long token_stride;
     int kv_heads, tokens;
     int first;  // place of the first key

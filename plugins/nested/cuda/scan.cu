@@ -1,10 +1,10 @@
 // Nested codes, first kernel of a selection: score every key of the region by the 2 highest bits, and count the scores.
 //
 // A key's score is the largest over the lanes (query heads) of s <h, q> / ‖q‖. Codes h and the rotated query q are
-// integers, so tensor cores multiply them exactly: 16 keys are the rows of a product, lanes are its columns. Which channel
-// stands in which column of the keys' operand is free as long as the query's operand agrees. So a mask makes an operand
-// of a word of the plane: of fields 0 and 2 the codes themselves, of fields 1 and 3 four times the codes, which are
-// therefore summed apart. (Shifting each field to its place would take half as many instructions again.)
+// integers, so tensor cores multiply them exactly: 16 keys are the rows of a product, lanes are its columns. Which
+// channel stands in which column of the keys' operand is free as long as the query's operand agrees. So a mask makes an
+// operand of a word of the plane: of fields 0 and 2 the codes themselves, of fields 1 and 3 four times the codes, which
+// are therefore summed apart. (Shifting each field to its place would take half as many instructions again.)
 #include "select.cuh"
 
 namespace kvseek {
@@ -12,8 +12,8 @@ namespace nested {
 
 constexpr int SCAN_THREADS = 256;
 constexpr int SCAN_WARPS = SCAN_THREADS / WARP;
-constexpr int TILE = 16;           // keys of a product
-constexpr int UNIT = 4 * TILE;     // keys that a warp has on their way
+constexpr int TILE = 16;        // keys of a product
+constexpr int UNIT = 4 * TILE;  // keys that a warp has on their way
 constexpr int PAIRS = UNIT / (2 * TILE);
 constexpr int WORDS = FIELD / 16;  // words of a plane's row that a thread of a quad holds
 // A thread ends up with two columns of a product. With up to 4 lanes only its first one is a lane's.
@@ -44,7 +44,8 @@ struct Words {
 
     __device__ __forceinline__ void load(const unsigned char* from) { copy(words, from); }
 
-    // Operand 0 .. 2 * WORDS - 1 of the even fields (0 and 2, codes) or of the odd ones (1 and 3, four times the codes).
+    // Operand 0 .. 2 * WORDS - 1 of the even fields (0 and 2, codes) or of the odd ones (1 and 3, four times the
+    // codes).
     __device__ __forceinline__ unsigned operand(int number, bool odd) const {
         const unsigned word = words[number % WORDS], shifted = number < WORDS ? word : word >> 4;
         return shifted & (odd ? 0x0c0c0c0cu : 0x03030303u);

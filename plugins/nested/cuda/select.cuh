@@ -9,8 +9,8 @@
 namespace kvseek {
 namespace nested {
 
-constexpr int BINS = 4096;     // of the scan's scores: the first 12 bits of 16
-constexpr int BIN_SHIFT = 4;   // bits of a score behind those of its bin
+constexpr int BINS = 4096;    // of the scan's scores: the first 12 bits of 16
+constexpr int BIN_SHIFT = 4;  // bits of a score behind those of its bin
 
 // Mirrored field by field in device.py. A "task" is a request and a KV head: request * kv_heads + head.
 struct SelectArguments {
@@ -31,10 +31,10 @@ struct SelectArguments {
     int* finished;              // [tasks] blocks of the choice that are done; zeros between selections
     int* rows;                  // [batch, kv_heads, top_k] result
     int kv_heads, max_extents, top_k;
-    int chunks;    // blocks of a task in the scan
-    int blocks;    // blocks of a task in the choice
-    int capacity;  // most candidates of a task
-    float scaling; // softmax scale
+    int chunks;     // blocks of a task in the scan
+    int blocks;     // blocks of a task in the choice
+    int capacity;   // most candidates of a task
+    float scaling;  // softmax scale
 };
 
 using Queries = codes::Queries<LANES>;

@@ -1,9 +1,9 @@
 // What the four kernels of a ParisKV selection share: their arguments, and where their intermediate results lie.
 #pragma once
 
+#include "layout.cuh"
 #include "plugins/shared/instructions.cuh"
 #include "plugins/shared/overlap.cuh"
-#include "layout.cuh"
 
 namespace kvseek {
 namespace pariskv {

@@ -1,6 +1,7 @@
 // ParisKV, last kernel of a selection: the top k candidates by the reduced estimates (paper, section 4.3).
 //
-// The blocks of a task select the top k of their shares (plugins/shared/largest.cuh), the last one to finish the top k among those.
+// The blocks of a task select the top k of their shares (plugins/shared/largest.cuh), the last one to finish the top k
+// among those.
 #include "plugins/shared/largest.cuh"
 #include "select.cuh"
 
@@ -11,8 +12,8 @@ constexpr int TOP_THREADS = 1024;
 constexpr int TOP_WARPS = TOP_THREADS / WARP;
 constexpr int KEYS_EACH = 16;  // that a thread holds in registers
 using Top = largest::Largest<TOP_THREADS, KEYS_EACH>;
-constexpr int AT_ONCE = LANES <= 4 ? 4 : 1;       // estimates that are on their way together
-constexpr int SMALLEST_SHARE = Top::HELD_KEYS / 2;     // of several blocks: a second round takes as long as 8,192 keys
+constexpr int AT_ONCE = LANES <= 4 ? 4 : 1;         // estimates that are on their way together
+constexpr int SMALLEST_SHARE = Top::HELD_KEYS / 2;  // of several blocks: a second round takes as long as 8,192 keys
 
 struct Memory : Top::Memory {
     alignas(16) float normaliser[LANES];  // log2 of the sum of the exponentials
@@ -160,7 +161,8 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
     __threadfence();
     const int listed = (active - 1) * each + min(count - (active - 1) * share, each);
     auto take_listed = [&](int rank, int i, unsigned) { rows[rank] = __ldcg(a.best_places + list + i); };
-    if (listed > Top::HELD_KEYS || !Top::take_largest(memory, listed, top_k, Held(a.best_keys + list, listed), take_listed))
+    if (listed > Top::HELD_KEYS ||
+        !Top::take_largest(memory, listed, top_k, Held(a.best_keys + list, listed), take_listed))
         Top::take_by_digits(memory, listed, top_k, [&](int i) { return __ldcg(a.best_keys + list + i); }, take_listed);
     if (threadIdx.x == 0) a.finished[task.number] = 0;
 }
