@@ -96,9 +96,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     results = []
     with running_server(arguments.engine_dir, settings=settings) as server:
         for tool, measure in ways(arguments, server).items():
-            _measure(measure, Cell(1, base[1], 2, arguments.output_tokens), texts[sweep[0]][:2])  # warm
+            measure_cell(measure, Cell(1, base[1], 2, arguments.output_tokens), texts[sweep[0]][:2])  # warm
             for cell in sweep:
-                answers = _measure(measure, cell, texts[cell])
+                answers = measure_cell(measure, cell, texts[cell])
                 results.append({"tool": tool, "door": TOOLS[tool], **figures(cell, answers)})
                 load = f"{cell.requests} requests, {cell.concurrency} at a time, prompts of {cell.prompt_tokens} tokens"
                 print(f"{tool}: {load}: {results[-1]['seconds']:.1f} s", file=sys.stderr)
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _measure(measure: Measure, cell: Cell, texts: Sequence[str]) -> list[Answer]:
+def measure_cell(measure: Measure, cell: Cell, texts: Sequence[str]) -> list[Answer]:
     """Measure a cell, a second time if the tool loses its result: perf_analyzer 2.51 did once in some thirty runs."""
 
     def attempt() -> list[Answer]:

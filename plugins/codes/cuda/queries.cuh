@@ -27,9 +27,7 @@ struct Queries {
         const int thread = threadIdx.x % WARP;
         for (int lane = threadIdx.x / WARP; lane < LANES; lane += blockDim.x / WARP) {
             float x[EACH];
-            load_vector(queries + lane * HEAD_DIM, x);
-            if constexpr (LANES < GROUP) add_others(queries, x);
-            rotate(x, signs);
+            load_query<(LANES < GROUP)>(queries, lane, signs, x);
             float largest = 0.0f;
 #pragma unroll
             for (int i = 0; i < EACH; i++) largest = fmaxf(largest, fabsf(x[i]));
@@ -58,18 +56,6 @@ struct Queries {
             }
         }
         __syncthreads();
-    }
-
-  private:
-    __device__ __forceinline__ static void add_others(const Number* queries, float (&x)[EACH]) {
-        for (int q = 1; q < GROUP; q++) {
-            float other[EACH];
-            load_vector(queries + q * HEAD_DIM, other);
-#pragma unroll
-            for (int i = 0; i < EACH; i++) x[i] += other[i];
-        }
-#pragma unroll
-        for (int i = 0; i < EACH; i++) x[i] = __fdiv_rn(x[i], static_cast<float>(GROUP));
     }
 };
 

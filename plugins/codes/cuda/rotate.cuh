@@ -43,5 +43,23 @@ __device__ __forceinline__ void load_vector(const Number* __restrict__ from, flo
     for (int i = 0; i < EACH; i++) x[i] = first + i < HEAD_DIM ? to_float(from[first + i]) : 0.0f;
 }
 
+// Query `lane` of a KV head's queries [GROUP, HEAD_DIM], rotated; their mean if it is the only one that ranks.
+template <bool IS_MEAN>
+__device__ __forceinline__ void load_query(const Number* __restrict__ queries, int lane,
+                                           const float* __restrict__ signs, float (&x)[EACH]) {
+    load_vector(queries + (IS_MEAN ? 0 : lane * HEAD_DIM), x);
+    if constexpr (IS_MEAN) {
+        for (int q = 1; q < GROUP; q++) {
+            float other[EACH];
+            load_vector(queries + q * HEAD_DIM, other);
+#pragma unroll
+            for (int i = 0; i < EACH; i++) x[i] += other[i];
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; i++) x[i] = __fdiv_rn(x[i], static_cast<float>(GROUP));
+    }
+    rotate(x, signs);
+}
+
 }  // namespace codes
 }  // namespace kvseek

@@ -5,6 +5,7 @@
 #include "plugins/codes/cuda/queries.cuh"
 #include "plugins/shared/instructions.cuh"
 #include "plugins/shared/overlap.cuh"
+#include "plugins/shared/task.cuh"
 
 namespace kvseek {
 namespace nested {
@@ -39,28 +40,12 @@ struct SelectArguments {
 
 using Queries = codes::Queries<LANES>;
 
-// One (request, KV head), as the blocks of a kernel see it: blockIdx.y is the task.
-struct Task {
-    int number, head;
-    const Request& request;
-    const int* table;
+struct Task : TaskOf<SelectArguments> {
+    using TaskOf::TaskOf;
 
-    __device__ __forceinline__ explicit Task(const SelectArguments& a)
-        : number(blockIdx.y),
-          head(blockIdx.y % a.kv_heads),
-          request(a.requests[blockIdx.y / a.kv_heads]),
-          table(a.table + static_cast<long long>(request.slot) * a.max_extents) {}
-
-    __device__ __forceinline__ bool idle() const { return request.dense != 0; }
-    __device__ __forceinline__ int length() const { return request.length; }
     __device__ __forceinline__ int wanted() const { return request.numbers[0]; }
     __device__ __forceinline__ const Number* queries(const SelectArguments& a) const {
         return a.queries + static_cast<long long>(number) * GROUP * HEAD_DIM;
-    }
-    // Row of a place, counted in places: less than 2^32 of them fit a GPU (device.py checks it).
-    __device__ __forceinline__ unsigned row(const SelectArguments& a, int place) const {
-        const unsigned extent = static_cast<unsigned>(table[place / EXTENT_TOKENS]) * a.kv_heads + head;
-        return extent * EXTENT_TOKENS + place % EXTENT_TOKENS;
     }
 };
 

@@ -4,6 +4,7 @@
 #include "layout.cuh"
 #include "plugins/shared/instructions.cuh"
 #include "plugins/shared/overlap.cuh"
+#include "plugins/shared/task.cuh"
 
 namespace kvseek {
 namespace pariskv {
@@ -39,30 +40,11 @@ struct SelectArguments {
     float scaling;   // softmax scale
 };
 
-// One (request, KV head), as the blocks of a kernel see it: blockIdx.y is the task.
-struct Task {
-    int number, head;
-    const Request& request;
-    const int* table;
+struct Task : TaskOf<SelectArguments> {
+    using TaskOf::TaskOf;
 
-    __device__ __forceinline__ explicit Task(const SelectArguments& a)
-        : number(blockIdx.y),
-          head(blockIdx.y % a.kv_heads),
-          request(a.requests[blockIdx.y / a.kv_heads]),
-          table(a.table + static_cast<long long>(request.slot) * a.max_extents) {}
-
-    __device__ __forceinline__ bool idle() const { return request.dense != 0; }
-    __device__ __forceinline__ int length() const { return request.length; }
     __device__ __forceinline__ int budget() const { return request.numbers[0]; }
     __device__ __forceinline__ int candidates() const { return request.numbers[1]; }
-    // Row of a place, counted in places: less than 2^32 of them fit a GPU (device.py checks it), and a product
-    // with the bytes of a row is then one instruction.
-    __device__ __forceinline__ unsigned extent(const SelectArguments& a, int number) const {
-        return static_cast<unsigned>(table[number]) * a.kv_heads + head;
-    }
-    __device__ __forceinline__ unsigned row(const SelectArguments& a, int place) const {
-        return extent(a, place / EXTENT_TOKENS) * EXTENT_TOKENS + place % EXTENT_TOKENS;
-    }
 };
 
 // Parts first .. last - 1 of `count` that part `index` of `parts` has to do; sizes differ by one at most.

@@ -12,25 +12,6 @@ constexpr int VOTE_THREADS = LANES * WARP;
 constexpr int HELD = CENTROIDS / WARP;  // centroids of a thread: HELD * lane ...
 constexpr int TIERS = 6;
 
-// The rotated query of a lane, EACH coordinates a thread of the warp; the mean of the group if that is the only lane.
-__device__ __forceinline__ void load_lane(const SelectArguments& a, int lane, float (&x)[EACH]) {
-    const Number* queries = a.queries + static_cast<long long>(blockIdx.y) * GROUP * HEAD_DIM;
-    if constexpr (REDUCTION != MEAN) {
-        load_vector(queries + lane * HEAD_DIM, x);
-    } else {
-        load_vector(queries, x);
-        for (int q = 1; q < GROUP; q++) {
-            float other[EACH];
-            load_vector(queries + q * HEAD_DIM, other);
-#pragma unroll
-            for (int i = 0; i < EACH; i++) x[i] += other[i];
-        }
-#pragma unroll
-        for (int i = 0; i < EACH; i++) x[i] = __fdiv_rn(x[i], static_cast<float>(GROUP));
-    }
-    rotate(x, a.signs);
-}
-
 // A rotated query as columns of the rerank's product: numbers rounded to float16, and in the next column what is
 // missing to them. Thread t of a quad multiplies the t-th quarter of the coordinates, four of them a step.
 __device__ __forceinline__ void store_columns(const SelectArguments& a, int task, int query, const float (&x)[EACH]) {
@@ -130,7 +111,8 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::VOTE_THREADS)
     await_earlier_kernels();
     if (task.idle()) return;
     float x[EACH], scores[HELD];
-    load_lane(a, query, x);
+    codes::load_query<REDUCTION == MEAN>(a.queries + static_cast<long long>(blockIdx.y) * GROUP * HEAD_DIM, query,
+                                         a.signs, x);
     if (block == 0) store_columns(a, task.number, query, x);
     centroid_scores(x, block, scores);
     unsigned long long keys[HELD];

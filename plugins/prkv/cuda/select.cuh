@@ -2,6 +2,7 @@
 #pragma once
 
 #include "layout.cuh"
+#include "plugins/shared/task.cuh"
 
 namespace kvseek {
 namespace prkv {
@@ -24,16 +25,8 @@ struct SelectArguments {
     float near, far;  // (1 ± box_radius) / 2: what q times a box's nearer and farther number counts
 };
 
-struct Task {
-    int number, head;
-    const Request& request;
-    const int* table;
-
-    __device__ __forceinline__ explicit Task(const SelectArguments& a)
-        : number(blockIdx.y),
-          head(blockIdx.y % a.kv_heads),
-          request(a.requests[blockIdx.y / a.kv_heads]),
-          table(a.table + static_cast<long long>(request.slot) * a.max_extents) {}
+struct Task : TaskOf<SelectArguments> {
+    using TaskOf::TaskOf;
 
     __device__ __forceinline__ int pages() const { return (request.length + PAGE - 1) / PAGE; }
     __device__ __forceinline__ int static_rows(const SelectArguments& a) const { return a.static_rows[request.slot]; }

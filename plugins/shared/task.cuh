@@ -1,0 +1,34 @@
+// One (request, KV head), as the blocks of a selection's kernels see it.
+#pragma once
+
+#include "batch.cuh"
+
+namespace kvseek {
+
+// blockIdx.y is the task: request * kv_heads + head. Arguments have `requests`, `table`, `kv_heads` and `max_extents`.
+template <class Arguments>
+struct TaskOf {
+    int number, head;
+    const Request& request;
+    const int* table;  // the slot's extents
+
+    __device__ __forceinline__ explicit TaskOf(const Arguments& a)
+        : number(blockIdx.y),
+          head(blockIdx.y % a.kv_heads),
+          request(a.requests[blockIdx.y / a.kv_heads]),
+          table(a.table + static_cast<long long>(request.slot) * a.max_extents) {}
+
+    // Whether the request attends to everything, so that nothing is selected for it.
+    __device__ __forceinline__ bool idle() const { return request.dense != 0; }
+    __device__ __forceinline__ int length() const { return request.length; }
+    // Row of a place, counted in places: less than 2^32 of them fit a GPU (require_numbered_rows of arguments.py), and
+    // a product with the bytes of a row is then one instruction.
+    __device__ __forceinline__ unsigned extent(const Arguments& a, int number) const {
+        return static_cast<unsigned>(table[number]) * a.kv_heads + head;
+    }
+    __device__ __forceinline__ unsigned row(const Arguments& a, int place) const {
+        return extent(a, place / EXTENT_TOKENS) * EXTENT_TOKENS + place % EXTENT_TOKENS;
+    }
+};
+
+}  // namespace kvseek
