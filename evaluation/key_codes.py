@@ -27,7 +27,7 @@ from kvseek.core.errors import KvseekError
 from kvseek.evaluation.capture import CapturedLayer, cached_capture
 from kvseek.evaluation.recall import CAPTURES
 from kvseek.measurement.machine import describe
-from kvseek.plugins.codes.key_codes import STEP
+from kvseek.plugins.codes.key_codes import BITS, STEPS
 from kvseek.plugins.codes.rotation import padded_dim, rotate, rotation_signs
 from kvseek.plugins.contract import LAST_QUERIES
 from kvseek.plugins.flat.method import exact_top_k
@@ -75,7 +75,7 @@ class Variant:
     candidates: int = 8
     first_reduce: str = "largest over length"
     group_reduce: str = EXACT_REDUCTION
-    step: float = STEP
+    step: float = STEPS[BITS]
     values: str = "linear"
     scale: str = "key"
     mean_share: float = 1.0
@@ -100,6 +100,7 @@ def variants() -> list[Variant]:
         *(changed(one_pass, bits=bits, mean_share=share) for bits in (4, 2) for share in (0.5, 0.25, 0.1, 0.0)),
         *(changed(one_pass, bits=bits, rotated=False) for bits in (4, 2)),
         *(changed(one_pass, bits=bits, step=step) for bits in (4, 2) for step in (0.28, 0.30, 0.335, 0.34)),
+        *(changed(one_pass, bits=2, scale="own", step=step) for step in (0.22, 0.24, 0.25, 0.26, 0.28)),
         *(changed(one_pass, query_bits=bits) for bits in (0, 16, 6, 4)),
         *(changed(one_pass, group_reduce=reduce) for reduce in ("mean", "max")),
         *(Variant(candidates=candidates) for candidates in (4, 8, 16)),

@@ -13,7 +13,7 @@ from kvseek.core.errors import KernelError
 from kvseek.plugins.contract import IndexContext, ShapeLimits
 from kvseek.plugins.shared.arguments import require_fit
 
-from .key_codes import STEP
+from .key_codes import BITS, STEPS
 from .store import CodeStore
 
 LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_PADDED_DIM of rotation.h, MAX_QUERIES of estimate.h
@@ -27,7 +27,7 @@ class CodesEncodeArguments(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "means", "high", "low", "scales", "extents", "signs")),
         *((name, c_int64) for name in ("kv_heads", "tokens", "dim", "padded_dim")),
-        *((name, c_int64) for name in ("first", "bfloat16", "threads")),
+        *((name, c_int64) for name in ("first", "bits", "bfloat16", "threads")),
         ("step", c_double),
     )
 
@@ -38,8 +38,8 @@ class NativeCodeStore(CodeStore):
     A channel within rounding of the border of two cells may get the other cell's code, and scales differ by rounding.
     """
 
-    def __init__(self, context: IndexContext, signs: Tensor) -> None:
-        super().__init__(context, signs)
+    def __init__(self, context: IndexContext, signs: Tensor, bits: int = BITS) -> None:
+        super().__init__(context, signs, bits)
         require_supported(context)
         assert context.library is not None, "indexes make a NativeCodeStore only for a compiled library"
         self._encode = context.library.function("kvseek_codes_encode", c_void_p)
@@ -70,7 +70,8 @@ class NativeCodeStore(CodeStore):
             tokens=keys.shape[1],
             first=start,
             threads=torch.get_num_threads(),
-            step=STEP,
+            bits=self.bits,
+            step=STEPS[self.bits],
         )
         self._encode(ctypes.byref(arguments))
 

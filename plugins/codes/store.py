@@ -8,7 +8,7 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.plugins.contract import IndexContext
 
-from .key_codes import FIELDS, KeyCodes, encode
+from .key_codes import BITS, FIELDS, KeyCodes, encode
 from .rotation import rotate
 
 ENCODE_TOKENS = 8 * EXTENT_TOKENS  # keys encoded at a time, which bounds temporary memory
@@ -22,22 +22,25 @@ class CodeStore:
     context : IndexContext
     signs : Tensor, float32 [P]
         Of the rotation.
+    bits : int
+        Of a code: 2 or 4.
 
     Attributes
     ----------
     high, low : Tensor, uint8 [E, G, 1024, P/4]
-        Planes of the codes (key_codes.py).
+        Planes of the codes (key_codes.py); `low` is [E, G, 1024, 0] with 2 bits.
     scales : Tensor, float16 [E, G, 1024]
     means : Tensor, float32 [slots, G, D]
         What is subtracted from a slot's keys before they are encoded: the mean key of the retrieval region when it was built.
     """
 
-    def __init__(self, context: IndexContext, signs: Tensor) -> None:
-        self.context, self.signs = context, signs.to(context.device)
+    def __init__(self, context: IndexContext, signs: Tensor, bits: int = BITS) -> None:
+        self.context, self.signs, self.bits = context, signs.to(context.device), bits
         rows = (context.extents.capacity, context.num_kv_heads, EXTENT_TOKENS)
         self.row_bytes = signs.shape[0] // FIELDS  # of a plane
         self.high = torch.empty((*rows, self.row_bytes), dtype=torch.uint8, device=context.device)
-        self.low = torch.empty_like(self.high)
+        low_bytes = self.row_bytes if bits == BITS else 0
+        self.low = torch.empty((*rows, low_bytes), dtype=torch.uint8, device=context.device)
         self.scales = torch.empty(rows, dtype=torch.float16, device=context.device)
         means = (context.extents.slots, context.num_kv_heads, context.head_dim)
         self.means = torch.zeros(means, dtype=torch.float32, device=context.device)
@@ -45,7 +48,7 @@ class CodeStore:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of codes and scales of all KV heads."""
-        return self.context.num_kv_heads * (2 * self.row_bytes + self.scales.itemsize)
+        return self.context.num_kv_heads * (self.row_bytes + self.low.shape[-1] + self.scales.itemsize)
 
     def build(self, slot: int, keys: Tensor) -> None:
         """Encode the keys [G, n, D] of a slot's prompt, from place 0 on, with their own mean; zero if there are none."""
@@ -60,7 +63,7 @@ class CodeStore:
         """Encode keys [G, u, D] of the places from `start` on, with the mean that `build` found."""
         for offset in range(0, keys.shape[1], ENCODE_TOKENS):
             part = keys[:, offset : offset + ENCODE_TOKENS].float()
-            codes = encode(rotate(part - self.means[slot, :, None], self.signs))
+            codes = encode(rotate(part - self.means[slot, :, None], self.signs), self.bits)
             for array, values in ((self.high, codes.high), (self.low, codes.low), (self.scales, codes.scales)):
                 self.context.extents.write(array, slot, start + offset, values)
 

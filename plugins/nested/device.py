@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_void_p
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.errors import KernelError
 from kvseek.plugins.batch import Batch, most_requests
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext
+from kvseek.plugins.codes.device import CudaCodeStore
+from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import pointers, require_fit
+from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 from .config import Config
@@ -23,22 +24,10 @@ from .reference import ReferenceIndex
 MIN_DIM = 64  # smallest rotated vector of the kernels: two channels for each thread of a warp
 MAX_DIM = 256
 BINS = 4096  # of a histogram of scores
-ENCODE_WARPS = 8
 SCAN_THREADS, CHOOSE_THREADS = 256, 512
 SCAN_BLOCKS = 2  # blocks of the scan of a multiprocessor; a block of the choice has room beside them
 MOST_BLOCKS = 16  # blocks of a task in the choice, which share a multiprocessor each
 HELD_CANDIDATES = 1600  # that the choice ranks without reading them again
-MOST_ROWS = 2**32  # places of all extents and KV heads: kernels number them with 32 bits
-
-
-class EncodeArguments(ctypes.Structure):
-    """Arguments of kvseek_nested_encode, as in encode.cu."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "means", "high", "low", "scales", "table", "signs")),
-        *((name, c_int64) for name in ("head_stride", "token_stride")),
-        *((name, c_int32) for name in ("kv_heads", "tokens", "first")),
-    )
 
 
 class SelectArguments(ctypes.Structure):
@@ -117,64 +106,28 @@ class Workspace:
         }
 
 
-class CudaIndex(Index):
-    """The index of one layer, whose arrays the reference owns.
+class CudaIndex(ReferenceIndex):
+    """The reference's arrays, filled and searched by kernels.
 
     Codes equal the reference's but for channels that lie at the border of two levels up to rounding. At least as many keys are
     candidates as with the reference: those of the last bin of scores as far as there is room, the first by place.
     """
 
+    store_type = CudaCodeStore
+
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
-        self.reference = ReferenceIndex(context)
-        self.config: Config = context.config
         assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
         self._kernels = context.cuda
-        _check(context)
+        require_numbered_rows("nested codes on the GPU", context)
         lanes = 1 if self.config.group_reduce == "mean" else context.group_size
         if "nested" not in context.shared:
             candidates = self.config.candidates * self.config.top_k
             context.shared["nested"] = Workspace(context, lanes, candidates, self._kernels.multiprocessors)
         self.workspace: Workspace = context.shared["nested"]
 
-    @property
-    def bytes_per_token(self) -> float:
-        """See ReferenceIndex.bytes_per_token."""
-        return self.reference.bytes_per_token
-
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
-        """See ReferenceIndex.build. Runs on the current stream; the queries are not used."""
-        self.reference.codes.set_mean(slot, keys)
-        if keys.shape[1]:
-            self.append(slot, 0, keys)
-        return Built()
-
-    def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See ReferenceIndex.append."""
-        require_fit("keys", keys, self.context)
-        if keys.stride(-1) != 1:
-            raise KernelError(f"keys: strides {keys.stride()}: the numbers of a key must be neighbours in memory")
-        arguments = EncodeArguments(
-            **pointers(self.reference.codes, "high", "low", "scales", "signs"),
-            keys=keys.data_ptr(),
-            means=self.reference.codes.means[slot].data_ptr(),
-            table=self.context.extents.device_table[slot].data_ptr(),
-            head_stride=keys.stride(0),
-            token_stride=keys.stride(1),
-            kv_heads=self.context.num_kv_heads,
-            tokens=keys.shape[1],
-            first=start,
-        )
-        blocks = min(-(-keys.shape[1] // ENCODE_WARPS), 16 * self._kernels.multiprocessors)
-        grid = (blocks, self.context.num_kv_heads, 1)
-        self._kernels.launch("kvseek_nested_encode", grid, ENCODE_WARPS * 32, arguments)
-
-    def effort(self, length: int) -> Effort:
-        """See ReferenceIndex.effort. The number is `wanted` of select.cuh."""
-        return self.reference.effort(length)
-
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """See Index.select. Launches two kernels. Rows ascend."""
+        """See ReferenceIndex.select. Launches two kernels."""
         require_fit("queries", queries, self.context)
         queries, heads = queries.contiguous(), self.context.num_kv_heads
         scratch = self.workspace(batch.size)
@@ -182,7 +135,7 @@ class CudaIndex(Index):
         arrays = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in scratch.items()}
         arguments = SelectArguments(
             **arrays,
-            **pointers(self.reference.codes, "high", "low", "scales", "signs"),
+            **pointers(self.codes, "high", "low", "scales", "signs"),
             queries=queries.data_ptr(),
             requests=batch.requests.data_ptr(),
             table=batch.table.data_ptr(),
@@ -213,12 +166,3 @@ def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int
         "NESTED_LANES": 1 if config.group_reduce == "mean" else group_size,
         "NESTED_REDUCTION": GROUP_REDUCTIONS.index(config.group_reduce),
     }
-
-
-def _check(context: IndexContext) -> None:
-    rows = context.extents.capacity * context.num_kv_heads * EXTENT_TOKENS
-    if rows >= MOST_ROWS:
-        raise KernelError(
-            f"nested codes on the GPU: {context.extents.capacity} extents x {context.num_kv_heads} KV heads = {rows} rows: must "
-            f"be below {MOST_ROWS}; lower max_batch_size, max_seq_len or kv_cache_host_memory_bytes"
-        )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvseek.core.cpu_library import pointer
 from kvseek.plugins.batch import Batch
-from kvseek.plugins.codes.key_codes import STEP
+from kvseek.plugins.codes.key_codes import BITS, STEPS
 from kvseek.plugins.codes.native import NativeCodeStore
 from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.selection import Selection
@@ -53,7 +53,7 @@ class NativeIndex(ReferenceIndex):
                 first_bits=self.config.first_bits,
                 reduction=GROUP_REDUCTIONS.index(self.config.group_reduce),
                 scaling=context.scaling,
-                step=STEP,
+                step=STEPS[BITS],
             )
         )
 

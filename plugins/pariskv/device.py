@@ -14,7 +14,7 @@ from kvseek.core.errors import KernelError
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import pointers, require_fit
+from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 from .config import Config
@@ -28,7 +28,6 @@ COUNT_THREADS, SCAN_THREADS, RERANK_THREADS, TOP_THREADS = 256, 1024, 256, 1024
 CHUNKS_OF_SCAN = 4  # chunks of a region for one block of the scan; a block of the rerank takes one chunk
 LARGE_TABLE, SMALL_TABLE = 128 << 10, 64 << 10  # bytes of shared memory that the scan fills with copies of the votes
 MOST_TOP_BLOCKS = 16  # most blocks of a task's top-k; the tasks share one block per multiprocessor
-MOST_ROWS = 2**32  # places of all extents and KV heads: kernels number them with 32 bits
 COUNT_KEYS = 4096  # keys that one block of the counting kernel takes at least
 
 
@@ -115,7 +114,7 @@ class CudaIndex(Index):
         assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
         self._kernels = context.cuda
         dim = self.reference.padded_dim
-        _check(context)
+        require_numbered_rows("ParisKV on the GPU", context)
         self._lanes = 1 if self.config.group_reduce == "mean" else context.group_size
         if "pariskv" not in context.shared:
             context.shared["pariskv"] = Workspace(context, self._lanes, dim)
@@ -223,12 +222,3 @@ def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int
         "PARISKV_LANES": 1 if config.group_reduce == "mean" else group_size,
         "PARISKV_REDUCTION": GROUP_REDUCTIONS.index(config.group_reduce),
     }
-
-
-def _check(context: IndexContext) -> None:
-    rows = context.extents.capacity * context.num_kv_heads * EXTENT_TOKENS
-    if rows >= MOST_ROWS:
-        raise KernelError(
-            f"ParisKV on the GPU: {context.extents.capacity} extents x {context.num_kv_heads} KV heads = {rows} rows: must be "
-            f"below {MOST_ROWS}; lower max_batch_size, max_seq_len or kv_cache_host_memory_bytes"
-        )

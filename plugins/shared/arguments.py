@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import KernelError
 from kvseek.plugins.contract import IndexContext
+
+MOST_ROWS = 2**32  # places of all extents and KV heads: kernels number them with 32 bits
 
 
 def pointers(owner: object, *names: str) -> dict[str, int]:
@@ -19,4 +22,14 @@ def require_fit(name: str, tensor: Tensor, context: IndexContext) -> None:
     if tensor.dtype is not context.dtype or tensor.device.type != wanted:
         raise KernelError(
             f"{name}: {tensor.dtype} on {tensor.device}: must be {context.dtype} on {wanted}, as the index was made for"
+        )
+
+
+def require_numbered_rows(kernels: str, context: IndexContext) -> None:
+    """Raise KernelError, with the name of the kernels, if an index has more rows than they can number."""
+    rows = context.extents.capacity * context.num_kv_heads * EXTENT_TOKENS
+    if rows >= MOST_ROWS:
+        raise KernelError(
+            f"{kernels}: {context.extents.capacity} extents x {context.num_kv_heads} KV heads = {rows} rows: must be below "
+            f"{MOST_ROWS}; lower max_batch_size, max_seq_len or kv_cache_host_memory_bytes"
         )

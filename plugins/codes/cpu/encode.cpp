@@ -14,12 +14,13 @@ struct CodesEncodeArguments {
     const void* keys;        // [kv_heads, tokens, dim], contiguous
     const float* means;      // [kv_heads, dim]
     uint8_t* high;           // [extents, kv_heads, 1024, padded_dim / 4]
-    uint8_t* low;            // the same
+    uint8_t* low;            // the same; not written if codes have 2 bits
     uint16_t* scales;        // [extents, kv_heads, 1024]
     const int32_t* extents;  // extent of each thousand tokens of the slot
     const float* signs;      // [padded_dim]
     int64_t kv_heads, tokens, dim, padded_dim;
     int64_t first;     // place of the first key
+    int64_t bits;      // of a code: 2 or 4
     int64_t bfloat16;  // keys are bfloat16, else float32
     int64_t threads;
     double step;  // width of a code's cell
@@ -29,7 +30,6 @@ namespace {
 
 constexpr int64_t UNIT_KEYS = 1024;
 constexpr int FIELDS = 4;  // channels of a byte
-constexpr float HALF_CODES = 8.0f;
 constexpr float LARGEST_HALF = 65504.0f;
 
 // A channel of LANES keys.
@@ -51,20 +51,21 @@ void load_keys(const CodesEncodeArguments& a, const T* keys, const float* mean, 
     for (int64_t d = a.dim; d < a.padded_dim; d++) x[d] = Vec{};
 }
 
-// Codes of rotated keys x [padded_dim] to codes [padded_dim]; returns the keys' scales.
-Vec quantise(const Keys* x, int size, float step, IntVec* codes) {
+// Codes of rotated keys x [padded_dim] to codes [padded_dim], which are below 2 * half; returns the keys' scales.
+Vec quantise(const Keys* x, int size, float step, int half, IntVec* codes) {
+    const float least = static_cast<float>(-half), most = static_cast<float>(half) - 0.5f;
     Vec square = {}, product = {};
     for (int d = 0; d < size; d++) square += x[d] * x[d];
     const float root = static_cast<float>(__builtin_sqrt(static_cast<double>(size)));
     const Vec cells = square > 0.0f ? root / (step * square_root(square)) : Vec{};
     for (int d = 0; d < size; d++) {
         Vec cell = x[d] * cells;
-        cell = cell < -HALF_CODES ? splat(-HALF_CODES) : cell;
-        cell = cell > HALF_CODES - 0.5f ? splat(HALF_CODES - 0.5f) : cell;
+        cell = cell < least ? splat(least) : cell;
+        cell = cell > most ? splat(most) : cell;
         IntVec below = __builtin_convertvector(cell, IntVec);            // towards zero
         below += __builtin_convertvector(below, Vec) > cell;             // -1 where that was upwards
         product += (__builtin_convertvector(below, Vec) + 0.5f) * x[d];  // the middle of the cell
-        codes[d] = (below + static_cast<int>(HALF_CODES)) & 15;          // & for NaN alone
+        codes[d] = (below + half) & (2 * half - 1);                      // & for NaN alone
     }
     product *= step;
     const Vec scale = product > 0.0f ? square / product : Vec{};
@@ -75,6 +76,7 @@ Vec quantise(const Keys* x, int size, float step, IntVec* codes) {
 void write_keys(const CodesEncodeArguments& a, int64_t head, int64_t first, int count, const IntVec* codes,
                 Vec scales) {
     const int row = static_cast<int>(a.padded_dim / FIELDS), bytes = row < 4 ? row : 4;
+    const int low_bits = static_cast<int>(a.bits) - 2;
     int64_t at[LANES];
     for (int lane = 0; lane < count; lane++) {
         at[lane] = row_of(a.extents, a.kv_heads, head, first + lane);
@@ -85,21 +87,21 @@ void write_keys(const CodesEncodeArguments& a, int64_t head, int64_t first, int 
         for (int b = 0; b < bytes; b++) {
             for (int f = 0; f < FIELDS; f++) {
                 const IntVec code = codes[f * row + start + b];
-                high |= (code >> 2) << (8 * b + 2 * f);
+                high |= (code >> low_bits) << (8 * b + 2 * f);
                 low |= (code & 3) << (8 * b + 2 * f);
             }
         }
         for (int lane = 0; lane < count; lane++) {
             const int32_t words[2] = {high[lane], low[lane]};
             std::memcpy(a.high + at[lane] * row + start, &words[0], bytes);
-            std::memcpy(a.low + at[lane] * row + start, &words[1], bytes);
+            if (low_bits != 0) std::memcpy(a.low + at[lane] * row + start, &words[1], bytes);
         }
     }
 }
 
 template <class T>
 void encode_unit(const CodesEncodeArguments& a, int64_t head, int64_t first, int64_t last) {
-    const int size = static_cast<int>(a.padded_dim);
+    const int size = static_cast<int>(a.padded_dim), half = 1 << (a.bits - 1);
     Keys x[MAX_PADDED_DIM];
     IntVec codes[MAX_PADDED_DIM];
     for (int64_t token = first; token < last; token += LANES) {
@@ -107,7 +109,7 @@ void encode_unit(const CodesEncodeArguments& a, int64_t head, int64_t first, int
         const T* keys = static_cast<const T*>(a.keys) + (head * a.tokens + token) * a.dim;
         load_keys(a, keys, a.means + head * a.dim, count, x);
         transform(x, size);
-        const Vec scales = quantise(x, size, static_cast<float>(a.step), codes);
+        const Vec scales = quantise(x, size, static_cast<float>(a.step), half, codes);
         write_keys(a, head, a.first + token, count, codes, scales);
     }
 }

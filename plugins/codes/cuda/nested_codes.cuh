@@ -1,6 +1,6 @@
 // Nested key codes as kernels see them (docs/nested_codes.md): 4 bits a channel, of which the highest two are a coarser
-// code of the same key. They lie in two planes of DIM / 4 bytes a key: byte b holds in bits 2f and 2f + 1 the bits of
-// channel f * FIELD + b.
+// code of the same key, or 2 bits alone. They lie in planes of DIM / 4 bytes a key, of 2 bits each: byte b holds in
+// bits 2f and 2f + 1 the bits of channel f * FIELD + b.
 #pragma once
 
 #include "rotate.cuh"
@@ -10,18 +10,30 @@ namespace codes {
 
 constexpr int FIELDS = 4;            // of a byte
 constexpr int FIELD = DIM / FIELDS;  // channels of a field; also bytes of a key in a plane
-constexpr int LEVELS = 16;
-constexpr float STEP = 0.32f;  // width of a code's cell, as key_codes.STEP
 constexpr float LARGEST_HALF = 65504.0f;
 
-// Fields 2f and 2f + 1 of four bytes of both planes, as four codes of 0 .. 15.
+// A code of 2 or 4 bits.
+template <int BITS>
+struct Code {
+    static_assert(BITS == 2 || BITS == 4, "codes have 2 or 4 bits");
+    static constexpr int LEVELS = 1 << BITS;
+    static constexpr float STEP = BITS == 4 ? 0.32f : 1.0f;  // width of a cell, as key_codes.STEPS
+};
+
+// A field of four bytes of the planes, as four codes.
+template <int BITS>
 __device__ __forceinline__ unsigned four_codes(unsigned high, unsigned low, int field) {
-    return (high >> 2 * field & 0x03030303u) << 2 | (low >> 2 * field & 0x03030303u);
+    const unsigned leading = high >> 2 * field & 0x03030303u;
+    return BITS == 2 ? leading : leading << 2 | (low >> 2 * field & 0x03030303u);
 }
 
-// Encode a rotated vector that a warp holds, and store it as row `row` of both planes and of the scales.
+// Encode a rotated vector that a warp holds, and store it as row `row` of the planes and of the scales. With 2 bits
+// there is no low plane.
+template <int BITS>
 __device__ __forceinline__ void store_codes(const float (&y)[EACH], unsigned char* high, unsigned char* low,
                                             __half* scales, long long row) {
+    constexpr int LEVELS = Code<BITS>::LEVELS;
+    constexpr float STEP = Code<BITS>::STEP;
     const int lane = threadIdx.x % WARP;
     float squares = 0.0f;
 #pragma unroll
@@ -46,11 +58,11 @@ __device__ __forceinline__ void store_codes(const float (&y)[EACH], unsigned cha
         unsigned planes[2] = {0, 0};
 #pragma unroll
         for (int i = 0; i < 4 && 4 * w + i < EACH; i++) {
-            planes[0] |= codes[4 * w + i] >> 2 << (8 * i + 2 * field);
-            planes[1] |= (codes[4 * w + i] & 3) << (8 * i + 2 * field);
+            planes[0] |= codes[4 * w + i] >> (BITS - 2) << (8 * i + 2 * field);
+            if (BITS == 4) planes[1] |= (codes[4 * w + i] & 3) << (8 * i + 2 * field);
         }
 #pragma unroll
-        for (int plane = 0; plane < 2; plane++) {
+        for (int plane = 0; plane < BITS / 2; plane++) {
             planes[plane] |= __shfl_xor_sync(EVERYONE, planes[plane], 8);
             planes[plane] |= __shfl_xor_sync(EVERYONE, planes[plane], 16);
             if (field != plane) continue;  // one group of lanes stores each plane

@@ -3,6 +3,7 @@
 //
 // The blocks of a task share its region. Each collects the candidates of its part, in order, and estimates them; the
 // last one to finish ranks all of them.
+#include "plugins/codes/cuda/estimate.cuh"
 #include "plugins/shared/largest.cuh"
 #include "select.cuh"
 
@@ -24,10 +25,10 @@ constexpr int BORDER_KEYS = REDUCTION == MEAN ? 1024 : 256;
 using Top = largest::Largest<CHOOSE_THREADS, LISTED_EACH, Bin, BORDER_KEYS>;
 static_assert(BINS == largest::BINS, "the totals of the scan are searched as a histogram of the ranking");
 
-constexpr int AT_ONCE = 8;                                   // scores that a thread reads at a time
-constexpr int UNIT_KEYS = AT_ONCE * WARP;                    // keys that a warp judges at a time
-constexpr int GROUP_UNITS = 2;                               // units whose scores a warp holds
-constexpr int MEMBERS = DIM / 32;                            // threads that estimate one candidate, 32 channels each
+constexpr int AT_ONCE = 8;                 // scores that a thread reads at a time
+constexpr int UNIT_KEYS = AT_ONCE * WARP;  // keys that a warp judges at a time
+constexpr int GROUP_UNITS = 2;             // units whose scores a warp holds
+using codes::MEMBERS;
 constexpr int LANES_EACH = (LANES + MEMBERS - 1) / MEMBERS;  // lanes whose estimates one of them writes
 constexpr int MOST_BLOCKS = 16;                              // of a task
 
@@ -198,27 +199,13 @@ __device__ __forceinline__ void estimate(const SelectArguments& a, const Task& t
     for (int first = 0; first < count; first += CHOOSE_THREADS / MEMBERS) {  // warps stay whole: they exchange sums
         const int i = first + static_cast<int>(threadIdx.x) / MEMBERS, entry = min(i, count - 1);
         const unsigned row = task.row(a, entry < LISTED ? memory.places[entry] : places[entry]);
-        const size_t from = static_cast<size_t>(row) * FIELD + 8 * member;
-        const uint2 high = load_once_8(a.high + from), low = load_once_8(a.low + from);
         const float scale = __half2float(a.scales[row]);
-        int sums[LANES] = {};
-#pragma unroll
-        for (int field = 0; field < FIELDS; field++) {
-            const int channel = field * FIELD + 8 * member;
-            const int front = codes::four_codes(high.x, low.x, field), back = codes::four_codes(high.y, low.y, field);
-#pragma unroll
-            for (int lane = 0; lane < LANES; lane++) {
-                const int2 query = *reinterpret_cast<const int2*>(&memory.queries.integers[lane][channel]);
-                sums[lane] = __dp4a(back, query.y, __dp4a(front, query.x, sums[lane]));
-            }
-        }
+        int sums[LANES];
+        codes::multiply_row<4>(a.high, a.low, row, memory.queries, sums);
 #pragma unroll
         for (int lane = 0; lane < LANES; lane++) {
-#pragma unroll
-            for (int mask = 1; mask < MEMBERS; mask *= 2) sums[lane] += __shfl_xor_sync(EVERYONE, sums[lane], mask);
             if (member != lane % MEMBERS || i >= count) continue;
-            const int twice = 2 * sums[lane] - (codes::LEVELS - 1) * memory.queries.sums[lane];
-            const float found = static_cast<float>(twice) * scale * (memory.queries.steps[lane] * (codes::STEP / 2));
+            const float found = codes::estimate_of<4>(sums[lane], scale, memory.queries, lane);
             estimates[static_cast<size_t>(i) * LANES + lane] = found;
             if (REDUCTION != MEAN)
                 own[lane / MEMBERS] = merge(own[lane / MEMBERS], make_float2(found * (a.scaling * LOG2_E), 1.0f));

@@ -40,9 +40,9 @@ def make_index(config: Config, dtype: str, dim: int, group: int, keys: Sequence[
     lengths = [part.shape[1] for part in keys]
     index = CudaIndex(make_context(config, dtype, dim, group, lengths, "cuda", room=room))
     index.workspace.scores.fill_(-7)
-    for array in (index.reference.codes.high, index.reference.codes.low):
+    for array in (index.codes.high, index.codes.low):
         array.fill_(255)
-    for array in (index.reference.codes.scales, index.reference.codes.means):
+    for array in (index.codes.scales, index.codes.means):
         array.fill_(float("nan"))
     for slot, part in enumerate(keys):
         index.build(slot, part.cuda(), part.cuda())
@@ -63,9 +63,9 @@ def test_keys_are_encoded_as_by_the_reference(dtype: str, dim: int, group: int, 
     config = Config(group_reduce=reduce)
     keys = random_keys([1, 1023, 1025, 5000], dim, dtype)
     expected, found = make_reference(config, dtype, dim, group, keys), make_index(config, dtype, dim, group, keys)
-    torch.testing.assert_close(found.reference.codes.means.cpu(), expected.codes.means, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.codes.means.cpu(), expected.codes.means, rtol=1e-5, atol=1e-5)
     for slot, part in enumerate(keys):
-        want, have = expected.codes.read(slot, part.shape[1]), found.reference.codes.read(slot, part.shape[1])
+        want, have = expected.codes.read(slot, part.shape[1]), found.codes.read(slot, part.shape[1])
         # The mean is summed in another order, so a channel near the border of two levels may get the neighbouring one.
         apart = (leading_bits(want, 4).int() - leading_bits(have, 4).cpu().int()).abs()
         assert apart.max() <= 1
@@ -80,7 +80,7 @@ def test_zero_and_huge_keys() -> None:
     keys[0, 4] *= 1e6
     keys[1] = 1.0  # all keys are the mean: nothing is left of them
     expected, found = make_reference(config, "float32", 64, 1, [keys]), make_index(config, "float32", 64, 1, [keys])
-    want, have = expected.codes.read(0, 70), found.reference.codes.read(0, 70)
+    want, have = expected.codes.read(0, 70), found.codes.read(0, 70)
     assert torch.isfinite(have.scales).all()
     assert (have.scales[1] == 0).all()
     torch.testing.assert_close(have.scales.cpu(), want.scales, rtol=1e-2, atol=0)
@@ -101,8 +101,8 @@ def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[
 def check_request(index: CudaIndex, queries: Tensor, request: int, slot: int, rows: Tensor) -> None:
     """Candidates are the keys of the best scores, and rows the best of the candidates, both up to rounding."""
     config, n = index.config, index.context.lengths[slot]
-    codes = index.reference.codes.read(slot, n)
-    lanes = index.reference.lanes(queries[request].view(KV_HEADS, -1, queries.shape[-1]))
+    codes = index.codes.read(slot, n)
+    lanes = index.lanes(queries[request].view(KV_HEADS, -1, queries.shape[-1]))
     scores = estimate_all(codes, lanes.of_length_one(), 2).amax(dim=1)
     (wanted,) = index.effort(n).numbers
     kept = min(n, config.top_k)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvseek.plugins.codes.key_codes import (
     QUERY_LARGEST,
-    STEP,
+    STEPS,
     KeyCodes,
     encode,
     estimate_all,
@@ -28,35 +28,38 @@ from kvseek.plugins.codes.key_codes import (
 from kvseek.plugins.codes.rotation import padded_dim, rotate, rotation_signs
 
 
-def encode_by_hand(key: np.ndarray, mean: np.ndarray, signs: np.ndarray) -> tuple[list[int], float]:
+def encode_by_hand(key: np.ndarray, mean: np.ndarray, signs: np.ndarray, bits: int) -> tuple[list[int], float]:
     """Codes and scale of one key in float64 (docs/nested_codes.md)."""
+    step, cells = STEPS[bits], 2**bits
     size = len(signs)
     padded = np.zeros(size)
     padded[: len(key)] = key - mean
     rotated = scipy.linalg.hadamard(size) @ (signs * padded) / math.sqrt(size)
     u = rotated * math.sqrt(size) / np.linalg.norm(rotated)
-    codes = [min(15, max(0, math.floor(channel / STEP) + 8)) for channel in u]
-    values = np.array([STEP * (code - 7.5) for code in codes])
+    codes = [min(cells - 1, max(0, math.floor(channel / step) + cells // 2)) for channel in u]
+    values = np.array([step * (code - (cells - 1) / 2) for code in codes])
     return codes, rotated @ rotated / (values @ rotated)
 
 
-def codes_of(keys: Tensor) -> KeyCodes:
+def codes_of(keys: Tensor, bits: int = 4) -> KeyCodes:
     """Codes of keys [G, n, D] with their own mean."""
     centred = keys - keys.mean(dim=1, keepdim=True)
-    return encode(rotate(centred, rotation_signs(0, padded_dim(keys.shape[2]))))
+    return encode(rotate(centred, rotation_signs(0, padded_dim(keys.shape[2]))), bits)
 
 
+@pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("head_dim", [8, 20, 64, 128])
-def test_codes_equal_the_definition(head_dim: int) -> None:
+def test_codes_equal_the_definition(head_dim: int, bits: int) -> None:
     keys, signs = random_keys(20, head_dim), rotation_signs(0, padded_dim(head_dim))
-    codes = codes_of(keys)
+    codes = codes_of(keys, bits)
     assert (codes.high.dtype, codes.low.dtype, codes.scales.dtype) == (torch.uint8, torch.uint8, torch.float16)
-    assert codes.high.shape == codes.low.shape == (2, 20, padded_dim(head_dim) // 4)
-    found = leading_bits(codes, 4)
+    assert codes.high.shape == (2, 20, padded_dim(head_dim) // 4)
+    assert codes.low.shape == (codes.high.shape if bits == 4 else (2, 20, 0))
+    found = leading_bits(codes, bits)
     for head in range(2):
         mean = keys[head].double().mean(dim=0).numpy()
         for place in range(20):
-            expected, scale = encode_by_hand(keys[head, place].double().numpy(), mean, signs.double().numpy())
+            expected, scale = encode_by_hand(keys[head, place].double().numpy(), mean, signs.double().numpy(), bits)
             assert found[head, place].tolist() == expected
             assert codes.scales[head, place].item() == pytest.approx(scale, rel=1e-3)
 
@@ -101,17 +104,23 @@ def test_rounded_queries_keep_their_value_and_largest_channel() -> None:
     assert torch.allclose(lengths.norm(dim=-1), largest.gt(0).float())
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_estimates_equal_the_definition(bits: int) -> None:
+@pytest.mark.parametrize(("kept", "bits"), [(4, 4), (4, 3), (4, 2), (4, 1), (2, 2), (2, 1)])
+def test_estimates_equal_the_definition(kept: int, bits: int) -> None:
     """Products of values in the middle of the cells with rounded queries, by numpy in float64."""
-    codes, lanes = codes_of(random_keys(60, 64)), round_lanes(torch.randn(2, 3, 64))
+    codes, lanes = codes_of(random_keys(60, 64), kept), round_lanes(torch.randn(2, 3, 64))
     middle = (2**bits - 1) / 2
-    values = STEP * 2 ** (4 - bits) * (leading_bits(codes, bits).double() - middle) * codes.scales.double()[..., None]
+    values = (
+        STEPS[kept]
+        * 2 ** (kept - bits)
+        * (leading_bits(codes, bits).double() - middle)
+        * codes.scales.double()[..., None]
+    )
     expected = (lanes.integers * lanes.steps).double() @ values.transpose(1, 2)
     found = estimate_all(codes, lanes, bits)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
     places = torch.tensor([[3, 59, 0], [7, 8, 30]])
     assert torch.equal(estimate_at(codes, places, lanes, bits), found.gather(2, places[:, None].expand(-1, 3, -1)))
+    assert bits < kept or torch.equal(estimate_all(codes, lanes), found), "all bits unless told"
 
 
 def test_more_bits_estimate_better_and_a_keys_own_length_is_exact() -> None:
@@ -120,11 +129,13 @@ def test_more_bits_estimate_better_and_a_keys_own_length_is_exact() -> None:
     queries = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(4))
     lanes = round_lanes(rotate(queries, rotation_signs(0, 64)))
     exact = queries @ centred.transpose(1, 2)
-    errors = [float((estimate_all(codes, lanes, bits) - exact).norm() / exact.norm()) for bits in (1, 2, 3, 4)]
-    # Of a normal channel: STEP/√12 with 4 bits, and the error of the levels ±2 STEP and ±6 STEP with 2.
+    found = [estimate_all(codes, lanes, bits) for bits in (1, 2, 3, 4)] + [estimate_all(codes_of(keys, 2), lanes)]
+    *errors, two_alone = [float((estimates - exact).norm() / exact.norm()) for estimates in found]
+    # Of a normal channel: Δ/√12 with 4 bits, and the error of the levels ±2Δ and ±6Δ with 2. Alone they have a better Δ.
     assert errors == sorted(errors, reverse=True)
-    assert errors[3] == pytest.approx(STEP / math.sqrt(12), rel=0.05)
+    assert errors[3] == pytest.approx(STEPS[4] / math.sqrt(12), rel=0.05)
     assert errors[1] == pytest.approx(0.366, rel=0.05)
-    values = STEP * (leading_bits(codes, 4).float() - 7.5) * codes.scales.float()[..., None]
+    assert two_alone < errors[1]
+    values = STEPS[4] * (leading_bits(codes, 4).float() - 7.5) * codes.scales.float()[..., None]
     rotated = rotate(centred, rotation_signs(0, 64))
     assert torch.allclose((values * rotated).sum(-1), rotated.square().sum(-1), rtol=1e-3)

@@ -23,12 +23,17 @@ def context(library: CpuLibrary, dim: int, lengths: list[int], dtype: torch.dtyp
     return context_of(None, dim, group, table, lengths, library=library, dtype=dtype)
 
 
+@pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("dim", [2, 8, 20, 64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_encoding_equals_the_reference(library: CpuLibrary, level: int, dtype: torch.dtype, dim: int) -> None:
+def test_encoding_equals_the_reference(
+    library: CpuLibrary, level: int, dtype: torch.dtype, dim: int, bits: int
+) -> None:
     torch.manual_seed(dim)
     lengths, signs = [1500, 0, 1], rotation_signs(1, padded_dim(dim))
-    expected, found = (kind(context(library, dim, lengths, dtype), signs) for kind in (CodeStore, NativeCodeStore))
+    expected, found = (
+        kind(context(library, dim, lengths, dtype), signs, bits) for kind in (CodeStore, NativeCodeStore)
+    )
     found.high.fill_(255)
     found.low.fill_(255)
     found.scales.fill_(float("nan"))
@@ -40,7 +45,7 @@ def test_encoding_equals_the_reference(library: CpuLibrary, level: int, dtype: t
             store.build(slot, keys[:, : n // 2])
             store.append(slot, n // 2, keys[:, n // 2 :])
         ours, theirs = found.read(slot, n), expected.read(slot, n)
-        steps = (leading_bits(ours, 4).int() - leading_bits(theirs, 4).int()).abs()
+        steps = (leading_bits(ours, bits).int() - leading_bits(theirs, bits).int()).abs()
         assert not bool((steps > 1).any())
         assert int((steps > 0).sum()) <= max(1, steps.numel() // 10_000)  # a channel within rounding of a border
         torch.testing.assert_close(ours.scales, theirs.scales, rtol=2e-3, atol=1e-7)

@@ -16,7 +16,7 @@ from tests.plugins.index_cases import (
 from torch import Tensor
 
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.plugins.codes.key_codes import STEP, leading_bits
+from kvseek.plugins.codes.key_codes import STEPS, leading_bits
 from kvseek.plugins.codes.rotation import padded_dim, rotate, rotation_signs
 from kvseek.plugins.nested.config import Config
 from kvseek.plugins.nested.reference import ReferenceIndex
@@ -42,7 +42,7 @@ def select_by_hand(index: ReferenceIndex, query: Tensor, head: int) -> list[int]
     lanes = torch.stack([(lane * (127 / lane.abs().max())).round() * lane.abs().max() / 127 for lane in lanes]).double()
 
     def estimates(bits: int) -> Tensor:
-        values = STEP * 2 ** (4 - bits) * (leading_bits(codes, bits)[head].double() - (2**bits - 1) / 2)
+        values = STEPS[4] * 2 ** (4 - bits) * (leading_bits(codes, bits)[head].double() - (2**bits - 1) / 2)
         return lanes @ (values * scales[:, None]).T
 
     places = list(range(n))

@@ -1,0 +1,61 @@
+"""Nested key codes on the GPU, encoded by a kernel of each method that keeps them (cuda/encode.cuh)."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int32, c_int64, c_void_p
+
+from torch import Tensor
+
+from kvseek.core.errors import KernelError
+from kvseek.plugins.contract import IndexContext
+from kvseek.plugins.shared.arguments import pointers, require_fit
+
+from .key_codes import BITS
+from .store import CodeStore
+
+ENCODE_WARPS = 8
+
+
+class EncodeArguments(ctypes.Structure):
+    """Arguments of kvseek_codes_encode, as in encode.cuh."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "means", "high", "low", "scales", "table", "signs")),
+        *((name, c_int64) for name in ("head_stride", "token_stride")),
+        *((name, c_int32) for name in ("kv_heads", "tokens", "first")),
+    )
+
+
+class CudaCodeStore(CodeStore):
+    """The arrays of `CodeStore`, filled by a kernel.
+
+    Codes equal the reference's but for channels that lie at the border of two cells up to rounding.
+    """
+
+    def __init__(self, context: IndexContext, signs: Tensor, bits: int = BITS) -> None:
+        super().__init__(context, signs, bits)
+        assert context.cuda is not None, "indexes make a CudaCodeStore only for CUDA kernels"
+        self._kernels = context.cuda
+
+    def append(self, slot: int, start: int, keys: Tensor) -> None:
+        """See CodeStore.append. Runs on the current stream."""
+        require_fit("keys", keys, self.context)
+        if keys.stride(-1) != 1:
+            raise KernelError(f"keys: strides {keys.stride()}: the numbers of a key must be neighbours in memory")
+        if not keys.shape[1]:
+            return
+        arguments = EncodeArguments(
+            **pointers(self, "high", "low", "scales", "signs"),
+            keys=keys.data_ptr(),
+            means=self.means[slot].data_ptr(),
+            table=self.context.extents.device_table[slot].data_ptr(),
+            head_stride=keys.stride(0),
+            token_stride=keys.stride(1),
+            kv_heads=self.context.num_kv_heads,
+            tokens=keys.shape[1],
+            first=start,
+        )
+        blocks = min(-(-keys.shape[1] // ENCODE_WARPS), 16 * self._kernels.multiprocessors)
+        grid = (blocks, self.context.num_kv_heads, 1)
+        self._kernels.launch("kvseek_codes_encode", grid, ENCODE_WARPS * 32, arguments)
