@@ -33,6 +33,12 @@ class Samples:
         }
 
 
+def turns(samples: Samples, block: int) -> Samples:
+    """Means of a contestant's turns of `block` calls: what only some calls have to do counts with its share."""
+    seconds = samples.seconds
+    return Samples([statistics.mean(seconds[start : start + block]) for start in range(0, len(seconds), block)])
+
+
 def measure(call: Callable[[], object], clock: Clock = time.perf_counter) -> float:
     """Seconds that one call takes."""
     start = clock()

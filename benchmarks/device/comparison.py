@@ -10,14 +10,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvseek.benchmarks.timing import Samples, interleave
+from kvseek.benchmarks.timing import Samples, interleave, turns
 
 from .bench import ROOM, Bench
 from .contestant import OVERLAP_STEPS, PART_REPEATS, DeviceContestant
-from .floors import Rates
+from .floors import Rates, costs_of
 from .memory_plan import Cell, Phase
 from .memory_rates import PAGE_ROWS, PoolSample, Probe, random_row_offsets
-from .options import WARMUP
+from .options import MOST_STEPS, WARMUP
 from .results import decode_result, pooled
 from .selection_check import check_selection
 
@@ -77,7 +77,9 @@ class Comparison:
         arguments, used = self.bench.arguments, ROOM
         baseline = self.baseline if cell in self.pools.phase.baseline else None
         runs: list[DeviceContestant | None] = [*self.contestants] or [None]  # the baseline alone has one run
-        needed = WARMUP + arguments.steps + PART_REPEATS + OVERLAP_STEPS + 1
+        upkeep_steps, upkeep_after = self.upkeep(cell)
+        steps, warmup = max(arguments.steps, upkeep_steps), WARMUP + upkeep_after
+        needed = warmup + steps + PART_REPEATS + OVERLAP_STEPS + 1
         for contestant in runs:
             if used + needed > min(ROOM, *(cache.config.update for cache, _ in self.targets)):
                 self.filler.fill(cell, self._targets(baseline))
@@ -86,9 +88,10 @@ class Comparison:
             if not taking_part:
                 return
             for one in taking_part:
-                one.start(cell, used if one is contestant else 0)
+                one.start(cell, used if one is contestant else 0, warmup)
             calls = {one.name: one.step for one in taking_part}
-            samples = interleave(calls, arguments.steps, arguments.block, WARMUP, timer=device_seconds)
+            timed = interleave(calls, steps, arguments.block, warmup, timer=device_seconds)
+            samples = {name: turns(one, arguments.block) for name, one in timed.items()}
             if "rates" not in found:
                 found["rates"] = dataclasses.asdict(self.rates(probe))
             self._record(cell, found, baseline, contestant, samples)
@@ -97,6 +100,15 @@ class Comparison:
             check = check_selection(self.contestants[0], self.filler)
             if check is not None:
                 found["synthetic_queries"][self.variant.label] = check
+
+    def upkeep(self, cell: Cell) -> tuple[int, int]:
+        """Steps in which the variant's upkeep comes round once, at most MOST_STEPS with those that come before it: these too."""
+        if self.variant is None:
+            return 1, 0
+        bench = self.bench
+        costs = costs_of(bench.config(self.variant, [cell]), cell.context, bench.dtype.itemsize)
+        after = min(MOST_STEPS - 1, costs.upkeep_after)
+        return min(MOST_STEPS - after, costs.upkeep_steps), after
 
     def rates(self, probe: Probe) -> Rates:
         """What the memory can do at this moment; rows of the last layer, which lie in host memory if any layer's do."""
@@ -126,7 +138,7 @@ class Comparison:
     ) -> None:
         rates, median = Rates(**found["rates"]), None
         if baseline is not None:
-            timed, walls = samples[baseline.name], baseline.wall[WARMUP:]
+            timed, walls = samples[baseline.name], baseline.wall[baseline.warmup :]
             median = timed.median
             if found["results"] and found["results"][0]["name"] == baseline.name:
                 found["results"][0] = pooled(found["results"][0], timed, walls)
@@ -134,7 +146,7 @@ class Comparison:
                 entry = decode_result(self.bench, baseline, cell, timed, walls, rates, median)
                 found["results"].insert(0, entry)
         if contestant is not None:
-            timed, walls = samples[contestant.name], contestant.wall[WARMUP:]
+            timed, walls = samples[contestant.name], contestant.wall[contestant.warmup :]
             found["results"].append(decode_result(self.bench, contestant, cell, timed, walls, rates, median))
 
     def _targets(self, baseline: DeviceContestant | None) -> list[Target]:

@@ -46,6 +46,9 @@ class DeviceContestant:
         Whether layers keep the rows of the last steps on the device.
     wall : list of float
         Host seconds of each step since `start`, from counting the tokens to having the next ones and starting upkeep.
+    upkeep : list of float
+        Device seconds of the upkeep between each step and the next: what `refresh` launches on the stream of the steps, and the
+        host's time for it, in which the device waits.
     attended : float
         Tokens that one KV head of a request attended to in the last step (mean over layers and requests).
     """
@@ -55,6 +58,7 @@ class DeviceContestant:
         self.hot = bool(decoder.retrieval.hot_rows)
         self.cache: Cache = decoder.cache
         self.wall: list[float] = []
+        self.upkeep: list[float] = []
         self.attended = 0.0
 
     @property
@@ -62,31 +66,37 @@ class DeviceContestant:
         """Steps since the cell's context, those that it began behind included."""
         return self._done
 
-    def start(self, cell: Cell, behind: int = 0) -> None:
-        """Begin `behind` tokens behind the cell's context, which the cache holds already."""
+    def start(self, cell: Cell, behind: int = 0, warmup: int = WARMUP) -> None:
+        """Begin `behind` tokens behind the cell's context, which the cache holds already; `warmup` steps are not counted."""
+        self.warmup = warmup
         self._slots, self._context, self._done = list(range(cell.batch)), cell.context, behind
         self._tokens = [slot + 1 for slot in self._slots]
-        self.wall = []
+        self.wall, self.upkeep = [], []
         for hot in self.decoder.retrieval.hot_rows:
             for slot in self._slots:
                 hot.forget(slot)
 
     def step(self) -> float:
-        """One decode step; device seconds of its graph, by CUDA events around the replay."""
-        if len(self.wall) == WARMUP:
+        """One decode step; device seconds of its graph and of the upkeep behind it, by CUDA events around them."""
+        if len(self.wall) == self.warmup:
             for hot in self.decoder.retrieval.hot_rows:
                 hot.hits.zero_()
         begin = time.perf_counter()
         self._load()
-        first, last = timing_event(), timing_event()
+        first, last, kept, ready = (timing_event() for _ in range(4))
         first.record()
         result = self._step.launch()
         last.record()
         self._take_tokens(result)
+        kept.record()  # the device is idle: it has given the tokens back
+        self.decoder.refresh(self._slots)
+        ready.record()
         self.wall.append(time.perf_counter() - begin)
         if min(self._tokens) < 0:
             raise KvseekError(f"{self.name}: a step's logits are not finite: its time would mean nothing")
-        return elapsed_seconds(first, last)
+        ready.synchronize()
+        self.upkeep.append(elapsed_seconds(kept, ready))
+        return elapsed_seconds(first, last) + self.upkeep[-1]
 
     def part_seconds(self) -> dict[str, float]:
         """Device seconds of each part of a step, summed over the layers: a graph of its own, with events in it.
@@ -127,6 +137,7 @@ class DeviceContestant:
                 before = selected.take()
                 self._load()
                 self._take_tokens(self.decoder.model.run_layers(self._step.batch))
+                self.decoder.refresh(self._slots)
                 pairs = [(before[layer], rows) for layer, rows in selected.rows.items() if layer in before]
                 shares += [shared_rows(old, new) for old, new in pairs if bool((new >= 0).any())]
         return statistics.mean(shares) if shares else None
@@ -134,7 +145,7 @@ class DeviceContestant:
     def hit_rate(self) -> float:
         """Share of the rows selected since `start` that were hot, in the layers that keep rows; 0 without such layers.
 
-        The first WARMUP steps do not count.
+        The first `warmup` steps do not count.
         """
         return hit_rate(self.decoder.retrieval.hot_rows) or 0.0
 
@@ -154,6 +165,5 @@ class DeviceContestant:
         self._step.load(self._states)
 
     def _take_tokens(self, result: StepResult) -> None:
-        """The tokens of the next step, once the device has them; then upkeep, as an engine has it."""
+        """The tokens of the next step, once the device has them."""
         self._tokens = result.tokens[: len(self._slots)].tolist()
-        self.decoder.refresh(self._slots)

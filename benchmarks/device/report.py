@@ -57,7 +57,7 @@ def cell_table(document: dict[str, Any], phase: dict[str, Any], cell: dict[str, 
     )
     table = Table(title=title, caption=caption)
     table.add_column("contestant", no_wrap=True)
-    times = ("step\nms", "fastest\nms", "host\nms", "tokens\n/s", "×\nbase", "floor\nms", "×\nfloor")
+    times = ("step\nms", "fastest\nms", "upkeep\nms", "host\nms", "tokens\n/s", "×\nbase", "floor\nms", "×\nfloor")
     parts = (f"{name}\nms" for name in GROUPS)
     amounts = ("attended", "overlap", "hits", "GB\nmoved", "index\nB", "index\nGiB", "device\nGiB", "host\nGiB")
     for heading in (*times, *parts, *amounts):
@@ -80,6 +80,7 @@ def _row(entry: dict[str, Any]) -> list[str]:
         entry["name"],
         f"{step['median'] * 1e3:.2f}",
         f"{step['min'] * 1e3:.2f}",
+        f"{entry['upkeep_seconds'] * 1e3:.2f}",
         f"{entry['wall_seconds']['median'] * 1e3:.2f}",
         f"{entry['tokens_per_second']:,.1f}",
         "" if over is None else f"{over:.3f}" + ("*" if entry.get("baseline_of_another_phase") else ""),

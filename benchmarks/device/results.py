@@ -37,7 +37,8 @@ def decode_result(
 ) -> dict[str, Any]:
     """Figures of one contestant at one cell; seconds, bytes and tokens. Measures parts and selections first.
 
-    `baseline_seconds` is the baseline's median in the same turns; None where it did not run.
+    A sample is the mean of a turn of steps, upkeep included. `baseline_seconds` is the baseline's median in the same turns; None
+    where it did not run.
     """
     cache = contestant.cache
     tokens, retrieval = cache.tokens[0], cache.lengths[0]
@@ -67,6 +68,7 @@ def decode_result(
             "host_functions": moved.host_functions,
             "floor": moved.floor(rates),
             "index_bytes_per_token_and_kv_head": index,
+            "upkeep_seconds": statistics.mean(contestant.upkeep[contestant.warmup :]),
             "index_bytes": index * bench.model.num_kv_heads * bench.model.num_layers * retrieval * cell.batch,
             "memory": memory(bench, contestant),
         },

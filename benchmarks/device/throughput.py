@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvseek.benchmarks.timing import interleave
+from kvseek.benchmarks.timing import interleave, turns
 from kvseek.core.errors import CapacityError
 from kvseek.measurement.variants import Variant
 
@@ -90,7 +90,8 @@ def _measure(bench: Bench, variant: Variant, cell: Cell, filler: Filler) -> dict
     first = max(contestant.step() for _ in range(2))  # captures the graph, too
     steps = max(LEAST_STEPS, min(bench.arguments.steps, int(MOST_SECONDS / first)))
     warmup = WARMUP if steps > LEAST_STEPS else 1
-    samples = interleave({method: contestant.step}, steps, steps, warmup, timer=device_seconds)[method]
+    timed = interleave({method: contestant.step}, steps, steps, warmup, timer=device_seconds)[method]
+    samples = turns(timed, bench.arguments.block)
     return {
         "method": method,
         "context": cell.context,

@@ -35,6 +35,9 @@ class SelectionCosts:
         Whether rows and reranked keys in host memory are read by host cores, not over PCIe.
     dense_layers : int
         Number of first layers that attend densely.
+    upkeep_steps, upkeep_after : int
+        Decode steps in which every layer does its upkeep once (`Index.refresh`), as soon as a request has done `upkeep_after`
+        steps since its prompt. A benchmark times as many, after as many.
     """
 
     rows: float
@@ -46,3 +49,5 @@ class SelectionCosts:
     host_functions: int = 0
     host_cores: bool = False
     dense_layers: int = 0
+    upkeep_steps: int = 1
+    upkeep_after: int = 0

@@ -13,7 +13,7 @@ KERNELS = 1  # kvseek_prkv_select
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
     """Compute the costs: a box for each page, then the static rows and whole pages.
 
-    Updates of the static set are left out, because they run beside the steps.
+    Updates of the static set are left out, because they run beside the steps; what they delay is measured.
     """
     if length <= config.top_k:  # dense
         return SelectionCosts(float(length), neighbours=config.page, kernels=KERNELS)
@@ -23,4 +23,6 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
         index_bytes=(length - config.fixed_static) / config.page * box_bytes,
         neighbours=config.page,
         kernels=KERNELS,
+        upkeep_steps=config.update_interval,
+        upkeep_after=config.window_queries,
     )

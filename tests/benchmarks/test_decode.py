@@ -15,7 +15,7 @@ from kvseek.benchmarks import decode
 from kvseek.benchmarks.contestants import row_bytes
 from kvseek.benchmarks.report import add_ratios, print_report
 from kvseek.benchmarks.shapes import matrix_bytes
-from kvseek.benchmarks.timing import Samples, interleave, measure
+from kvseek.benchmarks.timing import Samples, interleave, measure, turns
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.measurement.machine import describe, installed_version, peak_memory_bytes, resident_bytes
 
@@ -53,6 +53,10 @@ def test_a_call_may_say_its_own_time() -> None:
 
     samples = interleave({"a": lambda: 3.0, "b": lambda: 5.0}, calls=3, block=2, warmup=0, timer=own)
     assert [s.seconds for s in samples.values()] == [[6.0] * 3, [10.0] * 3]
+
+
+def test_what_few_calls_have_to_do_counts_with_its_share() -> None:
+    assert turns(Samples([1.0, 5.0, 1.0, 1.0, 2.0]), block=2).seconds == [3.0, 1.0, 2.0]
 
 
 def test_samples_summary() -> None:
