@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvseek.benchmarks import decode, shapes
-from kvseek.benchmarks.studies import cache_hits
+from kvseek.benchmarks.studies import cache_hits, selection_times
 from kvseek.core.config import ModelConfig
 
 pytestmark = pytest.mark.gpu
@@ -132,3 +132,20 @@ def test_rows_kept_on_the_device(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert all(text in printed for text in (*names, "60 rows", "found on the device")), printed
     assert cache_hits.main(["--methods", "pariskv", "--shape", "tiny", "--host_gib", "0.0001"]) == 1
     assert "rows in host memory exceed" in capsys.readouterr().err
+
+
+def test_selections_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "results" / "selections.json"
+    flags = ["--shape", "tiny", "--contexts", "4096,5000", "--batches", "1,3", "--layers", "4", "--repeats", "2"]
+    assert selection_times.main([*flags, "--methods", "pariskv,nested", "--output", str(output)]) == 0
+    results = json.loads(output.read_text(encoding="utf-8"))["results"]
+    cells = [(context, batch) for context in (4096, 5000) for batch in (1, 3)]
+    assert [(entry["context"], entry["batch"]) for entry in results] == cells * 2
+    assert all(len(entry["samples"]) == 2 and min(entry["samples"]) > 0 for entry in results)
+    (nested,) = (
+        entry["bytes"]
+        for entry in results
+        if entry["method"] == "nested" and entry["batch"] == 1 and entry["context"] == 4096
+    )
+    assert nested == SHAPE.num_kv_heads * ((4096 - WINDOW) * (64 / 4 + 2) + 800 * (64 / 2 + 2))
+    assert "nested" in capsys.readouterr().out
