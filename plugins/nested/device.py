@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS, require
-from kvseek.core.errors import KernelError
 from kvseek.plugins.batch import Batch, most_requests
 from kvseek.plugins.codes.device import CudaCodeStore
 from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows
+from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows, require_room
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 from .config import Config
@@ -88,10 +87,7 @@ class Workspace:
 
         Raises KernelError if the batch is larger than the workspace.
         """
-        if batch > self.most:
-            raise KernelError(
-                f"batch = {batch}: must be at most {self.most}, the requests that the slots allow; raise max_batch_size"
-            )
+        require_room(batch, self.most)
         tasks = batch * self._kv_heads
         blocks = min(MOST_BLOCKS, max(1, self._multiprocessors // tasks))
         return {

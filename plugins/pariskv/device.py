@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.errors import KernelError
-from kvseek.plugins.batch import Batch
+from kvseek.plugins.batch import Batch, most_requests
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows
+from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows, require_room
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 from .config import Config
@@ -56,48 +56,65 @@ class SelectArguments(ctypes.Structure):
 
 
 class Workspace:
-    """Intermediate results of a selection. Layers run one after another, so one workspace serves all of them.
+    """Intermediate results of a selection, for batches of up to `most` requests.
 
-    Arrays that grow with a region lie in extents, as the index does: 9 + 4 x lanes bytes per token and KV head, once and not
-    per layer. The other arrays are kept for each batch size, because captured graphs hold their addresses.
+    Layers run one after another, and so do the graphs of batch sizes, so one workspace serves all of them. It is allocated when
+    it is made, because captured graphs hold its addresses, and because it has to be counted when memory is divided. Arrays that
+    grow with a region lie in extents, as the index does: 9 + 4 x lanes bytes per token and KV head.
+
+    Attributes
+    ----------
+    most : int
+        Requests of the largest batch that the slots allow, those that fill up a graph included (most_requests).
     """
 
-    def __init__(self, context: IndexContext, lanes: int, dim: int) -> None:
-        self._context, self._lanes, self._dim = context, lanes, dim
+    def __init__(self, context: IndexContext, lanes: int, dim: int, multiprocessors: int) -> None:
+        self._kv_heads, self._multiprocessors = context.num_kv_heads, multiprocessors
+        self.most = most_requests(context.extents.slots)
         rows = (context.extents.capacity, context.num_kv_heads, EXTENT_TOKENS)
-        new = self._empty
-        self.scores, self.candidates = new(rows, torch.uint8), new(rows, torch.int32)
-        self.estimates, self.keys = new((*rows, lanes), torch.float32), new(rows, torch.int32)
-        self._by_tasks: dict[int, dict[str, Any]] = {}
+        tasks, top_k, blocks = self.most * self._kv_heads, context.config.top_k, dim // 8
+        # One for each block of the scan, and of the choice, whatever the batch size.
+        chunks = CHUNKS_OF_SCAN * max(tasks, multiprocessors)
+        lists = max(tasks, min(multiprocessors, MOST_TOP_BLOCKS * tasks))
 
-    def __call__(self, batch: int, top_k: int, multiprocessors: int) -> dict[str, Any]:
-        """Return arrays and grid sizes for a batch, by their names in SelectArguments."""
-        tasks = batch * self._context.num_kv_heads
-        if tasks not in self._by_tasks:
-            self._by_tasks[tasks] = self._for_tasks(tasks, top_k, multiprocessors)
-        return self._by_tasks[tasks]
+        def new(shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=context.device)
 
-    def _for_tasks(self, tasks: int, top_k: int, multiprocessors: int) -> dict[str, Any]:
-        chunks = CHUNKS_OF_SCAN * max(1, multiprocessors // tasks)
-        top_blocks = min(MOST_TOP_BLOCKS, max(1, multiprocessors // tasks))
-        blocks, new = self._dim // 8, self._empty
-        integers: dict[str, Any] = {"dtype": torch.int32, "device": self._context.device}
+        self.scores, self.candidates = new(rows, torch.uint8), new(rows)
+        self.estimates, self.keys = new((*rows, lanes), torch.float32), new(rows)
+        self._of_chunks = {
+            "chunk_totals": new((chunks, SCORES)),
+            "normalisers": new((chunks, lanes, 2), torch.float32),
+        }
+        self._of_lists = {"best_keys": new((lists, top_k)), "best_places": new((lists, top_k))}
+        self._of_tasks = {
+            # The last columns may belong to lanes that do not exist; they stay zero.
+            "columns": new((tasks, -(-lanes // 4), dim // 16, 32, 2)).zero_(),
+            "votes": new((tasks, blocks // 4, CENTROIDS, 4, vote_bytes(lanes)), torch.uint8),
+            "totals": new((tasks, SCORES)),
+            "finished": new((tasks,)).zero_(),  # each selection leaves zeros behind
+        }
+
+    def __call__(self, batch: int) -> dict[str, Any]:
+        """Return arrays [tasks, ...] and grid sizes for a batch, by their names in SelectArguments.
+
+        Raises KernelError if the batch is larger than the workspace.
+        """
+        require_room(batch, self.most)
+        tasks = batch * self._kv_heads
+        chunks = CHUNKS_OF_SCAN * max(1, self._multiprocessors // tasks)
+        top_blocks = min(MOST_TOP_BLOCKS, max(1, self._multiprocessors // tasks))
+
+        def shared(arrays: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
+            return {name: array[: tasks * parts].view(tasks, parts, *array.shape[1:]) for name, array in arrays.items()}
+
         return {
             "chunks": chunks,
             "top_blocks": top_blocks,
-            # The last columns may belong to lanes that do not exist; they stay zero.
-            "columns": torch.zeros((tasks, -(-self._lanes // 4), self._dim // 16, 32, 2), **integers),
-            "votes": new((tasks, blocks // 4, CENTROIDS, 4, vote_bytes(self._lanes)), torch.uint8),
-            "totals": new((tasks, SCORES), torch.int32),
-            "chunk_totals": new((tasks, chunks, SCORES), torch.int32),
-            "normalisers": new((tasks, chunks, self._lanes, 2), torch.float32),
-            "best_keys": new((tasks, top_blocks, top_k), torch.int32),
-            "best_places": new((tasks, top_blocks, top_k), torch.int32),
-            "finished": torch.zeros(tasks, **integers),
+            **shared(self._of_chunks, chunks),
+            **shared(self._of_lists, top_blocks),
+            **{name: array[:tasks] for name, array in self._of_tasks.items()},
         }
-
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._context.device)
 
 
 class CudaIndex(Index):
@@ -117,7 +134,7 @@ class CudaIndex(Index):
         require_numbered_rows("ParisKV on the GPU", context)
         self._lanes = 1 if self.config.group_reduce == "mean" else context.group_size
         if "pariskv" not in context.shared:
-            context.shared["pariskv"] = Workspace(context, self._lanes, dim)
+            context.shared["pariskv"] = Workspace(context, self._lanes, dim, self._kernels.multiprocessors)
         self.workspace: Workspace = context.shared["pariskv"]
         major, _ = self._kernels.capability
         self._table_bytes = LARGE_TABLE if major in (9, 10) else SMALL_TABLE  # as scan.cu chooses it
@@ -162,7 +179,7 @@ class CudaIndex(Index):
         """See Index.select. Launches four kernels. Rows ascend."""
         require_fit("queries", queries, self.context)
         queries, heads, top_k = queries.contiguous(), self.context.num_kv_heads, self.config.top_k
-        scratch = self.workspace(batch.size, top_k, self._kernels.multiprocessors)
+        scratch = self.workspace(batch.size)
         rows = torch.empty((batch.size, heads, top_k), dtype=torch.int32, device=queries.device)
         arguments = self._select_arguments(queries, batch, scratch, rows)
         tasks, chunks = batch.size * heads, scratch["chunks"]

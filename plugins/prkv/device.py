@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from kvseek.core.config import require
-from kvseek.plugins.batch import Batch
+from kvseek.plugins.batch import Batch, most_requests
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import pointers, require_fit
+from kvseek.plugins.shared.arguments import pointers, require_fit, require_room
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 from .config import Config
@@ -51,30 +51,41 @@ class SelectArguments(ctypes.Structure):
 
 
 class Workspace:
-    """Intermediate results of a selection. Layers run one after another, so one workspace serves all of them.
+    """Intermediate results of a selection, for batches of up to `most` requests.
 
-    Scores of pages lie in extents, as boxes do: 4 x lanes bytes per page and KV head, once and not per layer. The
-    other arrays are kept for each batch size, because captured graphs hold their addresses.
+    Layers run one after another, and so do the graphs of batch sizes, so one workspace serves all of them. It is allocated when
+    it is made, because captured graphs hold its addresses, and because it has to be counted when memory is divided. Scores of
+    pages lie in extents, as boxes do: 4 x lanes bytes per page and KV head.
+
+    Attributes
+    ----------
+    most : int
+        Requests of the largest batch that the slots allow, those that fill up a graph included (most_requests).
     """
 
-    def __init__(self, context: IndexContext, lanes: int, pages_of_extent: int) -> None:
-        self._context, self._lanes = context, lanes
-        pages = (context.extents.capacity, context.num_kv_heads, pages_of_extent)
+    def __init__(self, context: IndexContext, lanes: int, pages_of_extent: int, multiprocessors: int) -> None:
+        self._kv_heads, self._multiprocessors = context.num_kv_heads, multiprocessors
+        self.most = most_requests(context.extents.slots)
+        pages, tasks = (context.extents.capacity, context.num_kv_heads, pages_of_extent), self.most * self._kv_heads
         self.scores = torch.empty((*pages, lanes), dtype=torch.float32, device=context.device)
-        self._by_tasks: dict[int, dict[str, Any]] = {}
+        parts = (max(tasks, multiprocessors), lanes, 2)  # one for each CTA, whatever the batch size
+        self._normalisers = torch.empty(parts, dtype=torch.float32, device=context.device)
+        # Each selection leaves zeros behind.
+        self._finished = torch.zeros(tasks, dtype=torch.int32, device=context.device)
 
-    def __call__(self, batch: int, multiprocessors: int) -> dict[str, Any]:
-        """Return the number of CTAs of a task, and arrays by their names in SelectArguments."""
-        tasks = batch * self._context.num_kv_heads
-        if tasks not in self._by_tasks:
-            chunks, device = max(1, multiprocessors // tasks), self._context.device
-            shape = (tasks, chunks, self._lanes, 2)
-            self._by_tasks[tasks] = {
-                "chunks": chunks,
-                "normalisers": torch.empty(shape, dtype=torch.float32, device=device),
-                "finished": torch.zeros(tasks, dtype=torch.int32, device=device),
-            }
-        return self._by_tasks[tasks]
+    def __call__(self, batch: int) -> dict[str, Any]:
+        """Return the number of CTAs of a task, and arrays by their names in SelectArguments.
+
+        Raises KernelError if the batch is larger than the workspace.
+        """
+        require_room(batch, self.most)
+        tasks = batch * self._kv_heads
+        chunks = max(1, self._multiprocessors // tasks)
+        return {
+            "chunks": chunks,
+            "normalisers": self._normalisers[: tasks * chunks],
+            "finished": self._finished[:tasks],
+        }
 
 
 class CudaIndex(Index):
@@ -96,7 +107,9 @@ class CudaIndex(Index):
         self._threads = select_threads(context.head_dim)
         if "prkv" not in context.shared:
             lanes = 1 if self.config.group_reduce == "mean" else context.group_size
-            context.shared["prkv"] = Workspace(context, lanes, self.reference.pages_of_extent)
+            context.shared["prkv"] = Workspace(
+                context, lanes, self.reference.pages_of_extent, self._kernels.multiprocessors
+            )
         self.workspace: Workspace = context.shared["prkv"]
         self.updater = Updater(context, self.reference)
 
@@ -155,7 +168,7 @@ class CudaIndex(Index):
         rows = torch.empty(
             (batch.size, self.context.num_kv_heads, self.config.top_k), dtype=torch.int32, device=queries.device
         )
-        scratch = self.workspace(batch.size, self._kernels.multiprocessors)
+        scratch = self.workspace(batch.size)
         grid = (scratch["chunks"], batch.size * self.context.num_kv_heads, 1)
         arguments = self._select_arguments(queries, batch, rows, scratch)
         self._kernels.launch("kvseek_prkv_select", grid, self._threads, arguments, overlap=True)

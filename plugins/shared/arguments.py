@@ -33,3 +33,11 @@ def require_numbered_rows(kernels: str, context: IndexContext) -> None:
             f"{kernels}: {context.extents.capacity} extents x {context.num_kv_heads} KV heads = {rows} rows: must be below "
             f"{MOST_ROWS}; lower max_batch_size, max_seq_len or kv_cache_host_memory_bytes"
         )
+
+
+def require_room(batch: int, most: int) -> None:
+    """Raise KernelError if a batch is larger than the `most` requests that a workspace was made for (most_requests)."""
+    if batch > most:
+        raise KernelError(
+            f"batch = {batch}: must be at most {most}, the requests that the slots allow; raise max_batch_size"
+        )

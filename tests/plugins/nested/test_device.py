@@ -7,15 +7,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from tests.plugins.index_cases import KV_HEADS, context_of
 from torch import Tensor
 
 import kvseek.plugins
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
-from kvseek.engine.loading.dry_run import HOPPER, META, MetaBytes, UnloadedKernels
-from kvseek.plugins.batch import Batch, RequestState
+from kvseek.engine.loading.dry_run import HOPPER, META, UnloadedKernels
 from kvseek.plugins.codes.rotation import padded_dim, rotation_signs
 from kvseek.plugins.nested.config import Config
 from kvseek.plugins.nested.device import BINS, CudaIndex
@@ -30,20 +28,6 @@ def make_index(slots: int, config: Config) -> CudaIndex:
         config, DIM, GROUP, extents, [0] * slots, codebooks=books, device=META, cuda=UnloadedKernels(HOPPER)
     )
     return CudaIndex(context)
-
-
-@pytest.mark.parametrize("slots", [2, 4, 65])
-def test_steps_of_every_batch_size_take_no_memory_that_loading_has_not_counted(slots: int) -> None:
-    with MetaBytes() as count:
-        index = make_index(slots, Config(top_k=2048))
-        before = count.used
-        for size in (1, 2, 4, 8, 16, 32, 64):
-            if size <= index.workspace.most:
-                state = RequestState(slot=slots - 1, length=0, dense=True)
-                batch = Batch.of([state] * size, index.context.extents.device_table)
-                index.select(torch.zeros(size, KV_HEADS * GROUP, DIM, device=META), batch)
-        del batch
-        assert count.used == before
 
 
 @pytest.mark.parametrize("slots", [1, 3, 65])
