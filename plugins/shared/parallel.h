@@ -32,6 +32,19 @@ void parallel(int threads, const Body& body) {
                   static_cast<unsigned>(threads), 0);
 }
 
+// Run body(head, first, last) for all chunks of at most `size` tokens of every head, on up to `threads` threads.
+template <class Body>
+void for_each_chunk(int64_t threads, int64_t heads, int64_t tokens, int64_t size, const Body& body) {
+    const int64_t chunks = (tokens + size - 1) / size, units = chunks * heads;
+    Counter counter;
+    parallel(static_cast<int>(threads < units ? threads : units), [&] {
+        for (int64_t unit = counter.take(); unit < units; unit = counter.take()) {
+            const int64_t first = unit % chunks * size, last = first + size;
+            body(unit / chunks, first, last < tokens ? last : tokens);
+        }
+    });
+}
+
 // How to wait for another thread: a few microseconds on the core, then leaving it to whoever needs it.
 class Patience {
   public:

@@ -129,6 +129,11 @@ inline uint64_t equal64(const uint8_t* bytes, uint8_t value) {
     return value == 255 ? reached : reached & ~at_least64(bytes, static_cast<uint8_t>(value + 1));
 }
 
+inline Vec square_root(Vec value) {
+    for (int i = 0; i < LANES; i++) value[i] = __builtin_sqrtf(value[i]);
+    return value;
+}
+
 // e^x for x <= 88, relative error about 1e-7: x = n ln 2 + r, a polynomial of r, times 2^n. Below -87 it is 0; NaN
 // stays.
 inline Vec exponential(Vec x) {

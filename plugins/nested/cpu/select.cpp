@@ -2,9 +2,7 @@
 // for all requests and KV heads; threads share even a single head's work.
 #include "../../codes/cpu/estimate.h"
 #include "../../shared/kernel.h"
-#include "../../shared/phases.h"
-#include "../../shared/request.h"
-#include "../../shared/top.h"
+#include "../../shared/selection.h"
 #include "candidates.h"
 
 namespace kvseek {
@@ -59,14 +57,8 @@ bool scans_twice(const Job& job) {
     return job.a.first_bits < ALL_BITS;
 }
 
-// Of several keys at once, so with room for whole vectors.
-int64_t rounded_up(int64_t keys) {
-    return (keys + LANES - 1) / LANES * LANES;
-}
-
 void lay_out(const Job& job, Task& task, Arena& arena) {
     const int64_t scanned = scans_twice(job) ? rounded_up(task.length) : 0;
-    task.stride = rounded_up(task.candidate_count);
     task.queries = arena.take<RoundedQuery>(job.lanes);
     task.scores = arena.take<float>(scanned);
     task.lists = {arena.take<float>(scanned), arena.take<int32_t>(scanned), arena.take<uint32_t>(scanned)};
@@ -176,17 +168,6 @@ void estimate(const Job& job, const Task& task, int64_t chunk) {
     estimate_keys(job, task, scales, count, sums, task.estimates + first);
 }
 
-void finish(const Job& job, const Task& task) {
-    const NestedSelectArguments& a = job.a;
-    int32_t* rows = a.rows + (task.request * a.kv_heads + task.head) * a.top_k;
-    if (a.reduction != 0) {
-        for (int lane = 0; lane < job.lanes; lane++)
-            softmax(task.estimates + lane * task.stride, task.candidate_count, static_cast<float>(a.scaling));
-        fold(task.estimates, job.lanes, task.stride, task.candidate_count, a.reduction == 1);
-    }
-    take_largest(task.estimates, task.places, task.candidate_count, a.top_k, task.ranks, rows);
-}
-
 // Parts into which a phase of a task may be cut.
 int64_t parts_of(const Job& job, const Task& task, int phase) {
     switch (phase) {
@@ -210,25 +191,7 @@ void run_part(const Job& job, const Task& task, int phase, int64_t part) {
         case ESTIMATE:
             return scans_twice(job) ? estimate(job, task, part) : void();
         default:
-            return finish(job, task);
-    }
-}
-
-// Describe the heads that need retrieval; short regions are selected whole, at once.
-void describe(Job& job) {
-    const NestedSelectArguments& a = job.a;
-    for (int64_t i = 0; i < a.batch * a.kv_heads; i++) {
-        const Request& request = a.requests[i / a.kv_heads];
-        const int64_t length = request.length;
-        if (length <= a.top_k) {
-            for (int64_t k = 0; k < a.top_k; k++) a.rows[i * a.top_k + k] = k < length ? static_cast<int32_t>(k) : -1;
-            continue;
-        }
-        Task& task = job.tasks[job.task_count++];
-        task = {};
-        task.request = i / a.kv_heads, task.head = i % a.kv_heads, task.length = length;
-        task.candidate_count = request.numbers[0];
-        task.extents = a.table + request.slot * a.max_extents;
+            return choose_rows(job.a, task, job.lanes);
     }
 }
 
@@ -237,12 +200,9 @@ void select(const NestedSelectArguments& a) {
     Job job = {a, nullptr, 0, a.reduction == 0 ? 1 : static_cast<int>(a.group),
                static_cast<int>(a.padded_dim / FIELDS)};
     job.tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
-    describe(job);
+    job.task_count = describe_tasks(a, 0, job.tasks);
     if (job.task_count == 0) return;
-    Arena measured(nullptr);
-    for (int64_t i = 0; i < job.task_count; i++) lay_out(job, job.tasks[i], measured);
-    Arena arena(static_cast<char*>(work_memory.reserve(measured.used)));
-    for (int64_t i = 0; i < job.task_count; i++) lay_out(job, job.tasks[i], arena);
+    lay_out_tasks(job.tasks, job.task_count, work_memory, [&](Task& task, Arena& arena) { lay_out(job, task, arena); });
     int64_t most = 0;
     for (int64_t i = 0; i < job.task_count; i++) most += parts_of(job, job.tasks[i], SCAN);
     run_phases<PHASES>(

@@ -39,11 +39,6 @@ struct Block {
     Vec weight;
 };
 
-Vec square_root(Vec value) {
-    for (int i = 0; i < LANES; i++) value[i] = __builtin_sqrtf(value[i]);
-    return value;
-}
-
 // Coordinates of LANES keys, flipped by the rotation's signs; the last key fills lanes beyond `count`.
 template <class T>
 void load_keys(const EncodeArguments& a, const T* keys, int count, Keys* x) {
@@ -105,17 +100,11 @@ void encode_unit(const EncodeArguments& a, int64_t head, int64_t first, int64_t 
 }
 
 void encode(const EncodeArguments& a) {
-    const int64_t chunks = (a.tokens + UNIT_KEYS - 1) / UNIT_KEYS, units = chunks * a.kv_heads;
-    Counter counter;
-    parallel(static_cast<int>(a.threads < units ? a.threads : units), [&] {
-        for (int64_t unit = counter.take(); unit < units; unit = counter.take()) {
-            const int64_t head = unit / chunks, first = unit % chunks * UNIT_KEYS;
-            const int64_t last = first + UNIT_KEYS < a.tokens ? first + UNIT_KEYS : a.tokens;
-            if (a.bfloat16)
-                encode_unit<Bfloat16>(a, head, first, last);
-            else
-                encode_unit<float>(a, head, first, last);
-        }
+    for_each_chunk(a.threads, a.kv_heads, a.tokens, UNIT_KEYS, [&](int64_t head, int64_t first, int64_t last) {
+        if (a.bfloat16)
+            encode_unit<Bfloat16>(a, head, first, last);
+        else
+            encode_unit<float>(a, head, first, last);
     });
 }
 

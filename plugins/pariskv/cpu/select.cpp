@@ -1,9 +1,7 @@
 // ParisKV: retrieve rows for the queries of a batch (ParisKV paper, section 4; plugins/pariskv/reference.py defines the
 // result). One call a layer for all requests and KV heads; threads share even a single head's work.
 #include "../../shared/kernel.h"
-#include "../../shared/phases.h"
-#include "../../shared/request.h"
-#include "../../shared/top.h"
+#include "../../shared/selection.h"
 #include "rerank.h"
 #include "tiers.h"
 #include "votes.h"
@@ -59,7 +57,6 @@ struct Job {
 };
 
 void lay_out(const Job& job, Task& task, Arena& arena) {
-    task.stride = (task.candidate_count + LANES - 1) / LANES * LANES;
     task.lanes = arena.take<float>(job.packs * PACK * job.a.padded_dim);
     task.shuffled = arena.take<float>(job.packs * PACK * job.a.padded_dim);
     task.ballots = arena.take<uint8_t>(job.packs * PACK * job.blocks * CENTROIDS);
@@ -151,17 +148,6 @@ void rerank(const Job& job, const Task& task, const Levels& levels, int64_t chun
     }
 }
 
-void finish(const Job& job, const Task& task) {
-    const SelectArguments& a = job.a;
-    int32_t* rows = a.rows + (task.request * a.kv_heads + task.head) * a.top_k;
-    if (a.reduction != 0) {
-        for (int lane = 0; lane < job.lanes; lane++)
-            softmax(task.estimates + lane * task.stride, task.candidate_count, static_cast<float>(a.scaling));
-        fold(task.estimates, job.lanes, task.stride, task.candidate_count, a.reduction == 1);
-    }
-    take_largest(task.estimates, task.places, task.candidate_count, a.top_k, task.ranks, rows);
-}
-
 // Parts into which a phase of a task may be cut.
 int64_t parts_of(const Job& job, const Task& task, int phase) {
     switch (phase) {
@@ -189,25 +175,7 @@ void run_part(const Job& job, const Task& task, const Levels& levels, int phase,
         case RERANK:
             return rerank(job, task, levels, part);
         default:
-            return finish(job, task);
-    }
-}
-
-// Describe the heads that need retrieval; short regions are selected whole, at once.
-void describe(Job& job) {
-    const SelectArguments& a = job.a;
-    for (int64_t i = 0; i < a.batch * a.kv_heads; i++) {
-        const Request& request = a.requests[i / a.kv_heads];
-        const int64_t length = request.length;
-        if (length <= a.top_k) {
-            for (int64_t k = 0; k < a.top_k; k++) a.rows[i * a.top_k + k] = k < length ? static_cast<int32_t>(k) : -1;
-            continue;
-        }
-        Task& task = job.tasks[job.task_count++];
-        task = {};
-        task.request = i / a.kv_heads, task.head = i % a.kv_heads, task.length = length;
-        task.candidate_count = request.numbers[1];
-        task.extents = a.table + request.slot * a.max_extents;
+            return choose_rows(job.a, task, job.lanes);
     }
 }
 
@@ -217,12 +185,9 @@ void select(const SelectArguments& a) {
     job.tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
     job.lanes = a.reduction == 0 ? 1 : static_cast<int>(a.group);
     job.packs = (job.lanes + PACK - 1) / PACK;
-    describe(job);
+    job.task_count = describe_tasks(a, 1, job.tasks);
     if (job.task_count == 0) return;
-    Arena measured(nullptr);
-    for (int64_t i = 0; i < job.task_count; i++) lay_out(job, job.tasks[i], measured);
-    Arena arena(static_cast<char*>(work_memory.reserve(measured.used)));
-    for (int64_t i = 0; i < job.task_count; i++) lay_out(job, job.tasks[i], arena);
+    lay_out_tasks(job.tasks, job.task_count, work_memory, [&](Task& task, Arena& arena) { lay_out(job, task, arena); });
     const int64_t most = job.task_count * job.blocks;
     const Levels levels(a.levels);
     run_phases<PHASES>(
