@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from kvseek.core.cpu_library import pointer
-from kvseek.core.errors import KernelError
 from kvseek.plugins.contract import IndexContext, ShapeLimits
 from kvseek.plugins.shared.arguments import require_fit
+from kvseek.plugins.shared.native_selection import require_native
 
 from .key_codes import BITS, STEPS
 from .store import CodeStore
 
 LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_PADDED_DIM of rotation.h, MAX_QUERIES of estimate.h
-REMEDY = "build the engine with --kernels reference"
 INT32_BYTES = 4
 
 
@@ -40,7 +39,7 @@ class NativeCodeStore(CodeStore):
 
     def __init__(self, context: IndexContext, signs: Tensor, bits: int = BITS) -> None:
         super().__init__(context, signs, bits)
-        require_supported(context)
+        require_native("native key codes", context, LIMITS)
         assert context.library is not None, "indexes make a NativeCodeStore only for a compiled library"
         self._encode = context.library.function("kvseek_codes_encode", c_void_p)
 
@@ -74,16 +73,3 @@ class NativeCodeStore(CodeStore):
             step=STEPS[self.bits],
         )
         self._encode(ctypes.byref(arguments))
-
-
-def require_supported(context: IndexContext) -> None:
-    """Raise KernelError unless the compiled kernels of the codes support an index's dtype, device and shape."""
-    limits = (
-        ("dtype", context.dtype, context.dtype in (torch.float32, torch.bfloat16), "float32 or bfloat16"),
-        ("device", context.device, context.device.type == "cpu", "the CPU"),
-    )
-    for name, value, holds, limit in limits:
-        if not holds:
-            raise KernelError(f"native key codes: {name} = {value}: must be {limit}; {REMEDY}")
-    if fault := LIMITS.fault(context.head_dim, context.group_size):
-        raise KernelError(f"native key codes: {fault}; {REMEDY}")

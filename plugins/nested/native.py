@@ -5,17 +5,15 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_double, c_int64, c_void_p
 
-import torch
 from torch import Tensor
 
-from kvseek.core.cpu_library import pointer
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.codes.key_codes import BITS, STEPS
 from kvseek.plugins.codes.native import NativeCodeStore
 from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import require_fit
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
+from kvseek.plugins.shared.native_selection import NativeSelection
 
 from .reference import ReferenceIndex
 
@@ -44,31 +42,18 @@ class NativeIndex(ReferenceIndex):
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
         assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
-        self._select = context.library.function("kvseek_nested_select", c_void_p)
-        self._layout = bytes(
-            NestedSelectArguments(
-                **self.codes.arguments,
-                group=context.group_size,
-                top_k=self.config.top_k,
-                first_bits=self.config.first_bits,
-                reduction=GROUP_REDUCTIONS.index(self.config.group_reduce),
-                scaling=context.scaling,
-                step=STEPS[BITS],
-            )
+        arguments = NestedSelectArguments(
+            **self.codes.arguments,
+            group=context.group_size,
+            top_k=self.config.top_k,
+            first_bits=self.config.first_bits,
+            reduction=GROUP_REDUCTIONS.index(self.config.group_reduce),
+            scaling=context.scaling,
+            step=STEPS[BITS],
         )
+        select = context.library.function("kvseek_nested_select", c_void_p)
+        self._selection = NativeSelection(select, arguments, context)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
         """See ReferenceIndex.select."""
-        require_fit("queries", queries, self.context)
-        queries = queries.contiguous()
-        rows = torch.empty((batch.size, self.context.num_kv_heads, self.config.top_k), dtype=torch.int32)
-        arguments = NestedSelectArguments.from_buffer_copy(self._layout)
-        arguments.queries = queries.data_ptr()
-        arguments.rows = rows.data_ptr()
-        arguments.requests = pointer(batch.requests)
-        arguments.table = pointer(batch.table)
-        arguments.max_extents = batch.table.shape[1]
-        arguments.batch = batch.size
-        arguments.threads = torch.get_num_threads()
-        self._select(ctypes.byref(arguments))
-        return Selection(rows)
+        return self._selection(queries, batch)

@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary, pointer
-from kvseek.core.errors import KernelError
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import IndexContext, ShapeLimits
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import require_fit
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
+from kvseek.plugins.shared.native_selection import NativeSelection, require_native
 
 from .reference import ReferenceIndex
 
 LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_PADDED_DIM of rotation.h, lanes of byte_votes.h
-REMEDY = "build the engine with --kernels reference"
 INT32_BYTES = 4
 
 
@@ -64,8 +63,8 @@ class NativeIndex(ReferenceIndex):
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
         assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
-        _check(context)
-        self._encode, self._select = kernels(context.library)
+        require_native("native ParisKV", context, LIMITS)
+        self._encode, select = kernels(context.library)
         self._shared = {
             "ids": pointer(self.ids),
             "codes": pointer(self.codes),
@@ -77,16 +76,15 @@ class NativeIndex(ReferenceIndex):
             "padded_dim": self.padded_dim,
             "bfloat16": context.dtype is torch.bfloat16,
         }
-        self._select_layout = bytes(
-            SelectArguments(
-                **self._shared,
-                counts=pointer(self.counts),
-                group=context.group_size,
-                top_k=self.config.top_k,
-                reduction=GROUP_REDUCTIONS.index(self.config.group_reduce),
-                scaling=context.scaling,
-            )
+        arguments = SelectArguments(
+            **self._shared,
+            counts=pointer(self.counts),
+            group=context.group_size,
+            top_k=self.config.top_k,
+            reduction=GROUP_REDUCTIONS.index(self.config.group_reduce),
+            scaling=context.scaling,
         )
+        self._selection = NativeSelection(select, arguments, context)
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See ReferenceIndex.append."""
@@ -106,28 +104,4 @@ class NativeIndex(ReferenceIndex):
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
         """See ReferenceIndex.select."""
-        require_fit("queries", queries, self.context)
-        queries = queries.contiguous()
-        rows = torch.empty((batch.size, self.context.num_kv_heads, self.config.top_k), dtype=torch.int32)
-        arguments = SelectArguments.from_buffer_copy(self._select_layout)
-        arguments.queries = queries.data_ptr()
-        arguments.rows = rows.data_ptr()
-        arguments.requests = pointer(batch.requests)
-        arguments.table = pointer(batch.table)
-        arguments.max_extents = batch.table.shape[1]
-        arguments.batch = batch.size
-        arguments.threads = torch.get_num_threads()
-        self._select(ctypes.byref(arguments))
-        return Selection(rows)
-
-
-def _check(context: IndexContext) -> None:
-    limits = (
-        ("dtype", context.dtype, context.dtype in (torch.float32, torch.bfloat16), "float32 or bfloat16"),
-        ("device", context.device, context.device.type == "cpu", "the CPU"),
-    )
-    for name, value, holds, limit in limits:
-        if not holds:
-            raise KernelError(f"native ParisKV: {name} = {value}: must be {limit}; {REMEDY}")
-    if fault := LIMITS.fault(context.head_dim, context.group_size):
-        raise KernelError(f"native ParisKV: {fault}; {REMEDY}")
+        return self._selection(queries, batch)
