@@ -78,6 +78,14 @@ def random_keys(n: int, head_dim: int, seed: int = 0) -> Tensor:
     return (torch.randn(KV_HEADS, n, head_dim, generator=generator) + 0.5) * scale
 
 
+def keys_of_slots(lengths: Sequence[int], dim: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Keys [G, n, D] of slots of these lengths: of unequal norms around a common direction, as keys after RoPE are."""
+    center = torch.randn(KV_HEADS, 1, dim)
+    return [
+        (torch.randn(KV_HEADS, n, dim) * (0.1 + 3 * torch.rand(KV_HEADS, n, 1)) + center).to(dtype) for n in lengths
+    ]
+
+
 def random_queries(batch: int, heads: int, head_dim: int, seed: int = 1) -> Tensor:
     return torch.randn(batch, heads, head_dim, generator=torch.Generator().manual_seed(seed))
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tests.plugins.index_cases import context_of
+from tests.plugins.index_cases import KV_HEADS, context_of
+from torch import Tensor
 
 from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.measurement.gpu_kernels import method_kernels
@@ -53,3 +54,12 @@ def make_context(
         cuda=method_kernels(method, config, dtype, dim, group) if device == "cuda" else None,
         **fields,
     )
+
+
+def keys_of_slots(lengths: Sequence[int], dim: int, dtype: str) -> list[Tensor]:
+    """Keys [G, n, D] of slots of these lengths: of unequal norms around a common direction, as after RoPE; on the CPU."""
+    center = torch.randn(KV_HEADS, 1, dim)
+    return [
+        ((torch.randn(KV_HEADS, n, dim) + center) * (0.5 + torch.rand(KV_HEADS, n, 1))).to(getattr(torch, dtype))
+        for n in lengths
+    ]

@@ -26,15 +26,6 @@ BIN = 1 / 60
 make_context = partial(gpu_context.make_context, "nested")
 
 
-def random_keys(lengths: Sequence[int], dim: int, dtype: str) -> list[Tensor]:
-    """Keys of unequal norms around a common direction, as keys after RoPE are; on the CPU."""
-    center = torch.randn(KV_HEADS, 1, dim)
-    return [
-        ((torch.randn(KV_HEADS, n, dim) + center) * (0.5 + torch.rand(KV_HEADS, n, 1))).to(getattr(torch, dtype))
-        for n in lengths
-    ]
-
-
 def make_index(config: Config, dtype: str, dim: int, group: int, keys: Sequence[Tensor], room: int = 0) -> CudaIndex:
     """An index on the GPU of these keys, whose arrays start poisoned."""
     lengths = [part.shape[1] for part in keys]
@@ -61,7 +52,7 @@ def make_reference(config: Config, dtype: str, dim: int, group: int, keys: Seque
 def test_keys_are_encoded_as_by_the_reference(dtype: str, dim: int, group: int, reduce: str) -> None:
     torch.manual_seed(dim + group)
     config = Config(group_reduce=reduce)
-    keys = random_keys([1, 1023, 1025, 5000], dim, dtype)
+    keys = gpu_context.keys_of_slots([1, 1023, 1025, 5000], dim, dtype)
     expected, found = make_reference(config, dtype, dim, group, keys), make_index(config, dtype, dim, group, keys)
     torch.testing.assert_close(found.codes.means.cpu(), expected.codes.means, rtol=1e-5, atol=1e-5)
     for slot, part in enumerate(keys):
@@ -90,7 +81,7 @@ def test_zero_and_huge_keys() -> None:
 @pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), gpu_context.SHAPES)
 def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[int]) -> None:
     torch.manual_seed(dim + group + len(lengths))
-    index = make_index(Config(group_reduce=reduce), dtype, dim, group, random_keys(lengths, dim, dtype))
+    index = make_index(Config(group_reduce=reduce), dtype, dim, group, gpu_context.keys_of_slots(lengths, dim, dtype))
     queries = (3 * torch.randn(len(lengths), KV_HEADS * group, dim)).to(getattr(torch, dtype)).cuda()
     slots = list(reversed(range(len(lengths))))
     selection = select_rows(index, queries, slots)
@@ -140,7 +131,7 @@ def candidates(index: CudaIndex, batch: int, request: int) -> list[Tensor]:
 def test_evicted_keys_become_visible_when_they_are_published() -> None:
     config = Config()
     old, new = 1000, 256
-    keys = random_keys([old + new], 128, "bfloat16")[0]
+    keys = gpu_context.keys_of_slots([old + new], 128, "bfloat16")[0]
     index = make_index(config, "bfloat16", 128, 4, [keys[:, :old]], room=new)
     queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
     before = select_rows(index, queries, [0]).rows
@@ -154,7 +145,7 @@ def test_evicted_keys_become_visible_when_they_are_published() -> None:
 def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None:
     torch.manual_seed(3)
     lengths = [3000, 40_000, 12_000]
-    index = make_index(Config(), "bfloat16", 128, 4, random_keys(lengths, 128, "bfloat16"))
+    index = make_index(Config(), "bfloat16", 128, 4, gpu_context.keys_of_slots(lengths, 128, "bfloat16"))
     queries = torch.randn(3, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
     states = [RequestState(slot=slot, length=n, numbers=index.effort(n).numbers) for slot, n in enumerate(lengths)]
     batch = Batch.of(states, index.context.extents.device_table)
@@ -179,7 +170,7 @@ def test_more_candidates_than_shared_memory_holds(reduce: str) -> None:
     torch.manual_seed(5)
     config = Config(group_reduce=reduce, top_k=300)
     assert config.top_k * config.candidates > HELD_CANDIDATES
-    index = make_index(config, "bfloat16", 128, 4, random_keys([100_000], 128, "bfloat16"))
+    index = make_index(config, "bfloat16", 128, 4, gpu_context.keys_of_slots([100_000], 128, "bfloat16"))
     queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
     check_request(index, queries, 0, 0, select_rows(index, queries, [0]).rows[0])
 
@@ -199,7 +190,9 @@ def test_equal_keys_are_taken_in_order(top_k: int) -> None:
 def test_an_infinite_or_huge_query_hurts_no_other_request(reduce: str) -> None:
     """Its softmax weights are NaN, or far above 1: keys of such weights must not lie outside of the histogram."""
     torch.manual_seed(6)
-    index = make_index(Config(group_reduce=reduce), "bfloat16", 128, 4, random_keys([9000] * 4, 128, "bfloat16"))
+    index = make_index(
+        Config(group_reduce=reduce), "bfloat16", 128, 4, gpu_context.keys_of_slots([9000] * 4, 128, "bfloat16")
+    )
     queries = torch.randn(4, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
     want = select_rows(index, queries, [0, 1, 2, 3]).rows.clone()
     queries[0, :, 5], queries[1, 0, 0] = float("inf"), float("nan")

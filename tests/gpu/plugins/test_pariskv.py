@@ -34,20 +34,11 @@ EFFORT = (ScheduleStep(None, 0.3, 0.25),)
 make_context = partial(gpu_context.make_context, "pariskv")
 
 
-def random_keys(lengths: Sequence[int], dim: int, dtype: str) -> list[Tensor]:
-    """Keys of unequal norms around a common direction, as keys after RoPE are; on the CPU."""
-    center = torch.randn(KV_HEADS, 1, dim)
-    return [
-        ((torch.randn(KV_HEADS, n, dim) + center) * (0.5 + torch.rand(KV_HEADS, n, 1))).to(getattr(torch, dtype))
-        for n in lengths
-    ]
-
-
 def make_pair(
     config: Config, dtype: str, dim: int, group: int, lengths: Sequence[int]
 ) -> tuple[ReferenceIndex, CudaIndex]:
     """The same keys in a reference on the CPU and in the index on the GPU, whose arrays start poisoned."""
-    keys = random_keys(lengths, dim, dtype)
+    keys = gpu_context.keys_of_slots(lengths, dim, dtype)
     expected = ReferenceIndex(make_context(config, dtype, dim, group, lengths, "cpu"))
     found = CudaIndex(make_context(config, dtype, dim, group, lengths, "cuda"))
     poison(found)
@@ -154,7 +145,7 @@ def check_request(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, s
 def test_evicted_keys_become_visible_when_they_are_published() -> None:
     config = Config(schedule_steps=EFFORT)
     old, new = 1000, 256
-    keys = random_keys([old + new], 128, "bfloat16")[0]
+    keys = gpu_context.keys_of_slots([old + new], 128, "bfloat16")[0]
     found = CudaIndex(make_context(config, "bfloat16", 128, 4, [old], "cuda", room=new))
     found.build(0, keys[:, :old].cuda(), keys.cuda())
     queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")

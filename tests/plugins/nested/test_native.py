@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plugins.index_cases import KV_HEADS, context_of, select_rows
+from tests.plugins.index_cases import KV_HEADS, context_of, keys_of_slots, select_rows
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
@@ -49,14 +49,6 @@ def make_pair(
         for name in ("high", "low", "scales"):
             found.context.extents.write(getattr(found.codes, name), slot, 0, getattr(codes, name))
     return expected, found
-
-
-def random_keys(lengths: Sequence[int], dim: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Keys of unequal norms around a common direction, as keys after RoPE are."""
-    center = torch.randn(KV_HEADS, 1, dim)
-    return [
-        (torch.randn(KV_HEADS, n, dim) * (0.1 + 3 * torch.rand(KV_HEADS, n, 1)) + center).to(dtype) for n in lengths
-    ]
 
 
 def check_choice(expected: ReferenceIndex, found: NativeIndex, queries: Tensor, slots: Sequence[int]) -> None:
@@ -100,7 +92,7 @@ def test_selection_equals_the_reference(
     torch.manual_seed(group)
     lengths = [1500, 1, 3000 if dim < 256 else 200, 100]
     config = Config(top_k=100, group_reduce=group_reduce, candidates=5, first_bits=first_bits)
-    expected, found = make_pair(library, config, group, dim, random_keys(lengths, dim, dtype))
+    expected, found = make_pair(library, config, group, dim, keys_of_slots(lengths, dim, dtype))
     if group_reduce == "mean":  # sums of queries are rounded differently, whatever they rank
         queries = torch.randn(4, KV_HEADS, 1, dim).expand(-1, -1, group, -1).reshape(4, -1, dim).to(dtype)
     else:
@@ -115,7 +107,7 @@ def test_every_level_selects_as_the_reference(
 ) -> None:
     torch.manual_seed(dim)
     config = Config(top_k=30, first_bits=first_bits)
-    expected, found = make_pair(library, config, group, dim, random_keys([3100 if dim < 256 else 300], dim, dtype))
+    expected, found = make_pair(library, config, group, dim, keys_of_slots([3100 if dim < 256 else 300], dim, dtype))
     check_choice(expected, found, torch.randn(1, KV_HEADS * group, dim).to(dtype), [0])
 
 
@@ -145,7 +137,7 @@ def test_ties_are_cut_as_the_reference_cuts_them(
 
 def test_selection_does_not_depend_on_batch_order_or_threads(library: CpuLibrary) -> None:
     torch.manual_seed(3)
-    _, found = make_pair(library, Config(top_k=20), 3, 64, random_keys([900, 3100, 1300], 64))
+    _, found = make_pair(library, Config(top_k=20), 3, 64, keys_of_slots([900, 3100, 1300], 64))
     queries = torch.randn(3, 3 * KV_HEADS, 64)
     threads = torch.get_num_threads()
     try:
@@ -162,7 +154,7 @@ def test_selection_does_not_depend_on_batch_order_or_threads(library: CpuLibrary
 @pytest.mark.parametrize("first_bits", [2, 4])
 def test_strange_queries_still_give_valid_rows(library: CpuLibrary, level: int, poison: float, first_bits: int) -> None:
     config = Config(top_k=20, first_bits=first_bits)
-    _, found = make_pair(library, config, 3, 64, random_keys([3000], 64))
+    _, found = make_pair(library, config, 3, 64, keys_of_slots([3000], 64))
     rows = select_rows(found, torch.full((1, 3 * KV_HEADS, 64), poison), [0]).rows
     assert int(rows.min()) >= 0
     assert int(rows.max()) < 3000
@@ -173,7 +165,7 @@ def test_strange_queries_still_give_valid_rows(library: CpuLibrary, level: int, 
 def test_strange_keys_still_give_valid_rows(library: CpuLibrary, level: int, poison: float) -> None:
     config = Config(top_k=20)
     found = NativeIndex(make_context(library, config, 3, 64, [900], torch.float32))
-    keys = random_keys([900], 64)[0]
+    keys = keys_of_slots([900], 64)[0]
     keys[:, 5] = poison
     found.build(0, keys, keys)
     rows = select_rows(found, torch.randn(1, 3 * KV_HEADS, 64), [0]).rows

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plugins.index_cases import extend, select_rows
+from tests.plugins.index_cases import extend, keys_of_slots, select_rows
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
@@ -55,14 +55,6 @@ def make_pair(
         expected.build(slot, part, part)
         found.build(slot, part, part)
     return expected, found
-
-
-def random_keys(lengths: Sequence[int], dim: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Keys of unequal norms around a common direction, as keys after RoPE are."""
-    center = torch.randn(KV_HEADS, 1, dim)
-    return [
-        (torch.randn(KV_HEADS, n, dim) * (0.1 + 3 * torch.rand(KV_HEADS, n, 1)) + center).to(dtype) for n in lengths
-    ]
 
 
 def check_index(expected: ReferenceIndex, found: NativeIndex) -> None:
@@ -127,7 +119,7 @@ def test_encoding_equals_the_reference(
     library: CpuLibrary, level: int, dtype: torch.dtype, dim: int, alpha: bool
 ) -> None:
     torch.manual_seed(dim)
-    keys = random_keys([1500, 0, 1], dim, dtype)
+    keys = keys_of_slots([1500, 0, 1], dim, dtype)
     keys[0][:, 7] = 0  # a key without a direction
     keys[0][:, 8] *= 1e6  # and one whose weights float16 cannot hold
     check_index(*make_pair(library, Config(alpha_correction=alpha), 1, dim, keys))
@@ -135,7 +127,7 @@ def test_encoding_equals_the_reference(
 
 def test_keys_appended_equal_keys_built_at_once(library: CpuLibrary) -> None:
     torch.manual_seed(0)
-    keys = random_keys([2300], 64)
+    keys = keys_of_slots([2300], 64)
     expected, found = make_pair(library, Config(), 1, 64, keys)
     found.context.lengths[0] = 0
     found.build(0, keys[0][:, :0], keys[0])
@@ -167,7 +159,7 @@ def test_selection_equals_the_reference(
     torch.manual_seed(group)
     lengths = [1500, 1, 3000 if dim < 256 else 200, 100]
     config = Config(top_k=100, group_reduce=group_reduce, schedule_steps=steps)
-    expected, found = make_pair(library, config, group, dim, random_keys(lengths, dim, dtype))
+    expected, found = make_pair(library, config, group, dim, keys_of_slots(lengths, dim, dtype))
     share_index(expected, found)
     queries = torch.randn(4, KV_HEADS * group, dim).to(dtype)
     check_choice(expected, found, queries, [2, 0, 3, 1])
@@ -179,7 +171,7 @@ def test_every_level_selects_as_the_reference(
 ) -> None:
     torch.manual_seed(dim)
     config = Config(top_k=30, schedule_steps=EFFORT)
-    expected, found = make_pair(library, config, group, dim, random_keys([1100 if dim < 256 else 300], dim, dtype))
+    expected, found = make_pair(library, config, group, dim, keys_of_slots([1100 if dim < 256 else 300], dim, dtype))
     share_index(expected, found)
     check_choice(expected, found, torch.randn(1, KV_HEADS * group, dim).to(dtype), [0])
 
@@ -208,7 +200,7 @@ def test_ties_are_cut_as_the_reference_cuts_them(
 
 def test_selection_does_not_depend_on_batch_order_or_threads(library: CpuLibrary) -> None:
     torch.manual_seed(3)
-    _, found = make_pair(library, Config(top_k=20), 3, 64, random_keys([900, 2100, 1300], 64))
+    _, found = make_pair(library, Config(top_k=20), 3, 64, keys_of_slots([900, 2100, 1300], 64))
     queries = torch.randn(3, 3 * KV_HEADS, 64)
     threads = torch.get_num_threads()
     try:
@@ -224,7 +216,7 @@ def test_selection_does_not_depend_on_batch_order_or_threads(library: CpuLibrary
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 0.0])
 def test_strange_queries_still_give_valid_rows(library: CpuLibrary, level: int, poison: float) -> None:
-    _, found = make_pair(library, Config(top_k=20), 3, 64, random_keys([900], 64))
+    _, found = make_pair(library, Config(top_k=20), 3, 64, keys_of_slots([900], 64))
     rows = select_rows(found, torch.full((1, 3 * KV_HEADS, 64), poison), [0]).rows
     assert int(rows.min()) >= 0
     assert int(rows.max()) < 900
