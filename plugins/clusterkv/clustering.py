@@ -21,6 +21,8 @@ class Clustering:
     ----------
     centroids : Tensor, float32 [G, C, D]
         Mean of each cluster's keys, which are not normalised for it.
+    spreads : Tensor, float32 [G, C]
+        Root mean square of what the channels of a cluster's keys differ from those of the mean: σ / √D.
     sizes, starts : Tensor, int32 [G, C]
         Number of keys in each cluster, and in all clusters before it.
     order : Tensor, int32 [G, n]
@@ -28,6 +30,7 @@ class Clustering:
     """
 
     centroids: Tensor
+    spreads: Tensor
     sizes: Tensor
     starts: Tensor
     order: Tensor
@@ -61,10 +64,18 @@ def cluster_keys(keys: Tensor, chosen: Tensor, iterations: int) -> Clustering:
         if torch.equal(before, labels):
             break
     sizes = cluster_sizes(labels, len(chosen))
-    centroids = cluster_sums(keys.float(), labels, len(chosen)) / sizes.clamp(min=1)[..., None]
+    centroids, spreads = cluster_means(keys.float(), labels, sizes)
     starts = sizes.cumsum(dim=-1) - sizes
     order = labels.argsort(dim=-1, stable=True)
-    return Clustering(centroids, sizes.int(), starts.int(), order.int())
+    return Clustering(centroids, spreads, sizes.int(), starts.int(), order.int())
+
+
+def cluster_means(keys: Tensor, labels: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute mean [G, C, D] and spread [G, C] (see `Clustering`) of the clusters of keys float32 [G, n, D]; zeros if empty."""
+    means = cluster_sums(keys, labels, sizes.shape[1]) / sizes.clamp(min=1)[..., None]
+    away = keys - means.gather(1, labels[..., None].expand_as(keys))
+    squares = away.square().mean(dim=-1, keepdim=True)
+    return means, (cluster_sums(squares, labels, sizes.shape[1])[..., 0] / sizes.clamp(min=1)).sqrt()
 
 
 def nearest(units: Tensor, directions: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvseek.core.config import EXTENT_TOKENS, require
@@ -10,7 +11,7 @@ from kvseek.plugins.shared.group import require_group_reduce
 # Generated tokens that leave the window together and are clustered by themselves (paper, section III-B).
 GENERATED_TOKENS = 320
 CLUSTER_STEP = 16  # the clusters that an extent has room for are a multiple of this
-MOST_ROWS = 65_535  # limit of top_k: kernels keep cluster sizes, cut at top_k, in 16 bits
+MOST_ROWS = 65_535  # limit of the rows that clusters are taken for: kernels keep cluster sizes, cut at it, in 16 bits
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Config:
     iterations : int
         Most rounds of k-means. The paper goes on until no key moves; 8 rounds retrieve as well (README).
     seed : int
-        Seed of the choice of the first centroids.
+        Seed of the choice of the first centroids, and of the signs of the rotation that key codes need.
     dense_layers : int
         First layers that attend to all rows and have no index.
     group_reduce : str
@@ -36,6 +37,15 @@ class Config:
     cache_steps : int
         Decode steps whose selected rows stay on the device, in layers whose rows lie in host memory; 0: none.
         `R` of the paper.
+    spread_weight : float
+        What the spread of a cluster's keys adds to its score, so that a cluster with one very good key ranks above its mean:
+        score = q·centroid + spread_weight ‖q‖ σ / √D, where σ is the root mean square distance of the keys from their mean.
+        0 ranks by the centroid alone, as the paper does.
+    rerank_bits : int
+        Bits of the key codes (plugins/codes) by which rows of the best clusters are ranked one by one: 2 or 4. 0 keeps no codes
+        and takes clusters whole, as the paper does.
+    candidates : int
+        Rows of the best clusters that codes rank, for each row that is retrieved. Of no effect with rerank_bits 0.
     """
 
     top_k: int = 1024
@@ -46,6 +56,9 @@ class Config:
     dense_layers: int = 2
     group_reduce: str = "softmax_mean"
     cache_steps: int = 1
+    spread_weight: float = 0.0
+    rerank_bits: int = 0
+    candidates: int = 4
 
     def __post_init__(self) -> None:
         require(1 <= self.top_k <= MOST_ROWS, "top_k", self.top_k, f"between 1 and {MOST_ROWS}", "1024 is the default")
@@ -58,6 +71,19 @@ class Config:
         require(self.dense_layers >= 0, "dense_layers", self.dense_layers, ">= 0", "2 is the default")
         require_group_reduce(self.group_reduce)
         require(0 <= self.cache_steps <= 8, "cache_steps", self.cache_steps, "between 0 and 8", "1 is the default")
+        in_range = 0 <= self.spread_weight < math.inf
+        require(in_range, "spread_weight", self.spread_weight, "finite and >= 0", "0 ranks as the paper does")
+        in_range = self.rerank_bits in (0, 2, 4)
+        require(in_range, "rerank_bits", self.rerank_bits, "0, 2 or 4", "0 takes clusters whole, as the paper does")
+        require(self.candidates >= 1, "candidates", self.candidates, ">= 1", "4 is the default")
+        limit = f"at most {MOST_ROWS} with top_k = {self.top_k}"
+        most = self.rows_of_clusters <= MOST_ROWS
+        require(most, "candidates x top_k", self.rows_of_clusters, limit, "lower candidates or top_k")
+
+    @property
+    def rows_of_clusters(self) -> int:
+        """Rows that the best clusters are taken for: candidates of the codes, or the rows that are retrieved."""
+        return self.top_k * (self.candidates if self.rerank_bits else 1)
 
     @property
     def clusters_per_extent(self) -> int:

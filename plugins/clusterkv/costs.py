@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from kvseek.core.config import ModelConfig
+from kvseek.plugins.codes.rotation import padded_dim
 from kvseek.plugins.measurements.costs import SelectionCosts
 
 from .config import Config
 
 KERNELS = 2  # score, choose
+RERANK_KERNELS = 1
+SCALE_BYTES = 2  # of a key's code
 NUMBER = 4  # bytes of a score, a size, a start, a place
 ENTRY_BYTES = 2 * NUMBER  # for each row: its place is read and written
 
@@ -18,13 +21,17 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
     All rows count as read from the pool; how many of them are hot shows only in a run. Generated tokens count as
     if they were clustered like a prompt's, which holds for the defaults.
     """
-    rows, clusters = min(config.top_k, length), config.prompt_clusters(length)
+    listed, clusters = min(config.rows_of_clusters, length), config.prompt_clusters(length)
     lanes = 1 if config.group_reduce == "mean" else model.group_size
-    taken = -(-rows * clusters // length) if length else 0
+    taken = -(-listed * clusters // length) if length else 0
+    numbers = 3 if config.spread_weight else 2  # both kernels read the sizes
+    code_bytes = padded_dim(model.head_dim) * config.rerank_bits / 8 + SCALE_BYTES + 2 * NUMBER * lanes + ENTRY_BYTES
     return SelectionCosts(
-        rows=rows,
-        index_bytes=clusters * (model.head_dim * itemsize + 2 * NUMBER),  # both kernels read the sizes
-        rerank_bytes=clusters * 2 * NUMBER * lanes + taken * NUMBER + rows * ENTRY_BYTES,
-        kernels=KERNELS,
+        rows=min(config.top_k, length),
+        index_bytes=clusters * (model.head_dim * itemsize + numbers * NUMBER),
+        rerank_bytes=clusters * 2 * NUMBER * lanes
+        + taken * NUMBER
+        + listed * (ENTRY_BYTES + (code_bytes if config.rerank_bits else 0)),
+        kernels=KERNELS + (RERANK_KERNELS if config.rerank_bits else 0),
         dense_layers=config.dense_layers,
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from torch import Tensor
+
+from kvseek.plugins.codes.rotation import padded_dim, rotation_signs
 from kvseek.plugins.contract import Index, IndexContext, Traits
 
 from .config import GENERATED_TOKENS, Config
@@ -13,10 +16,15 @@ from .reference import ReferenceIndex
 
 def traits(config: Config) -> Traits:
     """Return the method's traits; the first 16 tokens are never clustered, so they are the sink (paper, section III-B)."""
+
+    def codebooks(head_dim: int) -> dict[str, Tensor]:
+        return {"signs": rotation_signs(config.seed, padded_dim(head_dim))} if config.rerank_bits else {}
+
     return Traits(
         device_layers=config.dense_layers,  # `select` gives None there
         kept_steps=config.cache_steps,
         cache_defaults={"update": GENERATED_TOKENS, "sink": 16},
+        codebooks=codebooks,
         cuda_macros=partial(cuda_macros, config),
     )
 

@@ -1,7 +1,8 @@
 """ClusterKV in PyTorch, on any device: the definition of correct for the GPU kernels.
 
 Group keys that point the same way (k-means by cosine), score the mean key of each cluster against the query, and take
-the rows of the best clusters until the budget is filled. ClusterKV paper, sections III-B, III-C and IV-C.
+the rows of the best clusters until the budget is filled. ClusterKV paper, sections III-B, III-C and IV-C. Two options of our
+own: a cluster's score may count how far its keys lie from their mean, and key codes may choose among the rows of more clusters.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.plugins.batch import Batch
+from kvseek.plugins.codes.key_codes import estimate_at, round_lanes
+from kvseek.plugins.codes.rotation import rotate
+from kvseek.plugins.codes.store import CodeStore
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.group import query_lanes, reduce_scores
+from kvseek.plugins.shared.group import best_positions, query_lanes, reduce_scores
 
 from .clustering import cluster_keys
 from .config import Config
@@ -33,10 +37,13 @@ class Appended:
         Number of new clusters, which follow those that queries see.
     total : Tensor, float32 [G, D], or None
         Sum of the keys that are to join the last cluster; None if they became new clusters.
+    spread : Tensor, float32 [G], or None
+        Their spread about their own mean (clustering.Clustering), if the index keeps spreads.
     """
 
     clusters: int = 0
     total: Tensor | None = None
+    spread: Tensor | None = None
 
 
 class ReferenceIndex(Index):
@@ -53,6 +60,8 @@ class ReferenceIndex(Index):
         cluster's keys; float32 would double the bytes that a step reads (README).
     sizes, starts : Tensor, int32 [E, G, S]
         Number of keys in each cluster, and entry of the slot's `places` where the cluster begins.
+    spreads : Tensor, float32 [E, G, S]
+        Spread of each cluster's keys (clustering.Clustering); no entries with spread_weight 0.
     places : Tensor, int32 [E, G, 1024]
         The slot's places, sorted by cluster; entries are addressed like rows of the pool. The places of an eviction follow
         those before it; inside a cluster places ascend.
@@ -62,11 +71,13 @@ class ReferenceIndex(Index):
         The same number on the host, and the number of tokens that `build` clustered.
     clusterer : callable or None
         Function by which CudaIndex clusters, with the arguments of `cluster`; None: cluster in PyTorch.
+    codes : CodeStore or None
+        Codes of the keys by place; None with rerank_bits 0, and in dense layers.
     """
 
     clusterer: Callable[[int, Tensor, int, int, int], object] | None = None
 
-    def __init__(self, context: IndexContext) -> None:
+    def __init__(self, context: IndexContext, store_type: type[CodeStore] = CodeStore) -> None:
         super().__init__(context)
         self.config: Config = context.config
         self.dense = context.layer < self.config.dense_layers
@@ -76,23 +87,33 @@ class ReferenceIndex(Index):
         self.centroids = torch.empty((*shape, context.head_dim), dtype=context.dtype, device=device)
         self.sizes = torch.empty(shape, dtype=torch.int32, device=device)
         self.starts = torch.empty_like(self.sizes)
+        spreads = shape if self.config.spread_weight else (0, *shape[1:])
+        self.spreads = torch.empty(spreads, dtype=torch.float32, device=device)
         self.places = torch.empty((capacity, heads, EXTENT_TOKENS), dtype=torch.int32, device=device)
         self.clusters = torch.zeros(extents.slots, dtype=torch.int32, device=device)
         self.counts, self.prompt_tokens = [0] * extents.slots, [0] * extents.slots
         self._appended: dict[int, Appended] = {}
+        has_codes = self.config.rerank_bits and not self.dense
+        self.codes = store_type(context, context.codebooks["signs"], self.config.rerank_bits) if has_codes else None
 
     @property
     def bytes_per_token(self) -> float:
-        """See Index. A place per token; centroid, size and start per cluster that extents have room for. 0 in a dense layer."""
+        """See Index. A place and a code per token; centroid, size, start and spread per cluster that extents have room for.
+
+        0 in a dense layer.
+        """
         if self.dense:
             return 0.0
-        cluster = self.context.head_dim * self.context.dtype.itemsize + 2 * 4
+        cluster = self.context.head_dim * self.context.dtype.itemsize + (3 if self.config.spread_weight else 2) * 4
         per_head = 4 + self.config.clusters_per_extent * cluster / EXTENT_TOKENS
-        return self.context.num_kv_heads * per_head
+        codes = self.codes.bytes_per_token if self.codes is not None else 0.0
+        return self.context.num_kv_heads * per_head + codes
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
         """See Index.build; the queries are not used."""
         self.begin(slot, keys.shape[1])
+        if self.codes is not None:
+            self.codes.build(slot, keys)
         if self.counts[slot]:
             self.cluster(slot, keys, 0, 0, self.counts[slot])
         self.show_clusters(slot)
@@ -112,13 +133,16 @@ class ReferenceIndex(Index):
         """See Index.append. An eviction too small for a cluster of its own joins the slot's last cluster."""
         if self.dense:
             return
+        if self.codes is not None:
+            self.codes.append(slot, start, keys)
         added = self._new_clusters(slot, start, keys.shape[1])
         if added:  # written beyond the slot's count, so queries do not see them yet
             self.cluster(slot, keys, start, self.counts[slot], added)
             self._appended[slot] = Appended(clusters=added)
         else:
             self._write_run(slot, start, keys.shape[1])
-            self._appended[slot] = Appended(total=keys.sum(dim=1, dtype=torch.float32))
+            total = keys.sum(dim=1, dtype=torch.float32)
+            self._appended[slot] = Appended(total=total, spread=self._spread(keys) if self.config.spread_weight else None)
 
     def publish(self, slot: int, start: int, count: int) -> None:
         """See Index.publish."""
@@ -129,16 +153,17 @@ class ReferenceIndex(Index):
             self.counts[slot] += appended.clusters
             self.show_clusters(slot)
         else:
-            self._join(slot, appended.total, count)
+            self._join(slot, appended, count)
 
     def effort(self, length: int) -> Effort:
         """See Index.effort. The rows are the budget, or all rows in a dense layer. The kernels need no numbers."""
         return Effort(length if self.dense else min(self.config.top_k, length))
 
     def select(self, queries: Tensor, batch: Batch) -> Selection | None:
-        """Select the rows of the best clusters: queries [batch, H, D] to rows int32 [batch, G, top_k]. None in a dense layer.
+        """Select rows of the best clusters: queries [batch, H, D] to rows int32 [batch, G, top_k]. None in a dense layer.
 
-        Clusters ascend by number, rows by place inside a cluster; -1 fills up when the region holds fewer than top_k.
+        Rows come in the order of their clusters' numbers, and ascend by place inside a cluster; -1 fills up when the region
+        holds fewer than top_k. With codes as well: their estimates choose among the rows of more clusters, and keep the order.
         """
         if self.dense:
             return None
@@ -180,34 +205,70 @@ class ReferenceIndex(Index):
         self.write_clusters(self.centroids, slot, first_cluster, found.centroids)
         self.write_clusters(self.sizes, slot, first_cluster, found.sizes)
         self.write_clusters(self.starts, slot, first_cluster, found.starts + first_place)
+        if config.spread_weight:
+            self.write_clusters(self.spreads, slot, first_cluster, found.spreads)
 
     def _write_run(self, slot: int, start: int, tokens: int) -> None:
         """Write places start .. start + tokens - 1 in ascending order, for keys that join the slot's last cluster."""
         places = torch.arange(start, start + tokens, dtype=torch.int32, device=self.context.device)
         self.context.extents.write(self.places, slot, start, places.expand(self.context.num_kv_heads, -1))
 
-    def _join(self, slot: int, total: Tensor, tokens: int) -> None:
-        """Add `tokens` keys, whose sum is `total` [G, D], to the slot's last cluster; their places follow the cluster's."""
+    def _spread(self, keys: Tensor) -> Tensor:
+        """Compute the spread [G] of keys [G, u, D] about their own mean."""
+        keys = keys.float()
+        return (keys - keys.mean(dim=1, keepdim=True)).square().mean(dim=(1, 2)).sqrt()
+
+    def _join(self, slot: int, keys: Appended, tokens: int) -> None:
+        """Add `tokens` keys to the slot's last cluster; their places follow the cluster's.
+
+        The squares about the common mean are those about both means, and what lies between these. Sums of squares about zero
+        would need more digits than a mean in bfloat16 has.
+        """
+        assert keys.total is not None, "keys that join a cluster are summed up"
         last = self.counts[slot] - 1
         extent = int(self.context.extents.table[slot, last // self.config.clusters_per_extent])
         inside = last % self.config.clusters_per_extent
         sizes, means = self.sizes[extent, :, inside], self.centroids[extent, :, inside]  # views: [G] and [G, D]
         before = sizes[:, None].float()
-        means.copy_((before * means.float() + total) / (before + tokens))
+        if keys.spread is not None:
+            spreads, old = self.spreads[extent, :, inside], before[:, 0]
+            between = (means.float() - keys.total / tokens).square().mean(dim=1) * old * tokens / (old + tokens)
+            squares = old * spreads.square() + tokens * keys.spread.square() + between
+            spreads.copy_((squares / (old + tokens)).sqrt())
+        means.copy_((before * means.float() + keys.total) / (before + tokens))
         sizes.add_(tokens)
 
     def _rows(self, queries: Tensor, slot: int, length: int) -> Tensor:
         # queries [G, g, D] to rows int32 [G, top_k]
-        sizes = self.read_clusters(self.sizes, slot)
+        places = self.candidates(queries, slot, length)
+        if self.codes is not None and length > self.config.top_k:
+            places = self._rerank(self.codes, queries, places[:, : min(length, places.shape[1])].long(), slot, length)
+        return places[:, : self.config.top_k].int()
+
+    def _values(self, queries: Tensor, slot: int) -> Tensor:
+        """Compute what clusters are ranked by: queries [G, g, D] to [G, clusters]."""
         lanes = query_lanes(queries, self.config.group_reduce)
         scores = lanes @ self.read_clusters(self.centroids, slot).float().transpose(1, 2)
-        scores = scores.masked_fill(sizes[:, None] == 0, -torch.inf)
-        return self.rows_of_best(reduce_scores(scores, self.config.group_reduce, self.context.scaling), slot, length)
+        if weight := self.config.spread_weight:
+            scores = scores + weight * lanes.norm(dim=-1, keepdim=True) * self.read_clusters(self.spreads, slot)[:, None]
+        scores = scores.masked_fill(self.read_clusters(self.sizes, slot)[:, None] == 0, -torch.inf)
+        return reduce_scores(scores, self.config.group_reduce, self.context.scaling)
 
-    def rows_of_best(self, values: Tensor, slot: int, length: int) -> Tensor:
-        """List the places of the clusters with the largest values [G, clusters]: int32 [G, top_k], -1 fills up."""
-        taken = rows_taken(values, self.read_clusters(self.sizes, slot), self.config.top_k)
-        entries = expand(self.read_clusters(self.starts, slot), taken, self.config.top_k)
+    def _rerank(self, codes: CodeStore, queries: Tensor, places: Tensor, slot: int, length: int) -> Tensor:
+        """Choose the best top_k of places int64 [G, c] by their codes' estimates; they keep their order, in which ties are cut."""
+        lanes = round_lanes(rotate(query_lanes(queries, self.config.group_reduce), codes.signs))
+        estimates = estimate_at(codes.read(slot, length), places, lanes)
+        values = reduce_scores(estimates, self.config.group_reduce, self.context.scaling)
+        return places.gather(1, best_positions(values, self.config.top_k))
+
+    def candidates(self, queries: Tensor, slot: int, length: int) -> Tensor:
+        """List the places of the best clusters: queries [G, g, D] to int32 [G, rows_of_clusters], -1 at the end."""
+        return self.rows_of_best(self._values(queries, slot), slot, length, self.config.rows_of_clusters)
+
+    def rows_of_best(self, values: Tensor, slot: int, length: int, count: int) -> Tensor:
+        """List the places of the clusters with the largest values [G, clusters]: int32 [G, count], -1 fills up."""
+        taken = rows_taken(values, self.read_clusters(self.sizes, slot), count)
+        entries = expand(self.read_clusters(self.starts, slot), taken, count)
         places = self.context.extents.read(self.places, slot, length)
         return torch.where(entries < 0, -1, places.gather(1, entries.clamp(min=0)))
 

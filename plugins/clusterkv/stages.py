@@ -1,4 +1,4 @@
-"""Stages at which ClusterKV loses rows: whole clusters fill the budget, or the centroids rank a cluster too low."""
+"""Stages at which ClusterKV loses rows: whole clusters fill the budget, a cluster is ranked too low, or codes rank a row too low."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ def stages(index: Index, query: Tensor, slot: int) -> Stages:
     """Find the stages of a query [H, D]: `clusters` keeps the best clusters if each is ranked by its best key; `centroids`.
 
     In the stage `clusters`, a cluster's score for a lane is the largest score of its keys. These scores are reduced, and the
-    last cluster is cut, as `select` does it with the scores of centroids. A dense layer keeps everything.
+    last cluster is cut, as `select` does it with the scores of centroids. A dense layer keeps everything. With codes, both
+    stages keep the rows that the codes choose from, and `codes` is the last one.
     """
     clusterkv = require_index(index, ReferenceIndex)
+    config = clusterkv.config
     kv_heads, n = clusterkv.context.num_kv_heads, clusterkv.context.lengths[slot]
     if clusterkv.dense:
-        kept = everything(clusterkv, slot)
+        kept = listed = everything(clusterkv, slot)
     else:
-        reduction = clusterkv.config.group_reduce
-        lanes = query_lanes(query.view(kv_heads, -1, query.shape[-1]), reduction)
-        best = best_scores(clusterkv, lanes, slot)
-        values = reduce_scores(best, reduction, clusterkv.context.scaling)
-        kept = by_place(clusterkv.rows_of_best(values, slot, n), n)
-    return Stages((Stage("clusters", kept, ideal=True),), last="centroids")
+        queries = query.view(kv_heads, -1, query.shape[-1])
+        best = best_scores(clusterkv, query_lanes(queries, config.group_reduce), slot)
+        values = reduce_scores(best, config.group_reduce, clusterkv.context.scaling)
+        kept = by_place(clusterkv.rows_of_best(values, slot, n, config.rows_of_clusters), n)
+        listed = by_place(clusterkv.candidates(queries, slot, n), n)
+    clusters = Stage("clusters", kept, ideal=True)
+    if not config.rerank_bits:
+        return Stages((clusters,), last="centroids")
+    return Stages((clusters, Stage("centroids", listed)), last="codes")
 
 
 def best_scores(index: ReferenceIndex, lanes: Tensor, slot: int) -> Tensor:
