@@ -3,7 +3,7 @@
 //
 // The blocks of a task share its region. Each collects the candidates of its part, in order, and estimates them; the
 // last one to finish ranks all of them.
-#include "plugins/codes/cuda/estimate.cuh"
+#include "plugins/codes/cuda/rank.cuh"
 #include "plugins/shared/largest.cuh"
 #include "select.cuh"
 
@@ -28,9 +28,8 @@ static_assert(BINS == largest::BINS, "the totals of the scan are searched as a h
 constexpr int AT_ONCE = 8;                 // scores that a thread reads at a time
 constexpr int UNIT_KEYS = AT_ONCE * WARP;  // keys that a warp judges at a time
 constexpr int GROUP_UNITS = 2;             // units whose scores a warp holds
-using codes::MEMBERS;
-constexpr int LANES_EACH = (LANES + MEMBERS - 1) / MEMBERS;  // lanes whose estimates one of them writes
-constexpr int MOST_BLOCKS = 16;                              // of a task
+constexpr int MOST_BLOCKS = 16;            // of a task
+using Ranking = codes::Ranking<4, LANES, REDUCTION, CHOOSE_THREADS>;
 
 // Keys above the border, and keys in its bin.
 struct Counts {
@@ -183,51 +182,12 @@ __device__ __forceinline__ int collect(const SelectArguments& a, const Task& tas
     return all.above + min(all.ties, border.room) - missing;
 }
 
-// Largest exponent, and sum of 2 to the exponents relative to it.
-__device__ __forceinline__ float2 merge(float2 one, float2 other) {
-    const float both = fmaxf(fmaxf(one.x, other.x), -1e30f);  // nothing at all has -infinity
-    return make_float2(both, one.y * power_of_two(one.x - both) + other.y * power_of_two(other.x - both));
-}
-
-// Estimate q·k (but for q·mean, which is the same for all keys of a lane) of the block's candidates, and normalise.
+// Estimate the block's candidates.
 __device__ __forceinline__ void estimate(const SelectArguments& a, const Task& task, Memory& memory, int count,
                                          const int* places, float* estimates, float2* normalisers) {
-    const int member = threadIdx.x % MEMBERS, warp = threadIdx.x / WARP;
-    float2 own[LANES_EACH];
-#pragma unroll
-    for (int i = 0; i < LANES_EACH; i++) own[i] = make_float2(-INFINITE, 0.0f);
-    for (int first = 0; first < count; first += CHOOSE_THREADS / MEMBERS) {  // warps stay whole: they exchange sums
-        const int i = first + static_cast<int>(threadIdx.x) / MEMBERS, entry = min(i, count - 1);
-        const unsigned row = task.row(a, entry < LISTED ? memory.places[entry] : places[entry]);
-        const float scale = __half2float(a.scales[row]);
-        int sums[LANES];
-        codes::multiply_row<4>(a.high, a.low, row, memory.queries, sums);
-#pragma unroll
-        for (int lane = 0; lane < LANES; lane++) {
-            if (member != lane % MEMBERS || i >= count) continue;
-            const float found = codes::estimate_of<4>(sums[lane], scale, memory.queries, lane);
-            estimates[static_cast<size_t>(i) * LANES + lane] = found;
-            if (REDUCTION != MEAN)
-                own[lane / MEMBERS] = merge(own[lane / MEMBERS], make_float2(found * (a.scaling * LOG2_E), 1.0f));
-        }
-    }
-    if (REDUCTION == MEAN) return;
-#pragma unroll
-    for (int i = 0; i < LANES_EACH; i++) {
-#pragma unroll
-        for (int mask = MEMBERS; mask < WARP; mask *= 2) {
-            const float exponent = __shfl_xor_sync(EVERYONE, own[i].x, mask);
-            own[i] = merge(own[i], make_float2(exponent, __shfl_xor_sync(EVERYONE, own[i].y, mask)));
-        }
-        const int lane = i * MEMBERS + member;
-        if (threadIdx.x % WARP < MEMBERS && lane < LANES) memory.normalisers[warp][lane] = own[i];
-    }
-    __syncthreads();
-    if (threadIdx.x >= LANES) return;
-    float2 all = memory.normalisers[0][threadIdx.x];
-#pragma unroll
-    for (int w = 1; w < CHOOSE_WARPS; w++) all = merge(all, memory.normalisers[w][threadIdx.x]);
-    normalisers[threadIdx.x] = all;
+    auto row_of = [&](int entry) { return task.row(a, entry < LISTED ? memory.places[entry] : places[entry]); };
+    Ranking::estimate(a.high, a.low, a.scales, memory.queries, count, row_of, a.scaling * LOG2_E, memory.normalisers,
+                      estimates, normalisers);
 }
 
 // Where entry i of all candidates lies: the blocks' lists one after another.
@@ -245,32 +205,6 @@ struct Lists {
     }
 };
 
-__device__ __forceinline__ void load_estimates(const float* from, float (&own)[LANES]) {
-    if constexpr (LANES % 4 == 0) {
-#pragma unroll
-        for (int i = 0; i < LANES / 4; i++) {
-            const float4 four = __ldcg(reinterpret_cast<const float4*>(from) + i);
-            own[4 * i] = four.x, own[4 * i + 1] = four.y, own[4 * i + 2] = four.z, own[4 * i + 3] = four.w;
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < LANES; i++) own[i] = __ldcg(from + i);
-    }
-}
-
-// What a candidate is ranked by: its estimate, or the mean or the largest of its softmax weights.
-__device__ __forceinline__ unsigned rank_key(const SelectArguments& a, const Memory& memory, const float* estimates) {
-    if constexpr (REDUCTION == MEAN) return ordered_bits(__ldcg(estimates));
-    float value = 0.0f, own[LANES];
-    load_estimates(estimates, own);
-#pragma unroll
-    for (int lane = 0; lane < LANES; lane++) {
-        const float weight = power_of_two(own[lane] * (a.scaling * LOG2_E) - memory.normaliser[lane]);
-        value = REDUCTION == MAX ? fmaxf(value, weight) : value + weight;
-    }
-    return ordered_bits(value);
-}
-
 // Read how many candidates each block has, and merge their normalisers.
 __device__ __forceinline__ void gather_blocks(const SelectArguments& a, const Task& task, Memory& memory) {
     const int warp = threadIdx.x / WARP, thread = threadIdx.x % WARP;
@@ -281,16 +215,8 @@ __device__ __forceinline__ void gather_blocks(const SelectArguments& a, const Ta
     }
     if (REDUCTION != MEAN) {
         const float2* parts = a.normalisers + static_cast<long long>(task.number) * a.blocks * LANES;
-        for (int lane = CHOOSE_WARPS - 1 - warp; lane < LANES; lane += CHOOSE_WARPS) {
-            float2 own = make_float2(-INFINITE, 0.0f);
-            if (thread < a.blocks) own = __ldcg(parts + thread * LANES + lane);
-#pragma unroll
-            for (int mask = 1; mask < WARP; mask *= 2) {
-                const float exponent = __shfl_xor_sync(EVERYONE, own.x, mask);
-                own = merge(own, make_float2(exponent, __shfl_xor_sync(EVERYONE, own.y, mask)));
-            }
-            if (thread == 0) memory.normaliser[lane] = own.x + log2f(own.y);
-        }
+        for (int lane = CHOOSE_WARPS - 1 - warp; lane < LANES; lane += CHOOSE_WARPS)
+            Ranking::normalise(parts, a.blocks, lane, memory.normaliser[lane]);
     }
     __syncthreads();
 }
@@ -315,7 +241,7 @@ __device__ __forceinline__ void rank(const SelectArguments& a, const Task& task,
     for (int i = threadIdx.x; i < count; i += CHOOSE_THREADS) {
         const long long entry = lists.entry(i);
         const int place = __ldcg(a.places + entry);
-        keys[i] = rank_key(a, memory, a.estimates + entry * LANES);
+        keys[i] = Ranking::key_of(a.estimates + entry * LANES, memory.normaliser, a.scaling * LOG2_E);
         if (listed) memory.places[i] = place;
     }
     __syncthreads();
