@@ -1,5 +1,7 @@
 """ClusterKV on the GPU: the reference's arrays, filled by DeviceKMeans and searched by two kernels (select.cu).
 
+With rerank_bits `choose` lists the rows of more clusters, and a third kernel ranks these rows by their codes (rerank.py).
+
 The paper's cache of recently selected clusters (section IV-D) is the engine's (plugins/attention/hot_rows.py).
 """
 
@@ -17,6 +19,7 @@ from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.errors import KernelError
 from kvseek.core.streams import SideStream
 from kvseek.plugins.batch import Batch
+from kvseek.plugins.codes.device import CudaCodeStore
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import pointers, require_fit
@@ -25,10 +28,12 @@ from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 from .config import Config
 from .kmeans import ClusterArrays, DeviceKMeans
 from .reference import ReferenceIndex
+from .rerank import Reranker
 
 SCORE_THREADS, CHOOSE_THREADS = 256, 1024  # as in score.cuh and choose.cuh
 UNIT = 32  # clusters that are scored together (select.cuh)
 SCORE_BLOCKS = 4  # blocks per multiprocessor: as many as its registers hold at head_dim 128
+MIN_CODES_DIM = 64  # smallest rotated vector of the kernels: two channels for each thread of a warp
 CHOOSE_STATIC_BYTES = 12 << 10  # upper bound of ChooseMemory (choose.cuh)
 
 
@@ -40,6 +45,8 @@ class SelectArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("places", "scores", "statistics", "rows")),
         *((name, c_int32) for name in ("kv_heads", "max_extents", "units", "top_k")),
         ("scale", c_float),
+        ("spread_weight", c_float),
+        ("spreads", c_void_p),
     )
 
 
@@ -77,7 +84,7 @@ class CudaIndex(Index):
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
-        self.reference = arrays = ReferenceIndex(context)
+        self.reference = arrays = ReferenceIndex(context, CudaCodeStore)
         self.config: Config = context.config
         assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
         self._kernels = context.cuda
@@ -85,12 +92,16 @@ class CudaIndex(Index):
         shared = context.shared
         if "clusterkv" not in shared:
             shared["clusterkv"], shared["clusterkv_side"] = Workspace(context, lanes), SideStream(context.device)
+            reranks = self.config.rerank_bits > 0
+            shared["clusterkv_rerank"] = Reranker(context, lanes, self._kernels) if reranks else None
         self.workspace: Workspace = shared["clusterkv"]
+        self.reranker: Reranker | None = shared["clusterkv_rerank"]
         self._side: SideStream = shared["clusterkv_side"]  # clusters prompts while the next layers compute
-        self._choose_bytes = choose_bytes(self.config.top_k, self.workspace.units, context.extents.max_extents)
-        _check_shared_memory(context, self._choose_bytes, self._kernels.shared_memory_per_block - CHOOSE_STATIC_BYTES)
+        self._listed = self.config.top_k if self.reranker is None else self.reranker.listed
+        self._choose_bytes = choose_bytes(self._listed, self.workspace.units, context.extents.max_extents)
+        _check_shared_memory(context, self._listed, self._choose_bytes, self._kernels.shared_memory_per_block - CHOOSE_STATIC_BYTES)
         kmeans = DeviceKMeans(context, self.config, self._kernels)
-        found = ClusterArrays(arrays.centroids, arrays.sizes, arrays.starts, arrays.places)
+        found = ClusterArrays(arrays.centroids, arrays.sizes, arrays.starts, arrays.places, arrays.spreads)
         self._cluster = arrays.clusterer = partial(kmeans.cluster, arrays=found)
 
     @property
@@ -103,11 +114,13 @@ class CudaIndex(Index):
         return self.reference.effort(length)
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
-        """See Index.build. Clusters on a side stream; the queries are not used."""
+        """See Index.build. Clusters on a side stream, and encodes on the current one; the queries are not used."""
         index = self.reference
         index.begin(slot, keys.shape[1])
         if index.dense:
             return Built()
+        if index.codes is not None:
+            index.codes.build(slot, keys)
         count = index.counts[slot]
         # A copy, because a cancelled request's row of the table is cleared without waiting for this work.
         table = self.context.extents.device_table[slot].clone()
@@ -129,9 +142,9 @@ class CudaIndex(Index):
         self.reference.publish(slot, start, count)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection | None:
-        """See Index.select. Launches two kernels, or none in a dense layer. Rows ascend inside a cluster.
+        """See Index.select. Launches two kernels, three with codes, or none in a dense layer. Rows ascend inside a cluster.
 
-        Raises KernelError for queries of another dtype or device than the cache's.
+        Raises KernelError for queries of another dtype or device than the cache's, and for a batch that the slots do not allow.
         """
         if self.reference.dense:
             return None
@@ -140,10 +153,15 @@ class CudaIndex(Index):
         tasks = batch.size * self.context.num_kv_heads
         shape = (batch.size, self.context.num_kv_heads, self.config.top_k)
         rows = torch.empty(shape, dtype=torch.int32, device=self.context.device)
-        arguments = self._arguments(queries, batch, rows)
+        codes, reranker = self.reference.codes, self.reranker
+        if reranker is not None:
+            reranker.check(batch.size)
+        arguments = self._arguments(queries, batch, rows if reranker is None else reranker.candidates)
         chunks = min(self.workspace.units, max(1, SCORE_BLOCKS * self._kernels.multiprocessors // tasks))
         self._launch("score", (chunks, tasks, 1), SCORE_THREADS, arguments, 0)
         self._launch("choose", (tasks, 1, 1), CHOOSE_THREADS, arguments, self._choose_bytes)
+        if codes is not None and reranker is not None:
+            reranker.launch(codes, queries, batch, rows)
         return Selection(rows)
 
     def _launch(
@@ -154,7 +172,7 @@ class CudaIndex(Index):
     def _arguments(self, queries: Tensor, batch: Batch, rows: Tensor) -> SelectArguments:
         work, mean = self.workspace, self.config.group_reduce == "mean"
         return SelectArguments(
-            **pointers(self.reference, "clusters", "centroids", "sizes", "starts", "places"),
+            **pointers(self.reference, "clusters", "centroids", "sizes", "starts", "places", "spreads"),
             **pointers(work, "scores", "statistics"),
             **pointers(batch, "requests", "table"),
             queries=queries.data_ptr(),
@@ -162,14 +180,15 @@ class CudaIndex(Index):
             kv_heads=self.context.num_kv_heads,
             max_extents=batch.table.shape[1],
             units=work.units,
-            top_k=self.config.top_k,
+            top_k=self._listed,
             scale=1.0 if mean else self.context.scaling * math.log2(math.e),
+            spread_weight=self.config.spread_weight,
         )
 
 
-def choose_bytes(top_k: int, units: int, max_extents: int) -> int:
-    """Return the bytes of ChooseArrays (choose.cuh)."""
-    return 6 * units * UNIT + 4 * (3 * top_k + max_extents)
+def choose_bytes(rows: int, units: int, max_extents: int) -> int:
+    """Return the bytes of ChooseArrays (choose.cuh) for a number of rows that clusters are taken for."""
+    return 6 * units * UNIT + 4 * (3 * rows + max_extents)
 
 
 def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int]:
@@ -177,19 +196,26 @@ def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int
     fits = head_dim % 32 == 0 and 32 <= head_dim <= 256
     limit = "a multiple of 32 up to 256 for ClusterKV on the GPU"
     require(fits, "head_dim", head_dim, limit, "build with --device cpu")
+    has_codes = config.rerank_bits > 0
+    limit = f"at least {MIN_CODES_DIM} for rerank_bits = {config.rerank_bits} on the GPU"
+    fits = not has_codes or head_dim >= MIN_CODES_DIM
+    require(fits, "head_dim", head_dim, limit, "set rerank_bits to 0, or build with --device cpu")
     return {
         "CLUSTERKV_CLUSTERS_PER_EXTENT": config.clusters_per_extent,
         "CLUSTERKV_LANES": 1 if config.group_reduce == "mean" else group_size,
         "CLUSTERKV_REDUCTION": GROUP_REDUCTIONS.index(config.group_reduce),
+        "CLUSTERKV_SPREAD": int(config.spread_weight > 0),
+        "CLUSTERKV_RERANK_BITS": config.rerank_bits,
     }
 
 
-def _check_shared_memory(context: IndexContext, wanted: int, limit: int) -> None:
+def _check_shared_memory(context: IndexContext, rows: int, wanted: int, limit: int) -> None:
     """Raise KernelError if a block needs more bytes of shared memory than the `limit` of this GPU."""
     if wanted > limit:
         config, tokens = context.config, context.extents.max_extents * EXTENT_TOKENS
+        source = "candidates x top_k" if config.rerank_bits else "top_k"
         raise KernelError(
-            f"ClusterKV on the GPU: up to {config.most_clusters(tokens)} clusters of {tokens} tokens and top_k = {config.top_k} "
-            f"need {wanted} bytes of shared memory: must be at most {limit} on this GPU; raise tokens_per_cluster, or lower "
-            "top_k or max_seq_len"
+            f"ClusterKV on the GPU: up to {config.most_clusters(tokens)} clusters of {tokens} tokens and {rows} rows of them "
+            f"({source}) need {wanted} bytes of shared memory: must be at most {limit} on this GPU; raise tokens_per_cluster, "
+            f"or lower {source} or max_seq_len"
         )

@@ -4,7 +4,8 @@ The rounds are those of `clustering.cluster_keys`. Unit keys and directions, les
 dtype of keys, and are multiplied on tensor cores with float32 sums. So cosines are off by less than 2^-11 of the differences
 between keys and directions, and a key that is equally near to two clusters may join either. Sums of unit keys are integers,
 in steps of 2^-21, and so do not depend on the order of addition; lengths and means are float32, added in an order that
-depends only on the keys.
+depends only on the keys. A spread is the root of mean square less square of the mean, in float32: where keys have so much in
+common that their mean is 1,000 times as long as they differ, it is off by up to a tenth.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class KMeansArguments(ctypes.Structure):
         *((name, c_int64) for name in ("head_stride", "token_stride")),
         *((name, c_int32) for name in ("kv_heads", "tokens", "clusters", "rounds", "round", "label_stride")),
         *((name, c_int32) for name in ("first_place", "first_cluster", "clusters_per_extent")),
+        ("spreads", c_void_p),
     )
 
 
@@ -62,12 +64,15 @@ class ClusterArrays:
     centroids : Tensor [extents, G, clusters_per_extent, D], dtype of the cache
     sizes, starts : Tensor, int32 [extents, G, clusters_per_extent]
     places : Tensor, int32 [extents, G, 1024]
+    spreads : Tensor, float32 [extents, G, clusters_per_extent]
+        Not written with spread_weight 0.
     """
 
     centroids: Tensor
     sizes: Tensor
     starts: Tensor
     places: Tensor
+    spreads: Tensor
 
 
 class DeviceKMeans:
@@ -101,8 +106,8 @@ class DeviceKMeans:
         """Cluster keys by themselves. Queries see the new clusters only after the slot's cluster count has been raised.
 
         Writes to `arrays.places`, from entry first_place on, the places of the keys, sorted by cluster and ascending inside a
-        cluster; and mean, size and start of the clusters from number first_cluster on. A cluster without keys has size 0 and a
-        mean of zeros.
+        cluster; and mean, size and start of the clusters from number first_cluster on, and with a spread_weight their spread. A
+        cluster without keys has size 0 and a mean of zeros.
 
         Parameters
         ----------

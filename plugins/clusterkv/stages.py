@@ -1,4 +1,4 @@
-"""Stages at which ClusterKV loses rows: whole clusters fill the budget, a cluster is ranked too low, or codes rank a row too low."""
+"""Stages at which ClusterKV loses rows: whole clusters fill the budget, a cluster ranks too low, or codes rank a row too low."""
 
 from __future__ import annotations
 

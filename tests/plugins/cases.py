@@ -30,6 +30,7 @@ class MethodCases:
 
     sparse: an engine selects rows with them from prompts of some 200 tokens.
     index: an index alone keeps 64 rows with them (for a method that is not dense).
+    options: further settings, each of which goes through the tests of indexes together with those of `index`.
     everything: every row of 8,192 tokens is kept.
     on_gpu: settings with which an engine on a GPU keeps few of 500 tokens, each under its own name; none for a method
         that has no index for the GPU.
@@ -42,6 +43,7 @@ class MethodCases:
 
     sparse: Settings
     index: Settings = field(default_factory=dict)
+    options: tuple[Settings, ...] = ()
     everything: Settings = field(default_factory=lambda: {"top_k": 8192})
     on_gpu: Mapping[str, Settings] = field(default_factory=dict)
     counted: tuple[Settings, ...] = ()

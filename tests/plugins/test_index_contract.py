@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.plugins.cases import CASES
+from tests.plugins.cases import CASES, Settings
 from tests.plugins.retrieval_region import HEADS, KV_HEADS, Region, topical
 
 from kvseek.core.cpu_library import CpuLibrary
@@ -14,6 +14,7 @@ KEEP = 64  # rows that settings `index` of the cases keep
 EVICTED = 40
 SIZES = (0, 1, 2, 31, 64, 65, 257, 1023, 1025)
 GROWN_KEEP = 256
+VARIANTS = [(method, {**cases.index, **more}) for method, cases in CASES.items() for more in ({}, *cases.options)]
 MASS = 0.45  # of what exact top-k keeps after long growth; a random choice of the rows keeps less than a tenth
 
 
@@ -22,10 +23,12 @@ def kernels(request: pytest.FixtureRequest, library: CpuLibrary) -> CpuLibrary |
     return library if request.param == "native" else None
 
 
-@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize(("method", "settings"), VARIANTS)
 @pytest.mark.parametrize("size", SIZES)
-def test_regions_of_every_size_and_their_first_growth(method: str, size: int, kernels: CpuLibrary | None) -> None:
-    region = Region(method, CASES[method].index, library=kernels)
+def test_regions_of_every_size_and_their_first_growth(
+    method: str, settings: Settings, size: int, kernels: CpuLibrary | None
+) -> None:
+    region = Region(method, settings, library=kernels)
     keys, queries = topical(size + 3 * EVICTED, 1)
     region.prefill(0, keys[:, :size], queries[: max(1, size)].transpose(0, 1), 3 * EVICTED)
     for start in range(size, size + 3 * EVICTED, EVICTED):
@@ -43,9 +46,11 @@ def check_counts(method: str, region: Region, tokens: list[torch.Tensor]) -> Non
         assert 1 <= len(head) <= max(KEEP, n if CASES[method].dense else 0)
 
 
-@pytest.mark.parametrize("method", CASES)
-def test_selections_do_not_depend_on_company_slots_or_history(method: str, kernels: CpuLibrary | None) -> None:
-    regions = [Region(method, CASES[method].index, slots=3, library=kernels) for _ in range(2)]
+@pytest.mark.parametrize(("method", "settings"), VARIANTS)
+def test_selections_do_not_depend_on_company_slots_or_history(
+    method: str, settings: Settings, kernels: CpuLibrary | None
+) -> None:
+    regions = [Region(method, settings, slots=3, library=kernels) for _ in range(2)]
     prompts = {owner: topical(size, owner) for owner, size in ((0, 700), (1, 333), (2, 1100))}
     places = {0: 2, 1: 0, 2: 1}  # slots of the second region
     regions[1].prefill(0, *(part if i == 0 else part.transpose(0, 1) for i, part in enumerate(topical(900, 9))), 200)
@@ -67,12 +72,14 @@ def test_selections_do_not_depend_on_company_slots_or_history(method: str, kerne
             regions[1].evict(places[owner], new)
 
 
-@pytest.mark.parametrize("method", CASES)
-def test_appended_keys_are_invisible_until_they_are_published(method: str, kernels: CpuLibrary | None) -> None:
+@pytest.mark.parametrize(("method", "settings"), VARIANTS)
+def test_appended_keys_are_invisible_until_they_are_published(
+    method: str, settings: Settings, kernels: CpuLibrary | None
+) -> None:
     keys, queries = topical(700 + EVICTED, 6)
     found = []
     for append in (False, True):
-        region = Region(method, CASES[method].index, library=kernels)
+        region = Region(method, settings, library=kernels)
         region.prefill(0, keys[:, :700], queries[:700].transpose(0, 1), EVICTED)
         if append:
             region.index.append(0, 700, keys[:, 700:])
@@ -80,17 +87,17 @@ def test_appended_keys_are_invisible_until_they_are_published(method: str, kerne
     assert all(torch.equal(before, after) for before, after in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("method", CASES)
-def test_growth_over_5000_generated_tokens(method: str, library: CpuLibrary) -> None:
+@pytest.mark.parametrize(("method", "settings"), VARIANTS)
+def test_growth_over_5000_generated_tokens(method: str, settings: Settings, library: CpuLibrary) -> None:
     """Evictions come as the method asks the engine for them; runs of a topic are as long as a generated cluster."""
     cases = CASES[method]
     evicted = get_method(method).traits().cache_defaults.get("update", EVICTED)
     prompt, total = 300, 300 + 16 * 320
     keys, queries = topical(total, 4, run=80)
-    settings = {**cases.index, **({} if cases.dense else {"top_k": GROWN_KEEP})}
-    sparse = Region(method, settings, slots=1, max_tokens=total + 100, library=library)
+    own = {**settings, **({} if cases.dense else {"top_k": GROWN_KEEP})}
+    sparse = Region(method, own, slots=1, max_tokens=total + 100, library=library)
     exact = Region("flat", {"top_k": GROWN_KEEP}, slots=1, max_tokens=total + 100)
-    whole = Region(method, {**cases.index, **cases.everything}, slots=1, max_tokens=total + 100, library=library)
+    whole = Region(method, {**settings, **cases.everything}, slots=1, max_tokens=total + 100, library=library)
     for region in (sparse, exact, whole):
         region.prefill(0, keys[:, :prompt], queries[:prompt].transpose(0, 1), total - prompt)
     ratios = []
@@ -106,10 +113,12 @@ def test_growth_over_5000_generated_tokens(method: str, library: CpuLibrary) -> 
     assert late.mean() >= MASS, f"{method} keeps {late.mean():.3f} of the mass that exact top-k keeps"
 
 
-@pytest.mark.parametrize("method", CASES)
-def test_keeping_everything_is_everything_after_other_requests(method: str, kernels: CpuLibrary | None) -> None:
+@pytest.mark.parametrize(("method", "settings"), VARIANTS)
+def test_keeping_everything_is_everything_after_other_requests(
+    method: str, settings: Settings, kernels: CpuLibrary | None
+) -> None:
     cases = CASES[method]
-    region = Region(method, {**cases.index, **cases.everything}, slots=2, library=kernels)
+    region = Region(method, {**settings, **cases.everything}, slots=2, library=kernels)
     for size in (1500, 40, 777):
         keys, queries = topical(size, size)
         region.prefill(1, keys, queries.transpose(0, 1), EVICTED)

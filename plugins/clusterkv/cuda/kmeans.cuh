@@ -41,9 +41,11 @@ struct KMeansArguments {
     int label_stride;  // a multiple of 8; labels past the last key belong to no cluster
     int first_place, first_cluster;
     int clusters_per_extent;
+    float* spreads;  // [extents, kv_heads, clusters_per_extent]; not written unless SPREAD. Last, as in select.cuh
 };
 
 constexpr int DIM = KVSEEK_HEAD_DIM;
+constexpr bool SPREAD = CLUSTERKV_SPREAD;  // whether spreads of clusters are kept
 static_assert(DIM % 32 == 0 && DIM <= 256, "a warp holds a key in its 32 lanes, a tile of keys in its registers");
 constexpr int WARP = 32, WARPS = 8, THREADS = WARP * WARPS;
 constexpr unsigned EVERYONE = 0xffffffffu;

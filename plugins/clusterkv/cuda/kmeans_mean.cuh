@@ -27,6 +27,9 @@ struct MeanSpace {
         float sums[WARPS][OWN][DIM];
     };
     int counts[WARPS][WARP];  // of lane k: keys of the block's k-th cluster
+#if CLUSTERKV_SPREAD
+    float squares[WARPS][OWN];  // sums of the squares of these keys' numbers
+#endif
 };
 
 // List the keys of PASS labels from `from` on that belong to clusters first .. first + OWN - 1; returns the new length.
@@ -104,9 +107,9 @@ __device__ __forceinline__ int label_passes(const KMeansArguments& a) {
     return (a.tokens + PASS - 1) / PASS;
 }
 
-// Add rows `begin` .. `end` - 1 of a list of keys to a sum, in order.
+// Add rows `begin` .. `end` - 1 of a list of keys to a sum, in order; and with SPREAD their squares to `squares`.
 __device__ __forceinline__ void add_rows(const KMeansArguments& a, int head, const unsigned* keys, int begin, int end,
-                                         float (&sum)[EACH]) {
+                                         float (&sum)[EACH], float& squares) {
     const int lane = threadIdx.x % WARP;
     for (int i = begin; i < end; i += TOGETHER) {
         float rows[TOGETHER][EACH];
@@ -117,13 +120,16 @@ __device__ __forceinline__ void add_rows(const KMeansArguments& a, int head, con
         for (int j = 0; j < TOGETHER; ++j)
             if (i + j < end)
 #pragma unroll
-                for (int e = 0; e < EACH; ++e) sum[e] += rows[j][e];
+                for (int e = 0; e < EACH; ++e) {
+                    sum[e] += rows[j][e];
+                    if constexpr (SPREAD) squares += rows[j][e] * rows[j][e];
+                }
     }
 }
 
 // Sums of the keys of clusters first .. first + OWN - 1 that this warp finds: it looks at every WARPS-th pass.
 __device__ __forceinline__ void sum_own_keys(const KMeansArguments& a, int head, int first, MeanSpace& space,
-                                             float (&sums)[OWN][EACH], int& size) {
+                                             float (&sums)[OWN][EACH], float (&squares)[OWN], int& size) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     unsigned *found = space.found[warp], *sorted = space.sorted[warp];
     look_through(a, head, first, warp, label_passes(a), WARPS, found, [&](int listed) {
@@ -139,25 +145,60 @@ __device__ __forceinline__ void sum_own_keys(const KMeansArguments& a, int head,
 #pragma unroll
         for (int own = 0; own < OWN; ++own) {
             const int stop = __shfl_sync(EVERYONE, end, own), begin = stop - __shfl_sync(EVERYONE, count, own);
-            add_rows(a, head, sorted, begin, stop, sums[own]);
+            add_rows(a, head, sorted, begin, stop, sums[own], squares[own]);
         }
         size += count;
     });
 }
 
-// Means and sizes of clusters first .. first + OWN - 1. All threads of a block; the caller lets them meet before the
-// space is used again.
+__device__ __forceinline__ float sum_over_warp(float value) {
+#pragma unroll
+    for (int mask = 1; mask < WARP; mask *= 2) value += __shfl_xor_sync(EVERYONE, value, mask);
+    return value;
+}
+
+// A warp's sums of squares of each cluster of the block, to shared memory.
+__device__ __forceinline__ void note_squares(MeanSpace& space, const float (&squares)[OWN]) {
+#if CLUSTERKV_SPREAD
+#pragma unroll
+    for (int own = 0; own < OWN; ++own) {
+        const float all = sum_over_warp(squares[own]);
+        if (threadIdx.x % WARP == own) space.squares[threadIdx.x / WARP][own] = all;
+    }
+#endif
+}
+
+// Spread of the block's cluster `own`, whose keys' sum a warp holds: mean square less square of the mean. What rounding
+// leaves of a difference near zero may be negative. One key has no spread at all.
+__device__ __forceinline__ void store_spread(const KMeansArguments& a, long long entry, const MeanSpace& space, int own,
+                                             const float (&sum)[EACH], int keys) {
+#if CLUSTERKV_SPREAD
+    float squares = 0.0f, mean_squares = 0.0f;
+    for (int w = 0; w < WARPS; ++w) squares += space.squares[w][own];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const float mean = keys > 0 ? sum[i] / keys : 0.0f;
+        mean_squares += mean * mean;
+    }
+    const float difference = keys > 1 ? squares / keys - sum_over_warp(mean_squares) : 0.0f;
+    if (threadIdx.x % WARP == 0) a.spreads[entry] = sqrtf(fmaxf(difference, 0.0f) / DIM);
+#endif
+}
+
+// Means, sizes and spreads of clusters first .. first + OWN - 1. All threads of a block; the caller lets them meet
+// before the space is used again.
 __device__ __forceinline__ void mean_part(const KMeansArguments& a, int head, int first, MeanSpace& space) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    float sums[OWN][EACH] = {};
+    float sums[OWN][EACH] = {}, squares[OWN] = {};
     int size = 0;
-    sum_own_keys(a, head, first, space, sums, size);
+    sum_own_keys(a, head, first, space, sums, squares, size);
     __syncthreads();  // lists become sums
 #pragma unroll
     for (int own = 0; own < OWN; ++own)
 #pragma unroll
         for (int i = 0; i < EACH; ++i) space.sums[warp][own][column_of(i, lane)] = sums[own][i];
     space.counts[warp][lane] = size;
+    if constexpr (SPREAD) note_squares(space, squares);
     __syncthreads();
     if (warp >= OWN || first + warp >= a.clusters) return;
     const int cluster = first + warp;
@@ -173,6 +214,7 @@ __device__ __forceinline__ void mean_part(const KMeansArguments& a, int head, in
     for (int i = 0; i < EACH; ++i)
         a.centroids[entry * DIM + column_of(i, lane)] = from_float<Number>(keys > 0 ? sum[i] / keys : 0.0f);
     if (lane == 0) a.sizes[entry] = keys;
+    if constexpr (SPREAD) store_spread(a, entry, space, warp, sum, keys);
 }
 
 }  // namespace kmeans

@@ -49,6 +49,9 @@ constexpr int LEADERS = SUMS < ROW_THREADS ? ROW_THREADS / SUMS : 1;  // threads
 struct UnitRows {
     Eight<Number> numbers[PASSES];
     int sizes[PASSES];
+#if CLUSTERKV_SPREAD
+    float spreads[PASSES];
+#endif
 
     __device__ __forceinline__ void load(const SelectArguments& a, const SelectTask& task, int unit, int clusters) {
         const int group = threadIdx.x / ROW_THREADS, offset = threadIdx.x % ROW_THREADS * 8;
@@ -59,6 +62,9 @@ struct UnitRows {
             if (inside >= UNIT || cluster >= clusters) continue;
             const long long entry = task.cluster_entry(a, cluster);
             sizes[p] = a.sizes[entry];
+#if CLUSTERKV_SPREAD
+            spreads[p] = a.spreads[entry];
+#endif
             if (offset < KEY_DIM) numbers[p].load(a.centroids + entry * KEY_DIM + offset);
         }
     }
@@ -115,9 +121,34 @@ struct TaskQueries {
     }
 };
 
-// Scores of a unit into shared memory; -infinity for a cluster without keys, or past the last one.
+// What a cluster's spread is multiplied by for each lane, spread_weight ‖q‖, into shared memory. All threads of the
+// block.
+__device__ __forceinline__ void weigh_spreads(const SelectArguments& a, TaskQueries& queries, const ScoreMemory& memory,
+                                              float* weights) {
+    const int thread = threadIdx.x % ROW_THREADS;
+    float sums[SUMS] = {};
+    if (thread * 8 < KEY_DIM) {
+#pragma unroll
+        for (int lane = 0; lane < QUERY_LANES; ++lane) {
+            const float* query = queries.of(lane, memory);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sums[lane] += query[i] * query[i];
+        }
+    }
+    add_row_threads<SUMS, ROW_THREADS / 2>(sums, thread);
+    const int first = thread / LEADERS * LED;
+    if (threadIdx.x < ROW_THREADS && thread % LEADERS == 0) {
+#pragma unroll
+        for (int i = 0; i < LED; ++i)
+            if (first + i < QUERY_LANES) weights[first + i] = a.spread_weight * sqrtf(sums[i]);
+    }
+    __syncthreads();
+}
+
+// Scores of a unit into shared memory; -infinity for a cluster without keys, or past the last one. `weights` are those
+// of weigh_spreads.
 __device__ __forceinline__ void score_unit(const SelectArguments& a, const UnitRows& rows, TaskQueries& queries,
-                                           ScoreMemory& memory) {
+                                           ScoreMemory& memory, const float* weights) {
     const int group = threadIdx.x / ROW_THREADS, thread = threadIdx.x % ROW_THREADS;
     const bool holds = thread * 8 < KEY_DIM;
     float sums[PASSES][SUMS] = {};
@@ -140,6 +171,11 @@ __device__ __forceinline__ void score_unit(const SelectArguments& a, const UnitR
         add_row_threads<SUMS, ROW_THREADS / 2>(sums[p], thread);
         const int inside = p * ROW_GROUPS + group, first = thread / LEADERS * LED;
         if (inside >= UNIT || thread % LEADERS) continue;
+#if CLUSTERKV_SPREAD
+#pragma unroll
+        for (int i = 0; i < LED; ++i)
+            if (first + i < QUERY_LANES) sums[p][i] += weights[first + i] * rows.spreads[p];
+#endif
 #pragma unroll
         for (int i = 0; i < LED; ++i)
             if (first + i < QUERY_LANES) memory.scores[inside][first + i] = empty ? -INFINITE : sums[p][i] * a.scale;

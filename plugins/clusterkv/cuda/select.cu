@@ -1,5 +1,5 @@
 // The rows of the best clusters (ClusterKV paper, sections III-C and IV-C): score all centroids, then choose. Two
-// kernels.
+// kernels; rerank.cu has a third one for engines whose rows are chosen by codes.
 
 #include "choose.cuh"
 #include "score.cuh"
@@ -10,6 +10,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::SCORE_THREADS)
     using namespace kvseek;
     using namespace kvseek::clusterkv;
     __shared__ __align__(16) ScoreMemory memory;
+    __shared__ float weights[SPREAD ? QUERY_LANES : 1];
     const SelectTask task(a, blockIdx.y);
     const int clusters = task.idle() ? 0 : task.clusters(a), units = (clusters + UNIT - 1) / UNIT;
     UnitRows rows;
@@ -21,11 +22,12 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::SCORE_THREADS)
     if (unit >= units) return;
     TaskQueries queries;
     queries.load(a, task, memory);
+    if constexpr (SPREAD) weigh_spreads(a, queries, memory, weights);
     while (unit < units) {  // the same for the whole block
         const int following = unit + gridDim.x;
         UnitRows next;
         if (following < units) next.load(a, task, following, clusters);
-        score_unit(a, rows, queries, memory);
+        score_unit(a, rows, queries, memory, weights);
         __syncthreads();
         store_scores(a, task.first_unit(a) + unit, memory);
         if constexpr (REDUCTION != MEAN) store_statistics(a, task.first_unit(a) + unit, memory);

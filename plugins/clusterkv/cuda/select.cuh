@@ -16,6 +16,7 @@ constexpr int EXTENT_CLUSTERS =
 constexpr int QUERY_LANES = CLUSTERKV_LANES;    // queries that are scored: their mean, or all heads of the group
 constexpr int REDUCTION = CLUSTERKV_REDUCTION;  // plugins/shared/group.py
 enum { MEAN = 0, MAX = 1, SOFTMAX_MEAN = 2 };   // as it lists them
+constexpr bool SPREAD = CLUSTERKV_SPREAD;       // whether spreads of clusters count
 constexpr int GROUP_HEADS = KVSEEK_GROUP;
 constexpr int KEY_DIM = KVSEEK_HEAD_DIM;
 static_assert(QUERY_LANES == (REDUCTION == MEAN ? 1 : GROUP_HEADS),
@@ -41,6 +42,9 @@ struct SelectArguments {
     int kv_heads, max_extents, units;
     int top_k;
     float scale;  // softmax scale times log2(e); 1 for REDUCTION == MEAN
+    // Last, so that kernels of clusters without spreads are the same whether these fields exist or not.
+    float spread_weight;
+    const float* spreads;  // [extents, kv_heads, EXTENT_CLUSTERS]; not read unless SPREAD
 };
 
 // One (request, KV head).

@@ -1,0 +1,134 @@
+// ClusterKV with a rerank by codes, last kernel of a selection: of the rows of the best clusters, which `choose` has
+// listed as candidates, the best top_k by estimates of q·k from nested key codes. They keep the order of the list.
+//
+// The blocks of a task share its candidates. Each estimates its own; the last one to finish ranks all of them.
+#if CLUSTERKV_RERANK_BITS
+#include "plugins/codes/cuda/rank.cuh"
+#include "plugins/shared/task.cuh"
+#include "select.cuh"
+
+namespace kvseek {
+namespace clusterkv {
+namespace reranking {
+
+constexpr int THREADS = 512;
+constexpr int WARPS = THREADS / WARP;
+constexpr int HELD = 4096;      // candidates whose keys lie in shared memory; those of more are computed when needed
+constexpr int DIGIT_BITS = 11;  // of nth_largest
+using Ranking = codes::Ranking<CLUSTERKV_RERANK_BITS, QUERY_LANES, REDUCTION, THREADS>;
+
+// Mirrored field by field in rerank.py. A "task" is a request and a KV head: request * kv_heads + head.
+struct RerankArguments {
+    const Number* queries;      // [batch, kv_heads * GROUP_HEADS, KEY_DIM]
+    const Request* requests;    // [batch]
+    const int* table;           // [slots, max_extents]
+    const unsigned char* high;  // [extents, kv_heads, 1024, FIELD]
+    const unsigned char* low;   // the same; not read if codes have 2 bits
+    const __half* scales;       // [extents, kv_heads, 1024]
+    const float* signs;         // [DIM]
+    const int* candidates;      // [tasks, listed] places of the best clusters, as many as the region has at most
+    float* estimates;           // [tasks, listed, QUERY_LANES]
+    float2* normalisers;        // [tasks, blocks, QUERY_LANES] largest exponent, sum of the powers relative to it
+    int* finished;              // [tasks] blocks that are done; zeros between selections
+    int* rows;                  // [batch, kv_heads, top_k] result
+    int kv_heads, max_extents;
+    int listed;  // candidates of a region that has as many
+    int blocks;  // of a task, at most a warp's threads
+    int top_k;
+    float exponent;  // softmax scale times log2(e)
+};
+
+using Task = TaskOf<RerankArguments>;
+
+struct Memory {
+    codes::Queries<QUERY_LANES> queries;
+    float2 normalisers[WARPS][QUERY_LANES];
+    float normaliser[QUERY_LANES];  // log2 of the sum of the exponentials
+    unsigned keys[HELD];
+    NthMemory<DIGIT_BITS> nth;
+    bool last;
+};
+
+// What candidates are ranked by: no two are equal, for the earlier one of two with the same estimates is larger.
+struct Keys {
+    const Memory& memory;
+    const float* estimates;
+    float exponent;
+    bool held;
+
+    __device__ __forceinline__ unsigned compute(int i) const {
+        return Ranking::key_of(estimates + static_cast<long long>(i) * QUERY_LANES, memory.normaliser, exponent);
+    }
+    __device__ __forceinline__ SortKey operator[](int i) const {
+        return static_cast<SortKey>(held ? memory.keys[i] : compute(i)) << 32 | ~static_cast<unsigned>(i);
+    }
+};
+
+// Whether the task's other blocks are done; what they wrote is then visible to this one. All threads of a block.
+__device__ __forceinline__ bool is_last_block(const RerankArguments& a, const Task& task, Memory& memory) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) memory.last = atomicAdd(a.finished + task.number, 1) == a.blocks - 1;
+    __syncthreads();
+    if (memory.last) __threadfence();
+    return memory.last;
+}
+
+// Write the best top_k of a task's candidates, and -1 where there are fewer.
+__device__ __forceinline__ void rank(const RerankArguments& a, const Task& task, Memory& memory, const int* candidates,
+                                     const float* estimates, int count) {
+    if (REDUCTION != MEAN) {
+        const float2* parts = a.normalisers + static_cast<long long>(task.number) * a.blocks * QUERY_LANES;
+        for (int lane = threadIdx.x / WARP; lane < QUERY_LANES; lane += WARPS)
+            Ranking::normalise(parts, a.blocks, lane, memory.normaliser[lane]);
+        __syncthreads();
+    }
+    const Keys keys{memory, estimates, a.exponent, count <= HELD};
+    if (keys.held)
+        for (int i = threadIdx.x; i < count; i += THREADS) memory.keys[i] = keys.compute(i);
+    const SortKey least = nth_largest<THREADS, DIGIT_BITS>(keys, count, a.top_k, memory.nth);
+    int* rows = a.rows + static_cast<long long>(task.number) * a.top_k;
+    int selected = 0;
+    for (int base = 0; base < count; base += THREADS) {  // the same for the whole block
+        const int i = base + static_cast<int>(threadIdx.x);
+        const bool taken = i < count && keys[i] >= least;
+        int total;
+        const int order = selected + block_prefix_sum<THREADS>(taken, memory.nth.sums, total);
+        if (taken) rows[order] = candidates[i];
+        selected += total;
+    }
+    for (int i = selected + static_cast<int>(threadIdx.x); i < a.top_k; i += THREADS) rows[i] = -1;
+}
+
+}  // namespace reranking
+}  // namespace clusterkv
+}  // namespace kvseek
+
+// grid: blocks, tasks
+extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::reranking::THREADS)
+    kvseek_clusterkv_rerank(const __grid_constant__ kvseek::clusterkv::reranking::RerankArguments a) {
+    using namespace kvseek;
+    using namespace kvseek::clusterkv;
+    using namespace kvseek::clusterkv::reranking;
+    __shared__ Memory memory;
+    const reranking::Task task(a);
+    // `choose` lets this kernel start when `score` has ended, which had waited for the kernel that wrote the queries.
+    if (!task.idle())
+        memory.queries.prepare(a.queries + static_cast<long long>(task.number) * GROUP_HEADS * KEY_DIM, a.signs);
+    await_earlier_kernels();
+    allow_later_kernels();
+    if (task.idle()) return;
+    const int count = min(task.length(), a.listed), block = blockIdx.x;  // a region's clusters hold all of its places
+    const int first = count * block / a.blocks, last = count * (block + 1) / a.blocks;
+    const long long listed = static_cast<long long>(task.number) * a.listed;
+    const int* candidates = a.candidates + listed;
+    float* estimates = a.estimates + listed * QUERY_LANES;
+    float2* normalisers = a.normalisers + (static_cast<long long>(task.number) * a.blocks + block) * QUERY_LANES;
+    auto row_of = [&](int entry) { return task.row(a, candidates[first + entry]); };
+    Ranking::estimate(a.high, a.low, a.scales, memory.queries, last - first, row_of, a.exponent, memory.normalisers,
+                      estimates + static_cast<long long>(first) * QUERY_LANES, normalisers);
+    if (!is_last_block(a, task, memory)) return;
+    rank(a, task, memory, candidates, estimates, count);
+    if (threadIdx.x == 0) a.finished[task.number] = 0;
+}
+#endif

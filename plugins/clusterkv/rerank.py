@@ -1,0 +1,100 @@
+"""The rerank of ClusterKV by key codes on the GPU: launches the kernel of rerank.cu over the candidates that `choose` lists."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from ctypes import c_float, c_int32, c_void_p
+
+import torch
+from torch import Tensor
+
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.cuda import CudaKernels
+from kvseek.core.errors import KernelError
+from kvseek.plugins.batch import Batch, most_requests
+from kvseek.plugins.codes.store import CodeStore
+from kvseek.plugins.contract import IndexContext
+from kvseek.plugins.shared.arguments import pointers, require_numbered_rows
+
+from .config import Config
+
+THREADS = 512  # as in rerank.cu
+MOST_BLOCKS = 16  # blocks of a task, which share a multiprocessor each
+
+
+class RerankArguments(ctypes.Structure):
+    """Arguments of kvseek_clusterkv_rerank, as in rerank.cu."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("queries", "requests", "table", "high", "low", "scales", "signs")),
+        *((name, c_void_p) for name in ("candidates", "estimates", "normalisers", "finished", "rows")),
+        *((name, c_int32) for name in ("kv_heads", "max_extents", "listed", "blocks", "top_k")),
+        ("exponent", c_float),
+    )
+
+
+class Reranker:
+    """Work space of the rerank, for batches of up to `most` requests, and its launch.
+
+    Layers run one after another, and so do the graphs of batch sizes, so one work space serves all of them.
+
+    Attributes
+    ----------
+    most : int
+        Requests of the largest batch that the slots allow, those that fill up a graph included (most_requests).
+    listed : int
+        Most candidates of a task: `rows_of_clusters`, or all rows of the longest region.
+    candidates : Tensor, int32 [tasks, listed]
+        Places of the best clusters of each request and KV head, from `choose`; -1 at the end.
+    estimates : Tensor, float32 [tasks, listed, lanes]
+    """
+
+    def __init__(self, context: IndexContext, lanes: int, kernels: CudaKernels) -> None:
+        require_numbered_rows("ClusterKV's codes on the GPU", context)
+        config: Config = context.config
+        self._kernels, self._heads, self._top_k = kernels, context.num_kv_heads, config.top_k
+        self._exponent = context.scaling * math.log2(math.e)
+        self.most = most_requests(context.extents.slots)
+        self.listed = min(config.rows_of_clusters, context.extents.max_extents * EXTENT_TOKENS)
+        tasks = self.most * self._heads
+
+        def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=context.device)
+
+        self.candidates = empty(torch.int32, tasks, self.listed)
+        self.estimates = empty(torch.float32, tasks, self.listed, lanes)
+        # One for each block, whatever the batch size: blocks_of(tasks) * tasks is at most this.
+        self.normalisers = empty(torch.float32, max(tasks, kernels.multiprocessors), lanes, 2)
+        # Every selection leaves zeros behind, for tasks of any batch size.
+        self.finished = torch.zeros(tasks, dtype=torch.int32, device=context.device)
+
+    def check(self, batch: int) -> None:
+        """Raise KernelError if a batch is larger than the work space."""
+        if batch > self.most:
+            raise KernelError(
+                f"batch = {batch}: must be at most {self.most}, the requests that the slots allow; raise max_batch_size"
+            )
+
+    def blocks_of(self, tasks: int) -> int:
+        """Return the blocks of each of a number of tasks: together at most one a multiprocessor, but one at least."""
+        return min(MOST_BLOCKS, max(1, self._kernels.multiprocessors // tasks))
+
+    def launch(self, codes: CodeStore, queries: Tensor, batch: Batch, rows: Tensor) -> None:
+        """Rank `candidates` for queries [batch, H, D], and write the best to rows int32 [batch, G, top_k]."""
+        tasks = batch.size * self._heads
+        blocks = self.blocks_of(tasks)
+        arguments = RerankArguments(
+            **pointers(codes, "high", "low", "scales", "signs"),
+            **pointers(self, "candidates", "estimates", "normalisers", "finished"),
+            **pointers(batch, "requests", "table"),
+            queries=queries.data_ptr(),
+            rows=rows.data_ptr(),
+            kv_heads=self._heads,
+            max_extents=batch.table.shape[1],
+            listed=self.listed,
+            blocks=blocks,
+            top_k=self._top_k,
+            exponent=self._exponent,
+        )
+        self._kernels.launch("kvseek_clusterkv_rerank", (blocks, tasks, 1), THREADS, arguments, overlap=True)
