@@ -99,7 +99,9 @@ class CudaIndex(Index):
         self._side: SideStream = shared["clusterkv_side"]  # clusters prompts while the next layers compute
         self._listed = self.config.top_k if self.reranker is None else self.reranker.listed
         self._choose_bytes = choose_bytes(self._listed, self.workspace.units, context.extents.max_extents)
-        _check_shared_memory(context, self._listed, self._choose_bytes, self._kernels.shared_memory_per_block - CHOOSE_STATIC_BYTES)
+        _check_shared_memory(
+            context, self._listed, self._choose_bytes, self._kernels.shared_memory_per_block - CHOOSE_STATIC_BYTES
+        )
         kmeans = DeviceKMeans(context, self.config, self._kernels)
         found = ClusterArrays(arrays.centroids, arrays.sizes, arrays.starts, arrays.places, arrays.spreads)
         self._cluster = arrays.clusterer = partial(kmeans.cluster, arrays=found)

@@ -142,7 +142,9 @@ class ReferenceIndex(Index):
         else:
             self._write_run(slot, start, keys.shape[1])
             total = keys.sum(dim=1, dtype=torch.float32)
-            self._appended[slot] = Appended(total=total, spread=self._spread(keys) if self.config.spread_weight else None)
+            self._appended[slot] = Appended(
+                total=total, spread=self._spread(keys) if self.config.spread_weight else None
+            )
 
     def publish(self, slot: int, start: int, count: int) -> None:
         """See Index.publish."""
@@ -250,12 +252,14 @@ class ReferenceIndex(Index):
         lanes = query_lanes(queries, self.config.group_reduce)
         scores = lanes @ self.read_clusters(self.centroids, slot).float().transpose(1, 2)
         if weight := self.config.spread_weight:
-            scores = scores + weight * lanes.norm(dim=-1, keepdim=True) * self.read_clusters(self.spreads, slot)[:, None]
+            scores = (
+                scores + weight * lanes.norm(dim=-1, keepdim=True) * self.read_clusters(self.spreads, slot)[:, None]
+            )
         scores = scores.masked_fill(self.read_clusters(self.sizes, slot)[:, None] == 0, -torch.inf)
         return reduce_scores(scores, self.config.group_reduce, self.context.scaling)
 
     def _rerank(self, codes: CodeStore, queries: Tensor, places: Tensor, slot: int, length: int) -> Tensor:
-        """Choose the best top_k of places int64 [G, c] by their codes' estimates; they keep their order, in which ties are cut."""
+        """Choose the best top_k of places int64 [G, c] by their codes' estimates; they keep their order, by which ties are cut"""
         lanes = round_lanes(rotate(query_lanes(queries, self.config.group_reduce), codes.signs))
         estimates = estimate_at(codes.read(slot, length), places, lanes)
         values = reduce_scores(estimates, self.config.group_reduce, self.context.scaling)

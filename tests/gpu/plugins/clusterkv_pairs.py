@@ -30,8 +30,11 @@ def random_keys(n: int, dim: int, dtype: str) -> Tensor:
 
 def copy_clusters(found: CudaIndex, expected: ReferenceIndex) -> None:
     """Give the index on the GPU the reference's clusters; both have the same extents."""
-    for name in ("centroids", "sizes", "starts", "places", "clusters"):
+    for name in ("centroids", "sizes", "starts", "places", "clusters", "spreads"):
         getattr(found.reference, name).copy_(getattr(expected, name))
+    if expected.codes is not None and found.reference.codes is not None:
+        for name in ("high", "low", "scales", "means"):
+            getattr(found.reference.codes, name).copy_(getattr(expected.codes, name))
     found.reference.counts[:] = expected.counts
     found.reference.prompt_tokens[:] = expected.prompt_tokens
 
@@ -39,11 +42,19 @@ def copy_clusters(found: CudaIndex, expected: ReferenceIndex) -> None:
 def poison(index: CudaIndex | ReferenceIndex) -> None:
     arrays = index.reference if isinstance(index, CudaIndex) else index
     arrays.centroids.fill_(float("nan"))
+    arrays.spreads.fill_(float("nan"))
+    if arrays.codes is not None:
+        arrays.codes.high.fill_(255)
+        arrays.codes.scales.fill_(float("nan"))
     for array in (arrays.sizes, arrays.starts, arrays.places):
         array.fill_(-7)
     if isinstance(index, CudaIndex):
         index.workspace.scores.fill_(float("nan"))
         index.workspace.statistics.fill_(float("nan"))
+        if index.reranker is not None:
+            index.reranker.candidates.fill_(-7)
+            index.reranker.estimates.fill_(float("nan"))
+            index.reranker.normalisers.fill_(float("nan"))
 
 
 def build(index: CudaIndex, slot: int, keys: Tensor) -> None:

@@ -22,7 +22,9 @@ from kvseek.core.errors import KernelError
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.device import CudaIndex
 from kvseek.plugins.clusterkv.reference import ReferenceIndex, expand, rows_taken
-from kvseek.plugins.shared.group import query_lanes
+from kvseek.plugins.codes.key_codes import estimate_at, leading_bits, round_lanes
+from kvseek.plugins.codes.rotation import rotate
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS, query_lanes, reduce_scores
 
 pytestmark = pytest.mark.gpu
 
@@ -40,17 +42,23 @@ def device_values(expected: ReferenceIndex, found: CudaIndex, slot: int) -> tupl
 
 
 def check_request(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, slot: int, rows: Tensor) -> None:
-    """Scores agree with the reference; given the scores, clusters are taken whole by value, and the last is cut."""
-    config, n = expected.config, expected.context.lengths[slot]
+    """Scores agree with the reference; given the scores, clusters are taken whole by value, and the last is cut.
+
+    Rows [G, entries] are those of the selection, or with codes the candidates that it chose from.
+    """
+    config, n, wanted = expected.config, expected.context.lengths[slot], rows.shape[1]
     lanes = query_lanes(queries.view(KV_HEADS, -1, queries.shape[-1]), config.group_reduce)
     sizes, starts = (expected.read_clusters(array, slot) for array in (expected.sizes, expected.starts))
     exact = lanes @ expected.read_clusters(expected.centroids, slot).float().transpose(1, 2)
+    if weight := config.spread_weight:
+        spreads = expected.read_clusters(expected.spreads, slot)
+        exact = exact + weight * lanes.norm(dim=-1, keepdim=True) * spreads[:, None]
     scale = 1.0 if config.group_reduce == "mean" else expected.context.scaling * 1.4426950408889634
     scores, values = device_values(expected, found, slot)
     held = (sizes > 0)[:, None].expand_as(exact)
     torch.testing.assert_close(scores[held], (exact * scale)[held], rtol=1e-4, atol=1e-4)
     assert (scores[~held] == -torch.inf).all()
-    kept = min(n, config.top_k)
+    kept = min(n, wanted)
     assert (rows[:, kept:] == -1).all()
     listed = expected.context.extents.read(expected.places, slot, n)
     for head in range(KV_HEADS):
@@ -64,7 +72,7 @@ def check_request(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, s
         assert (taken <= sizes[head]).all()
         cut = ((taken > 0) & (taken < sizes[head])).nonzero()[:, 0]
         assert len(cut) <= 1, "only the last cluster is cut"
-        again = expand(starts[head, None], taken[None], config.top_k)[0, :kept]
+        again = expand(starts[head, None], taken[None], wanted)[0, :kept]
         assert torch.equal(listed[head, again], rows[head, :kept]), "clusters ascend, and begin with their first rows"
         last = values[head][taken > 0].min()
         left = values[head][(taken == 0) & (sizes[head] > 0)]
@@ -85,6 +93,137 @@ def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[
     assert [found.effort(lengths[slot]).rows for slot in slots] == [min(300, lengths[slot]) for slot in slots]
     for request, slot in enumerate(slots):
         check_request(expected, found, queries[request], slot, selection.rows[request].cpu())
+
+
+@pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [33_000, 3]], ids=str)
+@pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), SHAPES)
+def test_spreads_count(dtype: str, dim: int, group: int, reduce: str, lengths: list[int]) -> None:
+    torch.manual_seed(dim + group + len(lengths))
+    config = Config(group_reduce=reduce, top_k=300, iterations=3, spread_weight=3.0)
+    expected, found = make_pair(config, dtype, dim, group, lengths)
+    queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
+    selection = select_rows(found, queries.cuda(), list(range(len(lengths))))
+    for slot in range(len(lengths)):
+        check_request(expected, found, queries[slot], slot, selection.rows[slot].cpu())
+
+
+def check_reranked(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, slot: int, rows: Tensor) -> None:
+    """Of the candidates, rows are the best by their estimates up to rounding, in the candidates' order.
+
+    `slot` is the number of the request as well; the last selection was the one that gave `rows` [G, top_k].
+    """
+    config, n = expected.config, expected.context.lengths[slot]
+    assert found.reranker is not None
+    assert expected.codes is not None
+    tasks = slice(slot * KV_HEADS, (slot + 1) * KV_HEADS)
+    candidates = found.reranker.candidates[tasks].cpu()
+    check_request(expected, found, queries, slot, candidates)
+    assert not found.reranker.finished.any(), "zeros between selections"
+    count, kept = min(n, candidates.shape[1]), min(n, config.top_k)
+    listed = candidates[:, :count].long()
+    lanes = query_lanes(queries.view(KV_HEADS, -1, queries.shape[-1]), config.group_reduce)
+    rounded = round_lanes(rotate(lanes, expected.codes.signs))
+    estimates = estimate_at(expected.codes.read(slot, n), listed, rounded)
+    left = found.reranker.estimates[tasks, :count].cpu().transpose(1, 2)
+    torch.testing.assert_close(left, estimates, rtol=1e-4, atol=1e-4 * float(estimates.abs().max()))
+    values = reduce_scores(estimates, config.group_reduce, expected.context.scaling)
+    assert (rows[:, kept:] == -1).all()
+    for head in range(KV_HEADS):
+        entry_of = torch.full((n,), -1, dtype=torch.long)
+        entry_of[listed[head]] = torch.arange(count)
+        entries = entry_of[rows[head, :kept].long()]
+        assert (entries >= 0).all(), "rows are candidates"
+        assert (entries.diff() > 0).all(), "in their order, none twice"
+        chosen = torch.zeros(count, dtype=torch.bool).index_fill_(0, entries, True)
+        if count > kept:
+            slack = 1e-4 * values[head].abs().max()
+            assert values[head][~chosen].max() <= values[head][chosen].min() + slack, "no better one was left"
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [33_000, 3]], ids=str)
+@pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), gpu_context.SHAPES)
+def test_codes_choose_among_the_rows_of_clusters(
+    dtype: str, dim: int, group: int, reduce: str, lengths: list[int], bits: int
+) -> None:
+    torch.manual_seed(dim + group + len(lengths))
+    config = Config(group_reduce=reduce, top_k=300, iterations=3, spread_weight=3.0, rerank_bits=bits)
+    expected, found = make_pair(config, dtype, dim, group, lengths)
+    queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
+    rows = select_rows(found, queries.cuda(), list(range(len(lengths)))).rows.cpu()
+    for slot in range(len(lengths)):
+        check_reranked(expected, found, queries[slot], slot, rows[slot])
+
+
+@pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
+def test_more_candidates_than_shared_memory_holds(reduce: str) -> None:
+    torch.manual_seed(5)
+    config = Config(group_reduce=reduce, top_k=1500, iterations=1, rerank_bits=2)
+    assert config.rows_of_clusters > 4096
+    expected, found = make_pair(config, "bfloat16", 128, 4, [33_000])
+    queries = torch.randn(1, KV_HEADS * 4, 128).bfloat16()
+    rows = select_rows(found, queries.cuda(), [0]).rows.cpu()
+    check_reranked(expected, found, queries[0], 0, rows[0])
+
+
+def test_equal_keys_are_taken_in_order() -> None:
+    """Every score and every estimate is the same: the first candidates, which are the first places of the first clusters."""
+    config = Config(top_k=100, tokens_per_cluster=8, iterations=1, rerank_bits=2)
+    _, found = make_pair(config, "bfloat16", 64, 2, [9000])
+    found.reference.centroids.fill_(0.5)
+    codes = found.reference.codes
+    assert codes is not None
+    codes.high.fill_(0x1B)
+    codes.scales.fill_(1.0)
+    queries = torch.randn(1, KV_HEADS * 2, 64, device="cuda").bfloat16()
+    rows = select_rows(found, queries, [0]).rows[0]
+    assert found.reranker is not None
+    assert torch.equal(rows, found.reranker.candidates[:KV_HEADS, :100])
+
+
+@pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
+def test_an_infinite_or_huge_query_hurts_no_other_request(reduce: str) -> None:
+    torch.manual_seed(6)
+    config = Config(group_reduce=reduce, top_k=300, iterations=1, spread_weight=3.0, rerank_bits=2)
+    _, index = make_pair(config, "bfloat16", 128, 4, [9000] * 4)
+    queries = torch.randn(4, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
+    want = select_rows(index, queries, [0, 1, 2, 3]).rows.clone()
+    queries[0, :, 5], queries[1, 0, 0] = float("inf"), float("nan")
+    queries[3] *= 1e30
+    rows = select_rows(index, queries, [0, 1, 2, 3]).rows
+    assert torch.equal(rows[2], want[2])
+    assert ((rows >= 0) & (rows < 9000)).all()
+    assert (rows.sort(dim=-1).values.diff(dim=-1) > 0).all(), "no row twice"
+
+
+def test_prompts_are_encoded_beside_their_clustering() -> None:
+    """Codes, spreads and clusters that the kernels made select as the reference does with the same arrays."""
+    torch.manual_seed(8)
+    config = Config(top_k=200, iterations=2, spread_weight=3.0, rerank_bits=2)
+    old, new = 3000, 40
+    keys = random_keys(old + new, 128, "bfloat16")
+    context = make_context(config, "bfloat16", 128, 4, [old], "cuda", room=new)
+    index = CudaIndex(context)
+    poison(index)
+    build(index, 0, keys[:, :old].cuda())
+    extend(index, 0, keys[:, old:].cuda())  # fewer than make a cluster: they join the last one
+    expected = ReferenceIndex(make_context(config, "bfloat16", 128, 4, [old], "cpu", room=new))
+    assert expected.codes is not None
+    assert index.reference.codes is not None
+    expected.codes.build(0, keys[:, :old])
+    expected.context.lengths[0] = old + new
+    expected.codes.append(0, old, keys[:, old:])
+    want, have = expected.codes.read(0, old + new), index.reference.codes.read(0, old + new)
+    apart = (leading_bits(want, 2).int() - leading_bits(have, 2).cpu().int()).abs()
+    assert apart.max() <= 1
+    assert apart.sum() <= 1e-4 * apart.numel() + 2, "the mean is summed in another order"
+    for name in ("centroids", "sizes", "starts", "places", "clusters", "spreads"):
+        getattr(expected, name).copy_(getattr(index.reference, name))
+    for name in ("high", "scales", "means"):
+        getattr(expected.codes, name).copy_(getattr(index.reference.codes, name))
+    expected.counts[:] = index.reference.counts
+    queries = torch.randn(1, KV_HEADS * 4, 128).bfloat16()
+    check_reranked(expected, index, queries[0], 0, select_rows(index, queries.cuda(), [0]).rows[0].cpu())
 
 
 def test_rows_are_the_references_where_scores_are_far_apart() -> None:
@@ -194,10 +333,11 @@ def test_dense_layers_select_nothing() -> None:
     assert index.effort(2320).rows == 2320
 
 
-def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None:
+@pytest.mark.parametrize("bits", [0, 2])
+def test_a_captured_selection_follows_lengths_and_skips_dense_requests(bits: int) -> None:
     torch.manual_seed(3)
     lengths = [3000, 40_000, 12_000]
-    _, index = make_pair(Config(iterations=2), "bfloat16", 128, 4, lengths)
+    _, index = make_pair(Config(iterations=2, rerank_bits=bits), "bfloat16", 128, 4, lengths)
     queries = torch.randn(3, KV_HEADS * 4, 128, device="cuda").bfloat16()
     batch = batch_of(index, [50_000] * 3, [0, 1, 2])
     want = index.select(queries, batch)

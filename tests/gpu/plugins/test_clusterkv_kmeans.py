@@ -16,7 +16,7 @@ from kvseek.core.extents import ExtentTable
 from kvseek.core.streams import SideStream
 from kvseek.measurement.gpu_kernels import method_kernels
 from kvseek.plugins.clusterkv import kmeans
-from kvseek.plugins.clusterkv.clustering import Clustering, cluster_keys, cluster_sums, nearest
+from kvseek.plugins.clusterkv.clustering import Clustering, cluster_keys, cluster_means, cluster_sums, nearest
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.kmeans import DeviceKMeans
 from kvseek.plugins.clusterkv.seeding import initial_keys
@@ -34,8 +34,8 @@ SIZES = [(1, 1), (7, 7), (7, 2), (80, 3), (320, 4), (1000, 64), (1024, 12), (102
 
 
 @cache
-def load_kernels(dtype: str, dim: int) -> CudaKernels:
-    return method_kernels("clusterkv", Config(), dtype, dim, GROUP)
+def load_kernels(dtype: str, dim: int, spread_weight: float = 0.0) -> CudaKernels:
+    return method_kernels("clusterkv", Config(spread_weight=spread_weight), dtype, dim, GROUP)
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Found:
     starts: Tensor
     places: Tensor
     changed: Tensor
+    spreads: Tensor | None = None
 
     @property
     def labels(self) -> Tensor:
@@ -83,8 +84,9 @@ def cluster(
         torch.full(shape, UNWRITTEN, **integers),
         torch.full(shape, UNWRITTEN, **integers),
         torch.full((100, KV_HEADS, 1024), UNWRITTEN, **integers),
+        torch.full(shape if config.spread_weight else (0,), float("nan"), device=keys.device),
     )
-    means = DeviceKMeans(context, config, load_kernels(dtype, dim))
+    means = DeviceKMeans(context, config, load_kernels(dtype, dim, config.spread_weight))
     changed = means.cluster(slot, keys, first_place, first_cluster, clusters, arrays)
     for name, entries in (("sizes", clusters), ("starts", clusters), ("places", tokens)):
         written = (getattr(arrays, name) != UNWRITTEN).sum().item()
@@ -96,7 +98,8 @@ def cluster(
         array[extents, :, inside].transpose(0, 1).cpu() for array in (arrays.centroids, arrays.sizes, arrays.starts)
     ]
     places = table.read(arrays.places, slot, first_place + tokens)[:, first_place:].cpu()
-    found = Found(mine[0], mine[1], mine[2] - first_place, places - first_place, changed.cpu())
+    spreads = arrays.spreads[extents, :, inside].transpose(0, 1).cpu() if config.spread_weight else None
+    found = Found(mine[0], mine[1], mine[2] - first_place, places - first_place, changed.cpu(), spreads)
     check_lists(found, tokens)
     return found
 
@@ -211,6 +214,22 @@ def test_two_runs_and_two_slots_give_the_same_bits(size: tuple[int, int]) -> Non
         filler += 1
     ticket.wait()
     assert_same(first, results[0])
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 7), (320, 4), (1024, 12), (1025, 40), (5000, 62)], ids=str)
+@pytest.mark.parametrize(("dtype", "dim"), SHAPES)
+def test_spreads_are_those_of_the_clusters_keys(dtype: str, dim: int, size: tuple[int, int]) -> None:
+    """In the kernel for few keys and in the one for many; a cluster of one key or of none has no spread."""
+    tokens, clusters = size
+    keys = random_keys(tokens, dim, dtype, seed=8)
+    found = cluster(keys, clusters, Config(spread_weight=3.0, iterations=2))
+    _, wanted = cluster_means(keys.cpu().float(), found.labels, found.sizes.long())
+    assert found.spreads is not None
+    torch.testing.assert_close(found.spreads, wanted, rtol=1e-3, atol=1e-3)
+    assert (found.spreads[found.sizes <= 1] == 0).all()
+    plain = cluster(keys, clusters, Config(iterations=2))
+    for name in ("centroids", "sizes", "starts", "places"):
+        assert torch.equal(getattr(found, name), getattr(plain, name)), f"{name} do not depend on it"
 
 
 @pytest.mark.parametrize("size", [(320, 4), (5000, 62)], ids=str)
