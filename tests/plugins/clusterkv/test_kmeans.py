@@ -35,7 +35,9 @@ def make(config: Config, head_dim: int, tokens: int) -> tuple[DeviceKMeans, Clus
     kernels: Any = Kernels()
     shape = (40, KV_HEADS, config.clusters_per_extent)
     sizes = torch.zeros(shape, dtype=torch.int32)
-    arrays = ClusterArrays(torch.zeros(*shape, head_dim), sizes, sizes.clone(), torch.zeros(40, KV_HEADS, 1024), torch.zeros(0))
+    arrays = ClusterArrays(
+        torch.zeros(*shape, head_dim), sizes, sizes.clone(), torch.zeros(40, KV_HEADS, 1024), torch.zeros(0)
+    )
     return DeviceKMeans(context, config, kernels), arrays
 
 
