@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.plugins.shared.group import require_group_reduce
 
+PAGE_SCORES = ("box", "codes")
 SHARE_RULES = ("fixed", "auto")
 UPDATE_SCOPES = ("all", "selected")
 
@@ -29,9 +30,13 @@ class Config:
     page : int
         Rows of a page: a power of two from 8 to 128. The paper has 32 (section 4.2); a quarter of that loses far
         fewer answers (README).
+    page_score : str
+        What ranks pages. "box": the box that encloses a page's keys, as in the paper. "codes": the softmax weight of its rows, as
+        codes of 2 bits a channel of every row estimate it; the index then takes D / 4 + 2 bytes a row whatever the page is, and
+        loses far fewer answers (README).
     box_radius : float
-        Weight in a page's score: q·centre + box_radius · Σ |q_c| · half-width of the box. With 1 the score is the paper's upper
-        bound of the page's keys, which no key comes close to; with less it is an estimate and no bound, which was better
+        Weight in the score of a box: q·centre + box_radius · Σ |q_c| · half-width of the box. With 1 the score is the paper's
+        upper bound of the page's keys, which no key comes close to; with less it is an estimate and no bound, which was better
         (README).
     window_queries : int
         Queries of the observation window; `cache.local` should be at least as much, and is 256 by default.
@@ -52,6 +57,7 @@ class Config:
     static_share: float = 0.5
     share_rule: str = "fixed"
     page: int = 8
+    page_score: str = "box"
     box_radius: float = 0.25
     window_queries: int = 64
     update_interval: int = 128
@@ -72,6 +78,8 @@ class Config:
         require(0 <= share <= 1, "static_share", share, "in [0, 1]", "0.5 is the default")
         fits = self.share_rule in SHARE_RULES
         require(fits, "share_rule", self.share_rule, f"one of {SHARE_RULES}", '"fixed" is the default')
+        fits = self.page_score in PAGE_SCORES
+        require(fits, "page_score", self.page_score, f"one of {PAGE_SCORES}", '"box" is the default')
         require(0 <= self.box_radius <= 1, "box_radius", self.box_radius, "in [0, 1]", "0.25 is the default")
         require(self.window_queries >= 1, "window_queries", self.window_queries, ">= 1", "64 is the default")
         limit = f">= window_queries = {self.window_queries}"

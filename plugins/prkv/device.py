@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import partial
 from typing import Any
 
@@ -20,34 +19,13 @@ from kvseek.plugins.shared.arguments import pointers, require_fit, require_room
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 from .config import Config
-from .observe import observe, require_rows
-from .reference import ReferenceIndex, ordered
+from .device_boxes import CudaBoxes
+from .device_codes import MIN_DIM, CudaCodes
+from .observe import observe
+from .reference import ReferenceIndex
 from .update import Updater
 
-BOX_THREADS = 256
-
 logger = logging.getLogger(__name__)
-
-
-class BoxArguments(ctypes.Structure):
-    """Arguments of kvseek_prkv_boxes and _join, as in boxes.cu."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "table", "boxes", "pending")),
-        *((name, c_int64) for name in ("head_stride", "token_stride")),
-        *((name, c_int32) for name in ("kv_heads", "tokens", "first")),
-    )
-
-
-class SelectArguments(ctypes.Structure):
-    """Arguments of kvseek_prkv_select, as in select.cuh."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "requests", "table", "boxes", "static_rows", "scores")),
-        *((name, c_void_p) for name in ("normalisers", "finished", "picked", "recent", "rows")),
-        *((name, c_int32) for name in ("kv_heads", "max_extents", "top_k", "window_queries")),
-        *((name, c_float) for name in ("scaling", "near", "far")),
-    )
 
 
 class Workspace:
@@ -89,18 +67,21 @@ class Workspace:
 
 
 class CudaIndex(Index):
-    """The index of one layer. Boxes, static sets and exchanges equal the reference's; pages' scores differ by rounding.
+    """The index of one layer. Static sets and exchanges equal the reference's; pages' scores differ by rounding.
 
     Attributes
     ----------
+    summaries : CudaBoxes or CudaCodes
+        What pages are scored by.
     reference : ReferenceIndex
         Owns the arrays, and chooses static sets.
     """
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
-        self.reference = ReferenceIndex(context)
         self.config: Config = context.config
+        self.summaries = CudaBoxes(context) if self.config.page_score == "box" else CudaCodes(context)
+        self.reference = ReferenceIndex(context, self.summaries)
         assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
         self._kernels = context.cuda
         self.reference.observe = partial(observe, context.cuda)
@@ -111,7 +92,7 @@ class CudaIndex(Index):
                 context, lanes, self.reference.pages_of_extent, self._kernels.multiprocessors
             )
         self.workspace: Workspace = context.shared["prkv"]
-        self.updater = Updater(context, self.reference)
+        self.updater = Updater(context, self.reference, self.summaries)
 
     @property
     def bytes_per_token(self) -> float:
@@ -125,26 +106,15 @@ class CudaIndex(Index):
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
         """See ReferenceIndex.build. Reads nothing back."""
         self.updater.forget(slot)
-        order = self.reference.begin(slot, keys, queries)
-        if keys.shape[1]:
-            self.append(slot, 0, ordered(keys, order))
-        return Built(order=order)
+        return self.reference.build(slot, keys, queries)
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See Index.append. Writes the boxes of new pages, and the box of the keys that are to join the last page."""
-        require_rows("keys", keys, self.context.dtype)
-        arguments = self._box_arguments(slot, start)
-        arguments.keys, arguments.tokens = keys.data_ptr(), keys.shape[1]
-        arguments.head_stride, arguments.token_stride = keys.stride(0), keys.stride(1)
-        items = (keys.shape[1] // self.config.page + 2) * self.context.head_dim // 8
-        grid = (-(-items // BOX_THREADS), self.context.num_kv_heads, 1)
-        self._kernels.launch("kvseek_prkv_boxes", grid, BOX_THREADS, arguments)
+        """See Index.append."""
+        self.reference.append(slot, start, keys)
 
     def publish(self, slot: int, start: int, count: int) -> None:
-        """See Index.publish. Lets keys join the page that earlier keys began. The length alone makes new pages visible."""
-        if start % self.config.page:
-            grid = (self.context.num_kv_heads, 1, 1)
-            self._kernels.launch("kvseek_prkv_join", grid, self.context.head_dim, self._box_arguments(slot, start))
+        """See Index.publish."""
+        self.reference.publish(slot, start, count)
 
     def refresh(self, slots: Sequence[int]) -> None:
         """See Index.refresh. Publishes updates that began PUBLISH_STEPS steps ago, and starts those that are due."""
@@ -176,10 +146,11 @@ class CudaIndex(Index):
 
     def _select_arguments(
         self, queries: Tensor, batch: Batch, rows: Tensor, scratch: dict[str, Any]
-    ) -> SelectArguments:
+    ) -> ctypes.Structure:
         config = self.config
-        return SelectArguments(
-            **pointers(self.reference, "boxes", "static_rows", "picked", "recent"),
+        return self.summaries.select_arguments(
+            **self.summaries.selected(),
+            **pointers(self.reference, "static_rows", "picked", "recent"),
             **pointers(self.workspace, "scores"),
             **pointers(batch, "requests", "table"),
             queries=queries.data_ptr(),
@@ -191,17 +162,6 @@ class CudaIndex(Index):
             top_k=config.top_k,
             window_queries=config.window_queries,
             scaling=self.context.scaling,
-            near=(1 + config.box_radius) / 2,
-            far=(1 - config.box_radius) / 2,
-        )
-
-    def _box_arguments(self, slot: int, start: int) -> BoxArguments:
-        return BoxArguments(
-            table=self.context.extents.device_table[slot].data_ptr(),
-            boxes=self.reference.boxes.data_ptr(),
-            pending=self.reference.pending[slot].data_ptr(),
-            kv_heads=self.context.num_kv_heads,
-            first=start,
         )
 
 
@@ -217,8 +177,13 @@ def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int
     pages, most = config.top_k // config.page, select_threads(head_dim)
     limit = f"at most {most} pages of {config.page} rows on the GPU"
     require(pages <= most, "top_k", config.top_k, limit, "attend to fewer rows, or build with --device cpu")
-    return {
+    macros = {
         "PRKV_PAGE": config.page,
         "PRKV_PAGES": pages,
         "PRKV_REDUCTION": GROUP_REDUCTIONS.index(config.group_reduce),
     }
+    if config.page_score == "codes":
+        remedy = 'build with page_score = "box", or with --device cpu'
+        require(head_dim >= MIN_DIM, "head_dim", head_dim, f">= {MIN_DIM} with page_score = 'codes' on the GPU", remedy)
+        macros["PRKV_CODES"] = 1
+    return macros

@@ -1,7 +1,8 @@
 """PRKV in PyTorch, on any device: the definition of correct for the GPU kernels.
 
 The rows that the last queries attended to most have the first places of the pool (the static set), and every step attends to
-them. The other rows form pages, of which a step chooses the best by the bounding boxes of their keys. PRKV paper, section 4.
+them. The other rows form pages, of which a step chooses the best by what it knows of their keys (summaries.py). PRKV paper,
+section 4.
 """
 
 from __future__ import annotations
@@ -15,24 +16,25 @@ from kvseek.core.config import EXTENT_TOKENS
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.group import best_positions, query_lanes, reduce_scores
+from kvseek.plugins.shared.group import best_positions, reduce_scores
 
 from .config import Config
 from .static import automatic_count, candidates, largest, observation_scores, pair_exchange, static_first
+from .summaries import Boxes, Codes, Summaries, read_pages
 
 STAGGER = 4  # decode steps between the updates of neighbouring layers, so that no step has to publish them all
 
 
 class ReferenceIndex(Index):
-    """One layer's boxes, in extents of 1,024 places, and static sets.
+    """One layer's pages and static sets, in extents of 1,024 places.
 
     Page p of a slot holds places p * page .. p * page + page - 1, whichever tokens have these places; the first pages hold the
     static set. With E extents, G KV heads, P pages an extent, S the most static rows and w window queries:
 
     Attributes
     ----------
-    boxes : Tensor [E, G, P, 2, D]
-        Smallest and largest number of each channel among a page's keys, exact in the dtype of the keys.
+    summaries : Summaries
+        What pages are scored by.
     picked : Tensor, int32 [E, G, P]
         How often a page was selected since the last update.
     static_rows : Tensor, int32 [slots]
@@ -41,8 +43,6 @@ class ReferenceIndex(Index):
         For the rows of the first S places: approximately where they belong in the sequence. An update pairs rows by it.
     recent : Tensor [slots, w, H, D]
         The last queries, in any order.
-    pending : Tensor [slots, G, 2, D]
-        Box of the keys that are to join a page that earlier keys began, kept from `append` to `publish`.
     targets : list of Tensor, int64 scalar
         Number of static rows that each slot is to have as soon as it holds so many rows.
     observe : callable
@@ -51,31 +51,29 @@ class ReferenceIndex(Index):
 
     observe: Callable[..., Tensor]
 
-    def __init__(self, context: IndexContext) -> None:
+    def __init__(self, context: IndexContext, summaries: Summaries | None = None) -> None:
         super().__init__(context)
         self.config: Config = context.config
+        self.summaries = summaries or (Boxes if self.config.page_score == "box" else Codes)(context)
         self.observe = observation_scores
         config, device, slots = self.config, context.device, context.extents.slots
         self.pages_of_extent = EXTENT_TOKENS // config.page
         pages = (context.extents.capacity, context.num_kv_heads, self.pages_of_extent)
-        self.boxes = torch.empty((*pages, 2, context.head_dim), dtype=context.dtype, device=device)
         self.picked = torch.zeros(pages, dtype=torch.int32, device=device)
         self.static_rows = torch.zeros(slots, dtype=torch.int32, device=device)
         homes = (slots, context.num_kv_heads, config.most_static)
         self.homes = torch.zeros(homes, dtype=torch.int32, device=device)
         recent = (slots, config.window_queries, context.num_heads, context.head_dim)
         self.recent = torch.zeros(recent, dtype=context.dtype, device=device)
-        joining = (slots, context.num_kv_heads, 2, context.head_dim)
-        self.pending = torch.empty(joining, dtype=context.dtype, device=device)
         self.targets: list[Tensor] = [torch.full((), config.fixed_static, device=device)] * slots
         self._selected = [0] * slots  # queries that `recent` has received
         self._steps = [0] * slots  # decode steps since the prompt
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of boxes and counts of all KV heads; static sets and queries do not grow with the tokens."""
-        box = 2 * self.context.head_dim * self.context.dtype.itemsize
-        return self.context.num_kv_heads * (box + self.picked.itemsize) / self.config.page
+        """Bytes of summaries and counts of all KV heads; static sets and queries do not grow with the tokens."""
+        counts = self.context.num_kv_heads * self.picked.itemsize / self.config.page
+        return self.summaries.bytes_per_token + counts
 
     def effort(self, length: int) -> Effort:
         """See Index.effort. The rows are the budget: static rows and rows of pages. The kernels need no numbers."""
@@ -84,7 +82,7 @@ class ReferenceIndex(Index):
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
         """See Index.build. In the pool the static tokens come first, then the others, both in token order."""
         order = self.begin(slot, keys, queries)
-        self._enclose(slot, 0, ordered(keys, order))
+        self.summaries.build(slot, ordered(keys, order))
         return Built(order=order)
 
     def begin(self, slot: int, keys: Tensor, queries: Tensor) -> Tensor | None:
@@ -122,38 +120,20 @@ class ReferenceIndex(Index):
             self.recent[slot] = last[torch.arange(window, device=queries.device) % last.shape[0]]
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See Index.append. New rows fill up the last page, then new pages, which the length alone makes visible."""
-        joining = min(-start % self.config.page, keys.shape[1])
-        if joining:
-            self.pending[slot] = box_of(keys[:, :joining])
-        self._enclose(slot, start + joining, keys[:, joining:])
+        """See Index.append. New rows fill up the last page, then new pages."""
+        self.summaries.append(slot, start, keys)
 
     def publish(self, slot: int, start: int, count: int) -> None:
-        """See Index.publish. Lets rows join the page that earlier rows began."""
-        if start % self.config.page:
-            box, joining = self._box(slot, start // self.config.page), self.pending[slot]
-            box[:, 0] = torch.minimum(box[:, 0], joining[:, 0])
-            box[:, 1] = torch.maximum(box[:, 1], joining[:, 1])
+        """See Index.publish. The length alone makes new pages visible, and scores of the page that earlier rows began follow."""
+        self.summaries.publish(slot, start)
 
     def extents_of(self, slot: int, places: int) -> Tensor:
         """Return the numbers of the extents that hold the first places of a slot, int64, on the arrays' device."""
         return self.context.extents.device_table[slot, : -(-places // EXTENT_TOKENS)].long()
 
-    def _enclose(self, slot: int, start: int, keys: Tensor) -> None:
-        """Write the boxes of the pages that keys [G, u, D] fill, from place `start` on, where a page begins."""
-        page = self.config.page
-        for first in range(0, keys.shape[1], page):
-            self._box(slot, (start + first) // page).copy_(box_of(keys[:, first : first + page]))
-
-    def _box(self, slot: int, number: int) -> Tensor:
-        """Return the box of a page, [G, 2, D], as a view that may be written to."""
-        extent = self.context.extents.table[slot, number // self.pages_of_extent]
-        return self.boxes[int(extent), :, number % self.pages_of_extent]
-
     def by_page(self, array: Tensor, slot: int, places: int) -> Tensor:
-        """Copy the entries of `boxes` or `picked` for the pages that a slot's first places occupy: [G, pages, ...]."""
-        own = array.index_select(0, self.extents_of(slot, places)).transpose(0, 1)
-        return own.flatten(1, 2)[:, : -(-places // self.config.page)]
+        """Copy the entries of an array [E, G, P, ...] for the pages that a slot's first places occupy: [G, pages, ...]."""
+        return read_pages(self.context, array, slot, -(-places // self.config.page))
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
         """Select static pages and the best of the others: queries [batch, H, D] to pages int32 [batch, G, top_k / page].
@@ -175,9 +155,8 @@ class ReferenceIndex(Index):
         # queries [G, g, D] to ascending pages int64 [G, min(top_k / page, pages)]; counts the pages that are not static
         config = self.config
         static = int(self.static_rows[slot]) // config.page
-        boxes = self.by_page(self.boxes, slot, length)[:, static:]
-        bounds = page_scores(page_lanes(queries, config.group_reduce), boxes, config.box_radius)
-        values = reduce_scores(bounds, config.group_reduce, self.context.scaling)
+        scores = self.summaries.scores(queries, slot, length, static)
+        values = reduce_scores(scores, config.group_reduce, self.context.scaling)
         chosen = best_positions(values, config.top_k // config.page - static) + static
         extents = self.context.extents.table[slot].to(chosen.device)[chosen // self.pages_of_extent].long()
         heads = torch.arange(chosen.shape[0], device=chosen.device)[:, None]
@@ -225,8 +204,8 @@ class ReferenceIndex(Index):
         return self.context.rows.pool
 
     def _exchange(self, slot: int, leaving: Tensor, entering: Tensor) -> None:
-        """Swap pairs of rows in the pool, and recompute the boxes of all pages that they lie in from the keys."""
-        page, pool = self.config.page, self._pool
+        """Swap pairs of rows in the pool, and let the summaries of their pages follow."""
+        pool = self._pool
         for head in range(leaving.shape[0]):
             pairs = leaving[head] >= 0
             first, second = leaving[head, pairs], entering[head, pairs]
@@ -235,20 +214,12 @@ class ReferenceIndex(Index):
             rows = pool[extents[swapped // EXTENT_TOKENS], head, swapped % EXTENT_TOKENS]
             pool[extents[both // EXTENT_TOKENS], head, both % EXTENT_TOKENS] = rows
             self.homes[slot, head, first] = second.int()
-            for number in sorted(set((both // page).tolist())):
-                extent, offset = int(extents[number // self.pages_of_extent]), number % self.pages_of_extent
-                keys = pool[extent, head, offset * page : (offset + 1) * page, 0]
-                self.boxes[extent, head, offset] = box_of(keys[None])[0]
+            self.summaries.exchange(slot, head, first, second, pool)
 
 
 def ordered(keys: Tensor, order: Tensor | None) -> Tensor:
     """Put keys [G, n, D] in the order of places: `order` int64 [G, n] is the token of each place; None: token order."""
     return keys if order is None else keys.gather(1, order[..., None].expand_as(keys))
-
-
-def box_of(keys: Tensor) -> Tensor:
-    """Find the smallest and largest number of each channel among keys [G, n, D], n >= 1: [G, 2, D]."""
-    return torch.stack((keys.amin(dim=1), keys.amax(dim=1)), dim=1)
 
 
 def update_is_due(config: Config, layer: int, steps: int) -> bool:
@@ -258,28 +229,3 @@ def update_is_due(config: Config, layer: int, steps: int) -> bool:
     record no query; for those the prompt's last queries stay in the window.
     """
     return steps >= config.window_queries and (steps - STAGGER * layer) % config.update_interval == 0
-
-
-def page_scores(lanes: Tensor, boxes: Tensor, radius: float = 1.0) -> Tensor:
-    """Score each page's box by q·centre + radius · Σ |q_c| · half-width: float32 [G, lanes, pages].
-
-    With radius 1 the scores are upper bounds of q·k. A score is the sum of two products: the largest numbers of the channels
-    times max(q · near, q · far), and the smallest numbers times min(q · near, q · far), with near, far = (1 ± radius) / 2. Both
-    factors and their products with q are rounded to the dtype of the lanes.
-
-    Parameters
-    ----------
-    lanes : Tensor [G, lanes, D]
-    boxes : Tensor [G, pages, 2, D]
-        Smallest, then largest number of each channel.
-    """
-    boxes = boxes.float()
-    near, far = (lanes * torch.tensor(factor / 2, dtype=lanes.dtype) for factor in (1 + radius, 1 - radius))
-    on_largest = torch.maximum(near, far).float() @ boxes[:, :, 1].transpose(1, 2)
-    return on_largest + torch.minimum(near, far).float() @ boxes[:, :, 0].transpose(1, 2)
-
-
-def page_lanes(queries: Tensor, group_reduce: str) -> Tensor:
-    """Make the queries that score pages on their own: [G, g, D] to [G, lanes, D], unchanged or averaged in float32."""
-    lanes = query_lanes(queries, group_reduce)
-    return lanes if group_reduce == "mean" else lanes.to(queries.dtype)

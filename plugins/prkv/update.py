@@ -20,6 +20,8 @@ from kvseek.plugins.attention.splits import address
 from kvseek.plugins.contract import IndexContext, LayerRows
 from kvseek.plugins.shared.arguments import pointers
 
+from .device_boxes import CudaBoxes
+from .device_codes import CudaCodes
 from .reference import ReferenceIndex
 from .static import candidates, largest, pair_exchange
 
@@ -41,17 +43,6 @@ class GatherArguments(ctypes.Structure):
     )
 
 
-class PublishArguments(ctypes.Structure):
-    """Arguments of kvseek_prkv_publish, as in update.cu."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("pool", "table", "leaving", "entering", "entered", "left", "new_boxes")),
-        *((name, c_void_p) for name in ("count", "boxes", "frames", "static_rows", "homes")),
-        ("extent_stride", c_int64),
-        *((name, c_int32) for name in ("kv_heads", "pairs", "most_static")),
-    )
-
-
 @dataclass(frozen=True)
 class Exchange:
     """Everything that an update is going to write, for P pairs of places, in buffers of the side stream.
@@ -64,8 +55,8 @@ class Exchange:
         Pairs of places whose rows are swapped; -1 behind the last pair.
     entered, left : Tensor [G, P, 2, D]
         Rows of the places `entering` and `leaving` before the update; zeros behind the last pair.
-    new_boxes : Tensor [G, P, 2, D]
-        Boxes, after the update, of the pages that the places `entering` lie in.
+    new_boxes : Tensor [G, P, 2, D], or None
+        Boxes, after the update, of the pages that the places `entering` lie in; None if pages have no boxes.
     """
 
     count: Tensor
@@ -73,7 +64,7 @@ class Exchange:
     entering: Tensor
     entered: Tensor
     left: Tensor
-    new_boxes: Tensor
+    new_boxes: Tensor | None
 
 
 @dataclass
@@ -98,8 +89,8 @@ class Update:
 class Updater:
     """Prepares and publishes the updates of one layer."""
 
-    def __init__(self, context: IndexContext, arrays: ReferenceIndex) -> None:
-        self._context, self._arrays = context, arrays
+    def __init__(self, context: IndexContext, arrays: ReferenceIndex, summaries: CudaBoxes | CudaCodes) -> None:
+        self._context, self._arrays, self._summaries = context, arrays, summaries
         assert context.cuda is not None, "made by an index of CUDA kernels"
         self._kernels = context.cuda
         if "prkv_side" not in context.shared:
@@ -168,7 +159,7 @@ class Updater:
             entering.int().contiguous(),
             self.gather(update.table, entering, row),
             self.gather(update.table, leaving, row),
-            self._boxes(update, leaving, entering),
+            self._boxes(update, leaving, entering) if isinstance(self._summaries, CudaBoxes) else None,
         )
 
     def _boxes(self, update: Update, leaving: Tensor, entering: Tensor) -> Tensor:
@@ -208,11 +199,11 @@ class Updater:
     def _publish(self, slot: int, update: Update) -> None:
         (exchange,) = update.results
         arrays = self._arrays
-        arguments = PublishArguments(
-            **pointers(exchange, "leaving", "entering", "entered", "left", "new_boxes", "count"),
+        arguments = self._summaries.publish_arguments(
+            **pointers(exchange, "leaving", "entering", "entered", "left", "count"),
+            **self._summaries.exchanged(exchange.new_boxes),
             pool=self._rows.pointer,
             table=update.table.data_ptr(),
-            boxes=arrays.boxes.data_ptr(),
             frames=address(self._context.frames),
             static_rows=arrays.static_rows[slot].data_ptr(),
             homes=arrays.homes[slot].data_ptr(),

@@ -102,4 +102,14 @@ __device__ __forceinline__ void multiply_16x8x16(float (&c)[4], unsigned a0, uns
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// c += a b on tensor cores: a [16, 32] of unsigned bytes by rows, b [32, 8] of signed bytes by columns. With
+// g = lane / 4 and t = lane % 4: a0 and a2 are row g, columns 4t .. 4t+3 and 16 more; a1 and a3 row g + 8; b0 and b1
+// rows 4t .. 4t+3 and 16 more of column g; c0, c1 row g and columns 2t, 2t+1; c2, c3 row g + 8.
+__device__ __forceinline__ void multiply_16x8x32(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 }  // namespace kvseek

@@ -17,13 +17,17 @@ class Bounds {
 
   public:
     __device__ __forceinline__ explicit Bounds(const SelectArguments& a) : near(a.near), far(a.far) {}
-    __device__ __forceinline__ void load(const Number* first) { boxes = first; }
+    __device__ __forceinline__ void load(const SelectArguments& a, const Task& task, int first_page) {
+        boxes = a.boxes + task.entry(a, first_page) * BOX;
+    }
     __device__ __forceinline__ void load_queries(const SelectArguments& a, const Task& task) {
         queries = task.queries(a);
     }
 
-    template <class Valid, class Store>
-    __device__ __forceinline__ void score(float exponent_scale, const Valid& valid, const Store& store) {
+    template <class Valid, class Store, class Next>
+    __device__ __forceinline__ void score(const SelectArguments& a, const Valid& valid, const Store& store,
+                                          const Next& load_next) {
+        const float exponent_scale = a.scaling * LOG2_E;
         for (int page = 0; page < TILE; ++page) {
             if (!valid(page)) continue;  // the same for the whole warp
             float low[STEPS], high[STEPS];
@@ -46,6 +50,7 @@ class Bounds {
                 if (REDUCTION != MEAN) sums[column].add(bound * exponent_scale, 1.0f);
             }
         }
+        load_next();
     }
 
     template <class Store>

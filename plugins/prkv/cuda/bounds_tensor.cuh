@@ -55,7 +55,8 @@ class Bounds {
 
     // Start to load the boxes of TILE neighbouring pages. Those past the region's end hold anything; only their own
     // bounds depend on them.
-    __device__ __forceinline__ void load(const Number* first) {
+    __device__ __forceinline__ void load(const SelectArguments& a, const Task& task, int first_page) {
+        const Number* first = a.boxes + task.entry(a, first_page) * BOX;
 #pragma unroll
         for (int part = 0; part < 2; ++part)
 #pragma unroll
@@ -83,9 +84,12 @@ class Bounds {
             }
     }
 
-    // Score the loaded pages: store(page of the tile, lane, bound), if `valid(page of the tile)`.
-    template <class Valid, class Store>
-    __device__ __forceinline__ void score(float exponent_scale, const Valid& valid, const Store& store) {
+    // Score the loaded pages: store(page of the tile, lane, bound), if `valid(page of the tile)`. `load_next` may load
+    // other pages: it is called when these are no longer needed.
+    template <class Valid, class Store, class Next>
+    __device__ __forceinline__ void score(const SelectArguments& a, const Valid& valid, const Store& store,
+                                          const Next& load_next) {
+        const float exponent_scale = a.scaling * LOG2_E;
 #pragma unroll
         for (int i = 0; i < COLUMN_TILES; ++i) {
             float bound[4] = {};
@@ -106,6 +110,7 @@ class Bounds {
                 if (REDUCTION != MEAN) sums[i][j % 2].add(bound[j] * exponent_scale, 1.0f);
             }
         }
+        load_next();
     }
 
     // What the softmax of each lane divides by, over all pages that this warp has scored: store(lane, sum).

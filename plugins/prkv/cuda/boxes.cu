@@ -1,4 +1,5 @@
 // Bounding boxes of the keys of each page (PRKV paper, section 4.1, "Hybrid KV Sparsity").
+#ifndef PRKV_CODES
 #include "layout.cuh"
 
 namespace kvseek {
@@ -64,3 +65,4 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::DIM)
     if (to_float(joining[0]) < to_float(box[0])) box[0] = joining[0];
     if (to_float(joining[DIM]) > to_float(box[DIM])) box[DIM] = joining[DIM];
 }
+#endif

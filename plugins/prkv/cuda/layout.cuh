@@ -1,11 +1,13 @@
 // Sizes that the kernels of PRKV agree on. Macros of device.py: PRKV_PAGE rows of a page, PRKV_PAGES pages that a step
-// attends to at most, PRKV_REDUCTION how the heads of a group agree (its place in GROUP_REDUCTIONS of group.py).
+// attends to at most, PRKV_REDUCTION how the heads of a group agree (its place in GROUP_REDUCTIONS of group.py), and
+// PRKV_CODES if pages are scored by codes of their rows; otherwise boxes score them.
 #pragma once
 
 #include "plugins/shared/batch.cuh"
 #include "plugins/shared/instructions.cuh"
 #include "plugins/shared/numbers.cuh"
 #include "plugins/shared/overlap.cuh"
+#include "plugins/shared/warp.cuh"
 
 namespace kvseek {
 namespace prkv {
@@ -20,10 +22,15 @@ constexpr int LANES = REDUCTION == MEAN ? 1 : GROUP;  // queries that score page
 constexpr int PAGES_OF_EXTENT = EXTENT_TOKENS / PAGE;
 constexpr int BOX = 2 * DIM;                         // numbers of a box: the smallest, then the largest
 constexpr int ROW = 2 * DIM;                         // numbers of a row: the key, then the value
-constexpr int TILE = PAGES_OF_EXTENT < 16 ? 8 : 16;  // pages that a warp scores at once; they lie in one extent
+// Pages that a warp scores at once; they lie in one extent.
+#ifdef PRKV_CODES
+constexpr int UNIT = 64;  // keys whose codes a warp has on their way
+constexpr int TILE = PAGE < UNIT ? UNIT / PAGE : 1;
+#else
+constexpr int TILE = PAGES_OF_EXTENT < 16 ? 8 : 16;
+#endif
 constexpr int THREADS = DIM <= 128 ? 512 : 256;      // of the selection: a thread holds the numbers of a tile
 constexpr int WARPS = THREADS / 32;
-constexpr unsigned EVERYONE = 0xffffffffu;
 constexpr float LOG2_E = 1.4426950408889634f;
 
 static_assert(DIM % 32 == 0 && DIM <= 256, "KVSEEK_HEAD_DIM must be a multiple of 32 up to 256");

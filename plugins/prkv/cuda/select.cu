@@ -1,10 +1,12 @@
 // PRKV's selection in one launch: scores of all pages, then the rows of the static set and of the best pages (paper,
-// section 4.1).
+// section 4.1). Pages are scored by their boxes (bounds_*.cuh) or by codes of their rows (estimates.cuh).
 //
 // The CTAs of a task score its pages in tiles, a warp a tile; the last one to finish chooses. A second kernel would
 // cost more than the wait for the others.
 #include "choose.cuh"
-#if KVSEEK_DTYPE == 0
+#ifdef PRKV_CODES
+#include "estimates.cuh"
+#elif KVSEEK_DTYPE == 0
 #include "bounds_scalar.cuh"
 #else
 #include "bounds_tensor.cuh"
@@ -12,6 +14,12 @@
 
 namespace kvseek {
 namespace prkv {
+
+#ifdef PRKV_CODES
+using Scorer = Estimates;
+#else
+using Scorer = Bounds;
+#endif
 
 // Tiles of pages that are not static, one after another, dealt to the warps of all CTAs of a task.
 struct Tiles {
@@ -51,7 +59,7 @@ __device__ __forceinline__ bool arrive_last(const SelectArguments& a, const Task
 }  // namespace prkv
 }  // namespace kvseek
 
-// grid: chunks, tasks. Boxes, static rows and requests were written before the step: they are read before the wait.
+// grid: chunks, tasks. Boxes or codes, static rows and requests were written before the step: they are read before the wait.
 extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
     kvseek_prkv_select(const __grid_constant__ kvseek::prkv::SelectArguments a) {
     using namespace kvseek;
@@ -62,24 +70,26 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
     const int pages = task.pages(), first_page = task.static_rows(a) / PAGE;
     const bool idle = task.request.dense != 0;
     Tiles tiles(first_page, pages);
-    Bounds bounds(a);
-    if (!idle && tiles.left()) bounds.load(a.boxes + task.entry(a, tiles.number * TILE) * BOX);
+    Scorer scorer(a);
+    if (!idle && tiles.left()) scorer.load(a, task, tiles.number * TILE);
     await_earlier_kernels();
     if (idle) return;
-    bounds.load_queries(a, task);
+    scorer.load_queries(a, task);
     if (blockIdx.x == 0) record_queries(a, task);
     for (; tiles.left(); tiles.number += tiles.stride) {
         const int first = tiles.number * TILE;
         float* scores = a.scores + task.entry(a, first) * LANES;
-        bounds.score(
-            a.scaling * LOG2_E, [&](int page) { return first + page >= first_page && first + page < pages; },
-            [&](int page, int lane, float bound) { scores[page * LANES + lane] = bound; });
-        if (tiles.number + tiles.stride < tiles.last)
-            bounds.load(a.boxes + task.entry(a, first + tiles.stride * TILE) * BOX);
+        scorer.score(
+            a, [&](int page) { return first + page >= first_page && first + page < pages; },
+            [&](int page, int lane, float score) { scores[page * LANES + lane] = score; },
+            [&] {
+                if (tiles.number + tiles.stride < tiles.last)
+                    scorer.load(a, task, first + tiles.stride * TILE);
+            });
     }
     allow_later_kernels();
     if (REDUCTION != MEAN) {
-        bounds.finish([&](int lane, const PowerSum& sum) { warp_sums[threadIdx.x / 32][lane] = sum; });
+        scorer.finish([&](int lane, const PowerSum& sum) { warp_sums[threadIdx.x / 32][lane] = sum; });
         __syncthreads();
         if (threadIdx.x < LANES) {
             PowerSum sum;

@@ -12,7 +12,13 @@ struct SelectArguments {
     const Number* queries;    // [batch, kv_heads * GROUP, HEAD_DIM]
     const Request* requests;  // [batch]
     const int* table;         // [slots, max_extents]
-    const Number* boxes;      // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
+#ifdef PRKV_CODES
+    const unsigned char* high;  // [extents, kv_heads, 1024, codes::FIELD] codes of 2 bits
+    const __half* scales;       // [extents, kv_heads, 1024]
+    const float* signs;         // [codes::DIM]
+#else
+    const Number* boxes;  // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
+#endif
     const int* static_rows;   // [slots]
     float* scores;            // [extents, kv_heads, PAGES_OF_EXTENT, LANES] of the pages
     float2* normalisers;      // [tasks, chunks, LANES] largest exponent, sum of the powers relative to it
@@ -21,8 +27,10 @@ struct SelectArguments {
     Number* recent;           // [slots, window_queries, kv_heads * GROUP, HEAD_DIM] last queries
     int* rows;                // [batch, kv_heads, top_k] result
     int kv_heads, max_extents, top_k, window_queries;
-    float scaling;    // softmax scale
+    float scaling;  // softmax scale
+#ifndef PRKV_CODES
     float near, far;  // (1 ± box_radius) / 2: what q times a box's nearer and farther number counts
+#endif
 };
 
 struct Task : TaskOf<SelectArguments> {

@@ -2,6 +2,9 @@
 // let rows change places between two of them.
 #include "layout.cuh"
 #include "plugins/shared/frames.cuh"
+#ifdef PRKV_CODES
+#include "plugins/codes/cuda/nested_codes.cuh"
+#endif
 
 namespace kvseek {
 namespace prkv {
@@ -25,9 +28,16 @@ struct PublishArguments {
     const int* entering;      // [kv_heads, pairs] the other place
     const Number* entered;    // [kv_heads, pairs, 2, HEAD_DIM] row of the other place of each pair, until now
     const Number* left;       // [kv_heads, pairs, 2, HEAD_DIM] row of the static place of each pair, until now
+#ifndef PRKV_CODES
     const Number* new_boxes;  // [kv_heads, pairs, 2, HEAD_DIM] box of the page of each other place, from now on
+#endif
     const int* count;         // [1] static rows from now on
-    Number* boxes;            // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
+#ifdef PRKV_CODES
+    unsigned char* high;  // [extents, kv_heads, 1024, codes::FIELD] codes of 2 bits
+    __half* scales;       // [extents, kv_heads, 1024]
+#else
+    Number* boxes;  // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
+#endif
     FrameNumber* frames;      // [extents, kv_heads, 1024] of the pool's rows; null: there are no hot rows
     int* static_rows;         // [1] of the slot
     int* homes;               // [kv_heads, most_static] of the slot
@@ -41,6 +51,24 @@ __device__ __forceinline__ void copy_numbers(Number* to, const Number* from, int
     for (int i = threadIdx.x * EACH; i < count; i += blockDim.x * EACH)
         *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
 }
+
+#ifdef PRKV_CODES
+// Swap the codes of two rows. No row is in two pairs, and a thread reads what it writes.
+__device__ __forceinline__ void swap_codes(const PublishArguments& a, long long row, long long other) {
+    constexpr int PIECES = codes::FIELD / 4;
+    for (int i = threadIdx.x; i < PIECES; i += blockDim.x) {
+        unsigned* piece = reinterpret_cast<unsigned*>(a.high + row * codes::FIELD) + i;
+        unsigned* others = reinterpret_cast<unsigned*>(a.high + other * codes::FIELD) + i;
+        const unsigned kept = *piece;
+        *piece = *others;
+        *others = kept;
+    }
+    if (threadIdx.x) return;
+    const __half kept = a.scales[row];
+    a.scales[row] = a.scales[other];
+    a.scales[other] = kept;
+}
+#endif
 
 }  // namespace prkv
 }  // namespace kvseek
@@ -76,8 +104,12 @@ extern "C" __global__ void __launch_bounds__(128)
     if (leaving < 0) return;
     copy_numbers(a.pool + row_start(a.table, a.extent_stride, head, leaving), a.entered + pair * ROW, ROW);
     copy_numbers(a.pool + row_start(a.table, a.extent_stride, head, entering), a.left + pair * ROW, ROW);
+#ifdef PRKV_CODES
+    swap_codes(a, extent_row(a.table, a.kv_heads, head, leaving), extent_row(a.table, a.kv_heads, head, entering));
+#else
     const int page = entering / PAGE;  // that of several pairs, perhaps: they all write the same
     copy_numbers(a.boxes + page_entry(a.table, a.kv_heads, head, page) * BOX, a.new_boxes + pair * BOX, BOX);
+#endif
     if (threadIdx.x) return;
     a.homes[static_cast<long long>(head) * a.most_static + leaving] = entering;
     if (!a.frames) return;

@@ -1,0 +1,48 @@
+"""Codes of rows on the GPU, which score pages there: the reference's arrays, filled by a CUDA kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from torch import Tensor
+
+from kvseek.plugins.codes.device import CudaCodeStore
+from kvseek.plugins.contract import IndexContext
+from kvseek.plugins.shared.arguments import pointers, require_numbered_rows
+
+from .device_arguments import publish_fields, select_fields
+from .summaries import Codes
+
+MIN_DIM = 64  # smallest rotated vector of the kernels: two channels for each thread of a warp
+
+
+class SelectArguments(ctypes.Structure):
+    """Arguments of kvseek_prkv_select with codes, as in select.cuh."""
+
+    _fields_ = select_fields(("high", "scales", "signs"))
+
+
+class PublishArguments(ctypes.Structure):
+    """Arguments of kvseek_prkv_publish with codes, as in update.cu."""
+
+    _fields_ = publish_fields((), ("high", "scales"))
+
+
+class CudaCodes(Codes):
+    """Codes that equal the reference's but for channels that lie at the border of two cells up to rounding."""
+
+    store_type = CudaCodeStore
+    select_arguments, publish_arguments = SelectArguments, PublishArguments
+
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context)
+        require_numbered_rows("PRKV's codes on the GPU", context)
+
+    def selected(self) -> dict[str, Any]:
+        """Return what a selection is given, by the names of its arguments."""
+        return pointers(self.store, "high", "scales", "signs")
+
+    def exchanged(self, new_boxes: Tensor | None) -> dict[str, int]:
+        """Return what the publication of an update is given, by the names of its arguments: the codes that it swaps."""
+        return pointers(self.store, "high", "scales")
