@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from kvseek.core.config import ModelConfig
+from kvseek.plugins.codes.key_codes import FIELDS
+from kvseek.plugins.codes.rotation import padded_dim
 from kvseek.plugins.measurements.costs import SelectionCosts
 
 from .config import Config
 
 KERNELS = 1  # kvseek_prkv_select
+SCALE_BYTES = 2  # of a row's codes, a float16
 
 
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
-    """Compute the costs: a box for each page, then the static rows and whole pages.
+    """Compute the costs: a box for each page, or codes of 2 bits a channel for each row; then the static rows and whole pages.
 
     Updates of the static set are left out, because they run beside the steps; what they delay is measured.
     """
     if length <= config.top_k:  # dense
         return SelectionCosts(float(length), neighbours=config.page, kernels=KERNELS)
-    box_bytes = 2 * model.head_dim * itemsize
+    if config.page_score == "box":
+        row_bytes = 2 * model.head_dim * itemsize / config.page
+    else:
+        row_bytes = padded_dim(model.head_dim) / FIELDS + SCALE_BYTES
     return SelectionCosts(
         rows=float(config.top_k),
-        index_bytes=(length - config.fixed_static) / config.page * box_bytes,
+        index_bytes=(length - config.fixed_static) * row_bytes,
         neighbours=config.page,
         kernels=KERNELS,
         upkeep_steps=config.update_interval,

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 from tests.builder.compile.cubin import parameter_bytes, sections
+from tests.plugins.cases import CASES as CASES_OF_METHODS
+from tests.plugins.cases import Settings
 from tests.support.random_models import save_random_model
-from tests.support.structs import fields_of, mirrors
+from tests.support.structs import compiled_part, fields_of, mirrors
 
 from kvseek.builder import build
 from kvseek.builder.compile import cuda as compile_cuda
@@ -24,7 +26,7 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError, KernelError
 from kvseek.core.manifest import read_manifest, verify
 from kvseek.engine.model.weight_only_kernels import SHAPES
-from kvseek.plugins.registry import METHODS
+from kvseek.plugins.registry import METHODS, get_method
 
 KERNEL = """
 #include "plugins/attention/scale.cuh"
@@ -44,6 +46,7 @@ struct ScaleArguments {
 };
 }
 """
+NO_SETTINGS: Settings = {}
 SMALL = Specialisation("float16", 128, 4, "toy", (("EXTRA", 2),))
 
 
@@ -68,22 +71,26 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache/kvseek"
 
 
-def config(method: str, dtype: str, head_dim: int, group_size: int, precision: str = "none") -> EngineConfig:
+def config(
+    method: str, dtype: str, head_dim: int, group_size: int, precision: str = "none", settings: Settings = NO_SETTINGS
+) -> EngineConfig:
     model = ModelConfig("llama", 100, 64, 96, 2, 2 * group_size, 2, head_dim, 1e-6, 1e4, 8192)
-    return EngineConfig(model, method, dtype=dtype, device="cuda", weight_only_precision=precision)
+    return EngineConfig(model, method, dict(settings), dtype=dtype, device="cuda", weight_only_precision=precision)
 
 
-def written_kernels(method: str, precision: str = "none") -> dict[str, str]:
+def written_kernels(method: str, precision: str = "none", settings: Settings = NO_SETTINGS) -> dict[str, str]:
     """Name of each kernel of a method's translation unit in the sources, and of the struct that it takes.
 
-    Those of weights of 8 bits are there with such weights alone.
+    Those of weights of 8 bits are there with such weights alone, and those of an option with its macro.
     """
+    macros = macro_names(method, settings)
     (root,) = compile_cuda.package_roots()
     pattern = r"(kvseek_\w+)\(const __grid_constant__ kvseek::(?:\w+::)*(\w+) a\)"
     names = compile_cuda.unit_sources(method, [root])
     texts = [
         (root / name).read_text() for name in names if precision != "none" or name != "engine/model/cuda/weight_only.cu"
     ]
+    texts = [compiled_part(text, macros) for text in texts]
     found = {kernel: arguments for text in texts for kernel, arguments in re.findall(pattern, text)}
     if (
         precision != "none"
@@ -205,44 +212,63 @@ CASES = (
 )
 
 
+def macro_names(method: str, settings: Settings) -> set[str]:
+    """The method's own macros."""
+    entry = get_method(method)
+    return set(entry.traits(entry.configure(dict(settings))).cuda_macros(128, 4))
+
+
 def has_kernels(method: str) -> bool:
     (root,) = compile_cuda.package_roots()
-    return any((root / "plugins" / method).glob("*.cu"))
+    return any((root / "plugins" / method).rglob("*.cu"))
 
 
 # The shared kernels are every method's: `full`, which has none of its own, stands for them, and for 8-bit weights.
 COMPILED = ["full", *filter(has_kernels, METHODS)]
+# Settings for the GPU that have macros which the defaults have not, and so may have kernels of their own.
+OPTIONS = [
+    (method, settings)
+    for method in COMPILED
+    for settings in CASES_OF_METHODS[method].on_gpu.values()
+    if macro_names(method, settings) - macro_names(method, NO_SETTINGS)
+]
+VARIANTS = [*((method, NO_SETTINGS) for method in COMPILED), *OPTIONS]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", COMPILED)
-def test_kernels_compile_for_every_shape_and_architecture(method: str) -> None:
+@pytest.mark.parametrize(("method", "settings"), VARIANTS)
+def test_kernels_compile_for_every_shape_and_architecture(method: str, settings: Settings) -> None:
     def make(case: tuple[str, int, int, str, int]) -> bytes:
         *shape, arch = case
-        return compile_cubin(specialise(config(method, *shape)), arch)
+        return compile_cubin(specialise(config(method, *shape, settings=settings)), arch)
 
     cases = CASES if method == "full" else [(*case[:3], "none", case[4]) for case in CASES]
     with ThreadPoolExecutor(2) as pool:
         images = list(pool.map(make, cases))
     for case, image in zip(cases, images, strict=True):
-        assert set(parameter_bytes(image)) == set(written_kernels(method, case[3])), case
+        assert set(parameter_bytes(image)) == set(written_kernels(method, case[3], settings)), case
 
 
-def struct_fields(struct_name: str, method: str) -> list[tuple[str, type]]:
+def struct_fields(struct_name: str, method: str, macros: set[str]) -> list[tuple[str, type]]:
     """Fields of a struct of a method's kernels as a ctypes.Structure lists them."""
     (root,) = compile_cuda.package_roots()
-    folders = ("plugins/attention", "engine", f"plugins/{method}")
-    paths = [path for folder in folders for path in sorted((root / folder).rglob("*.cu*"))]
-    return fields_of(struct_name, paths)
+
+    def sources(*folders: str) -> list[Path]:
+        return [path for folder in folders for path in sorted((root / folder).rglob("*.cu*"))]
+
+    paths = sources("plugins/attention", "engine", f"plugins/{method}")
+    if not any(f"struct {struct_name} {{" in path.read_text() for path in paths):
+        paths = sources("plugins/codes")  # a kernel that methods with codes share
+    return fields_of(struct_name, paths, macros)
 
 
-@pytest.mark.parametrize("method", COMPILED)
-def test_python_mirrors_every_argument_struct(method: str) -> None:
+@pytest.mark.parametrize(("method", "settings"), VARIANTS)
+def test_python_mirrors_every_argument_struct(method: str, settings: Settings) -> None:
     precision = "int8" if method == "full" else "none"
-    sizes = parameter_bytes(compile_cubin(specialise(config(method, "bfloat16", 128, 4, precision)), 90))
-    structures = mirrors()
-    for kernel, struct_name in written_kernels(method, precision).items():
-        written = struct_fields(struct_name, method)
+    image = compile_cubin(specialise(config(method, "bfloat16", 128, 4, precision, settings)), 90)
+    sizes, structures = parameter_bytes(image), mirrors()
+    for kernel, struct_name in written_kernels(method, precision, settings).items():
+        written = struct_fields(struct_name, method, macro_names(method, settings))
         named = [list(mirror._fields_) for mirror in structures if mirror.__name__ == struct_name]
         assert written in named, f"{kernel}: {struct_name}"
         mirror = type("Mirror", (ctypes.Structure,), {"_fields_": written})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.plugins.index_cases import KV_HEADS, random_keys, random_queries
 
-from kvseek.plugins.prkv.reference import page_lanes, page_scores
+from kvseek.plugins.prkv.summaries import box_lanes, box_scores
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 GROUP, DIM = 3, 32
@@ -16,7 +16,7 @@ def test_a_page_scores_at_least_its_best_key() -> None:
     keys, queries = random_keys(64, DIM), random_queries(KV_HEADS, 2, DIM)
     pages = keys.view(KV_HEADS, 8, 8, DIM)
     boxes = torch.stack((pages.amin(dim=2), pages.amax(dim=2)), dim=2)
-    bounds = page_scores(queries, boxes)
+    bounds = box_scores(queries, boxes)
     exact = (queries @ keys.transpose(1, 2)).view(KV_HEADS, 2, 8, 8).amax(dim=-1)
     assert (bounds >= exact - 1e-4).all()
     by_hand = torch.maximum(queries[:, :, None] * boxes[:, None, :, 0], queries[:, :, None] * boxes[:, None, :, 1])
@@ -29,15 +29,15 @@ def test_a_page_scores_by_centre_and_radius(radius: float) -> None:
     boxes = torch.cat((low, low + torch.rand(KV_HEADS, 9, 1, DIM)), dim=2)
     centre, half = boxes.mean(dim=2), (boxes[:, :, 1] - boxes[:, :, 0]) / 2
     want = queries @ centre.transpose(1, 2) + radius * queries.abs() @ half.transpose(1, 2)
-    torch.testing.assert_close(page_scores(queries, boxes, radius), want)
+    torch.testing.assert_close(box_scores(queries, boxes, radius), want)
 
 
 @pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
 def test_what_a_query_counts_has_its_dtype(reduce: str) -> None:
     """What a query counts is rounded to its own 16 bits, an average's is not."""
     queries = random_queries(KV_HEADS * GROUP, 1, DIM)[:, 0].view(KV_HEADS, GROUP, DIM).bfloat16()
-    lanes, boxes = page_lanes(queries, reduce), random_keys(6, DIM).view(KV_HEADS, 3, 2, DIM).sort(dim=2).values
+    lanes, boxes = box_lanes(queries, reduce), random_keys(6, DIM).view(KV_HEADS, 3, 2, DIM).sort(dim=2).values
     assert lanes.dtype is (torch.float32 if reduce == "mean" else torch.bfloat16)
-    rough, fine = page_scores(lanes, boxes, 0.5), page_scores(lanes.float(), boxes, 0.5)
+    rough, fine = box_scores(lanes, boxes, 0.5), box_scores(lanes.float(), boxes, 0.5)
     assert torch.equal(rough, fine) == (reduce == "mean")
     torch.testing.assert_close(rough, fine, rtol=0, atol=0.05 if reduce != "mean" else 0.0)

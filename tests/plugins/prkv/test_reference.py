@@ -12,8 +12,10 @@ from torch import Tensor
 
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
+from kvseek.plugins.codes.key_codes import encode
+from kvseek.plugins.codes.rotation import padded_dim, rotate, rotation_signs
 from kvseek.plugins.contract import LayerRows
-from kvseek.plugins.prkv.config import Config
+from kvseek.plugins.prkv.config import PAGE_SCORES, Config
 from kvseek.plugins.prkv.costs import costs
 from kvseek.plugins.prkv.method import traits
 from kvseek.plugins.prkv.reference import ReferenceIndex, update_is_due
@@ -25,10 +27,13 @@ from kvseek.plugins.prkv.static import (
     pair_exchange,
     static_first,
 )
+from kvseek.plugins.prkv.summaries import CODE_BITS, Boxes, Codes
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 GROUP, DIM = 3, 32
+SIGNS = {"signs": rotation_signs(0, padded_dim(DIM))}
 SMALL = Config(top_k=64, static_share=0.25, page=8, window_queries=4, update_interval=8)
+SCORES = pytest.mark.parametrize("page_score", PAGE_SCORES)
 
 
 class Case:
@@ -40,7 +45,8 @@ class Case:
         for slot, n in enumerate(lengths):
             context.extents.reserve(slot, n + room)
         self.pool = torch.full((context.extents.capacity, KV_HEADS, 1024, 2, DIM), torch.nan)
-        self.context = replace(context, rows=LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)))
+        rows = LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0))
+        self.context = replace(context, rows=rows, codebooks=SIGNS)
         self.index = ReferenceIndex(self.context)
 
     def rows(self, keys: Tensor, first: int = 0) -> Tensor:
@@ -69,13 +75,26 @@ class Case:
         """Pages that a step selects, int32 [G, entries]."""
         return select_rows(self.index, queries, [slot]).rows[0]
 
-    def check_boxes(self, slot: int) -> None:
+    def check_summaries(self, slot: int) -> None:
+        """Boxes enclose the keys of their pages exactly; codes are those of the rows of their places."""
+        keys = self.context.extents.read(self.pool, slot, self.context.lengths[slot])[:, :, 0]
+        if isinstance(self.index.summaries, Codes):
+            store = self.index.summaries.store
+            want = encode(rotate(keys - store.means[slot, :, None], store.signs), CODE_BITS)
+            found = store.read(slot, keys.shape[1])
+            assert torch.equal(found.high, want.high)
+            assert torch.equal(found.scales, want.scales)
+            return
         n, page = self.context.lengths[slot], self.index.config.page
-        keys = self.context.extents.read(self.pool, slot, n)[:, :, 0]
-        boxes = self.index.by_page(self.index.boxes, slot, n)
+        boxes = self.index.by_page(boxes_of(self.index), slot, n)
         for number in range(boxes.shape[1]):
             own = keys[:, number * page : (number + 1) * page]
             assert torch.equal(boxes[:, number], torch.stack((own.amin(dim=1), own.amax(dim=1)), dim=1)), number
+
+
+def boxes_of(index: ReferenceIndex) -> Tensor:
+    assert isinstance(index.summaries, Boxes)
+    return index.summaries.boxes
 
 
 def window(queries: int = 10, seed: int = 5) -> Tensor:
@@ -166,7 +185,7 @@ def test_a_prompt_is_only_reordered(share: float, rule: str) -> None:
     for head in range(KV_HEADS):
         best = scores[head].argsort(descending=True, stable=True)[:static].sort().values
         assert torch.equal(tokens[head, :static], best)
-    case.check_boxes(0)
+    case.check_summaries(0)
 
 
 def test_the_automatic_share_is_the_overlap_of_first_and_last_query() -> None:
@@ -178,9 +197,10 @@ def test_the_automatic_share_is_the_overlap_of_first_and_last_query() -> None:
     assert automatic_count(opposite, keys, 0.2, 64, 8) == 0
 
 
+@SCORES
 @pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
-def test_the_page_of_a_loud_key_is_selected(reduce: str) -> None:
-    config = Config(top_k=32, static_share=0.25, page=8, group_reduce=reduce, window_queries=4)
+def test_the_page_of_a_loud_key_is_selected(reduce: str, page_score: str) -> None:
+    config = replace(SMALL, top_k=32, group_reduce=reduce, page_score=page_score)
     case = Case(config, [1000])
     keys, queries = 0.1 * random_keys(1000, DIM), random_queries(1, KV_HEADS * GROUP, DIM)
     direction = queries.view(KV_HEADS, GROUP, DIM).mean(dim=1)
@@ -192,9 +212,11 @@ def test_the_page_of_a_loud_key_is_selected(reduce: str) -> None:
     assert pages.shape == (KV_HEADS, 4)
 
 
-def test_an_update_is_a_fresh_choice() -> None:
+@SCORES
+def test_an_update_is_a_fresh_choice(page_score: str) -> None:
     """Scope "all": the rows that come first are those that a prompt with the same last queries would put there."""
-    config = Config(top_k=64, static_share=0.25, page=8, window_queries=4, update_interval=8, update_scope="all")
+    fields = {"window_queries": 4, "update_interval": 8, "update_scope": "all", "page_score": page_score}
+    config = replace(SMALL, **fields)
     case, n = Case(config, [640]), 640
     keys = random_keys(n, DIM)
     case.prompt(0, keys, window())
@@ -210,11 +232,12 @@ def test_an_update_is_a_fresh_choice() -> None:
     assert torch.equal(after.sort(dim=1).values, before.sort(dim=1).values)
     moved = (before != after).sum(dim=1)
     assert (moved <= 32).all(), "at most two places for each new static row"
-    case.check_boxes(0)
+    case.check_summaries(0)
 
 
-def test_a_selected_scope_reads_selected_pages_alone() -> None:
-    case = Case(Config(top_k=64, static_share=0.25, page=8, window_queries=4, update_interval=8), [640])
+@SCORES
+def test_a_selected_scope_reads_selected_pages_alone(page_score: str) -> None:
+    case = Case(replace(SMALL, page_score=page_score), [640])
     case.prompt(0, random_keys(640, DIM), window())
     before, picked = case.tokens(0), torch.zeros(KV_HEADS, 80, dtype=torch.bool)
     for step in range(8):
@@ -225,27 +248,33 @@ def test_a_selected_scope_reads_selected_pages_alone() -> None:
     assert moved.any()
     assert not moved[~picked.repeat_interleave(8, dim=1)].any()
     assert not case.index.by_page(case.index.picked, 0, 640).any(), "counted anew"
-    case.check_boxes(0)
+    case.check_summaries(0)
 
 
+@SCORES
 @pytest.mark.parametrize("evicted", [2, 5, 40])
-def test_appended_keys_become_visible_when_they_are_published(evicted: int) -> None:
-    """Boxes of pages that steps see, one of them begun, are as they were until then."""
-    case, keys, queries = Case(SMALL, [501]), random_keys(501 + evicted, DIM), random_queries(1, KV_HEADS * GROUP, DIM)
+def test_appended_keys_become_visible_when_they_are_published(evicted: int, page_score: str) -> None:
+    """Pages that steps see, one of them begun, score as they did until then, even if a key is loud that joins it."""
+    case = Case(replace(SMALL, page_score=page_score), [501])
+    keys, queries = random_keys(501 + evicted, DIM), random_queries(1, KV_HEADS * GROUP, DIM)
+    keys[:, 501:] *= 20
     case.prompt(0, keys[:, :501], window())
-    before, boxes = case.selected(queries, 0), case.index.by_page(case.index.boxes, 0, 501)
+    before = case.selected(queries, 0)
+    boxes = None if page_score == "codes" else case.index.by_page(boxes_of(case.index), 0, 501)
     case.context.extents.write(case.pool, 0, 501, case.rows(keys[:, 501:], 501))
     case.index.append(0, 501, keys[:, 501:])
     assert torch.equal(case.selected(queries, 0), before)
-    assert torch.equal(case.index.by_page(case.index.boxes, 0, 501), boxes)
+    if boxes is not None:
+        assert torch.equal(case.index.by_page(boxes_of(case.index), 0, 501), boxes)
     case.context.lengths[0] += evicted
     case.index.publish(0, 501, evicted)
-    case.check_boxes(0)
+    case.check_summaries(0)
 
 
-def test_growth_with_updates() -> None:
-    """From a prompt without a single page to 5,000 tokens: places only grow, boxes stay exact."""
-    case = Case(SMALL, [5], room=5100)
+@SCORES
+def test_growth_with_updates(page_score: str) -> None:
+    """From a prompt without a single page to 5,000 tokens: places only grow, summaries stay those of their rows."""
+    case = Case(replace(SMALL, page_score=page_score), [5], room=5100)
     keys = random_keys(5105, DIM)
     case.prompt(0, keys[:, :5], window())
     assert int(case.index.static_rows[0]) == 0
@@ -260,7 +289,7 @@ def test_growth_with_updates() -> None:
     assert torch.equal(tokens.sort(dim=1).values, torch.arange(5105).expand(KV_HEADS, -1))
     found = case.context.extents.read(case.pool, 0, 5105)[:, :, 0]
     assert torch.equal(found, keys.gather(1, tokens[..., None].expand_as(keys)))
-    case.check_boxes(0)
+    case.check_summaries(0)
 
 
 def test_updates_of_layers_take_turns() -> None:
@@ -278,6 +307,7 @@ def test_updates_of_layers_take_turns() -> None:
     [
         ({"top_k": 44}, r"top_k = 44: must be a positive multiple of page = 8"),
         ({"page": 24}, r"page = 24: must be one of \(8, 16, 32, 64, 128\)"),
+        ({"page_score": "key"}, r"page_score = 'key': must be one of \('box', 'codes'\)"),
         ({"static_share": 1.5}, r"static_share = 1.5: must be in \[0, 1\]"),
         ({"share_rule": "half"}, "share_rule = 'half'"),
         ({"box_radius": -0.1}, r"box_radius = -0.1: must be in \[0, 1\]"),
@@ -296,6 +326,8 @@ def test_bad_fields_are_refused(fields: dict[str, object], message: str) -> None
 def test_shapes_that_the_gpu_does_not_support() -> None:
     with pytest.raises(ConfigError, match="head_dim = 80: must be a multiple of 32 up to 256"):
         traits(Config()).cuda_macros(80, 4)
+    with pytest.raises(ConfigError, match="head_dim = 32: must be >= 64 with page_score = 'codes'"):
+        traits(Config(page_score="codes")).cuda_macros(32, 4)
     with pytest.raises(ConfigError, match="top_k = 8192: must be at most 512 pages of 8 rows"):
         traits(Config(top_k=8192, page=8)).cuda_macros(128, 4)
 
@@ -308,3 +340,8 @@ def test_costs() -> None:
     assert costs(Config(), model, 1000, 2).rows == 1000
     index = ReferenceIndex(make_context(Config(), 128, 4, [10]))
     assert index.bytes_per_token == KV_HEADS * (2 * 128 * 4 + 4) / 8
+    for page in (8, 128):
+        codes = Config(page=page, page_score="codes")
+        assert costs(codes, model, 131_072, 2).index_bytes == (131_072 - 512) * 34
+        context = replace(make_context(codes, 128, 4, [10]), codebooks={"signs": rotation_signs(0, 128)})
+        assert ReferenceIndex(context).bytes_per_token == KV_HEADS * (34 + 4 / page) <= KV_HEADS * 40
