@@ -13,10 +13,13 @@ from torch import Tensor
 from kvseek.plugins.attention.device import DeviceAttention, LayerAttention
 from kvseek.plugins.attention.hot_rows import HotRows, empty_frames
 from kvseek.plugins.batch import Batch, RequestState
+from kvseek.plugins.codes.key_codes import encode, leading_bits
+from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.contract import IndexContext, LayerRows
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.device import CudaIndex
 from kvseek.plugins.prkv.reference import ReferenceIndex
+from kvseek.plugins.prkv.summaries import CODE_BITS, Boxes, Codes
 from kvseek.plugins.selection import Selection
 
 # dtype, head_dim, group size, group_reduce, page
@@ -102,8 +105,13 @@ class World:
 def poison(index: CudaIndex | ReferenceIndex) -> None:
     """What nobody may rely on: memory is handed on without being cleared."""
     arrays = index.reference if isinstance(index, CudaIndex) else index
-    for floats in (arrays.boxes, arrays.recent, arrays.pending):
-        floats.fill_(torch.nan)
+    if isinstance(arrays.summaries, Boxes):
+        arrays.summaries.boxes.fill_(torch.nan)
+        arrays.summaries.pending.fill_(torch.nan)
+    elif isinstance(arrays.summaries, Codes):
+        arrays.summaries.store.high.fill_(255)
+        arrays.summaries.store.scales.fill_(torch.nan)
+    arrays.recent.fill_(torch.nan)
     for integers in (arrays.picked, arrays.static_rows, arrays.homes):
         integers.fill_(-77)
     if isinstance(index, CudaIndex):
@@ -208,10 +216,25 @@ def check_attended(world: World, slot: int, n: int, chosen: Tensor, rows: Tensor
         assert torch.equal(own, world.truth[slot][head, tokens.to(world.device)].cpu()), "rows are exact"
 
 
-def check_boxes(world: World, n: int) -> None:
-    """Boxes of pages that are not static enclose their keys exactly."""
-    keys, page = world.places(0)[:, :, 0], world.config.page
-    boxes = world.arrays.by_page(world.arrays.boxes, 0, n).cpu()
-    for number in range(int(world.arrays.static_rows[0]) // page, boxes.shape[1]):
+def boxes_of(world: World, slot: int, places: int) -> Tensor:
+    """Boxes of the pages that a slot's first places occupy: [G, pages, 2, D], on the CPU."""
+    assert isinstance(world.arrays.summaries, Boxes)
+    return world.arrays.by_page(world.arrays.summaries.boxes, slot, places).cpu()
+
+
+def check_summaries(world: World, slot: int, n: int) -> None:
+    """Boxes of pages that are not static enclose their keys exactly; codes are those of the rows of their places."""
+    keys, page = world.places(slot)[:, :n, 0], world.config.page
+    if isinstance(world.arrays.summaries, Codes):
+        store = world.arrays.summaries.store
+        centred = keys.to(world.device).float() - store.means[slot, :, None]
+        want, have = encode(rotate(centred, store.signs), CODE_BITS), store.read(slot, n)
+        apart = (leading_bits(want, CODE_BITS).int() - leading_bits(have, CODE_BITS).int()).abs()
+        assert apart.max() <= 1, "channels at the border of two cells alone differ"
+        assert apart.sum() <= 1e-4 * apart.numel() + 2
+        torch.testing.assert_close(have.scales, want.scales, rtol=1e-2, atol=0)
+        return
+    boxes = boxes_of(world, slot, n)
+    for number in range(int(world.arrays.static_rows[slot]) // page, boxes.shape[1]):
         own = keys[:, number * page : (number + 1) * page]
         assert torch.equal(boxes[:, number], torch.stack((own.amin(dim=1), own.amax(dim=1)), dim=1)), number

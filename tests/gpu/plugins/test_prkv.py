@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.gpu.plugins.prkv_world import (
@@ -9,7 +11,9 @@ from tests.gpu.plugins.prkv_world import (
     SHAPES,
     World,
     attend,
+    boxes_of,
     check_attended,
+    check_summaries,
     make_pair,
     random_rows,
     token_numbers,
@@ -17,23 +21,28 @@ from tests.gpu.plugins.prkv_world import (
 from torch import Tensor
 
 from kvseek.measurement.gpu_kernels import method_kernels
-from kvseek.plugins.prkv.config import Config
+from kvseek.plugins.prkv.config import PAGE_SCORES, Config
 from kvseek.plugins.prkv.device import CudaIndex
 from kvseek.plugins.prkv.observe import observe
-from kvseek.plugins.prkv.reference import page_lanes, page_scores
 from kvseek.plugins.prkv.static import observation_scores
+from kvseek.plugins.prkv.summaries import Codes, box_lanes, box_scores
 from kvseek.plugins.shared.group import reduce_scores
 
 pytestmark = pytest.mark.gpu
+# Codes are of 64 channels or more.
+SCORED_SHAPES = [
+    *((*shape, "box") for shape in SHAPES),
+    *((*shape, "codes") for shape in SHAPES if shape[1] >= 64),
+]
 
 
 @pytest.mark.parametrize("rule", ["fixed", "auto"])
-@pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page"), SHAPES)
+@pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page", "page_score"), SCORED_SHAPES)
 def test_prompts_are_arranged_as_by_the_reference(
-    dtype: str, dim: int, group: int, reduce: str, page: int, rule: str
+    dtype: str, dim: int, group: int, reduce: str, page: int, page_score: str, rule: str
 ) -> None:
     torch.manual_seed(dim + group)
-    config = Config(top_k=512, page=page, group_reduce=reduce, share_rule=rule)
+    config = Config(top_k=512, page=page, page_score=page_score, group_reduce=reduce, share_rule=rule)
     expected, found = make_pair(config, dtype, dim, group, [1, 1023, 1025, 5000])
     for slot, n in enumerate([1, 1023, 1025, 5000]):
         want, have = expected.arrays.static_rows[slot].item(), found.arrays.static_rows[slot].item()
@@ -47,8 +56,10 @@ def test_prompts_are_arranged_as_by_the_reference(
             for a, b in zip(tokens[:, :have], token_numbers(expected.places(slot))[:, :have], strict=True)
         ]
         assert all(count >= 0.97 * min(want, have) for count in same), "near ties alone differ"
-        keys = found.places(slot)[:, :, 0]
-        boxes = found.arrays.by_page(found.arrays.boxes, slot, n).cpu()
+        if page_score == "codes":
+            check_summaries(found, slot, n)
+            continue
+        keys, boxes = found.places(slot)[:, :, 0], boxes_of(found, slot, n)
         for number in range(-(-n // page)):
             own = keys[:, number * page : (number + 1) * page]
             assert torch.equal(boxes[:, number], torch.stack((own.amin(dim=1), own.amax(dim=1)), dim=1))
@@ -57,10 +68,12 @@ def test_prompts_are_arranged_as_by_the_reference(
 @pytest.mark.parametrize(
     ("lengths", "radius"), [([600, 513], 1.0), ([5000, 1024, 1025], 0.4), ([70_000, 3], 0.5)], ids=str
 )
-@pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page"), SHAPES)
-def test_selection(dtype: str, dim: int, group: int, reduce: str, page: int, lengths: list[int], radius: float) -> None:
+@pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page", "page_score"), SCORED_SHAPES)
+def test_selection(
+    dtype: str, dim: int, group: int, reduce: str, page: int, page_score: str, lengths: list[int], radius: float
+) -> None:
     torch.manual_seed(dim + group + len(lengths))
-    config = Config(top_k=512, page=page, group_reduce=reduce, box_radius=radius)
+    config = Config(top_k=512, page=page, page_score=page_score, group_reduce=reduce, box_radius=radius)
     found = World(config, dtype, dim, group, lengths)
     for slot, n in enumerate(lengths):
         found.prompt(slot, random_rows(n, dim, found.dtype), torch.randn(KV_HEADS * group, 100, dim).to(found.dtype))
@@ -72,12 +85,13 @@ def test_selection(dtype: str, dim: int, group: int, reduce: str, page: int, len
         check_request(found, queries[request], slot, selection.rows[request].cpu())
 
 
+@pytest.mark.parametrize("page_score", PAGE_SCORES)
 @pytest.mark.parametrize("config", [Config(), Config(top_k=4096, page=8, static_share=0.0)], ids=["default", "most"])
-def test_selection_of_many_pages(config: Config) -> None:
+def test_selection_of_many_pages(config: Config, page_score: str) -> None:
     """More than 32 pages, and as many as threads: each thread is a group of its own (best.cuh)."""
     torch.manual_seed(6)
     lengths = [5000, 70_000]
-    world = World(config, "bfloat16", 128, 4, lengths)
+    world = World(replace(config, page_score=page_score), "bfloat16", 128, 4, lengths)
     for slot, n in enumerate(lengths):
         world.prompt(slot, random_rows(n, 128, world.dtype), torch.randn(KV_HEADS * 4, 64, 128).bfloat16())
     queries = (2 * torch.randn(2, KV_HEADS * 4, 128)).bfloat16()
@@ -86,15 +100,22 @@ def test_selection_of_many_pages(config: Config) -> None:
         check_request(world, queries[slot], slot, rows[slot])
 
 
+def page_scores(world: World, queries: Tensor, slot: int) -> Tensor:
+    """Scores of all pages of a slot for queries [G, g, D], computed as the reference does, on the CPU."""
+    n, config = world.context.lengths[slot], world.config
+    if isinstance(world.arrays.summaries, Codes):  # codes are the GPU's: their own test compares them
+        return world.arrays.summaries.scores(queries.to(world.device), slot, n, 0).cpu()
+    return box_scores(box_lanes(queries, config.group_reduce), boxes_of(world, slot, n), config.box_radius)
+
+
 def check_request(world: World, queries: Tensor, slot: int, rows: Tensor) -> None:
     """Static places, then whole pages that no better page was passed over for."""
     config, n = world.config, world.context.lengths[slot]
     static, page = int(world.arrays.static_rows[slot].item()), config.page
     assert torch.equal(rows[:, :static], torch.arange(static, dtype=torch.int32).expand(KV_HEADS, -1))
-    boxes = world.arrays.by_page(world.arrays.boxes, slot, n).cpu()[:, static // page :]
-    lanes = page_lanes(queries.view(KV_HEADS, -1, world.dim), config.group_reduce)
-    values = reduce_scores(page_scores(lanes, boxes, config.box_radius), config.group_reduce, world.context.scaling)
-    wanted = min(boxes.shape[1], (config.top_k - static) // page)
+    scores = page_scores(world, queries.view(KV_HEADS, -1, world.dim), slot)[..., static // page :]
+    values = reduce_scores(scores, config.group_reduce, world.context.scaling)
+    wanted = min(values.shape[1], (config.top_k - static) // page)
     for head in range(KV_HEADS):
         chosen = rows[head, static:].view(-1, page)
         pages = chosen[:wanted, 0] // page
@@ -102,11 +123,11 @@ def check_request(world: World, queries: Tensor, slot: int, rows: Tensor) -> Non
         places = pages[:, None] * page + torch.arange(page)
         assert torch.equal(chosen[:wanted], torch.where(places < n, places, -1).int()), "pages are whole"
         assert (chosen[wanted:] == -1).all()
-        picked = torch.zeros(boxes.shape[1], dtype=torch.bool)
+        picked = torch.zeros(values.shape[1], dtype=torch.bool)
         picked[pages.long() - static // page] = True
         smallest = torch.where(picked, values[head], torch.inf).min()
         largest = torch.where(picked, -torch.inf, values[head]).max()
-        # Bounds are sums of products that cancel: their rounding is that of the largest terms.
+        # Scores are sums of products that cancel: their rounding is that of the largest terms.
         tolerance = 1e-4 * values[head].abs().max()
         assert largest <= smallest + tolerance
 
@@ -159,34 +180,39 @@ def test_a_step_records_its_queries_and_counts_its_pages() -> None:
             assert torch.equal(picked[head], chosen), "those that are not static"
 
 
-def test_evicted_keys_become_visible_when_they_are_published() -> None:
+@pytest.mark.parametrize("page_score", PAGE_SCORES)
+def test_evicted_keys_become_visible_when_they_are_published(page_score: str) -> None:
     torch.manual_seed(2)
     old, new = 1003, 256
     rows = random_rows(old + new, 128, torch.bfloat16)
     queries = torch.randn(KV_HEADS * 4, 64, 128).bfloat16()
-    world = World(Config(top_k=256), "bfloat16", 128, 4, [old], room=new)
+    world = World(Config(top_k=256, page_score=page_score), "bfloat16", 128, 4, [old], room=new)
     world.prompt(0, rows[:, :old], queries)
     probe = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
     before = world.select(probe, [0]).rows
-    boxes = world.arrays.by_page(world.arrays.boxes, 0, old)
+    boxes = None if page_score == "codes" else boxes_of(world, 0, old)
     world.index.append(0, old, rows[:, old:, 0].cuda())
     assert torch.equal(world.select(probe, [0]).rows, before)
-    assert torch.equal(world.arrays.by_page(world.arrays.boxes, 0, old), boxes), "not even the last page has changed"
+    assert boxes is None or torch.equal(boxes_of(world, 0, old), boxes), "not even the last page has changed"
     world.context.lengths[0] = old + new
     world.index.publish(0, old, new)
     world.context.extents.write(world.pool, 0, old, rows[:, old:])
     keys, page = world.places(0)[:, :, 0], world.config.page
     assert old % page, "some keys join a page that others began"
-    found = world.arrays.by_page(world.arrays.boxes, 0, old + new).cpu()
+    if page_score == "codes":
+        check_summaries(world, 0, old + new)
+        return
+    found = boxes_of(world, 0, old + new)
     for number in range(found.shape[1]):
         own = keys[:, number * page : (number + 1) * page]
         assert torch.equal(found[:, number], torch.stack((own.amin(dim=1), own.amax(dim=1)), dim=1)), number
 
 
-def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None:
+@pytest.mark.parametrize("page_score", PAGE_SCORES)
+def test_a_captured_selection_follows_lengths_and_skips_dense_requests(page_score: str) -> None:
     torch.manual_seed(3)
     lengths = [3000, 40_000, 12_000]
-    world = World(Config(), "bfloat16", 128, 4, lengths)
+    world = World(Config(page_score=page_score), "bfloat16", 128, 4, lengths)
     for slot, n in enumerate(lengths):
         world.prompt(slot, random_rows(n, 128, world.dtype), torch.randn(KV_HEADS * 4, 64, 128).bfloat16())
     queries = torch.randn(3, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
@@ -209,10 +235,11 @@ def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None
     assert rows[0].max() < 2000
 
 
+@pytest.mark.parametrize("page_score", PAGE_SCORES)
 @pytest.mark.parametrize("n", [20_000, 530_000])
-def test_equal_pages_are_taken_in_order(n: int) -> None:
+def test_equal_pages_are_taken_in_order(n: int, page_score: str) -> None:
     """All scores are equal."""
-    world = World(Config(static_share=0.0), "bfloat16", 64, 2, [n])
+    world = World(Config(static_share=0.0, page_score=page_score), "bfloat16", 64, 2, [n])
     rows = torch.ones(KV_HEADS, n, 2, 64, dtype=torch.bfloat16)
     world.prompt(0, rows, torch.randn(KV_HEADS * 2, 64, 64).bfloat16())
     queries = torch.randn(1, KV_HEADS * 2, 64, dtype=torch.bfloat16, device="cuda")
@@ -248,3 +275,17 @@ def test_observation_scores(dtype: str, dim: int, group: int, reduce: str, page:
         torch.testing.assert_close(found, observation_scores(queries, keys, dim**-0.5, mask), rtol=1e-3, atol=1e-7)
         found = observe(kernels, queries.cuda(), keys.cuda(), dim**-0.5).cpu()
         torch.testing.assert_close(found, observation_scores(queries, keys, dim**-0.5), rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("page_score", PAGE_SCORES)
+def test_an_infinite_query_hurts_no_other_request(page_score: str) -> None:
+    torch.manual_seed(6)
+    world = World(Config(top_k=256, page_score=page_score), "bfloat16", 128, 4, [9000] * 3)
+    for slot in range(3):
+        world.prompt(slot, random_rows(9000, 128, world.dtype), torch.randn(KV_HEADS * 4, 64, 128).bfloat16())
+    queries = torch.randn(3, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
+    want = world.select(queries, [0, 1, 2]).rows.clone()
+    queries[0, :, 5], queries[1, 0, 0] = float("inf"), float("nan")
+    rows = world.select(queries, [0, 1, 2]).rows
+    assert torch.equal(rows[2], want[2])
+    assert ((rows >= 0) & (rows < 9000)).all()

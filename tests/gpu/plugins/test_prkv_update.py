@@ -13,7 +13,7 @@ from tests.gpu.plugins.prkv_world import (
     World,
     attend,
     check_attended,
-    check_boxes,
+    check_summaries,
     make_pair,
     random_rows,
     token_numbers,
@@ -21,18 +21,29 @@ from tests.gpu.plugins.prkv_world import (
 from torch import Tensor
 
 from kvseek.core.streams import SideStream, Ticket
-from kvseek.plugins.prkv.config import Config
+from kvseek.plugins.prkv.config import PAGE_SCORES, Config
 from kvseek.plugins.prkv.device import CudaIndex
+from kvseek.plugins.prkv.summaries import Boxes, Codes
 from kvseek.plugins.prkv.update import PUBLISH_STEPS
 
 pytestmark = pytest.mark.gpu
 
 
+def copy_summaries(source: World, target: World) -> None:
+    summaries, others = source.arrays.summaries, target.arrays.summaries
+    if isinstance(summaries, Boxes) and isinstance(others, Boxes):
+        others.boxes.copy_(summaries.boxes)
+    elif isinstance(summaries, Codes) and isinstance(others, Codes):
+        for name in ("high", "scales", "means"):
+            getattr(others.store, name).copy_(getattr(summaries.store, name))
+
+
+@pytest.mark.parametrize("page_score", PAGE_SCORES)
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("scope", ["all", "selected"])
 @pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page"), SHAPES[:5])
 def test_an_update_is_that_of_the_reference(
-    dtype: str, dim: int, group: int, reduce: str, page: int, scope: str, on_host: bool
+    dtype: str, dim: int, group: int, reduce: str, page: int, scope: str, on_host: bool, page_score: str
 ) -> None:
     """Same queries, same pages counted: then the same static set, but for near ties."""
     torch.manual_seed(dim)
@@ -40,6 +51,7 @@ def test_an_update_is_that_of_the_reference(
         top_k=512,
         static_share=0.25,
         page=page,
+        page_score=page_score,
         group_reduce=reduce,
         update_scope=scope,
         update_pages=20,
@@ -49,8 +61,9 @@ def test_an_update_is_that_of_the_reference(
     n = 4001
     expected, found = make_pair(config, dtype, dim, group, [n], on_host)
     found.pool.copy_(expected.pool)  # near ties at the prompt: the reference's order for both
-    for name in ("boxes", "static_rows", "homes"):
+    for name in ("static_rows", "homes"):
         getattr(found.arrays, name).copy_(getattr(expected.arrays, name))
+    copy_summaries(expected, found)
     queries = torch.randn(8, 1, KV_HEADS * group, dim).to(found.dtype)
     for step in range(8):
         expected.select(queries[step], [0])
@@ -73,7 +86,7 @@ def test_an_update_is_that_of_the_reference(
     for head in range(KV_HEADS):
         same = len(set(want[head, :128].tolist()) & set(have[head, :128].tolist()))
         assert same >= 124, "near ties alone differ"
-    check_boxes(found, n)
+    check_summaries(found, 0, n)
     assert not found.arrays.by_page(found.arrays.picked, 0, n // page * page).any()
 
 
@@ -87,15 +100,15 @@ class Step:
     rows: Tensor
 
 
+@pytest.mark.parametrize("page_score", PAGE_SCORES)
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("scope", ["all", "selected"])
-def test_every_step_sees_one_order(scope: str, on_host: bool) -> None:
+def test_every_step_sees_one_order(scope: str, on_host: bool, page_score: str) -> None:
     """Steps, evictions, updates and reopened slots, interleaved at random; nothing waits for the side streams."""
     torch.manual_seed(4)
     chance = random.Random(4)
-    config = Config(
-        top_k=256, static_share=0.25, page=16, update_scope=scope, update_pages=24, window_queries=4, update_interval=5
-    )
+    fields = {"update_scope": scope, "update_pages": 24, "window_queries": 4, "update_interval": 5}
+    config = Config(top_k=256, static_share=0.25, page=16, page_score=page_score, **fields)  # type: ignore[arg-type]
     world = World(config, "bfloat16", 64, 3, [900, 1500, 2311], room=3000, on_host=on_host)
     index = world.index
     assert isinstance(index, CudaIndex)
