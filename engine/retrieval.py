@@ -42,6 +42,7 @@ class Retrieval:
         self.observer = Observer()
         self.hot_rows = hot_rows
         self._builds = InFlight(BUILDS_IN_FLIGHT)
+        self._selecting: set[int] = set()  # slots that did not attend to everything in their last step
         self._effort = lru_cache(maxsize=1024)(self._effort_of)  # a slot's length changes only at evictions
 
     # A prompt: `expect`, then `store_layer` of every layer in order, then `finish_indexes`; `finish_rows` before a step.
@@ -95,6 +96,7 @@ class Retrieval:
             dense = self.cache.tokens[slot] < self.cache.config.full_threshold or effort.rows >= length
             state = self.cache.state(slot, token, effort.numbers, dense)
             states.append(state)
+            (self._selecting.discard if dense else self._selecting.add)(slot)
             attended.append(state.sink_rows + state.ring_rows + (length if dense else effort.rows))
         return states, attended
 
@@ -117,10 +119,11 @@ class Retrieval:
         self.cache.end_step(slots, self.indexes)
 
     def refresh(self, slots: Sequence[int]) -> None:
-        """Do the indexes' upkeep that is due for these slots."""
+        """Do the upkeep that is due for these slots; there is none for a slot that attended to everything in its last step."""
         self.observer.step_ended(slots)
+        selecting = [slot for slot in slots if slot in self._selecting]
         for index in self.indexes:
-            index.refresh(slots)
+            index.refresh(selecting)
 
     def _effort_of(self, length: int) -> Effort:
         """Compute a step's effort over a retrieval region of `length` tokens; its rows are averaged over the layers."""

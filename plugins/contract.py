@@ -198,7 +198,7 @@ class Index(ABC):
         return attention(queries, batch, selection)
 
     def refresh(self, slots: Sequence[int]) -> None:  # noqa: B027  most methods have no upkeep
-        """Do upkeep that is due after a decode step of these slots, off the critical path.
+        """Do upkeep that is due after a decode step of these slots, off the critical path. None of them attended to everything.
 
         On a GPU this starts side work that is due, and publishes on the current stream the results of side work that has ended,
         so that a step sees either the old state or the new one.

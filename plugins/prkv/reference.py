@@ -171,7 +171,7 @@ class ReferenceIndex(Index):
                 self._update(slot)
 
     def count_step(self, slot: int) -> bool:
-        """Count a decode step of a slot; returns whether an update of its static set is due after it."""
+        """Count a decode step of a slot that selected rows; returns whether an update of its static set is due after it."""
         self._steps[slot] += 1
         return update_is_due(self.config, self.context.layer, self._steps[slot])
 
@@ -225,7 +225,7 @@ def ordered(keys: Tensor, order: Tensor | None) -> Tensor:
 def update_is_due(config: Config, layer: int, steps: int) -> bool:
     """Whether a slot's static set is chosen anew after `steps` decode steps; layers take turns.
 
-    The first update waits until the observation window can be full of decode steps' queries. Steps that attended to everything
-    record no query; for those the prompt's last queries stay in the window.
+    The first update waits until the observation window is full of decode steps' queries. Steps that attended to everything
+    record no query, and are not counted: a request that is short all the time is never updated.
     """
     return steps >= config.window_queries and (steps - STAGGER * layer) % config.update_interval == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -46,6 +47,13 @@ class SideIndex(KeyList):
 
     def effort(self, length: int) -> Effort:
         return Effort(10.0 * (self.context.layer + 1), (length, self.context.layer))
+
+
+class UpkeptIndex(SideIndex):
+    """Notes the slots whose upkeep it is asked for."""
+
+    def refresh(self, slots: Sequence[int]) -> None:
+        self.waits += slots
 
 
 class Forgetful:
@@ -124,3 +132,22 @@ def test_what_a_step_attends_to(retrieval: Retrieval) -> None:
     assert [state.dense for state in states] == [False, True, True]
     assert attended == [4 + 9 + 20, 29, 32]
     assert [state.numbers for state in states] == [(88, 0), (16, 0), (19, 0)], "the first layer's: alike in all"
+
+
+def test_upkeep_is_for_slots_that_select(waits: list[int]) -> None:
+    """A slot attends to everything while it is short: in its 30th token's step it selects rows for the first time."""
+    index = UpkeptIndex(0, make_cache(CONFIG))
+    index.waits = waits
+    retrieval = Retrieval(CONFIG, make_cache(CONFIG), [index], [])
+    for slot, tokens in enumerate((TOKENS, 28)):
+        read(retrieval, slot, 1, tokens)
+        retrieval.finish_indexes(slot)
+    upkept = []
+    for _ in range(3):
+        waits.clear()
+        retrieval.begin_step([7, 8], [0, 1])
+        retrieval.refresh([0, 1])
+        upkept.append(list(waits))
+    assert upkept == [[0], [0, 1], [0, 1]]
+    retrieval.refresh([1])
+    assert waits[-1] == 1
