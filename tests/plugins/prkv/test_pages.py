@@ -1,12 +1,18 @@
-"""What PRKV's pages score: the paper's bound, and what lies below it."""
+"""What PRKV's pages score: the paper's bound, what lies below it, and what codes of their rows estimate."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
-from tests.plugins.index_cases import KV_HEADS, random_keys, random_queries
+from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries
 
-from kvseek.plugins.prkv.summaries import box_lanes, box_scores
+from kvseek.plugins.codes.key_codes import round_lanes
+from kvseek.plugins.codes.rotation import rotate, rotation_signs
+from kvseek.plugins.prkv.config import Config
+from kvseek.plugins.prkv.summaries import Codes, box_lanes, box_scores
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 GROUP, DIM = 3, 32
@@ -41,3 +47,32 @@ def test_what_a_query_counts_has_its_dtype(reduce: str) -> None:
     rough, fine = box_scores(lanes, boxes, 0.5), box_scores(lanes.float(), boxes, 0.5)
     assert torch.equal(rough, fine) == (reduce == "mean")
     torch.testing.assert_close(rough, fine, rtol=0, atol=0.05 if reduce != "mean" else 0.0)
+
+
+@pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
+def test_a_page_scores_by_codes_what_its_rows_weigh(reduce: str) -> None:
+    """Row by row: what the codes estimate of q·(k - mean), and what the rows of a page weigh together. The last has three."""
+    page, n = 16, 16 * 5 + 3
+    config = Config(top_k=64, page=page, page_score="codes", group_reduce=reduce)
+    context = replace(make_context(config, DIM, GROUP, [n]), codebooks={"signs": rotation_signs(0, DIM)})
+    codes, keys = Codes(context), random_keys(n, DIM)
+    codes.store.scales.fill_(torch.nan)
+    codes.build(0, keys)
+    queries = random_queries(KV_HEADS, GROUP, DIM)
+    scores = codes.scores(queries, 0, n, 2)
+    assert scores.shape == (KV_HEADS, 1 if reduce == "mean" else GROUP, 4)
+    for head in range(KV_HEADS):
+        centred = keys[head] - keys[head].mean(dim=0)
+        lanes = queries[head].mean(dim=0, keepdim=True) if reduce == "mean" else queries[head]
+        for lane, query in enumerate(round_lanes(rotate(lanes, codes.store.signs)).integers):
+            step = float(rotate(lanes[lane], codes.store.signs).abs().max() / 127)
+            for number in range(2, 6):
+                weight = 0.0
+                for place in range(number * page, min(n, number * page + page)):
+                    rotated = rotate(centred[place], codes.store.signs)
+                    cells = (rotated * DIM**0.5 / rotated.norm()).floor().clamp(-2, 1) + 0.5
+                    scale = float((rotated.square().sum() / (cells * rotated).sum()).half())
+                    weight += math.exp(scale * step * float(cells @ query) * context.scaling)
+                assert float(scores[head, lane, number - 2]) == pytest.approx(
+                    math.log(weight) / context.scaling, abs=1e-3
+                )
