@@ -27,6 +27,7 @@ from kvseek.measurement.variants import Variant, parse_variants
 from kvseek.plugins.codes.store import CodeStore
 from kvseek.plugins.ctkvr.build import largest
 from kvseek.plugins.measurements.stages import Stage, Stages, by_place
+from kvseek.plugins.prkv.summaries import Summaries
 
 STEPS = 4
 TELLING = [method for method, cases in CASES.items() if cases.losses is not None]
@@ -75,7 +76,7 @@ def test_stages_keep_what_is_selected_and_do_not_change_the_index(method: str) -
 def contents(index: Any) -> dict[str, Any]:
     """All of an index, or of a part of one, that can change; the context and the pool are the engine's."""
     return {
-        name: contents(value) if isinstance(value, CodeStore) else value
+        name: contents(value) if isinstance(value, CodeStore | Summaries) else value
         for name, value in vars(index).items()
         if name not in ("context", "rows", "observe")
     }

@@ -61,7 +61,7 @@ inline void start() {
 }
 
 // Show the others some words, and let all of them come here.
-inline unsigned (&meet(const unsigned* words, int count))[SIZE][WORDS] {
+inline unsigned (&meet(const unsigned* words, int count)) [SIZE][WORDS] {
     const unsigned own = threadIdx.x;
     auto& shown = board[meetings[own]++ % 2];
     std::copy(words, words + count, shown[own]);
@@ -193,7 +193,8 @@ inline void multiply_16x8x32(int (&c)[4], const unsigned (&a)[4], unsigned b0, u
         for (int k = 0; k < 32; k++) {  // row g or g + 8 of a, column 2t or 2t + 1 of b
             const unsigned member = k % 16 / 4, shift = 8 * (k % 4);
             const unsigned row = shown[g * 4 + member][k / 16 * 2 + i / 2] >> shift & 255;
-            const auto column = static_cast<std::int8_t>(shown[(2 * t + i % 2) * 4 + member][4 + k / 16] >> shift & 255);
+            const auto column =
+                static_cast<std::int8_t>(shown[(2 * t + i % 2) * 4 + member][4 + k / 16] >> shift & 255);
             c[i] += static_cast<int>(row) * column;
         }
 }

@@ -1,8 +1,8 @@
 // Scores of pages (Codes.scores in summaries.py) by codes of 2 bits of their rows, on tensor cores, by one warp.
 //
-// A page's score for a lane is log2 of the sum of 2^x over its rows, x being the row's estimate of q·k times the softmax
-// scale and log2 e: what the page would weigh in the softmax over all rows. The numbers are the same for any dtype of
-// rows. The same interface as bounds_tensor.cuh.
+// A page's score for a lane is log2 of the sum of 2^x over its rows, x being the row's estimate of q·k times the
+// softmax scale and log2 e: what the page would weigh in the softmax over all rows. The numbers are the same for any
+// dtype of rows. The same interface as bounds_tensor.cuh.
 #pragma once
 
 #include "plugins/codes/cuda/products.cuh"
@@ -11,8 +11,8 @@
 namespace kvseek {
 namespace prkv {
 
-// With g = lane / 4 and t = lane % 4, this lane estimates keys 8 k + g of a unit, k = 0 .. ROWS - 1, for the query heads
-// of columns t.
+// With g = lane / 4 and t = lane % 4, this lane estimates keys 8 k + g of a unit, k = 0 .. ROWS - 1, for the query
+// heads of columns t.
 class Estimates {
     using Columns = codes::Columns<LANES>;
     static constexpr int TILES = UNIT / codes::TILE;  // products of a unit
@@ -20,7 +20,8 @@ class Estimates {
     static constexpr int UNITS = TILE * PAGE / UNIT;  // of TILE pages
     static constexpr int PARTS = TILE;                // pages that a unit has rows of
     static constexpr int EACH_ROWS = ROWS / PARTS;    // of a page
-    static_assert(TILE * PAGE % UNIT == 0 && PARTS <= ROWS && ROWS == 8, "a unit is whole pages, or a page whole units");
+    static_assert(TILE * PAGE % UNIT == 0 && PARTS <= ROWS && ROWS == 8,
+                  "a unit is whole pages, or a page whole units");
 
     // What a warp has on its way: the codes of UNIT keys, and the scales of this thread's keys.
     struct Unit {
@@ -143,7 +144,8 @@ class Estimates {
                 for (int part = 0; part < PARTS; ++part) {
                     float largest = -1e30f, sum = 0.0f;  // a finite number, so that no difference of infinities occurs
 #pragma unroll
-                    for (int k = 0; k < EACH_ROWS; ++k) largest = fmaxf(largest, exponents[tile][i][part * EACH_ROWS + k]);
+                    for (int k = 0; k < EACH_ROWS; ++k)
+                        largest = fmaxf(largest, exponents[tile][i][part * EACH_ROWS + k]);
 #pragma unroll
                     for (int k = 0; k < EACH_ROWS; ++k)
                         sum += power_of_two(exponents[tile][i][part * EACH_ROWS + k] - largest);

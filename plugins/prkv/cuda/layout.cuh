@@ -20,8 +20,8 @@ constexpr int MEAN = 0, MAX = 1;  // of GROUP_REDUCTIONS; 2 is the mean of softm
 constexpr int REDUCTION = PRKV_REDUCTION;
 constexpr int LANES = REDUCTION == MEAN ? 1 : GROUP;  // queries that score pages on their own
 constexpr int PAGES_OF_EXTENT = EXTENT_TOKENS / PAGE;
-constexpr int BOX = 2 * DIM;                         // numbers of a box: the smallest, then the largest
-constexpr int ROW = 2 * DIM;                         // numbers of a row: the key, then the value
+constexpr int BOX = 2 * DIM;  // numbers of a box: the smallest, then the largest
+constexpr int ROW = 2 * DIM;  // numbers of a row: the key, then the value
 // Pages that a warp scores at once; they lie in one extent.
 #ifdef PRKV_CODES
 constexpr int UNIT = 64;  // keys whose codes a warp has on their way
@@ -29,7 +29,7 @@ constexpr int TILE = PAGE < UNIT ? UNIT / PAGE : 1;
 #else
 constexpr int TILE = PAGES_OF_EXTENT < 16 ? 8 : 16;
 #endif
-constexpr int THREADS = DIM <= 128 ? 512 : 256;      // of the selection: a thread holds the numbers of a tile
+constexpr int THREADS = DIM <= 128 ? 512 : 256;  // of the selection: a thread holds the numbers of a tile
 constexpr int WARPS = THREADS / 32;
 constexpr float LOG2_E = 1.4426950408889634f;
 

@@ -59,7 +59,8 @@ __device__ __forceinline__ bool arrive_last(const SelectArguments& a, const Task
 }  // namespace prkv
 }  // namespace kvseek
 
-// grid: chunks, tasks. Boxes or codes, static rows and requests were written before the step: they are read before the wait.
+// grid: chunks, tasks. Boxes or codes, static rows and requests were written before the step: they are read before the
+// wait.
 extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
     kvseek_prkv_select(const __grid_constant__ kvseek::prkv::SelectArguments a) {
     using namespace kvseek;
@@ -83,8 +84,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
             a, [&](int page) { return first + page >= first_page && first + page < pages; },
             [&](int page, int lane, float score) { scores[page * LANES + lane] = score; },
             [&] {
-                if (tiles.number + tiles.stride < tiles.last)
-                    scorer.load(a, task, first + tiles.stride * TILE);
+                if (tiles.number + tiles.stride < tiles.last) scorer.load(a, task, first + tiles.stride * TILE);
             });
     }
     allow_later_kernels();

@@ -19,13 +19,13 @@ struct SelectArguments {
 #else
     const Number* boxes;  // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
 #endif
-    const int* static_rows;   // [slots]
-    float* scores;            // [extents, kv_heads, PAGES_OF_EXTENT, LANES] of the pages
-    float2* normalisers;      // [tasks, chunks, LANES] largest exponent, sum of the powers relative to it
-    int* finished;            // [tasks] CTAs that are done; 0 between launches
-    int* picked;              // [extents, kv_heads, PAGES_OF_EXTENT] selections of each page
-    Number* recent;           // [slots, window_queries, kv_heads * GROUP, HEAD_DIM] last queries
-    int* rows;                // [batch, kv_heads, top_k] result
+    const int* static_rows;  // [slots]
+    float* scores;           // [extents, kv_heads, PAGES_OF_EXTENT, LANES] of the pages
+    float2* normalisers;     // [tasks, chunks, LANES] largest exponent, sum of the powers relative to it
+    int* finished;           // [tasks] CTAs that are done; 0 between launches
+    int* picked;             // [extents, kv_heads, PAGES_OF_EXTENT] selections of each page
+    Number* recent;          // [slots, window_queries, kv_heads * GROUP, HEAD_DIM] last queries
+    int* rows;               // [batch, kv_heads, top_k] result
     int kv_heads, max_extents, top_k, window_queries;
     float scaling;  // softmax scale
 #ifndef PRKV_CODES

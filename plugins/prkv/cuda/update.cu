@@ -23,24 +23,24 @@ struct GatherArguments {
 // Mirrored field by field in update.py.
 struct PublishArguments {
     Number* pool;
-    const int* table;         // [max_extents] of the slot
-    const int* leaving;       // [kv_heads, pairs] static place of each pair, or -1
-    const int* entering;      // [kv_heads, pairs] the other place
-    const Number* entered;    // [kv_heads, pairs, 2, HEAD_DIM] row of the other place of each pair, until now
-    const Number* left;       // [kv_heads, pairs, 2, HEAD_DIM] row of the static place of each pair, until now
+    const int* table;       // [max_extents] of the slot
+    const int* leaving;     // [kv_heads, pairs] static place of each pair, or -1
+    const int* entering;    // [kv_heads, pairs] the other place
+    const Number* entered;  // [kv_heads, pairs, 2, HEAD_DIM] row of the other place of each pair, until now
+    const Number* left;     // [kv_heads, pairs, 2, HEAD_DIM] row of the static place of each pair, until now
 #ifndef PRKV_CODES
     const Number* new_boxes;  // [kv_heads, pairs, 2, HEAD_DIM] box of the page of each other place, from now on
 #endif
-    const int* count;         // [1] static rows from now on
+    const int* count;  // [1] static rows from now on
 #ifdef PRKV_CODES
     unsigned char* high;  // [extents, kv_heads, 1024, codes::FIELD] codes of 2 bits
     __half* scales;       // [extents, kv_heads, 1024]
 #else
     Number* boxes;  // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
 #endif
-    FrameNumber* frames;      // [extents, kv_heads, 1024] of the pool's rows; null: there are no hot rows
-    int* static_rows;         // [1] of the slot
-    int* homes;               // [kv_heads, most_static] of the slot
+    FrameNumber* frames;  // [extents, kv_heads, 1024] of the pool's rows; null: there are no hot rows
+    int* static_rows;     // [1] of the slot
+    int* homes;           // [kv_heads, most_static] of the slot
     long long extent_stride;
     int kv_heads, pairs, most_static;
 };
