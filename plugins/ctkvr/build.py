@@ -51,8 +51,12 @@ def attention_values(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
     Queries [..., g, t, D] and keys [..., n, D] to [..., t, n]. The weights themselves would order the keys alike, but small
     weights become zero in float32 and could not be told apart.
     """
-    scores = (queries.float() @ keys.float().unsqueeze(-3).transpose(-1, -2)) * scaling
-    return (scores - scores.logsumexp(dim=-1, keepdim=True)).amax(dim=-3)
+    return log_weights((queries.float() @ keys.float().unsqueeze(-3).transpose(-1, -2)) * scaling, group=-3)
+
+
+def log_weights(scores: Tensor, group: int = -2) -> Tensor:
+    """Compute the logarithm of each key's largest softmax weight over the dimension `group`: [..., g, ..., n] to [..., n]."""
+    return (scores - scores.logsumexp(dim=-1, keepdim=True)).amax(dim=group)
 
 
 def largest(values: Tensor, count: int) -> Tensor:

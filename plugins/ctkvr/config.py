@@ -10,7 +10,8 @@ from kvseek.core.config import require
 
 MOST_CENTROIDS = 2048  # prompt queries that an index is given to build (LAST_QUERIES of plugins/contract.py)
 DEFAULT_RECENT = 1024  # our choice: with the window, the last 1,300 to 1,500 tokens take part in every step
-EXECUTIONS = ("cpu", "uva")
+EXECUTIONS = ("cpu", "uva", "codes")
+ROTATION_SEED = 0  # of the codes: any number will do (plugins/codes/rotation.py)
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,11 @@ class Config:
         and top_k. The paper is silent: our choice (README).
     execution : str
         Where rows in host memory are reranked and attended to: "cpu", on host cores (section 3.2), or "uva", on the GPU
-        through reads over PCIe (our choice). Without a GPU, and for rows on the device, both mean the same.
+        through reads over PCIe (our choice). Without a GPU, and for rows on the device, both mean the same. With "codes" the
+        GPU ranks recalled places by estimates from nested key codes in its own memory, and reads the selected rows alone over
+        PCIe (our choice); on every device, and wherever the rows lie, the ranking is by codes then.
+    code_bits : int
+        Bits of a channel's code with execution "codes": 2 or 4. Of no effect otherwise.
     update : bool
         Dynamic centroid update (section 3.1.3): each step's query and its best rho places replace the oldest centroid.
     """
@@ -55,6 +60,7 @@ class Config:
     keep_prompt: bool = True
     recent: int = 0
     execution: str = "cpu"
+    code_bits: int = 4
     update: bool = True
 
     def __post_init__(self) -> None:
@@ -72,6 +78,12 @@ class Config:
         remedy = "a region that grew from a short prompt must recall top_k places; leave it out"
         require(self.recent >= self.top_k, "recent", self.recent, limit, remedy)
         require(self.execution in EXECUTIONS, "execution", self.execution, f"one of {EXECUTIONS}", "cpu is the default")
+        require(self.code_bits in (2, 4), "code_bits", self.code_bits, "2 or 4", "4 is the default")
+
+    @property
+    def bits(self) -> int:
+        """Bits of a channel's code that keys are ranked by; 0: they are ranked by themselves."""
+        return self.code_bits if self.execution == "codes" else 0
 
     @property
     def rho(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.errors import KernelError
 from kvseek.plugins.attention.device import LayerAttention
 from kvseek.plugins.attention.splits import address
@@ -28,6 +28,7 @@ PROBE_CENTROIDS = 64  # centroids of a block (probe.cu)
 # Shared memory of the recall kernel for an extent: its number, and a bit for each of its places.
 EXTENT_BYTES = 4 + EXTENT_TOKENS // 8
 STATIC_BYTES = 9 << 10  # static shared memory of the recall kernel, rounded up
+MIN_CODED_DIM, MAX_CODED_DIM = 64, 256  # head sizes whose codes kernels read: two channels or more a lane (codes/cuda/sizes.cuh)
 
 
 class CudaIndex(Index):
@@ -166,6 +167,16 @@ class CudaIndex(Index):
             top_k=self.config.top_k,
             scale=self.context.scaling * math.log2(math.e),
         )
+
+
+def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int]:
+    """Return the macro that step.cuh expects with codes; raises ConfigError on a head size that the codes' kernels do not support."""
+    if not config.bits:
+        return {}
+    limit = f"a multiple of 32 from {MIN_CODED_DIM} to {MAX_CODED_DIM} with execution = 'codes' on the GPU"
+    fits = head_dim % 32 == 0 and MIN_CODED_DIM <= head_dim <= MAX_CODED_DIM
+    require(fits, "head_dim", head_dim, limit, "set execution to 'uva', or build with --device cpu")
+    return {"CTKVR_CODE_BITS": config.bits}
 
 
 def _check_region(recall_bytes: int, limit: int, context: IndexContext) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from torch import Tensor
+
+from kvseek.plugins.codes.rotation import padded_dim, rotation_signs
 from kvseek.plugins.contract import Index, IndexContext, Traits
 
-from .config import Config
-from .device import CudaIndex
+from .config import ROTATION_SEED, Config
+from .device import CudaIndex, cuda_macros
 from .native import LIMITS, NativeIndex
 from .reference import ReferenceIndex
 
@@ -13,9 +18,19 @@ __all__ = ["create", "traits"]
 
 
 def traits(config: Config) -> Traits:
-    """Return the method's traits: with execution "cpu" host cores attend to rows in host memory."""
+    """Return the method's traits: with execution "cpu" host cores attend to rows in host memory; codes need a rotation."""
     on_host = config.execution == "cpu"
-    return Traits(cpu_library_on_gpu=on_host, cpu_limits=LIMITS, kept_steps=0 if on_host else 1)
+
+    def codebooks(head_dim: int) -> dict[str, Tensor]:
+        return {"signs": rotation_signs(ROTATION_SEED, padded_dim(head_dim))} if config.bits else {}
+
+    return Traits(
+        cpu_library_on_gpu=on_host,
+        cpu_limits=LIMITS,
+        kept_steps=0 if on_host else 1,
+        codebooks=codebooks,
+        cuda_macros=partial(cuda_macros, config),
+    )
 
 
 def create(context: IndexContext) -> Index:

@@ -1,4 +1,4 @@
-"""CTkvr on host cores: exact rerank and attention in C++, for CUDA graphs and for the engine on the CPU."""
+"""CTkvr on host cores: rerank and attention in C++, for CUDA graphs and for the engine on the CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +15,12 @@ from torch import Tensor
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
 from kvseek.plugins.batch import Batch
+from kvseek.plugins.codes.key_codes import STEPS
+from kvseek.plugins.codes.native import NativeCodeStore
+from kvseek.plugins.codes.store import CodeStore
 from kvseek.plugins.contract import IndexContext, LayerRows, ShapeLimits
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import require_fit
+from kvseek.plugins.shared.arguments import pointers, require_fit
 
 from .reference import ReferenceIndex
 
@@ -45,10 +49,11 @@ class HostStep(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("pool", "queries", "recalled", "recalled_count", "slots", "table", "rows")),
         *((name, c_void_p) for name in ("out", "lse", "selected", "best", "best_count", "error")),
+        *((name, c_void_p) for name in ("high", "low", "scales", "signs")),
         ("extent_stride", c_int64),
         *((name, c_int32) for name in ("batch", "heads", "kv_heads", "head_dim", "capacity", "top_k", "rho")),
-        *((name, c_int32) for name in ("table_slots", "max_extents", "dtype", "level", "threads")),
-        ("scaling", c_float),
+        *((name, c_int32) for name in ("table_slots", "max_extents", "dtype", "level", "threads", "bits", "padded_dim")),
+        *((name, c_float) for name in ("scaling", "code_step")),
     )
 
 
@@ -167,7 +172,7 @@ class NativeIndex(ReferenceIndex):
     """
 
     def __init__(self, context: IndexContext) -> None:
-        super().__init__(context)
+        super().__init__(context, NativeCodeStore)
         assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
         check_supported(context)
         self._library = context.library
@@ -241,13 +246,20 @@ class NativeIndex(ReferenceIndex):
             best_count=pointer(best_count),
             error=ctypes.addressof(error),
             threads=torch.get_num_threads(),
+            **({} if self.codes is None else describe_codes(self.codes)),
         )
         host_step(self._library)(ctypes.byref(step))
         raise_error(error.value)
         return rows, best
 
 
-def describe_step(index: ReferenceIndex, rows: LayerRows, batch: int, **fields: int | None) -> HostStep:
+def describe_codes(codes: CodeStore) -> dict[str, Any]:
+    """Describe codes that keys are ranked by, as fields of HostStep."""
+    arrays = pointers(codes, "high", "low", "scales", "signs")
+    return {**arrays, "bits": codes.bits, "padded_dim": codes.signs.shape[0], "code_step": STEPS[codes.bits]}
+
+
+def describe_step(index: ReferenceIndex, rows: LayerRows, batch: int, **fields: Any) -> HostStep:
     """Describe a step of `batch` requests over an index's lists and a layer's rows; `fields` name its buffers and threads."""
     context, table = index.context, index.context.extents.table
     return HostStep(

@@ -1,7 +1,8 @@
 """CTkvr in PyTorch, on any device: the definition of correct for the native and GPU kernels.
 
 The last queries of the prompt are centroids; each keeps a list of the places that it attends to most. A query recalls the
-lists of the centroids nearest to it, scores the recalled keys exactly, and keeps the best (CTkvr paper, section 3).
+lists of the centroids nearest to it, scores the recalled keys exactly, and keeps the best (CTkvr paper, section 3). With
+`execution = "codes"` the scores are estimates from nested key codes (plugins/codes) instead.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import KernelError
 from kvseek.plugins.batch import Batch
+from kvseek.plugins.codes.key_codes import estimate_at, round_lanes
+from kvseek.plugins.codes.rotation import rotate
+from kvseek.plugins.codes.store import CodeStore
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 
-from .build import attention_values, build_lists, largest
+from .build import attention_values, build_lists, largest, log_weights
 from .centroids import cosines, make_centroids, prompt_means
 from .config import Config
 
@@ -44,9 +48,11 @@ class ReferenceIndex(Index):
         Number of centroids of each slot's prompt, which are the first that were written.
     listed : list of int
         Number of retrieval tokens of each slot's prompt. Later places are *unlisted*: no list of the prompt holds them.
+    codes : CodeStore or None
+        Codes of the keys, with execution "codes"; filled by `store`, the class for the index's kernels.
     """
 
-    def __init__(self, context: IndexContext) -> None:
+    def __init__(self, context: IndexContext, store: type[CodeStore] = CodeStore) -> None:
         super().__init__(context)
         self.config: Config = context.config
         most_tokens = context.extents.max_extents * EXTENT_TOKENS
@@ -60,11 +66,13 @@ class ReferenceIndex(Index):
         self.lists = torch.empty((slots, kv_heads, self.ring, self.width), dtype=torch.int32, device=context.device)
         self.written, self.prompted, self.listed = [0] * slots, [0] * slots, [0] * slots
         self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # slot: query [H, D], best places [G, width]
+        bits = self.config.bits
+        self.codes = store(context, context.codebooks["signs"], bits) if bits else None
 
     @property
     def bytes_per_token(self) -> float:
-        """0, because centroids, means, offsets and lists are allocated per slot and not per token."""
-        return 0.0
+        """Bytes of the codes, if there are any; centroids, means, offsets and lists are allocated per slot and not per token."""
+        return self.codes.bytes_per_token if self.codes else 0.0
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
         """See Index.build. The last queries become centroids, oldest first."""
@@ -74,6 +82,8 @@ class ReferenceIndex(Index):
         count = last.shape[1]
         self.lists[slot, :, :count] = build_lists(last, keys, self.width, self.context.scaling)
         self.written[slot], self.prompted[slot], self.listed[slot] = count, count, n
+        if self.codes:
+            self.codes.build(slot, keys)
         return Built()
 
     def take_prompt(self, slot: int, tokens: int, queries: Tensor) -> Tensor:
@@ -100,7 +110,9 @@ class ReferenceIndex(Index):
         return last
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See Index.append. There is nothing to do: new places are recalled as unlisted places, by their number alone."""
+        """See Index.append. New places are recalled as unlisted places, by their number alone; only codes are written."""
+        if self.codes:
+            self.codes.append(slot, start, keys)
 
     def effort(self, length: int) -> Effort:
         """See Index.effort. The rows are the top k; the kernels need no numbers but the length."""
@@ -170,7 +182,7 @@ class ReferenceIndex(Index):
         return max(self.listed[slot], self.context.lengths[slot] - self.config.recent)
 
     def rerank(self, query: Tensor, slot: int, recalled: Tensor) -> tuple[Tensor, Tensor]:
-        """Order candidates by exact attention (algorithm 2, part c).
+        """Order candidates by attention (algorithm 2, part c): exact, or as codes estimate it.
 
         A key's value is its largest softmax weight among the candidates over the heads of the group; ties by lowest place.
 
@@ -187,11 +199,11 @@ class ReferenceIndex(Index):
         best : Tensor, int32 [G, width]
             The places of the best `width` keys, best first; -1 fills up.
         """
-        grouped = query.view(self.context.num_kv_heads, -1, 1, query.shape[-1])
         values = torch.full(recalled.shape, -torch.inf, device=query.device)
-        keys = self._keys(slot, recalled)
-        for head, count in enumerate((recalled >= 0).sum(dim=1).tolist()):  # -1 must not take part in the softmax
-            values[head, :count] = attention_values(grouped[head], keys[head, :count], self.context.scaling)[0]
+        rank = self._exact_values if self.codes is None else self._estimated_values
+        counts = (recalled >= 0).sum(dim=1).tolist()  # -1 must not take part in the softmax
+        for head, found in enumerate(rank(query.view(len(counts), -1, query.shape[-1]), slot, recalled, counts)):
+            values[head, : counts[head]] = found
         order = largest(values, max(self.config.top_k, self.width))
         best = recalled.gather(1, order)
         return best[:, : self.config.top_k].sort(dim=1).values, best[:, : self.width]
@@ -206,6 +218,22 @@ class ReferenceIndex(Index):
         taken = slice(first, first + queries.shape[1])
         made = make_centroids(queries, self.means[slot], self.context.dtype)
         self.centroids[slot, :, taken], self.offsets[slot, :, taken] = made
+
+    def _exact_values(self, queries: Tensor, slot: int, places: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """Rank the first counts[head] keys at places [G, c] for queries [G, g, D]: for each KV head float32 [count]."""
+        keys, scaling = self._keys(slot, places), self.context.scaling
+        return [
+            attention_values(queries[head, :, None], keys[head, :count], scaling)[0]
+            for head, count in enumerate(counts)
+        ]
+
+    def _estimated_values(self, queries: Tensor, slot: int, places: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """Rank as `_exact_values` does, by codes. Estimates lack q·mean, which all keys share, so it changes no weight."""
+        assert self.codes is not None, "execution is codes"
+        codes = self.codes.read(slot, self.context.lengths[slot])
+        lanes = round_lanes(rotate(queries, self.codes.signs))
+        scores = estimate_at(codes, places.long().clamp(min=0), lanes) * self.context.scaling
+        return [log_weights(scores[head, :, :count]) for head, count in enumerate(counts)]
 
     def _keys(self, slot: int, places: Tensor) -> Tensor:
         """Read the keys of places [G, c] (-1: any key) from the row pool, float32 [G, c, D] on the places' device."""

@@ -10,10 +10,15 @@ namespace {
 // Read in place of a row whose place is wrong, before the step is reported as failed.
 alignas(64) const char NO_ROW[2 * MAX_HOST_DIM * sizeof(float)] = {};
 
+// The extent of a place; negative if the slot has none there.
+inline int64_t extent_at(const Job& job, const Task& task, int32_t place) {
+    return place >= 0 && place < job.a.max_extents * TABLE_EXTENT ? task.extents[place / TABLE_EXTENT] : -1;
+}
+
 template <class T>
 inline const T* row_at(const Job& job, const Task& task, int32_t place) {
     const HostStep& a = job.a;
-    const int64_t extent = place >= 0 && place < a.max_extents * TABLE_EXTENT ? task.extents[place / TABLE_EXTENT] : -1;
+    const int64_t extent = extent_at(job, task, place);
     if (extent < 0) return nullptr;
     const int64_t row = (task.head * TABLE_EXTENT + place % TABLE_EXTENT) * 2 * a.head_dim;
     return static_cast<const T*>(a.rows) + extent * a.extent_stride + row;
@@ -94,9 +99,15 @@ class KeyRequests {
     int bytes_, asked_;
 };
 
+// Asks for nothing.
+struct NoRequests {
+    void one() {}
+};
+
 // Scale scores [count] of one query; -infinity up to the next vector. Writes the largest and the sum of e^(score - it).
-template <class T>
-inline void soften(float* scores, int count, float scaling, float* largest, float* total, KeyRequests<T>& requests) {
+// Meanwhile `requests` may ask for keys.
+template <class Requests>
+inline void soften(float* scores, int count, float scaling, float* largest, float* total, Requests& requests) {
     const int end = (count + LANES - 1) / LANES * LANES;
     Vec best = splat(-INFINITE), sums = {};
     for (int i = count; i < end; i++) scores[i] = -INFINITE;

@@ -1,12 +1,30 @@
-// CTkvr on host cores: exact rerank of the recalled keys of a batch and attention over the best rows (CTkvr paper,
-// section 3.2), one call a layer. The call has the signature of a CUDA host function, so that a graph can hold it.
+// CTkvr on host cores: rerank of the recalled keys of a batch, exact or by codes, and attention over the best rows (CTkvr
+// paper, section 3.2), one call a layer. The call has the signature of a CUDA host function, so that a graph can hold it.
 #include "host_attend.h"
+#include "host_codes.h"
 #include "host_level.h"
 #include "host_pool.h"
 #include "host_rank.h"
 
 namespace kvseek {
 namespace {
+
+// Count a unit of a task as scored; whoever scored the last one ranks the keys.
+void count_scored(const Job& job, Task& task) {
+    if (__atomic_sub_fetch(&task.unscored, 1, __ATOMIC_ACQ_REL) != 0) return;
+    rank(job, task);
+    __atomic_store_n(&task.ranked, 1, __ATOMIC_RELEASE);
+}
+
+// The units of a step with codes.
+template <class T>
+void take_coded_units(Job& job) {
+    for (int unit = job.taken.take(); unit < job.unit_count; unit = job.taken.take()) {
+        Task& task = job.tasks[job.unit_tasks[unit]];
+        estimate_unit<T>(job, task, unit - task.first_unit);
+        count_scored(job, task);
+    }
+}
 
 // A thread takes its next unit before it scores one, to ask for that one's keys in time.
 template <class T>
@@ -25,10 +43,7 @@ void take_score_units(Job& job) {
         const UnitKeys<T>& following = found[find(found[turn ^ 1], next) ? turn ^ 1 : turn];
         Task& task = job.tasks[job.unit_tasks[unit]];
         score_unit<T>(job, task, unit - task.first_unit, found[turn], following);
-        if (__atomic_sub_fetch(&task.unscored, 1, __ATOMIC_ACQ_REL) == 0) {
-            rank(job, task);
-            __atomic_store_n(&task.ranked, 1, __ATOMIC_RELEASE);
-        }
+        count_scored(job, task);
         unit = next;
     }
 }
@@ -51,7 +66,10 @@ void take_attend_units(Job& job, Task& task) {
 template <class T>
 void work(void* data) {
     Job& job = *static_cast<Job*>(data);
-    take_score_units<T>(job);
+    if (job.a.bits != 0)
+        take_coded_units<T>(job);
+    else
+        take_score_units<T>(job);
     Patience patience;
     for (bool waiting = true; waiting;) {
         waiting = false;
@@ -104,12 +122,20 @@ void run_step(const HostStep& a, int level) {
 
 #if KVSEEK_LEVEL == 0
 
+// Codes rank keys for a selection alone: as weights of an attention, estimates would not do.
+bool codes_hold(const HostStep& a) {
+    if (a.bits == 0) return true;
+    const bool power = a.padded_dim >= FIELDS && (a.padded_dim & (a.padded_dim - 1)) == 0;
+    return (a.bits == 2 || a.bits == 4) && power && a.padded_dim >= a.head_dim && a.padded_dim <= MAX_PADDED_DIM &&
+           a.out == nullptr;
+}
+
 bool shape_holds(const HostStep& a) {
     const bool sizes = a.batch >= 0 && a.kv_heads >= 1 && a.heads >= 1 && a.capacity >= 0 && a.top_k >= 1 && a.rho >= 0;
     if (!sizes || a.heads % a.kv_heads != 0 || a.heads / a.kv_heads > MAX_HOST_GROUP) return false;
     if (a.head_dim < HOST_DIM_STEP || a.head_dim > MAX_HOST_DIM || a.head_dim % HOST_DIM_STEP != 0) return false;
     if ((a.out == nullptr) != (a.lse == nullptr) || (a.best == nullptr) != (a.best_count == nullptr)) return false;
-    if (a.best != nullptr && a.rho < 1) return false;
+    if ((a.best != nullptr && a.rho < 1) || !codes_hold(a)) return false;
     return a.dtype >= FLOAT32 && a.dtype <= FLOAT16 && (a.pool != nullptr || a.threads >= 1);
 }
 

@@ -20,6 +20,10 @@ struct HostStep {
     int32_t* best;                  // [batch, kv_heads, rho] in order of `recalled`, -1 fills up; null: not wanted
     int32_t* best_count;            // [batch, kv_heads]; null with `best`
     int32_t* error;                 // one HostError, written only if something is wrong
+    const uint8_t* high;            // [extents, kv_heads, 1024, padded_dim / 4] codes of the keys (plugins/codes)
+    const uint8_t* low;             // the same, of codes of 4 bits
+    const uint16_t* scales;         // [extents, kv_heads, 1024]
+    const float* signs;             // [padded_dim] of the rotation
     int64_t extent_stride;
     int32_t batch, heads, kv_heads, head_dim;
     int32_t capacity, top_k, rho;
@@ -27,7 +31,10 @@ struct HostStep {
     int32_t dtype;    // of queries and rows: HostType
     int32_t level;    // HostLevel; AUTOMATIC: the fastest that is here
     int32_t threads;  // without a pool
+    int32_t bits;     // of a code that keys are ranked by: 2 or 4, and `out` is null; 0: by themselves, without codes
+    int32_t padded_dim;
     float scaling;
+    float code_step;  // width of a code's cell
 };
 
 enum HostType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };

@@ -11,16 +11,22 @@ import torch
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
+from kvseek.plugins.codes.key_codes import STEPS, KeyCodes, encode, estimate_all, round_lanes
+from kvseek.plugins.codes.rotation import padded_dim, rotate, rotation_signs
 from kvseek.plugins.ctkvr.native import AUTOMATIC, TYPES, HostStep, host_step
 from kvseek.plugins.shared.arguments import pointers
 
 EXTENT = 1024
 NAN = float("nan")
+CODE_ARRAYS = ("high", "low", "scales")
 
 
 @dataclass
 class Case:
-    """A batch, what it recalls, and room for the results of a step; every row that is not recalled is NaN."""
+    """A batch, what it recalls, and room for the results of a step; every row that is not recalled is NaN.
+
+    With `bits`, keys are ranked by codes of so many bits, and the rows have no address.
+    """
 
     counts: Sequence[Sequence[int]]  # [batch][G] recalled places
     group: int
@@ -31,6 +37,7 @@ class Case:
     tokens: int = 3000
     seed: int = 0
     loudness: float = 1.0
+    bits: int = 0
     queries: Tensor = field(init=False)
     rows: Tensor = field(init=False)
     recalled: Tensor = field(init=False)
@@ -52,6 +59,9 @@ class Case:
         self.rows = pool[:, 1]  # the second of two layers
         capacity = max(1, max(map(max, self.counts)))
         self.recalled = torch.full((batch, kv_heads, capacity), -1, dtype=torch.int32)
+        self.signs, planes = rotation_signs(self.seed, padded_dim(self.dim)), self.rows.shape[:3]
+        self.high = torch.full((*planes, padded_dim(self.dim) // 4), 255, dtype=torch.uint8)
+        self.low, self.scales = self.high.clone()[..., : 256 * (self.bits == 4)], torch.full(planes, NAN).half()
         for request, head in itertools.product(range(batch), range(kv_heads)):
             count = self.counts[request][head]
             places = torch.randperm(self.tokens, generator=random)[:count]
@@ -59,6 +69,10 @@ class Case:
             rows = torch.randn(count, 2, self.dim, generator=random).to(self.dtype)
             where = self.table[self.slots[request], places // EXTENT].long()
             self.rows[where, head, places % EXTENT] = rows
+            if self.bits:
+                codes = encode(rotate(rows[:, 0], self.signs), self.bits)
+                for name in CODE_ARRAYS:
+                    getattr(self, name)[where, head, places % EXTENT] = getattr(codes, name)
         self.recalled_count = torch.tensor(self.counts, dtype=torch.int32)
         self.out = torch.full((batch, self.heads, self.dim), NAN)
         self.lse = torch.full((batch, self.heads), NAN)
@@ -69,10 +83,13 @@ class Case:
 
     def step(self, pool: int = 0, level: int = AUTOMATIC, threads: int = 1) -> HostStep:
         """Arguments of the step, for threads of a pool or of the OpenMP runtime."""
+        codes = {"bits": self.bits, "padded_dim": padded_dim(self.dim), "code_step": STEPS.get(self.bits, 0)}
+        arrays = ("high", "low", "scales", "signs") if self.bits else ("rows", "out", "lse")
         return HostStep(
             pool=pool,
-            **pointers(self, "queries", "recalled", "recalled_count", "slots", "table", "rows"),
-            **pointers(self, "out", "lse", "selected", "best", "best_count"),
+            **pointers(self, "queries", "recalled", "recalled_count", "slots", "table", *arrays),
+            **pointers(self, "selected", "best", "best_count"),
+            **codes,
             error=ctypes.addressof(self.error),
             extent_stride=self.rows.stride(0),
             batch=len(self.counts),
@@ -103,6 +120,11 @@ class Case:
         where = self.table[self.slots[request], places // EXTENT].long()
         rows = self.rows[where, head, places % EXTENT].double()
         queries = self.queries[request, head * self.group : (head + 1) * self.group].double()
+        if self.bits:
+            arrays = (getattr(self, name)[where, head, places % EXTENT][None] for name in CODE_ARRAYS)
+            lanes = round_lanes(rotate(queries[None], self.signs))
+            estimates = estimate_all(KeyCodes(*arrays), lanes)[0]
+            return places, estimates.double() * self.scaling, rows[:, 1]
         return places, queries @ rows[:, 0].T * self.scaling, rows[:, 1]
 
 
@@ -133,6 +155,8 @@ def _check_task(case: Case, request: int, head: int, tolerance: float) -> None:
     chosen = check_best(case.selected[request, head].tolist(), case.top_k)
     check_best(case.best[request, head].tolist(), case.rho)
     assert case.best_count[request, head] == min(case.rho, len(places))
+    if case.bits:
+        return
     heads = slice(head * case.group, (head + 1) * case.group)
     expected = scores[:, chosen].softmax(dim=1) @ rows[chosen]
     torch.testing.assert_close(case.out[request, heads].double(), expected, rtol=tolerance, atol=tolerance)
@@ -142,8 +166,8 @@ def _check_task(case: Case, request: int, head: int, tolerance: float) -> None:
 
 def _check_nothing(case: Case, request: int, head: int) -> None:
     heads = slice(head * case.group, (head + 1) * case.group)
-    assert case.out[request, heads].eq(0).all()
-    assert case.lse[request, heads].eq(-torch.inf).all()
+    assert case.bits or case.out[request, heads].eq(0).all()
+    assert case.bits or case.lse[request, heads].eq(-torch.inf).all()
     assert case.selected[request, head].eq(-1).all()
     assert case.best[request, head].eq(-1).all()
     assert case.best_count[request, head] == 0

@@ -16,7 +16,7 @@ from tests.plugins.ctkvr.host_steps import Case, check_results
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
-from kvseek.plugins.ctkvr.native import ERRORS, LEVEL_NAMES, HostPool, host_levels, raise_error
+from kvseek.plugins.ctkvr.native import ERRORS, LEVEL_NAMES, HostPool, host_levels, host_step, raise_error
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = 2e-5  # products of 16-bit numbers are exact in float32, so the type makes no difference
@@ -46,6 +46,32 @@ def test_every_level_does_what_float64_says(
     case = Case([[300, 1111], [0, 0], [1, 17], [40, 39]], group, dim, dtype, top_k=40, rho=100, seed=dim + group)
     assert case.run(library, level=level) == 0
     check_results(case, TOLERANCE)
+
+
+@pytest.mark.parametrize(("dim", "group", "dtype"), [(64, 3, 0), (96, 8, 1), (256, 1, 1), (32, 16, 2)])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_every_level_ranks_by_codes(
+    library: CpuLibrary, level: int, bits: int, dim: int, group: int, dtype: int
+) -> None:
+    counts = [[300, 1111], [0, 0], [1, 17], [40, 39]]
+    case = Case(counts, group, dim, DTYPES[dtype], top_k=40, rho=100, seed=dim + group, bits=bits)
+    assert case.run(library, level=level) == 0
+    check_results(case, TOLERANCE)
+    case.recalled[0, 1, 700] = 3 * 1024  # beyond the slot's extents
+    assert case.run(library, level=level) == 5
+
+
+def test_codes_give_no_attention(library: CpuLibrary) -> None:
+    case = Case([[300, 200]], 4, 64, torch.float32, top_k=40, rho=100, bits=4)
+    for field, value in (("out", case.out.data_ptr()), ("bits", 3), ("padded_dim", 32), ("padded_dim", 96)):
+        step = case.step()
+        setattr(step, field, value)
+        if field == "out":
+            step.lse = case.lse.data_ptr()
+        case.error.value = 0
+        host_step(library)(ctypes.byref(step))
+        assert case.error.value == 1, field
+        assert (case.selected == -2).all(), "nothing is written"
 
 
 @settings(max_examples=25, deadline=None)

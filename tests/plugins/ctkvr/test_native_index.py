@@ -7,10 +7,11 @@ import itertools
 
 import pytest
 import torch
-from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries, select_rows
+from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_keys, random_queries, select_rows
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
+from kvseek.plugins.codes.rotation import rotation_signs
 from kvseek.plugins.contract import LayerRows
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.native import NativeIndex
@@ -21,9 +22,16 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def _make(
-    kind: type[ReferenceIndex], library: CpuLibrary, lengths: list[int], group: int, dtype: torch.dtype
+    kind: type[ReferenceIndex],
+    library: CpuLibrary,
+    lengths: list[int],
+    group: int,
+    dtype: torch.dtype,
+    config: Config = CONFIG,
 ) -> ReferenceIndex:
-    context = make_context(CONFIG, 64, group, lengths)
+    context = dataclasses.replace(
+        make_context(config, 64, group, lengths), codebooks={"signs": rotation_signs(0, 64)}
+    )
     pool = torch.full((8, 2, KV_HEADS, 1024, 2, 64), float("nan")).to(dtype)[:, 1]
     rows = LayerRows(pool, pool.data_ptr(), pool.stride(0))
     index = kind(dataclasses.replace(context, library=library, dtype=dtype, rows=rows))
@@ -54,6 +62,29 @@ def test_the_native_index_selects_what_the_reference_selects(
             held = slice(min(native.written[slot], native.ring))
             found_lists, lists = (index.lists[slot, :, held].sort(dim=-1).values for index in (native, reference))
             assert torch.equal(found_lists, lists)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("bits", [2, 4])
+def test_with_codes_it_ranks_as_the_reference_does(library: CpuLibrary, dtype: torch.dtype, bits: int) -> None:
+    config = dataclasses.replace(CONFIG, execution="codes", code_bits=bits)
+    native, reference = (
+        _make(kind, library, [1500, 39, 2100], 3, dtype, config) for kind in (NativeIndex, ReferenceIndex)
+    )
+    assert native.codes is not None
+    assert reference.codes is not None
+    assert native.bytes_per_token == reference.bytes_per_token == KV_HEADS * (64 * bits / 8 + 2)
+    grown = random_keys(300, 64, seed=9).to(dtype)
+    for index in (native, reference):
+        extend(index, 0, grown)
+    for name in ("high", "low", "scales"):  # channels at the border of two cells may differ
+        getattr(reference.codes, name).copy_(getattr(native.codes, name))
+    for step, slots in itertools.product(range(3), ([0], [2, 1, 0])):
+        queries = random_queries(len(slots), KV_HEADS * 3, 64, seed=step).to(dtype)
+        found, expected = select_rows(native, queries, slots), select_rows(reference, queries, slots)
+        assert torch.equal(found.rows, expected.rows)
+        for index in (native, reference):
+            index.refresh(slots)
 
 
 def test_the_native_index_refuses_what_it_cannot(library: CpuLibrary) -> None:

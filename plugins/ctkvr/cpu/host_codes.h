@@ -1,0 +1,74 @@
+// First part of a step with codes: the scores of the recalled keys are estimates from nested key codes
+// (plugins/codes/key_codes.py). They leave out the product of query and mean key, which is the same for all keys of a
+// query and so changes no softmax weight.
+#pragma once
+
+#include "../../codes/cpu/estimate.h"
+#include "host_score.h"
+
+namespace kvseek {
+namespace {
+
+static_assert(MAX_HOST_GROUP <= MAX_QUERIES && MAX_HOST_DIM <= MAX_PADDED_DIM, "estimate.h has room for a group");
+
+// Rotate and round the queries of a task.
+template <class T>
+void round_queries(const Job& job, const Task& task, RoundedQuery* rounded) {
+    const T* query = queries_of<T>(job, task);
+    const int dim = job.a.head_dim;
+    for (int q = 0; q < job.group; q++, query += dim) {
+        float x[MAX_PADDED_DIM] = {};
+        for (int d = 0; d < dim; d++) x[d] = to_float(query[d]);
+        rotate(x, job.a.signs, job.a.padded_dim);
+        round_query(x, job.a.padded_dim, rounded + q);
+    }
+}
+
+// Rows of the codes of keys first .. first + count - 1; row 0 for a place that is wrong, and the step has failed.
+void find_codes(Job& job, const Task& task, int first, int count, int64_t* rows) {
+    const int row = job.a.padded_dim / FIELDS;
+    for (int i = 0; i < count; i++) {
+        const int32_t place = task.places[first + i];
+        const int64_t extent = extent_at(job, task, place);
+        if (extent < 0) job.fail(BAD_PLACE);
+        rows[i] = extent < 0 ? 0 : (extent * job.a.kv_heads + task.head) * TABLE_EXTENT + place % TABLE_EXTENT;
+        prefetch(job.a.high + rows[i] * row, row);
+        if (job.a.bits == 4) prefetch(job.a.low + rows[i] * row, row);
+    }
+}
+
+// Score the keys of a unit.
+template <class T>
+void estimate_unit(Job& job, const Task& task, int unit) {
+    alignas(64) uint8_t plane[SCORE_UNIT * MAX_ROW];
+    alignas(64) int32_t sums[MAX_HOST_GROUP * SCORE_UNIT];
+    RoundedQuery queries[MAX_HOST_GROUP];
+    uint16_t scales[SCORE_UNIT];
+    int64_t rows[SCORE_UNIT];
+    const HostStep& a = job.a;
+    const int first = unit * SCORE_UNIT, left = task.count - first, count = left < SCORE_UNIT ? left : SCORE_UNIT;
+    const int row = a.padded_dim / FIELDS;
+    find_codes(job, task, first, count, rows);
+    round_queries<T>(job, task, queries);
+    gather_rows(a.high, row, rows, count, plane);
+    plane_sums(plane, row, count, queries, job.group, false, sums, SCORE_UNIT);
+    if (a.bits == 4) {
+        gather_rows(a.low, row, rows, count, plane);
+        plane_sums(plane, row, count, queries, job.group, true, sums, SCORE_UNIT);
+    }
+    for (int i = 0; i < count; i++) scales[i] = a.scales[rows[i]];
+    NoRequests nothing;
+    float* statistics = task.statistics + int64_t{2} * unit * job.group;
+    for (int q = 0; q < job.group; q++) {
+        float* scores = task.scores + q * task.stride + first;
+        const float worth = queries[q].step * (a.code_step / 2);
+        for (int key = 0; key < count; key += LANES) {
+            const int32_t* of_query = sums + q * SCORE_UNIT + key;
+            store(scores + key, scale_sums(of_query, load_half(scales + key), a.bits, queries[q].sum, worth));
+        }
+        soften(scores, count, a.scaling, statistics + q, statistics + job.group + q, nothing);
+    }
+}
+
+}  // namespace
+}  // namespace kvseek
