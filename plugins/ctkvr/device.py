@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 
@@ -13,21 +14,23 @@ from kvseek.core.errors import KernelError
 from kvseek.plugins.attention.device import LayerAttention
 from kvseek.plugins.attention.splits import address
 from kvseek.plugins.batch import Batch
+from kvseek.plugins.codes.device import CudaCodeStore
 from kvseek.plugins.contract import Attention, Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import pointers, require_fit
+from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows
 
 from .config import Config
 from .device_build import DeviceBuilder
 from .host_part import HostBuffers, HostPart
 from .reference import ReferenceIndex
-from .workspace import TILE, StepArguments, Workspace
+from .workspace import TILE, CodedStepArguments, StepArguments, Workspace
 
 PROBE_THREADS, RECALL_THREADS, RERANK_THREADS = 512, 512, 1024
 PROBE_CENTROIDS = 64  # centroids of a block (probe.cu)
 # Shared memory of the recall kernel for an extent: its number, and a bit for each of its places.
 EXTENT_BYTES = 4 + EXTENT_TOKENS // 8
 STATIC_BYTES = 9 << 10  # static shared memory of the recall kernel, rounded up
+QUERY_BYTES = 12  # of a rounded query beside its integers (codes/cuda/queries.cuh)
 MIN_CODED_DIM, MAX_CODED_DIM = 64, 256  # head sizes whose codes kernels read: two channels or more a lane (codes/cuda/sizes.cuh)
 
 
@@ -36,7 +39,7 @@ class CudaIndex(Index):
 
     Scores equal the reference's up to the order of sums, so rows may differ where weights agree to rounding. With
     `execution = "cpu"` and rows in host memory, host cores rerank and attend (host_part.py), and `select` gives the GPU an
-    empty selection.
+    empty selection. With `execution = "codes"` scores are estimates from codes, which kernels encode and read (coded.cu).
 
     Attributes
     ----------
@@ -60,10 +63,14 @@ class CudaIndex(Index):
         assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
         self.config: Config = context.config
         self._kernels = context.cuda
-        self.reference = ReferenceIndex(context)
+        self.reference = ReferenceIndex(context, CudaCodeStore)
+        self.codes = self.reference.codes
         self.ring, self.width, self.capacity = self.reference.ring, self.reference.width, self.reference.capacity
-        self._recall_bytes = EXTENT_BYTES * context.extents.table.shape[1]
-        _check_region(self._recall_bytes, self._kernels.shared_memory_per_block, context)
+        self._recall_bytes, query_bytes = EXTENT_BYTES * context.extents.table.shape[1], 0
+        if self.codes is not None:
+            require_numbered_rows("CTkvr's codes on the GPU", context)
+            query_bytes = context.group_size * (self.codes.signs.shape[0] + QUERY_BYTES)
+        _check_region(self._recall_bytes, self._kernels.shared_memory_per_block - query_bytes, context)
         slots, kv_heads = context.extents.slots, context.num_kv_heads
         self.written = torch.zeros((slots, kv_heads), dtype=torch.int32, device=context.device)
         self.prompted, self.listed = torch.zeros((2, slots), dtype=torch.int32, device=context.device)
@@ -89,10 +96,13 @@ class CudaIndex(Index):
         self.written[slot].fill_(last.shape[1])
         self.prompted[slot].fill_(last.shape[1])
         self.listed[slot].fill_(n)
+        if self.codes is not None:
+            self.codes.build(slot, keys)
         return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See ReferenceIndex.append."""
+        """See ReferenceIndex.append. Runs on the current stream."""
+        self.reference.append(slot, start, keys)
 
     def effort(self, length: int) -> Effort:
         """See ReferenceIndex.effort."""
@@ -135,10 +145,14 @@ class CudaIndex(Index):
         tiles = -(-self.capacity // TILE)
         splits = min(tiles, max(1, self._kernels.multiprocessors // tasks))
         self._launch("probe", (-(-self.ring // PROBE_CENTROIDS), tasks), PROBE_THREADS, arguments)
-        self._launch("recall", (splits, tasks), RECALL_THREADS, arguments, self._recall_bytes)
+        if self.codes is None:
+            self._launch("recall", (splits, tasks), RECALL_THREADS, arguments, self._recall_bytes)
+        else:
+            coded = CodedStepArguments(step=arguments, **pointers(self.codes, "high", "low", "scales", "signs"))
+            self._launch("recall_coded", (splits, tasks), RECALL_THREADS, coded, self._recall_bytes)
 
     def _launch(
-        self, kernel: str, grid: tuple[int, int], threads: int, arguments: StepArguments, shared_bytes: int = 0
+        self, kernel: str, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, shared_bytes: int = 0
     ) -> None:
         self._kernels.launch(f"kvseek_ctkvr_{kernel}", (*grid, 1), threads, arguments, shared_bytes, overlap=True)
 

@@ -33,6 +33,12 @@ class StepArguments(ctypes.Structure):
     )
 
 
+class CodedStepArguments(ctypes.Structure):
+    """Arguments of kvseek_ctkvr_recall_coded, as in coded.cu."""
+
+    _fields_ = (("step", StepArguments), *((name, c_void_p) for name in ("high", "low", "scales", "signs")))
+
+
 class MergeArguments(ctypes.Structure):
     """Arguments of kvseek_ctkvr_merge, as in merge.cu."""
 

@@ -8,6 +8,7 @@
 
 #include "plugins/shared/instructions.cuh"
 #include "plugins/shared/numbers.cuh"
+#include "plugins/shared/warp.cuh"
 
 namespace kvseek {
 namespace ctkvr {
@@ -20,8 +21,6 @@ static_assert(GROUP >= 1 && GROUP <= 16, "KVSEEK_GROUP must be 1 to 16");
 
 constexpr int TILE = 16;                 // rows that a warp multiplies at once
 constexpr int HALVES = (GROUP + 7) / 8;  // tiles of 8 query heads
-constexpr int WARP = 32;
-constexpr unsigned EVERYONE = 0xffffffffu;
 constexpr int PARTS = DIM / 32;  // of a row, of which a lane multiplies 8 numbers each
 
 __device__ __forceinline__ int line_of_lane() {
@@ -139,13 +138,6 @@ struct RowTile {
 };
 
 #endif
-
-// The same sum in every lane, in the same order whatever the launch.
-__device__ __forceinline__ float sum_of_warp(float value) {
-#pragma unroll
-    for (int mask = 1; mask < WARP; mask *= 2) value += __shfl_xor_sync(EVERYONE, value, mask);
-    return value;
-}
 
 // A query less the mean of its head; a warp holds it together, a lane each 32nd number.
 struct Difference {

@@ -69,7 +69,7 @@ class Case:
             rows = torch.randn(count, 2, self.dim, generator=random).to(self.dtype)
             where = self.table[self.slots[request], places // EXTENT].long()
             self.rows[where, head, places % EXTENT] = rows
-            if self.bits:
+            if self.bits and count:
                 codes = encode(rotate(rows[:, 0], self.signs), self.bits)
                 for name in CODE_ARRAYS:
                     getattr(self, name)[where, head, places % EXTENT] = getattr(codes, name)

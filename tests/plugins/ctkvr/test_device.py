@@ -9,7 +9,7 @@ import pytest
 from tests.plugins.index_cases import context_of
 
 from kvseek.core.config import ModelConfig
-from kvseek.core.errors import KernelError
+from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.extents import ExtentTable
 from kvseek.plugins.batch import most_requests
 from kvseek.plugins.contract import IndexContext
@@ -56,12 +56,21 @@ def test_keys_that_shared_memory_does_not_hold_get_memory_of_their_own() -> None
 
 def test_regions_that_shared_memory_has_no_bits_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = SimpleNamespace(multiprocessors=132, shared_memory_per_block=99 << 10)
-    monkeypatch.setattr(device, "ReferenceIndex", lambda context: ReferenceIndex(replace(context, cuda=None)))
+    monkeypatch.setattr(device, "ReferenceIndex", lambda context, _: ReferenceIndex(replace(context, cuda=None)))
     most = ((99 - 9) << 10) // (4 + 128) * 1024
     context = make_context(Config(centroids=8, top_k=8, recent=8), 1, most + 1)
     limit = rf"regions of up to {most + 1024} tokens .* must be at most {most} tokens,.*; lower max_seq_len"
     with pytest.raises(KernelError, match=limit):
         device.CudaIndex(replace(context, cuda=kernels))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("execution", "expected"), [("uva", {}), ("codes", {"CTKVR_CODE_BITS": 4})])
+def test_codes_are_a_macro_of_the_kernels(execution: str, expected: dict[str, int]) -> None:
+    config = Config(execution=execution)
+    assert device.cuda_macros(config, 128, 4) == expected
+    if expected:
+        with pytest.raises(ConfigError, match=r"head_dim = 32: must be a multiple of 32 from 64 to 256 with execution"):
+            device.cuda_macros(config, 32, 4)
 
 
 def test_costs_of_a_step() -> None:
@@ -74,6 +83,10 @@ def test_costs_of_a_step() -> None:
     assert found.rerank_bytes == 8 * 1280 * 4
     assert (found.kernels, found.host_functions, found.host_cores) == (3, 1, True)
     assert (replace(found, host_functions=0, host_cores=False)) == costs(Config(execution="uva"), LLAMA, 131072, 2)
+    coded = costs(Config(execution="codes"), LLAMA, 131072, 2)
+    assert coded.rerank_bytes == 8 * 1280 * 4 + 8 * 1280 / 2 * 66
+    rest = {"host_functions": 0, "host_cores": False, "rerank_bytes": coded.rerank_bytes, "reranked_keys": 0}
+    assert coded == replace(found, **rest), "no key is read from the pool"
     short = costs(config, LLAMA, 600, 2)
     assert short.index_bytes == 38 * 4 * (128 * 2 + 4), "a centroid for 16 tokens"
     assert short.reranked_keys == 600
