@@ -80,9 +80,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--engine_dir", type=Path, required=True, help="an engine of a method that selects rows")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", type=Path, help="UTF-8 text: the document, whose first tokens are the prompt")
+    text_help = "UTF-8 text: the document, whose first tokens are the prompt; of several texts, --topic_tokens of each in turn"
+    source.add_argument("--text", type=Path, nargs="+", help=text_help)
     source.add_argument("--needle", action="store_true", help="the document is a context of the needle tasks")
     parser.add_argument("--prompt_tokens", type=int, default=4096)
+    parser.add_argument("--topic_tokens", type=int, default=250, help="tokens until the next of several texts goes on")
     parser.add_argument("--steps", type=int, default=10_000, help="tokens to generate; end tokens do not end it")
     parser.add_argument("--follow", action="store_true", help="feed the document's next tokens, not those drawn")
     parser.add_argument("--every", type=int, default=50, help="steps between two measurements")
@@ -93,7 +95,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
     parser.add_argument("--output", type=Path, help="write the JSON to this file too")
     arguments = parser.parse_args(argv)
-    for name in ("prompt_tokens", "steps", "every"):
+    for name in ("prompt_tokens", "topic_tokens", "steps", "every"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} = {getattr(arguments, name)}: must be >= 1; leave it out for the default")
     return arguments
@@ -117,14 +119,21 @@ def document(arguments: argparse.Namespace, engine: Engine) -> tuple[int, ...]:
         (dialogue,) = make_dialogues(DOCUMENT_TASK, wanted + QUESTION_TOKENS, 1)
         ids = dialogue.context
     else:
-        ids = engine.tokenizer.encode(arguments.text.read_text(encoding="utf-8"))
+        texts = [engine.tokenizer.encode(path.read_text(encoding="utf-8")) for path in arguments.text]
+        ids = in_turns(texts, arguments.topic_tokens) if len(texts) > 1 else texts[0]
     if len(ids) < wanted:
         followed = f" and --steps = {arguments.steps} with --follow" if arguments.follow else ""
         raise ConfigError(
             f"--prompt_tokens = {arguments.prompt_tokens}{followed}: the document must have {wanted} tokens, "
-            f"{arguments.text} has {len(ids)}; ask for fewer or give a longer one"
+            f"{', '.join(map(str, arguments.text))} has {len(ids)}; ask for fewer or give a longer one"
         )
     return tuple(ids[:wanted])
+
+
+def in_turns(texts: Sequence[Sequence[int]], span: int) -> list[int]:
+    """Tokens of a document that changes its topic: `span` tokens of each text in turn, until all have ended."""
+    starts = range(0, max(map(len, texts)), span)
+    return [token for start in starts for text in texts for token in text[start : start + span]]
 
 
 def selection_settings(engine: Engine) -> tuple[int, str]:
@@ -159,11 +168,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     engine.cancel(request)
     if not samples:
         raise ConfigError(f"--steps = {arguments.steps}: no step that was measured attended sparsely; generate more")
-    settings = ("prompt_tokens", "steps", "follow", "every", "temperature", "seed")
+    settings = ("prompt_tokens", "topic_tokens", "steps", "follow", "every", "temperature", "seed")
     return {
         "evaluation": "drift",
         "machine": describe(),
         "engine": dataclasses.asdict(engine.config),
+        "texts": [path.name for path in arguments.text or ()],
         **{name: getattr(arguments, name) for name in settings},
         "top_k": top_k,
         **summarise(samples, step),

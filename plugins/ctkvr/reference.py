@@ -200,13 +200,29 @@ class ReferenceIndex(Index):
             The places of the best `width` keys, best first; -1 fills up.
         """
         values = torch.full(recalled.shape, -torch.inf, device=query.device)
-        rank = self._exact_values if self.codes is None else self._estimated_values
-        counts = (recalled >= 0).sum(dim=1).tolist()  # -1 must not take part in the softmax
-        for head, found in enumerate(rank(query.view(len(counts), -1, query.shape[-1]), slot, recalled, counts)):
-            values[head, : counts[head]] = found
+        for head, found in enumerate(self.values(query, slot, recalled)):
+            values[head, : found.shape[0]] = found
         order = largest(values, max(self.config.top_k, self.width))
         best = recalled.gather(1, order)
         return best[:, : self.config.top_k].sort(dim=1).values, best[:, : self.width]
+
+    def values(self, query: Tensor, slot: int, recalled: Tensor) -> list[Tensor]:
+        """Compute what `rerank` orders candidates by, for each KV head float32 [count] of the `count` that are not -1.
+
+        Estimates from codes lack q·mean, which all keys of a query share, so that it changes no softmax weight.
+        """
+        grouped = query.view(self.context.num_kv_heads, -1, query.shape[-1])
+        counts, scaling = (recalled >= 0).sum(dim=1).tolist(), self.context.scaling
+        if self.codes is None:
+            keys = self._keys(slot, recalled)
+            return [
+                attention_values(grouped[head, :, None], keys[head, :count], scaling)[0]
+                for head, count in enumerate(counts)
+            ]
+        codes = self.codes.read(slot, self.context.lengths[slot])
+        lanes = round_lanes(rotate(grouped, self.codes.signs))
+        scores = estimate_at(codes, recalled.long().clamp(min=0), lanes) * scaling
+        return [log_weights(scores[head, :, :count]) for head, count in enumerate(counts)]
 
     def remember(self, slot: int, query: Tensor, best: Tensor) -> None:
         """Keep a query [H, D] and its best places int32 [G, width] for `refresh`, if centroids are updated."""
@@ -218,22 +234,6 @@ class ReferenceIndex(Index):
         taken = slice(first, first + queries.shape[1])
         made = make_centroids(queries, self.means[slot], self.context.dtype)
         self.centroids[slot, :, taken], self.offsets[slot, :, taken] = made
-
-    def _exact_values(self, queries: Tensor, slot: int, places: Tensor, counts: Sequence[int]) -> list[Tensor]:
-        """Rank the first counts[head] keys at places [G, c] for queries [G, g, D]: for each KV head float32 [count]."""
-        keys, scaling = self._keys(slot, places), self.context.scaling
-        return [
-            attention_values(queries[head, :, None], keys[head, :count], scaling)[0]
-            for head, count in enumerate(counts)
-        ]
-
-    def _estimated_values(self, queries: Tensor, slot: int, places: Tensor, counts: Sequence[int]) -> list[Tensor]:
-        """Rank as `_exact_values` does, by codes. Estimates lack q·mean, which all keys share, so it changes no weight."""
-        assert self.codes is not None, "execution is codes"
-        codes = self.codes.read(slot, self.context.lengths[slot])
-        lanes = round_lanes(rotate(queries, self.codes.signs))
-        scores = estimate_at(codes, places.long().clamp(min=0), lanes) * self.context.scaling
-        return [log_weights(scores[head, :, :count]) for head, count in enumerate(counts)]
 
     def _keys(self, slot: int, places: Tensor) -> Tensor:
         """Read the keys of places [G, c] (-1: any key) from the row pool, float32 [G, c, D] on the places' device."""

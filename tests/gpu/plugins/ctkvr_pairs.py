@@ -13,10 +13,10 @@ from torch import Tensor
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.measurement.gpu_kernels import method_kernels
 from kvseek.plugins.contract import LayerRows
-from kvseek.plugins.ctkvr.build import attention_values
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.device import CudaIndex
 from kvseek.plugins.ctkvr.reference import ReferenceIndex
+from kvseek.plugins.registry import get_method
 
 TOLERANCE = 1e-4  # of log-weights: scores are below 40, their float32 sums good to 1e-6 of that
 CUDA = torch.device("cuda")
@@ -44,6 +44,7 @@ def make_index(
         [*cache.lengths, 0],
         dtype=getattr(torch, dtype),
         device=CUDA,
+        codebooks=get_method("ctkvr").traits(config).codebooks(dim),
         library=library,
         cuda=method_kernels("ctkvr", config, dtype, dim, group),
         rows=LayerRows(cache.rows, cache.rows.data_ptr(), cache.pool.stride(0)),
@@ -60,6 +61,11 @@ def make_index(
         array.fill_(float("nan"))
     index.reference.lists.fill_(1 << 30)
     index.workspace.recalled.fill_(-7)
+    if index.codes is not None:
+        index.codes.high.fill_(255)
+        index.codes.low.fill_(255)
+        index.codes.scales.fill_(float("nan"))
+        index.codes.means.fill_(float("nan"))
     return index
 
 
@@ -86,9 +92,10 @@ def random_queries(index: CudaIndex, count: int) -> Tensor:
 class Twin:
     """A reference that takes over an index's arrays before each step, so that one difference is counted once."""
 
-    def __init__(self, index: CudaIndex, cache: RandomCache) -> None:
-        self.index, self.cache = index, cache
+    def __init__(self, index: CudaIndex) -> None:
+        self.index = index
         self.reference = ReferenceIndex(replace(index.context, cuda=None))  # shares extents, lengths and rows
+        self.reference.codes = index.codes
 
     def step(self, queries: Tensor, slots: Sequence[int]) -> Tensor:
         """Select for queries [batch, H, D] and compare rows, lists and centroids; returns the rows."""
@@ -113,12 +120,9 @@ class Twin:
     def _check(self, query: Tensor, slot: int, rows: Tensor) -> None:
         index, config = self.index, self.index.config
         recalled = self.reference.recall(query, slot)
-        keys = keys_of(self.cache, slot, index.context.lengths[slot])
-        grouped = query.view(KV_HEADS, -1, 1, query.shape[-1])
         oldest = self.reference.written[slot] % index.ring
-        for head in range(KV_HEADS):
+        for head, values in enumerate(self.reference.values(query, slot, recalled)):
             places = recalled[head][recalled[head] >= 0]
-            values = attention_values(grouped[head], keys[head, places.long()], index.context.scaling)[0]
             check_best(values, places, rows[head], config.top_k)
             if config.update:
                 check_best(values, places, index.reference.lists[slot, head, oldest], index.width)

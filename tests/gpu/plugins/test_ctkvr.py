@@ -29,6 +29,8 @@ from torch import Tensor
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.plugins.attention.device import DeviceAttention, LayerAttention
 from kvseek.plugins.batch import Batch, RequestState
+from kvseek.plugins.codes.key_codes import leading_bits
+from kvseek.plugins.codes.store import CodeStore
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.device import CudaIndex
 from kvseek.plugins.selection import Selection
@@ -36,6 +38,7 @@ from kvseek.plugins.selection import Selection
 pytestmark = pytest.mark.gpu
 
 SMALL = Config(top_k=48, centroids=24, recent=64, execution="uva")
+CODED = replace(SMALL, execution="codes")
 # dtype, head_dim, group size
 SHAPES = [
     ("bfloat16", 128, 4),
@@ -47,15 +50,18 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("config", [SMALL, CODED], ids=["exact", "codes"])
 @pytest.mark.parametrize("lengths", [[1, 47, 300], [48, 49], [5003, 1025, 1024], [70_001, 3]], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_selections_and_updates_are_the_references(shape: tuple[str, int, int], lengths: list[int]) -> None:
+def test_selections_and_updates_are_the_references(
+    shape: tuple[str, int, int], lengths: list[int], config: Config
+) -> None:
     torch.manual_seed(shape[1] + len(lengths))
     cache = make_cache(shape, lengths)
-    index = make_index(shape, SMALL, cache)
+    index = make_index(shape, config, cache)
     for slot, length in enumerate(lengths):
         build(index, cache, slot, length)
-    twin = Twin(index, cache)
+    twin = Twin(index)
     for _ in range(3):
         twin.step(random_queries(index, len(lengths)), list(reversed(range(len(lengths)))))
 
@@ -81,7 +87,7 @@ def test_each_prompt_brings_its_own_mean(shape: tuple[str, int, int], centred: b
     torch.manual_seed(8)
     cache = make_cache(shape, [900, 5000])
     index = make_index(shape, replace(SMALL, centred=centred), cache)
-    twin = Twin(index, cache)
+    twin = Twin(index)
     for sign in (1, -2):
         for slot, length in enumerate(cache.lengths):
             index.context.lengths[slot] = length
@@ -103,70 +109,113 @@ def test_a_region_that_grew_from_nothing_has_no_mean() -> None:
     index.context.lengths[0] = 0  # another request
     index.build(0, keys_of(cache, 0, 0), random_queries(index, 5).transpose(0, 1))
     assert (index.reference.means[0] == 0).all()
-    twin = Twin(index, cache)
+    twin = Twin(index)
     for length in (60, 64, 100, 400):
         index.context.lengths[0] = length
         twin.step(random_queries(index, 1), [0])
     assert (index.reference.offsets[0, :, :4] == 0).all()
 
 
+@pytest.mark.parametrize("config", [SMALL, CODED], ids=["exact", "codes"])
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
-def test_twenty_steps_with_new_places_and_a_full_ring(shape: tuple[str, int, int]) -> None:
+def test_twenty_steps_with_new_places_and_a_full_ring(shape: tuple[str, int, int], config: Config) -> None:
     torch.manual_seed(2)
     cache = make_cache(shape, [2100, 700])
-    index = make_index(shape, replace(SMALL, centroids=7, probes=4), cache)
+    index = make_index(shape, replace(config, centroids=7, probes=4), cache)
     for slot, length in enumerate(cache.lengths):
         build(index, cache, slot, length, room=600)
-    twin = Twin(index, cache)
+    twin = Twin(index)
     for _ in range(20):
         twin.step(random_queries(index, 2), [1, 0])
         for slot in range(2):
+            start = index.context.lengths[slot]
+            index.append(slot, start, keys_of(cache, slot, start + 30)[:, start:])
             index.context.lengths[slot] += 30
     assert index.written[:2].min() == 20 + 7, "the ring went round"
 
 
-def test_long_regions_and_many_candidates() -> None:
+@pytest.mark.parametrize("execution", ["uva", "codes"])
+def test_long_regions_and_many_candidates(execution: str) -> None:
     """Bits of 300,000 places; candidates that shared memory does not hold; all probes taken."""
     torch.manual_seed(3)
     shape = SHAPES[1]
     cache = make_cache(shape, [300_001])
-    config = Config(top_k=512, centroids=2048, recent=24_000, probes=9, execution="uva")
+    config = Config(top_k=512, centroids=2048, recent=24_000, probes=9, execution=execution)
     index = make_index(shape, config, cache)
     assert index.workspace.keys is not None
     build(index, cache, 0, 300_001, room=30_000)
+    index.append(0, 270_001, keys_of(cache, 0, 300_001)[:, 270_001:])
     index.context.lengths[0] = 300_001
-    Twin(index, cache).step(random_queries(index, 1), [0])
+    Twin(index).step(random_queries(index, 1), [0])
     everything = make_index(shape, replace(config, centroids=9), cache)
     build(everything, cache, 0, 300_001)
-    Twin(everything, cache).step(random_queries(everything, 1), [0])
+    Twin(everything).step(random_queries(everything, 1), [0])
 
 
-def test_rows_in_host_memory_are_read_where_they_lie() -> None:
+@pytest.mark.parametrize("config", [SMALL, CODED], ids=["exact", "codes"])
+def test_rows_in_host_memory_are_read_where_they_lie(config: Config) -> None:
     torch.manual_seed(4)
     shape = SHAPES[0]
     cache = make_cache(shape, [3000, 900], host_rows=True)
-    index = make_index(shape, SMALL, cache)
+    index = make_index(shape, config, cache)
     for slot, length in enumerate(cache.lengths):
         build(index, cache, slot, length)
-    Twin(index, cache).step(random_queries(index, 2), [1, 0])
+    Twin(index).step(random_queries(index, 2), [1, 0])
 
 
-def test_equal_keys_are_taken_in_order() -> None:
+@pytest.mark.parametrize("config", [SMALL, CODED], ids=["exact", "codes"])
+def test_equal_keys_are_taken_in_order(config: Config) -> None:
     shape = SHAPES[0]
     cache = make_cache(shape, [4000])
     cache.rows.copy_(torch.randn(KV_HEADS, 1, 2, shape[1], device=CUDA))
-    index = make_index(shape, SMALL, cache)
+    index = make_index(shape, config, cache)
     build(index, cache, 0, 4000, room=200)
+    index.append(0, 3800, keys_of(cache, 0, 4000)[:, 3800:])
     index.context.lengths[0] = 4000
     rows = select_rows(index, random_queries(index, 1), [0]).rows[0]
     assert torch.equal(rows, index.workspace.recalled[0, :, :48])
 
 
-def test_a_captured_selection_follows_requests_and_skips_dense_ones() -> None:
+def test_codes_are_those_of_the_reference() -> None:
+    """Of the prompt and of keys that follow it; channels at the border of two cells may get the other cell's code."""
+    torch.manual_seed(10)
+    for shape in SHAPES:
+        cache = make_cache(shape, [1500, 20])
+        index = make_index(shape, CODED, cache)
+        for slot, length in enumerate(cache.lengths):
+            build(index, cache, slot, length, room=10)
+            index.append(slot, length - 10, keys_of(cache, slot, length)[:, length - 10 :])
+            assert index.codes is not None
+            reference = CodeStore(replace(index.context, cuda=None), index.codes.signs)
+            reference.build(slot, keys_of(cache, slot, length - 10))
+            reference.append(slot, length - 10, keys_of(cache, slot, length)[:, length - 10 :])
+            want, found = (leading_bits(store.read(slot, length), 4).int() for store in (reference, index.codes))
+            assert ((want - found).abs() > 0).float().mean() <= 1e-3
+            assert (want - found).abs().max() <= 1
+
+
+def test_with_codes_a_bad_query_hurts_no_other_request() -> None:
+    torch.manual_seed(11)
+    cache = make_cache(SHAPES[0], [3000, 2000, 2500])
+    index = make_index(SHAPES[0], replace(CODED, update=False), cache)
+    for slot, length in enumerate(cache.lengths):
+        build(index, cache, slot, length)
+    queries = random_queries(index, 3)
+    want = select_rows(index, queries, [0, 1, 2]).rows.clone()
+    queries[0, :, 5], queries[1, 0, 0] = float("inf"), float("nan")
+    rows = select_rows(index, queries, [0, 1, 2]).rows
+    assert torch.equal(rows[2], want[2])
+    for request, length in enumerate(cache.lengths):
+        assert ((rows[request] >= 0) & (rows[request] < length)).all()
+        assert (rows[request].diff(dim=-1) > 0).all(), "ascending, none twice"
+
+
+@pytest.mark.parametrize("config", [SMALL, CODED], ids=["exact", "codes"])
+def test_a_captured_selection_follows_requests_and_skips_dense_ones(config: Config) -> None:
     torch.manual_seed(6)
     shape, lengths = SHAPES[0], [3000, 40_000, 12_000]
     cache = make_cache(shape, lengths)
-    index = make_index(shape, SMALL, cache)
+    index = make_index(shape, config, cache)
     for slot, length in enumerate(lengths):
         build(index, cache, slot, length)
     queries = random_queries(index, 4)
@@ -175,7 +224,7 @@ def test_a_captured_selection_follows_requests_and_skips_dense_ones() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         rows = index.select(queries, batch).rows
-    twin = Twin(index, cache)
+    twin = Twin(index)
     for order in ([0, 1, 2], [2, 0, 1]):
         batch.requests.copy_(cache.batch([*(states[slot] for slot in order), cache.padding()]).requests)
         queries.copy_(random_queries(index, 4))
