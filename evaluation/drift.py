@@ -80,7 +80,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--engine_dir", type=Path, required=True, help="an engine of a method that selects rows")
     source = parser.add_mutually_exclusive_group(required=True)
-    text_help = "UTF-8 text: the document, whose first tokens are the prompt; of several texts, --topic_tokens of each in turn"
+    text_help = (
+        "UTF-8 text: the document, whose first tokens are the prompt; of several texts, --topic_tokens of each in turn"
+    )
     source.add_argument("--text", type=Path, nargs="+", help=text_help)
     source.add_argument("--needle", action="store_true", help="the document is a context of the needle tasks")
     parser.add_argument("--prompt_tokens", type=int, default=4096)

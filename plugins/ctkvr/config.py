@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kvseek.core.config import require
+from kvseek.plugins.codes.key_codes import BITS
 
 MOST_CENTROIDS = 2048  # prompt queries that an index is given to build (LAST_QUERIES of plugins/contract.py)
 DEFAULT_RECENT = 1024  # our choice: with the window, the last 1,300 to 1,500 tokens take part in every step
@@ -45,8 +46,6 @@ class Config:
         through reads over PCIe (our choice). Without a GPU, and for rows on the device, both mean the same. With "codes" the
         GPU ranks recalled places by estimates from nested key codes in its own memory, and reads the selected rows alone over
         PCIe (our choice); on every device, and wherever the rows lie, the ranking is by codes then.
-    code_bits : int
-        Bits of a channel's code with execution "codes": 2 or 4. Of no effect otherwise.
     update : bool
         Dynamic centroid update (section 3.1.3): each step's query and its best rho places replace the oldest centroid.
     """
@@ -60,7 +59,6 @@ class Config:
     keep_prompt: bool = True
     recent: int = 0
     execution: str = "cpu"
-    code_bits: int = 4
     update: bool = True
 
     def __post_init__(self) -> None:
@@ -78,12 +76,11 @@ class Config:
         remedy = "a region that grew from a short prompt must recall top_k places; leave it out"
         require(self.recent >= self.top_k, "recent", self.recent, limit, remedy)
         require(self.execution in EXECUTIONS, "execution", self.execution, f"one of {EXECUTIONS}", "cpu is the default")
-        require(self.code_bits in (2, 4), "code_bits", self.code_bits, "2 or 4", "4 is the default")
 
     @property
     def bits(self) -> int:
-        """Bits of a channel's code that keys are ranked by; 0: they are ranked by themselves."""
-        return self.code_bits if self.execution == "codes" else 0
+        """Bits of a channel's code that keys are ranked by; 0: they are ranked by themselves. Why 4: README, What it loses."""
+        return BITS if self.execution == "codes" else 0
 
     @property
     def rho(self) -> int:

@@ -31,7 +31,10 @@ PROBE_CENTROIDS = 64  # centroids of a block (probe.cu)
 EXTENT_BYTES = 4 + EXTENT_TOKENS // 8
 STATIC_BYTES = 9 << 10  # static shared memory of the recall kernel, rounded up
 QUERY_BYTES = 12  # of a rounded query beside its integers (codes/cuda/queries.cuh)
-MIN_CODED_DIM, MAX_CODED_DIM = 64, 256  # head sizes whose codes kernels read: two channels or more a lane (codes/cuda/sizes.cuh)
+MIN_CODED_DIM, MAX_CODED_DIM = (
+    64,
+    256,
+)  # head sizes whose codes kernels read: two channels or more a lane (codes/cuda/sizes.cuh)
 
 
 class CudaIndex(Index):
@@ -184,7 +187,7 @@ class CudaIndex(Index):
 
 
 def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int]:
-    """Return the macro that step.cuh expects with codes; raises ConfigError on a head size that the codes' kernels do not support."""
+    """Return the macro of coded.cu; raises ConfigError on a head size that the kernels of the codes do not support."""
     if not config.bits:
         return {}
     limit = f"a multiple of 32 from {MIN_CODED_DIM} to {MAX_CODED_DIM} with execution = 'codes' on the GPU"

@@ -52,7 +52,10 @@ class HostStep(ctypes.Structure):
         *((name, c_void_p) for name in ("high", "low", "scales", "signs")),
         ("extent_stride", c_int64),
         *((name, c_int32) for name in ("batch", "heads", "kv_heads", "head_dim", "capacity", "top_k", "rho")),
-        *((name, c_int32) for name in ("table_slots", "max_extents", "dtype", "level", "threads", "bits", "padded_dim")),
+        *(
+            (name, c_int32)
+            for name in ("table_slots", "max_extents", "dtype", "level", "threads", "bits", "padded_dim")
+        ),
         *((name, c_float) for name in ("scaling", "code_step")),
     )
 

@@ -9,6 +9,7 @@ import torch
 from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_keys, random_queries, select_rows
 from torch import Tensor
 
+from kvseek.plugins.codes.rotation import padded_dim, rotation_signs
 from kvseek.plugins.contract import IndexContext, LayerRows
 from kvseek.plugins.ctkvr.build import attention_values, largest
 from kvseek.plugins.ctkvr.config import Config
@@ -26,7 +27,8 @@ class Bench:
         self.pool = torch.full((16, KV_HEADS, 1024, 2, keys[0].shape[2]), torch.nan)
         rows = LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0))
         context = make_context(config, keys[0].shape[2], group, lengths, extents=16)
-        self.context: IndexContext = replace(context, rows=rows)
+        books = {"signs": rotation_signs(0, padded_dim(keys[0].shape[2]))}
+        self.context: IndexContext = replace(context, rows=rows, codebooks=books)
         for slot in reversed(range(len(keys))):
             self.context.extents.reserve(slot, lengths[slot] + room)
         self.index = ReferenceIndex(self.context)

@@ -9,7 +9,8 @@ CASES = MethodCases(
     index={"top_k": 64, "centroids": 64},
     options=({"execution": "codes"},),
     on_gpu={
-        f"ctkvr-{execution}": {"top_k": 64, "execution": execution, "centroids": 64} for execution in ("cpu", "uva", "codes")
+        f"ctkvr-{execution}": {"top_k": 64, "execution": execution, "centroids": 64}
+        for execution in ("cpu", "uva", "codes")
     },
     counted=({"centroids": 64, "top_k": 32, "update": False}, {"execution": "codes"}),
     losses={"top_k": 32, "probes": 1, "recall_factor": 1.25, "recent": 32},

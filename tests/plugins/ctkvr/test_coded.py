@@ -1,4 +1,4 @@
-"""The estimates of a tile on the GPU (cuda/coded.cu), without one: the device function runs on the host, a thread for each lane."""
+"""The estimates of a tile on the GPU (cuda/coded.cu), without one: the function runs on the host, a thread for each lane."""
 
 from __future__ import annotations
 

@@ -29,9 +29,7 @@ def _make(
     dtype: torch.dtype,
     config: Config = CONFIG,
 ) -> ReferenceIndex:
-    context = dataclasses.replace(
-        make_context(config, 64, group, lengths), codebooks={"signs": rotation_signs(0, 64)}
-    )
+    context = dataclasses.replace(make_context(config, 64, group, lengths), codebooks={"signs": rotation_signs(0, 64)})
     pool = torch.full((8, 2, KV_HEADS, 1024, 2, 64), float("nan")).to(dtype)[:, 1]
     rows = LayerRows(pool, pool.data_ptr(), pool.stride(0))
     index = kind(dataclasses.replace(context, library=library, dtype=dtype, rows=rows))
@@ -65,15 +63,14 @@ def test_the_native_index_selects_what_the_reference_selects(
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("bits", [2, 4])
-def test_with_codes_it_ranks_as_the_reference_does(library: CpuLibrary, dtype: torch.dtype, bits: int) -> None:
-    config = dataclasses.replace(CONFIG, execution="codes", code_bits=bits)
+def test_with_codes_it_ranks_as_the_reference_does(library: CpuLibrary, dtype: torch.dtype) -> None:
+    config = dataclasses.replace(CONFIG, execution="codes")
     native, reference = (
         _make(kind, library, [1500, 39, 2100], 3, dtype, config) for kind in (NativeIndex, ReferenceIndex)
     )
     assert native.codes is not None
     assert reference.codes is not None
-    assert native.bytes_per_token == reference.bytes_per_token == KV_HEADS * (64 * bits / 8 + 2)
+    assert native.bytes_per_token == reference.bytes_per_token == KV_HEADS * (64 * 4 / 8 + 2)
     grown = random_keys(300, 64, seed=9).to(dtype)
     for index in (native, reference):
         extend(index, 0, grown)
@@ -85,6 +82,19 @@ def test_with_codes_it_ranks_as_the_reference_does(library: CpuLibrary, dtype: t
         assert torch.equal(found.rows, expected.rows)
         for index in (native, reference):
             index.refresh(slots)
+
+
+@pytest.mark.parametrize("kind", [NativeIndex, ReferenceIndex])
+def test_with_codes_a_bad_query_hurts_no_other_request(library: CpuLibrary, kind: type[ReferenceIndex]) -> None:
+    config = dataclasses.replace(CONFIG, execution="codes")
+    index = _make(kind, library, [1500, 900, 2100], 3, torch.float32, config)
+    queries = random_queries(3, KV_HEADS * 3, 64)
+    want = select_rows(index, queries, [0, 1, 2]).rows
+    queries[0, :, 5], queries[1, 0, 0] = torch.inf, torch.nan
+    found = select_rows(index, queries, [0, 1, 2]).rows
+    assert torch.equal(found[2], want[2])
+    for rows, length in zip(found, index.context.lengths, strict=True):
+        assert (rows < length).all()
 
 
 def test_the_native_index_refuses_what_it_cannot(library: CpuLibrary) -> None:

@@ -12,6 +12,8 @@ from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, rando
 from torch import Tensor
 
 from kvseek.core.errors import ConfigError, KernelError
+from kvseek.plugins.codes.key_codes import leading_bits
+from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.ctkvr.build import build_lists, largest
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.method import create, traits
@@ -97,6 +99,40 @@ def test_selection_follows_the_definition(grown: int, centred: bool) -> None:
             query = one_query(seed)
             expected = definition(bench, query, slot)
             assert bench.step(query, slot).tolist() == expected
+
+
+def test_codes_rank_what_is_recalled() -> None:
+    """The value of a key in plain loops over its codes' channels; keys that the window gave up are encoded too."""
+    bench = make(replace(SMALL, execution="codes"), [777, 1500], room=100)
+    index, config = bench.index, bench.index.config
+    assert index.codes is not None
+    assert index.bytes_per_token == KV_HEADS * (DIM / 2 + 2)
+    for slot in range(2):
+        bench.grow(slot, random_keys(100, DIM, seed=5))
+        n = bench.context.lengths[slot]
+        codes, channels = index.codes.read(slot, n), leading_bits(index.codes.read(slot, n), 4)
+        query = one_query(slot)
+        rotated = rotate(query, index.codes.signs)
+        recalled = index.recall(query, slot)
+        expected = []
+        for head in range(KV_HEADS):
+            places = [place for place in recalled[head].tolist() if place >= 0]
+            weights = []
+            for lane in rotated[head * GROUP : (head + 1) * GROUP]:
+                step = float(lane.abs().max()) / 127
+                integers = [round(float(x) / step) for x in lane]
+                scores = []
+                for place in places:
+                    parts = zip(channels[head, place].tolist(), integers, strict=True)
+                    product = sum((code - 7.5) * whole for code, whole in parts)
+                    scores.append(product * 0.32 * step * float(codes.scales[head, place]) * DIM**-0.5)
+                weights.append(torch.tensor(scores, dtype=torch.float64).softmax(dim=0))
+            values = torch.stack(weights).amax(dim=0)
+            best = sorted(range(len(places)), key=lambda i: (-float(values[i]), places[i]))[: config.top_k]
+            expected.append(sorted(places[i] for i in best))
+        assert bench.step(query, slot).tolist() == expected
+        listed = index.lists[slot, :, (index.written[slot] - 1) % index.ring]
+        assert all(set(rows) <= set(listed[head].tolist()) for head, rows in enumerate(expected)), "the update's, too"
 
 
 @pytest.mark.parametrize("keep_prompt", [True, False])
@@ -209,4 +245,7 @@ def test_bad_fields_are_refused(fields: dict[str, object], message: str) -> None
 def test_the_method_without_compiled_kernels() -> None:
     assert isinstance(create(make_context(SMALL, DIM, GROUP, [10])), ReferenceIndex)
     assert traits(Config()).cpu_library_on_gpu
-    assert not traits(Config(execution="uva")).cpu_library_on_gpu
+    for execution in ("uva", "codes"):
+        assert not traits(Config(execution=execution)).cpu_library_on_gpu
+    assert traits(Config()).codebooks(96) == {}
+    assert traits(Config(execution="codes")).codebooks(96)["signs"].shape == (128,)
