@@ -1,5 +1,6 @@
-// CTkvr on host cores: rerank of the recalled keys of a batch, exact or by codes, and attention over the best rows (CTkvr
-// paper, section 3.2), one call a layer. The call has the signature of a CUDA host function, so that a graph can hold it.
+// CTkvr on host cores: rerank of the recalled keys of a batch, exact or by codes, and attention over the best rows
+// (CTkvr paper, section 3.2), one call a layer. The call has the signature of a CUDA host function, so that a graph can
+// hold it.
 #include "host_attend.h"
 #include "host_codes.h"
 #include "host_level.h"

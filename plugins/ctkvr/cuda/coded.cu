@@ -1,5 +1,5 @@
-// CTkvr with execution "codes": keys as codes in device memory, and the recall that scores them by codes, so that no key
-// is read from the row pool before the rows are chosen.
+// CTkvr with execution "codes": keys as codes in device memory, and the recall that scores them by codes, so that no
+// key is read from the row pool before the rows are chosen.
 #include "step.cuh"
 
 #if CTKVR_CODE_BITS

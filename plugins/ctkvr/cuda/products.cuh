@@ -21,7 +21,7 @@ static_assert(GROUP >= 1 && GROUP <= 16, "KVSEEK_GROUP must be 1 to 16");
 
 constexpr int TILE = 16;                 // rows that a warp multiplies at once
 constexpr int HALVES = (GROUP + 7) / 8;  // tiles of 8 query heads
-constexpr int PARTS = DIM / 32;  // of a row, of which a lane multiplies 8 numbers each
+constexpr int PARTS = DIM / 32;          // of a row, of which a lane multiplies 8 numbers each
 
 __device__ __forceinline__ int line_of_lane() {
     return threadIdx.x % WARP / 4;

@@ -1,5 +1,5 @@
-// What the kernels that recall share: places into `recalled`, then scores of their keys, exact or by codes. If host cores
-// score them, the places go to host memory instead.
+// What the kernels that recall share: places into `recalled`, then scores of their keys, exact or by codes. If host
+// cores score them, the places go to host memory instead.
 #pragma once
 
 #include "candidates.cuh"
