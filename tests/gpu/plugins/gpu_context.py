@@ -14,6 +14,8 @@ from kvseek.measurement.gpu_kernels import method_kernels
 from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.registry import get_method
 
+PLACE = torch.device("cuda")  # of the indexes that are tested; the CPU where kernels are emulated
+
 # dtype, head_dim, group size, group_reduce
 SHAPES = [
     ("bfloat16", 128, 4, "softmax_mean"),
@@ -38,8 +40,9 @@ def make_context(
     **fields: Any,
 ) -> IndexContext:
     """Slots in reverse order take extents from both ends of the pool, so tables are anything but the identity."""
+    place = PLACE if device == "cuda" else torch.device(device)
     extents = [extents_for(length + room) for length in lengths]
-    table = ExtentTable(len(lengths), max(1, *extents), sum(extents) + 3, torch.device(device))
+    table = ExtentTable(len(lengths), max(1, *extents), sum(extents) + 3, place)
     for slot in reversed(range(len(lengths))):
         table.reserve(slot, lengths[slot] + room)
     return context_of(
@@ -50,7 +53,7 @@ def make_context(
         list(lengths),
         codebooks=get_method(method).traits(config).codebooks(dim),
         dtype=getattr(torch, dtype),
-        device=torch.device(device),
+        device=place,
         cuda=method_kernels(method, config, dtype, dim, group) if device == "cuda" else None,
         **fields,
     )

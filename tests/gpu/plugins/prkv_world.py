@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from tests.gpu.plugins.gpu_context import make_context
+from tests.gpu.plugins import gpu_context
 from tests.plugins.index_cases import KV_HEADS
 from torch import Tensor
 
@@ -53,8 +53,8 @@ class World:
         room: int = 0,
     ) -> None:
         self.config, self.dtype, self.dim, self.group = config, getattr(torch, dtype), dim, group
-        self.device = torch.device("cuda" if cuda else "cpu")
-        context = make_context("prkv", config, dtype, dim, group, lengths, self.device.type, room)
+        self.device = gpu_context.PLACE if cuda else torch.device("cpu")
+        context = gpu_context.make_context("prkv", config, dtype, dim, group, lengths, "cuda" if cuda else "cpu", room)
         pool = (context.extents.capacity, 2, KV_HEADS, 1024, 2, dim)  # this layer is the second of two
         memory = torch.device("cpu") if on_host else self.device
         self.pool = torch.full(pool, torch.nan, dtype=self.dtype, device=memory, pin_memory=cuda and on_host)[:, 1]

@@ -1,0 +1,150 @@
+"""Kernels of selections for a GPU, without one: threads are emulated (tests/support/emulated_kernels.py).
+
+The checks are those of tests/gpu/plugins, at sizes that an emulation does in seconds. Races, and what other kernels do at the
+same time, only a GPU shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.gpu.plugins import clusterkv_pairs, ctkvr_pairs, gpu_context, prkv_world
+from tests.gpu.plugins import test_clusterkv as clusterkv_checks
+from tests.gpu.plugins import test_nested as nested_checks
+from tests.gpu.plugins import test_prkv as prkv_checks
+from tests.plugins.index_cases import KV_HEADS, select_rows
+from tests.support.emulated_kernels import EmulatedKernels, emulated_kernels
+from torch import Tensor
+
+from kvseek.builder.compile.cuda import Specialisation
+from kvseek.plugins.clusterkv.config import Config as ClusterConfig
+from kvseek.plugins.ctkvr.build import build_lists
+from kvseek.plugins.ctkvr.config import Config as CTkvrConfig
+from kvseek.plugins.nested.config import Config as NestedConfig
+from kvseek.plugins.prkv.config import Config as PRKVConfig
+from kvseek.plugins.prkv.device import CudaIndex as PRKVIndex
+from kvseek.plugins.prkv.static import observation_scores
+from kvseek.plugins.registry import get_method
+
+HOST = torch.device("cpu")
+# dtype, head_dim, group size, group_reduce
+SHAPES = [
+    ("bfloat16", 128, 4, "softmax_mean"),
+    ("float32", 96, 3, "max"),
+    ("float16", 64, 7, "mean"),
+    ("bfloat16", 256, 16, "softmax_mean"),
+]
+
+
+def kernels_of(method: str, config: Any, dtype: str, dim: int, group: int) -> EmulatedKernels:
+    macros = get_method(method).traits(config).cuda_macros(dim, group)
+    return emulated_kernels(Specialisation(dtype, dim, group, method, tuple(sorted(macros.items()))))
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the checks put on a GPU stays on the CPU."""
+    for module, name, value in (
+        (gpu_context, "PLACE", HOST),
+        (ctkvr_pairs, "CUDA", HOST),
+        (gpu_context, "method_kernels", kernels_of),
+        (ctkvr_pairs, "method_kernels", kernels_of),
+        (torch.Tensor, "cuda", lambda tensor: tensor),
+        (torch.cuda, "synchronize", lambda: None),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+
+@pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), SHAPES)
+def test_nested(dtype: str, dim: int, group: int, reduce: str) -> None:
+    """Rows of two regions, one of which is taken whole; codes that a kernel wrote."""
+    torch.manual_seed(dim + group)
+    lengths = [2500, 101]
+    index = nested_checks.make_index(
+        NestedConfig(group_reduce=reduce), dtype, dim, group, gpu_context.keys_of_slots(lengths, dim, dtype)
+    )
+    queries = (3 * torch.randn(2, KV_HEADS * group, dim)).to(getattr(torch, dtype))
+    rows = select_rows(index, queries, [1, 0]).rows
+    for request, slot in enumerate((1, 0)):
+        nested_checks.check_request(index, queries, request, slot, rows[request])
+
+
+def test_more_candidates_than_nested_holds() -> None:
+    torch.manual_seed(5)
+    keys = gpu_context.keys_of_slots([3000], 64, "bfloat16")
+    index = nested_checks.make_index(NestedConfig(top_k=300), "bfloat16", 64, 2, keys)
+    queries = torch.randn(1, KV_HEADS * 2, 64, dtype=torch.bfloat16)
+    nested_checks.check_request(index, queries, 0, 0, select_rows(index, queries, [0]).rows[0])
+
+
+@pytest.mark.parametrize("reduce", ["mean", "softmax_mean"])
+def test_an_infinite_query_hurts_no_other_request_of_nested(reduce: str) -> None:
+    torch.manual_seed(6)
+    keys = gpu_context.keys_of_slots([1500] * 3, 64, "bfloat16")
+    index = nested_checks.make_index(NestedConfig(group_reduce=reduce), "bfloat16", 64, 2, keys)
+    queries = torch.randn(3, KV_HEADS * 2, 64, dtype=torch.bfloat16)
+    want = select_rows(index, queries, [0, 1, 2]).rows.clone()
+    queries[0, :, 5], queries[1, 0, 0] = float("inf"), float("nan")
+    rows = select_rows(index, queries, [0, 1, 2]).rows
+    assert torch.equal(rows[2], want[2])
+    assert ((rows >= 0) & (rows < 1500)).all()
+    assert not index.workspace(3)["totals"].any()
+
+
+@pytest.mark.parametrize(
+    ("fields", "shape"), [({"rerank_bits": 2}, SHAPES[0]), ({"rerank_bits": 4}, SHAPES[1]), ({}, SHAPES[2])]
+)
+def test_clusterkv(fields: dict[str, Any], shape: tuple[str, int, int, str]) -> None:
+    """Spread-aware scores; with and without a rerank by codes."""
+    dtype, dim, group, reduce = shape
+    torch.manual_seed(dim)
+    lengths = [2100, 40]
+    config = ClusterConfig(group_reduce=reduce, top_k=60, iterations=2, spread_weight=3.0, **fields)
+    expected, found = clusterkv_pairs.make_pair(config, dtype, dim, group, lengths)
+    queries = torch.randn(2, KV_HEADS * group, dim).to(getattr(torch, dtype))
+    rows = select_rows(found, queries, [0, 1]).rows
+    check = clusterkv_checks.check_reranked if config.rerank_bits else clusterkv_checks.check_request
+    for slot in range(2):
+        check(expected, found, queries[slot], slot, rows[slot])
+
+
+@pytest.mark.parametrize(("page", "shape"), [(8, SHAPES[0]), (16, SHAPES[1]), (64, SHAPES[2]), (128, SHAPES[3])])
+def test_prkv_with_codes(page: int, shape: tuple[str, int, int, str]) -> None:
+    """Pages, the last of which is not full; static ones first."""
+    dtype, dim, group, reduce = shape
+    torch.manual_seed(dim)
+    config = PRKVConfig(top_k=512, page=page, page_score="codes", group_reduce=reduce)
+    world = prkv_world.World(config, dtype, dim, group, [2125, 513], on_host=False)
+    assert isinstance(world.index, PRKVIndex)
+    world.index.reference.observe = observation_scores  # its kernel is not emulated
+    for slot, n in enumerate(world.context.lengths):
+        queries = torch.randn(KV_HEADS * group, 100, dim).to(world.dtype)
+        world.prompt(slot, prkv_world.random_rows(n, dim, world.dtype), queries)
+    queries = (2 * torch.randn(2, KV_HEADS * group, dim)).to(world.dtype)
+    rows = world.select(queries, [1, 0]).rows
+    for request, slot in enumerate((1, 0)):
+        prkv_checks.check_request(world, queries[request], slot, rows[request])
+
+
+@pytest.mark.parametrize(
+    ("execution", "dtype", "dim", "group"), [("uva", *SHAPES[0][:3]), *(("codes", *shape[:3]) for shape in SHAPES)]
+)
+def test_ctkvr(execution: str, dtype: str, dim: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places recalled and reranked by keys or codes, and the centroids that steps add."""
+    torch.manual_seed(dim)
+    lengths = [1100, 47]
+    cache = ctkvr_pairs.make_cache((dtype, dim, group), lengths)
+    config = CTkvrConfig(top_k=48, centroids=24, recent=64, execution=execution)
+    index = ctkvr_pairs.make_index((dtype, dim, group), config, cache)
+
+    def build(last: Tensor, keys: Tensor, lists: Tensor) -> None:
+        lists[:, : last.shape[1]] = build_lists(last, keys, index.width, index.context.scaling)
+
+    monkeypatch.setattr(index._builder, "build", build)  # its kernels are not emulated
+    for slot, length in enumerate(lengths):
+        ctkvr_pairs.build(index, cache, slot, length)
+    twin = ctkvr_pairs.Twin(index)
+    for _ in range(2):
+        twin.step(ctkvr_pairs.random_queries(index, 2), [1, 0])

@@ -1,0 +1,96 @@
+"""Kernels of a method compiled for the CPU, where threads of a GPU are emulated (emulated_cuda/cuda.h): tests without a GPU.
+
+Sources are copied to a folder of their own, where instructions.cuh and the headers of CUDA are empty, and compiled as C++
+with the emulation included first. Kernels with other machine instructions cannot be emulated; SOURCES names those that can.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from tests.support.structs import compiled_part
+
+import kvseek.plugins
+from kvseek.builder.compile.cuda import Specialisation
+from kvseek.engine.loading.dry_run import HOPPER, UnloadedKernels
+
+SOURCES = {
+    "nested": ("scan.cu", "choose.cu", "encode.cu"),
+    "clusterkv": ("select.cu", "rerank.cu", "encode.cu"),
+    "prkv": ("select.cu", "update.cu", "encode.cu"),
+    "ctkvr": ("probe.cu", "recall.cu", "coded.cu", "rerank.cu"),
+}
+HEADER = Path(__file__).parent / "emulated_cuda/cuda.h"
+STAND_INS = ("cuda_bf16.h", "cuda_fp16.h", "plugins/shared/instructions.cuh")
+DYNAMIC = "extern __shared__ __align__(16) unsigned char dynamic_memory[];"
+DYNAMIC_BYTES = 256 << 10
+MULTIPROCESSORS = 12  # several blocks for each request and KV head, and few enough to be quick
+# A kernel's name and the type of its arguments.
+KERNEL = re.compile(r'extern "C" __global__[^{;]*?\b(kvseek_\w+)\(\s*const __grid_constant__ ([\w:]+) a\)')
+# Libraries of several shapes define the same symbols, and must not share them.
+FLAGS = ("-std=c++20", "-O1", "-w", "-mavx2", "-mf16c", "-shared", "-fPIC", "-fno-gnu-unique", "-fvisibility=hidden")
+
+
+LAUNCH = """
+extern "C" __attribute__((visibility("default")))
+void emulate_{name}(const void* arguments, unsigned width, unsigned height, int threads) {{
+    emulated::launch<{arguments}>({name}, arguments, width, height, threads);
+}}
+"""
+
+
+class EmulatedKernels(UnloadedKernels):
+    """Kernels whose launches run on the CPU before they return."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        super().__init__(HOPPER)
+        self.multiprocessors = MULTIPROCESSORS
+        self.device, self._library = torch.device("cpu"), library
+
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: ctypes.Structure,
+        shared_bytes: int = 0,
+        overlap: bool = False,
+    ) -> None:
+        """Run a kernel; raises AttributeError if it is none of those that are emulated."""
+        assert grid[2] == 1
+        assert shared_bytes <= DYNAMIC_BYTES
+        getattr(self._library, f"emulate_{name}")(ctypes.byref(arguments), grid[0], grid[1], threads)
+
+
+@cache
+def emulated_kernels(unit: Specialisation) -> EmulatedKernels:
+    """Compile the kernels of a method that can be emulated; takes seconds."""
+    with tempfile.TemporaryDirectory(prefix="kvseek-emulated-") as folder:
+        return EmulatedKernels(_compile(unit, Path(folder)))
+
+
+def _compile(unit: Specialisation, folder: Path) -> ctypes.CDLL:
+    root = Path(kvseek.plugins.__file__).parent
+    for path in (*root.rglob("*.cu"), *root.rglob("*.cuh"), *root.rglob("*.h")):
+        copy = folder / "plugins" / path.relative_to(root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        memory = f"alignas(16) static unsigned char dynamic_memory[{DYNAMIC_BYTES}];"
+        copy.write_text(path.read_text(encoding="utf-8").replace(DYNAMIC, memory), encoding="utf-8")
+    for name in STAND_INS:
+        (folder / name).write_text("")  # the emulation is included before all
+    sources = [folder / "plugins" / unit.method / "cuda" / name for name in SOURCES[unit.method]]
+    given = {name for name, value in unit.macros if value}
+    texts = [compiled_part(path.read_text(encoding="utf-8"), given) for path in sources]
+    includes = "".join(f'#include "{path}"\n' for path in sources)
+    launches = (LAUNCH.format(name=kernel, arguments=a) for text in texts for kernel, a in KERNEL.findall(text))
+    (folder / "unit.cpp").write_text(includes + "".join(launches))
+    macros = [f"-D{name}={value}" for name, value in unit.macros]
+    command = ["g++", *FLAGS, *macros, f"-I{folder}", "-include", str(HEADER), "unit.cpp", "-o", "kernels.so"]
+    subprocess.run(command, check=True, cwd=folder)
+    return ctypes.CDLL(str(folder / "kernels.so"))
