@@ -1,6 +1,7 @@
 // Runs CUDA kernels on the CPU, one block after another: the threads of a block are fibers that take turns, and meet at
 // barriers and where the threads of a warp exchange values. It stands in for CUDA's headers and for
-// plugins/shared/instructions.cuh, whose machine instructions it computes in plain C++ (tests/support/emulated_kernels.py).
+// plugins/shared/instructions.cuh, whose machine instructions it computes in plain C++
+// (tests/support/emulated_kernels.py).
 //
 // It finds wrong results, wrong indexes and barriers that not all threads reach. It does not find races: threads take
 // turns only where they meet. Memory of a block is not cleared between blocks, as on a GPU.
@@ -225,7 +226,8 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
 }
 template <class T>
 T __shfl_up_sync(unsigned, T value, int distance) {
-    return emulated::from_lane(value, max(emulated::lane() - distance, emulated::lane() < distance ? emulated::lane() : 0));
+    return emulated::from_lane(value,
+                               max(emulated::lane() - distance, emulated::lane() < distance ? emulated::lane() : 0));
 }
 template <class T>
 T __shfl_down_sync(unsigned, T value, int distance) {
