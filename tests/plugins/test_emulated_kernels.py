@@ -79,11 +79,10 @@ def test_more_candidates_than_nested_holds() -> None:
     nested_checks.check_request(index, queries, 0, 0, select_rows(index, queries, [0]).rows[0])
 
 
-@pytest.mark.parametrize("reduce", ["mean", "softmax_mean"])
-def test_an_infinite_query_hurts_no_other_request_of_nested(reduce: str) -> None:
+def test_an_infinite_query_hurts_no_other_request_of_nested() -> None:
     torch.manual_seed(6)
     keys = gpu_context.keys_of_slots([1500] * 3, 64, "bfloat16")
-    index = nested_checks.make_index(NestedConfig(group_reduce=reduce), "bfloat16", 64, 2, keys)
+    index = nested_checks.make_index(NestedConfig(), "bfloat16", 64, 2, keys)
     queries = torch.randn(3, KV_HEADS * 2, 64, dtype=torch.bfloat16)
     want = select_rows(index, queries, [0, 1, 2]).rows.clone()
     queries[0, :, 5], queries[1, 0, 0] = float("inf"), float("nan")
@@ -110,7 +109,7 @@ def test_clusterkv(fields: dict[str, Any], shape: tuple[str, int, int, str]) -> 
         check(expected, found, queries[slot], slot, rows[slot])
 
 
-@pytest.mark.parametrize(("page", "shape"), [(8, SHAPES[0]), (16, SHAPES[1]), (64, SHAPES[2]), (128, SHAPES[3])])
+@pytest.mark.parametrize(("page", "shape"), [(8, SHAPES[0]), (16, SHAPES[2]), (128, SHAPES[3])])
 def test_prkv_with_codes(page: int, shape: tuple[str, int, int, str]) -> None:
     """Pages, the last of which is not full; static ones first."""
     dtype, dim, group, reduce = shape
@@ -129,7 +128,7 @@ def test_prkv_with_codes(page: int, shape: tuple[str, int, int, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("execution", "dtype", "dim", "group"), [("uva", *SHAPES[0][:3]), *(("codes", *shape[:3]) for shape in SHAPES)]
+    ("execution", "dtype", "dim", "group"), [("uva", *SHAPES[0][:3]), *(("codes", *shape[:3]) for shape in SHAPES[1:])]
 )
 def test_ctkvr(execution: str, dtype: str, dim: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Places recalled and reranked by keys or codes, and the centroids that steps add."""
