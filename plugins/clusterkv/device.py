@@ -19,7 +19,7 @@ from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.errors import KernelError
 from kvseek.core.streams import SideStream
 from kvseek.plugins.batch import Batch
-from kvseek.plugins.codes.device import CudaCodeStore
+from kvseek.plugins.codes.device import MIN_DIM, CudaCodeStore
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import pointers, require_fit
@@ -33,7 +33,6 @@ from .rerank import Reranker
 SCORE_THREADS, CHOOSE_THREADS = 256, 1024  # as in score.cuh and choose.cuh
 UNIT = 32  # clusters that are scored together (select.cuh)
 SCORE_BLOCKS = 4  # blocks per multiprocessor: as many as its registers hold at head_dim 128
-MIN_CODES_DIM = 64  # smallest rotated vector of the kernels: two channels for each thread of a warp
 CHOOSE_STATIC_BYTES = 12 << 10  # upper bound of ChooseMemory (choose.cuh)
 
 
@@ -199,8 +198,8 @@ def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int
     limit = "a multiple of 32 up to 256 for ClusterKV on the GPU"
     require(fits, "head_dim", head_dim, limit, "build with --device cpu")
     has_codes = config.rerank_bits > 0
-    limit = f"at least {MIN_CODES_DIM} for rerank_bits = {config.rerank_bits} on the GPU"
-    fits = not has_codes or head_dim >= MIN_CODES_DIM
+    limit = f"at least {MIN_DIM} for rerank_bits = {config.rerank_bits} on the GPU"
+    fits = not has_codes or head_dim >= MIN_DIM
     require(fits, "head_dim", head_dim, limit, "set rerank_bits to 0, or build with --device cpu")
     return {
         "CLUSTERKV_CLUSTERS_PER_EXTENT": config.clusters_per_extent,

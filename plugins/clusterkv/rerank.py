@@ -11,11 +11,10 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.cuda import CudaKernels
-from kvseek.core.errors import KernelError
 from kvseek.plugins.batch import Batch, most_requests
 from kvseek.plugins.codes.store import CodeStore
 from kvseek.plugins.contract import IndexContext
-from kvseek.plugins.shared.arguments import pointers, require_numbered_rows
+from kvseek.plugins.shared.arguments import pointers, require_numbered_rows, require_room
 
 from .config import Config
 
@@ -71,10 +70,7 @@ class Reranker:
 
     def check(self, batch: int) -> None:
         """Raise KernelError if a batch is larger than the work space."""
-        if batch > self.most:
-            raise KernelError(
-                f"batch = {batch}: must be at most {self.most}, the requests that the slots allow; raise max_batch_size"
-            )
+        require_room(batch, self.most)
 
     def blocks_of(self, tasks: int) -> int:
         """Return the blocks of each of a number of tasks: together at most one a multiprocessor, but one at least."""

@@ -15,6 +15,10 @@ from .key_codes import BITS
 from .store import CodeStore
 
 ENCODE_WARPS = 8
+MIN_DIM, MAX_DIM = (
+    64,
+    256,
+)  # head sizes whose rotated vectors kernels hold: two channels or more a lane (cuda/sizes.cuh)
 
 
 class EncodeArguments(ctypes.Structure):

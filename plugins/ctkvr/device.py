@@ -14,7 +14,7 @@ from kvseek.core.errors import KernelError
 from kvseek.plugins.attention.device import LayerAttention
 from kvseek.plugins.attention.splits import address
 from kvseek.plugins.batch import Batch
-from kvseek.plugins.codes.device import CudaCodeStore
+from kvseek.plugins.codes.device import MAX_DIM, MIN_DIM, CudaCodeStore
 from kvseek.plugins.contract import Attention, Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows
@@ -31,10 +31,6 @@ PROBE_CENTROIDS = 64  # centroids of a block (probe.cu)
 EXTENT_BYTES = 4 + EXTENT_TOKENS // 8
 STATIC_BYTES = 9 << 10  # static shared memory of the recall kernel, rounded up
 QUERY_BYTES = 12  # of a rounded query beside its integers (codes/cuda/queries.cuh)
-MIN_CODED_DIM, MAX_CODED_DIM = (
-    64,
-    256,
-)  # head sizes whose codes kernels read: two channels or more a lane (codes/cuda/sizes.cuh)
 
 
 class CudaIndex(Index):
@@ -190,8 +186,8 @@ def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int
     """Return the macro of coded.cu; raises ConfigError on a head size that the kernels of the codes do not support."""
     if not config.bits:
         return {}
-    limit = f"a multiple of 32 from {MIN_CODED_DIM} to {MAX_CODED_DIM} with execution = 'codes' on the GPU"
-    fits = head_dim % 32 == 0 and MIN_CODED_DIM <= head_dim <= MAX_CODED_DIM
+    limit = f"a multiple of 32 from {MIN_DIM} to {MAX_DIM} with execution = 'codes' on the GPU"
+    fits = head_dim % 32 == 0 and MIN_DIM <= head_dim <= MAX_DIM
     require(fits, "head_dim", head_dim, limit, "set execution to 'uva', or build with --device cpu")
     return {"CTKVR_CODE_BITS": config.bits}
 

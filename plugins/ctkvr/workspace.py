@@ -8,9 +8,9 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvseek.core.errors import KernelError
 from kvseek.plugins.batch import most_requests
 from kvseek.plugins.contract import IndexContext
+from kvseek.plugins.shared.arguments import require_room
 
 TILE = 16  # keys that a warp scores at once (products.cuh)
 LARGEST_KEYS = (
@@ -87,7 +87,4 @@ class Workspace:
 
     def require(self, batch: int) -> None:
         """Raise KernelError if a batch is larger than the workspace."""
-        if batch > self.most:
-            raise KernelError(
-                f"batch = {batch}: must be at most {self.most}, the requests that the slots allow; raise max_batch_size"
-            )
+        require_room(batch, self.most)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.plugins.batch import Batch, most_requests
-from kvseek.plugins.codes.device import CudaCodeStore
+from kvseek.plugins.codes.device import MAX_DIM, MIN_DIM, CudaCodeStore
 from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows, require_room
@@ -20,8 +20,6 @@ from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 from .config import Config
 from .reference import ReferenceIndex
 
-MIN_DIM = 64  # smallest rotated vector of the kernels: two channels for each thread of a warp
-MAX_DIM = 256
 BINS = 4096  # of a histogram of scores
 SCAN_THREADS, CHOOSE_THREADS = 256, 512
 SCAN_BLOCKS = 2  # blocks of the scan of a multiprocessor; a block of the choice has room beside them

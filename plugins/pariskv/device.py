@@ -12,6 +12,7 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.errors import KernelError
 from kvseek.plugins.batch import Batch, most_requests
+from kvseek.plugins.codes.device import MAX_DIM, MIN_DIM
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows, require_room
@@ -20,8 +21,6 @@ from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 from .config import Config
 from .reference import CENTROIDS, ReferenceIndex
 
-MIN_DIM = 64  # smallest rotated vector of the kernels: two coordinates for each thread of a warp
-MAX_DIM = 256
 SCORES = 256  # bins of a histogram of votes
 ENCODE_WARPS = 8
 COUNT_THREADS, SCAN_THREADS, RERANK_THREADS, TOP_THREADS = 256, 1024, 256, 1024

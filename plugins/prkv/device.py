@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvseek.core.config import require
 from kvseek.plugins.batch import Batch, most_requests
+from kvseek.plugins.codes.device import MIN_DIM
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import pointers, require_fit, require_room
@@ -20,7 +21,7 @@ from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 from .config import Config
 from .device_boxes import CudaBoxes
-from .device_codes import MIN_DIM, CudaCodes
+from .device_codes import CudaCodes
 from .observe import observe
 from .reference import ReferenceIndex
 from .update import Updater

@@ -14,8 +14,6 @@ from kvseek.plugins.shared.arguments import pointers, require_numbered_rows
 from .device_arguments import publish_fields, select_fields
 from .summaries import Codes
 
-MIN_DIM = 64  # smallest rotated vector of the kernels: two channels for each thread of a warp
-
 
 class SelectArguments(ctypes.Structure):
     """Arguments of kvseek_prkv_select with codes, as in select.cuh."""

@@ -9,6 +9,7 @@
 #include "plugins/shared/batch.cuh"
 #include "plugins/shared/instructions.cuh"
 #include "plugins/shared/numbers.cuh"
+#include "plugins/shared/warp.cuh"
 
 namespace kvseek {
 namespace clusterkv {
@@ -47,8 +48,8 @@ struct KMeansArguments {
 constexpr int DIM = KVSEEK_HEAD_DIM;
 constexpr bool SPREAD = CLUSTERKV_SPREAD;  // whether spreads of clusters are kept
 static_assert(DIM % 32 == 0 && DIM <= 256, "a warp holds a key in its 32 lanes, a tile of keys in its registers");
-constexpr int WARP = 32, WARPS = 8, THREADS = WARP * WARPS;
-constexpr unsigned EVERYONE = 0xffffffffu;
+using kvseek::WARP;
+constexpr int WARPS = 8, THREADS = WARP * WARPS;
 constexpr int NO_CLUSTER = 0xffff;
 constexpr int LABELS = 8;  // of one 16-byte load
 // Halves of a stored direction: the last eight begin with its bias, a float, and let eight rows at one column lie in

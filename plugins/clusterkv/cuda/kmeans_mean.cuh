@@ -151,18 +151,12 @@ __device__ __forceinline__ void sum_own_keys(const KMeansArguments& a, int head,
     });
 }
 
-__device__ __forceinline__ float sum_over_warp(float value) {
-#pragma unroll
-    for (int mask = 1; mask < WARP; mask *= 2) value += __shfl_xor_sync(EVERYONE, value, mask);
-    return value;
-}
-
 // A warp's sums of squares of each cluster of the block, to shared memory.
 __device__ __forceinline__ void note_squares(MeanSpace& space, const float (&squares)[OWN]) {
 #if CLUSTERKV_SPREAD
 #pragma unroll
     for (int own = 0; own < OWN; ++own) {
-        const float all = sum_over_warp(squares[own]);
+        const float all = sum_of_warp(squares[own]);
         if (threadIdx.x % WARP == own) space.squares[threadIdx.x / WARP][own] = all;
     }
 #endif
@@ -180,7 +174,7 @@ __device__ __forceinline__ void store_spread(const KMeansArguments& a, long long
         const float mean = keys > 0 ? sum[i] / keys : 0.0f;
         mean_squares += mean * mean;
     }
-    const float difference = keys > 1 ? squares / keys - sum_over_warp(mean_squares) : 0.0f;
+    const float difference = keys > 1 ? squares / keys - sum_of_warp(mean_squares) : 0.0f;
     if (threadIdx.x % WARP == 0) a.spreads[entry] = sqrtf(fmaxf(difference, 0.0f) / DIM);
 #endif
 }
