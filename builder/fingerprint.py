@@ -63,7 +63,8 @@ def _digest_of_sources() -> str:
     roots = [Path(root) for package in (kvseek.builder, kvseek.plugins) for root in package.__path__]
     paths = [path for root in roots for path in sorted(root.rglob("*")) if path.suffix in SOURCE_SUFFIXES]
     # Most of the engine's Python code runs when an engine is served; its kernels and what BUILT_IN lists are built in.
-    kernels = [path for root in kvseek.engine.__path__ for path in sorted(Path(root).rglob("*.cu*"))]
+    files = [path for root in kvseek.engine.__path__ for path in sorted(Path(root).rglob("*"))]
+    kernels = [path for path in files if path.suffix in SOURCE_SUFFIXES and path.suffix != ".py"]
     digest = hashlib.sha256()
     for path in [*paths, *kernels, *(Path(str(module.__file__)) for module in BUILT_IN)]:
         digest.update(f"{path.name}\0".encode() + path.read_bytes())

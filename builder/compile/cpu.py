@@ -1,4 +1,4 @@
-"""Compile the plugins' C++ into one shared library that picks its instruction level when it runs."""
+"""Compile the C++ of the engine and of the plugins into one shared library that picks its instruction level when it runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import kvseek.plugins
 from kvseek.core.errors import KernelError
 
 from .cache import cache_folder
+from .roots import package_roots
 
 COMPILERS = ("c++", "g++", "clang++")
 # No -ffast-math: softmax relies on infinities, and poisoned rows must show. No -fopenmp: plugins/shared/parallel.h.
@@ -42,7 +42,7 @@ REMEDY = "install one (Debian, Ubuntu: apt-get install g++), set CXX, or build w
 
 
 def compile_cpu_library(output: Path) -> None:
-    """Compile every ``plugins/**/*.cpp`` into the shared library `output`, replacing it atomically.
+    """Compile every ``*.cpp`` below ``engine/`` and ``plugins/`` into the shared library `output`, replacing it atomically.
 
     On x86-64 each source is compiled for x86-64-v4, x86-64-v3 and the baseline. The library chooses among these at run time,
     so it runs on every x86-64 processor. On other architectures there is only the baseline.
@@ -60,7 +60,7 @@ def compile_cpu_library(output: Path) -> None:
         units = [(source, level) for source in sources("*.cpp") for level in instruction_levels()]
         objects = [folder / f"{number}.o" for number in range(len(units))]
         commands = [
-            [*compiler, *unit_flags(level), "-c", str(source), "-o", str(target)]
+            [*compiler, *unit_flags(level), *include_flags(), "-c", str(source), "-o", str(target)]
             for (source, level), target in zip(units, objects, strict=True)
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -97,8 +97,9 @@ def find_compiler() -> list[str]:
 
 
 def sources(pattern: str) -> list[Path]:
-    """List the files of the plugins package that match `pattern`, in a fixed order."""
-    return sorted(path for root in kvseek.plugins.__path__ for path in Path(root).rglob(pattern))
+    """List the files of the packages engine and plugins that match `pattern`, in a fixed order."""
+    folders = [root / name for root in package_roots() for name in ("engine", "plugins")]
+    return sorted(path for folder in folders for path in folder.rglob(pattern))
 
 
 def instruction_levels() -> tuple[int, ...]:
@@ -109,6 +110,11 @@ def instruction_levels() -> tuple[int, ...]:
 def unit_flags(level: int) -> tuple[str, ...]:
     """Return the compiler flags of one instruction level."""
     return (*FLAGS, *LEVEL_FLAGS[level], f"-DKVSEEK_LEVEL={level}")
+
+
+def include_flags() -> list[str]:
+    """Return the flags by which sources find headers of another folder: ``#include "plugins/shared/simd.h"``."""
+    return [f"-I{root}" for root in package_roots()]
 
 
 def _run(command: list[str]) -> str:

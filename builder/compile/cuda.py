@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import kvseek.engine
-import kvseek.plugins
 from kvseek.core.config import EngineConfig, require
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.engine.model.weight_only import INPUTS_MULTIPLE, NONE
@@ -27,6 +25,7 @@ from kvseek.plugins.attention.device import LIMITS
 from kvseek.plugins.registry import method_traits
 
 from .cache import cache_folder
+from .roots import package_roots
 
 ARCHITECTURES = (80, 89, 90, 100, 120)  # A100; L4, L40, RTX 40; H100, H200; B200; RTX 50
 DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2}  # plugins/shared/numbers.cuh
@@ -185,11 +184,6 @@ def cached_cubins(
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return dict(zip(archs, pool.map(make, archs), strict=True))
-
-
-def package_roots() -> list[Path]:
-    """Return the folders of this installation that hold engine/ and plugins/; the kernels' includes are relative to them."""
-    return sorted({Path(path).parent for package in (kvseek.engine, kvseek.plugins) for path in package.__path__})
 
 
 def unit_sources(method: str, roots: Sequence[Path]) -> list[str]:

@@ -21,6 +21,7 @@ from tests.support.structs import compiled_part, fields_of, mirrors
 from kvseek.builder import build
 from kvseek.builder.compile import cuda as compile_cuda
 from kvseek.builder.compile.cuda import ARCHITECTURES, Specialisation, cached_cubin, compile_cubin, specialise
+from kvseek.builder.compile.roots import package_roots
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError, KernelError
@@ -84,7 +85,7 @@ def written_kernels(method: str, precision: str = "none", settings: Settings = N
     Those of weights of 8 bits are there with such weights alone, and those of an option with its macro.
     """
     macros = macro_names(method, settings)
-    (root,) = compile_cuda.package_roots()
+    (root,) = package_roots()
     pattern = r"(kvseek_\w+)\(const __grid_constant__ kvseek::(?:\w+::)*(\w+) a\)"
     names = compile_cuda.unit_sources(method, [root])
     texts = [
@@ -220,7 +221,7 @@ def macro_names(method: str, settings: Settings) -> set[str]:
 
 
 def has_kernels(method: str) -> bool:
-    (root,) = compile_cuda.package_roots()
+    (root,) = package_roots()
     return any((root / "plugins" / method).rglob("*.cu"))
 
 
@@ -252,7 +253,7 @@ def test_shared_kernels_compile_for_every_shape_and_architecture() -> None:
 
 def struct_fields(struct_name: str, method: str, macros: set[str]) -> list[tuple[str, type]]:
     """Fields of a struct of a method's kernels as a ctypes.Structure lists them."""
-    (root,) = compile_cuda.package_roots()
+    (root,) = package_roots()
 
     def sources(*folders: str) -> list[Path]:
         return [path for folder in folders for path in sorted((root / folder).rglob("*.cu*"))]
