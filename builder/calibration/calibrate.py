@@ -16,6 +16,7 @@ from kvseek.builder.printing import Advance
 from kvseek.core.config import EngineConfig, require
 from kvseek.core.errors import CapacityError, ConfigError
 from kvseek.engine.model import bfloat16
+from kvseek.engine.model.host_products import HostProducts
 from kvseek.engine.model.layer import Head
 from kvseek.engine.model.weight_only import NONE
 from kvseek.engine.model.weights import load_weights
@@ -83,7 +84,8 @@ class Calibrator:
             raise ConfigError(f"calibrate: this processor cannot multiply dtype = 'bfloat16'; {remedy}")
         ids = self._encode(tokenizer)
         self.text_tokens = len(ids)
-        self._windows = WindowedText(config.model, ids[:tokens], window, self.device)
+        products = HostProducts(getattr(torch, config.dtype)) if self.device == CPU else None
+        self._windows = WindowedText(config.model, ids[:tokens], window, self.device, products)
 
     @property
     def tokens(self) -> int:
@@ -123,7 +125,9 @@ class Calibrator:
         hidden = [self._windows.hidden_states(embedding, layers, advance) for layers in sources]
         head = "embed.weight" if model.tie_word_embeddings else "lm_head.weight"
         ends = load_weights(directory, self.device, lambda name: name in ("norm.weight", head))
-        return self._windows.losses(Head(model, ends["norm.weight"], ends[head]), hidden, advance)
+        return self._windows.losses(
+            Head(model, ends["norm.weight"], ends[head], self._windows.products), hidden, advance
+        )
 
     def _report(self, losses: Losses) -> Calibration:
         config, perplexities = self.config, losses.perplexities
@@ -160,8 +164,7 @@ def stored_layers(directory: Path) -> LayerSource:
     """Read layers of an engine directory as they are stored: views of the mapped files."""
 
     def read(number: int) -> dict[str, torch.Tensor]:
-        # engine/model/linear.py dequantises to the dtype of norm.weight.
-        return load_weights(directory, CPU, lambda name: name == "norm.weight" or _of_layer(name, number))
+        return load_weights(directory, CPU, lambda name: _of_layer(name, number))
 
     return read
 

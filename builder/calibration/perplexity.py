@@ -18,11 +18,12 @@ from kvseek.builder.printing import Advance
 from kvseek.core.config import ModelConfig
 from kvseek.engine.model.attention import causal_attention, causal_attention_device
 from kvseek.engine.model.layer import Head, Layer
+from kvseek.engine.model.linear import Products
 from kvseek.engine.model.rope import RotaryEmbedding
 
 LOGIT_BYTES = 64 << 20  # bytes of one slice's logits; a handful of tensors of this size exist at a time
 
-# Takes a layer's number; returns its weights and norm.weight, on the CPU or on the device of the computation.
+# Takes a layer's number; returns its weights, on the CPU or on the device of the computation.
 LayerSource = Callable[[int], dict[str, Tensor]]
 
 
@@ -57,10 +58,19 @@ class WindowedText:
         At least two.
     window : int
         At least two.
+    products : Products, optional
+        Makes the matrix products; None: with PyTorch's operator.
     """
 
-    def __init__(self, model: ModelConfig, ids: Sequence[int], window: int, device: torch.device) -> None:
-        self.model, self.device = model, device
+    def __init__(
+        self,
+        model: ModelConfig,
+        ids: Sequence[int],
+        window: int,
+        device: torch.device,
+        products: Products | None = None,
+    ) -> None:
+        self.model, self.device, self.products = model, device, products
         self.ids = torch.tensor(ids)  # on the CPU, where the embedding is
         self.window = min(window, len(ids))
         self.spans = [(start, min(start + window, len(ids))) for start in range(0, len(ids), window)]
@@ -112,9 +122,9 @@ class WindowedText:
         return Losses(tuple(map(_exponential, means)), divergence / self.predictions, same / self.predictions)
 
     def _layer(self, layers: LayerSource, number: int) -> Layer:
-        """Make a layer; its weights are copied to the device as they are stored, and dequantised there."""
+        """Make a layer; its weights are copied to the device as they are stored."""
         weights = {name: tensor.to(self.device) for name, tensor in layers(number).items()}
-        return Layer(self.model, weights, number)
+        return Layer(self.model, weights, number, self.products)
 
     def _run_layer(self, layer: Layer, hidden: Tensor, rope: RotaryEmbedding, advance: Advance) -> None:
         """Run one layer over every window, in place."""

@@ -17,6 +17,7 @@ from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.model import bfloat16
+from kvseek.engine.model.host_products import HostProducts
 from kvseek.engine.model.host_steps import HostSteps
 from kvseek.engine.model.torch_model import TorchModel
 from kvseek.engine.model.weights import load_weights
@@ -47,7 +48,8 @@ def _load_cpu(
     maker = IndexMaker(config, codebooks, library)
     cache = Cache(config, dtype, device, RowStorage(config, dtype, device, host_rows(config, dtype)))
     retrieval = host_retrieval(config, cache, maker.over(cache), library)
-    model = TorchModel(load_weights(directory, device), retrieval)
+    products = HostProducts(dtype) if config.kernels == "native" else None
+    model = TorchModel(load_weights(directory, device), retrieval, products)
     return Decoder(model, retrieval, HostSteps(model, retrieval))
 
 

@@ -15,6 +15,7 @@ from .attention import causal_attention_device
 from .graphs import StepResult
 from .layer import Head, Layer
 from .layer_kernels import LayerKernels, Rotation
+from .linear import WeightOnlyProducts
 from .prefill import LayerwiseModel, Prefill, attend_pieces, pieces_of
 from .torch_model import Stream
 from .weight_only_kernels import WeightOnlyKernels
@@ -44,7 +45,8 @@ class KernelModel(LayerwiseModel[Stream]):
         super().__init__(retrieval)
         self.ops, self.embed, self.norm = ops, weights["embed.weight"], weights["norm.weight"]
         self.lm_head = self.embed if self.model.tie_word_embeddings else weights["lm_head.weight"]
-        self.layers = [Layer(self.model, weights, number, weight_only) for number in range(self.model.num_layers)]
+        products = None if weight_only is None else WeightOnlyProducts(weight_only)
+        self.layers = [Layer(self.model, weights, number, products) for number in range(self.model.num_layers)]
         self.head = Head(self.model, self.norm, self.lm_head)
 
     def begin_prompt(self, prefill: Prefill) -> Stream:

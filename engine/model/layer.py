@@ -12,14 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .linear import make_linear
+from .linear import Linear, Products
 from .rope import rotate
 from .weight_only import QUANTISED
 
 if TYPE_CHECKING:
     from kvseek.core.config import ModelConfig
-
-    from .weight_only_kernels import WeightOnlyKernels
 
 
 class Layer:
@@ -28,11 +26,11 @@ class Layer:
     Parameters
     ----------
     weights : mapping of str to Tensor
-        Weights of this layer under the names of engine/model/weights.py, and norm.weight; others are not looked at.
+        Weights of this layer under the names of engine/model/weights.py; others are not looked at.
     number : int
         Number of the layer, from 0.
-    kernels : WeightOnlyKernels, optional
-        Kernels that multiply with weights of 8 bits; without them such weights are dequantised when the layer is made.
+    products : Products, optional
+        Makes the layer's products; None: with PyTorch's operator, in the dtype of the norms.
     """
 
     def __init__(
@@ -40,12 +38,19 @@ class Layer:
         model: ModelConfig,
         weights: Mapping[str, Tensor],
         number: int,
-        kernels: WeightOnlyKernels | None = None,
+        products: Products | None = None,
     ) -> None:
         self.model, prefix = model, f"layers.{number}."
         self.attention_norm, self.mlp_norm = (weights[f"{prefix}{name}_norm.weight"] for name in ("attention", "mlp"))
         self.q_norm, self.k_norm = (weights.get(f"{prefix}{name}_norm.weight") for name in ("q", "k"))
-        self.qkv, self.o, self.gate_up, self.down = (make_linear(weights, prefix + name, kernels) for name in QUANTISED)
+        products = products or Products(self.attention_norm.dtype)
+
+        def product(name: str) -> Linear:
+            weight, bias, scale = (weights.get(f"{prefix}{name}.{part}") for part in ("weight", "bias", "weight_scale"))
+            assert weight is not None, f"{prefix}{name}.weight is in every engine directory"
+            return products.linear(weight, bias, scale)
+
+        self.qkv, self.o, self.gate_up, self.down = map(product, QUANTISED)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Normalise, project and rotate x [tokens, hidden]: queries [tokens, H, D], keys and values [tokens, G, D]."""
@@ -78,12 +83,15 @@ class Head:
     ----------
     norm : Tensor [hidden]
     weight : Tensor [vocabulary, hidden]
+    products : Products, optional
+        See Layer.
     """
 
-    def __init__(self, model: ModelConfig, norm: Tensor, weight: Tensor) -> None:
-        self.model, self.norm, self.weight = model, norm, weight
+    def __init__(self, model: ModelConfig, norm: Tensor, weight: Tensor, products: Products | None = None) -> None:
+        self.model, self.norm = model, norm
+        self._project = (products or Products(norm.dtype)).linear(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the logits, float32 [tokens, vocabulary], of x [tokens, hidden]."""
         normed = F.rms_norm(x, (self.model.hidden_size,), self.norm, self.model.rms_norm_eps)
-        return F.linear(normed, self.weight).float()
+        return self._project(normed).float()

@@ -1,10 +1,13 @@
-"""The matrix products of a model: with weights in the engine's dtype, or with weights of 8 bits and a scale for each row."""
+"""The matrix products of a model: with weights in the engine's dtype, or with weights of 8 bits and a scale for each row.
+
+`Products` makes them, and decides what multiplies. host_products.py has those of engines on the CPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -56,16 +59,30 @@ class WeightOnlyLinear(Linear):
         return F.linear(x, self._kernels.dequantise(self.weight, self.scale), self.bias)
 
 
-def make_linear(weights: Mapping[str, Tensor], name: str, kernels: WeightOnlyKernels | None = None) -> Linear:
-    """Make the product with the weight `name`, which is a name of engine/model/weights.py without ".weight".
+class Products:
+    """Makes a model's products with PyTorch's operator, which is the reference of all others.
 
-    Without `kernels` a weight of 8 bits is dequantised now, to the dtype of the norms: the numbers are the same, but no memory
+    Weights of 8 bits are dequantised to `dtype`, that of x, when a product is made: the numbers are the same, but no memory
     is saved.
     """
-    weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
-    scale = weights.get(f"{name}.weight_scale")
-    if scale is None:
-        return Linear(weight, bias)
-    if kernels is None:
-        return Linear(dequantise(weight, scale, weights["norm.weight"].dtype), bias)
-    return WeightOnlyLinear(kernels, weight, scale, bias)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
+        """Make the product with a weight [outputs, inputs]; `scale`, float32 [outputs], is that of a weight of 8 bits."""
+        return Linear(weight if scale is None else dequantise(weight, scale, self.dtype), bias)
+
+
+class WeightOnlyProducts(Products):
+    """Makes products on a GPU whose weights stay in 8 bits."""
+
+    def __init__(self, kernels: WeightOnlyKernels) -> None:
+        super().__init__(kernels.dtype)
+        self._kernels = kernels
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
+        """See Products.linear."""
+        if scale is None:
+            return super().linear(weight, bias)
+        return WeightOnlyLinear(self._kernels, weight, scale, bias)

@@ -15,6 +15,7 @@ from kvseek.plugins.batch import Batch
 
 from .attention import causal_attention
 from .layer import Head, Layer
+from .linear import Products
 from .prefill import LayerwiseModel, Prefill, attend_pieces, pieces_of
 from .rope import RotaryEmbedding
 
@@ -77,14 +78,16 @@ class TorchModel(LayerwiseModel[Stream]):
     ----------
     weights : dict of str to Tensor
         Weights as engine/model/weights.py loads them.
+    products : Products, optional
+        Makes the matrix products; None: with PyTorch's operator.
     """
 
-    def __init__(self, weights: dict[str, Tensor], retrieval: Retrieval) -> None:
+    def __init__(self, weights: dict[str, Tensor], retrieval: Retrieval, products: Products | None = None) -> None:
         super().__init__(retrieval)
         self.embed = weights["embed.weight"]
         lm_head = self.embed if self.model.tie_word_embeddings else weights["lm_head.weight"]
-        self.layers = [Layer(self.model, weights, number) for number in range(self.model.num_layers)]
-        self.head = Head(self.model, weights["norm.weight"], lm_head)
+        self.layers = [Layer(self.model, weights, number, products) for number in range(self.model.num_layers)]
+        self.head = Head(self.model, weights["norm.weight"], lm_head, products)
         self.rope = RotaryEmbedding(self.model, self.embed.device)
 
     def begin_prompt(self, prefill: Prefill) -> Stream:

@@ -25,14 +25,15 @@ def quantise(weight: Tensor, precision: str) -> tuple[Tensor, Tensor]:
     """Round a weight [outputs, inputs] to 8 bits.
 
     A row's largest magnitude becomes the largest number of the format, 127 of int8 and 448 of float8_e4m3fn; there is no
-    zero point. The row's other weights are rounded to the nearest number, ties to even.
+    zero point. The row's other weights are rounded to the nearest number, ties to even. The scale is rounded to bfloat16
+    first, so that kernels which take it in 16 bits multiply with the same number.
 
     Returns
     -------
     quantised : Tensor, int8 or float8_e4m3fn [outputs, inputs]
     scale : Tensor, float32 [outputs]
-        Factor that turns a quantised row into its weights; 1 for a row of zeros, and for a row whose weights are all so
-        small (below 2e-36 with int8) that float32 has no exact scale for them. Such weights become zeros.
+        Factor that turns a quantised row into its weights, a number of bfloat16; 1 for a row of zeros, and for a row whose
+        weights are all so small (below 2e-36 with int8) that float32 has no exact scale for them. Such weights become zeros.
 
     Raises
     ------
@@ -55,7 +56,7 @@ def _quantise_rows(weight: Tensor, first: int, precision: str) -> tuple[Tensor, 
     if not magnitude.isfinite().all():
         row = first + int((~magnitude.isfinite()).nonzero()[0])
         raise ConfigError(f"row {row} holds infinity or NaN: must be finite; download the checkpoint again")
-    scale = magnitude / largest
+    scale = (magnitude / largest).bfloat16().float()
     scale = torch.where(scale >= torch.finfo(torch.float32).tiny, scale, 1.0)
     scaled = wide / scale[:, None]
     rounded = scaled.round() if dtype is torch.int8 else scaled

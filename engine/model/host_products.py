@@ -1,0 +1,123 @@
+"""Matrix products on the CPU: oneDNN's, and PyTorch's kernel for weights of 8 bits. docs/cpu.md has what each is worth."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvseek.core.errors import EngineDirectoryError
+
+from .linear import Linear, Products
+from .weight_only import INPUTS_MULTIPLE
+
+# oneDNN lays a weight out for a number of rows. What it makes for 32 rows multiplies 1 to 2,048 rows about as fast as what it
+# makes for each of them, which cannot be said of a weight that was laid out for one row.
+PACKED_FOR_ROWS = 32
+# Most rows that are multiplied faster without converting the weight first.
+FEW_ROWS_OF_BYTES = 32
+FEW_ROWS_OF_BFLOAT16 = 8
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this processor has instructions for bfloat16 products; without them oneDNN's are slower than float32's."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+class PackedLinear(Linear):
+    """A linear map whose weight lies in oneDNN's layout: a copy, which lets one row be multiplied at the memory's pace."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS), bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Linear."""
+        return _onednn(x, self.weight, self.bias)
+
+
+class WidenedLinear(Linear):
+    """A linear map in bfloat16 on a processor that has no instructions for it: many rows are multiplied in float32."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Linear."""
+        if x.shape[0] <= FEW_ROWS_OF_BFLOAT16:
+            return super().__call__(x)
+        return _widened(x, self.weight.float(), self.bias)
+
+
+class ByteLinear(Linear):
+    """A linear map of bfloat16 rows with an int8 weight; the weight is dequantised for more rows than a decode step has.
+
+    Parameters
+    ----------
+    weight : Tensor, int8 [outputs, inputs]
+        `inputs` is a multiple of INPUTS_MULTIPLE.
+    scale : Tensor, bfloat16 [outputs]
+    native : bool
+        Whether the processor multiplies bfloat16.
+    """
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None, native: bool) -> None:
+        super().__init__(weight.contiguous(), bias)
+        self.scale, self._native = scale, native
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Linear."""
+        if x.shape[0] <= FEW_ROWS_OF_BYTES:
+            out = torch._weight_int8pack_mm(x.contiguous(), self.weight, self.scale)
+            return out if self.bias is None else out + self.bias
+        if self._native:
+            return F.linear(x, self.weight * self.scale[:, None], self.bias)
+        return _widened(x, self.weight * self.scale.float()[:, None], self.bias)
+
+
+class HostProducts(Products):
+    """Makes the products of an engine on the CPU.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        That of x.
+    native : bool, optional
+        Whether the processor multiplies bfloat16; None: what `multiplies_bfloat16` finds.
+    """
+
+    def __init__(self, dtype: torch.dtype, native: bool | None = None) -> None:
+        super().__init__(dtype)
+        self._native = multiplies_bfloat16() if native is None else native
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
+        """See Products.linear; raises EngineDirectoryError if the scales have more digits than bfloat16.
+
+        An int8 weight stays as it is if x is bfloat16. PyTorch has no fast kernel for float32 rows, nor for fp8.
+        """
+        if scale is not None and self.dtype is torch.bfloat16 and weight.dtype is torch.int8:
+            narrow = scale.bfloat16()
+            if not torch.equal(narrow.float(), scale):
+                raise EngineDirectoryError("the scales of 8-bit weights are of an older kvseek: build the engine again")
+            if weight.shape[1] % INPUTS_MULTIPLE == 0:  # the kernel reads beyond the end of other rows
+                return ByteLinear(weight, narrow, bias, self._native)
+        plain = super().linear(weight, bias, scale)
+        if self.dtype is torch.float16 or not _has_onednn():  # float16: of a GPU's engine that is calibrated here
+            return plain
+        if self.dtype is torch.bfloat16 and not self._native:
+            return WidenedLinear(plain.weight, bias)
+        return PackedLinear(plain.weight, bias)
+
+
+def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply bfloat16 rows with a float32 weight [outputs, inputs]; the result is bfloat16."""
+    out = _onednn(x.float(), weight, None if bias is None else bias.float())
+    return out.to(x.dtype)
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    # PyTorch's public operator multiplies float32 with MKL, which is slow on AMD's processors, and takes no packed weight.
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _has_onednn() -> bool:
+    return platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
