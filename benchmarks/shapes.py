@@ -8,7 +8,7 @@ import torch
 
 from kvseek.core.config import EngineConfig, ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.weight_only import NONE
+from kvseek.engine.model.weight_only import INPUTS_MULTIPLE, NONE
 
 # Source: config.json of meta-llama/Llama-3.1-8B.
 LLAMA_3_1_8B = ModelConfig(
@@ -65,10 +65,18 @@ def matrix_bytes(config: EngineConfig) -> int:
     """
     model = config.model
     itemsize: int = getattr(torch, config.dtype).itemsize
-    quantised = config.weight_only_precision != NONE and config.device == "cuda"  # the CPU dequantises when it loads
+    quantised = config.weight_only_precision != NONE if config.device == "cuda" else _kept_on_host(config)
     attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
     layers = model.num_layers * (attention + 3 * model.intermediate_size * model.hidden_size)
     return layers * (1 if quantised else itemsize) + model.vocab_size * model.hidden_size * itemsize
+
+
+def _kept_on_host(config: EngineConfig) -> bool:
+    """Whether an engine on the CPU multiplies with 8 bits a weight (host_products.py); else it dequantises when it loads."""
+    model = config.model
+    inputs = (model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size)
+    read = all(size % INPUTS_MULTIPLE == 0 for size in inputs)
+    return (config.weight_only_precision, config.dtype, config.kernels) == ("int8", "bfloat16", "native") and read
 
 
 def row_numbers(model: ModelConfig) -> int:

@@ -85,8 +85,12 @@ def test_bytes_by_model() -> None:
     layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128  # qkv, o, gate, up and down
     assert matrix_bytes(config) == 2 * (2 * layer + 1000 * 64)
     quantised = dataclasses.replace(config, weight_only_precision="int8")
-    assert matrix_bytes(quantised) == matrix_bytes(config), "the CPU multiplies with dequantised weights"
+    assert matrix_bytes(quantised) == 2 * layer + 2 * 1000 * 64
     assert matrix_bytes(dataclasses.replace(quantised, device="cuda")) == 2 * layer + 2 * 1000 * 64
+    for other in ({"dtype": "float32"}, {"kernels": "reference"}, {"weight_only_precision": "fp8"}):
+        plain = dataclasses.replace(quantised, **other)
+        unquantised = dataclasses.replace(plain, weight_only_precision="none")
+        assert matrix_bytes(plain) == matrix_bytes(unquantised), "the CPU multiplies with dequantised weights"
     assert row_bytes(config) == 2 * 2 * 2 * 2 * 16  # bytes, layers, heads, key and value, channels
 
 
