@@ -53,7 +53,7 @@ def cell_table(document: dict[str, Any], phase: dict[str, Any], cell: dict[str, 
         f"{rates['host_pages'] / 1e9:.1f} GB/s; host cores {rates['host_memory'] / 1e9:.0f} GB/s; {rates['node'] * 1e6:.2f} µs a "
         f"node, {rates['host_function'] * 1e6:.0f} µs a host function. Methods one after the other, each in turns with the "
         "baseline: × base is within its own turns; the baseline's row is of all turns. Parts: their own graph, with events "
-        "in it; * baseline of another phase"
+        "in it; * baseline of another phase; † the baseline does not fit: over its floor, which is computed"
     )
     table = Table(title=title, caption=caption)
     table.add_column("contestant", no_wrap=True)
@@ -73,8 +73,15 @@ def floor_line(entry: dict[str, Any]) -> str:
     return f"  floor of {entry['name']}, ms: {', '.join(parts)}"
 
 
+def over_baseline(entry: dict[str, Any]) -> str:
+    """The ratio to the baseline; where that did not run, to the time that its step takes at least, marked as such."""
+    if entry["to_baseline"] is None:
+        return f"{entry['step_seconds']['median'] / entry['dense_floor_seconds']:.3f}†"
+    return f"{entry['to_baseline']:.3f}" + ("*" if entry.get("baseline_of_another_phase") else "")
+
+
 def _row(entry: dict[str, Any]) -> list[str]:
-    step, over = entry["step_seconds"], entry["to_baseline"]
+    step = entry["step_seconds"]
     memory, overlap, hits = entry["memory"], entry["overlap"], entry["hit_rate"]
     return [
         entry["name"],
@@ -83,7 +90,7 @@ def _row(entry: dict[str, Any]) -> list[str]:
         f"{entry['upkeep_seconds'] * 1e3:.2f}",
         f"{entry['wall_seconds']['median'] * 1e3:.2f}",
         f"{entry['tokens_per_second']:,.1f}",
-        "" if over is None else f"{over:.3f}" + ("*" if entry.get("baseline_of_another_phase") else ""),
+        over_baseline(entry),
         f"{entry['floor']['total'] * 1e3:.2f}",
         f"{entry['to_floor']:.2f}",
         *(f"{seconds * 1e3:.2f}" for seconds in part_groups(entry["stages"]).values()),

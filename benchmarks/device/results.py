@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvseek.benchmarks.timing import Samples
+from kvseek.core.config import EngineConfig
 from kvseek.measurement.machine import peak_memory_bytes
 
 from .floors import Rates, Step, work
@@ -67,6 +69,7 @@ def decode_result(
             "nodes": moved.nodes,
             "host_functions": moved.host_functions,
             "floor": moved.floor(rates),
+            "dense_floor_seconds": dense_floor(bench.config(bench.variants[0], [cell]), step, itemsize, rates),
             "index_bytes_per_token_and_kv_head": index,
             "upkeep_seconds": statistics.mean(contestant.upkeep[contestant.warmup :]),
             "index_bytes": index * bench.model.num_kv_heads * bench.model.num_layers * retrieval * cell.batch,
@@ -76,6 +79,11 @@ def decode_result(
         walls,
         baseline_seconds,
     )
+
+
+def dense_floor(baseline: EngineConfig, step: Step, itemsize: int, rates: Rates) -> float:
+    """Compute the floor of the baseline's step, whose rows lie where the contestant's do and are never hot."""
+    return work(baseline, dataclasses.replace(step, hit_rate=0.0), itemsize).floor(rates)["total"]
 
 
 def with_times(

@@ -11,7 +11,8 @@ from tests.benchmarks.device.configs import config_for
 from kvseek.benchmarks.device import floors
 from kvseek.benchmarks.device.floors import STEP_NODES, Rates, Step, Work, work
 from kvseek.benchmarks.device.memory_rates import host_memory_rate, random_row_offsets
-from kvseek.benchmarks.device.results import borrow_baselines, peak_tokens_per_second, pooled, with_times
+from kvseek.benchmarks.device.report import over_baseline
+from kvseek.benchmarks.device.results import borrow_baselines, dense_floor, peak_tokens_per_second, pooled, with_times
 from kvseek.benchmarks.shapes import LLAMA_3_1_8B
 from kvseek.benchmarks.timing import Samples
 from kvseek.core.config import CacheConfig
@@ -120,6 +121,17 @@ def test_ratios_and_borrowed_baselines() -> None:
     assert [e["to_baseline"] for e in (*with_baseline, *without, *other)] == [1.0, 0.25, 0.25, None]
     assert ["baseline_of_another_phase" in e for e in (*with_baseline, *without)] == [False, False, True]
     assert peak_tokens_per_second(with_baseline + without) == {"full": 125.0, "pariskv": 500.0}
+
+
+def test_a_baseline_that_does_not_fit_is_replaced_by_its_floor() -> None:
+    """One million tokens, the rows of 10 of 32 layers in host memory, half of the method's rows hot."""
+    config, step = config_for(LLAMA_3_1_8B, "full", 1_000_000, 1), Step(1_000_000, 576, 1, 10, hit_rate=0.5)
+    found = dense_floor(config, step, 2, TestFloor.rates)
+    weights, rows = 15.0e9 / 4.4e12, 8 * 512 * 1e6
+    assert found == pytest.approx(weights + rows * (22 / 4.4e12 + 10 / 49e9), rel=0.01)
+    alone = {**entry("pariskv", 0.09, None), "dense_floor_seconds": found}
+    assert over_baseline(alone) == f"{0.09 / found:.3f}†"
+    assert over_baseline({**alone, "to_baseline": 0.5}) == "0.500"
 
 
 def test_a_baseline_of_several_rounds() -> None:
