@@ -18,6 +18,8 @@ from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.model import bfloat16
 from kvseek.engine.model.host_steps import HostSteps
+from kvseek.engine.model.native_operations import NativeOperations
+from kvseek.engine.model.operations import TorchOperations
 from kvseek.engine.model.torch_model import TorchModel
 from kvseek.engine.model.weights import load_weights
 
@@ -47,7 +49,8 @@ def _load_cpu(
     maker = IndexMaker(config, codebooks, library)
     cache = Cache(config, dtype, device, RowStorage(config, dtype, device, host_rows(config, dtype)))
     retrieval = host_retrieval(config, cache, maker.over(cache), library)
-    model = TorchModel(load_weights(directory, device), retrieval)
+    ops = TorchOperations(config.model) if library is None else NativeOperations(library, config.model, dtype)
+    model = TorchModel(load_weights(directory, device), retrieval, ops)
     return Decoder(model, retrieval, HostSteps(model, retrieval))
 
 

@@ -14,8 +14,9 @@ from kvseek.plugins.batch import Batch
 from .attention import causal_attention_device
 from .graphs import StepResult
 from .layer import Head, Layer
-from .layer_kernels import LayerKernels, Rotation
+from .layer_kernels import LayerKernels
 from .prefill import LayerwiseModel, Prefill, attend_pieces, pieces_of
+from .rope import Rotation
 from .torch_model import Stream
 from .weight_only_kernels import WeightOnlyKernels
 
@@ -56,14 +57,11 @@ class KernelModel(LayerwiseModel[Stream]):
     def read_chunk(self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
         """See LayerwiseModel."""
         weights, x = self.layers[layer], prompt.residual[start:stop]
-        qkv = weights.qkv(self.ops.add_rms_norm(x, None, weights.attention_norm))
-        rotation = prompt.rotation_of(start, stop, self.ops.rotation)
+        qkv, rotation = weights.project(self.ops, x, None), prompt.rotation_of(start, stop, self.ops.rotation)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
         pieces = pieces_of(prompt.borders, start, stop)
         out = attend_pieces(causal_attention_device, q, keys, values, self.scaling, pieces)
-        attended = weights.o(out.flatten(1))
-        normed = self.ops.add_rms_norm(x, attended, weights.mlp_norm)
-        x += weights.down(self.ops.silu_mul(weights.gate_up(normed)))
+        x += weights.finish(self.ops, x, out.flatten(1))
         return q
 
     def logits_of(self, prompt: Stream, spans: Sequence[tuple[int, int]]) -> Tensor:

@@ -1,6 +1,6 @@
-"""One decoder layer and the head, without a cache: all that Llama, Qwen2 and Qwen3 compute around attention.
+"""One decoder layer and the head, without a cache: the products that Llama, Qwen2 and Qwen3 compute around attention.
 
-Models differ in biases and QK-norm.
+What stands between the products is in operations.py. Models differ in biases and QK-norm.
 """
 
 from __future__ import annotations
@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .linear import make_linear
-from .rope import rotate
 from .weight_only import QUANTISED
 
 if TYPE_CHECKING:
     from kvseek.core.config import ModelConfig
 
+    from .operations import LayerOperations
     from .weight_only_kernels import WeightOnlyKernels
 
 
@@ -42,33 +41,22 @@ class Layer:
         number: int,
         kernels: WeightOnlyKernels | None = None,
     ) -> None:
-        self.model, prefix = model, f"layers.{number}."
+        prefix = f"layers.{number}."
         self.attention_norm, self.mlp_norm = (weights[f"{prefix}{name}_norm.weight"] for name in ("attention", "mlp"))
         self.q_norm, self.k_norm = (weights.get(f"{prefix}{name}_norm.weight") for name in ("q", "k"))
         self.qkv, self.o, self.gate_up, self.down = (make_linear(weights, prefix + name, kernels) for name in QUANTISED)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalise, project and rotate x [tokens, hidden]: queries [tokens, H, D], keys and values [tokens, G, D]."""
-        model = self.model
-        normed = F.rms_norm(x, (model.hidden_size,), self.attention_norm, model.rms_norm_eps)
-        qkv = self.qkv(normed).view(x.shape[0], -1, model.head_dim)
-        heads, kv_heads = model.num_heads, model.num_kv_heads
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
-            q = F.rms_norm(q, (model.head_dim,), self.q_norm, model.rms_norm_eps)
-            k = F.rms_norm(k, (model.head_dim,), self.k_norm, model.rms_norm_eps)
-            qk = torch.cat((q, k), dim=1)
-        else:
-            qk = qkv[:, : heads + kv_heads]
-        qk = rotate(qk, cos, sin)
-        return qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
+    def project(self, ops: LayerOperations, x: Tensor, delta: Tensor | None) -> Tensor:
+        """Add `delta`, unless it is None, to x [tokens, hidden] in place; normalise and project: [tokens, (H + 2G) * D]."""
+        return self.qkv(ops.add_rms_norm(x, delta, self.attention_norm))
 
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Apply output projection and MLP, each with a residual: x [tokens, hidden], attended [tokens, H*D]."""
-        x = x + self.o(attended)
-        normed = F.rms_norm(x, (self.model.hidden_size,), self.mlp_norm, self.model.rms_norm_eps)
-        gate, up = self.gate_up(normed).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+    def finish(self, ops: LayerOperations, x: Tensor, attended: Tensor) -> Tensor:
+        """Project `attended` [tokens, H * D] and add it to x [tokens, hidden] in place; apply the MLP.
+
+        Returns the MLP's output [tokens, hidden], which is still to be added to x.
+        """
+        normed = ops.add_rms_norm(x, self.o(attended), self.mlp_norm)
+        return self.down(ops.silu_mul(self.gate_up(normed)))
 
 
 class Head:
