@@ -3,8 +3,8 @@
 // once, where a value is stored. engine/model/native_operations.py calls them.
 //
 // A row is computed by one thread, in the same order whatever the batch is. So a request's numbers depend neither on
-// the requests beside it nor on the number of threads. The few rows of a decode step take a microsecond, less than
-// waking a second thread, so one thread computes them; threads share the rows of a prompt.
+// the requests beside it nor on the number of threads. Threads share the rows of a prompt. Those of most decode steps
+// take a microsecond, less than waking a second thread, so one thread computes them.
 #include "plugins/shared/kernel.h"
 #include "plugins/shared/parallel.h"
 #include "plugins/shared/request.h"
@@ -60,7 +60,8 @@ struct SiluMulArguments {
 
 namespace {
 
-constexpr int64_t UNIT_NUMBERS = 1 << 15;  // numbers of the rows that a thread takes at a time: some 10 µs of work
+constexpr int64_t UNIT_NUMBERS = 1 << 14;    // numbers of the rows that a thread takes at a time
+constexpr int64_t SHARED_NUMBERS = 1 << 16;  // fewer, at most some 20 µs of work, are left to one thread
 
 // How many lanes of a vector are numbers. All of them is a type of its own, so that the compiler knows.
 struct AllLanes {};
@@ -100,8 +101,8 @@ inline void for_each_vector(int64_t size, const Body& body) {
 // body(first, last) for parts of all rows, which have `numbers` numbers each.
 template <class Body>
 inline void for_each_part(int64_t threads, int64_t rows, int64_t numbers, const Body& body) {
+    if (rows * numbers < SHARED_NUMBERS) return body(0, rows);
     const int64_t size = UNIT_NUMBERS > numbers ? UNIT_NUMBERS / numbers : 1;
-    if (rows <= size) return body(0, rows);
     for_each_chunk(threads, 1, rows, size, [&](int64_t, int64_t first, int64_t last) { body(first, last); });
 }
 
@@ -212,9 +213,8 @@ void rope_prompt_rows(const RopePromptArguments& a) {
 }
 
 inline Vec silu(Vec gate) {
-    const float most = 88.0f;  // of which `exponential` is still finite
-    const Vec negative = -gate;
-    return gate / (1.0f + exponential(negative > most ? splat(most) : negative));
+    const Vec power = exponential(gate < 0.0f ? gate : -gate);  // of a negative number, so that nothing overflows
+    return gate * (gate < 0.0f ? power : splat(1.0f)) / (1.0f + power);
 }
 
 // out = silu(gate) * up
