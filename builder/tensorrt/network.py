@@ -1,4 +1,4 @@
-"""The decoder as a TensorRT network, read top to bottom; engine/model/torch_model.py is the same computation in PyTorch.
+"""The decoder as a TensorRT network, read top to bottom; torch_model.py of engine/model/ is the same computation.
 
 Attention is not part of it: a function adds it where it belongs. builder/tensorrt/network_forms.py has two: one ends a
 network there and goes on in the next, the other adds a layer to the one network.
