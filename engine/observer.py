@@ -9,6 +9,9 @@ from torch import Tensor
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.selection import Selection
 
+# Parts of a step, in order: "begin" and "head" once a step, the others once a layer.
+PARTS = ("begin", "norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "silu", "down", "head")
+
 
 class Observer:
     """An object that is told what decode steps do. Subclasses override the methods of interest; Decoder.observe installs one.
@@ -18,7 +21,10 @@ class Observer:
     """
 
     def part_ended(self, name: str) -> None:
-        """Take note that the kernels of a part of the step have been launched; PARTS of kernel_model.py lists the parts."""
+        """Take note that the kernels of a part of the step have been launched; they are listed in PARTS.
+
+        On the CPU the part has run, and a layer in which all requests attend densely has no "select".
+        """
 
     def selected(self, layer: int, queries: Tensor, batch: Batch, selection: Selection | None) -> None:
         """Look at a layer's selection for queries [batch, H, D]. On the CPU requests that attend densely are left out."""

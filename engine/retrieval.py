@@ -112,7 +112,9 @@ class Retrieval:
 
     def attend_densely(self, layer: int, queries: Tensor, batch: Batch) -> Tensor:
         """Attend without an index, for requests that all attend to every row; only used on the CPU."""
-        return self.attentions[layer](queries, batch, None)
+        out = self.attentions[layer](queries, batch, None)
+        self.observer.part_ended("attend")
+        return out
 
     def end_step(self, slots: Sequence[int]) -> None:
         """Start the evictions that may run beside the step, which has been launched."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.support import quick_gguf
 from tests.support.random_models import save_random_model
 
 from kvseek.builder import build
-from kvseek.builder.compile.cpu import cached_cpu_library
+from kvseek.builder.compile.cpu import cached_cpu_library, instruction_levels
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.engine.model import bfloat16
 
@@ -82,6 +83,15 @@ def document() -> str:
 def library() -> CpuLibrary:
     """The compiled CPU kernels of this checkout."""
     return CpuLibrary(cached_cpu_library())
+
+
+@pytest.fixture(params=instruction_levels())
+def level(request: pytest.FixtureRequest, library: CpuLibrary) -> Iterator[int]:
+    """Run the kernels at one instruction level, or at the processor's best if that is lower."""
+    limit = library.function("kvseek_limit_level", ctypes.c_void_p)
+    limit(ctypes.byref(ctypes.c_int(request.param)))
+    yield request.param
+    limit(ctypes.byref(ctypes.c_int(max(instruction_levels()))))
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from kvseek.core.config import ModelConfig
 from kvseek.engine.model.attention import causal_attention, causal_attention_device
 from kvseek.engine.model.layer import Head, Layer
 from kvseek.engine.model.linear import Products
+from kvseek.engine.model.operations import TorchOperations
 from kvseek.engine.model.rope import RotaryEmbedding
 
 LOGIT_BYTES = 64 << 20  # bytes of one slice's logits; a handful of tensors of this size exist at a time
@@ -71,6 +72,7 @@ class WindowedText:
         products: Products | None = None,
     ) -> None:
         self.model, self.device, self.products = model, device, products
+        self._ops = TorchOperations(model)
         self.ids = torch.tensor(ids)  # on the CPU, where the embedding is
         self.window = min(window, len(ids))
         self.spans = [(start, min(start + window, len(ids))) for start in range(0, len(ids), window)]
@@ -128,12 +130,15 @@ class WindowedText:
 
     def _run_layer(self, layer: Layer, hidden: Tensor, rope: RotaryEmbedding, advance: Advance) -> None:
         """Run one layer over every window, in place."""
+        kv_heads, dim = self.model.num_kv_heads, self.model.head_dim
         attention = causal_attention_device if self.device.type == "cuda" else causal_attention
         for start, stop in self.spans:
             x, tokens = hidden[start:stop], stop - start
-            q, k, v = (part.transpose(0, 1) for part in layer.project(x, *rope(0, tokens, tokens)))
-            attended = attention(q, k, v, self.model.head_dim**-0.5)
-            hidden[start:stop] = layer.finish(x, attended.flatten(1))
+            keys, values = x.new_empty(2, kv_heads, tokens, dim)
+            qkv, rotation = layer.project(self._ops, x, None), rope(0, tokens, tokens)
+            q = self._ops.rope_prompt(qkv, rotation, keys, values, 0, layer.q_norm, layer.k_norm)
+            attended = attention(q.transpose(0, 1), keys, values, dim**-0.5)
+            x += layer.finish(self._ops, x, attended.flatten(1))
             advance(1)
 
     def _slices(self) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The decoder as a TensorRT network, read top to bottom; engine/model/torch_model.py is the same computation in PyTorch.
+"""The decoder as a TensorRT network, read top to bottom; torch_model.py of engine/model/ is the same computation.
 
 Attention is not part of it: a function adds it where it belongs. builder/tensorrt/network_forms.py has two: one ends a
 network there and goes on in the next, the other adds a layer to the one network.
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from kvseek.core.config import ModelConfig
 from kvseek.engine.model.rope import RotaryEmbedding
@@ -93,15 +92,10 @@ def _embed(model: ModelConfig, max_positions: int, graph: Graph) -> Stream:
     positions = graph.input("positions", torch.int32, (-1,), "tokens")
     table = RotaryEmbedding(model, torch.device("cpu"))(0, max_positions, max_positions)
     cos, sin = (
-        graph.gather(_half(graph, values, f"rope.{name}_table"), positions, f"rope.{name}")
+        graph.gather(graph.constant(values[:, None].to(graph.dtype), f"rope.{name}_table"), positions, f"rope.{name}")
         for name, values in zip(("cos", "sin"), table, strict=True)
     )
     return Stream(graph, graph.gather(graph.weight("embed.weight"), ids, "embed"), lambda: (cos, sin))
-
-
-def _half(graph: Graph, table: Tensor, name: str) -> ITensor:
-    """The first half of a table of RotaryEmbedding as a constant, [positions, 1, D/2]; the second repeats it."""
-    return graph.constant(table[..., : table.shape[-1] // 2].to(graph.dtype), name)
 
 
 def _before_attention(model: ModelConfig, stream: Stream, layer: int) -> tuple[ITensor, ITensor, ITensor]:

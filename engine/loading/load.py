@@ -19,6 +19,9 @@ from kvseek.engine.decoder import Decoder
 from kvseek.engine.model import bfloat16
 from kvseek.engine.model.host_products import HostProducts
 from kvseek.engine.model.host_steps import HostSteps
+from kvseek.engine.model.linear import Products
+from kvseek.engine.model.native_operations import NativeOperations
+from kvseek.engine.model.operations import TorchOperations
 from kvseek.engine.model.torch_model import TorchModel
 from kvseek.engine.model.weights import load_weights
 
@@ -48,8 +51,11 @@ def _load_cpu(
     maker = IndexMaker(config, codebooks, library)
     cache = Cache(config, dtype, device, RowStorage(config, dtype, device, host_rows(config, dtype)))
     retrieval = host_retrieval(config, cache, maker.over(cache), library)
-    products = HostProducts(dtype) if config.kernels == "native" else None
-    model = TorchModel(load_weights(directory, device), retrieval, products)
+    weights = load_weights(directory, device)
+    if library is None:
+        model = TorchModel(weights, retrieval, TorchOperations(config.model), Products(dtype))
+    else:
+        model = TorchModel(weights, retrieval, NativeOperations(library, config.model, dtype), HostProducts(dtype))
     return Decoder(model, retrieval, HostSteps(model, retrieval))
 
 

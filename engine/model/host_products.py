@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -114,10 +113,11 @@ def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out.to(x.dtype)
 
 
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     # PyTorch's public operator multiplies float32 with MKL, which is slow on AMD's processors, and takes no packed weight.
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
 
 
 def _has_onednn() -> bool:
-    return platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
+    return platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +15,11 @@ from kvseek.plugins.batch import Batch
 from .attention import causal_attention_device
 from .graphs import StepResult
 from .layer import Head, Layer
-from .layer_kernels import LayerKernels, Rotation
+from .layer_kernels import LayerKernels
 from .linear import WeightOnlyProducts
 from .prefill import LayerwiseModel, Prefill, attend_pieces, pieces_of
 from .torch_model import Stream
 from .weight_only_kernels import WeightOnlyKernels
-
-# Parts of a step that an observer is told of, in order: "begin" and "head" once a step, the others once a layer.
-PARTS = ("begin", "norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "silu", "down", "head")
 
 
 class KernelModel(LayerwiseModel[Stream]):
@@ -58,14 +56,11 @@ class KernelModel(LayerwiseModel[Stream]):
     def read_chunk(self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
         """See LayerwiseModel."""
         weights, x = self.layers[layer], prompt.residual[start:stop]
-        qkv = weights.qkv(self.ops.add_rms_norm(x, None, weights.attention_norm))
-        rotation = prompt.rotation_of(start, stop, self.ops.rotation)
+        qkv, rotation = weights.project(self.ops, x, None), prompt.rotation_of(start, stop, self.ops.rotation)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
         pieces = pieces_of(prompt.borders, start, stop)
         out = attend_pieces(causal_attention_device, q, keys, values, self.scaling, pieces)
-        attended = weights.o(out.flatten(1))
-        normed = self.ops.add_rms_norm(x, attended, weights.mlp_norm)
-        x += weights.down(self.ops.silu_mul(weights.gate_up(normed)))
+        x += weights.finish(self.ops, x, out.flatten(1))
         return q
 
     def logits_of(self, prompt: Stream, spans: Sequence[tuple[int, int]]) -> Tensor:
@@ -79,42 +74,14 @@ class KernelModel(LayerwiseModel[Stream]):
         x, rotation = self.ops.step_begin(batch, self.embed)
         mark("begin")
         delta: Tensor | None = None
-        for number in range(len(self.layers)):
-            delta = self._run_layer(number, batch, x, delta, rotation, mark)
+        for number, layer in enumerate(self.layers):
+            attend = partial(self.retrieval.attend, number, batch=batch)
+            window = self.retrieval.cache.window[number]
+            delta = layer.decode(self.ops, batch, x, delta, rotation, window, attend, mark)
         logits = F.linear(self.ops.add_rms_norm(x, delta, self.norm), self.lm_head)
         result = StepResult(logits, self.ops.argmax(logits))
         mark("head")
         return result
-
-    def _run_layer(
-        self,
-        number: int,
-        batch: Batch,
-        x: Tensor,
-        delta: Tensor | None,
-        rotation: Rotation,
-        mark: Callable[[str], None],
-    ) -> Tensor:
-        """Run one layer of a decode step: add `delta` and attention's output to x [batch, hidden]; returns the MLP's output."""
-        layer = self.layers[number]
-        normed = self.ops.add_rms_norm(x, delta, layer.attention_norm)
-        mark("norm")
-        qkv = layer.qkv(normed)
-        mark("qkv")
-        window = self.retrieval.cache.window[number]
-        queries = self.ops.rope_append(qkv, batch, rotation, window, layer.q_norm, layer.k_norm)
-        mark("rope")
-        attended = layer.o(self.retrieval.attend(number, queries, batch).flatten(1))
-        mark("o")
-        normed = self.ops.add_rms_norm(x, attended, layer.mlp_norm)
-        mark("mlp_norm")
-        gate_up = layer.gate_up(normed)
-        mark("gate_up")
-        activated = self.ops.silu_mul(gate_up)
-        mark("silu")
-        down = layer.down(activated)
-        mark("down")
-        return down
 
 
 def to_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

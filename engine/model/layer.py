@@ -1,23 +1,32 @@
-"""One decoder layer and the head, without a cache: all that Llama, Qwen2 and Qwen3 compute around attention.
+"""One decoder layer and the head, without a cache: the products that Llama, Qwen2 and Qwen3 compute around attention.
 
-Models differ in biases and QK-norm.
+What stands between the products is in operations.py. Models differ in biases and QK-norm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .linear import Linear, Products
-from .rope import rotate
 from .weight_only import QUANTISED
 
 if TYPE_CHECKING:
     from kvseek.core.config import ModelConfig
+    from kvseek.plugins.batch import Batch
+
+    from .operations import LayerOperations
+    from .rope import Rotation
+
+Mark = Callable[[str], None]
+"""Takes the name of a part of a decode step."""
+
+
+def _ignore(part: str) -> None:
+    """Take no note of a part."""
 
 
 class Layer:
@@ -40,7 +49,7 @@ class Layer:
         number: int,
         products: Products | None = None,
     ) -> None:
-        self.model, prefix = model, f"layers.{number}."
+        prefix = f"layers.{number}."
         self.attention_norm, self.mlp_norm = (weights[f"{prefix}{name}_norm.weight"] for name in ("attention", "mlp"))
         self.q_norm, self.k_norm = (weights.get(f"{prefix}{name}_norm.weight") for name in ("q", "k"))
         products = products or Products(self.attention_norm.dtype)
@@ -52,28 +61,68 @@ class Layer:
 
         self.qkv, self.o, self.gate_up, self.down = map(product, QUANTISED)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalise, project and rotate x [tokens, hidden]: queries [tokens, H, D], keys and values [tokens, G, D]."""
-        model = self.model
-        normed = F.rms_norm(x, (model.hidden_size,), self.attention_norm, model.rms_norm_eps)
-        qkv = self.qkv(normed).view(x.shape[0], -1, model.head_dim)
-        heads, kv_heads = model.num_heads, model.num_kv_heads
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
-            q = F.rms_norm(q, (model.head_dim,), self.q_norm, model.rms_norm_eps)
-            k = F.rms_norm(k, (model.head_dim,), self.k_norm, model.rms_norm_eps)
-            qk = torch.cat((q, k), dim=1)
-        else:
-            qk = qkv[:, : heads + kv_heads]
-        qk = rotate(qk, cos, sin)
-        return qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
+    def project(self, ops: LayerOperations, x: Tensor, delta: Tensor | None) -> Tensor:
+        """Add `delta`, unless it is None, to x [tokens, hidden] in place; normalise and project: [tokens, (H + 2G) * D]."""
+        return self.qkv(ops.add_rms_norm(x, delta, self.attention_norm))
 
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Apply output projection and MLP, each with a residual: x [tokens, hidden], attended [tokens, H*D]."""
-        x = x + self.o(attended)
-        normed = F.rms_norm(x, (self.model.hidden_size,), self.mlp_norm, self.model.rms_norm_eps)
-        gate, up = self.gate_up(normed).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+    def finish(self, ops: LayerOperations, x: Tensor, attended: Tensor) -> Tensor:
+        """Project `attended` [tokens, H * D] and add it to x [tokens, hidden] in place; apply the MLP.
+
+        Returns the MLP's output [tokens, hidden], which is still to be added to x.
+        """
+        return self._finish(ops, x, attended, _ignore)
+
+    def decode(
+        self,
+        ops: LayerOperations,
+        batch: Batch,
+        x: Tensor,
+        delta: Tensor | None,
+        rotation: Rotation,
+        window: Tensor,
+        attend: Callable[[Tensor], Tensor],
+        mark: Mark = _ignore,
+    ) -> Tensor:
+        """Run the layer over a decode step's tokens: add `delta`, unless it is None, and attention's output to x in place.
+
+        Parameters
+        ----------
+        x, delta : Tensor [batch, hidden]
+            The residual stream, and the output of the layer before.
+        rotation : Rotation
+            Of each request's token.
+        window : Tensor [slots, G, window rows, 2, D]
+            Receives the tokens' keys and values.
+        attend : callable
+            Takes queries [batch, H, D], and returns outputs of that shape.
+        mark : callable
+            Called with the name of each part of the layer when that has been launched; `attend` marks its own parts.
+
+        Returns
+        -------
+        Tensor [batch, hidden]
+            The MLP's output, which is still to be added to x.
+        """
+        normed = ops.add_rms_norm(x, delta, self.attention_norm)
+        mark("norm")
+        qkv = self.qkv(normed)
+        mark("qkv")
+        queries = ops.rope_append(qkv, batch, rotation, window, self.q_norm, self.k_norm)
+        mark("rope")
+        return self._finish(ops, x, attend(queries).flatten(1), mark)
+
+    def _finish(self, ops: LayerOperations, x: Tensor, attended: Tensor, mark: Mark) -> Tensor:
+        projected = self.o(attended)
+        mark("o")
+        normed = ops.add_rms_norm(x, projected, self.mlp_norm)
+        mark("mlp_norm")
+        gate_up = self.gate_up(normed)
+        mark("gate_up")
+        activated = ops.silu_mul(gate_up)
+        mark("silu")
+        down = self.down(activated)
+        mark("down")
+        return down
 
 
 class Head:

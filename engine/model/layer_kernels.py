@@ -17,7 +17,7 @@ from torch import Tensor
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
 
-from .rope import frequency_sets
+from .rope import Rotation, frequency_sets
 
 if TYPE_CHECKING:
     from kvseek.core.cuda import CudaKernels
@@ -37,8 +37,6 @@ WARP = 32
 ALIGNMENT = 16  # bytes: alignment of tensors that a kernel reads in pieces
 MAX_HIDDEN = NORM_THREADS * NORM_PIECES * PIECE
 MAX_ARGMAX_BLOCKS = 64  # per request: one piece a thread for a vocabulary of 128K
-
-Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 [rows, D/2] each, the attention factor included
 
 
 class AddRmsNormArguments(ctypes.Structure):
@@ -106,7 +104,7 @@ class ArgmaxArguments(ctypes.Structure):
 
 
 class LayerKernels:
-    """The kernels of layer.cu for one model on one GPU.
+    """The kernels of layer.cu for one model on one GPU; LayerOperations of operations.py, and the ends of a decode step.
 
     Parameters
     ----------

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from kvseek.core.config import ModelConfig, RopeScaling
 
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of tokens, float32 [tokens, D/2] each, one of each pair of channels; the attention factor is included."""
+
 
 class RotaryEmbedding:
-    """Cosines and sines of positions, grown on demand; float32 [positions, D], scaled by the attention factor.
+    """Cosines and sines of positions, in tables that grow on demand.
 
     longrope has two sets of frequencies. A prompt is rotated by the set for its length. A token that is generated is rotated by
     the set for the sequence that it ends, so its position decides. Keys in the cache stay as they are, as in transformers.
@@ -21,19 +24,20 @@ class RotaryEmbedding:
         sets, self._factor = frequency_sets(config)
         self._sets, self._short_reach = sets.to(device), config.short_reach
         self._size = 0  # positions of each set in the tables, which lie behind each other
-        self._cos = self._sin = torch.empty(0, config.head_dim, device=device)
+        self._cos = self._sin = torch.empty(0, config.head_dim // 2, device=device)
 
-    def __call__(self, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of positions start .. stop - 1 of a prompt of `length` tokens, each [stop - start, 1, D]."""
+    def __call__(self, start: int, stop: int, length: int) -> Rotation:
+        """Return the rotation of positions start .. stop - 1 of a prompt of `length` tokens."""
         self._grow(stop)
         first = self._first_row(length)
-        return self._cos[first + start : first + stop, None], self._sin[first + start : first + stop, None]
+        return self._cos[first + start : first + stop], self._sin[first + start : first + stop]
 
-    def at(self, positions: list[int]) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of tokens that are generated at the given positions, each [len(positions), 1, D]."""
+    def at(self, positions: list[int]) -> Rotation:
+        """Return the rotation of tokens that are generated at the given positions."""
         self._grow(max(positions) + 1)
         rows = [self._first_row(position + 1) + position for position in positions]
-        return self._cos[rows][:, None], self._sin[rows][:, None]
+        numbers = torch.tensor(rows, device=self._cos.device)
+        return self._cos.index_select(0, numbers), self._sin.index_select(0, numbers)
 
     def _first_row(self, length: int) -> int:
         return self._size if length > self._short_reach else 0
@@ -44,15 +48,14 @@ class RotaryEmbedding:
         self._size = max(1024, 1 << (positions - 1).bit_length())
         numbers = torch.arange(self._size, device=self._sets.device).float()
         angles = torch.cat([torch.outer(numbers, frequencies) for frequencies in self._sets])
-        angles = torch.cat((angles, angles), dim=-1)
         self._cos, self._sin = angles.cos() * self._factor, angles.sin() * self._factor
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the pairs of channels (i, i + D/2) of x [tokens, heads, D]; the result has the dtype of x."""
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    cos, sin = (part[:, None].to(x.dtype) for part in rotation)
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def frequency_sets(config: ModelConfig) -> tuple[Tensor, float]:

@@ -1,9 +1,10 @@
-"""The model on the CPU: Llama, Qwen2 and Qwen3 in PyTorch. layer.py has the part of a layer around attention."""
+"""The model on the CPU: Llama, Qwen2 and Qwen3. layer.py has a layer's products, operations.py what stands between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -16,12 +17,12 @@ from kvseek.plugins.batch import Batch
 from .attention import causal_attention
 from .layer import Head, Layer
 from .linear import Products
+from .operations import LayerOperations
 from .prefill import LayerwiseModel, Prefill, attend_pieces, pieces_of
-from .rope import RotaryEmbedding
+from .rope import RotaryEmbedding, Rotation
 
 Attend = Callable[[int, Tensor], Tensor]
 """Attention of a decode step: layer, queries [batch, H, D] to outputs [batch, H, D]."""
-Rotation = tuple[Tensor, Tensor]  # cosines and sines of tokens
 RotatePrompt = Callable[[int, int, int], Rotation]
 """Rotation of positions start .. stop - 1 of a prompt of so many tokens: takes start, stop and the length."""
 
@@ -36,8 +37,8 @@ class Stream:
         The residual stream, which every layer changes in place.
     borders : tuple of int
         See Prefill.borders.
-    rotation : pair of Tensor, or None
-        Cosines and sines of all rows of a pack, in which positions begin anew with every prompt. None for a single prompt,
+    rotation : Rotation or None
+        That of all rows of a pack, in which positions begin anew with every prompt. None for a single prompt,
         in which a row's number is its position.
     """
 
@@ -64,7 +65,7 @@ class Stream:
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def rotation_of(self, start: int, stop: int, rotate: RotatePrompt) -> Rotation:
-        """Return cosines and sines of rows start .. stop - 1."""
+        """Return the rotation of rows start .. stop - 1."""
         if self.rotation is None:
             return rotate(start, stop, self.borders[-1])
         cos, sin = self.rotation
@@ -72,18 +73,23 @@ class Stream:
 
 
 class TorchModel(LayerwiseModel[Stream]):
-    """Runs prompts and decode steps with PyTorch.
+    """Runs prompts and decode steps on the CPU.
 
     Parameters
     ----------
     weights : dict of str to Tensor
         Weights as engine/model/weights.py loads them.
-    products : Products, optional
-        Makes the matrix products; None: with PyTorch's operator.
+    ops : LayerOperations
+        What a layer computes between its products: by compiled kernels or by PyTorch.
+    products : Products
+        Makes the matrix products.
     """
 
-    def __init__(self, weights: dict[str, Tensor], retrieval: Retrieval, products: Products | None = None) -> None:
+    def __init__(
+        self, weights: dict[str, Tensor], retrieval: Retrieval, ops: LayerOperations, products: Products
+    ) -> None:
         super().__init__(retrieval)
+        self.ops, self.windows = ops, retrieval.cache.window.unbind()
         self.embed = weights["embed.weight"]
         lm_head = self.embed if self.model.tie_word_embeddings else weights["lm_head.weight"]
         self.layers = [Layer(self.model, weights, number, products) for number in range(self.model.num_layers)]
@@ -92,17 +98,17 @@ class TorchModel(LayerwiseModel[Stream]):
 
     def begin_prompt(self, prefill: Prefill) -> Stream:
         """See LayerwiseModel."""
-        return Stream.begin(self._embed(prefill.ids), prefill.borders, self.rope, self.model.short_reach)
+        residual = F.embedding(torch.tensor(prefill.ids), self.embed)
+        return Stream.begin(residual, prefill.borders, self.rope, self.model.short_reach)
 
     def read_chunk(self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
         """See LayerwiseModel."""
-        x = prompt.residual[start:stop]
-        q, k, v = self.layers[layer].project(x, *prompt.rotation_of(start, stop, self.rope))
-        keys[:, start:stop], values[:, start:stop] = k.transpose(0, 1), v.transpose(0, 1)
-        q = q.transpose(0, 1)
+        weights, x = self.layers[layer], prompt.residual[start:stop]
+        qkv, rotation = weights.project(self.ops, x, None), prompt.rotation_of(start, stop, self.rope)
+        q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
         pieces = pieces_of(prompt.borders, start, stop)
         out = attend_pieces(causal_attention, q, keys, values, self.scaling, pieces)
-        prompt.residual[start:stop] = self.layers[layer].finish(x, out.flatten(1))
+        x += weights.finish(self.ops, x, out.flatten(1))
         return q
 
     def logits_of(self, prompt: Stream, spans: Sequence[tuple[int, int]]) -> Tensor:
@@ -111,17 +117,13 @@ class TorchModel(LayerwiseModel[Stream]):
 
     def run_layers(self, batch: Batch, attend: Attend) -> Tensor:
         """Run a decode step: write each token's rows to the window, and return logits, float32 [batch, vocabulary]."""
-        positions, slots = batch.column("position").tolist(), batch.column("slot").long()
-        write_rows = batch.column("write_row").long()
-        cos, sin = self.rope.at(positions)
-        x = self._embed(batch.column("token").tolist())
-        for number, layer in enumerate(self.layers):
-            q, k, v = layer.project(x, cos, sin)
-            window = self.retrieval.cache.window[number]
-            window[slots, :, write_rows] = torch.stack((k, v), dim=2)
-            x = layer.finish(x, attend(number, q).flatten(1))
-        return self.head(x)
-
-    def _embed(self, ids: Sequence[int]) -> Tensor:
-        """Look up the embeddings of token ids, [tokens, hidden]."""
-        return F.embedding(torch.tensor(ids, device=self.embed.device), self.embed)
+        mark = self.retrieval.observer.part_ended
+        x, rotation = F.embedding(batch.column("token"), self.embed), self.rope.at(batch.column("position").tolist())
+        mark("begin")
+        delta: Tensor | None = None
+        for number, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
+            delta = layer.decode(self.ops, batch, x, delta, rotation, window, partial(attend, number), mark)
+        assert delta is not None, "a model has layers"
+        logits = self.head(x + delta)
+        mark("head")
+        return logits

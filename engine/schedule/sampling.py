@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -162,8 +163,8 @@ def log_probabilities(logits: Tensor, tokens: Sequence[int], count: int) -> tupl
 
 def greedy_token(logits: Tensor) -> int:
     """Return the token of the largest of float32 logits [vocabulary] on the CPU; NO_TOKEN if that logit is not finite."""
-    best, token = logits.max(dim=0)
-    return int(token) if torch.isfinite(best) else NO_TOKEN
+    token = int(logits.argmax())  # the first of equal logits, or a NaN; half the time of max(dim=0)
+    return token if math.isfinite(logits[token]) else NO_TOKEN
 
 
 def accept(token: int) -> int:

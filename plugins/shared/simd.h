@@ -47,6 +47,12 @@ inline Vec load(const Bfloat16* from) {
 inline void store(float* to, Vec value) {
     std::memcpy(to, &value, sizeof(Vec));
 }
+inline void store(Bfloat16* to, Vec value) {  // as from_float
+    const WordVec bits = (WordVec)value;
+    const WordVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const HalfVec halves = __builtin_convertvector(value == value ? rounded : (bits >> 16) | 0x40, HalfVec);
+    std::memcpy(to, &halves, sizeof(HalfVec));
+}
 inline Vec splat(float value) {
     return value - Vec{};
 }

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.kernel_model import PARTS
-from kvseek.engine.observer import Observer
+from kvseek.engine.observer import PARTS, Observer
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.selection import Selection
 
@@ -78,7 +77,7 @@ def test_selections_are_what_attention_attends_to(
     monkeypatch.setattr(retrieval, "attentions", [recording(layer) for layer in LAYERS])
     decoder.decode([5, 6], [0, 2])
     decoder.refresh([0, 2])
-    assert notes.parts == ["select", "attend"] * 3
+    assert notes.parts == ["begin", *PARTS[1:-1] * 3, "head"]
     assert notes.steps == [[0, 2]]
     assert [layer for layer, *_ in notes.selections] == list(LAYERS)
     for told, used in zip(notes.selections, attended, strict=True):

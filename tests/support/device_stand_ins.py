@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvseek.core.config import EngineConfig, ModelConfig
@@ -21,8 +20,9 @@ from kvseek.engine.loading.indexes import host_retrieval
 from kvseek.engine.model.graph_steps import GraphSteps
 from kvseek.engine.model.graphs import buckets_for
 from kvseek.engine.model.kernel_model import KernelModel
-from kvseek.engine.model.layer_kernels import LayerKernels, Rotation
-from kvseek.engine.model.rope import rotate
+from kvseek.engine.model.layer_kernels import LayerKernels
+from kvseek.engine.model.operations import TorchOperations
+from kvseek.engine.model.rope import Rotation
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.retrieval import Retrieval
 from kvseek.engine.schedule.sampling import greedy_token
@@ -37,68 +37,21 @@ CPU = torch.device("cpu")
 UNDEFINED = 1 << 20  # what a GPU's selection may hold for a request that is dense
 
 
-class TorchLayer(LayerKernels):
+class TorchLayer(TorchOperations, LayerKernels):
     """What layer.cu computes, in PyTorch."""
 
     def __init__(self, model: ModelConfig, max_batch: int) -> None:
         kernels: Any = None
-        super().__init__(kernels, model, torch.float32, CPU, max_batch)
+        LayerKernels.__init__(self, kernels, model, torch.float32, CPU, max_batch)
 
     def step_begin(self, batch: Batch, embed: Tensor) -> tuple[Tensor, Rotation]:
         parts = [self.rotation(position, position + 1, position + 1) for position in batch.column("position").tolist()]
         rotation = torch.cat([cosines for cosines, _ in parts]), torch.cat([sines for _, sines in parts])
         return embed[batch.column("token").long()], rotation
 
-    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        if delta is not None:
-            x += delta
-        return F.rms_norm(x, (x.shape[1],), weight, self.model.rms_norm_eps)
-
-    def split(self, qkv: Tensor, rotation: Rotation, *norms: Tensor | None) -> tuple[Tensor, ...]:
-        model, size = self.model, self.model.head_dim
-        parts = qkv.view(qkv.shape[0], -1, size).split([model.num_heads, model.num_kv_heads, model.num_kv_heads], 1)
-        cos, sin = (torch.cat((part, part), dim=-1)[:, None] for part in rotation)
-        q, k = (
-            rotate(x if norm is None else F.rms_norm(x, (size,), norm, model.rms_norm_eps), cos, sin)
-            for x, norm in zip(parts[:2], norms, strict=True)
-        )
-        return q, k, parts[2]
-
-    def rope_append(
-        self,
-        qkv: Tensor,
-        batch: Batch,
-        rotation: Rotation,
-        window: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-    ) -> Tensor:
-        q, k, v = self.split(qkv, rotation, q_norm, k_norm)
-        for request, (slot, row) in enumerate(zip(batch.slots, batch.column("write_row").tolist(), strict=True)):
-            window[slot, :, row] = torch.stack((k[request], v[request]), dim=1)
-        return q
-
     def append(self, keys: Tensor, values: Tensor, batch: Batch, window: Tensor) -> None:
         for request, (slot, row) in enumerate(zip(batch.slots, batch.column("write_row").tolist(), strict=True)):
             window[slot, :, row] = torch.stack((keys[request], values[request]), dim=1)
-
-    def rope_prompt(
-        self,
-        qkv: Tensor,
-        rotation: Rotation,
-        keys: Tensor,
-        values: Tensor,
-        start: int,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-    ) -> Tensor:
-        q, k, v = self.split(qkv, rotation, q_norm, k_norm)
-        keys[:, start : start + len(k)], values[:, start : start + len(v)] = k.transpose(0, 1), v.transpose(0, 1)
-        return q
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
 
     def argmax(self, logits: Tensor) -> Tensor:
         return torch.tensor([greedy_token(row) for row in logits], dtype=torch.int32)

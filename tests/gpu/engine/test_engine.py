@@ -21,8 +21,8 @@ from kvseek.engine.decoder import Decoder
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.indexes import device_retrieval
 from kvseek.engine.model.graph_steps import GraphSteps
-from kvseek.engine.model.kernel_model import PARTS, KernelModel
-from kvseek.engine.observer import Observer
+from kvseek.engine.model.kernel_model import KernelModel
+from kvseek.engine.observer import PARTS, Observer
 from kvseek.engine.service import EngineService
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.selection import Selection
