@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import Any
 
 import torch
 
+from kvseek.benchmarks.parts import HostClock
 from kvseek.benchmarks.shapes import matrix_bytes, row_numbers
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.engine import Engine
+from kvseek.engine.observer import Observer
+
+PART_STEPS = 9  # steps after the timed ones, whose parts are timed
 
 
 class Contestant(ABC):
@@ -57,7 +62,7 @@ class EngineContestant(Contestant):
 
     def prefill(self, prompt_ids: list[int], steps: int) -> None:
         start = time.perf_counter()
-        self._request_id = self.engine.submit(Request(tuple(prompt_ids), max_tokens=steps + 2))
+        self._request_id = self.engine.submit(Request(tuple(prompt_ids), max_tokens=steps + PART_STEPS + 2))
         while not self._run():
             pass
         self.prefill_seconds = time.perf_counter() - start
@@ -75,6 +80,22 @@ class EngineContestant(Contestant):
         sparse = self.attended_tokens < self.cached_tokens
         index = self.engine.index_bytes_per_token * self.cached_tokens if sparse else 0.0
         return {"weights": self._weight_bytes, "rows": self.attended_tokens * row, "index": index}
+
+    def part_seconds(self, steps: int) -> dict[str, float]:
+        """Median seconds of the parts of `steps` further steps; "outside" is what a step takes beside them."""
+        clock, samples = HostClock(), list[dict[str, float]]()
+        decoder = self.engine.decoder
+        decoder.observe(clock)
+        try:
+            for _ in range(steps):
+                start = time.perf_counter()
+                clock.restart()
+                self.step()
+                outside = time.perf_counter() - start - sum(clock.seconds.values())
+                samples.append({**clock.seconds, "outside": outside})
+        finally:
+            decoder.observe(Observer())
+        return {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
 
     def _run(self) -> bool:
         """One engine step; whether it gave a token."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvseek.benchmarks.contestants import Contestant, EngineContestant, load_transformers
+from kvseek.benchmarks.contestants import PART_STEPS, Contestant, EngineContestant, load_transformers
 from kvseek.benchmarks.report import add_ratios, print_report, result
 from kvseek.benchmarks.timing import interleave
 from kvseek.core.errors import ConfigError, KvseekError
@@ -75,7 +75,7 @@ def engine_directories(arguments: argparse.Namespace) -> Iterator[list[tuple[Pat
     if arguments.engine_dirs:
         yield [(directory, None) for directory in arguments.engine_dirs]
         return
-    longest = max(arguments.contexts) + WARMUP + arguments.tokens + 2
+    longest = max(arguments.contexts) + WARMUP + arguments.tokens + PART_STEPS + 2
     with tempfile.TemporaryDirectory(prefix="kvseek-bench-") as name:
         built = [(Path(name) / str(number), variant.label) for number, variant in enumerate(arguments.methods)]
         for (directory, _), variant in zip(built, arguments.methods, strict=True):
@@ -111,6 +111,9 @@ def race(
     results = [result(c, samples[c.name], contestants[0]) for c in contestants]
     bandwidth = READ_BYTES / samples[READ].median
     add_ratios(results, bandwidth)
+    for contestant, entry in zip(contestants, results, strict=True):
+        if isinstance(contestant, EngineContestant):
+            entry["parts"] = contestant.part_seconds(PART_STEPS)
     for contestant in contestants:
         contestant.close()
     return {"context": len(prompt_ids), "read_bandwidth": bandwidth, "results": results}

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from kvseek.benchmarks.contestants import Contestant, TransformersContestant
+from kvseek.benchmarks.parts import GROUPS, part_groups
 from kvseek.benchmarks.timing import Samples
 
 TABLE_WIDTH = 150  # columns that the table needs unwrapped
@@ -47,9 +51,6 @@ def add_ratios(results: list[dict[str, Any]], read_bandwidth: float) -> None:
 
 def print_report(document: dict[str, Any]) -> None:
     """Print a table for each context length."""
-    from rich.console import Console
-    from rich.table import Table
-
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     machine = document["machine"]
@@ -66,12 +67,29 @@ def print_report(document: dict[str, Any]) -> None:
             table.add_row(*row(entry))
         table.caption = f"floor: the bytes of a step at a plain read's {part['read_bandwidth'] / 1e9:.1f} GB/s"
         console.print(table)
+        console.print(parts_table(part["results"]))
     peak = document["peak_memory_bytes"] / 1e9
     console.print(
         f"medians of {document['tokens']} steps; HF: transformers, the faster of the two; "
         f"peak memory of all together {peak:.1f} GB",
         highlight=False,
     )
+
+
+def parts_table(results: list[dict[str, Any]]) -> Table:
+    """The parts of kvseek's steps in milliseconds, measured in steps of their own."""
+    table = Table(
+        "contestant", title="parts of a step, ms", caption="outside: sampling and what an engine does for a step"
+    )
+    for heading in (*GROUPS, "outside"):
+        table.add_column(heading, justify="right")
+    for entry in results:
+        if "parts" in entry:
+            parts = dict(entry["parts"])
+            outside = parts.pop("outside")
+            seconds = (*part_groups(parts).values(), outside)
+            table.add_row(entry["name"], *(f"{one * 1e3:.2f}" for one in seconds))
+    return table
 
 
 def row(entry: dict[str, Any]) -> list[str]:

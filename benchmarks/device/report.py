@@ -7,8 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kvseek.benchmarks.parts import GROUPS, part_groups
+
 from .memory_plan import GIB
-from .results import GROUPS, part_groups
 
 TABLE_WIDTH = 200  # columns that the widest table needs unwrapped
 

@@ -20,13 +20,6 @@ if TYPE_CHECKING:
     from .bench import Bench
     from .contestant import DeviceContestant
 
-GROUPS = {  # parts of a step (engine/model/kernel_model.py), as the table shows them
-    "GEMMs": ("qkv", "o", "gate_up", "down", "head"),
-    "select": ("select",),
-    "attend": ("attend",),
-    "others": ("begin", "norm", "rope", "mlp_norm", "silu"),
-}
-
 
 def decode_result(
     bench: Bench,
@@ -140,14 +133,6 @@ def borrow_baselines(document: dict[str, Any], baseline: str) -> None:
             if entry["to_baseline"] is None and median is not None:
                 entry["to_baseline"] = entry["step_seconds"]["median"] / median
                 entry["baseline_of_another_phase"] = True
-
-
-def part_groups(parts: dict[str, float]) -> dict[str, float]:
-    """Seconds of the groups that the table shows; a part of the step that no group names counts as others."""
-    named = {part for group in GROUPS.values() for part in group}
-    groups = {name: sum(parts.get(part, 0.0) for part in group) for name, group in GROUPS.items()}
-    groups["others"] += sum(seconds for part, seconds in parts.items() if part not in named)
-    return groups
 
 
 def peak_tokens_per_second(results: Sequence[dict[str, Any]]) -> dict[str, float]:

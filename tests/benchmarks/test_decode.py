@@ -17,6 +17,7 @@ from kvseek.benchmarks.report import add_ratios, print_report
 from kvseek.benchmarks.shapes import matrix_bytes
 from kvseek.benchmarks.timing import Samples, interleave, measure, turns
 from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.engine.observer import PARTS
 from kvseek.measurement.machine import describe, installed_version, peak_memory_bytes, resident_bytes
 
 CONTEXT = 300
@@ -143,9 +144,14 @@ def test_the_whole_benchmark(tmp_path: Path, build_engine: BuildEngine, capsys: 
     assert full["bytes"]["index"] == 0 < pariskv["bytes"]["index"]
     assert full["tokens_as_baseline"] == sdpa["tokens_as_baseline"] == eager["tokens_as_baseline"] == 1
     assert pariskv["to_baseline"] == pariskv["tpot_seconds"]["median"] / full["tpot_seconds"]["median"]
+    for entry in (full, pariskv):
+        parts = entry["parts"]
+        assert all(seconds > 0 for seconds in parts.values())
+        assert parts.keys() == {*PARTS, "outside"} - ({"select"} if entry is full else set())
+    assert "parts" not in sdpa
     print_report(document)
     printed = capsys.readouterr().out
-    assert all(heading in printed for heading in (*names, "× HF", "TTFT s", "GB/s")), printed
+    assert all(heading in printed for heading in (*names, "× HF", "TTFT s", "GB/s", "parts of a step")), printed
 
 
 @pytest.mark.usefixtures("small_read")

@@ -20,7 +20,7 @@ from kvseek.benchmarks.device.memory_rates import KERNELS, ReadArguments, RowsAr
 from kvseek.benchmarks.device.observers import SelectedRows, shared_rows
 from kvseek.benchmarks.device.options import parse
 from kvseek.benchmarks.device.random_weights import RandomWeights, weight_shapes
-from kvseek.benchmarks.device.results import part_groups
+from kvseek.benchmarks.parts import part_groups
 from kvseek.benchmarks.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_bytes, row_numbers
 from kvseek.benchmarks.studies import cache_hits
 from kvseek.core.config import ModelConfig

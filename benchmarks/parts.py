@@ -1,0 +1,46 @@
+"""Parts of a decode step (engine/observer.py): how the tables of all benchmarks group them, and their times on the CPU."""
+
+from __future__ import annotations
+
+import time
+
+from kvseek.engine.observer import Observer
+
+GROUPS = {
+    "GEMMs": ("qkv", "o", "gate_up", "down", "head"),
+    "select": ("select",),
+    "attend": ("attend",),
+    "others": ("begin", "norm", "rope", "mlp_norm", "silu"),
+}
+
+
+def part_groups(parts: dict[str, float]) -> dict[str, float]:
+    """Seconds of the groups that a table shows; a part of the step that no group names counts as others."""
+    named = {part for group in GROUPS.values() for part in group}
+    groups = {name: sum(parts.get(part, 0.0) for part in group) for name, group in GROUPS.items()}
+    groups["others"] += sum(seconds for part, seconds in parts.items() if part not in named)
+    return groups
+
+
+class HostClock(Observer):
+    """Wall-clock time of the parts of a step on the CPU, where a part has run when an observer is told of it.
+
+    Attributes
+    ----------
+    seconds : dict of float
+        Of each part, summed over its occurrences since `restart`.
+    """
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a step."""
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def part_ended(self, name: str) -> None:
+        """See Observer."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
