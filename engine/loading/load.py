@@ -47,7 +47,7 @@ def _load_cpu(
     maker = IndexMaker(config, codebooks, library)
     cache = Cache(config, dtype, device, RowStorage(config, dtype, device, host_rows(config, dtype)))
     retrieval = host_retrieval(config, cache, maker.over(cache), library)
-    model = TorchModel(load_weights(directory, device), retrieval)
+    model = TorchModel(load_weights(directory, device), retrieval, library)
     return Decoder(model, retrieval, HostSteps(model, retrieval))
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvseek.core.cpu_library import CpuLibrary
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.batch import Batch
 
+from . import native_attention
 from .attention import causal_attention
 from .layer import Head, Layer
 from .prefill import LayerwiseModel, Prefill, attend_pieces, pieces_of
@@ -77,10 +80,15 @@ class TorchModel(LayerwiseModel[Stream]):
     ----------
     weights : dict of str to Tensor
         Weights as engine/model/weights.py loads them.
+    library : CpuLibrary, optional
+        Compiled kernels; without them attention over prompts is PyTorch's.
     """
 
-    def __init__(self, weights: dict[str, Tensor], retrieval: Retrieval) -> None:
+    def __init__(self, weights: dict[str, Tensor], retrieval: Retrieval, library: CpuLibrary | None = None) -> None:
         super().__init__(retrieval)
+        self._causal_attention = (
+            causal_attention if library is None else partial(native_attention.causal_attention, library=library)
+        )
         self.embed = weights["embed.weight"]
         lm_head = self.embed if self.model.tie_word_embeddings else weights["lm_head.weight"]
         self.layers = [Layer(self.model, weights, number) for number in range(self.model.num_layers)]
@@ -98,7 +106,7 @@ class TorchModel(LayerwiseModel[Stream]):
         keys[:, start:stop], values[:, start:stop] = k.transpose(0, 1), v.transpose(0, 1)
         q = q.transpose(0, 1)
         pieces = pieces_of(prompt.borders, start, stop)
-        out = attend_pieces(causal_attention, q, keys, values, self.scaling, pieces)
+        out = attend_pieces(self._causal_attention, q, keys, values, self.scaling, pieces)
         prompt.residual[start:stop] = self.layers[layer].finish(x, out.flatten(1))
         return q
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 
 import pytest
+from tests.support.instruction_levels import limited
 
 from kvseek.builder.compile.cpu import instruction_levels
 from kvseek.core.cpu_library import CpuLibrary
@@ -14,7 +14,5 @@ from kvseek.core.cpu_library import CpuLibrary
 @pytest.fixture(params=instruction_levels())
 def level(request: pytest.FixtureRequest, library: CpuLibrary) -> Iterator[int]:
     """Run the kernels at one instruction level, or at the processor's best if that is lower."""
-    limit = library.function("kvseek_limit_level", ctypes.c_void_p)
-    limit(ctypes.byref(ctypes.c_int(request.param)))
-    yield request.param
-    limit(ctypes.byref(ctypes.c_int(max(instruction_levels()))))
+    with limited(library, request.param):
+        yield request.param
