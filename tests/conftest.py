@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import hypothesis
 import pytest
 import torch
 from tests.support import quick_gguf
+from tests.support.instruction_levels import limited
 from tests.support.random_models import save_random_model
 
 from kvseek.builder import build
@@ -88,10 +88,8 @@ def library() -> CpuLibrary:
 @pytest.fixture(params=instruction_levels())
 def level(request: pytest.FixtureRequest, library: CpuLibrary) -> Iterator[int]:
     """Run the kernels at one instruction level, or at the processor's best if that is lower."""
-    limit = library.function("kvseek_limit_level", ctypes.c_void_p)
-    limit(ctypes.byref(ctypes.c_int(request.param)))
-    yield request.param
-    limit(ctypes.byref(ctypes.c_int(max(instruction_levels()))))
+    with limited(library, request.param):
+        yield request.param
 
 
 @pytest.fixture(scope="session")

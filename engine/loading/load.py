@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,8 @@ from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
-from kvseek.engine.model import bfloat16
+from kvseek.engine.model import bfloat16, native_attention
+from kvseek.engine.model.attention import causal_attention
 from kvseek.engine.model.host_products import HostProducts
 from kvseek.engine.model.host_steps import HostSteps
 from kvseek.engine.model.linear import Products
@@ -53,9 +55,11 @@ def _load_cpu(
     retrieval = host_retrieval(config, cache, maker.over(cache), library)
     weights = load_weights(directory, device)
     if library is None:
-        model = TorchModel(weights, retrieval, TorchOperations(config.model), Products(dtype))
+        model = TorchModel(weights, retrieval, TorchOperations(config.model), Products(dtype), causal_attention)
     else:
-        model = TorchModel(weights, retrieval, NativeOperations(library, config.model, dtype), HostProducts(dtype))
+        ops = NativeOperations(library, config.model, dtype)
+        attention = partial(native_attention.causal_attention, library=library)
+        model = TorchModel(weights, retrieval, ops, HostProducts(dtype), attention)
     return Decoder(model, retrieval, HostSteps(model, retrieval))
 
 

@@ -1,4 +1,7 @@
-"""Causal attention over a prompt, in chunks. Attention of decode steps on the CPU is in plugins/attention/host.py."""
+"""Causal attention over a prompt, in chunks, in PyTorch: the definition of correct for the CPU kernel of native_attention.py.
+
+Attention of decode steps on the CPU is in plugins/attention/host.py.
+"""
 
 from __future__ import annotations
 

@@ -24,6 +24,8 @@ TakeLogits = Callable[[int, Tensor], None]
 token's position."""
 Takers = Mapping[int, TakeLogits]  # by slot
 NO_TAKERS: Takers = {}
+CausalAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""Queries [H, q, D] of a prompt's last tokens, keys and values [G, n, D] and the softmax scale to outputs [q, H, D]."""
 # Most logits that are computed at once: 16 MiB, for which RESERVE_BYTES of activation_memory.py has room.
 PIECE_LOGITS = 1 << 22
 
@@ -70,7 +72,7 @@ def score_units(prompts: Sequence[tuple[int, tuple[int, int]]], most: int) -> Ge
 
 
 def attend_pieces(
-    attention: Callable[[Tensor, Tensor, Tensor, float], Tensor],
+    attention: CausalAttention,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -79,7 +81,7 @@ def attend_pieces(
 ) -> Tensor:
     """Attend causally in a chunk, each prompt to itself: queries [H, chunk, D], keys and values [G, pack, D] to [chunk, H, D].
 
-    `attention` is a function of engine/model/attention.py. `pieces` are the pieces of the chunk, in order.
+    `pieces` are the pieces of the chunk, in order.
     """
     begin = pieces[0].start
     parts = [

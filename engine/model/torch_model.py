@@ -14,11 +14,10 @@ from torch import Tensor
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.batch import Batch
 
-from .attention import causal_attention
 from .layer import Head, Layer
 from .linear import Products
 from .operations import LayerOperations
-from .prefill import LayerwiseModel, Prefill, attend_pieces, pieces_of
+from .prefill import CausalAttention, LayerwiseModel, Prefill, attend_pieces, pieces_of
 from .rope import RotaryEmbedding, Rotation
 
 Attend = Callable[[int, Tensor], Tensor]
@@ -83,13 +82,20 @@ class TorchModel(LayerwiseModel[Stream]):
         What a layer computes between its products: by compiled kernels or by PyTorch.
     products : Products
         Makes the matrix products.
+    attention : callable
+        Causal attention over a prompt.
     """
 
     def __init__(
-        self, weights: dict[str, Tensor], retrieval: Retrieval, ops: LayerOperations, products: Products
+        self,
+        weights: dict[str, Tensor],
+        retrieval: Retrieval,
+        ops: LayerOperations,
+        products: Products,
+        attention: CausalAttention,
     ) -> None:
         super().__init__(retrieval)
-        self.ops, self.windows = ops, retrieval.cache.window.unbind()
+        self.ops, self._attention, self.windows = ops, attention, retrieval.cache.window.unbind()
         self.embed = weights["embed.weight"]
         lm_head = self.embed if self.model.tie_word_embeddings else weights["lm_head.weight"]
         self.layers = [Layer(self.model, weights, number, products) for number in range(self.model.num_layers)]
@@ -107,7 +113,7 @@ class TorchModel(LayerwiseModel[Stream]):
         qkv, rotation = weights.project(self.ops, x, None), prompt.rotation_of(start, stop, self.rope)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
         pieces = pieces_of(prompt.borders, start, stop)
-        out = attend_pieces(causal_attention, q, keys, values, self.scaling, pieces)
+        out = attend_pieces(self._attention, q, keys, values, self.scaling, pieces)
         x += weights.finish(self.ops, x, out.flatten(1))
         return q
 

@@ -46,4 +46,6 @@
 
 // Defined in plugins/shared/level.cpp.
 KVSEEK_PUBLIC int kvseek_processor_level();
+// Whether AVX512-BF16, level 5, may be used beside level 4.
+KVSEEK_HIDDEN bool kvseek_multiplies_bfloat16();
 KVSEEK_PUBLIC void kvseek_limit_level(const void* limit);

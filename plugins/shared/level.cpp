@@ -18,7 +18,17 @@ int detect() {
 #endif
 }
 
-int highest = 4;
+bool detect_bfloat16() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512bf16");
+#else
+    return false;
+#endif
+}
+
+constexpr int UNLIMITED = 1 << 30;
+int highest = UNLIMITED;
 
 }  // namespace
 
@@ -27,9 +37,15 @@ int kvseek_processor_level() {
     return detected < highest ? detected : highest;
 }
 
-// limit: const int*, the highest level to use from now on, in the whole process.
+// Sources are not compiled for level 5 as a whole: single functions of level 4 use its instructions.
+bool kvseek_multiplies_bfloat16() {
+    static const bool detected = detect() == 4 && detect_bfloat16();
+    return detected && highest >= 5;
+}
+
+// limit: const int*, the highest level to use from now on, in the whole process; null: no limit.
 void kvseek_limit_level(const void* limit) {
-    highest = *static_cast<const int*>(limit);
+    highest = limit == nullptr ? UNLIMITED : *static_cast<const int*>(limit);
 }
 
 #endif

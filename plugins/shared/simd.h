@@ -88,9 +88,13 @@ inline float sum(Vec value) {
 }
 
 inline float maximum(Vec value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)value);
+#else
     float best = value[0];
     for (int i = 1; i < LANES; i++) best = value[i] > best ? value[i] : best;
     return best;
+#endif
 }
 
 // The four sums over the lanes of a, b, c and d.

@@ -16,7 +16,7 @@ from kvseek.engine.schedule.sampling import NO_TOKEN
 
 FLAGS = (
     *("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "40"),
-    *("--max_batch_size", "4", "--max_seq_len", "400", "--flat.top_k", "12"),
+    *("--max_batch_size", "4", "--max_seq_len", "400", "--flat.top_k", "16"),
 )
 NUMBERS = torch.arange(180).mul(7).remainder(100).tolist()
 PROMPTS = {0: NUMBERS[:25], 3: NUMBERS, 1: NUMBERS[3:10], 2: NUMBERS[30:130]}  # 0 and 1 are dense at first

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.plugins.ctkvr.host_steps import Case, check_results
+from tests.support.instruction_levels import limited
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
@@ -325,11 +326,7 @@ def test_levels(library: CpuLibrary) -> None:
     assert best in LEVEL_NAMES
     assert automatic <= best
     assert (best >= 4) == torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    limit = library.function("kvseek_limit_level", ctypes.c_void_p)
-    try:
-        for most in (0, 3):
-            limit(ctypes.byref(ctypes.c_int(most)))
+    for most in (0, 3):
+        with limited(library, most):
             assert host_levels(library) == (min(most, best), min(most, best))
-    finally:
-        limit(ctypes.byref(ctypes.c_int(4)))
     assert host_levels(library) == (best, automatic)
