@@ -58,7 +58,8 @@ void choose_rows(const Arguments& a, const Task& task, int lanes) {
             softmax(task.estimates + lane * task.stride, task.candidate_count, static_cast<float>(a.scaling));
         fold(task.estimates, lanes, task.stride, task.candidate_count, a.reduction == 1);
     }
-    take_largest(task.estimates, task.places, task.candidate_count, a.top_k, task.ranks, rows);
+    rank_values(task.estimates, task.candidate_count, task.ranks);
+    take_largest(task.ranks, task.places, task.candidate_count, a.top_k, rows);
 }
 
 }  // namespace

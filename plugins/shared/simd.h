@@ -44,6 +44,9 @@ inline Vec load(const float* from) {
 inline Vec load(const Bfloat16* from) {
     return (Vec)(__builtin_convertvector(load_as<HalfVec>(from), WordVec) << 16);
 }
+inline IntVec load(const int32_t* from) {
+    return load_as<IntVec>(from);
+}
 inline void store(float* to, Vec value) {
     std::memcpy(to, &value, sizeof(Vec));
 }
@@ -52,6 +55,9 @@ inline void store(Bfloat16* to, Vec value) {  // as from_float
     const WordVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const HalfVec halves = __builtin_convertvector(value == value ? rounded : (bits >> 16) | 0x40, HalfVec);
     std::memcpy(to, &halves, sizeof(HalfVec));
+}
+inline void store(int32_t* to, IntVec value) {
+    std::memcpy(to, &value, sizeof(IntVec));
 }
 inline Vec splat(float value) {
     return value - Vec{};
@@ -82,6 +88,16 @@ inline float sum(Vec value) {
     return _mm512_reduce_add_ps((__m512)value);
 #else
     float total = 0.0f;
+    for (int i = 0; i < LANES; i++) total += value[i];
+    return total;
+#endif
+}
+
+inline int32_t sum(IntVec value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)value);
+#else
+    int32_t total = 0;
     for (int i = 0; i < LANES; i++) total += value[i];
     return total;
 #endif
@@ -138,6 +154,25 @@ inline uint64_t equal64(const uint8_t* bytes, uint8_t value) {
     const uint64_t reached = at_least64(bytes, value);
     return value == 255 ? reached : reached & ~at_least64(bytes, static_cast<uint8_t>(value + 1));
 }
+
+// The lowest `count` set bits.
+inline uint64_t lowest_bits(uint64_t bits, int64_t count) {
+    if (__builtin_popcountll(bits) <= count) return bits;
+    uint64_t kept = 0;
+    for (; count > 0; count--, bits &= bits - 1) kept |= bits & (~bits + 1);
+    return kept;
+}
+
+#if defined(__AVX512F__)
+// Write the lanes of `values` whose bits are set, one after another; returns how many. They are compressed in a
+// register, for AMD's processors take a hundred cycles to compress into memory.
+inline int append(IntVec values, uint64_t bits, int32_t* to) {
+    const int count = __builtin_popcountll(bits);
+    const __m512i kept = _mm512_maskz_compress_epi32(static_cast<__mmask16>(bits), (__m512i)values);
+    _mm512_mask_storeu_epi32(to, static_cast<__mmask16>((1u << count) - 1), kept);
+    return count;
+}
+#endif
 
 inline Vec square_root(Vec value) {
     for (int i = 0; i < LANES; i++) value[i] = __builtin_sqrtf(value[i]);

@@ -1,8 +1,6 @@
 // From the scores of a group's query heads to the top rows.
 #pragma once
 
-#include <initializer_list>
-
 #include "simd.h"
 
 namespace kvseek {
@@ -39,64 +37,69 @@ void fold(float* scores, int lanes, int64_t stride, int64_t count, bool largest)
     }
 }
 
-// Unsigned integer that orders as the float does (NaN at the ends).
-inline uint32_t rank_of(float value) {
-    value += 0.0f;  // -0 becomes +0, so that they tie
-    const uint32_t bits = load_as<uint32_t>(&value);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+// Integers that order as the floats do (NaN at the ends).
+inline IntVec rank_of(Vec values) {
+    const IntVec bits = (IntVec)(values + 0.0f);  // -0 becomes +0, so that they tie
+    return bits ^ ((bits >> 31) & INT32_MAX);
 }
 
 // The float of a rank.
-inline float of_rank(uint32_t rank) {
-    const uint32_t bits = rank & 0x80000000u ? rank & 0x7fffffffu : ~rank;
+inline float of_rank(int32_t rank) {
+    const int32_t bits = rank ^ ((rank >> 31) & INT32_MAX);
     return load_as<float>(&bits);
 }
 
-struct Cut {
-    uint32_t rank;  // of the last value taken
-    int64_t ties;   // how many of that rank are taken
-};
-
-// Where the `wanted` <= count largest of `ranks` end: radix select, 11 bits a round, on ever fewer ranks; it reorders
-// `ranks`. Eleven bits of a float are its sign, its exponent and two bits of its fraction, which leaves few already.
-Cut find_cut(uint32_t* ranks, int64_t count, int64_t wanted) {
-    constexpr int DIGITS = 2048;
-    uint32_t prefix = 0;
-    for (const int shift : {21, 10, 0}) {
-        const uint32_t digits = shift == 0 ? 1023 : DIGITS - 1;
-        int32_t histogram[DIGITS] = {};
-        for (int64_t i = 0; i < count; i++) histogram[ranks[i] >> shift & digits]++;
-        uint32_t digit = digits;
-        for (; histogram[digit] < wanted; digit--) wanted -= histogram[digit];
-        prefix |= digit << shift;
-        int64_t kept = 0;
-        for (int64_t i = 0; i < count; i++) {
-            const uint32_t rank = ranks[i];
-            ranks[kept] = rank;
-            kept += (rank >> shift & digits) == digit;
-        }
-        count = kept;
-        if (count == wanted) break;  // whatever the rest of their digits are, all are taken
-    }
-    if (count != wanted) return {prefix, wanted};
-    Cut cut = {ranks[0], 0};
-    for (int64_t i = 0; i < count; i++) cut.rank = ranks[i] < cut.rank ? ranks[i] : cut.rank;
-    for (int64_t i = 0; i < count; i++) cut.ties += ranks[i] == cut.rank;
-    return cut;
+// Ranks of values [count], and the lowest rank up to the next multiple of LANES.
+void rank_values(const float* values, int64_t count, int32_t* ranks) {
+    for (int64_t i = 0; i < count; i += LANES) store(ranks + i, rank_of(load(values + i)));
+    for (int64_t i = count; i % LANES != 0; i++) ranks[i] = INT32_MIN;
 }
 
-// places[i] of the `wanted` largest values[i], ties cut by lowest i, in order of i. `ranks` [count] is scratch.
-void take_largest(const float* values, const int32_t* places, int64_t count, int64_t wanted, uint32_t* ranks,
-                  int32_t* rows) {
-    for (int64_t i = 0; i < count; i++) ranks[i] = rank_of(values[i]);
+struct Cut {
+    int32_t rank;  // of the last value taken
+    int64_t ties;  // how many of that rank are taken at most
+};
+
+// Where the `wanted` <= count largest of `ranks` (as rank_values leaves them) end. Bisection, a bit of the rank a pass:
+// a pass over some hundred ranks in the cache costs less than the scatter of a histogram.
+Cut find_cut(const int32_t* ranks, int64_t count, int64_t wanted) {
+    int32_t rank = INT32_MIN;
+    int64_t above = 0;
+    for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1) {
+        const int32_t least = static_cast<int32_t>(static_cast<uint32_t>(rank) + bit);
+        IntVec reaching = {};
+        for (int64_t i = 0; i < count; i += LANES) reaching -= load(ranks + i) >= least;
+        const int64_t reached = sum(reaching);
+        if (reached == wanted) return {least, wanted};
+        if (reached > wanted)
+            rank = least;
+        else
+            above = reached;
+    }
+    return {rank, wanted - above};
+}
+
+// places[i] of the `wanted` <= count largest ranks[i], ties cut by lowest i, in order of i. Ranks are as rank_values
+// leaves them, and places readable up to the next multiple of LANES.
+void take_largest(const int32_t* ranks, const int32_t* places, int64_t count, int64_t wanted, int32_t* rows) {
     Cut cut = find_cut(ranks, count, wanted);
-    for (int64_t i = 0, taken = 0; taken < wanted; i++) {  // without branches, for which values are taken is chance
-        const uint32_t rank = rank_of(values[i]);
-        const bool tied = (rank == cut.rank) & (cut.ties > 0);
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    for (int64_t taken = 0; taken < wanted; i += LANES) {
+        const __m512i some = (__m512i)load(ranks + i), last = _mm512_set1_epi32(cut.rank);
+        const uint64_t tied = lowest_bits(_mm512_cmpeq_epi32_mask(some, last), cut.ties);
+        cut.ties -= __builtin_popcountll(tied);
+        const uint64_t kept = _mm512_cmpgt_epi32_mask(some, last) | tied;
+        taken += append(load(places + i), kept, rows + taken);
+    }
+#else
+    for (int64_t taken = 0; taken < wanted; i++) {  // without branches, for which ranks are taken is chance
+        const bool tied = (ranks[i] == cut.rank) & (cut.ties > 0);
         rows[taken] = places[i];
-        taken += (rank > cut.rank) | tied;
+        taken += (ranks[i] > cut.rank) | tied;
         cut.ties -= tied;
     }
+#endif
 }
 
 }  // namespace

@@ -13,46 +13,49 @@ constexpr int64_t SAMPLE = 512;  // scores that tell about how large a candidate
 float likely_floor(const float* scores, int64_t n, int64_t wanted) {
     const int64_t expected = wanted * SAMPLE / n, deeper = expected + expected / 4 + 16;
     if (n < 4 * SAMPLE || deeper >= SAMPLE) return -INFINITE;
-    uint32_t ranks[SAMPLE];
-    for (int64_t i = 0; i < SAMPLE; i++) ranks[i] = rank_of(scores[i * n / SAMPLE]);
+    float sample[SAMPLE];
+    int32_t ranks[SAMPLE];
+    for (int64_t i = 0; i < SAMPLE; i++) sample[i] = scores[i * n / SAMPLE];
+    rank_values(sample, SAMPLE, ranks);
     return of_rank(find_cut(ranks, SAMPLE, deeper).rank);
 }
 
-// The scores [n] that are at least `floor` and their places, in order; returns their number. Writes up to n.
-int64_t list_reaching(const float* scores, int64_t n, float floor, float* values, int32_t* places) {
+// Scores of a region that may be among the best: as ranks, with their places.
+struct CandidateLists {
+    int32_t* ranks;   // [n rounded up to LANES]
+    int32_t* places;  // the same
+};
+
+// List the scores [n] that are at least `floor`, in order; returns their number.
+int64_t list_reaching(const float* scores, int64_t n, float floor, const CandidateLists& lists) {
     int64_t count = 0, i = 0;
 #if defined(__AVX512F__)
     const __m512i steps = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     for (; i + LANES <= n; i += LANES) {
-        const __m512 some = (__m512)load(scores + i);
-        const __mmask16 reaching = _mm512_cmp_ps_mask(some, _mm512_set1_ps(floor), _CMP_GE_OQ);
-        _mm512_mask_compressstoreu_ps(values + count, reaching, some);
-        const __m512i numbers = _mm512_add_epi32(steps, _mm512_set1_epi32(static_cast<int>(i)));
-        _mm512_mask_compressstoreu_epi32(places + count, reaching, numbers);
-        count += __builtin_popcount(reaching);
+        const Vec some = load(scores + i);
+        const uint64_t reaching = _mm512_cmp_ps_mask((__m512)some, _mm512_set1_ps(floor), _CMP_GE_OQ);
+        append((IntVec)_mm512_add_epi32(steps, _mm512_set1_epi32(static_cast<int>(i))), reaching, lists.places + count);
+        count += append(rank_of(some), reaching, lists.ranks + count);
     }
 #endif
     for (; i < n; i++) {
-        values[count] = scores[i], places[count] = static_cast<int32_t>(i);
+        lists.ranks[count] = rank_of(splat(scores[i]))[0], lists.places[count] = static_cast<int32_t>(i);
         count += scores[i] >= floor;
     }
+    for (i = count; i % LANES != 0; i++) lists.ranks[i] = INT32_MIN;
     return count;
 }
-
-// Memory that take_candidates works in, for regions of n keys.
-struct CandidateLists {
-    float* values;    // [n]
-    int32_t* places;  // [n]
-    uint32_t* ranks;  // [n]
-};
 
 // Places of the `wanted` <= n largest scores [n], ties cut by lowest place; ascending.
 void take_candidates(const float* scores, int64_t n, int64_t wanted, const CandidateLists& lists, int32_t* places) {
     const float floor = likely_floor(scores, n, wanted);
-    const int64_t count = list_reaching(scores, n, floor, lists.values, lists.places);
-    if (count >= wanted) return take_largest(lists.values, lists.places, count, wanted, lists.ranks, places);
-    for (int64_t i = 0; i < n; i++) lists.places[i] = static_cast<int32_t>(i);  // the sample misled, or scores are NaN
-    take_largest(scores, lists.places, n, wanted, lists.ranks, places);
+    int64_t count = list_reaching(scores, n, floor, lists);
+    if (count < wanted) {  // the sample misled, or scores are NaN
+        for (int64_t i = 0; i < n; i++) lists.places[i] = static_cast<int32_t>(i);
+        rank_values(scores, n, lists.ranks);
+        count = n;
+    }
+    take_largest(lists.ranks, lists.places, count, wanted, places);
 }
 
 }  // namespace

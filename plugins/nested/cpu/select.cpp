@@ -43,7 +43,7 @@ struct Task {
     CandidateLists lists;
     int32_t* places;   // [candidate_count]
     float* estimates;  // [lanes, stride]
-    uint32_t* ranks;   // [candidate_count]
+    int32_t* ranks;    // [stride]
 };
 
 struct Job {
@@ -61,10 +61,10 @@ void lay_out(const Job& job, Task& task, Arena& arena) {
     const int64_t scanned = scans_twice(job) ? rounded_up(task.length) : 0;
     task.queries = arena.take<RoundedQuery>(job.lanes);
     task.scores = arena.take<float>(scanned);
-    task.lists = {arena.take<float>(scanned), arena.take<int32_t>(scanned), arena.take<uint32_t>(scanned)};
+    task.lists = {arena.take<int32_t>(scanned), arena.take<int32_t>(scanned)};
     task.places = arena.take<int32_t>(task.candidate_count);
     task.estimates = arena.take<float>(job.lanes * task.stride);
-    task.ranks = arena.take<uint32_t>(task.candidate_count);
+    task.ranks = arena.take<int32_t>(task.stride);
 }
 
 // Rotate and round the queries that rank on their own: their mean if reduction is 0.

@@ -46,7 +46,7 @@ struct Task {
     uint8_t* votes;      // [length]
     int32_t* places;     // [candidate_count]
     float* estimates;    // [lanes, stride]
-    uint32_t* ranks;     // [candidate_count]
+    int32_t* ranks;      // [stride]
 };
 
 struct Job {
@@ -64,7 +64,7 @@ void lay_out(const Job& job, Task& task, Arena& arena) {
     task.votes = arena.take<uint8_t>(task.length);
     task.places = arena.take<int32_t>(task.candidate_count);
     task.estimates = arena.take<float>(job.lanes * task.stride);
-    task.ranks = arena.take<uint32_t>(task.candidate_count);
+    task.ranks = arena.take<int32_t>(task.stride);
 }
 
 template <class T>

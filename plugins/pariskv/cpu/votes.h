@@ -93,13 +93,6 @@ void count_votes(const uint8_t* votes, int count, int32_t* histogram) {
     }
 }
 
-// The lowest `count` set bits.
-inline uint64_t lowest_bits(uint64_t bits, int64_t count) {
-    uint64_t kept = 0;
-    for (; count > 0 && bits != 0; count--, bits &= bits - 1) kept |= bits & (~bits + 1);
-    return kept;
-}
-
 // Places of the `wanted` <= n keys with the most votes, ties cut by lowest place; ascending. `votes` is readable
 // up to the next multiple of 64.
 void collect_candidates(const uint8_t* votes, int64_t n, const int32_t* histogram, int64_t wanted, int32_t* places) {
@@ -111,11 +104,10 @@ void collect_candidates(const uint8_t* votes, int64_t n, const int32_t* histogra
         const uint64_t valid = n - first < 64 ? (1ull << (n - first)) - 1 : ~0ull;
         const uint64_t reached = at_least64(votes + first, static_cast<uint8_t>(cutoff)) & valid;
         const uint64_t over = at_least64(votes + first, static_cast<uint8_t>(cutoff + 1)) & valid;
-        const uint64_t tied = reached & ~over;
-        const int64_t tied_count = __builtin_popcountll(tied);
-        uint64_t taken = tied_count <= ties ? reached : over | lowest_bits(tied, ties);
-        ties -= tied_count <= ties ? tied_count : ties;
-        for (; taken != 0; taken &= taken - 1) *places++ = static_cast<int32_t>(first + __builtin_ctzll(taken));
+        const uint64_t tied = lowest_bits(reached & ~over, ties);
+        ties -= __builtin_popcountll(tied);
+        for (uint64_t taken = over | tied; taken != 0; taken &= taken - 1)
+            *places++ = static_cast<int32_t>(first + __builtin_ctzll(taken));
     }
 }
 
