@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -142,6 +143,8 @@ def test_a_poisoned_row_shows(library: CpuLibrary, level: int | None, dtype: tor
         (lambda q, k, v: (q.to("meta"), k, v, 1.0), "queries' device and strides"),
     ],
 )
-def test_what_the_kernel_does_not_support_is_refused(library: CpuLibrary, change, names: str) -> None:  # type: ignore[no-untyped-def]
+def test_what_the_kernel_does_not_support_is_refused(
+    library: CpuLibrary, change: Callable[..., tuple[Any, ...]], names: str
+) -> None:
     with pytest.raises(KernelError, match=f"native causal attention: {names}.*--kernels reference"):
         causal_attention(*change(*make(5, 9, 4, 2, 8, torch.float32)), library)
