@@ -344,7 +344,7 @@ class EngineConfig:
             for name in ("reuse", "reuse_host_bytes"):
                 value, remedy = (
                     getattr(self.cache, name),
-                    "leave it out; rows are kept for later requests on the CPU alone",
+                    "rows are kept for later requests on the CPU alone",
                 )
                 require(not value, f"cache.{name}", value, "left out with device = 'cuda'", remedy)
             remedy = "build with --kernels native; the reference runs with --device cpu"

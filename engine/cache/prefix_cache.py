@@ -101,23 +101,23 @@ class PrefixCache:
         finally:
             self._extents.let_go(held)
 
-    def find_more(self, slot: int, prompt: bytes, salt: str | None, tokens: int) -> int:
+    def find_more(self, slot: int, prompt: bytes, salt: str | None, tokens: int) -> Prefix | None:
         """Look a prompt up again that is about to be read, as others have been read since its admission.
 
-        Returns the number of its first tokens that need not be read. `tokens` is that of `open`.
+        Returns the prefix that need not be read. `tokens` is that of `open`.
         """
-        before, found = self.cache.prefixes.get(slot), self.find(prompt, salt)
-        reused = 0 if before is None else before.tokens
-        if found is not None and found.tokens > reused:
+        prefix, found = self.cache.prefixes.get(slot), self.find(prompt, salt)
+        if found is not None and (prefix is None or found.tokens > prefix.tokens):
+            # The slot gives all its extents back first, so there is room: it shares more of them than before.
             self.cache.close(slot)
             self.open(slot, tokens, found)
-            reused = found.tokens
-        if reused:
-            self._tree.touch(self._tree.match(salt, prompt[: reused * TOKEN_BYTES]).nodes)
+            prefix = found
+        if prefix is not None:
+            self._tree.touch(self._tree.match(salt, prompt[: prefix.tokens * TOKEN_BYTES]).nodes)
+            self.counts.reused_tokens += prefix.tokens
         if self.enabled:
             self.counts.queried_tokens += len(prompt) // TOKEN_BYTES
-            self.counts.reused_tokens += reused
-        return reused
+        return prefix
 
     # A request's prompt has been read, and it ends.
 

@@ -158,9 +158,10 @@ class PromptReader:
     def _look_up(self, sequence: Sequence) -> None:
         """Find out how much of a long prompt need not be read. Those that were admitted before it have been read by now."""
         if sequence.scores is None:  # which are asked of every token
-            slot, request = sequence.slot, sequence.request
-            reused = self._prefixes.find_more(slot, sequence.packed_prompt, request.cache_salt, sequence.total_tokens)
-            sequence.statistics.reused_tokens = reused
+            request, statistics = sequence.request, sequence.statistics
+            prompt = (sequence.slot, sequence.packed_prompt, request.cache_salt, sequence.total_tokens)
+            if (prefix := self._prefixes.find_more(*prompt)) is not None:
+                statistics.reused_tokens, statistics.shared_extents = prefix.tokens, prefix.shared
 
     def _pack(self, waiting: SequenceOf[Sequence], beside: bool) -> list[Sequence]:
         """Choose the first of `waiting`, and the requests behind it that fit into a pack with it."""
