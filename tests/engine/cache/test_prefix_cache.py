@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,8 +122,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(
         salt=st.sampled_from([None, "other"]),
         document=st.integers(0, 1),
-        start=st.sampled_from([3, 40, 1028, 1500, 2052, 2100, 3072 + SINK]),
-        own=st.integers(1, 1200),
+        start=st.sampled_from([3, 40, 1028, 1050, 1500, 2052, 2100, 3072 + SINK]),
+        own=st.one_of(st.just(0), st.integers(1, 1200)),
         room=st.sampled_from([1, 100, 2500]),
         go_on=st.booleans(),
     )
@@ -148,6 +149,9 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(layers=st.sampled_from([1, LAYERS, LAYERS]))
     def read(self, layers: int) -> None:
         """Read the first unread prompt, or a part of it, which is then cancelled."""
+        self.read_first(layers)
+
+    def read_first(self, layers: int, meanwhile: Callable[[], None] = lambda: None) -> None:
         slot, one = next((slot, one) for slot, one in self.running.items() if not one.read)
         prefix = self.prefixes.find_more(slot, pack_tokens(one.tokens), one.salt, one.limit)
         n = len(one.tokens)
@@ -166,6 +170,7 @@ class CacheMachine(RuleBasedStateMachine):
         if layers < LAYERS:
             self.end(slot, failed=False)
             return
+        meanwhile()
         self.retrieval.finish_rows(slot)
         self.prefixes.share(slot, pack_tokens(one.tokens), one.salt)
         one.read = True
@@ -255,6 +260,25 @@ def test_entries_of_one_sequence_have_the_state_of_its_first_request() -> None:
     run.read(LAYERS)
     assert (run.running[0].reused, run.cache.prefixes[0].shared) == (2240, 2)
     run.every_request_has_its_own_rows()
+    run.teardown()
+
+
+def test_equal_extents_of_two_requests_are_kept_once() -> None:
+    """The first ends while the second is being read, with an own copy of the same extent: that one is not shared."""
+    run = CacheMachine()
+    run.begin(None, [0] * 40, 3000)
+    run.read(LAYERS)
+    run.decode(1100, 0)
+    run.begin(None, [0] * 2500, 4000)
+    run.read_first(LAYERS, meanwhile=lambda: run.end(0, failed=False))
+    assert (run.extents.idle, run.extents.used) == (2, 4)
+    run.begin(None, [0] * 3000, 3000)
+    run.read(LAYERS)
+    assert (run.running[0].reused, run.cache.prefixes[0].shared) == (1140, 1)
+    run.end(1, failed=False)
+    run.every_request_has_its_own_rows()
+    run.end(0, failed=False)
+    assert run.extents.idle == 3, "one copy of each extent of 3,000 tokens"
     run.teardown()
 
 
