@@ -24,9 +24,9 @@ PERF_ARGS ?=
 
 .PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-results load-tools check check-install lint types links format install model engine clean
 
-demo: engine ## build, serve, ask a question about a long document, shut down
+demo: engine ## build, serve, ask two questions about a long document, shut down
 	$(BIN)/python -m kvseek.cli.demo --engine_dir $(ENGINE) --document examples/harbour_log.txt \
-	    --question "$(QUESTION)" $(SERVER_THREADS)
+	    --question "$(QUESTION)" --question "$(SECOND_QUESTION)" $(SERVER_THREADS)
 
 serve: engine ## leave the server running in the foreground (Ctrl-C ends it)
 	$(BIN)/kvseek serve --engine_dir $(ENGINE) $(PORTS) $(SERVER_THREADS)

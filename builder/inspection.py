@@ -19,6 +19,7 @@ from kvseek.core.config_file import read_config
 from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import cubin_architectures
 from kvseek.core.manifest import read_manifest
+from kvseek.engine.loading.supported import reuses_prefixes
 from kvseek.plugins.registry import get_method
 
 
@@ -33,7 +34,7 @@ def print_engine(options: InspectOptions, console: Console) -> None:
         f"kvseek {document['kvseek_version']}, format {document['format_version']}",
         soft_wrap=True,
     )
-    names = ("dtype", "weight_only_precision", "device", "kernels", "runtime", *LIMITS)
+    names = ("dtype", "weight_only_precision", "device", "kernels", "runtime", "reuses_prefixes", *LIMITS)
     described = [(name, _text(document[name])) for name in names]
     model = [(name, _text(value)) for name, value in document["model"].items() if value not in (None, False)]
     console.print(table("Engine", ("", "left"), ("value", "left"), rows=described))
@@ -69,6 +70,7 @@ def engine_document(options: InspectOptions) -> dict[str, Any]:
         "source_model": manifest.source_model,
         **document,
         "kernels": _kernels(options, config, set(manifest.files)),
+        "reuses_prefixes": reuses_prefixes(config),
         "changed": changed,
         "plans": weight_storage(config).describe(options.directory),
         "calibration": _calibration(options, set(manifest.files)),

@@ -1,4 +1,7 @@
-"""`make demo`: starts a server, asks one question about a long document, prints the figures, shuts the server down."""
+"""`make demo`: starts a server, asks questions about a long document, prints the figures, shuts the server down.
+
+The server reads the document for the first question, and reuses what it has read for the others (docs/conversations.md).
+"""
 
 from __future__ import annotations
 
@@ -43,13 +46,14 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     started = time.perf_counter()
     with running_server(arguments.engine_dir, settings=ServeSettings(threads=arguments.threads)) as server:
         console.print(f"the server is ready after {time.perf_counter() - started:.1f} s (gRPC {server.grpc_url})")
-        console.print(f"question: {arguments.question}")
         options = GenerateOptions(
             max_tokens=arguments.max_tokens, apply_chat_template=True, return_prefill_progress=True
         )
-        chunks = GrpcClient(server.grpc_url).generate_stream(build_prompt(document, arguments.question), options)
-        _, figures = show(chunks, console)
-        console.print(figures.summary(), highlight=False, soft_wrap=True)
+        for question in arguments.question:
+            console.print(f"question: {question}")
+            chunks = GrpcClient(server.grpc_url).generate_stream(build_prompt(document, question), options)
+            _, figures = show(chunks, console)
+            console.print(figures.summary(), highlight=False, soft_wrap=True)
     console.print(f"the server has shut down (exit status {max(map(abs, server.statuses.values()))})")
 
 
@@ -59,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine_dir", type=Path, required=True)
     parser.add_argument("--document", type=Path, required=True)
     parser.add_argument("--document_tokens", type=int, default=6240, help="use at most this much of it")
-    parser.add_argument("--question", required=True)
+    parser.add_argument("--question", required=True, action="append", help="give it once for each question")
     parser.add_argument("--max_tokens", type=int, default=64)
     parser.add_argument("--threads", type=int)
     try:

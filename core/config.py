@@ -201,6 +201,10 @@ class CacheConfig:
         On a GPU, where retrieval rows lie: "always" in host memory, "never", or "auto": on the device while they fit.
     kv_cache_device_memory_bytes : int or None
         Budget of rows in device memory; None: what weights, index and work space leave free.
+    reuse : bool or None
+        Keep rows for later requests that begin alike (docs/conversations.md); None: on the CPU, with methods that can.
+    reuse_host_bytes : int or None
+        Upper bound of the rows that are kept and that no running request uses; None: what is free of the row pool.
     """
 
     sink: int = 64
@@ -210,6 +214,8 @@ class CacheConfig:
     kv_cache_host_memory_bytes: int | None = None
     offload: str = "auto"
     kv_cache_device_memory_bytes: int | None = None
+    reuse: bool | None = None
+    reuse_host_bytes: int | None = None
 
     def __post_init__(self) -> None:
         require(self.sink >= 0, "cache.sink", self.sink, ">= 0", "64 is the default")
@@ -217,7 +223,7 @@ class CacheConfig:
         limit = f"between 1 and {EXTENT_TOKENS}"
         require(1 <= self.update <= EXTENT_TOKENS, "cache.update", self.update, limit, "256 is the default")
         require(self.full_threshold >= 0, "cache.full_threshold", self.full_threshold, ">= 0", "0 means never dense")
-        for name in ("kv_cache_host_memory_bytes", "kv_cache_device_memory_bytes"):
+        for name in ("kv_cache_host_memory_bytes", "kv_cache_device_memory_bytes", "reuse_host_bytes"):
             budget = getattr(self, name)
             require(budget is None or budget > 0, f"cache.{name}", budget, "> 0", "or leave it out")
         choices = ("auto", "always", "never")
@@ -225,6 +231,9 @@ class CacheConfig:
         budget, name = self.kv_cache_device_memory_bytes, "cache.kv_cache_device_memory_bytes"
         idle = budget is not None and self.offload == "always"
         require(not idle, name, budget, "left out with offload = 'always'", "no rows lie on the device then")
+        budget, name = self.reuse_host_bytes, "cache.reuse_host_bytes"
+        idle = budget is not None and self.reuse is False
+        require(not idle, name, budget, "left out with cache.reuse = False", "no rows are kept then")
 
     @property
     def window(self) -> int:
@@ -332,6 +341,12 @@ class EngineConfig:
             )
             require(value == "none", name, value, "'none' with runtime = 'tensorrt'", "build with --runtime torch")
         if self.device == "cuda":
+            for name in ("reuse", "reuse_host_bytes"):
+                value, remedy = (
+                    getattr(self.cache, name),
+                    "rows are kept for later requests on the CPU alone",
+                )
+                require(not value, f"cache.{name}", value, "left out with device = 'cuda'", remedy)
             remedy = "build with --kernels native; the reference runs with --device cpu"
             require(self.kernels == "native", "kernels", self.kernels, "'native' with device = 'cuda'", remedy)
             name, value = "weight_only_precision", self.weight_only_precision

@@ -3,10 +3,14 @@
 One extent is room for EXTENT_TOKENS tokens of one slot in every layer and KV head. The row pool and every index array
 are arrays of extents with the same numbering, so one table per slot addresses all of them, and memory follows the
 tokens that exist: CPU pages of an extent that was never written are never committed.
+
+Slots may share an extent, and an extent may be kept for later requests while no slot uses it. Nobody writes to an extent that
+is shared or kept; it is free again when its last user has let it go and it is no longer kept.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +27,7 @@ def extents_for(tokens: int) -> int:
 
 @dataclass
 class ExtentTable:
-    """The extents that each slot owns, and those that are free.
+    """The extents that each slot uses, those that are kept for later requests, and those that are free.
 
     Attributes
     ----------
@@ -43,47 +47,118 @@ class ExtentTable:
     device_table: Tensor = field(init=False)
     _free: list[int] = field(init=False)
     _owned: list[list[int]] = field(init=False)
+    _users: list[int] = field(init=False)  # of each extent: the slots that have it, and who else holds it
+    _kept: set[int] = field(init=False)
+    _used: int = field(init=False)  # extents with users
+    _idle: int = field(init=False)  # kept extents without users
 
     def __post_init__(self) -> None:
         self.table = torch.full((self.slots, max(1, self.max_extents)), -1, dtype=torch.int32)
         self.device_table = self.table.to(self.device)  # the same tensor on the CPU
         self._free = list(range(self.capacity - 1, -1, -1))
         self._owned = [[] for _ in range(self.slots)]
+        self._users, self._kept, self._used, self._idle = [0] * self.capacity, set(), 0, 0
 
     @property
     def free(self) -> int:
-        """Extents that no slot owns."""
+        """Extents that nobody uses and that are not kept."""
         return len(self._free)
 
-    def reserve(self, slot: int, tokens: int) -> None:
+    @property
+    def used(self) -> int:
+        """Extents with users; an extent that several slots share counts once."""
+        return self._used
+
+    @property
+    def idle(self) -> int:
+        """Extents that are kept and have no users."""
+        return self._idle
+
+    def in_use(self, extent: int) -> bool:
+        """Whether an extent has users."""
+        return self._users[extent] > 0
+
+    def of_slot(self, slot: int) -> tuple[int, ...]:
+        """Return the extents of a slot, in the order of its places."""
+        return tuple(self._owned[slot])
+
+    def hold(self, extents: Sequence[int]) -> None:
+        """Become a user of these extents, each of which is kept or has users, so that they stay until `let_go`."""
+        for extent in extents:
+            assert self._users[extent] or extent in self._kept, "a free extent holds nobody's rows"
+            if not self._users[extent]:
+                self._used, self._idle = self._used + 1, self._idle - 1
+            self._users[extent] += 1
+
+    def let_go(self, extents: Sequence[int]) -> None:
+        """End a use of each of these extents; those that are not kept are free if that was the last."""
+        for extent in extents:
+            assert self._users[extent], "each use ends once"
+            self._users[extent] -= 1
+            if not self._users[extent]:
+                self._used -= 1
+                self._give_back(extent)
+
+    def keep(self, extent: int) -> None:
+        """Keep an extent that has users: it will not be free when the last of them has let it go."""
+        assert self._users[extent], "only an extent with users may be kept"
+        self._kept.add(extent)
+
+    def forget(self, extent: int) -> None:
+        """Keep an extent no longer."""
+        self._kept.remove(extent)
+        if not self._users[extent]:
+            self._idle -= 1
+            self._give_back(extent)
+
+    def _give_back(self, extent: int) -> None:
+        if extent in self._kept:
+            self._idle += 1
+        else:
+            self._free.append(extent)
+
+    def reserve(self, slot: int, tokens: int, shared: Sequence[int] = ()) -> None:
         """Give `slot` the extents of `tokens` retrieval tokens; raises CapacityError if too few are free.
 
         If it raises, nothing has changed.
+
+        Parameters
+        ----------
+        shared : sequence of int
+            Extents, in use or kept, that a slot without extents begins with; at most as many as it needs. The slot must not
+            write to them.
         """
+        assert not (shared and self._owned[slot]), "a slot's first extents are given once"
         if extents_for(tokens) > self.max_extents:
             raise CapacityError(
                 f"{tokens} retrieval tokens need {extents_for(tokens)} extents of {EXTENT_TOKENS} tokens, a slot has at most "
                 f"{self.max_extents}; build with a larger max_seq_len"
             )
-        needed = extents_for(tokens) - len(self._owned[slot])
+        needed = extents_for(tokens) - len(self._owned[slot]) - len(shared)
         if needed > self.free:
             raise CapacityError(
                 f"{tokens} tokens need {needed} more extents of {EXTENT_TOKENS} tokens, {self.free} of {self.capacity} are "
                 "free; wait for running requests to end or raise kv_cache_host_memory_bytes"
             )
-        if needed <= 0:
+        if needed <= 0 and not shared:
             return
-        owned = [*self._owned[slot], *reversed(self._free[-needed:])]
+        assert needed >= 0, "a slot shares no more extents than it needs"
+        new = self._free[len(self._free) - needed :][::-1]
+        owned = [*self._owned[slot], *shared, *new]
         row = self.table[slot].clone()
         row[: len(owned)] = torch.tensor(owned, dtype=torch.int32)
         self._upload(slot, row)  # before the host's own tables change, because it may fail
         self.table[slot] = row
         self._owned[slot] = owned
-        del self._free[-needed:]
+        self.hold(shared)
+        del self._free[len(self._free) - needed :]
+        for extent in new:
+            self._users[extent] = 1
+        self._used += needed
 
     def release(self, slot: int) -> None:
-        """Return all extents of `slot` to the pool."""
-        self._free.extend(reversed(self._owned[slot]))
+        """End a slot's use of all its extents."""
+        self.let_go(self._owned[slot][::-1])
         self._owned[slot].clear()
         self.table[slot].fill_(-1)
         self._upload(slot, self.table[slot])
@@ -94,7 +169,7 @@ class ExtentTable:
             self.device_table[slot].copy_(row.pin_memory(), non_blocking=True)
 
     def room(self, slot: int) -> int:
-        """Return the number of retrieval tokens for which the extents of `slot` have room."""
+        """Return the number of retrieval tokens for which the extents of `slot` have room, shared ones included."""
         return len(self._owned[slot]) * EXTENT_TOKENS
 
     def spans(self, slot: int, start: int, stop: int) -> list[tuple[int, slice, slice]]:

@@ -21,6 +21,7 @@ MAX_COUNT = 2**31 - 1  # largest of the numbers that count tokens
 MAX_LOGPROBS = 20  # likeliest tokens whose log probabilities a step may return
 MAX_BAD_WORDS = 256  # every token is compared with all of them
 MAX_BIASED_TOKENS = 1024
+MAX_SALT = 256
 
 
 def _require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:
@@ -129,6 +130,7 @@ class Request:
     `priority`, 0 to 255: of the requests that wait, those with the larger number start first, as in TensorRT-LLM
     (engine/schedule/queue.py). `timeout_seconds` counts from submission and is at most a week: when it has passed, a waiting
     request ends with an error, and a running request ends with the tokens it has and FinishReason.TIMEOUT. None: no limit.
+    `cache_salt`: only requests of the same salt share what they have read (docs/conversations.md).
     """
 
     prompt_ids: tuple[int, ...]
@@ -138,6 +140,7 @@ class Request:
     stop_words: tuple[tuple[int, ...], ...] = ()
     priority: int = DEFAULT_PRIORITY
     timeout_seconds: float | None = None
+    cache_salt: str | None = None
 
     def validate(self, config: EngineConfig) -> None:
         """Raise RequestError unless an engine of this configuration can serve the request."""
@@ -174,6 +177,9 @@ class Request:
         within = seconds is None or 0 < seconds <= MAX_TIMEOUT_SECONDS
         limit = f"> 0 and <= {MAX_TIMEOUT_SECONDS:.0f} s, a week"
         _require(within, "timeout", seconds, limit, "leave it out for no limit")
+        if self.cache_salt is not None:
+            characters, limit = len(self.cache_salt), f"1 to {MAX_SALT} characters"
+            _require(1 <= characters <= MAX_SALT, "length of cache_salt", characters, limit, "leave it out for none")
 
     def logits(self, vocabulary: int) -> int:
         """Count the logits, numbers of 4 bytes each, that the request asks for at most."""

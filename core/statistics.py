@@ -21,7 +21,9 @@ class RequestStatistics:
     generated_tokens: int = 0
     cached_token_steps: int = 0  # cached tokens, summed over decode steps
     attended_token_steps: float = 0.0  # cached tokens that were attended to, summed over decode steps
-    extents: int = 0  # of the row pool, reserved when the request was admitted
+    extents: int = 0  # of the row pool, reserved when the request was admitted; shared ones count too
+    reused_tokens: int = 0  # first tokens of the prompt that were not read, as an earlier request had left their rows
+    shared_extents: int = 0  # of `extents`, those that an earlier request had written
 
     def record_token(self, cached_tokens: int, attended_tokens: float) -> None:
         """Count a token drawn now, by a step that attended to `attended_tokens` of `cached_tokens` (0 of 0: prefill)."""
@@ -71,6 +73,7 @@ class StepReport:
     prefill_tokens: int = 0
     waiting: int = 0
     running: int = 0
-    extents_used: int = 0
+    extents_used: int = 0  # by requests
+    extents_kept: int = 0  # for later requests, by none that runs
     extents_free: int = 0
     refresh_seconds: float = 0.0  # time that the host spent on the indexes' upkeep after decoding

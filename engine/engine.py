@@ -17,8 +17,10 @@ from kvseek.core.errors import CapacityError, ConfigError, ErrorCode, RequestErr
 from kvseek.core.manifest import verify
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics, StepReport
+from kvseek.engine.cache.prefix_cache import PrefixCache
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
 from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.loading.supported import reuses_prefixes
 from kvseek.engine.schedule.endings import ended, expired, failed
 from kvseek.engine.schedule.guides import Guides
 from kvseek.engine.schedule.prompt_scores import PromptScores
@@ -70,13 +72,14 @@ class Engine:
         self.config, self.tokenizer = config, tokenizer
         self.decoder, self._cache = decoder, decoder.cache
         self._queue = RequestQueue(max_queue_size)
-        self._scheduler = Scheduler(decoder.cache, config.max_batch_size, self._queue)
-        self._reader = PromptReader(decoder, max_num_tokens)
+        self._prefixes = PrefixCache(decoder.cache, decoder.retrieval.indexes, reuses_prefixes(config))
+        self._scheduler = Scheduler(self._prefixes, config.max_batch_size, self._queue)
+        self._reader = PromptReader(decoder, self._prefixes, max_num_tokens)
         self._guides = Guides(tokenizer, config)
         self._ids = itertools.count(1)
         self._token_layers = 0  # tokens × layers that all steps have read
         self._report = StepReport()
-        self._meter = UsageMeter(decoder.cache, decoder.retrieval.hot_rows)
+        self._meter = UsageMeter(decoder.cache, decoder.retrieval.hot_rows, self._prefixes.counts)
         self._refresh_seconds = 0.0  # upkeep in the last step with decoding requests; 0 if the step failed before it
         self.on_step: Callable[[StepReport], None] | None = None
 
@@ -346,7 +349,8 @@ class Engine:
             prefill_tokens=self._token_layers // layers - before,
             waiting=self.waiting,
             running=self.running,
-            extents_used=extents.capacity - extents.free,
+            extents_used=extents.used,
+            extents_kept=extents.idle,
             extents_free=extents.free,
             refresh_seconds=self._refresh_seconds if decode_batch else 0.0,
         )
@@ -363,5 +367,5 @@ class Engine:
     def _end(self, sequence: Sequence, output: StepOutput) -> StepOutput:
         """Free the slot and extents of a running sequence. If that raises, as after a CUDA error, the engine cannot go on."""
         self._reader.drop(sequence)
-        self._scheduler.remove(sequence)
+        self._scheduler.remove(sequence, keep=output.finish_reason is not FinishReason.ERROR)
         return output

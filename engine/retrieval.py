@@ -59,11 +59,26 @@ class Retrieval:
         model = self.config.model
         return self.cache.window.new_empty(model.num_kv_heads, tokens, model.head_dim)
 
+    def reused(self, slot: int) -> int:
+        """Return the number of the prompt's first tokens that are not read: an earlier request has left their rows."""
+        prefix = self.cache.prefixes.get(slot)
+        return 0 if prefix is None else prefix.tokens
+
     def store_layer(self, layer: int, slot: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """Index a layer of a prompt and write its rows: keys and values [G, n, D], and the prompt's last queries [H, w, D]."""
+        """Index a layer of a prompt and write its rows: keys and values [G, n, D], and the last queries of those read [H, w, D].
+
+        Index entries and rows in extents that the slot shares are there already.
+        """
         sink, length = self.cache.config.sink, self.cache.lengths[slot]
+        shared, index = self.cache.shared_places(slot), self.indexes[layer]
         self._builds.make_room()
-        built = self.indexes[layer].build(slot, keys[:, sink : sink + length], queries)
+        if shared:
+            index.adopt(slot, shared, self.cache.prefixes[slot].head.states[layer])
+            index.append(slot, shared, keys[:, sink + shared : sink + length])
+            index.publish(slot, shared, length - shared)
+            self.cache.write_prompt(layer, slot, keys, values)
+            return
+        built = index.build(slot, keys[:, sink : sink + length], queries)
         if built.ticket is not None:
             self._builds.add(slot, built.ticket)
         self.cache.write_prompt(layer, slot, keys, values, built.order)

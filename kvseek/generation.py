@@ -97,6 +97,7 @@ class Generation:
             finish_reason=reason,
             attended_tokens=sum(self._attended) / steps,
             cached_tokens=sum(self._cached) / steps,
+            reused_tokens=0 if times is None else times.reused_tokens,
             queue_seconds=0.0 if times is None else times.queue_seconds,
             ttft_seconds=0.0 if times is None else times.ttft_seconds,
             tpot_seconds=0.0 if times is None else times.tpot_seconds,

@@ -31,6 +31,8 @@ class RequestOutput:
         reading the prompt, which is dense and does not count: 0 if there was no other.
     cached_tokens : float
         Tokens in the KV cache at those steps, mean over the steps.
+    reused_tokens : int
+        First tokens of the prompt that were not read, because an earlier prompt began alike (docs/conversations.md).
     queue_seconds : float
         Time from submission until the engine began to read the prompt.
     ttft_seconds : float
@@ -54,6 +56,7 @@ class RequestOutput:
     finish_reason: FinishReason
     attended_tokens: float = 0.0
     cached_tokens: float = 0.0
+    reused_tokens: int = 0
     queue_seconds: float = 0.0
     ttft_seconds: float = 0.0
     tpot_seconds: float = 0.0

@@ -179,6 +179,27 @@ class Index(ABC):
         It is called between steps.
         """
 
+    def prefix_state(self, slot: int) -> Tensor | None:
+        """Copy what the entries of a slot's extents depend on beside their keys; None: nothing.
+
+        The engine keeps it with the extents, and gives it to `adopt`. Only called with Traits.reuses_prefixes.
+        """
+        return None
+
+    def adopt(self, slot: int, length: int, state: Tensor | None) -> None:  # noqa: B027  most methods need only the extents
+        """Begin a slot whose first `length` places have entries already, in extents that an earlier request has written.
+
+        It takes the place of `build` for a prompt that begins like that request's; `append` and `publish` of all further places
+        follow. The entries must not be written to. Only called with Traits.reuses_prefixes.
+
+        Parameters
+        ----------
+        length : int
+            A multiple of 1,024.
+        state : Tensor or None
+            What `prefix_state` gave for the slot that wrote the entries.
+        """
+
     @abstractmethod
     def effort(self, length: int) -> Effort:
         """Return the work of a step over a retrieval region of `length` >= 1 tokens."""
@@ -261,6 +282,10 @@ class Traits:
     cpu_limits : ShapeLimits or None
         Shapes that the method's compiled code of the CPU supports; None: all that attention's supports
         (plugins/attention/native.py). An engine of another shape is refused when it is built, and when it is loaded.
+    reuses_prefixes : bool
+        Whether requests may share index entries (docs/conversations.md): the places of a prompt follow its tokens, and the
+        entries of a full extent are made from its keys, by `build` and `append` alike, and from `Index.prefix_state`. All
+        else that the index keeps of a slot can be made from these entries (`Index.adopt`).
     codebooks : callable
         Takes the head size; returns tensors by name, which the builder computes once and stores beside the weights.
     cuda_macros : callable
@@ -274,5 +299,6 @@ class Traits:
     cache_defaults: Mapping[str, Any] = field(default_factory=dict)
     cpu_library_on_gpu: bool = False
     cpu_limits: ShapeLimits | None = None
+    reuses_prefixes: bool = False
     codebooks: Callable[[int], dict[str, Tensor]] = _no_codebooks
     cuda_macros: Callable[[int, int], dict[str, int]] = _no_macros

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvseek.core.config import CacheConfig, EngineConfig
+from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.core.streams import InFlight, SideStream, Ticket
@@ -27,6 +27,7 @@ from kvseek.plugins.batch import RequestState
 from kvseek.plugins.contract import Index
 
 from .memory_layout import retrieval_tokens
+from .prefix import Prefix
 from .row_storage import RowStorage
 
 EVICT_AHEAD = 32  # most decode steps between the copy of rows that leave the window and the step where they leave
@@ -65,6 +66,8 @@ class Cache:
         The extents of `rows` that each slot has.
     tokens, lengths : list of int, one per slot
         All cached tokens of a slot, and the tokens in its retrieval region.
+    prefixes : dict of int to Prefix
+        By slot, the prefix of the slot's prompt that is not read, as an earlier request has left its rows.
     padding_slot : int
         The last slot of an engine on a GPU, for requests that only fill up a batch: it holds one token, which each of them
         overwrites.
@@ -90,6 +93,8 @@ class Cache:
         self._offload_stream, self._evict_stream = SideStream(device), SideStream(device)
         self._offloads = InFlight(COPIES_IN_FLIGHT)
         self._prepared: dict[int, PreparedEviction] = {}
+        self.prefixes: dict[int, Prefix] = {}
+        self._sources: dict[int, tuple[int, ...]] = {}  # by slot: extents that stay until the prompt has been read
 
     def extents_needed(self, tokens: int) -> int:
         """Return the number of extents that a request needs to grow to `tokens` tokens."""
@@ -99,9 +104,17 @@ class Cache:
         """Return the most tokens that the retrieval region can hold when a request has `tokens` tokens."""
         return retrieval_tokens(self.config, tokens)
 
-    def open(self, slot: int, tokens: int) -> None:
-        """Reserve the extents that a request needs to grow to `tokens` tokens; raises CapacityError."""
-        self.extents.reserve(slot, self.retrieval_tokens(tokens))
+    def open(self, slot: int, tokens: int, prefix: Prefix | None = None) -> None:
+        """Reserve the extents that a request needs to grow to `tokens` tokens; raises CapacityError.
+
+        The slot shares those that `prefix` says. All extents of `prefix` stay until the slot's prompt has been read.
+        """
+        if prefix is None:
+            self.extents.reserve(slot, self.retrieval_tokens(tokens))
+            return
+        self.extents.reserve(slot, self.retrieval_tokens(tokens), prefix.extents[: prefix.shared])
+        self.extents.hold(prefix.extents)
+        self.prefixes[slot], self._sources[slot] = prefix, prefix.extents
 
     def close(self, slot: int) -> None:
         """Forget a slot and give its extents back, after the writes to them that are still under way.
@@ -112,6 +125,7 @@ class Cache:
         prepared = self._prepared.pop(slot, None)
         if prepared is not None:
             prepared.ticket.wait()
+        self.prefixes.pop(slot, None)
         self.extents.release(slot)
         self.tokens[slot] = self.lengths[slot] = 0
 
@@ -134,10 +148,14 @@ class Cache:
             Retrieval token of each place (Built.order); None: the order of the tokens.
         """
         self._offloads.make_room()
-        rows = torch.stack((keys, values), dim=2)
-        self._write_prompt_window(layer, slot, rows)
-        rows = self._retrieval_rows(slot, rows, order)
-        spans = self.extents.spans(slot, 0, self.lengths[slot])
+        shared = self.shared_places(slot)
+        first = self.config.sink + shared if shared else 0  # of the tokens whose rows are written here
+        rows = torch.stack((keys[:, first:], values[:, first:]), dim=2)
+        if shared:
+            self.window[layer, slot, :, : self.config.sink] = self.prefixes[slot].head.sink_rows[layer]
+        self._write_prompt_window(layer, slot, rows, first)
+        rows = self._retrieval_rows(slot, rows, order, first)
+        spans = self.extents.spans(slot, shared, self.lengths[slot])
         if layer < self.rows.layout.device_layers:
             self.rows.write(layer, rows[None], spans)
         elif spans:
@@ -147,6 +165,31 @@ class Cache:
     def finish_prompt(self, slot: int) -> None:
         """Make the current stream wait until the rows of the slot's prompt are in the pool."""
         self._offloads.finish(slot)
+        self.extents.let_go(self._sources.pop(slot, ()))
+
+    # Prefixes: what a prompt's first tokens find in extents, and what a request leaves there.
+
+    def shared_places(self, slot: int) -> int:
+        """Return the number of a slot's first places that lie in shared extents."""
+        return self.prefixes[slot].shared * EXTENT_TOKENS if slot in self.prefixes else 0
+
+    def read_prefix(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> None:
+        """Copy a layer's keys and values of the slot's prefix to the first tokens of `keys` and `values`, [G, n, D]."""
+        prefix, sink = self.prefixes[slot], self.config.sink
+        pool, head = self.rows.of_layer(layer).pool, prefix.head.sink_rows[layer]
+        for part, target in enumerate((keys, values)):
+            target = target[:, : prefix.tokens]
+            target[:, :sink] = head[:, : target.shape[1], part]
+            for number, extent in enumerate(prefix.extents):
+                start = sink + number * EXTENT_TOKENS
+                places = target[:, start : start + EXTENT_TOKENS]
+                places.copy_(pool[extent, :, : places.shape[1], part])
+
+    def write_ring(self, slot: int, start: int, stop: int) -> None:
+        """Write the rows of all layers of tokens in the ring to places start .. stop - 1, which they would have later."""
+        if start < stop:
+            tokens = torch.arange(start, stop, device=self.window.device) % self.ring + self.config.sink
+            self.rows.write(0, self.window[:, slot].index_select(2, tokens), self.extents.spans(slot, start, stop))
 
     # Decode steps.
 
@@ -213,21 +256,25 @@ class Cache:
         sink = self.config.sink
         return position if position < sink else sink + (position - sink) % self.ring
 
-    def _retrieval_rows(self, slot: int, rows: Tensor, order: Tensor | None) -> Tensor:
-        """Pick from a prompt's rows [G, tokens, 2, D] those of the retrieval region, [G, n, 2, D] in the order of places."""
+    def _retrieval_rows(self, slot: int, rows: Tensor, order: Tensor | None, first: int) -> Tensor:
+        """Pick from a prompt's rows [G, tokens, 2, D] those of the retrieval region, [G, n, 2, D] in the order of places.
+
+        `rows` begin with token `first`; if that lies in the retrieval region, there is no order.
+        """
         sink, n = self.config.sink, self.lengths[slot]
-        retrieval = rows[:, sink : sink + n]
+        retrieval = rows[:, max(0, sink - first) : sink + n - first]
         return retrieval if order is None else retrieval.gather(1, order[..., None, None].expand_as(retrieval))
 
-    def _write_prompt_window(self, layer: int, slot: int, rows: Tensor) -> None:
-        """Store the sink and the latest tokens of a prompt's rows [G, tokens, 2, D] in the window."""
+    def _write_prompt_window(self, layer: int, slot: int, rows: Tensor, first: int) -> None:
+        """Store the sink and the latest tokens of a prompt in the window; its rows from token `first` on are [G, n, 2, D]."""
         sink, n = self.config.sink, self.lengths[slot]
         window = self.window[layer, slot]
-        window[:, :sink][:, : rows.shape[1]] = rows[:, :sink]
+        if first == 0:
+            window[:, :sink][:, : rows.shape[1]] = rows[:, :sink]
         recent = torch.arange(
-            n, max(n, rows.shape[1] - sink), device=window.device
+            n, max(n, first + rows.shape[1] - sink), device=window.device
         )  # counted from the ring's first token
-        window[:, sink + recent % self.ring] = rows[:, sink + recent]
+        window[:, sink + recent % self.ring] = rows[:, sink + recent - first]
 
     def _evict(self, slot: int, indexes: Sequence[Index]) -> Eviction:
         """Move the oldest `update` tokens of a full ring to the retrieval region."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvseek.plugins.attention.hot_rows import HotRows, hit_rate
 
 from .cache import Cache
+from .prefix_cache import ReuseCounts
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class CacheUsage:
 
     Attributes
     ----------
-    extents_used, extents_free : int
-        Extents that requests hold, and extents that are free.
+    extents_used, extents_kept, extents_free : int
+        Extents that requests use, those that are kept for later requests alone, and those that are free.
     device_extent_bytes, host_extent_bytes : int
         Bytes of an extent's rows on the device, and in host memory.
     host_rows : int
@@ -28,21 +29,25 @@ class CacheUsage:
     hot_row_hit_ratio : float or None
         Share of the rows selected since the start that the device had kept from earlier steps; None where it keeps no rows, and
         before the first selection.
+    reuse : ReuseCounts
+        What prefix reuse has done since the start.
     """
 
     extents_used: int
+    extents_kept: int
     extents_free: int
     device_extent_bytes: int
     host_extent_bytes: int
     host_rows: int
     hot_row_hit_ratio: float | None
+    reuse: ReuseCounts
 
 
 class UsageMeter:
     """Measures the use of a cache and of its hot rows. Any thread may call `usage`; only the engine's thread calls `count`."""
 
-    def __init__(self, cache: Cache, hot_rows: Sequence[HotRows]) -> None:
-        self._cache = cache
+    def __init__(self, cache: Cache, hot_rows: Sequence[HotRows], reuse: ReuseCounts) -> None:
+        self._cache, self._reuse = cache, reuse
         # Rows of one token in host memory: one per KV head and layer there. On the CPU these are all of its rows.
         self._row_copies = cache.window.shape[2] * cache.rows.layout.host_layers
         self._host_rows = 0
@@ -57,14 +62,15 @@ class UsageMeter:
         Steps do not wait for that.
         """
         extents, layout = self._cache.extents, self._cache.rows.layout
-        free = extents.free
         return CacheUsage(
-            extents_used=extents.capacity - free,
-            extents_free=free,
+            extents_used=extents.used,
+            extents_kept=extents.idle,
+            extents_free=extents.free,
             device_extent_bytes=layout.device_layers * layout.layer_bytes,
             host_extent_bytes=layout.host_layers * layout.layer_bytes,
             host_rows=self._host_rows,
             hot_row_hit_ratio=self._hit_ratio(),
+            reuse=replace(self._reuse),
         )
 
     def count(self, slots: Sequence[int], attended: Sequence[float]) -> None:

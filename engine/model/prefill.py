@@ -236,7 +236,9 @@ class LayerwisePrefill(Prefill):
         super().__init__(retrieval, prompts, takers)
         self._model, self._layers = model, model.model.num_layers
         self._prompt: Any = None  # what the model keeps from layer to layer
-        self._layer, self._row = 0, 0  # the next unit begins here
+        # Of a prompt whose first tokens have rows already, no layer reads these. Prompts of a pack have no such tokens.
+        self._first = retrieval.reused(self.slots[0]) if len(self.slots) == 1 else 0
+        self._layer, self._row = 0, self._first  # the next unit begins here
         self._rows: tuple[Tensor, Tensor] | None = None  # keys and values of the layer
         self._queries: list[Tensor] = []  # queries of the layer that its index will be given
         asked = [one for one in zip(self.slots, pairwise(self.borders), strict=True) if one[0] in takers]
@@ -247,8 +249,9 @@ class LayerwisePrefill(Prefill):
     @property
     def progress(self) -> float:
         """See Prefill.progress. A row's logits count like a layer."""
-        done = self._layer * self.tokens + self._row + self._scored
-        return done / (self._layers * self.tokens + self._to_score)
+        unread = self.tokens - self._first
+        done = self._layer * unread + self._row - self._first + self._scored
+        return done / (self._layers * unread + self._to_score)
 
     def _advance(self, max_tokens: int) -> int:
         if self._layer == self._layers:
@@ -258,6 +261,8 @@ class LayerwisePrefill(Prefill):
             self._prompt = self._model.begin_prompt(self)
         if self._rows is None:
             self._rows = self.retrieval.new_rows(self.tokens), self.retrieval.new_rows(self.tokens)
+            if self._first:
+                self.retrieval.cache.read_prefix(self._layer, self.slots[0], *self._rows)
         start = self._row
         size = max_tokens if self._model.reads_packs else self._model.config.prefill_chunk_tokens
         stop = self.tokens if len(self.slots) > 1 else min(start + size, self.tokens)
@@ -279,7 +284,7 @@ class LayerwisePrefill(Prefill):
             if slot not in self.dropped:
                 own = keys[:, first:stop], values[:, first:stop]
                 self.retrieval.store_layer(self._layer, slot, *own, self._last_queries(first, stop))
-        self._layer, self._row = self._layer + 1, 0
+        self._layer, self._row = self._layer + 1, self._first
         self._rows, self._queries = None, []  # freed before the next layer allocates its own
 
     def _last_queries(self, first: int, stop: int) -> Tensor:

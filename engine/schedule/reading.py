@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvseek.engine.cache.prefix_cache import PrefixCache
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.model.prefill import Prefill
 
@@ -73,7 +74,8 @@ class PromptReader:
         Amount of reading that the last `read` did.
     """
 
-    def __init__(self, decoder: Decoder, max_num_tokens: int) -> None:
+    def __init__(self, decoder: Decoder, prefixes: PrefixCache, max_num_tokens: int) -> None:
+        self._prefixes = prefixes
         self._decoder, self._layers = decoder, decoder.config.model.num_layers
         self._chunk = min(decoder.config.prefill_chunk_tokens, max_num_tokens)
         self._pack_tokens = min(self._chunk, decoder.config.max_input_len)
@@ -146,10 +148,20 @@ class PromptReader:
             chosen = self._pack(waiting, beside) if short else waiting[:1]
             if not chosen:
                 return None
+            if not short:
+                self._look_up(chosen[0])
             prompts = [(sequence.slot, sequence.request.prompt_ids) for sequence in chosen]
             takers = {sequence.slot: sequence.scores.take for sequence in chosen if sequence.scores is not None}
             self._jobs[short] = Job(self._decoder.prefill(prompts, takers), chosen)
         return self._jobs[short]
+
+    def _look_up(self, sequence: Sequence) -> None:
+        """Find out how much of a long prompt need not be read. Those that were admitted before it have been read by now."""
+        if sequence.scores is None:  # which are asked of every token
+            request, statistics = sequence.request, sequence.statistics
+            prompt = (sequence.slot, sequence.packed_prompt, request.cache_salt, sequence.total_tokens)
+            if (prefix := self._prefixes.find_more(*prompt)) is not None:
+                statistics.reused_tokens, statistics.shared_extents = prefix.tokens, prefix.shared
 
     def _pack(self, waiting: SequenceOf[Sequence], beside: bool) -> list[Sequence]:
         """Choose the first of `waiting`, and the requests behind it that fit into a pack with it."""
@@ -197,6 +209,8 @@ class PromptReader:
             self._alone.update(sequence.request_id for sequence in job.sequences)
             return []
         self._release(job)
+        for sequence in job.sequences:
+            self._prefixes.share(sequence.slot, sequence.packed_prompt, sequence.request.cache_salt)
         rows = dict(zip(job.prefill.slots, logits, strict=True))
         return [Reading(sequence, logits=rows[sequence.slot]) for sequence in job.sequences]
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import time
 
-from kvseek.engine.cache.cache import Cache
+from kvseek.engine.cache.prefix_cache import PrefixCache
 
 from .queue import RequestQueue
 from .sequence import Sequence
 
 
 class Scheduler:
-    """The running sequences. The queue's head is admitted when a slot and all extents that it may ever need are free.
+    """The running sequences. The queue's head is admitted when a slot and all extents that it may ever need can be had.
+
+    These are extents that it shares with others, free ones, and those that are only kept for later requests.
 
     Reserving the worst case at admission means that a running request never has to stop for want of memory. Everything
     but the queue belongs to the engine's thread; other threads may look at `free_slots` and at the length of `running`.
     """
 
-    def __init__(self, cache: Cache, slots: int, queue: RequestQueue) -> None:
-        self._cache = cache
+    def __init__(self, prefixes: PrefixCache, slots: int, queue: RequestQueue) -> None:
+        self._prefixes = prefixes
         self._free_slots = list(range(slots - 1, -1, -1))
         self.queue = queue
         self._head_waits = False  # whether the queue's head waits for extents
@@ -37,7 +39,7 @@ class Scheduler:
 
         def fits(head: Sequence) -> bool:
             nonlocal head_waits
-            head_waits = self._cache.extents_needed(head.total_tokens) > self._cache.extents.free
+            head_waits = not self._choose_prefix(head)
             return not head_waits
 
         sequence = self.queue.pop(fits)
@@ -50,8 +52,9 @@ class Scheduler:
 
     def open(self, sequence: Sequence) -> None:
         """Give a sequence that was admitted its extents; the cache's errors pass through."""
-        self._cache.open(sequence.slot, sequence.total_tokens)
-        sequence.statistics.extents = self._cache.extents_needed(sequence.total_tokens)
+        self._prefixes.open(sequence.slot, sequence.total_tokens, sequence.prefix)
+        sequence.prefix = None  # its extents are the slot's now
+        sequence.statistics.extents = self._prefixes.cache.extents_needed(sequence.total_tokens)
 
     def unread(self) -> list[Sequence]:
         """List the sequences whose prompt has not been read to its end, in the order of their admission."""
@@ -61,9 +64,22 @@ class Scheduler:
         """List the sequences that take part in the next decode step."""
         return [s for s in self.running if s.generated]
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take a running sequence out, and free its slot and extents."""
+    def _choose_prefix(self, head: Sequence) -> bool:
+        """Choose how much of its prompt the head need not read, and return whether it can be admitted with that.
+
+        Where room is short, it gives up the extents that it would only copy from. The shared ones cost no room.
+        """
+        found = None if head.scores is not None else self._prefixes.find(head.packed_prompt, head.request.cache_salt)
+        for prefix in (found, self._prefixes.shared_part(found)):
+            if self._prefixes.fits(head.total_tokens, prefix):
+                head.prefix = prefix
+                return True
+        return False
+
+    def remove(self, sequence: Sequence, keep: bool = False) -> None:
+        """Take a running sequence out, and free its slot and extents; `keep`: as far as its rows are not kept for others."""
         self.running.remove(sequence)
-        self._cache.close(sequence.slot)
+        tokens = sequence.packed_tokens() if keep else None
+        self._prefixes.close(sequence.slot, tokens, sequence.request.cache_salt)
         self._free_slots.append(sequence.slot)
         self._head_waits = False  # the next `admit` finds out

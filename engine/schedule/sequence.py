@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from kvseek.core.request import Request
 from kvseek.core.statistics import RequestStatistics
+from kvseek.engine.cache.prefix import Prefix
+from kvseek.engine.cache.prefix_tree import pack_tokens
 
 from .prompt_scores import PromptScores
 from .sampling import Sampler
@@ -22,6 +25,7 @@ class Sequence:
     slot: int = -1
     generated: list[int] = field(default_factory=list)
     scores: PromptScores | None = None  # of a request that asks for log probabilities or logits of its prompt
+    prefix: Prefix | None = None  # found at admission, until the slot is open
 
     @property
     def ready(self) -> bool:
@@ -32,6 +36,15 @@ class Sequence:
     def total_tokens(self) -> int:
         """Tokens that the request can grow to, prompt included."""
         return len(self.request.prompt_ids) + self.request.max_tokens
+
+    @cached_property
+    def packed_prompt(self) -> bytes:
+        """The prompt's tokens as prefixes are looked up."""
+        return pack_tokens(self.request.prompt_ids)
+
+    def packed_tokens(self) -> bytes:
+        """Return the tokens of prompt and output, packed as `packed_prompt`."""
+        return self.packed_prompt + pack_tokens(self.generated)
 
     @property
     def deadline(self) -> float | None:

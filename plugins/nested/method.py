@@ -24,7 +24,9 @@ def traits(config: Config) -> Traits:
     def codebooks(head_dim: int) -> dict[str, Tensor]:
         return {"signs": rotation_signs(config.rotation_seed, padded_dim(head_dim))}
 
-    return Traits(cpu_limits=LIMITS, codebooks=codebooks, cuda_macros=partial(cuda_macros, config))
+    return Traits(
+        cpu_limits=LIMITS, reuses_prefixes=True, codebooks=codebooks, cuda_macros=partial(cuda_macros, config)
+    )
 
 
 def create(context: IndexContext) -> Index:

@@ -43,6 +43,15 @@ class ReferenceIndex(Index):
         """See Index.append. No selection reads beyond a region's length, so there is nothing to publish."""
         self.codes.append(slot, start, keys)
 
+    def prefix_state(self, slot: int) -> Tensor:
+        """See Index.prefix_state: the mean key that the slot's codes leave out."""
+        return self.codes.means[slot].clone()
+
+    def adopt(self, slot: int, length: int, state: Tensor | None) -> None:
+        """See Index.adopt. The slot's further keys are encoded with the mean of the shared codes."""
+        assert state is not None, "codes have a mean"
+        self.codes.means[slot] = state
+
     def effort(self, length: int) -> Effort:
         """See Index.effort. The rows are the top k; the number is that of the candidates."""
         return Effort(min(self.config.top_k, length), (self.config.candidate_count(length),))

@@ -102,6 +102,11 @@ class ReferenceIndex(Index):
             by_block = self.ids[extent, :, inside].transpose(1, 2).long()
             self.counts[slot].scatter_add_(-1, by_block, torch.ones_like(by_block, dtype=torch.int32))
 
+    def adopt(self, slot: int, length: int, state: Tensor | None) -> None:
+        """See Index.adopt. Counts the keys of each centroid from their ids."""
+        self.counts[slot] = 0
+        self.publish(slot, 0, length)
+
     def effort(self, length: int) -> Effort:
         """See Index.effort. The rows are the top k; the numbers are the keys with a tier in a block, and the reranked keys."""
         rho, _ = self.config.schedule(length)

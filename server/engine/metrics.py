@@ -155,17 +155,23 @@ class EngineMetrics(Collector):
         yield from self._extents(service.cache_usage)
 
     def _extents(self, usage: CacheUsage) -> Iterator[Metric]:
-        make, used, free = self._families, usage.extents_used, usage.extents_free
-        yield make.gauge("kv_cache_usage_perc", "Share of the extents that requests hold, 0 to 1", used / (used + free))
+        make, used, kept, free = self._families, usage.extents_used, usage.extents_kept, usage.extents_free
+        share = used / (used + kept + free)
+        yield make.gauge("kv_cache_usage_perc", "Share of the extents that requests hold, 0 to 1", share)
         yield make.gauge("extents_used", "Extents (1,024 tokens in all layers) that requests hold", used)
-        yield make.gauge("extents_free", "Extents that no request holds", free)
-        for state, extents in (("used", used), ("free", free)):
+        yield make.gauge("extents_kept", "Extents that are only kept for later requests that begin alike", kept)
+        yield make.gauge("extents_free", "Extents that no request holds and that are not kept", free)
+        for state, extents in (("used", used), ("kept", kept), ("free", free)):
             by_location = {
                 "device": extents * usage.device_extent_bytes,
                 "host": extents * usage.host_extent_bytes,
             }
             description = f"Bytes of rows in {state} extents"
             yield make.gauges(f"row_pool_{state}_bytes", description, "location", by_location)
+        yield make.counter("prefix_cache_queries", "Prompt tokens looked up for reuse", usage.reuse.queried_tokens)
+        yield make.counter("prefix_cache_hits", "Of those, not read again", usage.reuse.reused_tokens)
+        description = "Kept extents that made room for others"
+        yield make.counter("prefix_cache_evictions", description, usage.reuse.evicted_extents)
         description = "Retrieval rows in host memory that decode steps attended to"
         yield make.counter("host_rows_requested", description, usage.host_rows)
         share = math.nan if usage.hot_row_hit_ratio is None else usage.hot_row_hit_ratio

@@ -28,7 +28,7 @@ from .chat_body import CHAT_FORMAT, ChatBody
 from .choices import Choice, make_choices
 from .completion_body import COMPLETION_FORMAT, CompletionBody
 from .errors import JSON, FieldError, StatusError, error_json
-from .replies import ChatReply, CompletionReply, Piece, Reply, usage
+from .replies import ChatReply, CompletionReply, Json, Piece, Reply, usage
 from .request_body import AsgiBody, ClientLeftError, unless_left
 
 ABORT = "abort"  # in the state of a request: closes its connection at once
@@ -61,9 +61,18 @@ class Service:
 
 @dataclass(frozen=True)
 class Work:
-    """A request that has been read and tokenised."""
+    """A request that has been read and tokenised.
+
+    Attributes
+    ----------
+    choices : sequence of Choice
+        Those of the first prompt first; each prompt has `answers` of them.
+    prompt_tokens : int
+        Of all prompts, each of them counted once.
+    """
 
     choices: Sequence[Choice]
+    answers: int
     prompt_tokens: int
     reply: Reply
     streaming: bool
@@ -113,14 +122,14 @@ class Answer(Response):
         make: Callable[..., Reply] = ChatReply if self._chat else CompletionReply
         with_usage = body.usage_in_stream
         reply = make(service.model, service.fingerprint, service.tokenizer, body.top() is not None, with_usage)
-        return Work(choices, prompt_tokens, reply, bool(body.stream), with_usage)
+        return Work(choices, body.choices, prompt_tokens, reply, bool(body.stream), with_usage)
 
     async def _whole(self, work: Work, out: Writer) -> None:
         pieces: list[Piece] = [{}] * len(work.choices)
         async with self._pieces(work) as arriving:
             async for index, piece in arriving:
                 pieces[index] = piece
-        counts = usage(work.prompt_tokens, sum(piece["count"] for piece in pieces))
+        counts = _usage(work, pieces)
         tokens = sum(len(piece["tokens"]) for piece in pieces)
         await out.all(await _written(tokens, lambda: msgspec.json.encode(work.reply.whole(pieces, counts))))
 
@@ -139,10 +148,10 @@ class Answer(Response):
         await out.end()
 
     async def _events(self, work: Work, out: Writer, first: tuple[int, Piece], arriving: Pieces) -> None:
-        counts = [0] * len(work.choices)
+        last: list[Piece] = [{}] * len(work.choices)
         index, piece = first
         while True:
-            counts[index] = piece["count"]
+            last[index] = piece
             write = partial(_events_of, work.reply, index, piece)
             for event in await _written(len(piece["tokens"]), write):
                 await out.event(event)
@@ -151,7 +160,7 @@ class Answer(Response):
                 break
             index, piece = following
         if work.usage_in_stream:
-            await out.event(msgspec.json.encode(work.reply.end(usage(work.prompt_tokens, sum(counts)))))
+            await out.event(msgspec.json.encode(work.reply.end(_usage(work, last))))
         await out.event(DONE)
 
     @asynccontextmanager
@@ -198,6 +207,13 @@ class Writer:
         except TimeoutError:
             self._abort()
             raise ClientLeftError from None
+
+
+def _usage(work: Work, last: Sequence[Piece]) -> Json:
+    """Count tokens by the last piece of each choice. A token of a prompt was cached if no choice has read it."""
+    reused = [piece["reused"] for piece in last]
+    cached = sum(min(reused[first : first + work.answers]) for first in range(0, len(reused), work.answers))
+    return usage(work.prompt_tokens, sum(piece["count"] for piece in last), cached)
 
 
 def _events_of(reply: Reply, index: int, piece: Piece) -> list[bytes]:

@@ -67,6 +67,7 @@ class Choice:
       first token of an echoed prompt has None for LogProbs. After an echo the end token counts too: lm_eval needs an entry for
       each token that it asked for;
     - `count`: tokens generated so far;
+    - `reused`: tokens of the prompt that were not read, because an earlier prompt began alike;
     - `finish_reason`: "stop" or "length" with the last piece, else None.
 
     If the client does not want a stream, there is one piece, at the end.
@@ -80,6 +81,7 @@ class Choice:
         self._offsets = tokenizer.stream() if request.sampling.logprobs is not None else None
         self._echoes, self._due = echo is not None, echo  # what is due has not been told yet
         self._prompt: list[LogProbs] = []  # of the prompt's tokens but the first
+        self._reused = 0
         self._length = 0 if echo is None else len(echo.text)  # characters so far, those held back included
         self._text: list[str] = [] if echo is None else [echo.text]
         self._tokens: list[tuple[int, LogProbs | None, int]] = []
@@ -91,6 +93,8 @@ class Choice:
             return  # progress in reading the prompt, or tokens drawn before the cancellation arrived
         if output.finish_reason is not None and output.finish_reason not in REASONS:
             raise CodedError(ErrorCode.UNAVAILABLE, BROKEN_OFF)
+        if output.statistics is not None:
+            self._reused = output.statistics.reused_tokens
         self._text.append(self._output.push(output))
         if self._offsets is not None:
             self._tell(output, self._offsets)
@@ -102,7 +106,8 @@ class Choice:
         if text or self._tokens or reason is not None:
             count = len(self._output.token_ids)
             name = None if reason is None else REASONS[reason]
-            yield {"text": text, "tokens": self._tokens, "count": count, "finish_reason": name}
+            piece = {"text": text, "tokens": self._tokens, "count": count, "reused": self._reused}
+            yield piece | {"finish_reason": name}
             self._text, self._tokens = [], []
 
     def _tell(self, output: StepOutput, text: TextStream) -> None:
@@ -154,6 +159,7 @@ def make_choices(
             end_ids=ends,
             priority=parameters.queue_priority,
             timeout_seconds=parameters.timeout,
+            cache_salt=parameters.cache_salt,
         )
         request.validate(config)
         echo = None if text is None else Echo(text, () if top is None else tokenizer.offsets(ids))

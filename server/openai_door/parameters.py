@@ -77,6 +77,7 @@ class Parameters(msgspec.Struct, kw_only=True):
     bad_words: list[str] | None = None
     priority: int | None = None
     timeout: float | None = None
+    cache_salt: str | None = None
 
     @property
     def choices(self) -> int:

@@ -16,13 +16,13 @@ Json = dict[str, Any]
 Piece = dict[str, Any]  # see Choice
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> Json:
-    """Write the numbers of tokens. None comes from a cache, because no request reads what another one has left."""
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Json:
+    """Write the numbers of tokens; `cached_tokens` are those of the prompts that were not read."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 

@@ -74,9 +74,9 @@ class LlmApiRequest(TextRequest):
         if "cum_log_probs" in chunk:
             chunk["cumulative_logprob"] = chunk.pop("cum_log_probs")
         if "kv_cache_reused_blocks" in chunk:
-            chunk["kv_cache_reused_block"] = chunk.pop("kv_cache_reused_blocks")
-            chunk["kv_cache_missed_block"] = chunk["kv_cache_alloc_new_blocks"]  # nothing is reused
-            chunk["kv_cache_hit_rate"] = 0.0
+            reused, missed = chunk.pop("kv_cache_reused_blocks"), chunk["kv_cache_alloc_new_blocks"]
+            chunk["kv_cache_reused_block"], chunk["kv_cache_missed_block"] = reused, missed
+            chunk["kv_cache_hit_rate"] = reused / max(1, reused + missed)
         for name in self._left_out:
             del chunk[name]
         return chunk

@@ -16,7 +16,7 @@ class PerfMetrics:
     """The metrics that are known so far; 0 stands for what has not happened yet, and for what kvseek does not do.
 
     Times are those of the engine process's steady clock, so only their differences mean something. Blocks of the KV cache are
-    kvseek's extents, of 1,024 tokens in all layers; none is reused, and no tokens are drafted.
+    kvseek's extents, of 1,024 tokens in all layers; no tokens are drafted.
     """
 
     def __init__(self, tensors: Tensors) -> None:
@@ -40,9 +40,9 @@ class PerfMetrics:
             "last_token_time_ns": known.last_token_at,
         }
         return {
-            "kv_cache_alloc_new_blocks": known.extents,
-            "kv_cache_reused_blocks": 0,
-            "kv_cache_alloc_total_blocks": known.extents,
+            "kv_cache_alloc_new_blocks": known.extents - known.shared_extents,
+            "kv_cache_reused_blocks": known.shared_extents,
+            "kv_cache_alloc_total_blocks": known.extents - known.shared_extents,
             **{name: round(value * NANOSECONDS) for name, value in seconds.items()},
             "acceptance_rate": 0.0,
             "total_accepted_draft_tokens": 0,

@@ -57,3 +57,34 @@ def test_rows_cross_extent_borders() -> None:
     values = torch.arange(2.0 * EXTENT_TOKENS)[None, :, None]
     table.write(array, 0, 500, values)
     assert torch.equal(table.read(array, 0, 2 * EXTENT_TOKENS + 500)[:, 500:], values)
+
+
+def test_a_shared_extent_is_free_when_its_last_user_has_gone() -> None:
+    table = ExtentTable(slots=2, max_extents=3, capacity=4)
+    table.reserve(0, 2 * EXTENT_TOKENS)
+    table.reserve(1, 3 * EXTENT_TOKENS, table.of_slot(0))
+    assert table.of_slot(1)[:2] == table.of_slot(0)
+    assert (table.used, table.idle, table.free) == (3, 0, 1)
+    table.release(0)
+    assert (table.used, table.idle, table.free) == (3, 0, 1)
+    table.release(1)
+    assert (table.used, table.idle, table.free) == (0, 0, 4)
+
+
+def test_a_kept_extent_stays_without_users() -> None:
+    table = ExtentTable(slots=2, max_extents=3, capacity=4)
+    table.reserve(0, 2 * EXTENT_TOKENS)
+    kept, other = table.of_slot(0)
+    table.keep(kept)
+    table.release(0)
+    assert (table.used, table.idle, table.free) == (0, 1, 3)
+    table.reserve(1, 3 * EXTENT_TOKENS)
+    with pytest.raises(CapacityError, match="1 more extents of 1024 tokens, 0 of 4 are free"):
+        table.reserve(0, EXTENT_TOKENS)
+    table.release(1)
+    table.reserve(1, EXTENT_TOKENS, [kept])
+    assert (table.of_slot(1), table.in_use(kept), table.in_use(other)) == ((kept,), True, False)
+    table.forget(kept)
+    assert (table.used, table.idle, table.free) == (1, 0, 3), "forgotten, but in use"
+    table.release(1)
+    assert (table.used, table.idle, table.free) == (0, 0, 4)

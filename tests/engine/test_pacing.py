@@ -95,7 +95,8 @@ class Server:
             cache=cache,
             prefill=lambda prompts, takers: SimulatedPrefill(machine, prompts, self._spend),
         )
-        self._machine, self._reader, self._seconds = machine, PromptReader(decoder, 8192), 0.0
+        prefixes: Any = SimpleNamespace(find_more=lambda *prompt: None, share=lambda *prompt: None)
+        self._machine, self._reader, self._seconds = machine, PromptReader(decoder, prefixes, 8192), 0.0
         self._unread: list[Sequence] = []
         self.steps = list[float]()
         self.waited = dict[int, int]()  # steps until a request's first token, by its number

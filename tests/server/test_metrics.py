@@ -22,6 +22,7 @@ from tests.support.deployment import read
 from kvseek.core.errors import ErrorCode
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics, StepReport
+from kvseek.engine.cache.prefix_cache import ReuseCounts
 from kvseek.engine.cache.usage import CacheUsage
 from kvseek.engine.engine import Engine
 from kvseek.engine.service import EngineService
@@ -146,7 +147,7 @@ def test_every_sample_has_the_labels(server: Server) -> None:
 
 def stand_in() -> Any:
     """A service of an engine on a GPU whose method counts hits."""
-    usage = CacheUsage(3, 1, 100, 200, 64, 0.75)
+    usage = CacheUsage(3, 2, 1, 100, 200, 64, 0.75, ReuseCounts(100, 40, 7))
     return SimpleNamespace(
         running=2, waiting=1, cache_usage=usage, config=SimpleNamespace(method="clusterkv", max_batch_size=4)
     )
@@ -154,12 +155,17 @@ def stand_in() -> Any:
 
 def test_extents_on_both_sides() -> None:
     found = samples(EngineMetrics(stand_in()).text())
-    assert value(found, "kv_cache_usage_perc") == 0.75
+    assert value(found, "kv_cache_usage_perc") == 0.5
+    assert value(found, "extents_kept") == 2
+    assert value(found, "row_pool_kept_bytes", location="host") == 400
     assert value(found, "row_pool_used_bytes", location="device") == 300
     assert value(found, "row_pool_used_bytes", location="host") == 600
     assert value(found, "row_pool_free_bytes", location="host") == 200
     assert value(found, "host_rows_requested_total") == 64
     assert value(found, "hot_row_hit_ratio") == 0.75
+    assert value(found, "prefix_cache_queries_total") == 100
+    assert value(found, "prefix_cache_hits_total") == 40
+    assert value(found, "prefix_cache_evictions_total") == 7
 
 
 @pytest.mark.parametrize("reason", list(FinishReason))

@@ -85,15 +85,14 @@ def poison(tensor: Tensor, kind: str, generator: torch.Generator) -> None:
 @pytest.mark.parametrize("kernels", ["native", "reference"])
 @pytest.mark.parametrize("method", CASES)
 def test_a_freed_slot_tells_nothing(method: str, kernels: str, model: Path, build_engine: BuildEngine) -> None:
-    directory = build_engine(
-        model, method, *WINDOW, *LIMITS, *method_flags(method, CASES[method].sparse), "--kernels", kernels
-    )
+    flags = (*WINDOW, *LIMITS, *method_flags(method, CASES[method].sparse), "--kernels", kernels)
+    directory = build_engine(model, method, *flags, "--cache.reuse", "false")  # which would keep rows on purpose
     second = [request(SECOND), request(SECOND[:30])]
     expected = Engine.load(directory).generate(second)
     engine, generator = Engine.load(directory), torch.Generator().manual_seed(3)
     engine.generate([request(FIRST), request(FIRST[40:])])
     for kind in POISONS:
-        assert engine._cache.extents.free == engine._cache.extents.capacity
+        assert engine._cache.extents.used == 0
         arrays = arrays_of(engine)
         assert len(arrays) >= 2 + (engine.config.model.num_layers if not CASES[method].dense else 0), (
             "each index keeps some"

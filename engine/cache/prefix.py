@@ -1,0 +1,44 @@
+"""What a request finds of its prompt in extents that earlier requests have written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the first extent of a kept sequence does not hold.
+
+    Attributes
+    ----------
+    sink_rows : Tensor [layers, G, sink, 2, D]
+        Rows of the sink, which lies in no extent.
+    states : tuple of Tensor or None, one per layer
+        What the index entries of all extents of the sequence depend on beside their keys (Index.prefix_state).
+    """
+
+    sink_rows: Tensor
+    states: tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The first tokens of a prompt, whose rows are there already.
+
+    Attributes
+    ----------
+    tokens : int
+        How many, at least 1 and fewer than the prompt has: its last token is always read.
+    extents : tuple of int
+        The extents that hold their rows behind the sink, in order.
+    shared : int
+        How many of these extents, from the first on, the request uses as they are. It copies what it needs of the others,
+        because it will write to the same places.
+    """
+
+    tokens: int
+    extents: tuple[int, ...]
+    shared: int
+    head: Head

@@ -1,0 +1,212 @@
+"""Prefix reuse: requests leave their rows in extents, and later ones whose prompts begin alike do not read them again.
+
+docs/conversations.md says what is kept, shared and copied, and why. Only the engine's thread uses a PrefixCache; any thread may
+read its counts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.extents import extents_for
+from kvseek.plugins.contract import Index
+
+from .cache import Cache
+from .prefix import Head, Prefix
+from .prefix_tree import TOKEN_BYTES, Node, PrefixTree
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ReuseCounts:
+    """Tokens of the prompts that were looked up, those of them that were not read, and the extents that made room for others."""
+
+    queried_tokens: int = 0
+    reused_tokens: int = 0
+    evicted_extents: int = 0
+
+
+class PrefixCache:
+    """Finds the prefix of a prompt among what earlier requests have left, and keeps what a request leaves.
+
+    Parameters
+    ----------
+    cache : Cache
+    indexes : sequence of Index
+        The index of each layer.
+    enabled : bool
+        If not, nothing is kept and nothing found.
+
+    Attributes
+    ----------
+    counts : ReuseCounts
+    """
+
+    def __init__(self, cache: Cache, indexes: Sequence[Index], enabled: bool) -> None:
+        self.cache, self.enabled, self.counts = cache, enabled, ReuseCounts()
+        self._indexes, self._extents = indexes, cache.extents
+        self._tree = PrefixTree(cache.config.sink, cache.extents.in_use)
+        self._heads: dict[Node, Head] = {}  # of the first node of each sequence
+        self._read: set[int] = set()  # slots whose prompt has been read to its end
+        layout, most = cache.rows.layout, cache.config.reuse_host_bytes
+        self._most = layout.capacity if most is None else most // (layout.host_layers * layout.layer_bytes)
+
+    # A request begins: `find` and `fits` while it waits, `open` when it is admitted, `find_more` when its prompt is read.
+
+    def find(self, tokens: bytes, salt: str | None) -> Prefix | None:
+        """Find the longest kept beginning of a prompt, given as prefix_tree.pack_tokens packs it; None if there is none.
+
+        The result holds until extents are evicted; `open` makes it hold for as long as the slot needs it. Prompts that stay in
+        the window find nothing: they have no extents, and are read together with others.
+        """
+        places = self.cache.retrieval_tokens(len(tokens) // TOKEN_BYTES)
+        if not self.enabled or not places:
+            return None
+        match = self._tree.match(salt, tokens[:-TOKEN_BYTES])
+        if not match.tokens:
+            return None
+        found = max(0, match.tokens - self.cache.config.sink)
+        extents = tuple(node.extent for node in match.nodes)[: extents_for(found)]
+        return Prefix(match.tokens, extents, min(found, places) // EXTENT_TOKENS, self._heads[match.nodes[0]])
+
+    def shared_part(self, prefix: Prefix | None) -> Prefix | None:
+        """Shorten a prefix to the extents that a request shares; it then keeps no extent that the request must have too."""
+        if prefix is None or not prefix.shared:
+            return None
+        tokens = self.cache.config.sink + prefix.shared * EXTENT_TOKENS
+        return replace(prefix, tokens=tokens, extents=prefix.extents[: prefix.shared])
+
+    def fits(self, tokens: int, prefix: Prefix | None) -> bool:
+        """Whether a request can get all extents that it needs to grow to `tokens` tokens, if others are evicted for it."""
+        needed, kept = self.cache.extents_needed(tokens), self._extents.idle
+        if prefix is not None:
+            needed -= prefix.shared
+            kept -= sum(not self._extents.in_use(extent) for extent in prefix.extents)
+        return needed <= self._extents.free + kept
+
+    def open(self, slot: int, tokens: int, prefix: Prefix | None) -> None:
+        """Open a slot of the cache for a request of up to `tokens` tokens, and evict what it takes; raises CapacityError."""
+        held = () if prefix is None else prefix.extents
+        self._extents.hold(held)
+        try:
+            shared = 0 if prefix is None else prefix.shared
+            self._evict(self.cache.extents_needed(tokens) - shared - self._extents.free)
+            self.cache.open(slot, tokens, prefix)
+        finally:
+            self._extents.let_go(held)
+
+    def find_more(self, slot: int, prompt: bytes, salt: str | None, tokens: int) -> Prefix | None:
+        """Look a prompt up again that is about to be read, as others have been read since its admission.
+
+        Returns the prefix that need not be read. `tokens` is that of `open`.
+        """
+        prefix, found = self.cache.prefixes.get(slot), self.find(prompt, salt)
+        if found is not None and (prefix is None or found.tokens > prefix.tokens):
+            # The slot gives all its extents back first, so there is room: it shares more of them than before.
+            self.cache.close(slot)
+            self.open(slot, tokens, found)
+            prefix = found
+        if prefix is not None:
+            self._tree.touch(self._tree.match(salt, prompt[: prefix.tokens * TOKEN_BYTES]).nodes)
+            self.counts.reused_tokens += prefix.tokens
+        if self.enabled:
+            self.counts.queried_tokens += len(prompt) // TOKEN_BYTES
+        return prefix
+
+    # A request's prompt has been read, and it ends.
+
+    def share(self, slot: int, prompt: bytes, salt: str | None) -> None:
+        """Let others use the whole extents of a running request, whose prompt has been read to its end."""
+        self._read.add(slot)
+        whole = self.cache.lengths[slot] // EXTENT_TOKENS
+        if not self.enabled or not whole:
+            return
+        tokens = prompt[: (self.cache.config.sink + whole * EXTENT_TOKENS) * TOKEN_BYTES]
+        extents, nodes = self._extents.of_slot(slot), self._tree.whole_nodes(salt, tokens)
+        # Whoever uses an extent uses all before it (PrefixTree): a request that has its own copy of one that is kept waits.
+        if all(node.extent == extent for node, extent in zip(nodes, extents, strict=False)):
+            self._insert(slot, tokens, salt, extents)
+
+    def close(self, slot: int, tokens: bytes | None = None, salt: str | None = None) -> None:
+        """Close a slot of the cache, and keep its rows for later requests.
+
+        `tokens` are prompt and generated tokens, at least as many as the slot has rows of; None: the request has failed, so that
+        nothing more of it is kept.
+        """
+        if self.enabled and tokens is not None and slot in self._read and self.cache.lengths[slot]:
+            try:
+                self._keep(slot, tokens[: self.cache.tokens[slot] * TOKEN_BYTES], salt)
+            except (MemoryError, RuntimeError) as error:  # the request has ended well, and the others go on
+                logger.warning("the rows of a request are not kept for later ones: %s", str(error).splitlines()[0])
+        self._read.discard(slot)
+        self.cache.close(slot)
+        self._evict(self._extents.idle - self._most)
+
+    @torch.inference_mode()
+    def _keep(self, slot: int, tokens: bytes, salt: str | None) -> None:
+        """Put all rows of a slot into extents and its extents into the tree; the slot must be closed next."""
+        match = self._tree.match(salt, tokens)
+        self._tree.touch(match.nodes)
+        if match.tokens * TOKEN_BYTES == len(tokens):
+            return
+        sink, length = self.cache.config.sink, self.cache.lengths[slot]
+        places = self._make_room(slot, len(tokens) // TOKEN_BYTES - sink)
+        tokens = tokens[: (sink + places) * TOKEN_BYTES]
+        nodes = self._tree.whole_nodes(salt, tokens)  # fewer than before, if room was short
+        kept = len(nodes) * EXTENT_TOKENS
+        self.cache.write_ring(slot, max(kept, length), places)
+        self._complete_index(slot, kept, places // EXTENT_TOKENS * EXTENT_TOKENS, nodes)
+        self._insert(slot, tokens, salt, self._extents.of_slot(slot))
+
+    def _make_room(self, slot: int, places: int) -> int:
+        """Give a slot extents for so many places, as far as nobody uses them; returns the number of places that fit."""
+        more = extents_for(places) - len(self._extents.of_slot(slot))
+        self._evict(more - self._extents.free)
+        room = self._extents.room(slot) + min(max(0, more), self._extents.free) * EXTENT_TOKENS
+        self._extents.reserve(slot, room)
+        return min(places, room)
+
+    def _complete_index(self, slot: int, kept: int, stop: int, nodes: Sequence[Node]) -> None:
+        """Index the whole extents of a slot as the tree needs them: from place `kept`, behind those of `nodes`, to `stop`."""
+        if stop <= kept:
+            return
+        states = self._heads[nodes[0]].states if nodes else self._states(slot)
+        for layer, (index, state, own) in enumerate(zip(self._indexes, states, self._states(slot), strict=True)):
+            start = max(kept, self.cache.lengths[slot])
+            if state is not None and own is not None and not torch.equal(state, own):
+                # The extents before these are another request's, which read the same tokens with another state.
+                index.adopt(slot, kept, state)
+                start = kept
+            for extent, inside, _ in self._extents.spans(slot, start, stop):
+                keys = self.cache.rows.of_layer(layer).pool[extent, :, inside, 0]
+                index.append(slot, start, keys.contiguous())
+                start += keys.shape[1]
+
+    def _states(self, slot: int) -> tuple[torch.Tensor | None, ...]:
+        return tuple(index.prefix_state(slot) for index in self._indexes)
+
+    def _insert(self, slot: int, tokens: bytes, salt: str | None, extents: Sequence[int]) -> None:
+        added, removed = self._tree.insert(salt, tokens, extents)
+        for node in added:
+            self._extents.keep(node.extent)
+            if node.parent is None:
+                sink_rows = self.cache.window[:, slot, :, : self.cache.config.sink].clone()
+                self._heads[node] = Head(sink_rows, self._states(slot))
+        self._forget(removed)
+
+    def _evict(self, count: int) -> None:
+        """Evict as many extents that nobody uses, or all of them."""
+        evicted = self._tree.evict(max(0, count))
+        self.counts.evicted_extents += len(evicted)
+        self._forget(evicted)
+
+    def _forget(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            self._extents.forget(node.extent)
+            self._heads.pop(node, None)

@@ -1,0 +1,188 @@
+"""Which prefixes of token sequences are kept, in which extents: a tree of extents, without their rows.
+
+A *node* is one extent. It stands for the tokens of that extent that follow its parent's; the first node of a sequence also
+stands for the tokens of the sink, which lie in no extent. A node with all tokens that an extent has room for may have
+children; one with fewer is a leaf. A node is known by a chained hash of a salt and of all tokens up to its last one, so a
+whole extent is found in one look-up, whatever the length of the sequence. Sequences of different salts never meet.
+
+Tokens are given as bytes, a 32-bit number each, so that spans are hashed and compared without a loop over tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvseek.core.config import EXTENT_TOKENS
+
+TOKEN_BYTES = 4
+
+
+def pack_tokens(*parts: Sequence[int]) -> bytes:
+    """Pack token ids as the tree takes them: the parts one after the other, 4 bytes a token."""
+    packed = array("i")
+    assert packed.itemsize == TOKEN_BYTES
+    for part in parts:
+        packed.extend(part)
+    return packed.tobytes()
+
+
+def common_tokens(one: bytes, other: bytes) -> int:
+    """Count the first tokens that two packed sequences have in common."""
+    low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
+    while low < high:  # the first `low` are equal, not the first `high` + 1
+        middle = (low + high + 1) // 2
+        if one[: middle * TOKEN_BYTES] == other[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@dataclass(eq=False)
+class Node:
+    """One extent of a kept sequence.
+
+    Attributes
+    ----------
+    key : bytes
+        Hash of the salt and of all tokens up to the node's last one.
+    parent : Node or None
+        None: the first node of a sequence.
+    tokens : bytes
+        The tokens that the node stands for.
+    """
+
+    key: bytes
+    salt: str | None
+    parent: Node | None
+    extent: int
+    tokens: bytes
+    children: dict[bytes, Node] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest beginning of a sequence that is kept: its first `tokens` tokens, the last of them in the last node."""
+
+    nodes: tuple[Node, ...] = ()
+    tokens: int = 0
+
+
+class PrefixTree:
+    """The kept prefixes.
+
+    Parameters
+    ----------
+    sink : int
+        Tokens of the sink, which a sequence's first node stands for beside those of its extent.
+    in_use : callable
+        Whether anybody uses an extent, given by its number; such extents stay. Whoever uses a node's extent must use those of
+        all nodes before it.
+    """
+
+    def __init__(self, sink: int, in_use: Callable[[int], bool]) -> None:
+        self._sink, self._in_use = sink, in_use
+        self._first: dict[str | None, dict[bytes, Node]] = {}  # first nodes by salt
+        # By their last use. A node is used whenever one of its descendants is, and counts as used after it: so a node is older
+        # than its parent, and the oldest node that nobody uses has no children.
+        self._by_use: OrderedDict[Node, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_use)
+
+    def match(self, salt: str | None, tokens: bytes) -> Match:
+        """Find the longest beginning of `tokens` that is kept, also if it ends in the middle of a node."""
+        nodes, siblings = self._walk(salt, tokens)
+        found = sum(len(node.tokens) for node in nodes)
+        rest = tokens[found : found + self._span_bytes(len(nodes))]
+        best = max(siblings.values(), key=lambda node: common_tokens(node.tokens, rest), default=None)
+        common = 0 if best is None else common_tokens(best.tokens, rest)
+        if best is not None and common:
+            nodes.append(best)
+        return Match(tuple(nodes), found // TOKEN_BYTES + common)
+
+    def whole_nodes(self, salt: str | None, tokens: bytes) -> list[Node]:
+        """Find the nodes of whole extents that `tokens` begin with, in order."""
+        return self._walk(salt, tokens)[0]
+
+    def insert(self, salt: str | None, tokens: bytes, extents: Sequence[int]) -> tuple[list[Node], list[Node]]:
+        """Keep a sequence, whose tokens behind the sink lie in `extents`, in order.
+
+        Where the tree has an equal extent, or a longer one that begins like the sequence's last, it keeps its own. Leaves that
+        nobody uses and that a new node makes superfluous are removed.
+
+        Returns
+        -------
+        added, removed : list of Node
+            The new nodes, in order, and the removed ones.
+        """
+        nodes, siblings = self._walk(salt, tokens)
+        position = sum(len(node.tokens) for node in nodes)
+        added, removed = list[Node](), list[Node]()
+        while position < len(tokens):
+            parent = nodes[-1] if nodes else None
+            span = tokens[position : position + self._span_bytes(len(nodes))]
+            if any(node.tokens.startswith(span) for node in siblings.values()):
+                break  # of whole extents there is none, or _walk would have found it
+            shorter = [one for one in siblings.values() if span.startswith(one.tokens) and not self._in_use(one.extent)]
+            for node in shorter:
+                self.remove(node)
+                removed.append(node)
+            node = Node(_key(salt, parent, span), salt, parent, extents[len(nodes)], span)
+            self._by_use[node] = None
+            # Not `siblings`, as `remove` forgets a salt without sequences.
+            (self._first.setdefault(salt, {}) if parent is None else parent.children)[node.key] = node
+            nodes.append(node)
+            added.append(node)
+            position, siblings = position + len(span), node.children
+        self.touch(nodes)
+        return added, removed
+
+    def touch(self, nodes: Sequence[Node]) -> None:
+        """Note that a sequence's first nodes, given in order, are used now."""
+        for node in reversed(nodes):
+            self._by_use.move_to_end(node)
+
+    def evict(self, count: int) -> list[Node]:
+        """Remove as many of the nodes that nobody uses, least recently used first; fewer if there are not so many."""
+        oldest = (node for node in self._by_use if not self._in_use(node.extent))
+        chosen = [node for node, _ in zip(oldest, range(count), strict=False)]
+        for node in chosen:
+            self.remove(node)
+        return chosen
+
+    def remove(self, node: Node) -> None:
+        """Forget a node, which must have no children."""
+        assert not node.children, "a sequence has no holes"
+        siblings = self._first[node.salt] if node.parent is None else node.parent.children
+        del siblings[node.key], self._by_use[node]
+        if node.parent is None and not siblings:
+            del self._first[node.salt]
+
+    def __iter__(self) -> Iterator[Node]:
+        """Iterate over all nodes, least recently used first."""
+        return iter(self._by_use)
+
+    def _span_bytes(self, depth: int) -> int:
+        """Return the bytes of tokens that a whole extent at a depth stands for."""
+        return (EXTENT_TOKENS + (0 if depth else self._sink)) * TOKEN_BYTES
+
+    def _walk(self, salt: str | None, tokens: bytes) -> tuple[list[Node], dict[bytes, Node]]:
+        """Find the nodes of whole extents that `tokens` begin with, and the children of the last of them."""
+        nodes, siblings, position = list[Node](), self._first.get(salt, {}), 0
+        while len(span := tokens[position : position + self._span_bytes(len(nodes))]) == self._span_bytes(len(nodes)):
+            node = siblings.get(_key(salt, nodes[-1] if nodes else None, span))
+            if node is None:
+                break
+            nodes.append(node)
+            position, siblings = position + len(span), node.children
+        return nodes, siblings
+
+
+def _key(salt: str | None, parent: Node | None, span: bytes) -> bytes:
+    before = parent.key if parent is not None else b"" if salt is None else b"salt " + salt.encode()
+    return hashlib.blake2b(len(before).to_bytes(8) + before + span, digest_size=16).digest()

@@ -1,0 +1,283 @@
+"""Requests whose prompts begin alike, in an engine: what is not read again, who shares it, and that answers stay the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conftest import BuildEngine, RandomModel
+from tests.engine.cache.test_isolation import arrays_of, poison
+from tests.plugins.cases import CASES, method_flags
+from tests.support.prefill import run_to_end
+
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import ConfigError
+from kvseek.core.request import FinishReason, Request, SamplingParams
+from kvseek.core.statistics import RequestStatistics
+from kvseek.engine.engine import Engine
+from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.loading.supported import check_supported
+from kvseek.plugins.registry import METHODS, get_method
+
+SINK, LOCAL, UPDATE = 4, 16, 8
+EXTENT_BYTES = 2 * 1024 * 2 * 32 * 4  # of two layers and one KV head of 32 channels
+WINDOW = (
+    "--cache.sink",
+    str(SINK),
+    "--cache.local",
+    str(LOCAL),
+    "--cache.update",
+    str(UPDATE),
+    "--cache.full_threshold",
+    "32",
+)
+LIMITS = ("--max_batch_size", "8", "--max_seq_len", "3200", "--prefill_chunk_tokens", "512")
+DOCUMENT = tuple(i * i * 13 % 379 + 3 for i in range(2300))
+REUSING = [method for method in METHODS if get_method(method).traits().reuses_prefixes]
+Answer = tuple[list[int], RequestStatistics]
+
+
+@pytest.fixture(scope="module")
+def model(random_model: RandomModel) -> Path:
+    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 4096}
+    return random_model("llama", num_attention_heads=2, num_key_value_heads=1, **shape)
+
+
+Load = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def load(model: Path, build_engine: BuildEngine) -> Load:
+    """Load an engine whose method attends to everything; with fields of its configuration of the cache changed."""
+
+    def make(method: str = "full", *flags: str, **cache: object) -> Engine:
+        everything = method_flags(method, CASES[method].everything)
+        directory = build_engine(model, method, *WINDOW, *LIMITS, *everything, *flags)
+        config = read_config(directory)
+        config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, **cache))
+        engine = Engine.load(directory)
+        return Engine(config, load_decoder(directory, config), engine.tokenizer)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain(load: Load) -> Callable[[Request], list[int]]:
+    """What an engine answers that reads every prompt, and has only one request."""
+    engine, known = load(reuse=False), dict[Request, list[int]]()
+
+    def answer(request: Request) -> list[int]:
+        if request not in known:
+            known[request] = engine.generate([request])[0]
+        return known[request]
+
+    return answer
+
+
+def ask(engine: Engine, *requests: Request) -> list[Answer]:
+    """Tokens and statistics of requests that are submitted together."""
+    ids = [engine.submit(request) for request in requests]
+    outputs = run_to_end(engine)
+    tokens = [[o.token_id for o in outputs if o.request_id == one and o.token_id is not None] for one in ids]
+    last = {o.request_id: o.statistics for o in outputs if o.finish_reason is not None}
+    statistics = [last[one] for one in ids]
+    assert engine._cache.extents.used == 0
+    return [(one, two) for one, two in zip(tokens, statistics, strict=True) if two is not None]
+
+
+Plain = Callable[[Request], list[int]]
+
+
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize("method", REUSING)
+def test_a_prompt_that_begins_alike_has_the_same_answer(method: str, kernels: str, load: Load, plain: Plain) -> None:
+    engine = load(method, "--kernels", kernels)
+    for prompt, reused in (
+        (DOCUMENT, 0),
+        (DOCUMENT, len(DOCUMENT) - 1),  # its last token is read, whose logits are needed
+        (DOCUMENT + (5,) * 40, len(DOCUMENT)),  # ends in the ring of the first
+        (DOCUMENT[:1500] + (7,) * 40, 1500),  # in the middle of an extent
+        (DOCUMENT[: 1024 + SINK] + (9,) * 30, 1024 + SINK),  # at the end of one
+        (DOCUMENT[: SINK - 1] + (11,) * 60, SINK - 1),  # in the sink
+        (DOCUMENT[:1500] + (7,) * 40 + (6,) * 900, 1540),
+    ):
+        request = Request(prompt, 12)
+        ((tokens, statistics),) = ask(engine, request)
+        assert statistics.reused_tokens == reused
+        assert tokens == plain(request)
+
+
+@pytest.mark.parametrize("method", REUSING)
+def test_a_conversation_goes_on(method: str, load: Load, plain: Plain) -> None:
+    """Six turns, between which tokens leave the window; each prompt has all that was said before."""
+    engine, said, before = load(method), DOCUMENT[:960], 0
+    for turn in range(6):
+        request = Request(said, 40)
+        ((tokens, statistics),) = ask(engine, request)
+        assert tokens == plain(request)
+        assert statistics.reused_tokens == before
+        before = len(said) + 39  # the last token of an answer has no rows
+        said += (*tokens, *((turn + 3,) * 20))
+    assert engine.cache_usage.extents_kept == 2, "shorter beginnings of the same conversation are not kept too"
+
+
+def test_requests_about_one_document_share_its_extents(load: Load, plain: Plain) -> None:
+    engine = load()
+    requests = [Request(DOCUMENT + (number,) * 9, 5) for number in range(8)]
+    assert [tokens for tokens, _ in ask(engine, requests[0])] == [plain(requests[0])]
+    for request in requests:
+        engine.submit(request)
+    most = 0
+    while engine.has_work:
+        engine.step()
+        most = max(most, engine.cache_usage.extents_used)
+    assert most <= 2 + 8 + 1, "two shared extents, one of each request, and one that is copied from"
+
+
+def test_requests_that_are_submitted_together_read_a_document_once(load: Load, plain: Plain) -> None:
+    engine = load()
+    requests = [Request(DOCUMENT + (number,) * 9, 5) for number in range(8)]
+    answers = ask(engine, *requests)
+    assert [tokens for tokens, _ in answers] == [plain(request) for request in requests]
+    assert [statistics.reused_tokens for _, statistics in answers] == [0] + [2048 + SINK] * 7
+    assert [statistics.shared_extents for _, statistics in answers] == [0] + [2] * 7
+    usage = engine.cache_usage
+    assert (usage.reuse.queried_tokens, usage.reuse.reused_tokens) == (8 * len(requests[0].prompt_ids), 7 * 2052)
+
+
+def test_two_requests_go_on_differently_from_one_partial_extent(load: Load, plain: Plain) -> None:
+    engine = load()
+    ask(engine, Request(DOCUMENT[:1500], 1))
+    pair = [Request(DOCUMENT[:1500] + (number,) * 200, 100) for number in (5, 6)]
+    answers = ask(engine, *pair)
+    assert [tokens for tokens, _ in answers] == [plain(request) for request in pair]
+    assert [statistics.reused_tokens for _, statistics in answers] == [1500, 1500]
+    third = Request(DOCUMENT[:1600], 3)
+    ((tokens, statistics),) = ask(engine, third)
+    assert (tokens, statistics.reused_tokens) == (plain(third), 1500)
+
+
+def test_a_salt_separates(load: Load) -> None:
+    engine, kept = load(), []
+    for salt in (None, "a", "b", "a", None):
+        ((_, statistics),) = ask(engine, Request(DOCUMENT, 3, cache_salt=salt))
+        kept.append(statistics.reused_tokens)
+    assert kept == [0, 0, 0, 2299, 2299]
+
+
+def test_a_cancelled_request_keeps_what_all_layers_have_read(load: Load, plain: Plain) -> None:
+    engine = load()
+    engine._reader._budget = 512 * 2  # a quarter of the prompt a step
+    first = engine.submit(Request(DOCUMENT, 100))
+    engine.step()
+    engine.cancel(first)
+    assert engine.cache_usage.extents_kept == 0, "no token has passed all layers"
+    second, steps = engine.submit(Request(DOCUMENT, 100)), 0
+    while steps < 10:
+        steps += any(output.token_id is not None for output in engine.step())
+    engine.cancel(second)
+    request = Request((*DOCUMENT, *plain(Request(DOCUMENT, 100))[:9], 7), 5)
+    ((tokens, statistics),) = ask(engine, request)
+    assert (tokens, statistics.reused_tokens) == (plain(request), len(DOCUMENT) + 9)
+
+
+def test_a_request_that_fails_keeps_nothing(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.decoder, "decode_tokens", lambda *step: 1 // 0)
+        engine.submit(Request(DOCUMENT[:1000], 5))
+        assert run_to_end(engine)[-1].finish_reason is FinishReason.ERROR
+    assert engine.cache_usage.extents_kept == 0
+
+
+def test_kept_extents_make_room(load: Load, plain: Plain) -> None:
+    """Four extents: every request needs three of them."""
+    engine = load(kv_cache_host_memory_bytes=4 * EXTENT_BYTES)
+    assert engine._cache.extents.capacity == 4
+    for first in (3, 4, 5, 3, 5):
+        request = Request((first, *DOCUMENT[:2200]), 5)
+        ((tokens, _),) = ask(engine, request)
+        assert tokens == plain(request)
+    assert engine.cache_usage.reuse.evicted_extents > 0
+    both = [Request((9, *DOCUMENT[:2200]), 5), Request((5, *DOCUMENT[:2200]), 5)]
+    assert [tokens for tokens, _ in ask(engine, *both)] == [plain(request) for request in both]
+
+
+def test_prompts_whose_logits_are_asked_for_are_read(load: Load) -> None:
+    engine = load()
+    asked = Request(DOCUMENT[:1200], 2, SamplingParams(prompt_logprobs=0))
+    answers = [ask(engine, request)[0] for request in (Request(DOCUMENT[:1200], 2), asked)]
+    assert answers[0][0] == answers[1][0]
+    assert answers[1][1].reused_tokens == 0
+
+
+@pytest.mark.parametrize("method", ["pariskv", "nested"])
+def test_what_is_free_tells_nothing(method: str, load: Load, plain: Plain) -> None:
+    """Windows, entries of slots and all extents but the kept ones may hold anything."""
+    engine, generator = load(method), torch.Generator().manual_seed(3)
+    first, second = Request(DOCUMENT[:1500], 12), Request(DOCUMENT[:1500] + (8,) * 90, 30)
+    ask(engine, first)
+    extents = engine._cache.extents
+    with torch.inference_mode():
+        for array in arrays_of(engine):
+            for number in range(array.shape[0]):
+                if array.shape[0] != extents.capacity or number in extents._free:
+                    poison(array[number], "nan", generator)
+    ((tokens, statistics),) = ask(engine, second)
+    assert (tokens, statistics.reused_tokens) == (plain(second), 1500)
+
+
+def test_methods_that_cannot_share_their_index_read_whole_prompts(load: Load, plain: Plain) -> None:
+    assert set(METHODS) - set(REUSING) == {"clusterkv", "ctkvr", "prkv"}
+    engine = load("prkv")
+    for _ in range(2):
+        ((tokens, statistics),) = ask(engine, Request(DOCUMENT, 5))
+        assert (tokens, statistics.reused_tokens) == (plain(Request(DOCUMENT, 5)), 0)
+    assert engine.cache_usage.extents_kept == 0
+    config = dataclasses.replace(engine.config, cache=dataclasses.replace(engine.config.cache, reuse=True))
+    with pytest.raises(ConfigError, match=r"method = 'prkv', whose index requests cannot share; .* full, flat, nested"):
+        check_supported(config)
+
+
+def test_random_requests_are_answered_as_without_reuse(load: Load, plain: Plain) -> None:
+    """Submissions, shared and longer prompts, cancellations and steps, in a pool that is short of extents."""
+    chance, engine = random.Random(5), load("pariskv", kv_cache_host_memory_bytes=8 * EXTENT_BYTES)
+    requests, tokens, ended = dict[int, Request](), dict[int, list[int]](), list[int]()
+    beginnings = [DOCUMENT[:length] for length in (30, 900, 1100, 2060)]
+    for _ in range(300):
+        action = chance.random()
+        if action < 0.2 and len(requests) - len(ended) < 6:
+            prompt = chance.choice(beginnings) + (chance.randrange(3, 6),) * chance.choice((1, 30, 300))
+            request = Request(prompt, chance.choice((1, 12, 60)), cache_salt=chance.choice((None, None, "other")))
+            number = engine.submit(request)
+            requests[number], tokens[number] = request, []
+            continue
+        alive = [number for number in requests if number not in ended]
+        cancels = action < 0.25 and alive
+        outputs = [engine.cancel(chance.choice(alive))] if cancels else engine.step()
+        for output in outputs:
+            assert output is not None
+            if output.token_id is not None:
+                tokens[output.request_id].append(output.token_id)
+            if output.finish_reason is not None:
+                assert output.finish_reason in (FinishReason.LENGTH, FinishReason.CANCELLED)
+                ended.append(output.request_id)
+        if ended and chance.random() < 0.1:
+            last = ended[-1]
+            beginnings[0] = (*requests[last].prompt_ids, *tokens[last])[:2400]
+    for output in run_to_end(engine):
+        if output.token_id is not None:
+            tokens[output.request_id].append(output.token_id)
+    assert len(requests) > 30
+    for number, request in requests.items():
+        alone = plain(dataclasses.replace(request, cache_salt=None))
+        assert tokens[number] == alone[: len(tokens[number])]
+        assert number in ended or len(tokens[number]) == request.max_tokens
+    usage = engine.cache_usage
+    assert usage.extents_used == 0
+    assert usage.reuse.reused_tokens > 10_000
+    assert usage.reuse.evicted_extents > 10
