@@ -62,7 +62,9 @@ class EngineContestant(Contestant):
 
     def prefill(self, prompt_ids: list[int], steps: int) -> None:
         start = time.perf_counter()
-        self._request_id = self.engine.submit(Request(tuple(prompt_ids), max_tokens=steps + PART_STEPS + 2))
+        # A salt of its own: contexts begin alike, and a prompt is to be read whole.
+        request = Request(tuple(prompt_ids), max_tokens=steps + PART_STEPS + 2, cache_salt=str(len(prompt_ids)))
+        self._request_id = self.engine.submit(request)
         while not self._run():
             pass
         self.prefill_seconds = time.perf_counter() - start
