@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -18,6 +19,7 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.engine import Engine
+from kvseek.engine.model.weight_only import NONE
 from kvseek.engine.observer import Observer
 
 PART_STEPS = 9  # steps after the timed ones, whose parts are timed
@@ -170,6 +172,7 @@ def load_transformers(model: Path, config: EngineConfig) -> list[Contestant]:
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(model)}
     if model.is_file():
         source = {"pretrained_model_name_or_path": str(model.parent), "gguf_file": model.name}
+    config = dataclasses.replace(config, weight_only_precision=NONE)
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, config.dtype)).eval()
     sdpa = TransformersContestant(loaded, "sdpa", config)
     return [sdpa, TransformersContestant(loaded, "eager", config, like=sdpa)]

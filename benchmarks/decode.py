@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,9 @@ from typing import Any
 from kvseek.benchmarks.contestants import PART_STEPS, Contestant, EngineContestant, load_transformers
 from kvseek.benchmarks.report import add_ratios, print_report, result
 from kvseek.benchmarks.timing import interleave
+from kvseek.core.config import CHOICES
 from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.engine.model.weight_only import NONE
 from kvseek.measurement.machine import PlainRead, describe, peak_memory_bytes
 from kvseek.measurement.output import run_command
 from kvseek.measurement.variants import FORM, Variant, parse_variants
@@ -38,6 +41,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     engines.add_argument("--engine_dirs", type=Path, nargs="+", help="engine directories, the baseline first")
     engines.add_argument("--methods", help=f"to build from --model, the baseline first: comma list of {FORM}")
     parser.add_argument("--dtype", default="float32", help="of the engines that --methods builds")
+    parser.add_argument(
+        "--weight_only_precision", choices=CHOICES["weight_only_precision"], help="of all engines that --methods builds"
+    )
     parser.add_argument("--contexts", default="8000", help="comma list of prompt lengths in tokens")
     parser.add_argument("--tokens", type=int, default=32, help="decode steps that are timed")
     parser.add_argument("--block", type=int, default=4, help="decode steps in a turn")
@@ -66,6 +72,14 @@ def check(arguments: argparse.Namespace) -> argparse.Namespace:
         raise ConfigError(f"--contexts = {arguments.contexts!r}: {message}")
     arguments.contexts = [int(c) for c in contexts]
     arguments.methods = parse_variants(arguments.methods) if arguments.methods else None
+    if arguments.weight_only_precision is not None:
+        if arguments.methods is None:
+            raise ConfigError("--weight_only_precision: must come with --methods; engine directories have their own")
+        own = [variant.label for variant in arguments.methods if variant.weight_only_precision != NONE]
+        if own:
+            raise ConfigError(f"--methods: {own[0]!r}: must not name a precision beside --weight_only_precision")
+        change = {"weight_only_precision": arguments.weight_only_precision}
+        arguments.methods = [dataclasses.replace(variant, **change) for variant in arguments.methods]
     return arguments
 
 
@@ -149,6 +163,7 @@ def time_engines(arguments: argparse.Namespace, directories: Sequence[tuple[Path
         "model": Path(arguments.model or directories[0][0]).name,
         "text": arguments.text.name,
         "dtype": config.dtype,
+        "weight_only_precision": config.weight_only_precision,
         "kernels": config.kernels,
         "tokens": arguments.tokens,
         "block": arguments.block,

@@ -10,6 +10,7 @@ from rich.table import Table
 from kvseek.benchmarks.contestants import Contestant, TransformersContestant
 from kvseek.benchmarks.parts import GROUPS, part_groups
 from kvseek.benchmarks.timing import Samples
+from kvseek.engine.model.weight_only import NONE
 
 TABLE_WIDTH = 150  # columns that the table needs unwrapped
 
@@ -56,7 +57,9 @@ def print_report(document: dict[str, Any]) -> None:
     machine = document["machine"]
     console.print(f"{machine['cpu']}, {machine['threads']} threads; commit {machine['commit']}", highlight=False)
     for part in document["contexts"]:
-        title = f"{document['model']} {document['dtype']}, {part['context']:,} tokens of {document['text']}"
+        precision = document["weight_only_precision"]
+        numbers = document["dtype"] + ("" if precision == NONE else f" with {precision} weights")
+        title = f"{document['model']} {numbers}, {part['context']:,} tokens of {document['text']}"
         table = Table(title=title)
         baseline = part["results"][0]["name"]
         for heading in ("contestant", "TPOT ms", "min–max", f"× {baseline}", "× HF", "attended", "cached"):

@@ -160,9 +160,13 @@ def test_methods_are_built_for_the_occasion(tmp_path: Path, capsys: pytest.Captu
     text = tmp_path / "text.txt"
     text.write_text("one ship, two ships, three ships. " * 20, encoding="utf-8")
     arguments = ["--model", str(model), "--methods", "flat,flat:top_k=7", "--text", str(text), "--contexts", "50"]
-    assert decode.main([*arguments, "--tokens", "2", "--json"]) == 0
+    flags = ["--tokens", "2", "--dtype", "bfloat16", "--weight_only_precision", "int8", "--json"]
+    assert decode.main([*arguments, *flags]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [entry["name"] for entry in document["contexts"][0]["results"]] == ["flat", "flat:top_k=7"]
+    assert (document["dtype"], document["weight_only_precision"]) == ("bfloat16", "int8")
+    print_report(document)
+    assert "bfloat16 with int8 weights" in capsys.readouterr().out
 
 
 BAD = {
