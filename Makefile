@@ -14,6 +14,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 ENGINE := .cache/engines/smollm2-pariskv
 QUESTION ?= How many passengers did the Lady Trelawny land?
+SECOND_QUESTION ?= What was the name of the cat?
 SERVER_THREADS := $(if $(THREADS),--threads $(THREADS))
 LOAD := .cache/load
 PERF_ANALYZER := $(LOAD)/perf_analyzer/bin/perf_analyzer

@@ -84,7 +84,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def without_times(output: RequestOutput | None) -> dict[str, Any]:
-    return {name: value for name, value in vars(output).items() if not name.endswith("_seconds")}
+    """All but how long it took, and how much of the prompt another request had read."""
+    told = {name: value for name, value in vars(output).items() if not name.endswith("_seconds")}
+    del told["reused_tokens"]
+    return told
 
 
 # What is generated

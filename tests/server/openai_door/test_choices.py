@@ -91,7 +91,7 @@ def test_log_probabilities_of_a_chat(tokenizer: Tokenizer) -> None:
 def test_log_probabilities_of_a_completion(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT)
     (piece,) = pieces(choice(tokenizer, logprobs=1, streaming=False), outputs(ids, FinishReason.LENGTH, 1))
-    whole = CompletionReply("m", "fp", tokenizer, True, False).whole([piece], usage(1, len(ids)))
+    whole = CompletionReply("m", "fp", tokenizer, True, False).whole([piece], usage(1, len(ids), 0))
     told = whole["choices"][0]["logprobs"]
     assert {len(values) for values in told.values()} == {len(ids)}
     for offset, token in zip(told["text_offset"], told["tokens"], strict=True):
@@ -110,7 +110,7 @@ def test_an_echo_tells_the_prompts_log_probabilities_first(tokenizer: Tokenizer)
     read = [StepOutput(1, prompt_logprobs=(LogProbs(-1.0 * place),)) for place in range(1, len(ids))]
     (piece,) = pieces(one, [*read, StepOutput(1, None, FinishReason.END_ID, logprobs=LogProbs(-9.0), end_id=1)])
     assert (piece["text"], piece["count"], piece["finish_reason"]) == ("one ship", 0, "stop")
-    told = CompletionReply("m", "fp", tokenizer, True, False).whole([piece], usage(1, 0))["choices"][0]["logprobs"]
+    told = CompletionReply("m", "fp", tokenizer, True, False).whole([piece], usage(1, 0, 0))["choices"][0]["logprobs"]
     assert told["token_logprobs"] == [None, *(-1.0 * place for place in range(1, len(ids))), -9.0]
     assert "".join(told["tokens"]) == "one ship<|end|>"
     assert told["text_offset"][-1] == len("one ship")
@@ -139,9 +139,10 @@ def test_events_of_a_chat_are_openais(tokenizer: Tokenizer) -> None:
     text, finish = reply.pieces(1, piece)
     assert text["choices"] == [{"index": 1, "delta": {"content": "x"}, "logprobs": None, "finish_reason": None}]
     assert finish["choices"] == [{"index": 1, "delta": {}, "logprobs": None, "finish_reason": "stop"}]
-    end = reply.end(usage(3, 4))
+    end = reply.end(usage(3, 4, 2))
     assert end["choices"] == []
     assert end["usage"]["total_tokens"] == 7
+    assert end["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
     assert [event["usage"] for event in (*begin, text, finish)] == [None] * 4, "as OpenAI, if usage was asked for"
     assert "usage" not in next(ChatReply("m", "fp", tokenizer, False, False).begin(1))
     assert {event["id"] for event in (*begin, text, finish, end)} == {reply.id}

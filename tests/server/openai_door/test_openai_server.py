@@ -76,6 +76,11 @@ def templated(engine: Engine, talk: Any) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def cached(usage: Any) -> int:
+    """Tokens of the prompt that were not read."""
+    return int(usage.prompt_tokens_details.cached_tokens)
+
+
 def post(server: RunningServer, path: str, body: Any, **options: Any) -> requests.Response:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     return requests.post(f"{server.openai_url}/{path}", data=data, timeout=SECONDS, **options)
@@ -115,11 +120,28 @@ def test_a_streamed_chat(client: OpenAI, model: str) -> None:
     )
     assert events[0].choices[0].delta.role == "assistant"
     assert events[-1].choices == []
-    assert events[-1].usage == whole.usage
+    assert (told := events[-1].usage) is not None
+    assert whole.usage is not None
+    assert told.total_tokens == whole.usage.total_tokens
+    assert cached(told) == told.prompt_tokens - 1, "the server has just read the same prompt"
     assert events[-2].choices[0].finish_reason == "length"
     assert "".join(e.choices[0].delta.content or "" for e in events[:-1]) == whole.choices[0].message.content
     assert len({event.id for event in events}) == 1
     assert all(event.usage is None for event in events[:-1])
+
+
+def test_a_salt_keeps_what_was_read_apart(client: OpenAI, model: str) -> None:
+    """A prompt that was read for another salt is read again, and only once for both choices."""
+    found = []
+    for salt in ("a", "b", "a"):
+        body = {"ignore_eos": True, "cache_salt": salt}
+        reply = client.chat.completions.create(model=model, messages=TALK, n=2, **(GREEDY | {"extra_body": body}))
+        assert reply.usage is not None
+        found.append(reply.usage.prompt_tokens - cached(reply.usage))
+    assert found == [found[0], found[0], 1]
+    assert found[0] > 1
+    with pytest.raises(openai.BadRequestError, match="length of cache_salt = 300: must be 1 to 256 characters"):
+        client.chat.completions.create(model=model, messages=TALK, extra_body={"cache_salt": "a" * 300})
 
 
 def test_a_stream_ends_with_done(server: RunningServer, model: str) -> None:
