@@ -55,7 +55,7 @@ fuzz: engine ## 5,000 checkpoints beside transformers; ten minutes of guides and
 perf: load-tools model ## load test with perf_analyzer and aiperf: table, $(LOAD_RESULT) and an SVG beside it; some twelve minutes
 	@mkdir -p $(dir $(LOAD_RESULT))
 	$(BIN)/python builder/build.py --model $(MODEL) --method pariskv --output_dir $(LOAD_ENGINE) \
-	    --max_batch_size 8 --max_seq_len 4096 --no-check
+	    --max_batch_size 8 --max_seq_len 4096 --cache.reuse false --no-check
 	$(BIN)/python -m kvseek.benchmarks.load.main --engine_dir $(LOAD_ENGINE) --output $(LOAD_RESULT) $(PERF_ARGS)
 	$(BIN)/python -m kvseek.benchmarks.load.chart $(LOAD_RESULT) --output $(LOAD_RESULT:.json=.svg)
 

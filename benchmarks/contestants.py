@@ -64,9 +64,10 @@ class EngineContestant(Contestant):
 
     def prefill(self, prompt_ids: list[int], steps: int) -> None:
         start = time.perf_counter()
-        # A salt of its own: contexts begin alike, and a prompt is to be read whole.
-        request = Request(tuple(prompt_ids), max_tokens=steps + PART_STEPS + 2, cache_salt=str(len(prompt_ids)))
-        self._request_id = self.engine.submit(request)
+        salt = f"prefill {time.perf_counter_ns()}"  # every prompt is read, also one that was read before
+        self._request_id = self.engine.submit(
+            Request(tuple(prompt_ids), max_tokens=steps + PART_STEPS + 2, cache_salt=salt)
+        )
         while not self._run():
             pass
         self.prefill_seconds = time.perf_counter() - start

@@ -64,6 +64,10 @@ class Retrieval:
         prefix = self.cache.prefixes.get(slot)
         return 0 if prefix is None else prefix.tokens
 
+    def read_prefix(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> None:
+        """Copy a layer's keys and values of the tokens that `reused` counts to the first of `keys` and `values`, [G, n, D]."""
+        self.cache.prefixes[slot].read(self.cache.rows, layer, keys, values)
+
     def store_layer(self, layer: int, slot: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """Index a layer of a prompt and write its rows: keys and values [G, n, D], and the last queries of those read [H, w, D].
 

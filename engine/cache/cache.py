@@ -167,23 +167,11 @@ class Cache:
         self._offloads.finish(slot)
         self.extents.let_go(self._sources.pop(slot, ()))
 
-    # Prefixes: what a prompt's first tokens find in extents, and what a request leaves there.
+    # Prefixes (prefix_cache.py).
 
     def shared_places(self, slot: int) -> int:
         """Return the number of a slot's first places that lie in shared extents."""
         return self.prefixes[slot].shared * EXTENT_TOKENS if slot in self.prefixes else 0
-
-    def read_prefix(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Copy a layer's keys and values of the slot's prefix to the first tokens of `keys` and `values`, [G, n, D]."""
-        prefix, sink = self.prefixes[slot], self.config.sink
-        pool, head = self.rows.of_layer(layer).pool, prefix.head.sink_rows[layer]
-        for part, target in enumerate((keys, values)):
-            target = target[:, : prefix.tokens]
-            target[:, :sink] = head[:, : target.shape[1], part]
-            for number, extent in enumerate(prefix.extents):
-                start = sink + number * EXTENT_TOKENS
-                places = target[:, start : start + EXTENT_TOKENS]
-                places.copy_(pool[extent, :, : places.shape[1], part])
 
     def write_ring(self, slot: int, start: int, stop: int) -> None:
         """Write the rows of all layers of tokens in the ring to places start .. stop - 1, which they would have later."""

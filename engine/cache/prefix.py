@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvseek.core.config import EXTENT_TOKENS
+
+from .row_storage import RowStorage
+
 
 @dataclass(frozen=True)
 class Head:
@@ -42,3 +46,15 @@ class Prefix:
     extents: tuple[int, ...]
     shared: int
     head: Head
+
+    def read(self, rows: RowStorage, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Copy a layer's keys and values of the prefix to the first tokens of `keys` and `values`, [G, n, D]."""
+        pool, head = rows.of_layer(layer).pool, self.head.sink_rows[layer]
+        sink = head.shape[1]
+        for part, target in enumerate((keys, values)):
+            target = target[:, : self.tokens]
+            target[:, :sink] = head[:, : self.tokens, part]
+            for number, extent in enumerate(self.extents):
+                start = sink + number * EXTENT_TOKENS
+                places = target[:, start : start + EXTENT_TOKENS]
+                places.copy_(pool[extent, :, : places.shape[1], part])

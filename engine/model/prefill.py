@@ -262,7 +262,7 @@ class LayerwisePrefill(Prefill):
         if self._rows is None:
             self._rows = self.retrieval.new_rows(self.tokens), self.retrieval.new_rows(self.tokens)
             if self._first:
-                self.retrieval.cache.read_prefix(self._layer, self.slots[0], *self._rows)
+                self.retrieval.read_prefix(self._layer, self.slots[0], *self._rows)
         start = self._row
         size = max_tokens if self._model.reads_packs else self._model.config.prefill_chunk_tokens
         stop = self.tokens if len(self.slots) > 1 else min(start + size, self.tokens)

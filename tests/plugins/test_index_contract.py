@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.plugins.cases import CASES, Settings
+from tests.plugins.index_cases import select
 from tests.plugins.retrieval_region import HEADS, KV_HEADS, Region, topical
 
 from kvseek.core.cpu_library import CpuLibrary
@@ -125,3 +126,31 @@ def test_keeping_everything_is_everything_after_other_requests(
         region.evict(1, topical(EVICTED, 3)[0])
         (tokens,) = region.step(torch.randn(1, HEADS, 32, generator=torch.Generator().manual_seed(size)), [1])
         assert [head.tolist() for head in tokens] == [list(range(size + EVICTED))] * KV_HEADS
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"), [one for one in VARIANTS if get_method(one[0]).traits().reuses_prefixes]
+)
+def test_an_adopted_prefix_selects_as_the_slot_that_wrote_it(
+    method: str, settings: Settings, kernels: CpuLibrary | None
+) -> None:
+    """Slot 1 has had another prompt; it shares the first extent of slot 0 and takes in the further keys itself."""
+    region = Region(method, settings, library=kernels)
+    index, total = region.index, 1100 + 5 * EVICTED
+    keys, queries = topical(total, 8)
+    region.prefill(1, *(part if i == 0 else part.transpose(0, 1) for i, part in enumerate(topical(900, 9))), 0)
+    region.prefill(0, keys[:, :1100], queries[:1100].transpose(0, 1), 5 * EVICTED)
+    state = index.prefix_state(0)
+    for start in range(1100, total, EVICTED):
+        region.evict(0, keys[:, start : start + EVICTED])
+    region.extents.release(1)
+    region.extents.reserve(1, total, region.extents.of_slot(0)[:1])
+    region.lengths[1] = total
+    index.adopt(1, 1024, state)
+    index.append(1, 1024, keys[:, 1024:])
+    index.publish(1, 1024, total - 1024)
+    written, adopted = (select(index, queries[-3:], [slot] * 3) for slot in (0, 1))
+    if written is None or adopted is None:
+        assert written is adopted, "attends densely"
+    else:
+        assert torch.equal(written.rows, adopted.rows)
