@@ -44,6 +44,11 @@
     }
 #endif
 
+// Instructions beyond level 4 that some kernels use where the processor has them: byte products, 64 table look-ups at
+// once, dot products of bfloat16.
+constexpr int KVSEEK_VNNI = 1, KVSEEK_VBMI = 2, KVSEEK_BF16 = 4;
+
 // Defined in plugins/shared/level.cpp.
 KVSEEK_PUBLIC int kvseek_processor_level();
+KVSEEK_HIDDEN bool kvseek_processor_extends(int extension);
 KVSEEK_PUBLIC void kvseek_limit_level(const void* limit);

@@ -18,7 +18,19 @@ int detect() {
 #endif
 }
 
-int highest = 4;
+int detect_extensions() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return (__builtin_cpu_supports("avx512vnni") ? KVSEEK_VNNI : 0) |
+           (__builtin_cpu_supports("avx512vbmi") ? KVSEEK_VBMI : 0) |
+           (__builtin_cpu_supports("avx512bf16") ? KVSEEK_BF16 : 0);
+#else
+    return 0;
+#endif
+}
+
+constexpr int EXTENDED = 5;  // level 4 and its extensions
+int highest = EXTENDED;
 
 }  // namespace
 
@@ -27,7 +39,12 @@ int kvseek_processor_level() {
     return detected < highest ? detected : highest;
 }
 
-// limit: const int*, the highest level to use from now on, in the whole process.
+bool kvseek_processor_extends(int extension) {
+    static const int detected = detect_extensions();
+    return highest >= EXTENDED && (detected & extension) != 0;
+}
+
+// limit: const int*, the highest level to use from now on, in the whole process; 5 is level 4 with its extensions.
 void kvseek_limit_level(const void* limit) {
     highest = *static_cast<const int*>(limit);
 }

@@ -331,5 +331,5 @@ def test_levels(library: CpuLibrary) -> None:
             limit(ctypes.byref(ctypes.c_int(most)))
             assert host_levels(library) == (min(most, best), min(most, best))
     finally:
-        limit(ctypes.byref(ctypes.c_int(4)))
+        limit(ctypes.byref(ctypes.c_int(5)))
     assert host_levels(library) == (best, automatic)
