@@ -27,6 +27,9 @@ from kvseek.engine.model import bfloat16
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = ROOT / ".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 NEEDLE = ROOT.parent / "shared/needle"
+LEVELS = (
+    (*instruction_levels(), 5) if 4 in instruction_levels() else instruction_levels()
+)  # 5: plugins/shared/level.cpp
 THREADS = torch.get_num_threads()
 BuildEngine = Callable[..., Path]
 RandomModel = Callable[..., Path]
@@ -85,7 +88,7 @@ def library() -> CpuLibrary:
     return CpuLibrary(cached_cpu_library())
 
 
-@pytest.fixture(params=instruction_levels())
+@pytest.fixture(params=LEVELS)
 def level(request: pytest.FixtureRequest, library: CpuLibrary) -> Iterator[int]:
     """Run the kernels at one instruction level, or at the processor's best if that is lower."""
     with limited(library, request.param):

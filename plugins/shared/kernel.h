@@ -44,8 +44,12 @@
     }
 #endif
 
+// Instructions beyond level 4 that some kernels use where the processor has them: byte products, 64 table look-ups at
+// once, dot products of bfloat16.
+constexpr int KVSEEK_VNNI = 1, KVSEEK_VBMI = 2, KVSEEK_BF16 = 4;
+
 // Defined in plugins/shared/level.cpp.
 KVSEEK_PUBLIC int kvseek_processor_level();
-// Whether AVX512-BF16, level 5, may be used beside level 4.
-KVSEEK_HIDDEN bool kvseek_multiplies_bfloat16();
+// Whether level 5, which is level 4 with such instructions, may use one of them.
+KVSEEK_HIDDEN bool kvseek_processor_extends(int extension);
 KVSEEK_PUBLIC void kvseek_limit_level(const void* limit);

@@ -18,15 +18,18 @@ int detect() {
 #endif
 }
 
-bool detect_bfloat16() {
+int detect_extensions() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512bf16");
+    return (__builtin_cpu_supports("avx512vnni") ? KVSEEK_VNNI : 0) |
+           (__builtin_cpu_supports("avx512vbmi") ? KVSEEK_VBMI : 0) |
+           (__builtin_cpu_supports("avx512bf16") ? KVSEEK_BF16 : 0);
 #else
-    return false;
+    return 0;
 #endif
 }
 
+constexpr int EXTENDED = 5;  // level 4 and its extensions
 constexpr int UNLIMITED = 1 << 30;
 int highest = UNLIMITED;
 
@@ -38,9 +41,9 @@ int kvseek_processor_level() {
 }
 
 // Sources are not compiled for level 5 as a whole: single functions of level 4 use its instructions.
-bool kvseek_multiplies_bfloat16() {
-    static const bool detected = detect() == 4 && detect_bfloat16();
-    return detected && highest >= 5;
+bool kvseek_processor_extends(int extension) {
+    static const int detected = detect() == 4 ? detect_extensions() : 0;
+    return highest >= EXTENDED && (detected & extension) != 0;
 }
 
 // limit: const int*, the highest level to use from now on, in the whole process; null: no limit.

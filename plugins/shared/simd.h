@@ -63,6 +63,12 @@ inline Vec splat(float value) {
     return value - Vec{};
 }
 
+inline IntVec lane_numbers() {
+    IntVec numbers = {};
+    for (int i = 0; i < LANES; i++) numbers[i] = i;
+    return numbers;
+}
+
 inline float to_float(float value) {
     return value;
 }
@@ -142,6 +148,14 @@ inline uint64_t at_least64(const uint8_t* bytes, uint8_t least) {
     const uint32_t low = _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(a, limit), a));
     const uint32_t high = _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(b, limit), b));
     return static_cast<uint64_t>(high) << 32 | low;
+#elif defined(__SSE2__)
+    const __m128i limit = _mm_set1_epi8(static_cast<char>(least));
+    uint64_t bits = 0;
+    for (int i = 0; i < 64; i += 16) {
+        const __m128i some = load_as<__m128i>(bytes + i);
+        bits |= static_cast<uint64_t>(_mm_movemask_epi8(_mm_cmpeq_epi8(_mm_max_epu8(some, limit), some))) << i;
+    }
+    return bits;
 #else
     uint64_t bits = 0;
     for (int i = 0; i < 64; i++) bits |= static_cast<uint64_t>(bytes[i] >= least) << i;
@@ -151,6 +165,9 @@ inline uint64_t at_least64(const uint8_t* bytes, uint8_t least) {
 
 // Bit i: bytes[i] == value, of 64 bytes.
 inline uint64_t equal64(const uint8_t* bytes, uint8_t value) {
+#if defined(__AVX512BW__)
+    return _mm512_cmpeq_epu8_mask(_mm512_loadu_si512(bytes), _mm512_set1_epi8(static_cast<char>(value)));
+#endif
     const uint64_t reached = at_least64(bytes, value);
     return value == 255 ? reached : reached & ~at_least64(bytes, static_cast<uint8_t>(value + 1));
 }
@@ -173,6 +190,17 @@ inline int append(IntVec values, uint64_t bits, int32_t* to) {
     return count;
 }
 #endif
+
+// Write first + i for every bit i that is set; returns how many.
+inline int append_places(uint64_t bits, int32_t first, int32_t* to) {
+    const int count = __builtin_popcountll(bits);
+#if defined(__AVX512F__)
+    for (int i = 0; i < 64; i += LANES) to += append(lane_numbers() + (first + i), bits >> i & 0xffff, to);
+#else
+    for (; bits != 0; bits &= bits - 1) *to++ = first + __builtin_ctzll(bits);
+#endif
+    return count;
+}
 
 inline Vec square_root(Vec value) {
     for (int i = 0; i < LANES; i++) value[i] = __builtin_sqrtf(value[i]);

@@ -178,7 +178,7 @@ void attend_units(const CausalAttentionArguments& a) {
 void causal_attention(const CausalAttentionArguments& a) {
     if (!a.bfloat16) return attend_units<Floats, float>(a);
 #if KVSEEK_LEVEL == 4
-    if (kvseek_multiplies_bfloat16()) return attend_units<Pairs, Bfloat16>(a);
+    if (kvseek_processor_extends(KVSEEK_BF16)) return attend_units<Pairs, Bfloat16>(a);
 #endif
     attend_units<Floats, Bfloat16>(a);
 }

@@ -40,7 +40,7 @@ void find_codes(Job& job, const Task& task, int first, int count, int64_t* rows)
 // Score the keys of a unit.
 template <class T>
 void estimate_unit(Job& job, const Task& task, int unit) {
-    alignas(64) uint8_t plane[SCORE_UNIT * MAX_ROW];
+    alignas(64) uint8_t high[SCORE_UNIT * MAX_ROW], low[SCORE_UNIT * MAX_ROW];
     alignas(64) int32_t sums[MAX_HOST_GROUP * SCORE_UNIT];
     RoundedQuery queries[MAX_HOST_GROUP];
     uint16_t scales[SCORE_UNIT];
@@ -50,12 +50,9 @@ void estimate_unit(Job& job, const Task& task, int unit) {
     const int row = a.padded_dim / FIELDS;
     find_codes(job, task, first, count, rows);
     round_queries<T>(job, task, queries);
-    gather_rows(a.high, row, rows, count, plane);
-    plane_sums(plane, row, count, queries, job.group, false, sums, SCORE_UNIT);
-    if (a.bits == 4) {
-        gather_rows(a.low, row, rows, count, plane);
-        plane_sums(plane, row, count, queries, job.group, true, sums, SCORE_UNIT);
-    }
+    gather_rows(a.high, row, rows, count, high);
+    if (a.bits == 4) gather_rows(a.low, row, rows, count, low);
+    plane_sums({high, a.bits == 4 ? low : nullptr, 0}, row, count, queries, job.group, sums, SCORE_UNIT);
     for (int i = 0; i < count; i++) scales[i] = a.scales[rows[i]];
     NoRequests nothing;
     float* statistics = task.statistics + int64_t{2} * unit * job.group;

@@ -30,11 +30,10 @@ struct CandidateLists {
 int64_t list_reaching(const float* scores, int64_t n, float floor, const CandidateLists& lists) {
     int64_t count = 0, i = 0;
 #if defined(__AVX512F__)
-    const __m512i steps = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     for (; i + LANES <= n; i += LANES) {
         const Vec some = load(scores + i);
         const uint64_t reaching = _mm512_cmp_ps_mask((__m512)some, _mm512_set1_ps(floor), _CMP_GE_OQ);
-        append((IntVec)_mm512_add_epi32(steps, _mm512_set1_epi32(static_cast<int>(i))), reaching, lists.places + count);
+        append(lane_numbers() + static_cast<int>(i), reaching, lists.places + count);
         count += append(rank_of(some), reaching, lists.ranks + count);
     }
 #endif

@@ -30,6 +30,7 @@ namespace {
 
 constexpr int64_t ESTIMATE_KEYS = 256;  // candidates of a unit of work
 constexpr int ALL_BITS = 4;
+constexpr int AHEAD = 2048;  // bytes of a plane that are asked for ahead: processors do not look beyond a page's end
 
 enum Phase { PREPARE, SCAN, COLLECT, ESTIMATE, FINISH, PHASES };
 
@@ -136,9 +137,10 @@ void scan(const Job& job, const Task& task, int64_t extent) {
     const int64_t row = row_of(task.extents, a.kv_heads, task.head, first);
     const int count = static_cast<int>(left < INDEX_EXTENT ? left : INDEX_EXTENT);
     const bool twice = scans_twice(job);
-    plane_sums(a.high + row * job.row, job.row, count, task.queries, job.lanes, false, sums, INDEX_EXTENT);
+    const Planes planes = {a.high + row * job.row, twice ? nullptr : a.low + row * job.row, AHEAD};
+    for (int key = 0; key < count; key += 32) __builtin_prefetch(a.scales + row + key);
+    plane_sums(planes, job.row, count, task.queries, job.lanes, sums, INDEX_EXTENT);
     if (twice) return score_extent(job, task, row, count, sums, task.scores + first);
-    plane_sums(a.low + row * job.row, job.row, count, task.queries, job.lanes, true, sums, INDEX_EXTENT);
     estimate_keys(job, task, a.scales + row, count, sums, task.estimates + first);
 }
 
@@ -163,8 +165,7 @@ void estimate(const Job& job, const Task& task, int64_t chunk) {
     }
     gather_rows(a.high, job.row, rows, count, high);
     gather_rows(a.low, job.row, rows, count, low);
-    plane_sums(high, job.row, count, task.queries, job.lanes, false, sums, INDEX_EXTENT);
-    plane_sums(low, job.row, count, task.queries, job.lanes, true, sums, INDEX_EXTENT);
+    plane_sums({high, low, 0}, job.row, count, task.queries, job.lanes, sums, INDEX_EXTENT);
     estimate_keys(job, task, scales, count, sums, task.estimates + first);
 }
 

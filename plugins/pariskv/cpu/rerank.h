@@ -9,7 +9,7 @@ namespace kvseek {
 namespace {
 
 // Coordinates that one step of `decode` turns from nibbles to floats, all the low nibbles first.
-#if defined(__AVX2__)
+#if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr int STEP = 2 * LANES;
 #else
 constexpr int STEP = 1;
@@ -30,20 +30,7 @@ struct Levels {
     }
 };
 
-#if defined(__AVX512F__)
-// 16 bytes of codes, that is 4 blocks, to 32 coordinates times their block's weight.
-inline void decode_step(const uint8_t* codes, const uint16_t* weights, const Levels& levels, float* key) {
-    const __m512 table = _mm512_load_ps(levels.of);
-    const __m512i spread = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
-    const __m128 four = _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(weights)));
-    const __m512 weight = _mm512_permutexvar_ps(spread, _mm512_castps128_ps512(four));
-    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-    const __m512 low = _mm512_permutexvar_ps(bytes, table);  // reads the low 4 bits of an index
-    const __m512 high = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table);
-    _mm512_store_ps(key, _mm512_mul_ps(low, weight));
-    _mm512_store_ps(key + LANES, _mm512_mul_ps(high, weight));
-}
-#elif defined(__AVX2__)
+#if defined(__AVX2__) && !defined(__AVX512F__)
 // 8 bytes of codes, that is 2 blocks, to 16 coordinates times their block's weight.
 inline __m256 signed_level(__m256i nibbles, __m256 magnitudes) {
     const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(nibbles, 28), _mm256_set1_epi32(INT32_MIN));

@@ -3,6 +3,7 @@
 #include "../../shared/kernel.h"
 #include "../../shared/selection.h"
 #include "rerank.h"
+#include "rerank_keys.h"
 #include "tiers.h"
 #include "votes.h"
 
@@ -30,7 +31,8 @@ struct SelectArguments {
 namespace {
 
 constexpr int64_t RERANK_KEYS = 256;   // candidates of a unit of work
-constexpr int64_t PREFETCH_KEYS = 12;  // candidates asked for ahead
+constexpr int64_t PREFETCH_KEYS = 12;  // candidates asked for ahead, one by one
+constexpr int64_t REQUESTED = 32;      // the same, of those estimated several at a time
 
 enum Phase { PREPARE, VOTE, SCAN, COLLECT, RERANK, FINISH, PHASES };
 
@@ -39,14 +41,13 @@ struct Task {
     Progress<PHASES> progress;
     int64_t request, head, length, candidate_count, stride;
     const int32_t* extents;
-    float* lanes;        // [lanes, padded_dim] rotated queries
-    float* shuffled;     // the same with coordinates at index_of()
-    uint8_t* ballots;    // votes of centroids (votes.h)
-    int32_t* histogram;  // [SCORES]
-    uint8_t* votes;      // [length]
-    int32_t* places;     // [candidate_count]
-    float* estimates;    // [lanes, stride]
-    int32_t* ranks;      // [stride]
+    float* lanes;      // [lanes, padded_dim] rotated queries
+    float* shuffled;   // the same with coordinates at shuffled_index()
+    uint8_t* ballots;  // votes of centroids (votes.h)
+    uint8_t* votes;    // [length]
+    int32_t* places;   // [candidate_count]
+    float* estimates;  // [lanes, stride]
+    int32_t* ranks;    // [stride]
 };
 
 struct Job {
@@ -60,7 +61,6 @@ void lay_out(const Job& job, Task& task, Arena& arena) {
     task.lanes = arena.take<float>(job.packs * PACK * job.a.padded_dim);
     task.shuffled = arena.take<float>(job.packs * PACK * job.a.padded_dim);
     task.ballots = arena.take<uint8_t>(job.packs * PACK * job.blocks * CENTROIDS);
-    task.histogram = arena.take<int32_t>(SCORES);
     task.votes = arena.take<uint8_t>(task.length);
     task.places = arena.take<int32_t>(task.candidate_count);
     task.estimates = arena.take<float>(job.lanes * task.stride);
@@ -80,6 +80,12 @@ void load_lanes(const Job& job, const Task& task) {
         for (int64_t d = 0; d < a.dim; d++) task.lanes[d] /= static_cast<float>(a.group);
 }
 
+// Where a coordinate of a query stands for the rerank.
+int shuffled_index(int lane, int coordinate, int size) {
+    if (reranks_keys(size)) return (lane / PACK * size + coordinate) * PACK + lane % PACK;
+    return lane * size + index_of(coordinate, size);
+}
+
 void prepare(const Job& job, const Task& task) {
     const int size = static_cast<int>(job.a.padded_dim);
     if (job.a.bfloat16)
@@ -89,9 +95,8 @@ void prepare(const Job& job, const Task& task) {
     for (int lane = 0; lane < job.lanes; lane++) {
         float* query = task.lanes + lane * size;
         rotate(query, job.a.signs, size);
-        for (int d = 0; d < size; d++) task.shuffled[lane * size + index_of(d, size)] = query[d];
+        for (int d = 0; d < size; d++) task.shuffled[shuffled_index(lane, d, size)] = query[d];
     }
-    std::memset(task.histogram, 0, sizeof(int32_t) * SCORES);
 }
 
 void vote(const Job& job, const Task& task, int64_t block) {
@@ -111,7 +116,6 @@ void scan(const Job& job, const Task& task, int64_t extent) {
     const int count = static_cast<int>(left < INDEX_EXTENT ? left : INDEX_EXTENT);
     const uint8_t* ids = job.a.ids + row_of(task.extents, job.a.kv_heads, task.head, first) * job.blocks;
     sum_votes(ids, count, job.blocks, task.ballots, job.lanes, task.votes + first);
-    count_votes(task.votes + first, count, task.histogram);
 }
 
 // Estimates of candidates [first, last). SIZE is padded_dim, or 0 for one without a copy of its own.
@@ -135,9 +139,33 @@ void estimate(const Job& job, const Task& task, const Levels& levels, int64_t fi
     }
 }
 
+// What `estimate` does, several keys at a time; lanes beyond the last candidate repeat it.
+void estimate_groups(const Job& job, const Task& task, const Levels& levels, int64_t first, int64_t last) {
+    const SelectArguments& a = job.a;
+    const int size = static_cast<int>(a.padded_dim);
+    const int64_t count = rounded_up(last - first);
+    int64_t rows[RERANK_KEYS];
+    const auto request = [&](int64_t key) {  // candidates lie too far apart for the processor to guess
+        __builtin_prefetch(a.codes + rows[key] * (size / 2));
+        __builtin_prefetch(a.weights + rows[key] * job.blocks);
+    };
+    for (int64_t key = 0; key < count; key++) {
+        const int64_t candidate = first + key < last ? first + key : last - 1;
+        rows[key] = row_of(task.extents, a.kv_heads, task.head, task.places[candidate]);
+        if (key < REQUESTED) request(key);
+    }
+    for (int64_t key = 0; key < count; key += LANES) {
+        for (int64_t ahead = key + REQUESTED; ahead < key + REQUESTED + LANES && ahead < count; ahead++) request(ahead);
+        for (int lane = 0; lane < job.lanes; lane += PACK)
+            estimate_keys(a.codes, a.weights, rows + key, size, levels.of, task.shuffled + lane * size,
+                          job.lanes - lane, task.estimates + lane * task.stride + first + key, task.stride);
+    }
+}
+
 void rerank(const Job& job, const Task& task, const Levels& levels, int64_t chunk) {
     const int64_t first = chunk * RERANK_KEYS, end = first + RERANK_KEYS;
     const int64_t last = end < task.candidate_count ? end : task.candidate_count;
+    if (reranks_keys(static_cast<int>(job.a.padded_dim))) return estimate_groups(job, task, levels, first, last);
     switch (job.a.padded_dim) {
         case 64:
             return estimate<64>(job, task, levels, first, last);
@@ -171,7 +199,7 @@ void run_part(const Job& job, const Task& task, const Levels& levels, int phase,
         case SCAN:
             return scan(job, task, part);
         case COLLECT:
-            return collect_candidates(task.votes, task.length, task.histogram, task.candidate_count, task.places);
+            return collect_candidates(task.votes, task.length, task.candidate_count, task.places);
         case RERANK:
             return rerank(job, task, levels, part);
         default:

@@ -14,8 +14,7 @@
 namespace kvseek {
 namespace {
 
-constexpr int PACK = 4;                         // lanes of a word
-constexpr int SCORES = TIERS * MAX_BLOCKS + 1;  // possible sums
+constexpr int PACK = 4;  // lanes of a word
 
 // Largest byte of each word, and of what `best` holds already: best uint8 [count].
 void keep_best_lane(const uint32_t* sums, int count, uint8_t* best) {
@@ -80,34 +79,35 @@ void sum_votes(const uint8_t* ids, int count, int64_t blocks, const uint8_t* bal
     sum_word_votes(ids, count, blocks, reinterpret_cast<const uint32_t*>(ballots), packs, best);
 }
 
-// Add to histogram [SCORES], which other threads add to as well.
-void count_votes(const uint8_t* votes, int count, int32_t* histogram) {
-    int32_t local[4][SCORES] = {};  // four, so that equal neighbours need not wait for each other
-    int i = 0;
-    for (; i + 4 <= count; i += 4)
-        for (int part = 0; part < 4; part++) local[part][votes[i + part]]++;
-    for (; i < count; i++) local[0][votes[i]]++;
-    for (int score = 0; score < SCORES; score++) {
-        const int32_t keys = local[0][score] + local[1][score] + local[2][score] + local[3][score];
-        if (keys != 0) __atomic_fetch_add(histogram + score, keys, __ATOMIC_RELAXED);
-    }
+// How many of votes [n] are at least `least`. Readable up to the next multiple of 64, whose votes must be 0.
+inline int64_t count_reaching(const uint8_t* votes, int64_t n, int least) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i += 64)
+        count += __builtin_popcountll(at_least64(votes + i, static_cast<uint8_t>(least)));
+    return count;
 }
 
-// Places of the `wanted` <= n keys with the most votes, ties cut by lowest place; ascending. `votes` is readable
-// up to the next multiple of 64.
-void collect_candidates(const uint8_t* votes, int64_t n, const int32_t* histogram, int64_t wanted, int32_t* places) {
-    int cutoff = SCORES - 1;
+// Places of the `wanted` <= n keys with the most votes, ties cut by lowest place; ascending. Votes have room up to the
+// next multiple of 64.
+void collect_candidates(uint8_t* votes, int64_t n, int64_t wanted, int32_t* places) {
+    for (int64_t i = n; i % 64 != 0; i++) votes[i] = 0;
+    int cutoff = 0;  // most votes that at least `wanted` keys reach
     int64_t above = 0;
-    for (; above + histogram[cutoff] < wanted; cutoff--) above += histogram[cutoff];
+    for (int bit = 128; bit != 0; bit >>= 1) {
+        const int64_t reached = count_reaching(votes, n, cutoff + bit);
+        if (reached >= wanted)
+            cutoff += bit;
+        else
+            above = reached;
+    }
     int64_t ties = wanted - above;
     for (int64_t first = 0; first < n; first += 64) {
         const uint64_t valid = n - first < 64 ? (1ull << (n - first)) - 1 : ~0ull;
         const uint64_t reached = at_least64(votes + first, static_cast<uint8_t>(cutoff)) & valid;
-        const uint64_t over = at_least64(votes + first, static_cast<uint8_t>(cutoff + 1)) & valid;
+        const uint64_t over = at_least64(votes + first, static_cast<uint8_t>(cutoff + 1));
         const uint64_t tied = lowest_bits(reached & ~over, ties);
         ties -= __builtin_popcountll(tied);
-        for (uint64_t taken = over | tied; taken != 0; taken &= taken - 1)
-            *places++ = static_cast<int32_t>(first + __builtin_ctzll(taken));
+        places += append_places(over | tied, static_cast<int32_t>(first), places);
     }
 }
 
