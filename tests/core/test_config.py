@@ -108,6 +108,14 @@ def test_gpu_macros_come_from_the_method() -> None:
         ({"cache": 3}, "config.json: build_config: cache = 3: must be an object"),
         ({"device": "tpu"}, "device = 'tpu': must be one of ('cpu', 'cuda')"),
         ({"device": "cuda", "kernels": "reference"}, "kernels = 'reference': must be 'native' with device = 'cuda'"),
+        (
+            {"device": "cuda", "cache": {"reuse": True}},
+            "cache.reuse = True: must be left out with device = 'cuda'; rows are",
+        ),
+        (
+            {"cache": {"reuse": False, "reuse_host_bytes": 1}},
+            "cache.reuse_host_bytes = 1: must be left out with cache.reuse = False",
+        ),
         ({"device": "cuda", "cache": {"offload": "often"}}, "cache.offload = 'often': must be one of ('auto',"),
         ({"cache": {"offload": "always"}}, "cache.offload = 'always': must be 'auto' with device = 'cpu'"),
         (
