@@ -160,7 +160,8 @@ def test_logits_that_are_no_numbers_end_their_request(
 
     done: list[bool] = []
     monkeypatch.setattr(decoder.model, "head", Head())
-    bad = engine.submit(Request(PROMPT[:70], 12, SamplingParams(temperature=temperature)))
+    # Long enough to be running still when the other's prompt has been read, however slow the machine is.
+    bad = engine.submit(Request(PROMPT[:70], 300, SamplingParams(temperature=temperature)))
     good = engine.submit(Request(PROMPT[:50], 12))
     outputs = run_to_end(engine)
     end = end_of(outputs, bad)

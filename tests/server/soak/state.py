@@ -40,13 +40,15 @@ def quiet_state(server: LiveServer) -> State:
         server.footprints(),
         len(regions),
         sum(regions.values()),
-        {name: value for name, value in metrics(server.metrics_url).items() if _counts_extents(name)},
+        _extents(server),
     )
 
 
-def _counts_extents(name: str) -> bool:
-    """Gauges that say how full the cache is, whatever they are called."""
-    return name.startswith("kvseek:") and ("extent" in name or "cache_usage" in name) and "total" not in name
+def _extents(server: LiveServer) -> dict[str, float]:
+    """What requests use of the cache, and what they do not use: free extents, and those that are kept for later prompts."""
+    gauges = {name.partition("{")[0]: value for name, value in metrics(server.metrics_url).items()}
+    unused = gauges["kvseek:extents_free"] + gauges["kvseek:extents_kept"]
+    return {name: gauges[f"kvseek:{name}"] for name in ("kv_cache_usage_perc", "extents_used")} | {"unused": unused}
 
 
 def warm(before: State, later: State) -> State:
