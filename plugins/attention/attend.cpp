@@ -5,18 +5,14 @@
 // are cut depends on the head's own row count only, so a request's output does not depend on its batch or on threads.
 #include "../shared/kernel.h"
 #include "../shared/parallel.h"
-#include "../shared/simd.h"
 #include "rows.h"
+#include "tile.h"
 
 namespace kvseek {
 namespace {
 
-constexpr int TILE = 32;  // rows whose scores are turned into weights at once
-constexpr int MAX_GROUP = 16;
-constexpr int MAX_DIM = 256;
-constexpr int QUERIES = 4;  // queries that share the registers of one pass over a tile
-constexpr int UNITS = 8;    // units of a head, if that leaves each between these numbers of rows
-constexpr int64_t MIN_UNIT_ROWS = 64, MAX_UNIT_ROWS = 1024;
+constexpr int UNITS = 8;  // units of a head, if that leaves each between these numbers of rows
+constexpr int64_t MIN_UNIT_ROWS = 128, MAX_UNIT_ROWS = 1024;
 
 // One (request, KV head), and how far its units are.
 struct Task {
@@ -39,81 +35,6 @@ struct Plan {
     float* partials;  // [units, group, DIM + 2]
     int task_count, unit_count;
 };
-
-// float [TILE] for each query: scores, then weights.
-struct Weights {
-    alignas(64) float of[MAX_GROUP][TILE];
-};
-
-inline void prefetch_row(const void* row, int bytes) {
-    const char* line = static_cast<const char*>(row);
-    for (int offset = 0; offset < bytes; offset += 64) __builtin_prefetch(line + offset, 0, 3);
-}
-
-// Scores of COUNT queries [COUNT, DIM] (scaled) for the rows of a tile; asks for the next tile's rows meanwhile.
-template <class T, int DIM, int COUNT>
-inline void score(const float* queries, const T* const* rows, int count, const T* const* next, int next_count,
-                  float (*scores)[TILE]) {
-    for (int row = 0; row < count; row++) {
-        if (row < next_count) prefetch_row(next[row], 2 * DIM * sizeof(T));
-        Vec sums[QUERIES] = {};
-        for (int d = 0; d < DIM; d += LANES) {
-            const Vec key = load(rows[row] + d);
-            for (int q = 0; q < COUNT; q++) sums[q] += key * load(queries + q * DIM + d);
-        }
-        float reduced[QUERIES];
-        sum4(sums[0], sums[1], sums[2], sums[3], reduced);
-        for (int q = 0; q < COUNT; q++) scores[q][row] = reduced[q];
-    }
-}
-
-// Turn one query's scores of a tile into weights; returns the factor that earlier sums shrink by.
-inline float soften(float* scores, int count, float& highest, float& total) {
-    for (int row = count; row < TILE; row++) scores[row] = -INFINITE;
-    Vec best = splat(-INFINITE);
-    for (int row = 0; row < TILE; row += LANES) best = maximum(best, load(scores + row));
-    const float tile_highest = maximum(best);
-    const float before = highest;
-    highest = tile_highest > before ? tile_highest : before;
-    Vec weights = {};
-    for (int row = 0; row < TILE; row += LANES) {
-        const Vec weight = exponential(load(scores + row) - highest);
-        store(scores + row, weight);
-        weights += weight;
-    }
-    const float shrink = exponential(before - highest);
-    total = total * shrink + sum(weights);
-    return shrink;
-}
-
-// values [COUNT, DIM] = values * shrink + weights · the value halves of the rows.
-template <class T, int DIM, int COUNT>
-inline void accumulate(const T* const* rows, int count, const float (*weights)[TILE], const float* shrink,
-                       float* values) {
-    constexpr int WIDTH = DIM % (2 * LANES) == 0 ? 2 : 1;
-    for (int d = 0; d < DIM; d += WIDTH * LANES) {
-        Vec sums[COUNT][WIDTH];
-        for (int q = 0; q < COUNT; q++)
-            for (int w = 0; w < WIDTH; w++) sums[q][w] = load(values + q * DIM + d + w * LANES) * shrink[q];
-        for (int row = 0; row < count; row++) {
-            for (int w = 0; w < WIDTH; w++) {
-                const Vec value = load(rows[row] + DIM + d + w * LANES);
-                for (int q = 0; q < COUNT; q++) sums[q][w] += value * weights[q][row];
-            }
-        }
-        for (int q = 0; q < COUNT; q++)
-            for (int w = 0; w < WIDTH; w++) store(values + q * DIM + d + w * LANES, sums[q][w]);
-    }
-}
-
-template <class T, int DIM, int COUNT>
-inline void attend_tile(const float* queries, const T* const* rows, int count, const T* const* next, int next_count,
-                        float (*weights)[TILE], float* highest, float* total, float* values) {
-    float shrink[COUNT];
-    score<T, DIM, COUNT>(queries, rows, count, next, next_count, weights);
-    for (int q = 0; q < COUNT; q++) shrink[q] = soften(weights[q], count, highest[q], total[q]);
-    accumulate<T, DIM, COUNT>(rows, count, weights, shrink, values);
-}
 
 // One tile for all queries of the group, a few at a time.
 template <class T, int DIM>
@@ -140,14 +61,15 @@ void attend_tile(const float* queries, int group, const T* const* rows, int coun
     }
 }
 
-// Copy rows of a head size that has no kernel of its own into float rows [K(DIM) | V(DIM)], padded with zeros.
+// Copy rows of a head size that has no kernel of its own into float rows [K(DIM) | V(DIM)], padded with zeros, channels
+// at place_of().
 template <class T, int DIM>
 void widen(const T* const* rows, int count, int dim, float* copies) {
     for (int row = 0; row < count; row++) {
         float* copy = copies + row * 2 * DIM;
         for (int d = 0; d < DIM; d++) {
-            copy[d] = d < dim ? to_float(rows[row][d]) : 0.0f;
-            copy[DIM + d] = d < dim ? to_float(rows[row][dim + d]) : 0.0f;
+            copy[place_of<T>(d)] = d < dim ? to_float(rows[row][d]) : 0.0f;
+            copy[DIM + place_of<T>(d)] = d < dim ? to_float(rows[row][dim + d]) : 0.0f;
         }
     }
 }
@@ -168,13 +90,14 @@ Partial partial_of(const Plan& plan, int unit, int group) {
     return {values + group * DIM, values + group * (DIM + 1), values};
 }
 
-// Queries of one task as float [group, DIM], scaled, padded with zeros.
+// Queries of one task as float [group, DIM], scaled, padded with zeros, channels at place_of().
 template <class T, int DIM>
 void load_queries(const AttendArguments& a, const Task& task, float* queries) {
     const T* from = static_cast<const T*>(a.queries) + (task.request * a.kv_heads + task.head) * a.group * a.dim;
     for (int q = 0; q < a.group; q++)
         for (int d = 0; d < DIM; d++)
-            queries[q * DIM + d] = d < a.dim ? to_float(from[q * a.dim + d]) * static_cast<float>(a.scaling) : 0.0f;
+            queries[q * DIM + place_of<T>(d)] =
+                d < a.dim ? to_float(from[q * a.dim + d]) * static_cast<float>(a.scaling) : 0.0f;
 }
 
 template <class T, int DIM>
@@ -221,7 +144,8 @@ void merge(const AttendArguments& a, const Plan& plan, const Task& task) {
             total += partial.total[q] * factor;
             for (int d = 0; d < DIM; d++) values[d] += partial.values[q * DIM + d] * factor;
         }
-        for (int d = 0; d < a.dim; d++) from_float(task.rows > 0 ? values[d] / total : 0.0f, out + q * a.dim + d);
+        for (int d = 0; d < a.dim; d++)
+            from_float(task.rows > 0 ? values[place_of<T>(d)] / total : 0.0f, out + q * a.dim + d);
     }
 }
 

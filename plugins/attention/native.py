@@ -17,7 +17,7 @@ from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import ShapeLimits
 from kvseek.plugins.selection import Selection
 
-LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_DIM and MAX_GROUP of attend.cpp
+LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_DIM and MAX_GROUP of tile.h
 REMEDY = "build the engine with --kernels reference"
 
 

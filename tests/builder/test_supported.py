@@ -76,7 +76,7 @@ def test_loading_refuses_it_too(random_model: RandomModel, build_engine: BuildEn
 @pytest.mark.parametrize(
     ("limits", "file", "names"),
     [
-        (attention.LIMITS, "attention/attend.cpp", ("MAX_DIM", "MAX_GROUP", None)),
+        (attention.LIMITS, "attention/tile.h", ("MAX_DIM", "MAX_GROUP", None)),
         (pariskv.LIMITS, "codes/cpu/rotation.h", ("MAX_PADDED_DIM", None, None)),
         (codes.LIMITS, "codes/cpu/rotation.h", ("MAX_PADDED_DIM", None, None)),
         (codes.LIMITS, "codes/cpu/estimate.h", (None, "MAX_QUERIES", None)),
