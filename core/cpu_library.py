@@ -38,7 +38,7 @@ class CpuLibrary:
 
 def pointer(tensor: Tensor) -> int:
     """Return the address of a contiguous CPU tensor's data; raises KernelError for any other tensor."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not (tensor.is_cpu and tensor.is_contiguous()):
         raise KernelError(
             f"kernel argument on {tensor.device}, strides {tensor.stride()}: must be contiguous on the CPU"
         )

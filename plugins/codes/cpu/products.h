@@ -181,7 +181,7 @@ struct Sums {
 template <int ROW, bool LOW, bool VNNI, int COUNT>
 void vector_sums(const Planes& planes, int count, const RoundedQuery* queries, int32_t* sums, int64_t stride) {
     constexpr int PARTS = ROW > WIDTH ? ROW / WIDTH : 1, KEYS = 4 * (ROW < WIDTH ? WIDTH / ROW : 1);
-    constexpr int BLOCKS = 2;           // of KEYS keys, that share the query's operands
+    constexpr int BLOCKS = WIDTH == 64 ? 2 : 1;  // of KEYS keys, that share the operands; AVX2 has registers for one
     constexpr int EXACT = LOW ? 2 : 4;  // words whose products are added up in 16 bits: 2 * 15 * 127 * 8 < 2^15
     for (int first = 0; first < count; first += BLOCKS * KEYS) {
         Sums<VNNI> of[BLOCKS][COUNT];
