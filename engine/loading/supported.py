@@ -52,13 +52,17 @@ def reuses_prefixes(config: EngineConfig) -> bool:
 
 
 def _check_reuse(config: EngineConfig) -> None:
-    cache = config.cache
-    asked = cache.reuse or cache.reuse_host_bytes is not None or cache.cached_prefill == "sparse"
+    asked = config.cache.reuse or config.cache.reuse_host_bytes is not None
     if asked and not method_traits(config).reuses_prefixes:
         others = [name for name in METHODS if get_method(name).traits().reuses_prefixes]
         raise ConfigError(
-            f"cache.reuse, cache.reuse_host_bytes, cache.cached_prefill: must be left out with method = {config.method!r}, whose index requests cannot "
+            f"cache.reuse, cache.reuse_host_bytes: must be left out with method = {config.method!r}, whose index requests cannot "
             f"share; methods whose index they can: {', '.join(others)}"
+        )
+    if config.cache.cached_prefill == "sparse" and not method_traits(config).reuses_prefixes:
+        raise ConfigError(
+            f"cache.cached_prefill = 'sparse': must be 'dense' with method = {config.method!r}, whose index requests cannot share; "
+            "leave it out"
         )
 
 
