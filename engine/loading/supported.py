@@ -61,8 +61,8 @@ def _check_reuse(config: EngineConfig) -> None:
         )
     if config.cache.cached_prefill == "sparse" and not method_traits(config).reuses_prefixes:
         raise ConfigError(
-            f"cache.cached_prefill = 'sparse': must be 'dense' with method = {config.method!r}, whose index requests cannot share; "
-            "leave it out"
+            f"cache.cached_prefill = 'sparse': must be 'dense' with method = {config.method!r}, whose index requests cannot "
+            "share; leave it out"
         )
 
 
