@@ -205,6 +205,9 @@ class CacheConfig:
         Keep rows for later requests that begin alike (docs/conversations.md); None: on the CPU, with methods that can.
     reuse_host_bytes : int or None
         Upper bound of the rows that are kept and that no running request uses; None: what is free of the row pool.
+    cached_prefill : str
+        What the tokens of a prompt attend to whose beginning is reused: "dense", all tokens before them, or "sparse", what decode
+        steps would attend to.
     """
 
     sink: int = 64
@@ -216,6 +219,7 @@ class CacheConfig:
     kv_cache_device_memory_bytes: int | None = None
     reuse: bool | None = None
     reuse_host_bytes: int | None = None
+    cached_prefill: str = "dense"
 
     def __post_init__(self) -> None:
         require(self.sink >= 0, "cache.sink", self.sink, ">= 0", "64 is the default")
@@ -234,6 +238,10 @@ class CacheConfig:
         budget, name = self.reuse_host_bytes, "cache.reuse_host_bytes"
         idle = budget is not None and self.reuse is False
         require(not idle, name, budget, "left out with cache.reuse = False", "no rows are kept then")
+        forms, name = ("dense", "sparse"), "cache.cached_prefill"
+        require(self.cached_prefill in forms, name, self.cached_prefill, f"one of {forms}", "dense is the default")
+        idle = self.cached_prefill == "sparse" and self.reuse is False
+        require(not idle, name, "sparse", "dense with cache.reuse = False", "no beginning of a prompt is reused then")
 
     @property
     def window(self) -> int:
@@ -341,12 +349,10 @@ class EngineConfig:
             )
             require(value == "none", name, value, "'none' with runtime = 'tensorrt'", "build with --runtime torch")
         if self.device == "cuda":
-            for name in ("reuse", "reuse_host_bytes"):
-                value, remedy = (
-                    getattr(self.cache, name),
-                    "rows are kept for later requests on the CPU alone",
-                )
-                require(not value, f"cache.{name}", value, "left out with device = 'cuda'", remedy)
+            remedy, left_out = "rows are kept for later requests on the CPU alone", "left out with device = 'cuda'"
+            for name, default in (("reuse", False), ("reuse_host_bytes", None), ("cached_prefill", "dense")):
+                value = getattr(self.cache, name)
+                require(value in (None, default), f"cache.{name}", value, left_out, remedy)
             remedy = "build with --kernels native; the reference runs with --device cpu"
             require(self.kernels == "native", "kernels", self.kernels, "'native' with device = 'cuda'", remedy)
             name, value = "weight_only_precision", self.weight_only_precision

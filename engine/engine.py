@@ -72,7 +72,8 @@ class Engine:
         self.config, self.tokenizer = config, tokenizer
         self.decoder, self._cache = decoder, decoder.cache
         self._queue = RequestQueue(max_queue_size)
-        self._prefixes = PrefixCache(decoder.cache, decoder.retrieval.indexes, reuses_prefixes(config))
+        retrieval = decoder.retrieval
+        self._prefixes = PrefixCache(decoder.cache, retrieval.indexes, reuses_prefixes(config), retrieval.selects)
         self._scheduler = Scheduler(self._prefixes, config.max_batch_size, self._queue)
         self._reader = PromptReader(decoder, self._prefixes, max_num_tokens)
         self._guides = Guides(tokenizer, config)

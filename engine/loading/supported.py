@@ -59,6 +59,11 @@ def _check_reuse(config: EngineConfig) -> None:
             f"cache.reuse, cache.reuse_host_bytes: must be left out with method = {config.method!r}, whose index requests cannot "
             f"share; methods whose index they can: {', '.join(others)}"
         )
+    if config.cache.cached_prefill == "sparse" and not method_traits(config).reuses_prefixes:
+        raise ConfigError(
+            f"cache.cached_prefill = 'sparse': must be 'dense' with method = {config.method!r}, whose index requests cannot "
+            "share; leave it out"
+        )
 
 
 def _check_cpu_kernels(config: EngineConfig) -> None:

@@ -14,10 +14,11 @@ from torch import Tensor
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.batch import Batch
 
+from .continuation import Continuation
 from .layer import Head, Layer
 from .linear import Products
 from .operations import LayerOperations
-from .prefill import CausalAttention, LayerwiseModel, Prefill, attend_pieces, pieces_of
+from .prefill import NO_TAKERS, CausalAttention, LayerwiseModel, Prefill, Prompts, Takers, attend_pieces, pieces_of
 from .rope import RotaryEmbedding, Rotation
 
 Attend = Callable[[int, Tensor], Tensor]
@@ -102,6 +103,12 @@ class TorchModel(LayerwiseModel[Stream]):
         self.head = Head(self.model, weights["norm.weight"], lm_head, products)
         self.rope = RotaryEmbedding(self.model, self.embed.device)
 
+    def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
+        """See PromptModel.prefill."""
+        if self.retrieval.resumes([slot for slot, _ in prompts]):
+            return Continuation(self, self.retrieval, prompts)
+        return super().prefill(prompts, takers)
+
     def begin_prompt(self, prefill: Prefill) -> Stream:
         """See LayerwiseModel."""
         residual = F.embedding(torch.tensor(prefill.ids), self.embed)
@@ -121,8 +128,11 @@ class TorchModel(LayerwiseModel[Stream]):
         """See LayerwiseModel."""
         return self.head(prompt.rows(spans))
 
-    def run_layers(self, batch: Batch, attend: Attend) -> Tensor:
-        """Run a decode step: write each token's rows to the window, and return logits, float32 [batch, vocabulary]."""
+    def run_layers(self, batch: Batch, attend: Attend, asked: slice = slice(None)) -> Tensor:
+        """Run a decode step: write each token's rows to the window, and compute logits of the requests `asked`.
+
+        Returns float32 [requests, vocabulary].
+        """
         mark = self.retrieval.observer.part_ended
         x, rotation = F.embedding(batch.column("token"), self.embed), self.rope.at(batch.column("position").tolist())
         mark("begin")
@@ -130,6 +140,6 @@ class TorchModel(LayerwiseModel[Stream]):
         for number, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
             delta = layer.decode(self.ops, batch, x, delta, rotation, window, partial(attend, number), mark)
         assert delta is not None, "a model has layers"
-        logits = self.head(x + delta)
+        logits = self.head((x + delta)[asked])
         mark("head")
         return logits
