@@ -248,6 +248,10 @@ class Engine:
                     tokens[output.request_id].append(output.token_id)
         return list(tokens.values())
 
+    def close(self) -> None:
+        """End the processes of the engine's other ranks, if it has any; the engine must not be used any more."""
+        self.decoder.close()
+
     def _time_out(self) -> list[StepOutput]:
         """End running requests whose time limit has passed, with the tokens that they have."""
         now = time.perf_counter()
