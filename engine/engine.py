@@ -115,7 +115,7 @@ class Engine:
     @property
     def index_bytes_per_token(self) -> float:
         """Bytes that the method's indexes of all layers and KV heads keep per retrieval token."""
-        return sum(index.bytes_per_token for index in self.decoder.retrieval.indexes)
+        return self.config.tp_size * sum(index.bytes_per_token for index in self.decoder.retrieval.indexes)
 
     @property
     def has_work(self) -> bool:

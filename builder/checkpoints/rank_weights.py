@@ -53,7 +53,9 @@ def rank_part(name: str, tensor: Tensor, model: ModelConfig, tp_size: int, rank:
 def _heads(tensor: Tensor, model: ModelConfig, tp_size: int, rank: int) -> Tensor:
     """Cut a rank's query, key and value heads out of the rows of qkv."""
     own, dim = rank_model(model, tp_size), model.head_dim
-    queries, keys, values = tensor.split([heads * dim for heads in (model.num_heads, *2 * (model.num_kv_heads,))])
+    queries, keys, values = torch.split(
+        tensor, [heads * dim for heads in (model.num_heads, *2 * (model.num_kv_heads,))]
+    )
     first = first_kv_head(model, tp_size, rank) * dim
     parts = [part[first : first + own.num_kv_heads * dim] for part in (keys, values)]
     return torch.cat((queries.tensor_split(tp_size)[rank], *parts))

@@ -49,7 +49,9 @@ def load_decoder(directory: Path, config: EngineConfig) -> Decoder:
     return lead(directory, config)
 
 
-def load_part(directory: Path, config: EngineConfig, ranks: Ranks | None = None, make_cache: MakeCache = Cache) -> Decoder:
+def load_part(
+    directory: Path, config: EngineConfig, ranks: Ranks | None = None, make_cache: MakeCache = Cache
+) -> Decoder:
     """Load the whole model of an engine directory, or the part of a rank, whose configuration this is (core/ranks.py)."""
     path = directory / CODEBOOKS_FILE
     codebooks = load_file(path) if path.exists() else {}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvseek.core.errors import EngineDirectoryError
 
-from .linear import Linear, Product, Products
+from .linear import Linear, Products
 from .weight_only import INPUTS_MULTIPLE
 
 # oneDNN lays a weight out for a number of rows. What it makes for 32 rows multiplies 1 to 2,048 rows about as fast as what it
@@ -88,7 +88,7 @@ class HostProducts(Products):
         super().__init__(dtype)
         self._native = multiplies_bfloat16() if native is None else native
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Product:
+    def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
         """See Products.linear; raises EngineDirectoryError if the scales have more digits than bfloat16.
 
         An int8 weight stays as it is if x is bfloat16. PyTorch has no fast kernel for float32 rows, nor for fp8.

@@ -90,7 +90,7 @@ class Products:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Product:
+    def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
         """Make the product with a weight [outputs, inputs]; `scale`, float32 [outputs], is that of a weight of 8 bits."""
         return Linear(weight if scale is None else dequantise(weight, scale, self.dtype), bias)
 
@@ -116,7 +116,7 @@ class WeightOnlyProducts(Products):
         super().__init__(kernels.dtype)
         self._kernels = kernels
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Product:
+    def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
         """See Products.linear."""
         if scale is None:
             return super().linear(weight, bias)

@@ -12,7 +12,6 @@ from torch import Tensor
 from kvseek.core.errors import EngineDirectoryError
 
 
-
 def index_file(rank: int) -> str:
     """Return the name of the index of a rank's shards: {"metadata": {"total_size": bytes}, "weight_map": {tensor: shard}}."""
     return f"rank{rank}.index.json"

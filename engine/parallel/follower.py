@@ -72,7 +72,9 @@ def serve(connection: Connection) -> None:
     """Load, and do what rank 0 says until it closes the connection."""
     load: Load = connection.recv()
     torch.set_num_threads(load.threads)
-    ranks = Ranks.join(find_store(load.port, load.timeout_seconds), load.rank, load.config.tp_size, load.timeout_seconds)
+    ranks = Ranks.join(
+        find_store(load.port, load.timeout_seconds), load.rank, load.config.tp_size, load.timeout_seconds
+    )
     part = rank_config(load.config)
     follower = Follower(load_part(Path(load.directory), part, ranks))
     connection.send(READY)
@@ -83,7 +85,9 @@ def serve(connection: Connection) -> None:
 
 def main() -> int:
     """Serve rank 0; returns 1 after an error, which rank 0 is told."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: rank 0 decides what it means
+    # These may reach all processes of a terminal or a unit at once: rank 0 decides what they mean.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     try:
         serve(connection)

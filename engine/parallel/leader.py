@@ -252,9 +252,9 @@ class LeadDecoder(Decoder):
         return Decode(tuple(tokens), tuple(slots), digest(self.cache))
 
 
-def lead(directory: Path, config: EngineConfig) -> LeadDecoder:
+def lead(directory: Path, config: EngineConfig, timeout_seconds: float = TIMEOUT_SECONDS) -> LeadDecoder:
     """Start the other ranks of an engine and load the part of rank 0; raises as Engine.load, and RankError."""
-    followers = Followers(directory, config)
+    followers = Followers(directory, config, timeout_seconds)
     try:
         ranks = followers.join()
         try:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.linear import Embedding, Product, Products
+from kvseek.engine.model.linear import Embedding, Linear, Product, Products
 
 LOOPBACK = "127.0.0.1"
 
@@ -32,7 +33,7 @@ class Ranks:
     size: int
 
     @classmethod
-    def join(cls, store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Ranks:
+    def join(cls, store: Store, rank: int, size: int, timeout_seconds: float) -> Ranks:
         """Join the others; returns when all have joined.
 
         Parameters
@@ -56,28 +57,28 @@ class Ranks:
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Put the tensors [rows, n] of all ranks side by side, [rows, size * n], on rank 0; on the others the result is `tensor`."""
+        """Put the tensors [rows, n] of all ranks side by side on rank 0: [rows, size * n]. The others get `tensor` back."""
         parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather(tensor.contiguous(), parts)
         return tensor if parts is None else torch.cat(parts, dim=1)
 
 
-def create_store(timeout_seconds: float) -> dist.TCPStore:
+def create_store(timeout_seconds: float) -> TCPStore:
     """Create the store by which ranks of this machine find each other, on a free port."""
     if dist.is_initialized():
         raise ConfigError("tp_size: another engine of several ranks runs in this process; close it first")
     wait = timedelta(seconds=timeout_seconds)
-    return dist.TCPStore(LOOPBACK, 0, is_master=True, timeout=wait, wait_for_workers=False)
+    return TCPStore(LOOPBACK, 0, is_master=True, timeout=wait, wait_for_workers=False)
 
 
-def find_store(port: int, timeout_seconds: float) -> dist.TCPStore:
+def find_store(port: int, timeout_seconds: float) -> TCPStore:
     """Connect to the store that rank 0 has created."""
-    return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+    return TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
 
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """Let gloo use the loopback interface, unless the environment names another: else it asks for the address of the host's name."""
+    """Let gloo use the loopback interface, unless the environment names another: it would look up the host's name."""
     name = "GLOO_SOCKET_IFNAME"
     if name in os.environ:
         yield
@@ -102,7 +103,7 @@ class RankProducts(Products):
         super().__init__(products.dtype)
         self._products, self._ranks, self._vocab_size = products, ranks, vocab_size
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Product:
+    def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
         """See Products."""
         return self._products.linear(weight, bias, scale)
 
