@@ -283,6 +283,7 @@ class EngineConfig:
     the CPU alone); `dtype`, that of weights and cache, is float32, bfloat16 or, on cuda, float16. `weight_only_precision` is
     "none", or "int8" or "fp8" for layers whose matrices have 8 bits a weight (engine/model/weight_only.py). `runtime` names
     the library that computes all but attention: "torch", or on a GPU also "tensorrt", which the field `tensorrt` configures.
+    `tp_size` ranks, processes that each have a part of every layer, compute together (core/ranks.py, docs/parallelism.md).
     """
 
     model: ModelConfig
@@ -299,6 +300,7 @@ class EngineConfig:
     max_input_len: int = 8192
     max_seq_len: int = 8192
     prefill_chunk_tokens: int = 2048
+    tp_size: int = 1
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -306,8 +308,9 @@ class EngineConfig:
             require(value in choices, name, value, f"one of {choices}", f"choose one with --{name}")
         self._check_device()
         # max_seq_len before max_input_len, which it is the default of: the message is to name the field that was set.
-        for name in ("max_batch_size", "max_seq_len", "max_input_len", "prefill_chunk_tokens"):
+        for name in ("max_batch_size", "max_seq_len", "max_input_len", "prefill_chunk_tokens", "tp_size"):
             require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1", f"set --{name}")
+        self._check_ranks()
         limit = f"<= max_seq_len = {self.max_seq_len}"
         require(self.max_input_len <= self.max_seq_len, "max_input_len", self.max_input_len, limit, "raise max_seq_len")
         limit = f"<= max_position_embeddings = {self.model.max_position_embeddings}"
@@ -322,6 +325,24 @@ class EngineConfig:
         limit = f"<= original_max_position_embeddings = {short} with runtime = 'tensorrt'"
         remedy = f"a plan has longrope's short_factor alone: build with --max_seq_len {short}, or with --runtime torch"
         require(within, "max_seq_len", self.max_seq_len, limit, remedy)
+
+    def _check_ranks(self) -> None:
+        """Refuse a number of ranks that the model cannot be divided among, and what several ranks do not have."""
+        model, size = self.model, self.tp_size
+        if size == 1:
+            return
+        require(self.device == "cpu", "tp_size", size, "1 with device = 'cuda'", "ranks on GPUs are not built yet")
+        remedy = "choose another --tp_size"
+        for name in ("num_heads", "intermediate_size"):
+            limit = f"a divisor of {name} = {getattr(model, name)}"
+            require(getattr(model, name) % size == 0, "tp_size", size, limit, remedy)
+        heads = model.num_kv_heads
+        limit = f"a divisor or a multiple of num_kv_heads = {heads}"
+        require(heads % size == 0 or size % heads == 0, "tp_size", size, limit, remedy)
+        remedy = "ranks do not keep rows for later requests yet: leave it out"
+        for name in ("reuse", "reuse_host_bytes"):
+            value = getattr(self.cache, name)
+            require(not value, f"cache.{name}", value, "left out with tp_size > 1", remedy)
 
     def _why_no_further(self) -> str:
         scaling = self.model.rope_scaling

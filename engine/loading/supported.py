@@ -48,7 +48,8 @@ def check_device(config: EngineConfig) -> None:
 
 def reuses_prefixes(config: EngineConfig) -> bool:
     """Whether an engine keeps the rows of requests for later ones that begin alike."""
-    return config.device == "cpu" and config.cache.reuse is not False and method_traits(config).reuses_prefixes
+    one = config.device == "cpu" and config.tp_size == 1
+    return one and config.cache.reuse is not False and method_traits(config).reuses_prefixes
 
 
 def _check_reuse(config: EngineConfig) -> None:

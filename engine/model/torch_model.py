@@ -8,7 +8,6 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvseek.engine.retrieval import Retrieval
@@ -97,11 +96,12 @@ class TorchModel(LayerwiseModel[Stream]):
     ) -> None:
         super().__init__(retrieval)
         self.ops, self._attention, self.windows = ops, attention, retrieval.cache.window.unbind()
-        self.embed = weights["embed.weight"]
-        lm_head = self.embed if self.model.tie_word_embeddings else weights["lm_head.weight"]
+        embed = weights["embed.weight"]
+        lm_head = embed if self.model.tie_word_embeddings else weights["lm_head.weight"]
+        self.embed = products.embedding(embed)
         self.layers = [Layer(self.model, weights, number, products) for number in range(self.model.num_layers)]
         self.head = Head(self.model, weights["norm.weight"], lm_head, products)
-        self.rope = RotaryEmbedding(self.model, self.embed.device)
+        self.rope = RotaryEmbedding(self.model, embed.device)
 
     def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
         """See PromptModel.prefill."""
@@ -111,7 +111,7 @@ class TorchModel(LayerwiseModel[Stream]):
 
     def begin_prompt(self, prefill: Prefill) -> Stream:
         """See LayerwiseModel."""
-        residual = F.embedding(torch.tensor(prefill.ids), self.embed)
+        residual = self.embed(torch.tensor(prefill.ids))
         return Stream.begin(residual, prefill.borders, self.rope, self.model.short_reach)
 
     def read_chunk(self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class TorchModel(LayerwiseModel[Stream]):
         Returns float32 [requests, vocabulary].
         """
         mark = self.retrieval.observer.part_ended
-        x, rotation = F.embedding(batch.column("token"), self.embed), self.rope.at(batch.column("position").tolist())
+        x, rotation = self.embed(batch.column("token")), self.rope.at(batch.column("position").tolist())
         mark("begin")
         delta: Tensor | None = None
         for number, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
