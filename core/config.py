@@ -28,6 +28,10 @@ CHOICES = {  # the values that EngineConfig's fields of type str allow
 }
 
 
+# Fields of CacheConfig, beside None, of engines that keep no rows for later requests.
+NO_REUSE = {"reuse": False, "reuse_host_bytes": None, "cached_prefill": "dense"}
+
+
 def require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:
     """Raise ConfigError that names the field, its value, the limit and the remedy unless `condition` holds."""
     if not condition:
@@ -340,9 +344,9 @@ class EngineConfig:
         limit = f"a divisor or a multiple of num_kv_heads = {heads}"
         require(heads % size == 0 or size % heads == 0, "tp_size", size, limit, remedy)
         remedy = "ranks do not keep rows for later requests yet: leave it out"
-        for name in ("reuse", "reuse_host_bytes"):
+        for name, default in NO_REUSE.items():
             value = getattr(self.cache, name)
-            require(not value, f"cache.{name}", value, "left out with tp_size > 1", remedy)
+            require(value in (None, default), f"cache.{name}", value, "left out with tp_size > 1", remedy)
 
     def _why_no_further(self) -> str:
         scaling = self.model.rope_scaling
@@ -371,7 +375,7 @@ class EngineConfig:
             require(value == "none", name, value, "'none' with runtime = 'tensorrt'", "build with --runtime torch")
         if self.device == "cuda":
             remedy, left_out = "rows are kept for later requests on the CPU alone", "left out with device = 'cuda'"
-            for name, default in (("reuse", False), ("reuse_host_bytes", None), ("cached_prefill", "dense")):
+            for name, default in NO_REUSE.items():
                 value = getattr(self.cache, name)
                 require(value in (None, default), f"cache.{name}", value, left_out, remedy)
             remedy = "build with --kernels native; the reference runs with --device cpu"

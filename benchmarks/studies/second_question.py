@@ -44,7 +44,9 @@ def measure(engine: Engine, tokens: int, questions: Sequence[int], rounds: int) 
     """Measure an engine; raises ConfigError if it has not the room, or reuses nothing."""
     longest = tokens + max(questions) + 1
     if longest > engine.config.max_seq_len:
-        raise ConfigError(f"max_seq_len = {engine.config.max_seq_len}: must be >= {longest} for these tokens; build for more")
+        raise ConfigError(
+            f"max_seq_len = {engine.config.max_seq_len}: must be >= {longest} for these tokens; build for more"
+        )
     generator = torch.Generator().manual_seed(SEED)
     document = torch.randint(engine.config.model.vocab_size, (tokens,), generator=generator).tolist()
     first, _ = ask(engine, document, questions[0], generator)
@@ -65,7 +67,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         engine = Engine.load(directory, arguments.threads)
         config = engine.config
         settings = {"method": config.method, "method_config": config.method_config, "dtype": config.dtype}
-        settings |= {"weight_only_precision": config.weight_only_precision, "cached_prefill": config.cache.cached_prefill}
+        settings |= {
+            "weight_only_precision": config.weight_only_precision,
+            "cached_prefill": config.cache.cached_prefill,
+        }
         results.append(settings | measure(engine, arguments.tokens, questions, arguments.rounds))
     return {
         "benchmark": "second_question",
@@ -80,7 +85,9 @@ def print_report(document: dict[str, Any]) -> None:
     """Print seconds to the first token: of the first request, and of questions of so many tokens after it."""
     results = document["results"]
     columns = [f"question of {count}" for count in results[0]["questions"]]
-    title = f"time to the first token, document of {document['tokens']:,} tokens, seconds (median of {document['rounds']})"
+    title = (
+        f"time to the first token, document of {document['tokens']:,} tokens, seconds (median of {document['rounds']})"
+    )
     table = Table("method", "cached_prefill", "first request", *columns, title=title)
     for entry in results:
         times = [f"{seconds:.3f}" for seconds in entry["questions"].values()]
@@ -93,7 +100,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time to the first token of a second question about a document.")
     parser.add_argument("--engine_dir", type=Path, action="append", required=True, help="again to compare")
     parser.add_argument("--tokens", type=int, default=6200, help="of the document (default: %(default)s)")
-    parser.add_argument("--questions", default="40,300", help="comma list of tokens of a question (default: %(default)s)")
+    parser.add_argument(
+        "--questions", default="40,300", help="comma list of tokens of a question (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="questions of each length (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="write the result as JSON to this file")

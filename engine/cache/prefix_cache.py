@@ -51,7 +51,11 @@ class PrefixCache:
     """
 
     def __init__(
-        self, cache: Cache, indexes: Sequence[Index], enabled: bool, selects: Callable[[int], bool] = lambda tokens: False
+        self,
+        cache: Cache,
+        indexes: Sequence[Index],
+        enabled: bool,
+        selects: Callable[[int], bool] = lambda tokens: False,
     ) -> None:
         self.cache, self.enabled, self.counts = cache, enabled, ReuseCounts()
         self._indexes, self._extents, self._selects = indexes, cache.extents, selects

@@ -79,7 +79,10 @@ def by_steps(engine: Engine, beginning: tuple[int, ...], rest: tuple[int, ...]) 
 @pytest.mark.parametrize("method", SHARING)
 def test_the_rest_of_a_prompt_is_read_as_by_decode_steps(method: str, kernels: str, load: Load) -> None:
     """Beginnings that end in an extent, at its border and short of one; rests of a token, of a block and of several evictions."""
-    engine, alone = load(method, "--kernels", kernels), load(method, "--kernels", kernels, reuse=False, cached_prefill="dense")
+    engine, alone = (
+        load(method, "--kernels", kernels),
+        load(method, "--kernels", kernels, reuse=False, cached_prefill="dense"),
+    )
     for number, (length, more) in enumerate(
         ((2300, 1), (2300, BLOCK_TOKENS), (1024 + SINK, 30), (1500, 201), (2048 + SINK + LOCAL, 9), (900, 60))
     ):
@@ -123,7 +126,9 @@ def test_shared_extents_stay_as_they_are(load: Load) -> None:
     engine, chance = load("nested"), random.Random(3)
     ask(engine, DOCUMENT)
     rests = [tuple(chance.randrange(3, 380) for _ in range(chance.choice((3, 70, 150)))) for _ in range(6)]
-    prompts = [DOCUMENT[:length] + rest for length, rest in zip((2299, 1700, 2060, 1028, 1300, 2048), rests, strict=True)]
+    prompts = [
+        DOCUMENT[:length] + rest for length, rest in zip((2299, 1700, 2060, 1028, 1300, 2048), rests, strict=True)
+    ]
     fresh = {}
     for prompt in prompts:  # each alone, behind nothing but the document
         other = load("nested")
