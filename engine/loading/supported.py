@@ -25,7 +25,6 @@ def check_supported(config: EngineConfig) -> None:
     Head sizes of the GPU's kernels are not checked here, but where macros are made of them (builder/compile/cuda.py).
     """
     check_device(config)
-    _check_reuse(config)
     if config.device == "cuda":
         check_sizes(config.model)
         buckets_for(config.max_batch_size)
@@ -48,17 +47,7 @@ def check_device(config: EngineConfig) -> None:
 
 def reuses_prefixes(config: EngineConfig) -> bool:
     """Whether an engine keeps the rows of requests for later ones that begin alike."""
-    return config.device == "cpu" and config.cache.reuse is not False and method_traits(config).reuses_prefixes
-
-
-def _check_reuse(config: EngineConfig) -> None:
-    asked = config.cache.reuse or config.cache.reuse_host_bytes is not None
-    if asked and not method_traits(config).reuses_prefixes:
-        others = [name for name in METHODS if get_method(name).traits().reuses_prefixes]
-        raise ConfigError(
-            f"cache.reuse, cache.reuse_host_bytes: must be left out with method = {config.method!r}, whose index requests cannot "
-            f"share; methods whose index they can: {', '.join(others)}"
-        )
+    return config.device == "cpu" and config.cache.reuse is not False
 
 
 def _check_cpu_kernels(config: EngineConfig) -> None:
