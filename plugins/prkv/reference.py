@@ -75,7 +75,7 @@ class ReferenceIndex(Index):
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of summaries, counts and tokens of places of all KV heads; static sets and queries do not grow with the tokens."""
+        """Bytes of summaries, counts and tokens of places, of all KV heads; static sets and queries do not grow."""
         counts = self.context.num_kv_heads * self.picked.itemsize / self.config.page
         tokens = 0 if self.tokens is None else self.context.num_kv_heads * self.tokens.itemsize
         return self.summaries.bytes_per_token + counts + tokens

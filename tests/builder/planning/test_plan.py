@@ -33,6 +33,7 @@ from kvseek.engine.schedule.queue import RequestQueue
 from kvseek.engine.schedule.sampling import Sampler
 from kvseek.engine.schedule.scheduler import Scheduler
 from kvseek.engine.schedule.sequence import Sequence
+from kvseek.plugins.registry import method_traits
 
 GIB, MIB = 1 << 30, 1 << 20
 CPU = torch.device("cpu")
