@@ -183,7 +183,7 @@ class Index(ABC):
     def prefix_state(self, slot: int) -> Tensor | None:
         """Copy what the entries of a slot's extents depend on beside their keys; None: nothing.
 
-        The engine keeps it with the extents, and gives it to `adopt`. Only called with Traits.prefix_reuse "entries".
+        The engine keeps it with the extents, and gives it to `adopt`, with Traits.prefix_reuse "entries".
         """
         return None
 

@@ -87,11 +87,13 @@ class PrefixCache:
         if prefix is None:
             return None
         room = self._extents.free + self._extents.idle - self.cache.extents_needed(tokens) + prefix.shared
-        taken = list(accumulate(not self._extents.in_use(extent) for extent in prefix.extents))
-        stay = bisect_right(taken, room)
+        taken = accumulate(
+            not self._extents.in_use(extent) for extent in prefix.extents
+        )  # which could be evicted otherwise
+        stay = bisect_right(list(taken), room)
         if stay == len(prefix.extents):
             return prefix
-        if stay == 0 or stay < prefix.shared:
+        if stay == 0 or stay < prefix.shared:  # the latter only if the request does not fit at all
             return None
         return replace(prefix, tokens=self.cache.config.sink + stay * EXTENT_TOKENS, extents=prefix.extents[:stay])
 
