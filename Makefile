@@ -111,7 +111,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) examples/preflight.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt setuptools torch
-	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e ".[dev,cuda,guided,otel]"
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e ".[dev,cuda,guided,otel,replicas]"
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt --no-deps nvidia-pytriton
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt tensorrt-rtx-cu13
 	touch $@

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import secrets
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -80,6 +81,7 @@ def running_server(
     log: Path | None = None,
     verbose: bool = False,
     ready_seconds: float = READY_SECONDS,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[RunningServer]:
     """Start a server, wait until it is ready, keep it running, and end it with the context.
 
@@ -89,6 +91,8 @@ def running_server(
         File for the server's output, "-" for standard output; None keeps it for the error message of a failed start only.
     ready_seconds : float
         How long loading the engine may take.
+    environment : mapping, optional
+        Variables of the engine process beside those of this one.
 
     Raises
     ------
@@ -105,7 +109,7 @@ def running_server(
     ports = ports.resolve(host)
     with tempfile.TemporaryDirectory(prefix="kvseek-") as folder:
         scratch = Path(folder)
-        programs = _programs(scratch, engine_dir, host, ports, settings, verbose)
+        programs = _programs(scratch, engine_dir, host, ports, settings, verbose, environment or {})
         output = None if log == STANDARD_OUTPUT else log or scratch / "server.log"
         supervisor = Supervisor(programs, settings.restarts, output, scratch / STATE_FILE, keep_output=log is not None)
         running = RunningServer(host, ports, supervisor)
@@ -125,6 +129,7 @@ def _programs(
     ports: Ports,
     settings: ServeSettings,
     verbose: bool,
+    environment: Mapping[str, str],
 ) -> list[Program]:
     """Describe the engine process, the doors and Triton, in the order in which they start and end."""
     server, socket = find_server(scratch), scratch / "engine.sock"
@@ -144,6 +149,7 @@ def _programs(
             ENGINE,
             (*python, "kvseek.server.engine.process", *own),
             settings.drain_seconds + STOP_SECONDS,
+            {**os.environ, **environment},
             is_up=socket.exists,
             clean_up=lambda: socket.unlink(missing_ok=True),
         ),
@@ -233,6 +239,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--grpc_port", type=int, default=8001, help="default: %(default)s; 0 picks a free port")
     parser.add_argument("--metrics_port", type=int, default=8002, help="default: %(default)s; 0 picks a free port")
     parser.add_argument("--openai_port", type=int, default=9000, help="default: %(default)s; 0 picks a free port")
+    about = "servers behind one OpenAI port, each with free ports of its own (default: 1, without a router)"
+    parser.add_argument("--replicas", type=int, default=1, help=about)
     parser.add_argument("--tp_size", type=int, help="refuse an engine of another number of ranks (default: serve any)")
     add_flags(parser, SERVE_FLAGS)
     parser.add_argument(
@@ -253,6 +261,62 @@ def _check_ranks(engine_dir: Path, tp_size: int | None) -> None:
         require(tp_size == found, "tp_size", tp_size, f"{found}, that of {engine_dir}", remedy)
 
 
+def _serve(arguments: argparse.Namespace, ports: Ports, settings: ServeSettings) -> int:
+    with (
+        running_server(
+            arguments.engine_dir,
+            arguments.host,
+            ports,
+            settings,
+            log=arguments.log,
+            verbose=arguments.log_verbose,
+            ready_seconds=arguments.ready_seconds,
+        ) as server,
+        _signals() as received,
+    ):
+        where = f"gRPC {arguments.host}:{server.ports.grpc}, HTTP {arguments.host}:{server.ports.http}"
+        where += f", metrics {arguments.host}:{server.ports.metrics}/metrics"
+        print(f"ready: {where}, OpenAI http://{arguments.host}:{server.ports.openai}/v1", flush=True)
+        return _wait(server.check, received)
+
+
+def _serve_replicas(arguments: argparse.Namespace, settings: ServeSettings) -> int:
+    from .replicas import running_replicas
+
+    require(arguments.replicas >= 1, "replicas", arguments.replicas, ">= 1", "1 is the default")
+    for name in ("http", "grpc", "metrics"):
+        port = getattr(arguments, f"{name}_port")
+        remedy = "each replica has free ports, which are printed"
+        require(port == getattr(Ports, name), f"{name}_port", port, "left out with --replicas", remedy)
+    with (
+        running_replicas(
+            arguments.engine_dir,
+            arguments.replicas,
+            arguments.host,
+            arguments.openai_port,
+            settings,
+            log=arguments.log,
+            verbose=arguments.log_verbose,
+            device=read_config(arguments.engine_dir).device,
+            ready_seconds=arguments.ready_seconds,
+        ) as replicas,
+        _signals() as received,
+    ):
+        for number, server in enumerate(replicas.servers):
+            where = f"gRPC {server.grpc_url}, HTTP {server.http_url}, metrics {server.metrics_url}/metrics"
+            print(f"replica {number}: {where}, OpenAI {server.openai_url}", flush=True)
+        print(f"ready: OpenAI {replicas.openai_url}", flush=True)
+        return _wait(replicas.check, received)
+
+
+def _wait(check: Callable[[], None], received: Sequence[int]) -> int:
+    """Wait for a signal; raises ServerError if the server ends by itself."""
+    while not received:
+        check()
+        time.sleep(0.1)
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvseek serve` until SIGINT or SIGTERM, or until the server ends."""
     arguments = parse_arguments(argv)
@@ -262,25 +326,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = settings_of(arguments, SERVE_FLAGS)
         _check_ranks(arguments.engine_dir, arguments.tp_size)
-        with (
-            running_server(
-                arguments.engine_dir,
-                arguments.host,
-                ports,
-                settings,
-                log=arguments.log,
-                verbose=arguments.log_verbose,
-                ready_seconds=arguments.ready_seconds,
-            ) as server,
-            _signals() as received,
-        ):
-            where = f"gRPC {arguments.host}:{server.ports.grpc}, HTTP {arguments.host}:{server.ports.http}"
-            where += f", metrics {arguments.host}:{server.ports.metrics}/metrics"
-            print(f"ready: {where}, OpenAI http://{arguments.host}:{server.ports.openai}/v1", flush=True)
-            while not received:
-                server.check()
-                time.sleep(0.1)
-            return 0
+        if arguments.replicas == 1:
+            return _serve(arguments, ports, settings)
+        return _serve_replicas(arguments, settings)
     except KeyboardInterrupt:
         return 0
     except (KvseekError, OSError) as error:

@@ -1,0 +1,181 @@
+"""Several servers of one engine behind one OpenAI port: `kvseek serve --replicas N` (docs/parallelism.md).
+
+The router is smg, the Shepherd Model Gateway that grew out of sglang-router. It sends a conversation to the replica that has
+read its beginning. Each replica is a server as without a router, with a gRPC, an HTTP and a metrics port of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import requests
+
+from .errors import ServerError
+from .launch import LOOPBACK, READY_SECONDS, STANDARD_OUTPUT, RunningServer, running_server
+from .ports import Ports
+from .processes import Program
+from .settings import ServeSettings
+from .supervisor import Supervisor
+
+ROUTER = "router"
+SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")  # requests of one value go to one replica
+HEALTH_SECONDS = 2  # between two looks at a replica; one that fails twice gets no further requests
+STOP_SECONDS = 10.0
+REMEDY = "pip install 'kvseek[replicas]'"
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Running servers and their router.
+
+    Attributes
+    ----------
+    openai_url : str
+        The base URL of the router that OpenAI's clients take.
+    """
+
+    servers: Sequence[RunningServer]
+    openai_url: str
+    supervisor: Supervisor
+
+    def check(self) -> None:
+        """Raise ServerError if the router or a replica has ended by itself."""
+        self.supervisor.check()
+        for server in self.servers:
+            server.check()
+
+
+@contextmanager
+def running_replicas(
+    engine_dir: Path,
+    replicas: int,
+    host: str = LOOPBACK,
+    openai_port: int = 9000,
+    settings: ServeSettings = ServeSettings(),  # noqa: B008  frozen
+    log: Path | None = None,
+    verbose: bool = False,
+    device: str = "cpu",
+    ready_seconds: float = READY_SECONDS,
+) -> Iterator[Replicas]:
+    """Start servers one after the other, then the router; keep them running, and end them with the context.
+
+    Parameters
+    ----------
+    replicas : int
+        Number of servers. Each has free ports of its own, and its share of the CPU threads or, with device "cuda", the GPU
+        of its number among those of CUDA_VISIBLE_DEVICES.
+    openai_port : int
+        Port of the router; 0 picks a free one.
+    log : Path, optional
+        As of running_server; replica i writes to a file with `.i` behind the name, the router to one with `.router`.
+
+    Raises
+    ------
+    ServerError
+        If the router is not installed, or as running_server.
+    EngineDirectoryError, ConfigError
+        If the engine directory cannot be served.
+    """
+    command, port = router_command(), Ports(0, 0, 0, openai_port).resolve(host).openai
+    if settings.api_key_file is not None:
+        raise ServerError(
+            "--api_key_file: must be left out with --replicas, as the router has no keys to ask the replicas for their models; "
+            "put a proxy with authentication before it"
+        )
+    threads = settings.threads or len(os.sched_getaffinity(0))
+    own = dataclasses.replace(settings, threads=max(1, threads // replicas))
+    with ExitStack() as running, tempfile.TemporaryDirectory(prefix="kvseek-router-") as folder:
+        servers = [
+            running.enter_context(
+                running_server(
+                    engine_dir,
+                    LOOPBACK,
+                    settings=own,
+                    log=_log_of(log, str(number)),
+                    verbose=verbose,
+                    ready_seconds=ready_seconds,
+                    environment=_devices(device, number),
+                )
+            )
+            for number in range(replicas)
+        ]
+        workers = [server.openai_url.removesuffix("/v1") for server in servers]
+        key = secrets.token_hex(32)
+        program = Program(ROUTER, (*command, *_flags(workers, host, port, key)), STOP_SECONDS)
+        output = _log_of(log, ROUTER)
+        supervisor = Supervisor(
+            [program],
+            settings.restarts,
+            Path(folder) / "router.log" if output is None else None if output == STANDARD_OUTPUT else output,
+            Path(folder) / "restarts.json",
+            keep_output=log is not None,
+        )
+        running.callback(supervisor.stop)
+        supervisor.start()
+        url = f"http://{LOOPBACK if host in ('0.0.0.0', '') else host}:{port}"
+        supervisor.wait_until(_knows(url, key, replicas), ready_seconds)
+        yield Replicas(servers, f"{url}/v1", supervisor)
+
+
+def router_command() -> tuple[str, ...]:
+    """Find the router beside this Python or in PATH; raises ServerError."""
+    beside = Path(sys.executable).parent / "smg"
+    found = str(beside) if beside.exists() else shutil.which("smg")
+    if found is None:
+        raise ServerError(f"--replicas: the router smg is not installed; {REMEDY}")
+    return found, "launch"
+
+
+def _flags(workers: Sequence[str], host: str, port: int, key: str) -> tuple[str, ...]:
+    metrics = Ports(0, 0, 0, 0).resolve(LOOPBACK).metrics
+    return (
+        *("--worker-urls", *workers, "--host", host, "--port", str(port)),
+        *("--prometheus-host", LOOPBACK, "--prometheus-port", str(metrics), "--log-level", "warn"),
+        # The replica that has read most of a prompt's beginning gets it, unless a header names its session.
+        *("--policy", "cache_aware", "--sticky-sessions", "--routing-key-headers", *SESSION_HEADERS),
+        *("--health-check-interval-secs", str(HEALTH_SECONDS), "--health-failure-threshold", "2"),
+        *("--health-success-threshold", "1", "--disable-load-monitoring"),
+        # Without a key every client could add workers and remove them.
+        *("--control-plane-api-keys", f"{ROUTER}:kvseek:admin:{key}"),
+    )
+
+
+def _knows(url: str, key: str, replicas: int) -> Callable[[], bool]:
+    """Make a function that says whether the router at `url` has so many healthy replicas."""
+
+    def knows() -> bool:
+        try:
+            with requests.Session() as session:
+                session.trust_env = False
+                answer = session.get(f"{url}/workers", headers={"Authorization": f"Bearer {key}"}, timeout=5)
+                workers = answer.json()["workers"]
+        except (requests.RequestException, ValueError, KeyError):
+            return False  # not listening yet
+        return sum(bool(worker["is_healthy"]) for worker in workers) == replicas
+
+    return knows
+
+
+def _devices(device: str, number: int) -> dict[str, str]:
+    """Return the environment that shows a replica its own GPU alone."""
+    if device != "cuda":
+        return {}
+    listed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if listed and number >= len(listed):
+        raise ServerError(
+            f"--replicas: replica {number} has no GPU of its own, CUDA_VISIBLE_DEVICES names {len(listed)}; start fewer"
+        )
+    return {"CUDA_VISIBLE_DEVICES": listed[number] if listed else str(number)}
+
+
+def _log_of(log: Path | None, name: str) -> Path | None:
+    return log if log is None or log == STANDARD_OUTPUT else log.with_name(f"{log.name}.{name}")

@@ -1,0 +1,163 @@
+"""Replicas behind the real router: where conversations go, what a dead replica costs, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from tests.conftest import BuildEngine, RandomModel
+from tests.support.waiting import wait_for
+
+from kvseek.server.launch import main
+
+pytestmark = pytest.mark.server
+LIMITS = ("--max_seq_len", "900", "--max_batch_size", "2")
+SECONDS = 300.0
+WORDS = "the harbour and its ships " * 8
+
+
+class Service:
+    """A running `kvseek serve --replicas 2`."""
+
+    def __init__(self, directory: Path, log: Path) -> None:
+        command = [sys.executable, "-m", "kvseek.cli.main", "serve", "--engine_dir", str(directory), "--replicas", "2"]
+        command += ["--openai_port", "0", "--log", str(log), "--threads", "2", "--drain_seconds", "1"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        lines = [self.process.stdout.readline() for _ in range(3)]
+        assert lines[2].startswith("ready: OpenAI http://"), lines
+        self.url = lines[2].split()[-1]
+        self.replicas = [re.search(r"OpenAI (\S+)/v1", line)[1] for line in lines[:2]]  # type: ignore[index]
+        self.model = requests.get(f"{self.url}/models", timeout=30).json()["data"][0]["id"]
+
+    def ask(self, messages: list[dict[str, str]], session: str = "", **fields: Any) -> requests.Response:
+        body = {"model": self.model, "messages": messages, "max_tokens": 4, **fields}
+        headers = {"x-session-id": session} if session else {}
+        return requests.post(f"{self.url}/chat/completions", json=body, headers=headers, timeout=60, stream=True)
+
+    def replica_of(self, session: str) -> str:
+        answer = self.ask([{"role": "user", "content": f"{session} at {time.time()}"}], session)
+        assert answer.status_code == 200, answer.text
+        return str(answer.headers["x-smg-routed-worker-id"])
+
+    def engine_of(self, replica: str) -> int:
+        """Process id of a replica's engine, a descendant of the process that listens at its port."""
+        port = replica.rpartition(":")[2]
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (folder / "cmdline").read_text().split("\0")
+            except OSError:
+                continue
+            if "kvseek.server.doors" in command and command[command.index("--openai_port") + 1] == port:
+                socket = command[command.index("--socket") + 1]
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (folder / "cmdline").read_text().split("\0")
+            except OSError:
+                continue
+            if "kvseek.server.engine.process" in command and socket in command:
+                return int(folder.name)
+        raise AssertionError(f"{replica} has no engine")
+
+
+@pytest.fixture(scope="module")
+def service(
+    random_model: RandomModel, build_engine: BuildEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
+    directory = build_engine(random_model("llama"), "full", *LIMITS)
+    service = Service(directory, tmp_path_factory.mktemp("log") / "server.log")
+    try:
+        yield service
+    finally:
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(SECONDS) == 0
+
+
+def test_a_conversation_returns_to_the_replica_that_has_read_its_beginning(service: Service) -> None:
+    replicas = set()
+    for number in range(6):
+        messages, seen = [{"role": "user", "content": f"{number}: {WORDS}"}], set()
+        for _ in range(3):
+            answer = service.ask(messages)
+            seen.add(answer.headers["x-smg-routed-worker-id"])
+            messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "and then?"}]
+        assert len(seen) == 1
+        replicas |= seen
+    assert replicas <= set(service.replicas)
+
+
+def test_a_header_names_the_session(service: Service) -> None:
+    places = {f"s{number}": service.replica_of(f"s{number}") for number in range(12)}
+    assert set(places.values()) == set(service.replicas), "both are used"
+    assert all(service.replica_of(session) == place for session, place in places.items())
+
+
+def test_a_dead_replicas_sessions_move_and_the_others_stay(service: Service) -> None:
+    before = {f"s{number}": service.replica_of(f"s{number}") for number in range(12)}
+    victim = before["s0"]
+    stream = service.ask([{"role": "user", "content": "x"}], "s0", max_tokens=800, stream=True)
+    lines = stream.iter_lines()
+    assert next(lines).startswith(b"data: ")
+    os.kill(service.engine_of(victim), signal.SIGKILL)
+    rest = [line for line in lines if line]
+    assert any(b'"error"' in line for line in rest), "the request in flight is told"
+    left = next(replica for replica in service.replicas if replica != victim)
+
+    def served() -> bool:
+        return service.ask([{"role": "user", "content": "y"}], "s0").status_code == 200
+
+    wait_for(served, "an answer in the dead replica's session", 60)
+    staying = [session for session, place in before.items() if place == left]
+    assert staying
+    assert all(service.replica_of(session) == left for session in staying)
+    # Its supervisor starts the engine again, and the router finds it.
+    wait_for(lambda: requests.get(f"{victim}/health", timeout=5).status_code == 200, "the replica again", SECONDS)
+    numbers = itertools.count()
+    wait_for(lambda: service.replica_of(f"new {next(numbers)}") == victim, "new sessions on the replica", 60)
+
+
+def test_clients_cannot_change_the_routers_workers(service: Service) -> None:
+    workers = f"{service.url.removesuffix('/v1')}/workers"
+    assert requests.get(workers, timeout=5).status_code == 401
+    assert requests.post(workers, json={"url": "http://127.0.0.1:1"}, timeout=5).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--replicas", "0"), "replicas = 0: must be >= 1"),
+        (("--replicas", "2", "--grpc_port", "7000"), "grpc_port = 7000: must be left out with --replicas"),
+        (("--replicas", "2", "--api_key_file", "keys"), "--api_key_file: must be left out with --replicas"),
+    ],
+)
+def test_what_replicas_cannot_have_is_refused(
+    flags: tuple[str, ...],
+    message: str,
+    random_model: RandomModel,
+    build_engine: BuildEngine,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    directory = build_engine(random_model("llama"), "full", *LIMITS)
+    assert main(["--engine_dir", str(directory), *flags]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_router_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from kvseek.server.errors import ServerError
+    from kvseek.server.replicas import router_command
+
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ServerError, match=r"the router smg is not installed; pip install 'kvseek\[replicas\]'"):
+        router_command()
