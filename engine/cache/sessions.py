@@ -1,0 +1,148 @@
+"""Sessions: which kept extents belong to which conversations, and which extents make room first (docs/conversations.md).
+
+Only the engine's thread changes anything here; any thread may count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvseek.core.session import DEFAULT_RETENTION_PRIORITY, Session
+
+from .prefix_tree import Node
+
+MAX_SESSIONS = 4096
+# Priority of what only sessions have used that have ended, or whose conversations have taken another course.
+LEFT_BEHIND = 0
+
+
+@dataclass(eq=False)
+class KeptSession:
+    """A session that the engine knows.
+
+    Attributes
+    ----------
+    key : (str or None, str)
+        Salt and id.
+    expires_at : float or None
+        When its priority lapses, in seconds of the clock; None: never.
+    nodes : set of Node
+        All kept nodes that its requests have used.
+    """
+
+    key: tuple[str | None, str]
+    priority: int = 0
+    expires_at: float | None = None
+    nodes: set[Node] = field(default_factory=set)
+
+    def priority_at(self, now: float) -> int:
+        """Return the priority of the nodes that the conversation goes through."""
+        return self.priority if self.lives(now) else DEFAULT_RETENTION_PRIORITY
+
+    def lives(self, now: float) -> bool:
+        """Whether its time to live has not passed."""
+        return self.expires_at is None or now < self.expires_at
+
+
+@dataclass
+class Uses:
+    """Who has used a node: sessions, each with whether its conversation still goes through it, and requests without one."""
+
+    sessions: dict[KeptSession, bool] = field(default_factory=dict)
+    anonymous: bool = False
+
+
+class Sessions:
+    """The sessions that are known, at most MAX_SESSIONS: the least recently used one is forgotten for a new one.
+
+    Parameters
+    ----------
+    clock : callable
+        Returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._sessions: OrderedDict[tuple[str | None, str], KeptSession] = OrderedDict()  # by their last use
+        self._uses: dict[Node, Uses] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def pinned(self) -> int:
+        """Count the extents that live sessions pin."""
+        now, uses = self._clock(), tuple(self._uses.values())  # copies, as the engine's thread goes on meanwhile
+        return sum(any(on and one.lives(now) for one, on in tuple(each.sessions.items())) for each in uses)
+
+    def use(self, session: Session | None, salt: str | None, nodes: Sequence[Node], last: Node | None = None) -> None:
+        """Note that a request uses kept nodes. What its session has used before and does not use now is no longer pinned.
+
+        Parameters
+        ----------
+        nodes : sequence of Node
+            Those whose tokens the request begins with, in order.
+        last : Node, optional
+            The next node, of whose tokens the request has only the first. It matters to the session whose own it is.
+        """
+        if session is None:
+            for node in nodes:
+                self._uses.setdefault(node, Uses()).anonymous = True
+            return
+        kept = self._kept(session, salt)
+        for node in kept.nodes:
+            self._uses[node].sessions[kept] = node is last
+        for node in nodes:
+            self._uses.setdefault(node, Uses()).sessions[kept] = True
+        kept.nodes.update(nodes)
+
+    def priority(self) -> Callable[[Node], int]:
+        """Return a function that tells the present priority of a node, apart from those that continue it."""
+        now = self._clock()
+
+        def of_node(node: Node) -> int:
+            uses = self._uses.get(node)
+            if uses is None:
+                return DEFAULT_RETENTION_PRIORITY
+            found = [session.priority_at(now) for session, on in uses.sessions.items() if on]
+            return max([*found, DEFAULT_RETENTION_PRIORITY] if uses.anonymous else found, default=LEFT_BEHIND)
+
+        return of_node
+
+    def replace(self, old: Node, new: Node) -> None:
+        """Give a node the uses of one that it replaces, because it has all of that one's tokens."""
+        theirs, own = self._uses.get(old, Uses()), self._uses.setdefault(new, Uses())
+        own.anonymous |= theirs.anonymous
+        for session, on in theirs.sessions.items():
+            own.sessions[session] = on
+            session.nodes.add(new)
+
+    def forget(self, node: Node) -> None:
+        """Forget a node that is kept no longer."""
+        for session in self._uses.pop(node, Uses()).sessions:
+            session.nodes.remove(node)
+
+    def end(self, salt: str | None, session_id: str) -> set[Node] | None:
+        """Forget a session; returns the nodes that only it has used, None if it is not known."""
+        session = self._sessions.pop((salt, session_id), None)
+        if session is None:
+            return None
+        for node in session.nodes:
+            del self._uses[node].sessions[session]
+        return {node for node in session.nodes if not self._uses[node].sessions and not self._uses[node].anonymous}
+
+    def _kept(self, session: Session, salt: str | None) -> KeptSession:
+        """Find a session or begin it, with the priority and the time to live of its latest request."""
+        key = (salt, session.id)
+        if key not in self._sessions:
+            if len(self._sessions) >= MAX_SESSIONS:
+                self.end(*next(iter(self._sessions)))
+            self._sessions[key] = KeptSession(key)
+        self._sessions.move_to_end(key)
+        kept = self._sessions[key]
+        kept.priority = session.priority
+        kept.expires_at = None if session.seconds is None else self._clock() + session.seconds
+        return kept
