@@ -221,8 +221,16 @@ class Engine:
         return waiting if running is None else self._end(running, ended(running, reason))
 
     def end_session(self, session_id: str, cache_salt: str | None = None) -> EndedSession | None:
-        """Forget a session and free what only it has used; None if it is not known. A request of it that runs begins it anew."""
-        return self._prefixes.end_session(cache_salt, session_id)
+        """Forget a session and free what only it has used; None if it is not known.
+
+        Its requests that have not ended go on, and what only they use is freed when they end.
+        """
+        ended = self._prefixes.end_session(cache_salt, session_id)
+        for sequence in (*self._queue.sequences(), *self._scheduler.running):
+            request = sequence.request
+            if request.session is not None and (request.cache_salt, request.session.id) == (cache_salt, session_id):
+                sequence.ends_session, ended = True, ended or EndedSession(0, 0)
+        return ended
 
     def expire(self) -> list[StepOutput]:
         """End the waiting requests whose time limit has passed, and return their only outputs. Safe from any thread."""

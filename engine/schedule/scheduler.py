@@ -83,5 +83,7 @@ class Scheduler:
         tokens = sequence.packed_tokens() if keep else None
         request = sequence.request
         self._prefixes.close(sequence.slot, tokens, request.cache_salt, request.session)
+        if sequence.ends_session and request.session is not None:
+            self._prefixes.end_session(request.cache_salt, request.session.id)
         self._free_slots.append(sequence.slot)
         self._head_waits = False  # the next `admit` finds out

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from tests.engine.test_prefix_reuse import EXTENT_BYTES, SINK, Load, ask, load, model
+from tests.support.prefill import run_to_end
 
 from kvseek.core.errors import RequestError
-from kvseek.core.request import Request
+from kvseek.core.request import FinishReason, Request
 from kvseek.core.session import EndedSession, Session, read_session
 from kvseek.engine.cache import sessions as sessions_module
 from kvseek.engine.cache.sessions import Sessions
@@ -148,16 +149,27 @@ def test_the_end_of_a_session_frees_its_earlier_courses(engine: Engine) -> None:
     assert engine.cache_usage.extents_kept == 0
 
 
-def test_a_running_request_keeps_what_it_uses(engine: Engine) -> None:
+def test_a_running_request_takes_what_it_leaves_with_its_session(engine: Engine) -> None:
     number = engine.submit(Request(text(3), 40, session=Session("a")))
     while not engine.step()[-1].token_id:
         pass
-    ended = engine.end_session("a")
-    assert ended == EndedSession(0, 0)
-    while engine.has_work:
-        engine.step()
-    assert number
-    assert engine.end_session("a") == EndedSession(3, 2200 + 39), "its end has begun the session anew"
+    assert engine.end_session("a") == EndedSession(0, 0)
+    outputs = run_to_end(engine)
+    assert outputs[-1].request_id == number
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert engine.end_session("a") is None
+    assert engine.cache_usage.extents_kept == 0, "what it has left went with its session"
+
+
+def test_a_waiting_request_leaves_nothing_to_a_session_that_has_ended(engine: Engine) -> None:
+    read(engine, text(3, 1500), Session("a"), "x")
+    for salt in ("x", "y"):
+        engine.submit(Request(text(3), 3, session=Session("a"), cache_salt=salt))
+    assert engine.end_session("a", "x") == EndedSession(2, 1502)
+    assert engine.end_session("a", "y") == EndedSession(0, 0), "it has a request, though nothing is kept yet"
+    run_to_end(engine)
+    usage = engine.cache_usage
+    assert (usage.sessions, usage.extents_kept) == (0, 0)
 
 
 def test_a_longer_text_takes_over_what_is_pinned(engine: Engine) -> None:
