@@ -108,8 +108,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--cache_salt",
         help="what the server reads of this is shared with requests of the same salt alone (default: none)",
     )
-    parser.add_argument("--session_id", help="the conversation that this continues, whose rows the server keeps rather")
-    parser.add_argument("--retention_priority", type=int, help="of the session: 0 to 100 (default: 70)")
+    parser.add_argument(
+        "--session_id", help="name of the conversation that this continues, which the server keeps longer"
+    )
+    parser.add_argument(
+        "--retention_priority", type=int, help="of the session: what is lower goes first, 0 to 100 (default: 70)"
+    )
     parser.add_argument("--retention_seconds", type=float, help="how long that priority lasts (default: 3600)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of live text")
     return parser.parse_args(argv)

@@ -35,9 +35,9 @@ class Session:
     ----------
     id : str
         1 to 256 characters. Requests with the same id and the same `cache_salt` are of one session.
-    priority : int
+    retention_priority : int
         0 to 100: extents of lower priority make room first. What requests without a session leave has 35.
-    seconds : float or None
+    retention_seconds : float or None
         How long the priority lasts after the session's latest request, at most a week; 35 afterwards. None: as long as the
         session is not forgotten.
 
@@ -48,19 +48,19 @@ class Session:
     """
 
     id: str
-    priority: int = SESSION_PRIORITY
-    seconds: float | None = SESSION_SECONDS
+    retention_priority: int = SESSION_PRIORITY
+    retention_seconds: float | None = SESSION_SECONDS
 
     def __post_init__(self) -> None:
         check_text("session_id", self.id, MAX_SESSION_ID)
-        if not 0 <= self.priority <= MAX_RETENTION_PRIORITY:
+        if not 0 <= self.retention_priority <= MAX_RETENTION_PRIORITY:
             raise RequestError(
-                f"retention_priority = {self.priority!r}: must be in [0, {MAX_RETENTION_PRIORITY}]; "
+                f"retention_priority = {self.retention_priority!r}: must be in [0, {MAX_RETENTION_PRIORITY}]; "
                 f"{SESSION_PRIORITY} is a session's default, {DEFAULT_RETENTION_PRIORITY} that of requests without one"
             )
-        if self.seconds is not None and not 0 < self.seconds <= MAX_RETENTION_SECONDS:
+        if self.retention_seconds is not None and not 0 < self.retention_seconds <= MAX_RETENTION_SECONDS:
             raise RequestError(
-                f"retention_seconds = {self.seconds!r}: must be > 0 and <= {MAX_RETENTION_SECONDS:.0f} s, a week; "
+                f"retention_seconds = {self.retention_seconds!r}: must be > 0 and <= {MAX_RETENTION_SECONDS:.0f} s, a week; "
                 f"{SESSION_SECONDS:.0f} is the default"
             )
 

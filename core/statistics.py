@@ -25,9 +25,7 @@ class RequestStatistics:
     prompt_extents: int = 0  # of `extents`, those that hold the prompt
     reused_tokens: int = 0  # first tokens of the prompt that were not read, as an earlier request had left their rows
     reused_extents: int = 0  # of `prompt_extents`, those of which an earlier request had left at least the first rows
-    shared_extents: int = (
-        0  # of `extents`, those that an earlier request had written; rows of the other reused ones were copied
-    )
+    shared_extents: int = 0  # of `reused_extents`, those that were not copied
 
     def record_token(self, cached_tokens: int, attended_tokens: float) -> None:
         """Count a token drawn now, by a step that attended to `attended_tokens` of `cached_tokens` (0 of 0: prefill)."""

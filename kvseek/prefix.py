@@ -47,7 +47,7 @@ class Prefix:
         self.token_ids, self.text = tuple(token_ids), text
         self.messages = None if messages is None else tuple(messages)
         self.cache_salt, self._service = cache_salt, service
-        self.session = Session(f"prefix-{uuid.uuid4().hex}", MAX_RETENTION_PRIORITY, seconds=None)
+        self.session = Session(f"prefix-{uuid.uuid4().hex}", MAX_RETENTION_PRIORITY, retention_seconds=None)
         self._finalizer = weakref.finalize(self, _end, service, self.session.id, cache_salt)
         self._finalizer.atexit = False
 

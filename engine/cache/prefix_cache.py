@@ -157,7 +157,9 @@ class PrefixCache:
                     self._keep(slot, tokens, salt)
             except (MemoryError, RuntimeError) as error:  # the request has ended well, and the others go on
                 logger.warning("the rows of a request are not kept for later ones: %s", str(error).splitlines()[0])
-            self._note_use(tokens, salt, session)
+            self._note_use(
+                tokens if self.cache.lengths[slot] else b"", salt, session
+            )  # in the window alone: of no extents
         self._read.discard(slot)
         self.cache.close(slot)
         self._evict(self._extents.idle - self._most)
@@ -176,7 +178,7 @@ class PrefixCache:
         return EndedSession(len(freed), sum(len(node.tokens) for node in freed) // TOKEN_BYTES)
 
     def _note_use(self, tokens: bytes, salt: str | None, session: Session | None) -> None:
-        """Note, for the order of eviction, that a request has these tokens."""
+        """Note whose the nodes of these tokens are, for the order of eviction and for the end of sessions."""
         match = self._tree.match(salt, tokens)
         nodes, found = match.nodes, sum(len(node.tokens) for node in match.nodes)
         if found == match.tokens * TOKEN_BYTES or match.tokens * TOKEN_BYTES == len(tokens):

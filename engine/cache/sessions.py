@@ -117,7 +117,7 @@ class Sessions:
         theirs, own = self._uses.get(old, Uses()), self._uses.setdefault(new, Uses())
         own.anonymous |= theirs.anonymous
         for session, on in theirs.sessions.items():
-            own.sessions[session] = on
+            own.sessions[session] = on or own.sessions.get(session, False)
             session.nodes.add(new)
 
     def forget(self, node: Node) -> None:
@@ -143,6 +143,7 @@ class Sessions:
             self._sessions[key] = KeptSession(key)
         self._sessions.move_to_end(key)
         kept = self._sessions[key]
-        kept.priority = session.priority
-        kept.expires_at = None if session.seconds is None else self._clock() + session.seconds
+        kept.priority = session.retention_priority
+        seconds = session.retention_seconds
+        kept.expires_at = None if seconds is None else self._clock() + seconds
         return kept

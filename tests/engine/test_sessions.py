@@ -77,7 +77,7 @@ def test_the_lower_priority_makes_room_first(engine: Engine, one: int, other: in
 
 
 def test_a_priority_lapses(engine: Engine, clock: Clock) -> None:
-    read(engine, text(3), Session("a", 90, seconds=60))
+    read(engine, text(3), Session("a", 90, retention_seconds=60))
     read(engine, text(4))
     clock.now += 59
     assert engine.cache_usage.pinned_extents == 3
@@ -92,7 +92,7 @@ def test_a_priority_lapses(engine: Engine, clock: Clock) -> None:
 
 def test_a_low_priority_lapses_too(engine: Engine, clock: Clock) -> None:
     read(engine, text(4))
-    read(engine, text(3), Session("a", 10, seconds=60))
+    read(engine, text(3), Session("a", 10, retention_seconds=60))
     clock.now += 60
     read(engine, text(5))
     assert read(engine, text(3)) == 2199
@@ -100,11 +100,11 @@ def test_a_low_priority_lapses_too(engine: Engine, clock: Clock) -> None:
 
 def test_every_turn_renews_the_priority(engine: Engine, clock: Clock) -> None:
     for _ in range(3):
-        read(engine, text(3), Session("a", seconds=60))
+        read(engine, text(3), Session("a", retention_seconds=60))
         clock.now += 59
         for first in (4, 5):
             read(engine, text(first))
-    assert read(engine, text(3), Session("a", seconds=60)) == 2199
+    assert read(engine, text(3), Session("a", retention_seconds=60)) == 2199
 
 
 def test_what_an_edited_history_no_longer_begins_with_makes_room_first(engine: Engine) -> None:
