@@ -9,7 +9,6 @@ import torch
 
 from kvseek.plugins.attention.hot_rows import HotRows, hit_rate
 
-from .cache import Cache
 from .prefix_cache import PrefixCache, ReuseCounts
 
 
@@ -50,8 +49,9 @@ class CacheUsage:
 class UsageMeter:
     """Measures the use of a cache and of its hot rows. Any thread may call `usage`; only the engine's thread calls `count`."""
 
-    def __init__(self, cache: Cache, hot_rows: Sequence[HotRows], prefixes: PrefixCache) -> None:
-        self._cache, self._prefixes = cache, prefixes
+    def __init__(self, prefixes: PrefixCache, hot_rows: Sequence[HotRows]) -> None:
+        self._prefixes, self._cache = prefixes, prefixes.cache
+        cache = prefixes.cache
         # Rows of one token in host memory: one per KV head and layer there. On the CPU these are all of its rows.
         self._row_copies = cache.window.shape[2] * cache.rows.layout.host_layers
         self._host_rows = 0
