@@ -78,13 +78,13 @@ class SafetensorsStorage:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, quantised ones with their scales."""
-        return total_size(self.config.model, WeightFormat.of(self.config))
+        """Bytes of all weights in all ranks, quantised ones with their scales."""
+        return total_size(self.config.model, WeightFormat.of(self.config), self.config.tp_size)
 
     @property
     def steps(self) -> int:
-        """Number of bytes, because `write` advances by bytes."""
-        return self.weight_bytes
+        """Number of bytes before they are divided among ranks, because `write` advances by these."""
+        return total_size(self.config.model, WeightFormat.of(self.config))
 
     @property
     def disk_bytes(self) -> int:
@@ -97,7 +97,8 @@ class SafetensorsStorage:
 
     def write(self, checkpoint: Checkpoint, directory: Path, advance: Advance) -> None:
         """Fuse, convert and write one weight at a time; raises as `write_weights`."""
-        write_weights(checkpoint, directory, WeightFormat.of(self.config), progress=advance)
+        own = WeightFormat.of(self.config)
+        write_weights(checkpoint, directory, own, progress=advance, tp_size=self.config.tp_size)
 
     def describe(self, directory: Path) -> None:
         """There are no plans."""

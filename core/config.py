@@ -28,6 +28,10 @@ CHOICES = {  # the values that EngineConfig's fields of type str allow
 }
 
 
+# Fields of CacheConfig, beside None, of engines that keep no rows for later requests.
+NO_REUSE = {"reuse": False, "reuse_host_bytes": None, "cached_prefill": "dense"}
+
+
 def require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:
     """Raise ConfigError that names the field, its value, the limit and the remedy unless `condition` holds."""
     if not condition:
@@ -205,6 +209,9 @@ class CacheConfig:
         Keep rows for later requests that begin alike (docs/conversations.md); None: on the CPU, with methods that can.
     reuse_host_bytes : int or None
         Upper bound of the rows that are kept and that no running request uses; None: what is free of the row pool.
+    cached_prefill : str
+        What the tokens of a prompt attend to whose beginning is reused: "dense", all tokens before them, or "sparse", what decode
+        steps would attend to.
     """
 
     sink: int = 64
@@ -216,6 +223,7 @@ class CacheConfig:
     kv_cache_device_memory_bytes: int | None = None
     reuse: bool | None = None
     reuse_host_bytes: int | None = None
+    cached_prefill: str = "dense"
 
     def __post_init__(self) -> None:
         require(self.sink >= 0, "cache.sink", self.sink, ">= 0", "64 is the default")
@@ -234,6 +242,10 @@ class CacheConfig:
         budget, name = self.reuse_host_bytes, "cache.reuse_host_bytes"
         idle = budget is not None and self.reuse is False
         require(not idle, name, budget, "left out with cache.reuse = False", "no rows are kept then")
+        forms, name = ("dense", "sparse"), "cache.cached_prefill"
+        require(self.cached_prefill in forms, name, self.cached_prefill, f"one of {forms}", "dense is the default")
+        idle = self.cached_prefill == "sparse" and self.reuse is False
+        require(not idle, name, "sparse", "dense with cache.reuse = False", "no beginning of a prompt is reused then")
 
     @property
     def window(self) -> int:
@@ -275,6 +287,7 @@ class EngineConfig:
     the CPU alone); `dtype`, that of weights and cache, is float32, bfloat16 or, on cuda, float16. `weight_only_precision` is
     "none", or "int8" or "fp8" for layers whose matrices have 8 bits a weight (engine/model/weight_only.py). `runtime` names
     the library that computes all but attention: "torch", or on a GPU also "tensorrt", which the field `tensorrt` configures.
+    `tp_size` ranks, processes that each have a part of every layer, compute together (core/ranks.py, docs/parallelism.md).
     """
 
     model: ModelConfig
@@ -291,6 +304,7 @@ class EngineConfig:
     max_input_len: int = 8192
     max_seq_len: int = 8192
     prefill_chunk_tokens: int = 2048
+    tp_size: int = 1
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -298,8 +312,9 @@ class EngineConfig:
             require(value in choices, name, value, f"one of {choices}", f"choose one with --{name}")
         self._check_device()
         # max_seq_len before max_input_len, which it is the default of: the message is to name the field that was set.
-        for name in ("max_batch_size", "max_seq_len", "max_input_len", "prefill_chunk_tokens"):
+        for name in ("max_batch_size", "max_seq_len", "max_input_len", "prefill_chunk_tokens", "tp_size"):
             require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1", f"set --{name}")
+        self._check_ranks()
         limit = f"<= max_seq_len = {self.max_seq_len}"
         require(self.max_input_len <= self.max_seq_len, "max_input_len", self.max_input_len, limit, "raise max_seq_len")
         limit = f"<= max_position_embeddings = {self.model.max_position_embeddings}"
@@ -314,6 +329,24 @@ class EngineConfig:
         limit = f"<= original_max_position_embeddings = {short} with runtime = 'tensorrt'"
         remedy = f"a plan has longrope's short_factor alone: build with --max_seq_len {short}, or with --runtime torch"
         require(within, "max_seq_len", self.max_seq_len, limit, remedy)
+
+    def _check_ranks(self) -> None:
+        """Refuse a number of ranks that the model cannot be divided among, and what several ranks do not have."""
+        model, size = self.model, self.tp_size
+        if size == 1:
+            return
+        require(self.device == "cpu", "tp_size", size, "1 with device = 'cuda'", "ranks on GPUs are not built yet")
+        remedy = "choose another --tp_size"
+        for name in ("num_heads", "intermediate_size"):
+            limit = f"a divisor of {name} = {getattr(model, name)}"
+            require(getattr(model, name) % size == 0, "tp_size", size, limit, remedy)
+        heads = model.num_kv_heads
+        limit = f"a divisor or a multiple of num_kv_heads = {heads}"
+        require(heads % size == 0 or size % heads == 0, "tp_size", size, limit, remedy)
+        remedy = "ranks do not keep rows for later requests yet: leave it out"
+        for name, default in NO_REUSE.items():
+            value = getattr(self.cache, name)
+            require(value in (None, default), f"cache.{name}", value, "left out with tp_size > 1", remedy)
 
     def _why_no_further(self) -> str:
         scaling = self.model.rope_scaling
@@ -341,12 +374,10 @@ class EngineConfig:
             )
             require(value == "none", name, value, "'none' with runtime = 'tensorrt'", "build with --runtime torch")
         if self.device == "cuda":
-            for name in ("reuse", "reuse_host_bytes"):
-                value, remedy = (
-                    getattr(self.cache, name),
-                    "rows are kept for later requests on the CPU alone",
-                )
-                require(not value, f"cache.{name}", value, "left out with device = 'cuda'", remedy)
+            remedy, left_out = "rows are kept for later requests on the CPU alone", "left out with device = 'cuda'"
+            for name, default in NO_REUSE.items():
+                value = getattr(self.cache, name)
+                require(value in (None, default), f"cache.{name}", value, left_out, remedy)
             remedy = "build with --kernels native; the reference runs with --device cpu"
             require(self.kernels == "native", "kernels", self.kernels, "'native' with device = 'cuda'", remedy)
             name, value = "weight_only_precision", self.weight_only_precision

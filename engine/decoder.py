@@ -117,6 +117,9 @@ class Decoder:
         """Do the indexes' upkeep that is due for these slots."""
         self.retrieval.refresh(slots)
 
+    def close(self) -> None:
+        """End what other processes do for this decoder, which must not be used any more. May be called twice."""
+
     def observe(self, observer: Observer) -> None:
         """Let `observer` look into the decode steps from now on; captured steps are captured again with it."""
         self.retrieval.observer = observer

@@ -73,7 +73,8 @@ class Engine:
         self.config, self.tokenizer = config, tokenizer
         self.decoder, self._cache = decoder, decoder.cache
         self._queue = RequestQueue(max_queue_size)
-        self._prefixes = PrefixCache(decoder.cache, decoder.retrieval.indexes, reuses_prefixes(config))
+        retrieval = decoder.retrieval
+        self._prefixes = PrefixCache(decoder.cache, retrieval.indexes, reuses_prefixes(config), retrieval.selects)
         self._scheduler = Scheduler(self._prefixes, config.max_batch_size, self._queue)
         self._reader = PromptReader(decoder, self._prefixes, max_num_tokens)
         self._guides = Guides(tokenizer, config)
@@ -116,7 +117,7 @@ class Engine:
     @property
     def index_bytes_per_token(self) -> float:
         """Bytes that the method's indexes of all layers and KV heads keep per retrieval token."""
-        return sum(index.bytes_per_token for index in self.decoder.retrieval.indexes)
+        return self.config.tp_size * sum(index.bytes_per_token for index in self.decoder.retrieval.indexes)
 
     @property
     def has_work(self) -> bool:
@@ -265,6 +266,10 @@ class Engine:
                 if output.token_id is not None:
                     tokens[output.request_id].append(output.token_id)
         return list(tokens.values())
+
+    def close(self) -> None:
+        """End the processes of the engine's other ranks, if it has any; the engine must not be used any more."""
+        self.decoder.close()
 
     def _time_out(self) -> list[StepOutput]:
         """End running requests whose time limit has passed, with the tokens that they have."""

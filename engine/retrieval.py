@@ -64,6 +64,26 @@ class Retrieval:
         prefix = self.cache.prefixes.get(slot)
         return 0 if prefix is None else prefix.tokens
 
+    def selects(self, tokens: int) -> bool:
+        """Whether a decode step after `tokens` tokens attends to selected rows, rather than to all."""
+        length = self.cache.retrieval_tokens(tokens)
+        return not self._is_dense(tokens, length, self._effort(length))
+
+    def resumes(self, slots: Sequence[int]) -> bool:
+        """Whether these are one slot, whose prompt goes on behind its prefix as decode steps do."""
+        return len(slots) == 1 and slots[0] in self.cache.prefixes and self.cache.prefixes[slots[0]].sparse
+
+    def resume(self, slot: int) -> None:
+        """Begin a slot with the tokens of its prefix, none of which is read; `begin_step` counts those that follow."""
+        prefix = self.cache.prefixes[slot]
+        self.expect(slot, prefix.tokens)
+        shared, length = self.cache.shared_places(slot), self.cache.lengths[slot]
+        for layer, index in enumerate(self.indexes):
+            index.adopt(slot, shared, prefix.head.states[layer])
+            keys = self.cache.write_prefix(layer, slot)
+            index.append(slot, shared, keys)
+            index.publish(slot, shared, length - shared)
+
     def read_prefix(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> None:
         """Copy a layer's keys and values of the tokens that `reused` counts to the first of `keys` and `values`, [G, n, D]."""
         self.cache.prefixes[slot].read(self.cache.rows, layer, keys, values)
@@ -100,6 +120,9 @@ class Retrieval:
     def begin_step(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[list[RequestState], list[float]]:
         """Count one more token per slot.
 
+        A slot may occur several times, with tokens that follow each other, if its ring has room for them
+        (Cache.room_in_ring): each then sees those before it.
+
         Returns
         -------
         states : list of RequestState
@@ -107,12 +130,12 @@ class Retrieval:
         attended : list of float
             Cached tokens that one KV head attends to in the step, averaged over the layers.
         """
-        self.cache.begin_step(slots, self.indexes)
         states, attended = [], []
         for token, slot in zip(tokens, slots, strict=True):
+            self.cache.begin_step([slot], self.indexes)
             length = self.cache.lengths[slot]
             effort = self._effort(length)
-            dense = self.cache.tokens[slot] < self.cache.config.full_threshold or effort.rows >= length
+            dense = self._is_dense(self.cache.tokens[slot], length, effort)
             state = self.cache.state(slot, token, effort.numbers, dense)
             states.append(state)
             (self._selecting.discard if dense else self._selecting.add)(slot)
@@ -145,6 +168,9 @@ class Retrieval:
         selecting = [slot for slot in slots if slot in self._selecting]
         for index in self.indexes:
             index.refresh(selecting)
+
+    def _is_dense(self, tokens: int, length: int, effort: Effort) -> bool:
+        return tokens < self.cache.config.full_threshold or effort.rows >= length
 
     def _effort_of(self, length: int) -> Effort:
         """Compute a step's effort over a retrieval region of `length` tokens; its rows are averaged over the layers."""

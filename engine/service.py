@@ -209,6 +209,7 @@ class EngineService:
         for thread in (self._thread, self._timer, self._compiler):
             if threading.current_thread() is not thread:
                 thread.join()
+        self._engine.close()
 
     def _refuse(self, reason: str) -> None:
         with self._lock:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from kvseek import LLM, SamplingParams
-from kvseek.core.config import EngineConfig
+from kvseek.core.config import CacheConfig, EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import FinishReason
 from kvseek.engine.model.weight_only import NONE
@@ -82,18 +82,28 @@ def check_lengths(config: EngineConfig, name: str, length: int, rounds: int) -> 
 
 
 def engine_names(directories: Sequence[Path], configs: Sequence[EngineConfig]) -> list[str]:
-    """What to call each engine: its method and settings, or its directory where that would name two engines alike."""
-    names = [described(config) for config in configs]
-    return names if len(set(names)) == len(names) else [str(directory) for directory in directories]
+    """What to call each engine.
+
+    Its method and settings; also those of its cache, or only its directory, where that would name two engines alike.
+    """
+    for with_cache in (False, True):
+        names = [described(config, with_cache=with_cache) for config in configs]
+        if len(set(names)) == len(names):
+            return names
+    return [str(directory) for directory in directories]
 
 
-def described(config: EngineConfig) -> str:
+def described(config: EngineConfig, *, with_cache: bool = False) -> str:
     """A method with its settings that are not the defaults, in the form of the benchmarks' --methods."""
     method = get_method(config.method)
     settings, defaults = (dataclasses.asdict(method.configure(values)) for values in (config.method_config, {}))
     changed = {name: value for name, value in settings.items() if value != defaults[name]}
     if config.weight_only_precision != NONE:
         changed["weight_only_precision"] = config.weight_only_precision
+    if with_cache:
+        usual = dataclasses.asdict(CacheConfig(**method.traits().cache_defaults))
+        cache = dataclasses.asdict(config.cache)
+        changed |= {f"cache.{name}": value for name, value in cache.items() if value != usual[name]}
     words = (f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in changed.items())
     return f"{config.method}:{','.join(words)}" if changed else config.method
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import requests
 
+from kvseek.core.config import require
+from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
 from kvseek.core.manifest import verify
 from kvseek.server.openai_door.keys import read_keys
@@ -231,6 +233,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--grpc_port", type=int, default=8001, help="default: %(default)s; 0 picks a free port")
     parser.add_argument("--metrics_port", type=int, default=8002, help="default: %(default)s; 0 picks a free port")
     parser.add_argument("--openai_port", type=int, default=9000, help="default: %(default)s; 0 picks a free port")
+    parser.add_argument("--tp_size", type=int, help="refuse an engine of another number of ranks (default: serve any)")
     add_flags(parser, SERVE_FLAGS)
     parser.add_argument(
         "--log", type=Path, help="file for the server's log, - for standard output (default: none is kept)"
@@ -242,6 +245,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _check_ranks(engine_dir: Path, tp_size: int | None) -> None:
+    """Raise ConfigError unless the engine has so many ranks."""
+    if tp_size is not None:
+        found = read_config(engine_dir).tp_size
+        remedy = f"the engine is divided when it is built: kvseek build --tp_size {tp_size}"
+        require(tp_size == found, "tp_size", tp_size, f"{found}, that of {engine_dir}", remedy)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvseek serve` until SIGINT or SIGTERM, or until the server ends."""
     arguments = parse_arguments(argv)
@@ -250,6 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ports = Ports(arguments.http_port, arguments.grpc_port, arguments.metrics_port, arguments.openai_port)
     try:
         settings = settings_of(arguments, SERVE_FLAGS)
+        _check_ranks(arguments.engine_dir, arguments.tp_size)
         with (
             running_server(
                 arguments.engine_dir,

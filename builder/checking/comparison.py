@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +85,8 @@ def compare(directory: Path, checkpoint: Checkpoint) -> Comparison:
     """
     config = read_config(directory)
     prompt = prompt_ids(config)
-    tokens, found = greedy(load_decoder(directory, _small(config)), prompt, GREEDY_TOKENS)
+    with closing(load_decoder(directory, _small(config))) as decoder:
+        tokens, found = greedy(decoder, prompt, GREEDY_TOKENS)
     reference = reference_logits(checkpoint, [*prompt, *tokens[:-1]], len(tokens))
     expected = reference.logits
     return Comparison(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,11 +16,12 @@ from torch import Tensor
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.engine.model.weight_only import NONE, PRECISIONS, is_quantised, quantise
-from kvseek.engine.model.weights import INDEX_FILE
+from kvseek.engine.model.weights import index_file
 
 from .checkpoint import Checkpoint
 from .files import FLOAT_TYPES
 from .headers import check_headers
+from .rank_weights import rank_part, rank_shape
 
 SHARD_BYTES = 4 << 30  # most bytes of a shard, unless a single tensor is larger
 HEADER_ALIGNMENT = 64  # bytes of a cache line, because tensors are read in place from the mapped file
@@ -137,13 +139,16 @@ def write_weights(
     weight_format: WeightFormat,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int], None] | None = None,
+    tp_size: int = 1,
 ) -> None:
-    """Write rank0-*.safetensors and their index into `directory`, holding one fused tensor at a time.
+    """Write rank{r}-*.safetensors and their index into `directory` for each rank r, holding one fused tensor at a time.
 
     Parameters
     ----------
     shard_bytes : int
-        Most bytes of tensors in a shard, if no single weight is larger.
+        Most bytes of all ranks' tensors in the shards of a number, if no single weight is larger.
+    tp_size : int
+        Ranks among which the weights are divided (core/ranks.py). Weights of 8 bits are those of one rank.
     progress : callable, optional
         Called with the bytes just written after every tensor.
 
@@ -153,23 +158,31 @@ def write_weights(
         If a tensor is missing, has another shape than the configuration says, or has no place in the decoder, or if a
         value is too large for its dtype.
     """
-    weights = list_weights(checkpoint.config)
+    model, weights, ranks = checkpoint.config, list_weights(checkpoint.config), range(tp_size)
     check_tensors(checkpoint, weights)
     shards = _split(weights, weight_format, shard_bytes)
-    weight_map: dict[str, str] = {}
+    weight_maps: list[dict[str, str]] = [{} for _ in ranks]
+    sizes = [0 for _ in ranks]
     for number, shard in enumerate(shards, start=1):
-        file = f"rank0-{number:05}-of-{len(shards):05}.safetensors"
-        with (directory / file).open("wb") as output:
-            tensors = [stored for weight in shard for stored in weight_format.stored(weight)]
-            _write_header(output, tensors)
-            weight_map |= dict.fromkeys((stored.name for stored in tensors), file)
+        files = [f"rank{rank}-{number:05}-of-{len(shards):05}.safetensors" for rank in ranks]
+        whole = [stored for weight in shard for stored in weight_format.stored(weight)]
+        tensors = [replace(stored, shape=rank_shape(stored.name, stored.shape, model, tp_size)) for stored in whole]
+        with ExitStack() as opened:
+            outputs = [opened.enter_context((directory / file).open("wb")) for file in files]
+            for rank in ranks:
+                _write_header(outputs[rank], tensors)
+                weight_maps[rank] |= dict.fromkeys((stored.name for stored in tensors), files[rank])
+                sizes[rank] += sum(stored.nbytes for stored in tensors)
             for weight in shard:
-                for tensor in weight_format.convert(fuse(checkpoint, weight), weight.name):
-                    _write_tensor(output, tensor)
+                converted = weight_format.convert(fuse(checkpoint, weight), weight.name)
+                for stored, tensor in zip(weight_format.stored(weight), converted, strict=True):
+                    for rank in ranks:
+                        _write_tensor(outputs[rank], rank_part(stored.name, tensor, model, tp_size, rank))
                 if progress is not None:
                     progress(_size(weight, weight_format))
-    index = {"metadata": {"total_size": total_size(checkpoint.config, weight_format)}, "weight_map": weight_map}
-    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    for rank in ranks:
+        index = {"metadata": {"total_size": sizes[rank]}, "weight_map": weight_maps[rank]}
+        (directory / index_file(rank)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def weight_reader(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[str], Tensor]:
@@ -185,9 +198,11 @@ def weight_reader(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[str],
     return lambda name: _convert(fuse(checkpoint, weights[name]), name, dtype)
 
 
-def total_size(model: ModelConfig, weight_format: WeightFormat) -> int:
-    """Return the bytes of all weights of an engine."""
-    return sum(_size(weight, weight_format) for weight in list_weights(model))
+def total_size(model: ModelConfig, weight_format: WeightFormat, tp_size: int = 1) -> int:
+    """Return the bytes of all weights of an engine, in all ranks together."""
+    stored = [one for weight in list_weights(model) for one in weight_format.stored(weight)]
+    parts = [replace(one, shape=rank_shape(one.name, one.shape, model, tp_size)) for one in stored]
+    return tp_size * sum(part.nbytes for part in parts)
 
 
 def fuse(checkpoint: Checkpoint, weight: Weight) -> Tensor:

@@ -147,15 +147,29 @@ class Cache:
         order : Tensor, int64 [G, n], or None
             Retrieval token of each place (Built.order); None: the order of the tokens.
         """
-        self._offloads.make_room()
         shared = self.shared_places(slot)
         first = self.config.sink + shared if shared else 0  # of the tokens whose rows are written here
-        rows = torch.stack((keys[:, first:], values[:, first:]), dim=2)
-        if shared:
+        self._write_tail(layer, slot, torch.stack((keys[:, first:], values[:, first:]), dim=2), first, order)
+
+    def write_prefix(self, layer: int, slot: int) -> Tensor:
+        """Store a layer's rows of a slot that has no more tokens than its prefix, in window and pool.
+
+        Returns the keys [G, n, D] of the places behind the shared ones.
+        """
+        shared = self.shared_places(slot)
+        first = self.config.sink + shared
+        rows = self.prefixes[slot].rows_from(self.rows, layer, first)
+        self._write_tail(layer, slot, rows, first, None)
+        return rows[:, : self.lengths[slot] - shared, 0].contiguous()
+
+    def _write_tail(self, layer: int, slot: int, rows: Tensor, first: int, order: Tensor | None) -> None:
+        """Store a layer's rows [G, n, 2, D] of a slot's tokens from `first` on: 0, or one behind the sink."""
+        self._offloads.make_room()
+        if first:
             self.window[layer, slot, :, : self.config.sink] = self.prefixes[slot].head.sink_rows[layer]
         self._write_prompt_window(layer, slot, rows, first)
         rows = self._retrieval_rows(slot, rows, order, first)
-        spans = self.extents.spans(slot, shared, self.lengths[slot])
+        spans = self.extents.spans(slot, max(0, first - self.config.sink), self.lengths[slot])
         if layer < self.rows.layout.device_layers:
             self.rows.write(layer, rows[None], spans)
         elif spans:
@@ -235,6 +249,10 @@ class Cache:
     def padding_state(self) -> RequestState:
         """Return the state of a request that fills up a graph's bucket: it has one token and attends to that alone."""
         return self.state(self.padding_slot, 0, (), dense=True)
+
+    def room_in_ring(self, slot: int) -> int:
+        """Return how many tokens a slot can take before tokens leave the window, or, if that is due now, thereafter."""
+        return (self.ring - self._in_ring(slot)) or self.config.update
 
     def _in_ring(self, slot: int) -> int:
         """Count the tokens of a slot in local window and update buffer."""

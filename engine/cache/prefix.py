@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
@@ -40,12 +41,15 @@ class Prefix:
     shared : int
         How many of these extents, from the first on, the request uses as they are. It copies what it needs of the others,
         because it will write to the same places.
+    sparse : bool
+        Whether the prompt's other tokens attend to what decode steps would attend to, rather than to all tokens before them.
     """
 
     tokens: int
     extents: tuple[int, ...]
     shared: int
     head: Head
+    sparse: bool = False
 
     def read(self, rows: RowStorage, layer: int, keys: Tensor, values: Tensor) -> None:
         """Copy a layer's keys and values of the prefix to the first tokens of `keys` and `values`, [G, n, D]."""
@@ -58,3 +62,14 @@ class Prefix:
                 start = sink + number * EXTENT_TOKENS
                 places = target[:, start : start + EXTENT_TOKENS]
                 places.copy_(pool[extent, :, : places.shape[1], part])
+
+    def rows_from(self, rows: RowStorage, layer: int, first: int) -> Tensor:
+        """Copy a layer's rows of the prefix from token `first` on, which lies in no sink: [G, tokens - first, 2, D]."""
+        pool, start = rows.of_layer(layer).pool, first - self.head.sink_rows.shape[2]
+        stop, parts = start + self.tokens - first, []
+        while start < stop:
+            number, offset = divmod(start, EXTENT_TOKENS)
+            end = min(EXTENT_TOKENS, offset + stop - start)
+            parts.append(pool[self.extents[number], :, offset:end])
+            start += end - offset
+        return torch.cat(parts, dim=1)

@@ -7,7 +7,7 @@ read its counts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,6 +44,8 @@ class PrefixCache:
         The index of each layer.
     enabled : bool
         If not, nothing is kept and nothing found.
+    selects : callable
+        Whether a decode step after so many tokens attends to selected rows (Retrieval.selects).
 
     Attributes
     ----------
@@ -52,9 +54,15 @@ class PrefixCache:
         The sessions that are known.
     """
 
-    def __init__(self, cache: Cache, indexes: Sequence[Index], enabled: bool) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        indexes: Sequence[Index],
+        enabled: bool,
+        selects: Callable[[int], bool] = lambda tokens: False,
+    ) -> None:
         self.cache, self.enabled, self.counts = cache, enabled, ReuseCounts()
-        self._indexes, self._extents = indexes, cache.extents
+        self._indexes, self._extents, self._selects = indexes, cache.extents, selects
         self._tree = PrefixTree(cache.config.sink, cache.extents.in_use)
         self.sessions = Sessions()
         self._heads: dict[Node, Head] = {}  # of the first node of each sequence
@@ -78,14 +86,18 @@ class PrefixCache:
             return None
         found = max(0, match.tokens - self.cache.config.sink)
         extents = tuple(node.extent for node in match.nodes)[: extents_for(found)]
-        return Prefix(match.tokens, extents, min(found, places) // EXTENT_TOKENS, self._heads[match.nodes[0]])
+        sparse = self.cache.config.cached_prefill == "sparse" and self._selects(match.tokens)
+        if sparse:  # the slot begins with the prefix alone, the last of which lies in the window
+            places = self.cache.retrieval_tokens(match.tokens)
+        shared = min(found, places) // EXTENT_TOKENS
+        return Prefix(match.tokens, extents, shared, self._heads[match.nodes[0]], sparse)
 
     def shared_part(self, prefix: Prefix | None) -> Prefix | None:
         """Shorten a prefix to the extents that a request shares; it then keeps no extent that the request must have too."""
         if prefix is None or not prefix.shared:
             return None
         tokens = self.cache.config.sink + prefix.shared * EXTENT_TOKENS
-        return replace(prefix, tokens=tokens, extents=prefix.extents[: prefix.shared])
+        return replace(prefix, tokens=tokens, extents=prefix.extents[: prefix.shared], sparse=False)
 
     def fits(self, tokens: int, prefix: Prefix | None) -> bool:
         """Whether a request can get all extents that it needs to grow to `tokens` tokens, if others are evicted for it."""
@@ -157,9 +169,8 @@ class PrefixCache:
                     self._keep(slot, tokens, salt)
             except (MemoryError, RuntimeError) as error:  # the request has ended well, and the others go on
                 logger.warning("the rows of a request are not kept for later ones: %s", str(error).splitlines()[0])
-            self._note_use(
-                tokens if self.cache.lengths[slot] else b"", salt, session
-            )  # in the window alone: of no extents
+            # A request in the window alone uses no extents, but its session goes on with it.
+            self._note_use(tokens if self.cache.lengths[slot] else b"", salt, session)
         self._read.discard(slot)
         self.cache.close(slot)
         self._evict(self._extents.idle - self._most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -26,24 +27,47 @@ from kvseek.engine.model.native_operations import NativeOperations
 from kvseek.engine.model.operations import TorchOperations
 from kvseek.engine.model.torch_model import TorchModel
 from kvseek.engine.model.weights import load_weights
+from kvseek.engine.parallel.ranks import RankProducts, Ranks
 
 from .indexes import IndexMaker, device_retrieval, host_retrieval
 from .supported import check_supported, needs_cpu_library
 
 GIB = 1 << 30
+MakeCache = Callable[[EngineConfig, torch.dtype, torch.device, RowStorage], Cache]
 
 
 def load_decoder(directory: Path, config: EngineConfig) -> Decoder:
-    """Load the decoder of an engine directory onto the device of its configuration; raises as `Engine.load`."""
+    """Load the decoder of an engine directory onto the device of its configuration; raises as `Engine.load`.
+
+    With several ranks, the processes of the others are started; `Decoder.close` ends them.
+    """
     check_supported(config)
+    if config.tp_size == 1:
+        return load_part(directory, config)
+    from kvseek.engine.parallel.leader import lead
+
+    return lead(directory, config)
+
+
+def load_part(
+    directory: Path, config: EngineConfig, ranks: Ranks | None = None, make_cache: MakeCache = Cache
+) -> Decoder:
+    """Load the whole model of an engine directory, or the part of a rank, whose configuration this is (core/ranks.py)."""
     path = directory / CODEBOOKS_FILE
     codebooks = load_file(path) if path.exists() else {}
     library = CpuLibrary(directory / LIBRARY_FILE) if needs_cpu_library(config) else None
-    return (_load_cuda if config.device == "cuda" else _load_cpu)(directory, config, codebooks, library)
+    if config.device == "cuda":
+        return _load_cuda(directory, config, codebooks, library)
+    return _load_cpu(directory, config, codebooks, library, ranks, make_cache)
 
 
 def _load_cpu(
-    directory: Path, config: EngineConfig, codebooks: dict[str, Tensor], library: CpuLibrary | None
+    directory: Path,
+    config: EngineConfig,
+    codebooks: dict[str, Tensor],
+    library: CpuLibrary | None,
+    ranks: Ranks | None,
+    make_cache: MakeCache,
 ) -> Decoder:
     device, dtype = torch.device("cpu"), getattr(torch, config.dtype)
     if not bfloat16.usable() and dtype is torch.bfloat16:
@@ -51,15 +75,18 @@ def _load_cpu(
             "dtype = 'bfloat16': this processor cannot multiply it; build the engine with --dtype float32"
         )
     maker = IndexMaker(config, codebooks, library)
-    cache = Cache(config, dtype, device, RowStorage(config, dtype, device, host_rows(config, dtype)))
+    cache = make_cache(config, dtype, device, RowStorage(config, dtype, device, host_rows(config, dtype)))
     retrieval = host_retrieval(config, cache, maker.over(cache), library)
-    weights = load_weights(directory, device)
+    weights = load_weights(directory, device, rank=0 if ranks is None else ranks.rank)
+    products = Products(dtype) if library is None else HostProducts(dtype)
+    if ranks is not None:
+        products = RankProducts(products, ranks, config.model.vocab_size)
     if library is None:
-        model = TorchModel(weights, retrieval, TorchOperations(config.model), Products(dtype), causal_attention)
+        model = TorchModel(weights, retrieval, TorchOperations(config.model), products, causal_attention)
     else:
         ops = NativeOperations(library, config.model, dtype)
         attention = partial(native_attention.causal_attention, library=library)
-        model = TorchModel(weights, retrieval, ops, HostProducts(dtype), attention)
+        model = TorchModel(weights, retrieval, ops, products, attention)
     return Decoder(model, retrieval, HostSteps(model, retrieval))
 
 

@@ -48,7 +48,8 @@ def check_device(config: EngineConfig) -> None:
 
 def reuses_prefixes(config: EngineConfig) -> bool:
     """Whether an engine keeps the rows of requests for later ones that begin alike."""
-    return config.device == "cpu" and config.cache.reuse is not False and method_traits(config).reuses_prefixes
+    one = config.device == "cpu" and config.tp_size == 1
+    return one and config.cache.reuse is not False and method_traits(config).reuses_prefixes
 
 
 def _check_reuse(config: EngineConfig) -> None:
@@ -58,6 +59,11 @@ def _check_reuse(config: EngineConfig) -> None:
         raise ConfigError(
             f"cache.reuse, cache.reuse_host_bytes: must be left out with method = {config.method!r}, whose index requests cannot "
             f"share; methods whose index they can: {', '.join(others)}"
+        )
+    if config.cache.cached_prefill == "sparse" and not method_traits(config).reuses_prefixes:
+        raise ConfigError(
+            f"cache.cached_prefill = 'sparse': must be 'dense' with method = {config.method!r}, whose index requests cannot "
+            "share; leave it out"
         )
 
 

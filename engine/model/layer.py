@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor
 
-from .linear import Linear, Products
+from .linear import Product, Products
 from .weight_only import QUANTISED
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .operations import LayerOperations
     from .rope import Rotation
 
+ROW_PARALLEL = ("o", "down")  # products that several ranks divide by inputs (core/ranks.py)
 Mark = Callable[[str], None]
 """Takes the name of a part of a decode step."""
 
@@ -54,10 +55,11 @@ class Layer:
         self.q_norm, self.k_norm = (weights.get(f"{prefix}{name}_norm.weight") for name in ("q", "k"))
         products = products or Products(self.attention_norm.dtype)
 
-        def product(name: str) -> Linear:
+        def product(name: str) -> Product:
             weight, bias, scale = (weights.get(f"{prefix}{name}.{part}") for part in ("weight", "bias", "weight_scale"))
             assert weight is not None, f"{prefix}{name}.weight is in every engine directory"
-            return products.linear(weight, bias, scale)
+            made = products.row_parallel if name in ROW_PARALLEL else products.linear
+            return made(weight, bias, scale)
 
         self.qkv, self.o, self.gate_up, self.down = map(product, QUANTISED)
 
@@ -138,7 +140,7 @@ class Head:
 
     def __init__(self, model: ModelConfig, norm: Tensor, weight: Tensor, products: Products | None = None) -> None:
         self.model, self.norm = model, norm
-        self._project = (products or Products(norm.dtype)).linear(weight)
+        self._project = (products or Products(norm.dtype)).head(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the logits, float32 [tokens, vocabulary], of x [tokens, hidden]."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,10 @@ from .weight_only import dequantise
 
 if TYPE_CHECKING:
     from .weight_only_kernels import WeightOnlyKernels
+
+
+Product = Callable[[Tensor], Tensor]
+"""A map from x [rows, inputs] to [rows, outputs], such as a Linear."""
 
 
 class Linear:
@@ -33,6 +38,22 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x with the weight and add the bias."""
         return F.linear(x, self.weight, self.bias)
+
+
+class Embedding:
+    """The map from token ids, int64 or int32 [tokens], to their rows of the vocabulary [tokens, hidden].
+
+    Parameters
+    ----------
+    weight : Tensor [vocabulary, hidden]
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Copy the rows of tokens."""
+        return F.embedding(tokens, self.weight)
 
 
 class WeightOnlyLinear(Linear):
@@ -72,6 +93,20 @@ class Products:
     def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
         """Make the product with a weight [outputs, inputs]; `scale`, float32 [outputs], is that of a weight of 8 bits."""
         return Linear(weight if scale is None else dequantise(weight, scale, self.dtype), bias)
+
+    # An engine of several ranks has parts of weights (engine/parallel/products.py). Here there is one rank.
+
+    def row_parallel(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Product:
+        """Make a product as `linear`, whose inputs are divided among the ranks: each gets the sum of all ranks' outputs."""
+        return self.linear(weight, bias, scale)
+
+    def head(self, weight: Tensor) -> Product:
+        """Make the product with the rows of the vocabulary that this rank has; rank 0 gets the outputs of all ranks."""
+        return self.linear(weight)
+
+    def embedding(self, weight: Tensor) -> Embedding:
+        """Make the embedding with the rows of the vocabulary that this rank has."""
+        return Embedding(weight)
 
 
 class WeightOnlyProducts(Products):

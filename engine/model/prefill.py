@@ -141,9 +141,7 @@ class Prefill(ABC):
         with self._guard():
             if not self._begun:
                 self._begun = True
-                for slot, (first, stop) in zip(self.slots, pairwise(self.borders), strict=True):
-                    if slot not in self.dropped:
-                        self.retrieval.expect(slot, stop - first)
+                self._begin()
             return self._advance(max_tokens)
 
     @torch.inference_mode()
@@ -160,6 +158,12 @@ class Prefill(ABC):
             for slot in kept:
                 self.retrieval.finish_rows(slot)
             return logits
+
+    def _begin(self) -> None:
+        """Prepare cache and indexes for the prompts."""
+        for slot, (first, stop) in zip(self.slots, pairwise(self.borders), strict=True):
+            if slot not in self.dropped:
+                self.retrieval.expect(slot, stop - first)
 
     @abstractmethod
     def _advance(self, max_tokens: int) -> int:

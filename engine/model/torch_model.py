@@ -8,16 +8,16 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.batch import Batch
 
+from .continuation import Continuation
 from .layer import Head, Layer
 from .linear import Products
 from .operations import LayerOperations
-from .prefill import CausalAttention, LayerwiseModel, Prefill, attend_pieces, pieces_of
+from .prefill import NO_TAKERS, CausalAttention, LayerwiseModel, Prefill, Prompts, Takers, attend_pieces, pieces_of
 from .rope import RotaryEmbedding, Rotation
 
 Attend = Callable[[int, Tensor], Tensor]
@@ -96,15 +96,22 @@ class TorchModel(LayerwiseModel[Stream]):
     ) -> None:
         super().__init__(retrieval)
         self.ops, self._attention, self.windows = ops, attention, retrieval.cache.window.unbind()
-        self.embed = weights["embed.weight"]
-        lm_head = self.embed if self.model.tie_word_embeddings else weights["lm_head.weight"]
+        embed = weights["embed.weight"]
+        lm_head = embed if self.model.tie_word_embeddings else weights["lm_head.weight"]
+        self.embed = products.embedding(embed)
         self.layers = [Layer(self.model, weights, number, products) for number in range(self.model.num_layers)]
         self.head = Head(self.model, weights["norm.weight"], lm_head, products)
-        self.rope = RotaryEmbedding(self.model, self.embed.device)
+        self.rope = RotaryEmbedding(self.model, embed.device)
+
+    def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
+        """See PromptModel.prefill."""
+        if self.retrieval.resumes([slot for slot, _ in prompts]):
+            return Continuation(self, self.retrieval, prompts)
+        return super().prefill(prompts, takers)
 
     def begin_prompt(self, prefill: Prefill) -> Stream:
         """See LayerwiseModel."""
-        residual = F.embedding(torch.tensor(prefill.ids), self.embed)
+        residual = self.embed(torch.tensor(prefill.ids))
         return Stream.begin(residual, prefill.borders, self.rope, self.model.short_reach)
 
     def read_chunk(self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
@@ -121,15 +128,18 @@ class TorchModel(LayerwiseModel[Stream]):
         """See LayerwiseModel."""
         return self.head(prompt.rows(spans))
 
-    def run_layers(self, batch: Batch, attend: Attend) -> Tensor:
-        """Run a decode step: write each token's rows to the window, and return logits, float32 [batch, vocabulary]."""
+    def run_layers(self, batch: Batch, attend: Attend, asked: slice = slice(None)) -> Tensor:
+        """Run a decode step: write each token's rows to the window, and compute logits of the requests `asked`.
+
+        Returns float32 [requests, vocabulary].
+        """
         mark = self.retrieval.observer.part_ended
-        x, rotation = F.embedding(batch.column("token"), self.embed), self.rope.at(batch.column("position").tolist())
+        x, rotation = self.embed(batch.column("token")), self.rope.at(batch.column("position").tolist())
         mark("begin")
         delta: Tensor | None = None
         for number, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
             delta = layer.decode(self.ops, batch, x, delta, rotation, window, partial(attend, number), mark)
         assert delta is not None, "a model has layers"
-        logits = self.head(x + delta)
+        logits = self.head((x + delta)[asked])
         mark("head")
         return logits

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from kvseek.core.errors import EngineDirectoryError
 
-INDEX_FILE = "rank0.index.json"  # {"metadata": {"total_size": bytes}, "weight_map": {tensor name: shard file}}
+
+def index_file(rank: int) -> str:
+    """Return the name of the index of a rank's shards: {"metadata": {"total_size": bytes}, "weight_map": {tensor: shard}}."""
+    return f"rank{rank}.index.json"
 
 
 def load_weights(
-    directory: Path, device: torch.device, wanted: Callable[[str], bool] | None = None
+    directory: Path, device: torch.device, wanted: Callable[[str], bool] | None = None, rank: int = 0
 ) -> dict[str, Tensor]:
     """Load weights of an engine directory onto `device`, as they are stored.
 
@@ -25,6 +28,8 @@ def load_weights(
     ----------
     wanted : callable, optional
         Takes the name of a tensor and returns whether to load it; None: all tensors are loaded.
+    rank : int
+        Whose part of the weights to load.
 
     Returns
     -------
@@ -39,7 +44,7 @@ def load_weights(
     from safetensors import SafetensorError, safe_open
 
     weights: dict[str, Tensor] = {}
-    for file, listed in _read_index(directory).items():
+    for file, listed in _read_index(directory / index_file(rank)).items():
         names = listed if wanted is None else [name for name in listed if wanted(name)]
         if not names:
             continue
@@ -51,9 +56,8 @@ def load_weights(
     return weights
 
 
-def _read_index(directory: Path) -> dict[str, list[str]]:
+def _read_index(path: Path) -> dict[str, list[str]]:
     """Read the names of the tensors in each shard file."""
-    path = directory / INDEX_FILE
     try:
         weight_map: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         names: dict[str, list[str]] = {file: [] for file in weight_map.values()}

@@ -125,6 +125,7 @@ class BrokenEngine:
 
     def __init__(self) -> None:
         self.requests, self.ids, self.stepping, self.go_on = 0, itertools.count(1), threading.Event(), threading.Event()
+        self.closed = False
 
     @property
     def has_work(self) -> bool:
@@ -149,6 +150,9 @@ class BrokenEngine:
 
     def expire(self) -> list[StepOutput]:
         return []
+
+    def close(self) -> None:
+        self.closed = True
 
     def step(self) -> list[StepOutput]:
         self.stepping.set()
@@ -176,6 +180,7 @@ def test_an_engine_that_fails_ends_all_requests_and_refuses_new_ones() -> None:
         service.submit(Request(PROMPT, 5), outputs[0].put)
     service.close()
     assert all(one.empty() for one in outputs), "each request ends once"
+    assert engine.closed, "its other ranks end, too"
 
 
 def test_an_engine_that_fails_while_closing_ends_its_requests() -> None:

@@ -139,6 +139,9 @@ def test_engines_of_one_method_are_told_apart(needle_folder: Path, build_engine:
     eight_bits = replace(configs[0], weight_only_precision="int8", method_config={})
     assert needle.engine_names(directories[:1], [eight_bits]) == ["prkv:weight_only_precision=int8"]
     assert needle.engine_names([tmp_path, tmp_path / "b"], [configs[0]] * 2) == [str(tmp_path), str(tmp_path / "b")]
+    cached = replace(configs[0], cache=replace(configs[0].cache, local=128))
+    names = ["prkv:top_k=128,cache.full_threshold=256", "prkv:top_k=128,cache.local=128,cache.full_threshold=256"]
+    assert needle.engine_names(directories, [configs[0], cached]) == names
 
 
 def test_a_result_file_is_gone_on_with(

@@ -156,7 +156,7 @@ def _agreement(got: Sequence[object], other: Sequence[object]) -> int:
 
 def _noisy_answers(engine_dir: Path, case: Case) -> Iterator[Case]:
     engine = Engine.load(engine_dir, 1)
-    table: torch.Tensor = engine.decoder.model.embed  # type: ignore[attr-defined]
+    table: torch.Tensor = engine.decoder.model.embed.weight  # type: ignore[attr-defined]
     exact = table.clone()
     for trial in range(TRIALS):
         noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(trial))

@@ -1,0 +1,44 @@
+"""Tensor parallelism: which part of a model each rank has.
+
+As in Megatron-LM (arXiv:1909.08053, section 3): heads and the MLP's channels are divided, so the products `qkv` and `gate_up`
+are divided by outputs, and `o` and `down` by inputs, whose outputs the ranks sum up. Embedding and head are divided by the
+vocabulary. Rank r has the KV heads that its query heads need; with more ranks than KV heads, several ranks have the same one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .config import EngineConfig, ModelConfig
+
+
+def rank_model(model: ModelConfig, tp_size: int) -> ModelConfig:
+    """Return the shape of what each rank computes; the vocabulary stays, as its ids do."""
+    return dataclasses.replace(
+        model,
+        num_heads=model.num_heads // tp_size,
+        num_kv_heads=max(1, model.num_kv_heads // tp_size),
+        intermediate_size=model.intermediate_size // tp_size,
+    )
+
+
+def rank_config(config: EngineConfig) -> EngineConfig:
+    """Return the configuration of each rank's part; bounds of memory are those of all ranks together, divided alike."""
+    if config.tp_size == 1:
+        return config
+    cache = config.cache
+    host = cache.kv_cache_host_memory_bytes
+    cache = dataclasses.replace(cache, kv_cache_host_memory_bytes=None if host is None else host // config.tp_size)
+    return dataclasses.replace(config, model=rank_model(config.model, config.tp_size), cache=cache, tp_size=1)
+
+
+def vocabulary_rows(model: ModelConfig, tp_size: int) -> int:
+    """Return the rows of embedding and head that each rank has; the last rank's may reach beyond the vocabulary."""
+    return -(-model.vocab_size // tp_size)
+
+
+def first_kv_head(model: ModelConfig, tp_size: int, rank: int) -> int:
+    """Return the first KV head of a rank."""
+    return rank * model.num_kv_heads // tp_size

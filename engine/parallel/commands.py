@@ -1,0 +1,98 @@
+"""What rank 0 tells the other ranks: every call that changes what they hold, in the order in which it makes them itself.
+
+Rank 0 alone has requests, schedules them and draws tokens. The other ranks do what it says, with the same code on their own part
+of the model. Extents are decided alike, as all ranks make the same calls; each step's Digest says whether they did.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from dataclasses import dataclass
+
+from kvseek.core.config import EngineConfig
+from kvseek.engine.cache.cache import Cache
+from kvseek.engine.model.prefill import Prompts
+
+
+@dataclass(frozen=True)
+class Load:
+    """Load the engine directory with this configuration, that of all ranks, and use so many threads."""
+
+    directory: str
+    config: EngineConfig
+    threads: int
+    port: int  # of the store
+    rank: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class Open:
+    """Cache.open."""
+
+    slot: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Close:
+    """Cache.close."""
+
+    slot: int
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Decoder.prefill, with takers for the slots `asked`; `number` is what the following commands call the prefill."""
+
+    number: int
+    prompts: Prompts
+    asked: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Advance:
+    """Prefill.advance."""
+
+    number: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Prefill.drop."""
+
+    number: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Prefill.finish; nothing more is said of this prefill."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Decoder.decode, if the cache's digest is this."""
+
+    tokens: tuple[int, ...]
+    slots: tuple[int, ...]
+    digest: int
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """Decoder.refresh."""
+
+    slots: tuple[int, ...]
+
+
+Command = Open | Close | Begin | Advance | Drop | Finish | Decode | Refresh
+
+
+def digest(cache: Cache) -> int:
+    """Compute a checksum of what a cache holds where: the lengths and the extents of all slots."""
+    return zlib.crc32(cache.extents.table.numpy().tobytes(), zlib.crc32(array("q", cache.tokens + cache.lengths)))

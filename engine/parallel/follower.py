@@ -1,0 +1,106 @@
+"""The process of a rank that is not rank 0: python -m kvseek.engine.parallel.follower DESCRIPTOR.
+
+It is started by leader.py, and ends when rank 0 closes the connection, whose file descriptor is the argument, or has died.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvseek.core.ranks import rank_config
+from kvseek.engine.decoder import Decoder
+from kvseek.engine.loading.load import load_part
+from kvseek.engine.model.prefill import Prefill
+
+from .commands import Advance, Begin, Close, Command, Decode, Drop, Finish, Load, Open, Refresh, digest
+from .ranks import Ranks, find_store
+
+READY = ""  # what a rank answers to Load if nothing is wrong; anything else is an error
+
+
+class Follower:
+    """Does what rank 0 says, with its own part of the model."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._prefills: dict[int, Prefill] = {}
+
+    def do(self, command: Command) -> None:
+        """Do what a command says; an exception means that this rank is no longer what rank 0 believes."""
+        match command:
+            case Open(slot, tokens):
+                self._decoder.cache.open(slot, tokens)
+            case Close(slot):
+                self._close(slot)
+            case Begin(number, prompts, asked):
+                self._prefills[number] = self._decoder.prefill(prompts, dict.fromkeys(asked, _ignore))
+            case Advance(number, max_tokens):
+                self._prefills[number].advance(max_tokens)
+            case Drop(number, slot):
+                self._prefills[number].drop(slot)
+            case Finish(number):
+                self._prefills.pop(number).finish()
+            case Decode(tokens, slots, expected):
+                found = digest(self._decoder.cache)
+                if found != expected:
+                    raise RuntimeError(f"checksum of the cache's state = {found:08x}: must be rank 0's, {expected:08x}")
+                self._decoder.decode(tokens, slots)
+            case Refresh(slots):
+                self._decoder.refresh(slots)
+
+    def _close(self, slot: int) -> None:
+        # A prefill that is given up is dropped without a word: it ends with the last of its slots.
+        for number, prefill in list(self._prefills.items()):
+            if slot in prefill.slots:
+                prefill.drop(slot)
+                if prefill.dropped.issuperset(prefill.slots):
+                    del self._prefills[number]
+        self._decoder.cache.close(slot)
+
+
+def _ignore(first: int, logits: Tensor) -> None:
+    """Take logits that rank 0 has, too."""
+
+
+def serve(connection: Connection) -> None:
+    """Load, and do what rank 0 says until it closes the connection."""
+    load: Load = connection.recv()
+    torch.set_num_threads(load.threads)
+    ranks = Ranks.join(
+        find_store(load.port, load.timeout_seconds), load.rank, load.config.tp_size, load.timeout_seconds
+    )
+    part = rank_config(load.config)
+    follower = Follower(load_part(Path(load.directory), part, ranks))
+    connection.send(READY)
+    with torch.inference_mode():
+        while True:
+            follower.do(connection.recv())
+
+
+def main() -> int:
+    """Serve rank 0; returns 1 after an error, which rank 0 is told."""
+    # These may reach all processes of a terminal or a unit at once: rank 0 decides what they mean.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    connection = Connection(int(sys.argv[1]))
+    try:
+        serve(connection)
+    except (EOFError, ConnectionError):
+        return 0  # rank 0 has ended, or needs this rank no longer
+    except Exception as error:
+        try:
+            connection.send(f"{type(error).__name__}: {error}")
+        except OSError:
+            return 0
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

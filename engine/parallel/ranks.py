@@ -1,0 +1,137 @@
+"""The ranks of an engine as torch.distributed sees them, and a model's products on them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from kvseek.core.errors import ConfigError
+from kvseek.engine.model.linear import Embedding, Linear, Product, Products
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of an engine, in one of their processes, joined with gloo. A process has at most one engine of several ranks.
+
+    Attributes
+    ----------
+    rank, size : int
+    """
+
+    rank: int
+    size: int
+
+    @classmethod
+    def join(cls, store: Store, rank: int, size: int, timeout_seconds: float) -> Ranks:
+        """Join the others; returns when all have joined.
+
+        Parameters
+        ----------
+        timeout_seconds : float
+            After so long a rank that waits for another raises RuntimeError.
+        """
+        with _loopback():
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds)
+            )
+        return cls(rank, size)
+
+    def leave(self) -> None:
+        """End the communication, which must not be under way."""
+        dist.destroy_process_group()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Replace a tensor by the sum of all ranks' tensors, in its dtype."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Put the tensors [rows, n] of all ranks side by side on rank 0: [rows, size * n]. The others get `tensor` back."""
+        parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(tensor.contiguous(), parts)
+        return tensor if parts is None else torch.cat(parts, dim=1)
+
+
+def create_store(timeout_seconds: float) -> TCPStore:
+    """Create the store by which ranks of this machine find each other, on a free port."""
+    if dist.is_initialized():
+        raise ConfigError("tp_size: another engine of several ranks runs in this process; close it first")
+    wait = timedelta(seconds=timeout_seconds)
+    return TCPStore(LOOPBACK, 0, is_master=True, timeout=wait, wait_for_workers=False)
+
+
+def find_store(port: int, timeout_seconds: float) -> TCPStore:
+    """Connect to the store that rank 0 has created."""
+    return TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Let gloo use the loopback interface, unless the environment names another: it would look up the host's name."""
+    name = "GLOO_SOCKET_IFNAME"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+class RankProducts(Products):
+    """Makes the products of one rank, each by `products` of an engine of one rank.
+
+    Parameters
+    ----------
+    vocab_size : int
+        Of the model; ranks have rows beyond it (core/ranks.py).
+    """
+
+    def __init__(self, products: Products, ranks: Ranks, vocab_size: int) -> None:
+        super().__init__(products.dtype)
+        self._products, self._ranks, self._vocab_size = products, ranks, vocab_size
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
+        """See Products."""
+        return self._products.linear(weight, bias, scale)
+
+    def row_parallel(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Product:
+        """See Products. The ranks' outputs have been rounded to the engine's dtype when they are summed."""
+        own, ranks = self.linear(weight, bias, scale), self._ranks
+        return lambda x: ranks.sum(own(x))
+
+    def head(self, weight: Tensor) -> Product:
+        """See Products."""
+        own, ranks, vocab_size = self.linear(weight), self._ranks, self._vocab_size
+        return lambda x: ranks.gather(own(x))[:, :vocab_size]
+
+    def embedding(self, weight: Tensor) -> Embedding:
+        """See Products."""
+        return RankEmbedding(weight, self._ranks)
+
+
+class RankEmbedding(Embedding):
+    """The embedding of all ranks, each of which has some rows of the vocabulary."""
+
+    def __init__(self, weight: Tensor, ranks: Ranks) -> None:
+        super().__init__(weight)
+        self._ranks, self._first = ranks, ranks.rank * weight.shape[0]
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """See Embedding. All but one rank add zeros, so the sum is exact."""
+        own = tokens.long() - self._first
+        foreign = (own < 0) | (own >= self.weight.shape[0])
+        rows = F.embedding(own.masked_fill(foreign, 0), self.weight)
+        return self._ranks.sum(rows.masked_fill(foreign[:, None], 0))
