@@ -1,5 +1,8 @@
 """Sessions: which kept extents belong to which conversations, and which extents make room first (docs/conversations.md).
 
+A session pins the node in which its latest request ends. It need not pin those before, each of which counts as much as the
+highest of those that continue it (PrefixTree.evict). So however many sessions share a document, an eviction looks at each once.
+
 Only the engine's thread changes anything here; any thread may count.
 """
 
@@ -31,15 +34,18 @@ class KeptSession:
         When its priority lapses, in seconds of the clock; None: never.
     nodes : set of Node
         All kept nodes that its requests have used.
+    end : Node or None
+        The last of those that its latest request goes through.
     """
 
     key: tuple[str | None, str]
     priority: int = 0
     expires_at: float | None = None
     nodes: set[Node] = field(default_factory=set)
+    end: Node | None = None
 
     def priority_at(self, now: float) -> int:
-        """Return the priority of the nodes that the conversation goes through."""
+        """Return the priority of the nodes that its latest request goes through."""
         return self.priority if self.lives(now) else DEFAULT_RETENTION_PRIORITY
 
     def lives(self, now: float) -> bool:
@@ -49,9 +55,10 @@ class KeptSession:
 
 @dataclass
 class Uses:
-    """Who has used a node: sessions, each with whether its conversation still goes through it, and requests without one."""
+    """Who has used a node: sessions, those of them whose latest request ends in it, and requests without a session."""
 
-    sessions: dict[KeptSession, bool] = field(default_factory=dict)
+    sessions: set[KeptSession] = field(default_factory=set)
+    ends: set[KeptSession] = field(default_factory=set)
     anonymous: bool = False
 
 
@@ -75,8 +82,13 @@ class Sessions:
     @property
     def pinned(self) -> int:
         """Count the extents that live sessions pin."""
-        now, uses = self._clock(), tuple(self._uses.values())  # copies, as the engine's thread goes on meanwhile
-        return sum(any(on and one.lives(now) for one, on in tuple(each.sessions.items())) for each in uses)
+        now, pinned = self._clock(), set[Node]()
+        for session in tuple(self._sessions.values()):  # a copy, as the engine's thread goes on meanwhile
+            node = session.end if session.lives(now) else None
+            while node is not None and node not in pinned:
+                pinned.add(node)
+                node = node.parent
+        return len(pinned)
 
     def use(self, session: Session | None, salt: str | None, nodes: Sequence[Node], last: Node | None = None) -> None:
         """Note that a request uses kept nodes. What its session has used before and does not use now is no longer pinned.
@@ -93,11 +105,10 @@ class Sessions:
                 self._uses.setdefault(node, Uses()).anonymous = True
             return
         kept = self._kept(session, salt)
-        for node in kept.nodes:
-            self._uses[node].sessions[kept] = node is last
         for node in nodes:
-            self._uses.setdefault(node, Uses()).sessions[kept] = True
+            self._uses.setdefault(node, Uses()).sessions.add(kept)
         kept.nodes.update(nodes)
+        self._end_in(last if last in kept.nodes else nodes[-1] if nodes else None, kept)
 
     def priority(self) -> Callable[[Node], int]:
         """Return a function that tells the present priority of a node, apart from those that continue it."""
@@ -107,7 +118,7 @@ class Sessions:
             uses = self._uses.get(node)
             if uses is None:
                 return DEFAULT_RETENTION_PRIORITY
-            found = [session.priority_at(now) for session, on in uses.sessions.items() if on]
+            found = [session.priority_at(now) for session in uses.ends]
             return max([*found, DEFAULT_RETENTION_PRIORITY] if uses.anonymous else found, default=LEFT_BEHIND)
 
         return of_node
@@ -116,23 +127,37 @@ class Sessions:
         """Give a node the uses of one that it replaces, because it has all of that one's tokens."""
         theirs, own = self._uses.get(old, Uses()), self._uses.setdefault(new, Uses())
         own.anonymous |= theirs.anonymous
-        for session, on in theirs.sessions.items():
-            own.sessions[session] = on or own.sessions.get(session, False)
+        own.sessions |= theirs.sessions
+        for session in theirs.sessions:
             session.nodes.add(new)
+        for session in tuple(theirs.ends):
+            self._end_in(new, session)
 
     def forget(self, node: Node) -> None:
         """Forget a node that is kept no longer."""
-        for session in self._uses.pop(node, Uses()).sessions:
+        uses = self._uses.get(node, Uses())
+        for session in tuple(uses.ends):
+            self._end_in(node.parent, session)
+        for session in uses.sessions:
             session.nodes.remove(node)
+        self._uses.pop(node, None)
 
     def end(self, salt: str | None, session_id: str) -> set[Node] | None:
         """Forget a session; returns the nodes that only it has used, None if it is not known."""
         session = self._sessions.pop((salt, session_id), None)
         if session is None:
             return None
+        self._end_in(None, session)
         for node in session.nodes:
-            del self._uses[node].sessions[session]
+            self._uses[node].sessions.remove(session)
         return {node for node in session.nodes if not self._uses[node].sessions and not self._uses[node].anonymous}
+
+    def _end_in(self, node: Node | None, session: KeptSession) -> None:
+        if session.end is not None:
+            self._uses[session.end].ends.remove(session)
+        session.end = node
+        if node is not None:
+            self._uses[node].ends.add(session)
 
     def _kept(self, session: Session, salt: str | None) -> KeptSession:
         """Find a session or begin it, with the priority and the time to live of its latest request."""

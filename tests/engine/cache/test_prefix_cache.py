@@ -217,8 +217,12 @@ class CacheMachine(RuleBasedStateMachine):
         assert set(sessions._uses) <= nodes
         for session in sessions._sessions.values():
             assert session.nodes == {node for node, uses in sessions._uses.items() if session in uses.sessions}
-            path = {node for node in session.nodes if sessions._uses[node].sessions[session]}
-            assert all(node.parent is None or node.parent in path for node in path), "a path begins at the beginning"
+            ends = [node for node, uses in sessions._uses.items() if session in uses.ends]
+            assert ends == [] if session.end is None else ends == [session.end]
+            node = session.end
+            while node is not None:
+                assert node in session.nodes, "its latest request has used all nodes before its end"
+                node = node.parent
 
     @invariant()
     def every_request_has_its_own_rows(self) -> None:
