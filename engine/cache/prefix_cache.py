@@ -14,7 +14,7 @@ import torch
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import extents_for
-from kvseek.core.session import EndedSession, Session
+from kvseek.core.session import DEFAULT_RETENTION_PRIORITY, EndedSession, Session
 from kvseek.plugins.contract import Index
 
 from .cache import Cache
@@ -166,7 +166,7 @@ class PrefixCache:
             tokens = tokens[: self.cache.tokens[slot] * TOKEN_BYTES]
             try:
                 if self.cache.lengths[slot]:
-                    self._keep(slot, tokens, salt)
+                    self._keep(slot, tokens, salt, session)
             except (MemoryError, RuntimeError) as error:  # the request has ended well, and the others go on
                 logger.warning("the rows of a request are not kept for later ones: %s", str(error).splitlines()[0])
             # A request in the window alone uses no extents, but its session goes on with it.
@@ -198,14 +198,14 @@ class PrefixCache:
             self.sessions.use(session, salt, nodes[:-1], nodes[-1])
 
     @torch.inference_mode()
-    def _keep(self, slot: int, tokens: bytes, salt: str | None) -> None:
+    def _keep(self, slot: int, tokens: bytes, salt: str | None, session: Session | None) -> None:
         """Put all rows of a slot into extents and its extents into the tree; the slot must be closed next."""
         match = self._tree.match(salt, tokens)
         self._tree.touch(match.nodes)
         if match.tokens * TOKEN_BYTES == len(tokens):
             return
         sink, length = self.cache.config.sink, self.cache.lengths[slot]
-        places = self._make_room(slot, len(tokens) // TOKEN_BYTES - sink)
+        places = self._make_room(slot, len(tokens) // TOKEN_BYTES - sink, session)
         tokens = tokens[: (sink + places) * TOKEN_BYTES]
         nodes = self._tree.whole_nodes(salt, tokens)  # fewer than before, if room was short
         kept = len(nodes) * EXTENT_TOKENS
@@ -213,10 +213,14 @@ class PrefixCache:
         self._complete_index(slot, kept, places // EXTENT_TOKENS * EXTENT_TOKENS, nodes)
         self._insert(slot, tokens, salt, self._extents.of_slot(slot))
 
-    def _make_room(self, slot: int, places: int) -> int:
-        """Give a slot extents for so many places, as far as nobody uses them; returns the number of places that fit."""
+    def _make_room(self, slot: int, places: int, session: Session | None = None) -> int:
+        """Give a slot extents for so many places, as far as nobody uses them; returns the number of places that fit.
+
+        What a request leaves takes no room from what counts more.
+        """
         more = extents_for(places) - len(self._extents.of_slot(slot))
-        self._evict(more - self._extents.free)
+        most = DEFAULT_RETENTION_PRIORITY if session is None else session.retention_priority
+        self._evict(more - self._extents.free, most)
         room = self._extents.room(slot) + min(max(0, more), self._extents.free) * EXTENT_TOKENS
         self._extents.reserve(slot, room)
         return min(places, room)
@@ -251,9 +255,9 @@ class PrefixCache:
             self.sessions.replace(old, new)
         self._forget(list(removed))
 
-    def _evict(self, count: int) -> None:
-        """Evict as many extents that nobody uses, or all of them."""
-        evicted = self._tree.evict(max(0, count), self.sessions.priority() if self.sessions else None)
+    def _evict(self, count: int, most: int | None = None) -> None:
+        """Evict as many extents that nobody uses, or all of them; those of a priority above `most` stay."""
+        evicted = self._tree.evict(max(0, count), self.sessions.priority() if self.sessions else None, most)
         self.counts.evicted_extents += len(evicted)
         self._forget(evicted)
 

@@ -149,26 +149,27 @@ class PrefixTree:
         for node in reversed(nodes):
             self._by_use.move_to_end(node)
 
-    def evict(self, count: int, priority: Callable[[Node], int] | None = None) -> list[Node]:
+    def evict(self, count: int, priority: Callable[[Node], int] | None = None, most: int | None = None) -> list[Node]:
         """Remove as many of the nodes that nobody uses, least recently used first; fewer if there are not so many.
 
-        With `priority`, those of the lowest priority come first, and a node counts as much as the highest that continues it.
+        With `priority`, those of the lowest priority come first, and those above `most` stay. A node counts as much as the
+        highest that continues it.
         """
-        order = self._by_use if priority is None or count < 1 else self._by_priority(priority)
+        order = self._by_use if priority is None or count < 1 else self._by_priority(priority, most)
         oldest = (node for node in order if not self._in_use(node.extent))
         chosen = [node for node, _ in zip(oldest, range(count), strict=False)]
         for node in chosen:
             self.remove(node)
         return chosen
 
-    def _by_priority(self, priority: Callable[[Node], int]) -> list[Node]:
-        """List all nodes, lowest priority first, then least recently used: a node always before its parent."""
+    def _by_priority(self, priority: Callable[[Node], int], most: int | None) -> list[Node]:
+        """List the nodes up to a priority, lowest priority first, then least recently used: a node always before its parent."""
         found: dict[Node, int] = {}
         for node in self._by_use:  # all that continue a node come before it
             found[node] = max(priority(node), found.get(node, 0))
             if node.parent is not None:
                 found[node.parent] = max(found[node], found.get(node.parent, 0))
-        return sorted(self._by_use, key=found.__getitem__)
+        return sorted((node for node in self._by_use if most is None or found[node] <= most), key=found.__getitem__)
 
     def remove(self, node: Node) -> None:
         """Forget a node, which must have no children."""

@@ -61,6 +61,17 @@ def test_what_a_session_pins_stays_longest(engine: Engine) -> None:
     assert read(engine, text(3), Session("a")) == 2199
 
 
+def test_what_a_request_leaves_takes_no_room_from_what_counts_more(load: Load) -> None:
+    """The window of the second request would fill an extent of its own, which only a session's could make room for."""
+    for session, pinned in ((None, 3), (Session("b", 60), 5), (Session("b", 80), 5)):
+        engine = load(kv_cache_host_memory_bytes=5 * EXTENT_BYTES)
+        read(engine, text(3), Session("a"))
+        read(engine, text(4, 2048 + SINK + 10), session)
+        assert engine.cache_usage.pinned_extents == pinned
+        lower = session is None or session.retention_priority < 70
+        assert (read(engine, text(3)[:2150], Session("a")) > 2100) == lower
+
+
 def test_without_a_session_the_least_recently_used_makes_room(engine: Engine) -> None:
     for first in (3, 4, 5):
         read(engine, text(first))
