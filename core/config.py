@@ -206,7 +206,7 @@ class CacheConfig:
     kv_cache_device_memory_bytes : int or None
         Budget of rows in device memory; None: what weights, index and work space leave free.
     reuse : bool or None
-        Keep rows for later requests that begin alike (docs/conversations.md); None: on the CPU, with methods that can.
+        Keep rows for later requests that begin alike (docs/conversations.md); None: on the CPU.
     reuse_host_bytes : int or None
         Upper bound of the rows that are kept and that no running request uses; None: what is free of the row pool.
     cached_prefill : str

@@ -30,6 +30,7 @@ from kvseek.engine.schedule.reading import PromptReader, Reading
 from kvseek.engine.schedule.sampling import Sampler, accept
 from kvseek.engine.schedule.scheduler import Scheduler
 from kvseek.engine.schedule.sequence import Sequence
+from kvseek.plugins.registry import method_traits
 
 from .decoder import Decoder
 from .tokenizer import Tokenizer
@@ -73,8 +74,10 @@ class Engine:
         self.config, self.tokenizer = config, tokenizer
         self.decoder, self._cache = decoder, decoder.cache
         self._queue = RequestQueue(max_queue_size)
-        retrieval = decoder.retrieval
-        self._prefixes = PrefixCache(decoder.cache, retrieval.indexes, reuses_prefixes(config), retrieval.selects)
+        retrieval, enabled = decoder.retrieval, reuses_prefixes(config)
+        self._prefixes = PrefixCache(
+            decoder.cache, retrieval.indexes, method_traits(config), enabled=enabled, selects=retrieval.selects
+        )
         self._scheduler = Scheduler(self._prefixes, config.max_batch_size, self._queue)
         self._reader = PromptReader(decoder, self._prefixes, max_num_tokens)
         self._guides = Guides(tokenizer, config)

@@ -13,6 +13,7 @@ from kvseek.engine.cache.cache import Cache
 from kvseek.plugins.attention.hot_rows import HotRows
 from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.contract import Attention, Effort, Index
+from kvseek.plugins.registry import method_traits
 
 from .observer import Observer
 
@@ -41,6 +42,7 @@ class Retrieval:
         self.config, self.cache, self.indexes, self.attentions = config, cache, indexes, attentions
         self.observer = Observer()
         self.hot_rows = hot_rows
+        self._shares_entries = method_traits(config).prefix_reuse == "entries"
         self._builds = InFlight(BUILDS_IN_FLIGHT)
         self._selecting: set[int] = set()  # slots that did not attend to everything in their last step
         self._effort = lru_cache(maxsize=1024)(self._effort_of)  # a slot's length changes only at evictions
@@ -91,12 +93,12 @@ class Retrieval:
     def store_layer(self, layer: int, slot: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """Index a layer of a prompt and write its rows: keys and values [G, n, D], and the last queries of those read [H, w, D].
 
-        Index entries and rows in extents that the slot shares are there already.
+        Rows in extents that the slot shares are there already, and so are their index entries if the method shares these.
         """
         sink, length = self.cache.config.sink, self.cache.lengths[slot]
         shared, index = self.cache.shared_places(slot), self.indexes[layer]
         self._builds.make_room()
-        if shared:
+        if shared and self._shares_entries:
             index.adopt(slot, shared, self.cache.prefixes[slot].head.states[layer])
             index.append(slot, shared, keys[:, sink + shared : sink + length])
             index.publish(slot, shared, length - shared)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -163,7 +163,8 @@ class Index(ABC):
         keys : Tensor [G, n, D]
             Retrieval keys in token order; `context.lengths[slot]` is n already. n may be 0.
         queries : Tensor [H, w, D]
-            The last w <= LAST_QUERIES queries of the prompt.
+            The last w <= LAST_QUERIES queries of the prompt. Of a prompt whose beginning is reused only those that are read are
+            known, at least as many as Traits.last_queries says.
         """
 
     @abstractmethod
@@ -182,7 +183,7 @@ class Index(ABC):
     def prefix_state(self, slot: int) -> Tensor | None:
         """Copy what the entries of a slot's extents depend on beside their keys; None: nothing.
 
-        The engine keeps it with the extents, and gives it to `adopt`. Only called with Traits.reuses_prefixes.
+        The engine keeps it with the extents, and gives it to `adopt`, with Traits.prefix_reuse "entries".
         """
         return None
 
@@ -190,7 +191,7 @@ class Index(ABC):
         """Begin a slot whose first `length` places have entries already, in extents that an earlier request has written.
 
         It takes the place of `build` for a prompt that begins like that request's; `append` and `publish` of all further places
-        follow. The entries must not be written to. Only called with Traits.reuses_prefixes.
+        follow. The entries must not be written to. Only called with Traits.prefix_reuse "entries".
 
         Parameters
         ----------
@@ -199,6 +200,14 @@ class Index(ABC):
         state : Tensor or None
             What `prefix_state` gave for the slot that wrote the entries.
         """
+
+    def row_order(self, slot: int) -> Tensor | None:
+        """Copy the retrieval token of each place of a slot, int64 [G, n]; None: token order, for as long as the slot is open.
+
+        When a request ends, the engine puts its rows back into token order by it, for later requests. So an index that gives
+        Built.order or lets rows change places must say so. Only called on the CPU, between steps.
+        """
+        return None
 
     @abstractmethod
     def effort(self, length: int) -> Effort:
@@ -232,6 +241,10 @@ def _no_codebooks(head_dim: int) -> dict[str, Tensor]:
 
 def _no_macros(head_dim: int, group_size: int) -> dict[str, int]:
     return {}
+
+
+def _no_queries(tokens: int) -> int:
+    return 0
 
 
 @dataclass(frozen=True)
@@ -282,10 +295,17 @@ class Traits:
     cpu_limits : ShapeLimits or None
         Shapes that the method's compiled code of the CPU supports; None: all that attention's supports
         (plugins/attention/native.py). An engine of another shape is refused when it is built, and when it is loaded.
-    reuses_prefixes : bool
-        Whether requests may share index entries (docs/conversations.md): the places of a prompt follow its tokens, and the
-        entries of a full extent are made from its keys, by `build` and `append` alike, and from `Index.prefix_state`. All
-        else that the index keeps of a slot can be made from these entries (`Index.adopt`).
+    prefix_reuse : "entries", "rows" or "copies"
+        What requests whose prompts begin alike have in common on the CPU (docs/conversations.md).
+        "entries": whole extents with their rows and index entries. The places of a prompt follow its tokens, and the entries
+        of a full extent are made from its keys, by `build` and `append` alike, and from `Index.prefix_state`. All else that
+        the index keeps of a slot can be made from these entries (`Index.adopt`).
+        "rows": whole extents with their rows. `build` indexes all keys of every prompt; the index keeps nothing in extents,
+        and the places of a prompt follow its tokens.
+        "copies": no extents. Rows are copied into a request's own extents, and `build` indexes all keys of every prompt.
+    last_queries : callable
+        Takes the retrieval tokens n of a prompt; returns how many of its last queries `build` makes use of. So many of a
+        prompt's last tokens are read, and not reused.
     codebooks : callable
         Takes the head size; returns tensors by name, which the builder computes once and stores beside the weights.
     cuda_macros : callable
@@ -299,6 +319,7 @@ class Traits:
     cache_defaults: Mapping[str, Any] = field(default_factory=dict)
     cpu_library_on_gpu: bool = False
     cpu_limits: ShapeLimits | None = None
-    reuses_prefixes: bool = False
+    prefix_reuse: Literal["entries", "rows", "copies"] = "copies"
+    last_queries: Callable[[int], int] = _no_queries
     codebooks: Callable[[int], dict[str, Tensor]] = _no_codebooks
     cuda_macros: Callable[[int, int], dict[str, int]] = _no_macros

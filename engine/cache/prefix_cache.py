@@ -7,15 +7,17 @@ read its counts.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import extents_for
 from kvseek.core.session import DEFAULT_RETENTION_PRIORITY, EndedSession, Session
-from kvseek.plugins.contract import Index
+from kvseek.plugins.contract import Index, Traits
 
 from .cache import Cache
 from .prefix import Head, Prefix
@@ -42,6 +44,8 @@ class PrefixCache:
     cache : Cache
     indexes : sequence of Index
         The index of each layer.
+    traits : Traits
+        Of their method.
     enabled : bool
         If not, nothing is kept and nothing found.
     selects : callable
@@ -58,10 +62,12 @@ class PrefixCache:
         self,
         cache: Cache,
         indexes: Sequence[Index],
+        traits: Traits,
+        *,
         enabled: bool,
         selects: Callable[[int], bool] = lambda tokens: False,
     ) -> None:
-        self.cache, self.enabled, self.counts = cache, enabled, ReuseCounts()
+        self.cache, self.enabled, self.counts, self._traits = cache, enabled, ReuseCounts(), traits
         self._indexes, self._extents, self._selects = indexes, cache.extents, selects
         self._tree = PrefixTree(cache.config.sink, cache.extents.in_use)
         self.sessions = Sessions()
@@ -78,10 +84,12 @@ class PrefixCache:
         The result holds until extents are evicted; `open` makes it hold for as long as the slot needs it. Prompts that stay in
         the window find nothing: they have no extents, and are read together with others.
         """
-        places = self.cache.retrieval_tokens(len(tokens) // TOKEN_BYTES)
+        count = len(tokens) // TOKEN_BYTES
+        places = self.cache.retrieval_tokens(count)
         if not self.enabled or not places:
             return None
-        match = self._tree.match(salt, tokens[:-TOKEN_BYTES])
+        most = count - max(1, self._traits.last_queries(places))
+        match = self._tree.match(salt, tokens[: max(0, most) * TOKEN_BYTES])
         if not match.tokens:
             return None
         found = max(0, match.tokens - self.cache.config.sink)
@@ -89,15 +97,27 @@ class PrefixCache:
         sparse = self.cache.config.cached_prefill == "sparse" and self._selects(match.tokens)
         if sparse:  # the slot begins with the prefix alone, the last of which lies in the window
             places = self.cache.retrieval_tokens(match.tokens)
-        shared = min(found, places) // EXTENT_TOKENS
+        shared = 0 if self._traits.prefix_reuse == "copies" else min(found, places) // EXTENT_TOKENS
         return Prefix(match.tokens, extents, shared, self._heads[match.nodes[0]], sparse)
 
-    def shared_part(self, prefix: Prefix | None) -> Prefix | None:
-        """Shorten a prefix to the extents that a request shares; it then keeps no extent that the request must have too."""
-        if prefix is None or not prefix.shared:
+    def shorten(self, prefix: Prefix | None, tokens: int) -> Prefix | None:
+        """Shorten a prefix to the extents that can stay while others are evicted for a request of up to `tokens` tokens."""
+        if prefix is None:
             return None
-        tokens = self.cache.config.sink + prefix.shared * EXTENT_TOKENS
-        return replace(prefix, tokens=tokens, extents=prefix.extents[: prefix.shared], sparse=False)
+        room = self._extents.free + self._extents.idle - self.cache.extents_needed(tokens) + prefix.shared
+        taken = accumulate(
+            not self._extents.in_use(extent) for extent in prefix.extents
+        )  # which could be evicted otherwise
+        stay = bisect_right(list(taken), room)
+        if stay == len(prefix.extents):
+            return prefix
+        if stay == 0 or stay < prefix.shared:  # the latter only if the request does not fit at all
+            return None
+        left = self.cache.config.sink + stay * EXTENT_TOKENS
+        sparse = (
+            prefix.sparse and self._selects(left) and self.cache.retrieval_tokens(left) >= prefix.shared * EXTENT_TOKENS
+        )
+        return replace(prefix, tokens=left, extents=prefix.extents[:stay], sparse=sparse)
 
     def fits(self, tokens: int, prefix: Prefix | None) -> bool:
         """Whether a request can get all extents that it needs to grow to `tokens` tokens, if others are evicted for it."""
@@ -146,7 +166,8 @@ class PrefixCache:
         """Let others use the whole extents of a running request, whose prompt has been read to its end."""
         self._read.add(slot)
         whole = self.cache.lengths[slot] // EXTENT_TOKENS
-        if not self.enabled or not whole:
+        # Rows that change places are not shared before they are back in token order.
+        if not self.enabled or not whole or any(index.row_order(slot) is not None for index in self._indexes):
             return
         tokens = prompt[: (self.cache.config.sink + whole * EXTENT_TOKENS) * TOKEN_BYTES]
         extents, nodes = self._extents.of_slot(slot), self._tree.whole_nodes(salt, tokens)
@@ -209,8 +230,12 @@ class PrefixCache:
         tokens = tokens[: (sink + places) * TOKEN_BYTES]
         nodes = self._tree.whole_nodes(salt, tokens)  # fewer than before, if room was short
         kept = len(nodes) * EXTENT_TOKENS
+        for layer, index in enumerate(self._indexes):
+            if (order := index.row_order(slot)) is not None:
+                self.cache.sort_rows(layer, slot, order, kept)
         self.cache.write_ring(slot, max(kept, length), places)
-        self._complete_index(slot, kept, places // EXTENT_TOKENS * EXTENT_TOKENS, nodes)
+        if self._traits.prefix_reuse == "entries":
+            self._complete_index(slot, kept, places // EXTENT_TOKENS * EXTENT_TOKENS, nodes)
         self._insert(slot, tokens, salt, self._extents.of_slot(slot))
 
     def _make_room(self, slot: int, places: int, session: Session | None = None) -> int:

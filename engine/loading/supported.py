@@ -25,7 +25,7 @@ def check_supported(config: EngineConfig) -> None:
     Head sizes of the GPU's kernels are not checked here, but where macros are made of them (builder/compile/cuda.py).
     """
     check_device(config)
-    _check_reuse(config)
+    _check_cached_prefill(config)
     if config.device == "cuda":
         check_sizes(config.model)
         buckets_for(config.max_batch_size)
@@ -48,22 +48,15 @@ def check_device(config: EngineConfig) -> None:
 
 def reuses_prefixes(config: EngineConfig) -> bool:
     """Whether an engine keeps the rows of requests for later ones that begin alike."""
-    one = config.device == "cpu" and config.tp_size == 1
-    return one and config.cache.reuse is not False and method_traits(config).reuses_prefixes
+    return config.device == "cpu" and config.tp_size == 1 and config.cache.reuse is not False
 
 
-def _check_reuse(config: EngineConfig) -> None:
-    asked = config.cache.reuse or config.cache.reuse_host_bytes is not None
-    if asked and not method_traits(config).reuses_prefixes:
-        others = [name for name in METHODS if get_method(name).traits().reuses_prefixes]
+def _check_cached_prefill(config: EngineConfig) -> None:
+    if config.cache.cached_prefill == "sparse" and method_traits(config).prefix_reuse != "entries":
+        sharing = [name for name in METHODS if get_method(name).traits().prefix_reuse == "entries"]
         raise ConfigError(
-            f"cache.reuse, cache.reuse_host_bytes: must be left out with method = {config.method!r}, whose index requests cannot "
-            f"share; methods whose index they can: {', '.join(others)}"
-        )
-    if config.cache.cached_prefill == "sparse" and not method_traits(config).reuses_prefixes:
-        raise ConfigError(
-            f"cache.cached_prefill = 'sparse': must be 'dense' with method = {config.method!r}, whose index requests cannot "
-            "share; leave it out"
+            f"cache.cached_prefill = 'sparse': must be 'dense' with method = {config.method!r}, whose requests share no index "
+            f"entries; methods whose requests do: {', '.join(sharing)}"
         )
 
 

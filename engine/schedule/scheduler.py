@@ -68,14 +68,11 @@ class Scheduler:
     def _choose_prefix(self, head: Sequence) -> bool:
         """Choose how much of its prompt the head need not read, and return whether it can be admitted with that.
 
-        Where room is short, it gives up the extents that it would only copy from. The shared ones cost no room.
+        Where room is short, it gives up extents that it would only copy from. The shared ones cost no room.
         """
         found = None if head.scores is not None else self._prefixes.find(head.packed_prompt, head.request.cache_salt)
-        for prefix in (found, self._prefixes.shared_part(found)):
-            if self._prefixes.fits(head.total_tokens, prefix):
-                head.prefix = prefix
-                return True
-        return False
+        head.prefix = self._prefixes.shorten(found, head.total_tokens)
+        return self._prefixes.fits(head.total_tokens, head.prefix)
 
     def remove(self, sequence: Sequence, keep: bool = False) -> None:
         """Take a running sequence out, and free its slot and extents; `keep`: as far as its rows are not kept for others."""

@@ -94,7 +94,11 @@ class Config:
 
     def prompt_centroids(self, tokens: int, queries: int) -> int:
         """Return the centroids of a prompt with `tokens` retrieval tokens and `queries` known queries; 0 without tokens."""
-        return min(self.centroids, queries, -(-tokens // self.centroid_divisor))
+        return min(queries, self.most_prompt_centroids(tokens))
+
+    def most_prompt_centroids(self, tokens: int) -> int:
+        """Return the centroids of a prompt with `tokens` retrieval tokens, if so many of its queries are known."""
+        return min(self.centroids, -(-tokens // self.centroid_divisor))
 
     def ring(self, most_tokens: int) -> int:
         """Return the number of centroids that a slot of at most `most_tokens` retrieval tokens has room for."""

@@ -69,7 +69,7 @@ def exact_top_k(queries: Tensor, keys: Tensor, top_k: int, group_reduce: str, sc
 
 def traits(config: Config) -> Traits:
     """Return the method's traits: it runs only on the CPU, because it is for comparisons and has no kernels."""
-    return Traits(devices=("cpu",), reuses_prefixes=True)
+    return Traits(devices=("cpu",), prefix_reuse="entries")
 
 
 def create(context: IndexContext) -> Index:

@@ -25,7 +25,7 @@ def traits(config: Config) -> Traits:
         return {"signs": rotation_signs(config.rotation_seed, padded_dim(head_dim))}
 
     return Traits(
-        cpu_limits=LIMITS, reuses_prefixes=True, codebooks=codebooks, cuda_macros=partial(cuda_macros, config)
+        cpu_limits=LIMITS, prefix_reuse="entries", codebooks=codebooks, cuda_macros=partial(cuda_macros, config)
     )
 
 

@@ -19,7 +19,7 @@ def traits(config: Config) -> Traits:
     """Return the method's traits: codebooks that need no data, and macros that compile kernels for one number of lanes."""
     return Traits(
         cpu_limits=LIMITS,
-        reuses_prefixes=True,
+        prefix_reuse="entries",
         codebooks=partial(codebook.build_codebooks, config),
         cuda_macros=partial(cuda_macros, config),
     )

@@ -22,7 +22,12 @@ def traits(config: Config) -> Traits:
         signs = rotation_signs(ROTATION_SEED, padded_dim(head_dim))
         return {"signs": signs} if config.page_score == "codes" else {}
 
-    return Traits(kept_steps=config.cache_steps, codebooks=codebooks, cuda_macros=partial(cuda_macros, config))
+    return Traits(
+        kept_steps=config.cache_steps,
+        last_queries=lambda tokens: config.window_queries,
+        codebooks=codebooks,
+        cuda_macros=partial(cuda_macros, config),
+    )
 
 
 def create(context: IndexContext) -> Index:

@@ -45,6 +45,8 @@ class ReferenceIndex(Index):
         The last queries, in any order.
     targets : list of Tensor, int64 scalar
         Number of static rows that each slot is to have as soon as it holds so many rows.
+    tokens : Tensor, int32 [E, G, 1024], or None
+        Retrieval token of each place, for `row_order`; None on a GPU, whose kernels exchange rows without it.
     observe : callable
         static.observation_scores, or a function that computes the same: (queries, keys, scaling, valid) to scores.
     """
@@ -66,14 +68,17 @@ class ReferenceIndex(Index):
         recent = (slots, config.window_queries, context.num_heads, context.head_dim)
         self.recent = torch.zeros(recent, dtype=context.dtype, device=device)
         self.targets: list[Tensor] = [torch.full((), config.fixed_static, device=device)] * slots
+        rows = (context.extents.capacity, context.num_kv_heads, EXTENT_TOKENS)
+        self.tokens = torch.empty(rows, dtype=torch.int32, device=device) if context.cuda is None else None
         self._selected = [0] * slots  # queries that `recent` has received
         self._steps = [0] * slots  # decode steps since the prompt
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of summaries and counts of all KV heads; static sets and queries do not grow with the tokens."""
+        """Bytes of summaries, counts and tokens of places, of all KV heads; static sets and queries do not grow."""
         counts = self.context.num_kv_heads * self.picked.itemsize / self.config.page
-        return self.summaries.bytes_per_token + counts
+        tokens = 0 if self.tokens is None else self.context.num_kv_heads * self.tokens.itemsize
+        return self.summaries.bytes_per_token + counts + tokens
 
     def effort(self, length: int) -> Effort:
         """See Index.effort. The rows are the budget: static rows and rows of pages. The kernels need no numbers."""
@@ -83,6 +88,7 @@ class ReferenceIndex(Index):
         """See Index.build. In the pool the static tokens come first, then the others, both in token order."""
         order = self.begin(slot, keys, queries)
         self.summaries.build(slot, ordered(keys, order))
+        self._note_tokens(slot, 0, keys.shape[1], order)
         return Built(order=order)
 
     def begin(self, slot: int, keys: Tensor, queries: Tensor) -> Tensor | None:
@@ -122,6 +128,19 @@ class ReferenceIndex(Index):
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See Index.append. New rows fill up the last page, then new pages."""
         self.summaries.append(slot, start, keys)
+        self._note_tokens(slot, start, keys.shape[1])
+
+    def _note_tokens(self, slot: int, start: int, count: int, order: Tensor | None = None) -> None:
+        """Note the tokens of places start .. start + count - 1: `order` int64 [G, count], or the same numbers."""
+        if self.tokens is not None:
+            numbers = torch.arange(start, start + count).expand(self.tokens.shape[1], -1) if order is None else order
+            self.context.extents.write(self.tokens, slot, start, numbers.int())
+
+    def row_order(self, slot: int) -> Tensor | None:
+        """See Index.row_order. Without a static set no row ever changes its place."""
+        if self.tokens is None or self.config.most_static == 0:
+            return None
+        return self.context.extents.read(self.tokens, slot, self.context.lengths[slot]).long()
 
     def publish(self, slot: int, start: int, count: int) -> None:
         """See Index.publish. The length alone makes new pages visible, and scores of the page that earlier rows began follow."""
@@ -211,8 +230,11 @@ class ReferenceIndex(Index):
             first, second = leaving[head, pairs], entering[head, pairs]
             both, swapped = torch.cat((first, second)), torch.cat((second, first))
             extents = self.context.extents.table[slot].long()
-            rows = pool[extents[swapped // EXTENT_TOKENS], head, swapped % EXTENT_TOKENS]
-            pool[extents[both // EXTENT_TOKENS], head, both % EXTENT_TOKENS] = rows
+            here = (extents[both // EXTENT_TOKENS], head, both % EXTENT_TOKENS)
+            there = (extents[swapped // EXTENT_TOKENS], head, swapped % EXTENT_TOKENS)
+            for array in (pool, self.tokens):
+                if array is not None:
+                    array[here] = array[there]
             self.homes[slot, head, first] = second.int()
             self.summaries.exchange(slot, head, first, second, pool)
 

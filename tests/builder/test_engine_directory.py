@@ -62,6 +62,22 @@ def test_inspection_does_not_read_weights(engine: Path, capsys: pytest.CaptureFi
     assert document["model"]["num_layers"] == 3
 
 
+@pytest.mark.parametrize(
+    ("method", "flags", "form"),
+    [
+        ("full", (), "entries"),
+        ("full", ("--cache.reuse", "false"), "off"),
+        ("ctkvr", (), "rows"),
+        ("ctkvr", ("--ctkvr.execution", "codes"), "copies"),
+    ],
+)
+def test_inspection_tells_how_prefixes_are_reused(
+    method: str, flags: tuple[str, ...], form: str, model: Path, build_engine: BuildEngine
+) -> None:
+    directory = build_engine(model, method, *flags, "--kernels", "reference")
+    assert engine_document(InspectOptions(directory))["prefix_reuse"] == form
+
+
 def test_inspection_lists_kernels(model: Path, build_engine: BuildEngine) -> None:
     directory = build_engine(model, "full", "--max_seq_len", "512")
     document = engine_document(InspectOptions(directory))

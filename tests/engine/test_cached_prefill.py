@@ -31,7 +31,7 @@ WINDOW = {"sink": SINK, "local": LOCAL, "update": UPDATE, "full_threshold": THRE
 FLAGS = tuple(word for name, size in WINDOW.items() for word in (f"--cache.{name}", str(size)))
 LIMITS = ("--max_batch_size", "4", "--max_seq_len", "3200", "--prefill_chunk_tokens", "512")
 DOCUMENT = tuple(i * i * 13 % 379 + 3 for i in range(2300))
-SHARING = [method for method in SELECTING if get_method(method).traits().reuses_prefixes]
+SHARING = [method for method in SELECTING if get_method(method).traits().prefix_reuse == "entries"]
 Load = Callable[..., Engine]
 
 

@@ -72,6 +72,16 @@ def test_what_a_request_leaves_takes_no_room_from_what_counts_more(load: Load) -
         assert (read(engine, text(3)[:2150], Session("a")) > 2100) == lower
 
 
+def test_methods_that_copy_rows_have_sessions_too(load: Load) -> None:
+    engine = load("prkv", kv_cache_host_memory_bytes=9 * EXTENT_BYTES)
+    read(engine, text(3), Session("a"))
+    for first in (4, 5, 6, 7):
+        read(engine, text(first))
+    assert engine.cache_usage.pinned_extents == 3
+    assert read(engine, text(3), Session("a")) > 2100, "its index needs the last queries"
+    assert engine.end_session("a") == EndedSession(3, 2202)
+
+
 def test_without_a_session_the_least_recently_used_makes_room(engine: Engine) -> None:
     for first in (3, 4, 5):
         read(engine, text(first))

@@ -103,7 +103,15 @@ class Region:
             # The effort may take a page that is not full for a full one.
             assert 0 <= self.index.effort(self.lengths[slot]).rows - mean < page, "the effort is the rows attended to"
         self.index.refresh(slots)
+        for slot in slots:
+            self._check_order(slot)
         return tokens
+
+    def _check_order(self, slot: int) -> None:
+        """Check that an index knows where the rows of a slot's tokens are after all that it has exchanged."""
+        n, order = self.lengths[slot], self.index.row_order(slot)
+        tokens = self.extents.read(self.pool, slot, n)[:, :, 1, 1].long()
+        assert torch.equal(tokens, torch.arange(n).expand(KV_HEADS, n) if order is None else order)
 
     def _tokens(self, selection: Selection | None, request: int, slot: int, head: int) -> Tensor:
         n = self.lengths[slot]

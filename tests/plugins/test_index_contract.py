@@ -129,7 +129,7 @@ def test_keeping_everything_is_everything_after_other_requests(
 
 
 @pytest.mark.parametrize(
-    ("method", "settings"), [one for one in VARIANTS if get_method(one[0]).traits().reuses_prefixes]
+    ("method", "settings"), [one for one in VARIANTS if get_method(one[0]).traits().prefix_reuse == "entries"]
 )
 def test_an_adopted_prefix_selects_as_the_slot_that_wrote_it(
     method: str, settings: Settings, kernels: CpuLibrary | None
@@ -154,3 +154,19 @@ def test_an_adopted_prefix_selects_as_the_slot_that_wrote_it(
         assert written is adopted, "attends densely"
     else:
         assert torch.equal(written.rows, adopted.rows)
+
+
+@pytest.mark.parametrize(("method", "settings"), VARIANTS)
+@pytest.mark.parametrize("size", [70, 1100])
+def test_a_build_needs_no_more_queries_than_the_traits_say(
+    method: str, settings: Settings, size: int, kernels: CpuLibrary | None
+) -> None:
+    """Those of a prompt's beginning are unknown if it is reused: Traits.last_queries."""
+    keys, queries = topical(size + 200, 4)
+    needed = get_method(method).traits(get_method(method).configure({**settings})).last_queries(size)
+    regions = [Region(method, settings, library=kernels) for _ in range(2)]
+    for region, known in zip(regions, (size, needed), strict=True):
+        region.prefill(0, keys[:, :size], queries[size - known : size].transpose(0, 1))
+    for number in range(size, size + 200):
+        one, other = (region.step(queries[number : number + 1], [0])[0] for region in regions)
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))

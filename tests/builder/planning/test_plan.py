@@ -33,6 +33,7 @@ from kvseek.engine.schedule.queue import RequestQueue
 from kvseek.engine.schedule.sampling import Sampler
 from kvseek.engine.schedule.scheduler import Scheduler
 from kvseek.engine.schedule.sequence import Sequence
+from kvseek.plugins.registry import method_traits
 
 GIB, MIB = 1 << 30, 1 << 20
 CPU = torch.device("cpu")
@@ -85,7 +86,9 @@ def admitted(own: FitSearch, context: int, batch: int, attempt: Attempt) -> int:
     layout = lay_out_rows(config, own.dtype, attempt.memory.device_row_bytes)
     assert layout == attempt.memory.rows
     cache = Cache(config, own.dtype, CPU, RowStorage(config, own.dtype, CPU, layout))
-    scheduler = Scheduler(PrefixCache(cache, [], enabled=False), config.max_batch_size, RequestQueue())
+    scheduler = Scheduler(
+        PrefixCache(cache, [], method_traits(config), enabled=False), config.max_batch_size, RequestQueue()
+    )
     for number in range(batch):
         request = Request((0,) * (context - 8), max_tokens=8)
         statistics = RequestStatistics(prompt_tokens=context - 8, submitted_at=0.0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.attention.reference import window_rows
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
+from kvseek.plugins.registry import method_traits
 
 LAYERS, SLOTS, SINK, LOCAL, UPDATE, LONGEST = 2, 3, 4, 40, 700, 5200
 CPU = torch.device("cpu")
@@ -64,6 +65,51 @@ class EntryIndex(Index):
         return None
 
 
+class BareIndex(EntryIndex):
+    """Keeps nothing: its method shares extents without entries."""
+
+    def append(self, slot: int, start: int, keys: Tensor) -> None:
+        pass
+
+
+class MovingIndex(BareIndex):
+    """Asks for the rows in reverse order, and exchanges some after each step."""
+
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context)
+        self.orders, self.random = dict[int, Tensor](), torch.Generator().manual_seed(context.layer)
+
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+        self.orders[slot] = torch.arange(keys.shape[1]).flip(0)[None]
+        return Built(self.orders[slot])
+
+    def publish(self, slot: int, start: int, count: int) -> None:
+        self.orders[slot] = torch.cat((self.orders[slot], torch.arange(start, start + count)[None]), dim=1)
+
+    def refresh(self, slots: Sequence[int]) -> None:
+        assert self.context.rows is not None
+        for slot in slots:
+            n = self.context.lengths[slot]
+            one, other = torch.randint(max(1, n), (2,), generator=self.random)
+            if n:
+                pool, table = self.context.rows.pool, self.context.extents.table[slot]
+                here, there = ((table[p // EXTENT_TOKENS], 0, p % EXTENT_TOKENS) for p in (one, other))
+                pool[here], pool[there] = pool[there].clone(), pool[here].clone()
+                self.orders[slot][0, [one, other]] = self.orders[slot][0, [other, one]]
+
+    def row_order(self, slot: int) -> Tensor:
+        return self.orders[slot].clone()
+
+
+# Methods whose requests share entries, rows, and nothing; the last index moves rows as well.
+FORMS: dict[str, tuple[str, type[EntryIndex]]] = {
+    "entries": ("full", EntryIndex),
+    "rows": ("ctkvr", BareIndex),
+    "copies": ("clusterkv", EntryIndex),
+    "moved": ("prkv", MovingIndex),
+}
+
+
 def sums_of(tokens: list[int]) -> Tensor:
     """A number for each token that depends on all before it, float32 [n]."""
     value, found = 1, []
@@ -91,7 +137,9 @@ class Running:
     reused: int = 0
 
 
-def make(reuse_host_bytes: int | None, capacity: int) -> tuple[PrefixCache, Retrieval]:
+def make(
+    reuse_host_bytes: int | None = None, capacity: int = 9, form: str = "entries"
+) -> tuple[PrefixCache, Retrieval]:
     layer_bytes = EXTENT_TOKENS * 2 * 2 * 4
     cache_config = CacheConfig(
         SINK,
@@ -101,21 +149,26 @@ def make(reuse_host_bytes: int | None, capacity: int) -> tuple[PrefixCache, Retr
         reuse_host_bytes=None if reuse_host_bytes is None else reuse_host_bytes * LAYERS * layer_bytes,
     )
     sizes = {"max_batch_size": SLOTS, "max_seq_len": LONGEST, "max_input_len": LONGEST}
-    config = EngineConfig(MODEL, "full", cache=cache_config, **sizes)
+    method, index_type = FORMS[form]
+    config = EngineConfig(MODEL, method, cache=cache_config, **sizes)
     cache = Cache(config, torch.float32, CPU, RowStorage(config, torch.float32, CPU, host_rows(config, torch.float32)))
     cache.rows.pool.rows.fill_(torch.nan)
     settings_ = (None, {}, cache.extents, cache.lengths, torch.float32, CPU)
-    indexes: list[Index] = [EntryIndex(IndexContext(layer, 2, 1, 2, 1.0, *settings_)) for layer in range(LAYERS)]
+    contexts = [IndexContext(i, 2, 1, 2, 1.0, *settings_, rows=cache.rows.of_layer(i)) for i in range(LAYERS)]
+    indexes: list[Index] = [index_type(context) for context in contexts]
     unused: Any = []
-    return PrefixCache(cache, indexes, enabled=True), Retrieval(config, cache, indexes, unused)
+    prefixes = PrefixCache(cache, indexes, method_traits(config), enabled=True)
+    return prefixes, Retrieval(config, cache, indexes, unused)
 
 
 class CacheMachine(RuleBasedStateMachine):
     """Requests about two documents, in company, with fewer extents than they would like to have."""
 
+    form = "entries"
+
     def __init__(self) -> None:
         super().__init__()
-        self.prefixes, self.retrieval = make(None, 9)
+        self.prefixes, self.retrieval = make(form=self.form)
         self.cache, self.extents = self.prefixes.cache, self.prefixes.cache.extents
         self.running: dict[int, Running] = {}
         self.ended: list[list[int]] = []
@@ -142,12 +195,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     def begin(self, salt: str | None, tokens: list[int], limit: int, session: Session | None = None) -> None:
         found = self.prefixes.find(pack_tokens(tokens), salt)
-        fitting = [p for p in (found, self.prefixes.shared_part(found)) if self.prefixes.fits(limit, p)]
-        if self.prefixes.fits(limit, None):
-            assert fitting, "what is shared costs no room"
-        if fitting:
+        prefix = self.prefixes.shorten(found, limit)
+        fits = self.prefixes.fits(limit, prefix)
+        assert fits or not self.prefixes.fits(limit, None), "what is shared costs no room"
+        if found is not None and fits and prefix != found:
+            longer = len(prefix.extents) + 1 if prefix is not None else 1
+            assert not self.prefixes.fits(limit, replace(found, extents=found.extents[:longer])), "as long as it can be"
+        if fits:
             slot = min(set(range(SLOTS)) - set(self.running))
-            self.prefixes.open(slot, limit, fitting[0])
+            self.prefixes.open(slot, limit, prefix)
             self.running[slot] = Running(salt, tokens, limit, session)
 
     @precondition(lambda self: any(not one.read for one in self.running.values()))
@@ -191,6 +247,8 @@ class CacheMachine(RuleBasedStateMachine):
                 self.cache.begin_step([slot], self.retrieval.indexes)
                 row = self.cache.state(slot, 0, (), dense=True).write_row
                 self.cache.window[:, slot, :, row] = rows[:, :, position]
+                for index in self.retrieval.indexes:
+                    index.refresh([slot])
 
     @precondition(lambda self: self.running)
     @rule(number=st.integers(0, SLOTS - 1), failed=st.sampled_from([False, False, False, True]))
@@ -237,10 +295,12 @@ class CacheMachine(RuleBasedStateMachine):
             for layer, index in enumerate(self.retrieval.indexes):
                 rows = rows_of(one.tokens, layer)
                 found = self.extents.read(self.cache.rows.of_layer(layer).pool, slot, n)
-                assert torch.equal(found, rows[:, SINK : SINK + n])
+                order = index.row_order(slot)
+                assert torch.equal(found, rows[:, SINK : SINK + n] if order is None else rows[:, SINK + order[0]])
                 near = torch.cat((rows[:, :SINK], rows[:, SINK + n :]), dim=1)
                 assert torch.equal(window_rows(batch, 0, self.cache.window[layer], SINK), near)
-                assert isinstance(index, EntryIndex)
+                if not isinstance(index, EntryIndex) or isinstance(index, BareIndex):
+                    continue
                 entries = self.extents.read(index.entries, slot, n)
                 assert torch.equal(entries, rows[:, SINK : SINK + n, 0, :1] + index.numbers[slot])
 
@@ -253,8 +313,28 @@ class CacheMachine(RuleBasedStateMachine):
         assert not self.prefixes._heads
 
 
-CacheMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
-TestPrefixCache = CacheMachine.TestCase
+class RowsMachine(CacheMachine):
+    """The same with shared rows and no entries."""
+
+    form = "rows"
+
+
+class CopiesMachine(CacheMachine):
+    """The same with extents of one's own."""
+
+    form = "copies"
+
+
+class MovingMachine(CacheMachine):
+    """The same with rows that change places."""
+
+    form = "moved"
+
+
+for machine in (CacheMachine, RowsMachine, CopiesMachine, MovingMachine):
+    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestPrefixCache, TestSharedRows = CacheMachine.TestCase, RowsMachine.TestCase
+TestCopiedRows, TestMovedRows = CopiesMachine.TestCase, MovingMachine.TestCase
 
 
 def test_the_rows_of_a_window_that_fill_an_extent_are_indexed() -> None:
@@ -309,7 +389,7 @@ def test_equal_extents_of_two_requests_are_kept_once() -> None:
 
 
 def test_kept_rows_stay_within_their_bytes() -> None:
-    prefixes, _ = make(2, 9)
+    prefixes, _ = make(reuse_host_bytes=2)
     run = CacheMachine()
     run.prefixes, run.cache, run.extents = prefixes, prefixes.cache, prefixes.cache.extents
     run.retrieval = Retrieval(_.config, run.cache, _.indexes, [])
