@@ -104,6 +104,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--stop_word", action="append", default=[], dest="stop_words", help="may be given several times"
     )
+    parser.add_argument(
+        "--cache_salt",
+        help="what the server reads of this is shared with requests of the same salt alone (default: none)",
+    )
+    parser.add_argument(
+        "--session_id", help="name of the conversation that this continues, which the server keeps longer"
+    )
+    parser.add_argument(
+        "--retention_priority", type=int, help="of the session: what is lower goes first, 0 to 100 (default: 70)"
+    )
+    parser.add_argument("--retention_seconds", type=float, help="how long that priority lasts (default: 3600)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of live text")
     return parser.parse_args(argv)
 
@@ -132,6 +143,10 @@ def ask(arguments: argparse.Namespace) -> None:
         stop_words=tuple(arguments.stop_words),
         apply_chat_template=arguments.chat_template,
         return_prefill_progress=True,
+        cache_salt=arguments.cache_salt,
+        session_id=arguments.session_id,
+        retention_priority=arguments.retention_priority,
+        retention_seconds=arguments.retention_seconds,
     )
     document = read_text(arguments.document) if arguments.document else None
     if arguments.openai_url is not None:

@@ -26,6 +26,10 @@ DTYPES: dict[str, tuple[str, Any]] = {
     "top_p": ("FP32", np.float32),
     "repetition_penalty": ("FP32", np.float32),
     "seed": ("UINT64", np.uint64),
+    "cache_salt": ("BYTES", object),
+    "session_id": ("BYTES", object),
+    "retention_priority": ("INT32", np.int32),
+    "retention_seconds": ("FP32", np.float32),
 }
 BOOL = ("BOOL", np.bool_)
 

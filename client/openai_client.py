@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import requests
 
@@ -63,6 +64,12 @@ class OpenAIClient:
                     prompt, output = counts["prompt_tokens"], counts["completion_tokens"]
                     yield Chunk("", reason, num_input_tokens=prompt, num_output_tokens=output)
 
+    def end_session(self, session_id: str, cache_salt: str | None = None) -> int:
+        """End a session and return the number of tokens whose rows that has freed; raises ClientError, also for unknown ids."""
+        query = "" if cache_salt is None else f"?{urlencode({'cache_salt': cache_salt})}"
+        with self._request("DELETE", f"sessions/{quote(session_id, safe='')}{query}") as response:
+            return int(response.json()["freed_tokens"])
+
     def _events(self, response: requests.Response) -> Iterator[dict[str, Any]]:
         try:
             for line in response.iter_lines():
@@ -112,6 +119,10 @@ def chat_fields(options: GenerateOptions) -> dict[str, Any]:
         "seed": options.seed,
         "stop": list(options.stop_words) or None,
         "ignore_eos": True if options.end_id == -1 else None,
+        "cache_salt": options.cache_salt,
+        "session_id": options.session_id,
+        "retention_priority": options.retention_priority,
+        "retention_seconds": options.retention_seconds,
         "stream": True,
         "stream_options": {"include_usage": True},
     }

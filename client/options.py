@@ -22,6 +22,10 @@ class GenerateOptions:
     stop_words: tuple[str, ...] = ()
     apply_chat_template: bool = False
     return_prefill_progress: bool = False
+    cache_salt: str | None = None
+    session_id: str | None = None
+    retention_priority: int | None = None
+    retention_seconds: float | None = None
 
     def fields(self, text_input: str, stream: bool) -> dict[str, Any]:
         """Return the inputs of tensorrt_llm_bls by name (other models: text_models.py), without None and empty ones."""

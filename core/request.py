@@ -9,6 +9,7 @@ from enum import StrEnum
 from .config import EngineConfig
 from .errors import ErrorCode, RequestError
 from .guide import Guide
+from .session import Session, check_text
 from .statistics import RequestStatistics
 
 MAX_SEED = 2**64 - 1
@@ -130,7 +131,8 @@ class Request:
     `priority`, 0 to 255: of the requests that wait, those with the larger number start first, as in TensorRT-LLM
     (engine/schedule/queue.py). `timeout_seconds` counts from submission and is at most a week: when it has passed, a waiting
     request ends with an error, and a running request ends with the tokens it has and FinishReason.TIMEOUT. None: no limit.
-    `cache_salt`: only requests of the same salt share what they have read (docs/conversations.md).
+    `cache_salt`: only requests of the same salt share what they have read (docs/conversations.md). `session`: the conversation
+    that the request continues, whose rows are kept rather than others'.
     """
 
     prompt_ids: tuple[int, ...]
@@ -141,6 +143,7 @@ class Request:
     priority: int = DEFAULT_PRIORITY
     timeout_seconds: float | None = None
     cache_salt: str | None = None
+    session: Session | None = None
 
     def validate(self, config: EngineConfig) -> None:
         """Raise RequestError unless an engine of this configuration can serve the request."""
@@ -178,8 +181,7 @@ class Request:
         limit = f"> 0 and <= {MAX_TIMEOUT_SECONDS:.0f} s, a week"
         _require(within, "timeout", seconds, limit, "leave it out for no limit")
         if self.cache_salt is not None:
-            characters, limit = len(self.cache_salt), f"1 to {MAX_SALT} characters"
-            _require(1 <= characters <= MAX_SALT, "length of cache_salt", characters, limit, "leave it out for none")
+            check_text("cache_salt", self.cache_salt, MAX_SALT)
 
     def logits(self, vocabulary: int) -> int:
         """Count the logits, numbers of 4 bytes each, that the request asks for at most."""

@@ -16,6 +16,7 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import CapacityError, ConfigError, ErrorCode, RequestError, SamplingError
 from kvseek.core.manifest import verify
 from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.session import EndedSession
 from kvseek.core.statistics import RequestStatistics, StepReport
 from kvseek.engine.cache.prefix_cache import PrefixCache
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
@@ -83,7 +84,7 @@ class Engine:
         self._ids = itertools.count(1)
         self._token_layers = 0  # tokens × layers that all steps have read
         self._report = StepReport()
-        self._meter = UsageMeter(decoder.cache, decoder.retrieval.hot_rows, self._prefixes.counts)
+        self._meter = UsageMeter(self._prefixes, decoder.retrieval.hot_rows)
         self._refresh_seconds = 0.0  # upkeep in the last step with decoding requests; 0 if the step failed before it
         self.on_step: Callable[[StepReport], None] | None = None
 
@@ -156,6 +157,11 @@ class Engine:
                 f"prompt and max_tokens = {tokens} tokens need {needed} extents of the row pool, it has {capacity}; "
                 "shorten the request or build with a larger cache.kv_cache_host_memory_bytes"
             )
+        if request.session is not None and not self._prefixes.enabled:
+            raise RequestError(
+                f"session_id: this engine (device {self.config.device}, method {self.config.method}) keeps nothing of prompts; "
+                "leave it out, or use an engine that reuses prefixes (docs/conversations.md)"
+            )
         if request.sampling.scores_prompt and not self.decoder.model.scores_prompts:
             raise RequestError(
                 f"prompt_logprobs, return_context_logits: an engine of runtime {self.config.runtime} does not compute the logits "
@@ -217,6 +223,18 @@ class Engine:
         waiting = self.cancel_waiting(request_id, reason)
         running = next((s for s in self._scheduler.running if s.request_id == request_id), None)
         return waiting if running is None else self._end(running, ended(running, reason))
+
+    def end_session(self, session_id: str, cache_salt: str | None = None) -> EndedSession | None:
+        """Forget a session and free what only it has used; None if it is not known.
+
+        Its requests that have not ended go on, and what only they use is freed when they end.
+        """
+        ended = self._prefixes.end_session(cache_salt, session_id)
+        for sequence in (*self._queue.sequences(), *self._scheduler.running):
+            request = sequence.request
+            if request.session is not None and (request.cache_salt, request.session.id) == (cache_salt, session_id):
+                sequence.ends_session, ended = True, ended or EndedSession(0, 0)
+        return ended
 
     def expire(self) -> list[StepOutput]:
         """End the waiting requests whose time limit has passed, and return their only outputs. Safe from any thread."""

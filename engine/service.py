@@ -8,8 +8,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ErrorCode, UnavailableError
@@ -22,6 +23,7 @@ from .engine import MAX_NUM_TOKENS, Engine
 from .tokenizer import Tokenizer
 
 Callback = Callable[[StepOutput], None]
+T = TypeVar("T")
 SHUTTING_DOWN = "the server is shutting down: no further requests; send them to another server, or start this one again"
 LONGEST_WAIT = 3600.0  # seconds until the timer looks again, because a thread cannot wait for arbitrarily long
 logger = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class EngineService:
         # Guards _callbacks, _ending, _refusal and _failure; never held while a callback runs.
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)  # notified when no request is left and its callback has returned
+        self._asked: set[Future[Any]] = set()  # that have no answer yet
         self._refusal = ""  # why no request is taken any more
         self._failure = ""  # why there is no engine any more
         self._closed = False
@@ -154,12 +157,33 @@ class EngineService:
         """End a request as cancelled: at once if it waits, soon if it runs; does nothing if it has ended."""
         self._end(handle, FinishReason.CANCELLED)
 
-    def call(self, function: Callable[[], None]) -> None:
+    def call(self, function: Callable[[], object]) -> None:
         """Let the engine's thread call a function between two steps, which shows that the thread still works.
 
         The function is never called if the engine hangs or has failed, or the service is closed. Its exceptions are logged.
         """
         self._commands.put(lambda: _try(function))
+
+    def ask(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Let the engine's thread call a function between two steps; the future gets what it returns or raises.
+
+        That is UnavailableError if the service is closed or the engine fails before; after that, it is raised here.
+        """
+        answer: Future[T] = Future()
+        with self._lock:
+            if self._refusal:
+                raise UnavailableError(self._refusal)
+            self._asked.add(answer)
+
+        def work() -> None:
+            try:
+                answer.set_result(function(self._engine))
+            except Exception as error:
+                answer.set_exception(error)
+            self._asked.discard(answer)
+
+        self._commands.put(work)
+        return answer
 
     def drain(self, seconds: float) -> None:
         """Take no further requests, let the present ones go on for `seconds`, and end those that are left as shut down.
@@ -239,6 +263,8 @@ class EngineService:
         except Exception as error:
             logger.exception("the engine failed; all its requests end")
             self._fail(error)
+        for answer in self._asked:
+            answer.set_exception(UnavailableError(self._refusal))
 
     def _serve(self) -> None:
         while not self._closed:
@@ -306,7 +332,7 @@ class EngineService:
         return not self._callbacks and not self._ending
 
 
-def _try(function: Callable[[], None]) -> bool:
+def _try(function: Callable[[], object]) -> bool:
     """Call a function that is not the service's own and log its exception; returns whether it raised none."""
     try:
         function()

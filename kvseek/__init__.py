@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvseek.core.errors import ConfigError, KvseekError, RequestError
     from kvseek.core.guide import Guide, GuideType
+    from kvseek.core.session import EndedSession, Session
 
     from .async_llm import AsyncLLM
     from .generation import GenerationError
     from .llm import LLM
     from .outputs import OutputPiece, RequestOutput
+    from .prefix import Prefix
     from .sampling_params import SamplingParams
 
     __version__: str
@@ -31,14 +33,17 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "ConfigError",
+    "EndedSession",
     "GenerationError",
     "Guide",
     "GuideType",
     "KvseekError",
     "OutputPiece",
+    "Prefix",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "Session",
     "__version__",
 ]
 
@@ -46,14 +51,17 @@ _MODULES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "ConfigError": "core.errors",
+    "EndedSession": "core.session",
     "GenerationError": "generation",
     "Guide": "core.guide",
     "GuideType": "core.guide",
     "KvseekError": "core.errors",
     "OutputPiece": "outputs",
+    "Prefix": "prefix",
     "RequestError": "core.errors",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
+    "Session": "core.session",
 }
 
 

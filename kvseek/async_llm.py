@@ -6,14 +6,17 @@ import asyncio
 import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from kvseek.core.request import DEFAULT_PRIORITY, StepOutput
+from kvseek.core.session import EndedSession, Session
 
-from .base_llm import BaseLLM, Message, Prompt
+from .base_llm import BaseLLM, Prompt
 from .generation import Generation, GenerationError
 from .outputs import OutputPiece
+from .prefix import Message, Prefix
 from .sampling_params import SamplingParams
 
 MAKERS = 2  # threads that tokenise, beside the event loop: more would take the engine's cores
@@ -36,13 +39,17 @@ class AsyncLLM(BaseLLM):
         *,
         priority: int = DEFAULT_PRIORITY,
         timeout: float | None = None,
+        session: str | Session | None = None,
+        cache_salt: str | None = None,
+        prefix: Prefix | None = None,
     ) -> AsyncGenerator[OutputPiece, None]:
         """Continue a prompt, a text or token ids: yields pieces as they come; the last piece has the whole `output`.
 
         Parameters and errors are those of LLM.generate.
         """
         params = sampling_params or SamplingParams()
-        make = functools.partial(self._generation, 0, prompt, params, priority=priority, timeout=timeout)
+        kept: dict[str, Any] = {"session": session, "cache_salt": cache_salt, "prefix": prefix}
+        make = functools.partial(self._generation, 0, prompt, params, priority=priority, timeout=timeout, **kept)
         return self._run(make)
 
     def chat(
@@ -52,15 +59,32 @@ class AsyncLLM(BaseLLM):
         *,
         priority: int = DEFAULT_PRIORITY,
         timeout: float | None = None,
+        session: str | Session | None = None,
+        cache_salt: str | None = None,
+        prefix: Prefix | None = None,
     ) -> AsyncGenerator[OutputPiece, None]:
         """Answer one conversation, as `generate` does with a prompt; LLM.chat says what messages are."""
         params = sampling_params or SamplingParams()
 
         def make() -> Generation:
-            text = self.tokenizer.apply_chat_template(messages)
-            return self._generation(0, text, params, templated=True, priority=priority, timeout=timeout)
+            text = self.tokenizer.apply_chat_template(messages if prefix is None else prefix.conversation(messages))
+            kept: dict[str, Any] = {"session": session, "cache_salt": cache_salt, "prefix": prefix}
+            return self._generation(0, text, params, templated=True, priority=priority, timeout=timeout, **kept)
 
         return self._run(make)
+
+    async def prefix(self, beginning: Prompt | Sequence[Message], *, cache_salt: str | None = None) -> Prefix:
+        """Read the beginning of many prompts once; see LLM.prefix."""
+        self._check_open()
+        make = functools.partial(self._prefix, beginning, cache_salt)
+        prefix, reading = await asyncio.get_running_loop().run_in_executor(self._makers, make)
+        async for _ in self._pieces(reading):
+            pass
+        return prefix
+
+    async def end_session(self, session_id: str, *, cache_salt: str | None = None) -> EndedSession | None:
+        """Forget a session and free what only it has used; see LLM.end_session."""
+        return await asyncio.wrap_future(self._end_session(session_id, cache_salt))
 
     async def close(self) -> None:
         """End all requests and free the engine; no thread is left. May be called again, also while it is under way."""
@@ -85,10 +109,16 @@ class AsyncLLM(BaseLLM):
         return ThreadPoolExecutor(MAKERS, thread_name_prefix="kvseek-tokenise")
 
     async def _run(self, make: Callable[[], Generation]) -> AsyncGenerator[OutputPiece, None]:
-        """Make a request in a thread, submit it and yield its pieces; leaving the iteration before its end cancels it."""
+        """Make a request in a thread, and yield its pieces."""
         self._check_open()
+        generation = await asyncio.get_running_loop().run_in_executor(self._makers, make)
+        async with aclosing(self._pieces(generation)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def _pieces(self, generation: Generation) -> AsyncGenerator[OutputPiece, None]:
+        """Submit a request and yield its pieces; leaving the iteration before its end cancels it."""
         loop = asyncio.get_running_loop()
-        generation = await loop.run_in_executor(self._makers, make)
         arrived: asyncio.Queue[StepOutput] = asyncio.Queue()
 
         def on_output(output: StepOutput) -> None:  # in the engine's thread

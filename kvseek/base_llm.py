@@ -7,21 +7,24 @@ import os
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from itertools import takewhile
 from typing import Any
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import CapacityError, EngineDirectoryError, RequestError, UnavailableError
 from kvseek.core.request import DEFAULT_PRIORITY, Request
+from kvseek.core.session import EndedSession, Session
 from kvseek.engine.engine import MAX_NUM_TOKENS, Engine
 from kvseek.engine.service import EngineService
 from kvseek.engine.tokenizer import Tokenizer
 
 from .engine_cache import EngineSource, engine_source
 from .generation import Generation
+from .prefix import Message, Prefix
 from .sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]  # text or token ids
-Message = Mapping[str, str]  # with "role" and "content"
 PathLike = str | os.PathLike[str]
 
 
@@ -84,6 +87,10 @@ class BaseLLM:
         """End all requests, and the engine's thread. May be called again."""
         self._finalizer()
 
+    def _end_session(self, session_id: str, cache_salt: str | None) -> Future[EndedSession | None]:
+        self._check_open()
+        return self._service.ask(lambda engine: engine.end_session(session_id, cache_salt))
+
     def _check_open(self) -> None:
         if not self._finalizer.alive:
             raise UnavailableError("the LLM is closed: no further requests; make another one")
@@ -97,8 +104,13 @@ class BaseLLM:
         templated: bool = False,
         priority: int = DEFAULT_PRIORITY,
         timeout: float | None = None,
+        session: str | Session | None = None,
+        cache_salt: str | None = None,
+        prefix: Prefix | None = None,
     ) -> Generation:
-        """Make a request that the engine can serve, without submitting it; `templated` text already has its special tokens.
+        """Make a request that the engine can serve, without submitting it.
+
+        `templated` text already has its special tokens, and those of `prefix`, if any.
 
         Raises RequestError or CapacityError if the engine can never serve the request, UnavailableError if the LLM is closed.
         """
@@ -106,7 +118,15 @@ class BaseLLM:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params = {params!r}: must be a kvseek.SamplingParams; make one")
         text = prompt if isinstance(prompt, str) else None
-        ids = self.tokenizer.encode(prompt, not templated) if isinstance(prompt, str) else _token_ids(prompt)
+        begins = not templated and prefix is None
+        ids = self.tokenizer.encode(prompt, begins) if isinstance(prompt, str) else _token_ids(prompt)
+        own_session = Session(session) if isinstance(session, str) else session
+        if not (own_session is None or isinstance(own_session, Session)):
+            raise RequestError(f"session = {session!r}: must be a session's id or a kvseek.Session; make one")
+        if prefix is not None:
+            prefix.check(self._service, cache_salt)
+            own_session, cache_salt = own_session or prefix.session, prefix.cache_salt
+            text, ids = (text, ids) if templated else prefix.prompt(text, ids)
         bad_words = tuple(spelling for word in params.bad_words for spelling in self.tokenizer.spellings(word))
         ends = () if params.ignore_eos else self.config.model.eos_token_ids
         request = Request(
@@ -116,15 +136,39 @@ class BaseLLM:
             end_ids=(*ends, *params.stop_token_ids),
             priority=priority,
             timeout_seconds=timeout,
+            cache_salt=cache_salt,
+            session=own_session,
         )
         self.engine.check(request)
         return Generation(index, text, request, self.tokenizer, params.stop)
+
+    def _prefix(self, beginning: Prompt | Sequence[Message], cache_salt: str | None) -> tuple[Prefix, Generation]:
+        """Make a prefix, and the request that reads it, without submitting that; raises as `_generation`."""
+        self._check_open()
+        if isinstance(beginning, str):
+            prefix = Prefix(self._service, self.tokenizer.encode(beginning, True), beginning, None, cache_salt)
+        elif isinstance(beginning, Sequence) and beginning and isinstance(beginning[0], Mapping):
+            messages: Sequence[Any] = beginning
+            probes = [[*messages, {"role": "user", "content": content}] for content in ("a", "Z")]
+            one, other = (self.tokenizer.encode(self.tokenizer.apply_chat_template(probe), False) for probe in probes)
+            ids = [first for first, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
+            prefix = Prefix(self._service, ids, None, messages, cache_salt)
+        else:
+            ids_given: Sequence[Any] = beginning
+            prefix = Prefix(self._service, _token_ids(ids_given), None, None, cache_salt)
+        params = SamplingParams(max_tokens=1)  # a request generates something; nobody reads it
+        reading = self._generation(0, prefix.token_ids, params, session=prefix.session, cache_salt=cache_salt)
+        return prefix, reading
 
     def _generations(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, **options: Any
     ) -> list[Generation]:
         """Make a `_generation` for every prompt; if there are several, an error names the prompt at fault."""
         each = _one_each(params, len(prompts))
+        if options.get("session") is not None and len(prompts) > 1:
+            raise RequestError(
+                f"session: is that of one conversation, there are {len(prompts)} prompts; call for each of them"
+            )
         generations = []
         for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
             try:

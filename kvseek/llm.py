@@ -9,10 +9,12 @@ from types import TracebackType
 from typing import Literal, Self, overload
 
 from kvseek.core.request import DEFAULT_PRIORITY, StepOutput
+from kvseek.core.session import EndedSession, Session
 
-from .base_llm import BaseLLM, Message, Prompt, prompt_list
+from .base_llm import BaseLLM, Prompt, prompt_list
 from .generation import Generation, GenerationError
 from .outputs import OutputPiece, RequestOutput
+from .prefix import Message, Prefix
 from .sampling_params import SamplingParams
 
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
@@ -72,6 +74,9 @@ class LLM(BaseLLM):
         stream: Literal[False] = False,
         priority: int = DEFAULT_PRIORITY,
         timeout: float | None = None,
+        session: str | Session | None = None,
+        cache_salt: str | None = None,
+        prefix: Prefix | None = None,
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -83,6 +88,9 @@ class LLM(BaseLLM):
         stream: Literal[True],
         priority: int = DEFAULT_PRIORITY,
         timeout: float | None = None,
+        session: str | Session | None = None,
+        cache_salt: str | None = None,
+        prefix: Prefix | None = None,
     ) -> Iterator[OutputPiece]: ...
 
     def generate(
@@ -93,6 +101,9 @@ class LLM(BaseLLM):
         stream: bool = False,
         priority: int = DEFAULT_PRIORITY,
         timeout: float | None = None,
+        session: str | Session | None = None,
+        cache_salt: str | None = None,
+        prefix: Prefix | None = None,
     ) -> list[RequestOutput] | Iterator[OutputPiece]:
         """Continue prompts.
 
@@ -109,6 +120,13 @@ class LLM(BaseLLM):
         timeout : float, optional
             Seconds from the start, which with `stream` is the first step of the iteration. A request that still waits then
             fails, one that runs ends with what it has.
+        session : str or Session, optional
+            The conversation that the prompt continues, by its id: what has been read of it is kept rather than what other
+            requests leave (docs/conversations.md).
+        cache_salt : str, optional
+            Only requests of the same salt share what has been read of their prompts.
+        prefix : Prefix, optional
+            What all prompts begin with; see `prefix`. Texts get no special tokens then.
 
         Returns
         -------
@@ -125,7 +143,10 @@ class LLM(BaseLLM):
             The LLM is closed, or its engine has failed.
         """
         listed = prompt_list(prompts)
-        return self._answer(self._generations(listed, sampling_params, priority=priority, timeout=timeout), stream)
+        kept = {"session": session, "cache_salt": cache_salt, "prefix": prefix}
+        return self._answer(
+            self._generations(listed, sampling_params, priority=priority, timeout=timeout, **kept), stream
+        )
 
     @overload
     def chat(
@@ -136,6 +157,9 @@ class LLM(BaseLLM):
         stream: Literal[False] = False,
         priority: int = DEFAULT_PRIORITY,
         timeout: float | None = None,
+        session: str | Session | None = None,
+        cache_salt: str | None = None,
+        prefix: Prefix | None = None,
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -147,6 +171,9 @@ class LLM(BaseLLM):
         stream: Literal[True],
         priority: int = DEFAULT_PRIORITY,
         timeout: float | None = None,
+        session: str | Session | None = None,
+        cache_salt: str | None = None,
+        prefix: Prefix | None = None,
     ) -> Iterator[OutputPiece]: ...
 
     def chat(
@@ -157,6 +184,9 @@ class LLM(BaseLLM):
         stream: bool = False,
         priority: int = DEFAULT_PRIORITY,
         timeout: float | None = None,
+        session: str | Session | None = None,
+        cache_salt: str | None = None,
+        prefix: Prefix | None = None,
     ) -> list[RequestOutput] | Iterator[OutputPiece]:
         """Answer conversations, written down by the model's own chat template.
 
@@ -164,15 +194,53 @@ class LLM(BaseLLM):
         ----------
         messages : sequence of messages, or a sequence of conversations
             A message is a dictionary with "role" and "content"; a conversation is a sequence of them.
-        sampling_params, stream, priority, timeout
+        sampling_params, stream, priority, timeout, session, cache_salt, prefix
             As of `generate`, and so are what is returned and raised. RequestError also if the model has no chat template,
             or the template refuses the messages.
         """
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations: Sequence[Sequence[Message]] = [messages] if single else messages  # type: ignore[assignment, list-item]
+        if prefix is not None:
+            conversations = [prefix.conversation(conversation) for conversation in conversations]
         texts = [self.tokenizer.apply_chat_template(conversation) for conversation in conversations]
-        generations = self._generations(texts, sampling_params, templated=True, priority=priority, timeout=timeout)
-        return self._answer(generations, stream)
+        kept = {"session": session, "cache_salt": cache_salt, "prefix": prefix}
+        options = {"templated": True, "priority": priority, "timeout": timeout} | kept
+        return self._answer(self._generations(texts, sampling_params, **options), stream)
+
+    def prefix(self, beginning: Prompt | Sequence[Message], *, cache_salt: str | None = None) -> Prefix:
+        """Read the beginning of many prompts once, such as a document that questions are asked about.
+
+        Parameters
+        ----------
+        beginning : str, sequence of int, or sequence of messages
+            A text or token ids, with which prompts of `generate` are to begin; or messages, with which conversations of `chat`
+            are to begin.
+        cache_salt : str, optional
+            As of `generate`, of all requests with the prefix.
+
+        Returns
+        -------
+        Prefix
+            For a `with` statement: what was read is kept until its end.
+
+        Raises
+        ------
+        RequestError, CapacityError, GenerationError, UnavailableError
+            As `generate`. RequestError also of an engine that keeps nothing of prompts.
+        """
+        prefix, reading = self._prefix(beginning, cache_salt)
+        self._answer([reading], False)
+        return prefix
+
+    def end_session(self, session_id: str, *, cache_salt: str | None = None) -> EndedSession | None:
+        """Forget a session and free what only it has used, which is returned; None if there is no such session.
+
+        Raises
+        ------
+        UnavailableError
+            The LLM is closed, or its engine has failed.
+        """
+        return self._end_session(session_id, cache_salt).result()
 
     def close(self) -> None:
         """End all requests and free the engine; no thread is left. May be called again."""

@@ -17,6 +17,7 @@ from .requests.layouts import INFLIGHT_BATCHER_LLM, LAYOUTS
 MAX_NAME_CHARACTERS = 256
 OTHER_CONNECTIONS = 256  # open ones beside those whose requests run or wait: idle, or asking for health
 MAX_MAX_LOGITS = 1 << 28  # 1 GiB: a message of gRPC has at most twice as many bytes
+SHARE_BY_KEY, SHARE_ALL = "key", "all"
 Flags = Mapping[str, tuple[type, str]]  # name of a setting → its type, and the help of its flag
 ENGINE_FLAGS: Flags = {
     "layout": (str, f"which of TensorRT-LLM's model repositories clients find: {' or '.join(LAYOUTS)}"),
@@ -30,6 +31,10 @@ ENGINE_FLAGS: Flags = {
 OPENAI_FLAGS: Flags = {
     "served_model_name": (str, "name of the model at the OpenAI port instead of the checkpoint's"),
     "api_key_file": (str, "file of the keys that the OpenAI port asks for, one a line"),
+    "share_prefixes": (
+        str,
+        "which requests at the OpenAI port share what was read of prompts: those of one API key, or all",
+    ),
 }
 SERVE_FLAGS: Flags = {
     **ENGINE_FLAGS,
@@ -67,6 +72,8 @@ class ServeSettings:
         Name of the model at the OpenAI door; None: the checkpoint's name in the engine's manifest.
     api_key_file : str or None
         File of the OpenAI door's API keys, one a line; None: the door asks for none.
+    share_prefixes : str
+        Which requests at the OpenAI door share what was read of their prompts: "key", those of one API key, or "all".
     """
 
     layout: str = INFLIGHT_BATCHER_LLM.name
@@ -80,6 +87,7 @@ class ServeSettings:
     otlp_endpoint: str | None = None
     served_model_name: str | None = None
     api_key_file: str | None = None
+    share_prefixes: str = SHARE_BY_KEY
 
     def __post_init__(self) -> None:
         known = f"one of {', '.join(LAYOUTS)}"
@@ -105,6 +113,9 @@ class ServeSettings:
         )
         _require(self.restarts >= 0, "restarts", self.restarts, ">= 0", "0 ends the server when a process dies")
 
+        ways = f"{SHARE_BY_KEY} or {SHARE_ALL}"
+        known_way = self.share_prefixes in (SHARE_BY_KEY, SHARE_ALL)
+        _require(known_way, "share_prefixes", self.share_prefixes, ways, f"{SHARE_BY_KEY} is the default")
         name = self.served_model_name
         named = name is None or (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable())
         limit = f"1 to {MAX_NAME_CHARACTERS} printable characters"

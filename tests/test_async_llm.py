@@ -65,6 +65,28 @@ def test_outputs_are_those_of_an_llm(directory: Path) -> None:
     run(directory, use)
 
 
+def test_sessions_and_prefixes(directory: Path) -> None:
+    document = [i * i % 97 + 3 for i in range(600)]
+
+    async def use(llm: AsyncLLM) -> None:
+        with await llm.prefix(document) as prefix:
+            questions = (last(llm.generate([number], GREEDY, prefix=prefix)) for number in range(3))
+            for output in await asyncio.gather(*questions):
+                assert output.reused_tokens >= len(document)
+        with await llm.prefix(CONVERSATION) as prefix:
+            output = await last(llm.chat([{"role": "user", "content": "why?"}], GREEDY, prefix=prefix))
+            assert output.prompt == llm.tokenizer.apply_chat_template(
+                [*prefix.messages, {"role": "user", "content": "why?"}]
+            )
+        await last(llm.generate(document, GREEDY, session="talk", cache_salt="a"))
+        assert await llm.end_session("talk") is None
+        ended = await llm.end_session("talk", cache_salt="a")
+        assert ended is not None
+        assert ended.freed_tokens == len(document) + 19
+
+    run(directory, use)
+
+
 def test_a_cancelled_task_cancels_its_request(directory: Path) -> None:
     async def use(llm: AsyncLLM) -> None:
         tasks = [asyncio.create_task(last(llm.generate(prompt, LONG))) for prompt in PROMPTS * 2]

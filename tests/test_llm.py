@@ -32,6 +32,7 @@ from kvseek import (
     RequestError,
     RequestOutput,
     SamplingParams,
+    Session,
 )
 from kvseek.core.errors import UnavailableError
 from kvseek.core.request import Request
@@ -393,6 +394,111 @@ def test_an_llm_that_is_dropped_is_closed(directory: Path) -> None:
     del llm
     gc.collect()
     assert threading.enumerate() == before
+
+
+# Sessions, salts and prefixes
+
+
+STORY = [i * i % 97 + 3 for i in range(600)]
+ONE = SamplingParams(max_tokens=1)
+
+
+def test_a_session_is_held_and_ended(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "the light was lit at dusk " * 20}]
+    found = [llm.chat(conversation, ONE, session=own, cache_salt="py") for own in ("talk", Session("talk", 90))]
+    assert [output.reused_tokens > 100 for (output,) in found] == [False, True]
+    usage = llm.engine.cache_usage
+    assert (usage.sessions, usage.pinned_extents) == (1, 1)
+    assert llm.end_session("talk") is None
+    ended = llm.end_session("talk", cache_salt="py")
+    assert ended is not None
+    assert (ended.freed_extents, ended.freed_tokens > 100) == (1, True)
+    assert llm.chat(conversation, ONE, cache_salt="py")[0].reused_tokens == 0
+
+
+def test_salts_keep_prompts_apart(llm: LLM) -> None:
+    found = [llm.generate(STORY, ONE, cache_salt=salt)[0].reused_tokens for salt in ("one", "two", "one")]
+    assert found == [0, 0, len(STORY) - 1]
+
+
+def test_a_text_is_read_once_for_many_questions(llm: LLM) -> None:
+    document = "the harbour light was lit at dusk. " * 20
+    with llm.prefix(document, cache_salt="docs") as prefix:
+        outputs = llm.generate(["who lit it?", "when?"], GREEDY, prefix=prefix)
+        usage = llm.engine.cache_usage
+        assert usage.sessions == 1
+        assert usage.pinned_extents >= 1
+    assert prefix.token_ids == tuple(llm.tokenizer.encode(document))
+    assert [output.prompt for output in outputs] == [document + "who lit it?", document + "when?"]
+    assert [output.reused_tokens >= len(prefix.token_ids) for output in outputs] == [True, True]
+    for output in outputs:
+        assert output.prompt_token_ids[: len(prefix.token_ids)] == prefix.token_ids
+        (alone,) = llm.generate(output.prompt_token_ids, GREEDY, cache_salt="alone")
+        assert output.token_ids == alone.token_ids
+    wait_until(lambda: llm.engine.cache_usage.sessions == 0)
+    assert llm.generate(document, ONE, cache_salt="docs")[0].reused_tokens == 0, "its end has freed all"
+    with pytest.raises(RequestError, match="prefix: is closed; make another one"):
+        llm.generate("why?", GREEDY, prefix=prefix)
+    prefix.close()
+
+
+def test_messages_are_read_once_for_many_conversations(llm: LLM) -> None:
+    beginning = [{"role": "system", "content": "the light was lit at dusk " * 20}]
+    questions = [[{"role": "user", "content": content}] for content in ("who?", "when was it?")]
+    with llm.prefix(beginning) as prefix:
+        pieces = list(llm.chat(questions, GREEDY, prefix=prefix, stream=True))
+        outputs = sorted(
+            (piece.output for piece in pieces if piece.output is not None), key=lambda output: output.index
+        )
+    for output, question in zip(outputs, questions, strict=True):
+        assert output.prompt == llm.tokenizer.apply_chat_template([*beginning, *question])
+        assert output.reused_tokens >= len(prefix.token_ids) - 1 > 100, "a space may belong to what follows"
+
+
+def test_token_ids_are_a_prefix_too(llm: LLM) -> None:
+    with llm.prefix(STORY) as prefix:
+        for more in ([], [5, 6]):
+            (output,) = llm.generate([more], ONE, prefix=prefix)
+            assert list(output.prompt_token_ids) == STORY + more
+            assert output.prompt is None
+            assert output.reused_tokens >= len(STORY) - 1
+
+
+def test_a_prefix_that_is_dropped_is_closed(llm: LLM) -> None:
+    prefix = llm.prefix(STORY, cache_salt="dropped")
+    assert llm.engine.cache_usage.sessions == 1
+    del prefix
+    gc.collect()
+    wait_until(lambda: llm.engine.cache_usage.sessions == 0)
+
+
+def test_a_conversation_with_a_prefix_has_a_session_of_its_own(llm: LLM) -> None:
+    with llm.prefix(STORY, cache_salt="own") as prefix:
+        llm.generate([[5, 6]], ONE, prefix=prefix, session="talk")
+    assert llm.generate([STORY], ONE, cache_salt="own")[0].reused_tokens == len(STORY) - 1
+    assert llm.end_session("talk", cache_salt="own") is not None
+
+
+def test_prefixes_and_sessions_that_do_not_fit_are_refused(llm: LLM, directory: Path) -> None:
+    message = [{"role": "user", "content": "who?"}]
+    with llm.prefix("the light was lit", cache_salt="a") as text, llm.prefix(message) as messages:
+        refusals: list[tuple[str, Callable[[], Any]]] = [
+            ("prefix: has no messages, as it was made of a text", lambda: llm.chat(message, prefix=text)),
+            ("prefix: was made of messages; give it to chat", lambda: llm.generate("who?", prefix=messages)),
+            ("cache_salt = 'b': must be 'a', that of", lambda: llm.generate("who?", prefix=text, cache_salt="b")),
+            ("session: is that of one conversation, there are 2", lambda: llm.generate(["a", "b"], session="s")),
+            ("session = 5: must be a session's id", lambda: llm.generate("a", session=5)),  # type: ignore[call-overload]
+            ("session_id has 0 characters", lambda: llm.generate("a", session="")),
+            ("prompt = 5: must be a text or", lambda: llm.prefix(5)),  # type: ignore[arg-type]
+            ("input_ids = '0 tokens': must be at least one", lambda: llm.prefix([])),
+        ]
+        for match, call in refusals:
+            with pytest.raises(RequestError, match=match):
+                call()
+        with LLM(directory) as other, pytest.raises(RequestError, match="prefix: was read by another LLM"):
+            other.generate("who?", prefix=text)
+    with pytest.raises(UnavailableError, match="is closed"):
+        other.end_session("a")
 
 
 # The package's names

@@ -16,11 +16,13 @@ import torch
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import extents_for
+from kvseek.core.session import DEFAULT_RETENTION_PRIORITY, EndedSession, Session
 from kvseek.plugins.contract import Index, Traits
 
 from .cache import Cache
 from .prefix import Head, Prefix
 from .prefix_tree import TOKEN_BYTES, Node, PrefixTree
+from .sessions import Sessions
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,8 @@ class PrefixCache:
     Attributes
     ----------
     counts : ReuseCounts
+    sessions : Sessions
+        The sessions that are known.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class PrefixCache:
         self.cache, self.enabled, self.counts, self._traits = cache, enabled, ReuseCounts(), traits
         self._indexes, self._extents, self._selects = indexes, cache.extents, selects
         self._tree = PrefixTree(cache.config.sink, cache.extents.in_use)
+        self.sessions = Sessions()
         self._heads: dict[Node, Head] = {}  # of the first node of each sequence
         self._read: set[int] = set()  # slots whose prompt has been read to its end
         layout, most = cache.rows.layout, cache.config.reuse_host_bytes
@@ -133,10 +138,13 @@ class PrefixCache:
         finally:
             self._extents.let_go(held)
 
-    def find_more(self, slot: int, prompt: bytes, salt: str | None, tokens: int) -> Prefix | None:
+    def find_more(
+        self, slot: int, prompt: bytes, salt: str | None, tokens: int, session: Session | None = None
+    ) -> Prefix | None:
         """Look a prompt up again that is about to be read, as others have been read since its admission.
 
-        Returns the prefix that need not be read. `tokens` is that of `open`.
+        Returns the prefix that need not be read. `tokens` is that of `open`. What the request's session has pinned and the prompt
+        does not begin with is no longer pinned.
         """
         prefix, found = self.cache.prefixes.get(slot), self.find(prompt, salt)
         if found is not None and (prefix is None or found.tokens > prefix.tokens):
@@ -149,6 +157,7 @@ class PrefixCache:
             self.counts.reused_tokens += prefix.tokens
         if self.enabled:
             self.counts.queried_tokens += len(prompt) // TOKEN_BYTES
+            self._note_use(prompt, salt, session)
         return prefix
 
     # A request's prompt has been read, and it ends.
@@ -166,30 +175,58 @@ class PrefixCache:
         if all(node.extent == extent for node, extent in zip(nodes, extents, strict=False)):
             self._insert(slot, tokens, salt, extents)
 
-    def close(self, slot: int, tokens: bytes | None = None, salt: str | None = None) -> None:
+    def close(
+        self, slot: int, tokens: bytes | None = None, salt: str | None = None, session: Session | None = None
+    ) -> None:
         """Close a slot of the cache, and keep its rows for later requests.
 
         `tokens` are prompt and generated tokens, at least as many as the slot has rows of; None: the request has failed, so that
         nothing more of it is kept.
         """
-        if self.enabled and tokens is not None and slot in self._read and self.cache.lengths[slot]:
+        if self.enabled and tokens is not None and slot in self._read:
+            tokens = tokens[: self.cache.tokens[slot] * TOKEN_BYTES]
             try:
-                self._keep(slot, tokens[: self.cache.tokens[slot] * TOKEN_BYTES], salt)
+                if self.cache.lengths[slot]:
+                    self._keep(slot, tokens, salt, session)
             except (MemoryError, RuntimeError) as error:  # the request has ended well, and the others go on
                 logger.warning("the rows of a request are not kept for later ones: %s", str(error).splitlines()[0])
+            # A request in the window alone uses no extents, but its session goes on with it.
+            self._note_use(tokens if self.cache.lengths[slot] else b"", salt, session)
         self._read.discard(slot)
         self.cache.close(slot)
         self._evict(self._extents.idle - self._most)
 
+    def end_session(self, salt: str | None, session_id: str) -> EndedSession | None:
+        """Forget a session, and free the extents that only it has used and that nobody uses now; None if it is not known."""
+        own = self.sessions.end(salt, session_id)
+        if own is None:
+            return None
+        freed = list[Node]()
+        for node in [node for node in self._tree if node in own]:  # those that continue a node come before it
+            if not node.children and not self._extents.in_use(node.extent):
+                self._tree.remove(node)
+                freed.append(node)
+        self._forget(freed)
+        return EndedSession(len(freed), sum(len(node.tokens) for node in freed) // TOKEN_BYTES)
+
+    def _note_use(self, tokens: bytes, salt: str | None, session: Session | None) -> None:
+        """Note whose the nodes of these tokens are, for the order of eviction and for the end of sessions."""
+        match = self._tree.match(salt, tokens)
+        nodes, found = match.nodes, sum(len(node.tokens) for node in match.nodes)
+        if found == match.tokens * TOKEN_BYTES or match.tokens * TOKEN_BYTES == len(tokens):
+            self.sessions.use(session, salt, nodes)
+        else:  # the request goes on in another way than the last node
+            self.sessions.use(session, salt, nodes[:-1], nodes[-1])
+
     @torch.inference_mode()
-    def _keep(self, slot: int, tokens: bytes, salt: str | None) -> None:
+    def _keep(self, slot: int, tokens: bytes, salt: str | None, session: Session | None) -> None:
         """Put all rows of a slot into extents and its extents into the tree; the slot must be closed next."""
         match = self._tree.match(salt, tokens)
         self._tree.touch(match.nodes)
         if match.tokens * TOKEN_BYTES == len(tokens):
             return
         sink, length = self.cache.config.sink, self.cache.lengths[slot]
-        places = self._make_room(slot, len(tokens) // TOKEN_BYTES - sink)
+        places = self._make_room(slot, len(tokens) // TOKEN_BYTES - sink, session)
         tokens = tokens[: (sink + places) * TOKEN_BYTES]
         nodes = self._tree.whole_nodes(salt, tokens)  # fewer than before, if room was short
         kept = len(nodes) * EXTENT_TOKENS
@@ -201,10 +238,14 @@ class PrefixCache:
             self._complete_index(slot, kept, places // EXTENT_TOKENS * EXTENT_TOKENS, nodes)
         self._insert(slot, tokens, salt, self._extents.of_slot(slot))
 
-    def _make_room(self, slot: int, places: int) -> int:
-        """Give a slot extents for so many places, as far as nobody uses them; returns the number of places that fit."""
+    def _make_room(self, slot: int, places: int, session: Session | None = None) -> int:
+        """Give a slot extents for so many places, as far as nobody uses them; returns the number of places that fit.
+
+        What a request leaves takes no room from what counts more.
+        """
         more = extents_for(places) - len(self._extents.of_slot(slot))
-        self._evict(more - self._extents.free)
+        most = DEFAULT_RETENTION_PRIORITY if session is None else session.retention_priority
+        self._evict(more - self._extents.free, most)
         room = self._extents.room(slot) + min(max(0, more), self._extents.free) * EXTENT_TOKENS
         self._extents.reserve(slot, room)
         return min(places, room)
@@ -235,15 +276,18 @@ class PrefixCache:
             if node.parent is None:
                 sink_rows = self.cache.window[:, slot, :, : self.cache.config.sink].clone()
                 self._heads[node] = Head(sink_rows, self._states(slot))
-        self._forget(removed)
+        for old, new in removed.items():
+            self.sessions.replace(old, new)
+        self._forget(list(removed))
 
-    def _evict(self, count: int) -> None:
-        """Evict as many extents that nobody uses, or all of them."""
-        evicted = self._tree.evict(max(0, count))
+    def _evict(self, count: int, most: int | None = None) -> None:
+        """Evict as many extents that nobody uses, or all of them; those of a priority above `most` stay."""
+        evicted = self._tree.evict(max(0, count), self.sessions.priority() if self.sessions else None, most)
         self.counts.evicted_extents += len(evicted)
         self._forget(evicted)
 
     def _forget(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
             self._extents.forget(node.extent)
+            self.sessions.forget(node)
             self._heads.pop(node, None)

@@ -109,7 +109,7 @@ class PrefixTree:
         """Find the nodes of whole extents that `tokens` begin with, in order."""
         return self._walk(salt, tokens)[0]
 
-    def insert(self, salt: str | None, tokens: bytes, extents: Sequence[int]) -> tuple[list[Node], list[Node]]:
+    def insert(self, salt: str | None, tokens: bytes, extents: Sequence[int]) -> tuple[list[Node], dict[Node, Node]]:
         """Keep a sequence, whose tokens behind the sink lie in `extents`, in order.
 
         Where the tree has an equal extent, or a longer one that begins like the sequence's last, it keeps its own. Leaves that
@@ -117,27 +117,29 @@ class PrefixTree:
 
         Returns
         -------
-        added, removed : list of Node
-            The new nodes, in order, and the removed ones.
+        added : list of Node
+            The new nodes, in order.
+        removed : dict of Node to Node
+            The removed nodes, and for each the new one that has its tokens.
         """
         nodes, siblings = self._walk(salt, tokens)
         position = sum(len(node.tokens) for node in nodes)
-        added, removed = list[Node](), list[Node]()
+        added, removed = list[Node](), dict[Node, Node]()
         while position < len(tokens):
             parent = nodes[-1] if nodes else None
             span = tokens[position : position + self._span_bytes(len(nodes))]
             if any(node.tokens.startswith(span) for node in siblings.values()):
                 break  # of whole extents there is none, or _walk would have found it
             shorter = [one for one in siblings.values() if span.startswith(one.tokens) and not self._in_use(one.extent)]
-            for node in shorter:
-                self.remove(node)
-                removed.append(node)
+            for old in shorter:
+                self.remove(old)
             node = Node(_key(salt, parent, span), salt, parent, extents[len(nodes)], span)
             self._by_use[node] = None
             # Not `siblings`, as `remove` forgets a salt without sequences.
             (self._first.setdefault(salt, {}) if parent is None else parent.children)[node.key] = node
             nodes.append(node)
             added.append(node)
+            removed |= dict.fromkeys(shorter, node)
             position, siblings = position + len(span), node.children
         self.touch(nodes)
         return added, removed
@@ -147,13 +149,27 @@ class PrefixTree:
         for node in reversed(nodes):
             self._by_use.move_to_end(node)
 
-    def evict(self, count: int) -> list[Node]:
-        """Remove as many of the nodes that nobody uses, least recently used first; fewer if there are not so many."""
-        oldest = (node for node in self._by_use if not self._in_use(node.extent))
+    def evict(self, count: int, priority: Callable[[Node], int] | None = None, most: int | None = None) -> list[Node]:
+        """Remove as many of the nodes that nobody uses, least recently used first; fewer if there are not so many.
+
+        With `priority`, those of the lowest priority come first, and those above `most` stay. A node counts as much as the
+        highest that continues it.
+        """
+        order = self._by_use if priority is None or count < 1 else self._by_priority(priority, most)
+        oldest = (node for node in order if not self._in_use(node.extent))
         chosen = [node for node, _ in zip(oldest, range(count), strict=False)]
         for node in chosen:
             self.remove(node)
         return chosen
+
+    def _by_priority(self, priority: Callable[[Node], int], most: int | None) -> list[Node]:
+        """List the nodes up to a priority, lowest priority first, then least recently used: a node always before its parent."""
+        found: dict[Node, int] = {}
+        for node in self._by_use:  # all that continue a node come before it
+            found[node] = max(priority(node), found.get(node, 0))
+            if node.parent is not None:
+                found[node.parent] = max(found[node], found.get(node.parent, 0))
+        return sorted((node for node in self._by_use if most is None or found[node] <= most), key=found.__getitem__)
 
     def remove(self, node: Node) -> None:
         """Forget a node, which must have no children."""

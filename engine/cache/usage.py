@@ -9,8 +9,7 @@ import torch
 
 from kvseek.plugins.attention.hot_rows import HotRows, hit_rate
 
-from .cache import Cache
-from .prefix_cache import ReuseCounts
+from .prefix_cache import PrefixCache, ReuseCounts
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,8 @@ class CacheUsage:
         before the first selection.
     reuse : ReuseCounts
         What prefix reuse has done since the start.
+    sessions, pinned_extents : int
+        Sessions that are known, and extents that those of them pin whose time to live has not passed.
     """
 
     extents_used: int
@@ -41,13 +42,16 @@ class CacheUsage:
     host_rows: int
     hot_row_hit_ratio: float | None
     reuse: ReuseCounts
+    sessions: int
+    pinned_extents: int
 
 
 class UsageMeter:
     """Measures the use of a cache and of its hot rows. Any thread may call `usage`; only the engine's thread calls `count`."""
 
-    def __init__(self, cache: Cache, hot_rows: Sequence[HotRows], reuse: ReuseCounts) -> None:
-        self._cache, self._reuse = cache, reuse
+    def __init__(self, prefixes: PrefixCache, hot_rows: Sequence[HotRows]) -> None:
+        self._prefixes, self._cache = prefixes, prefixes.cache
+        cache = prefixes.cache
         # Rows of one token in host memory: one per KV head and layer there. On the CPU these are all of its rows.
         self._row_copies = cache.window.shape[2] * cache.rows.layout.host_layers
         self._host_rows = 0
@@ -70,7 +74,9 @@ class UsageMeter:
             host_extent_bytes=layout.host_layers * layout.layer_bytes,
             host_rows=self._host_rows,
             hot_row_hit_ratio=self._hit_ratio(),
-            reuse=replace(self._reuse),
+            reuse=replace(self._prefixes.counts),
+            sessions=len(self._prefixes.sessions),
+            pinned_extents=self._prefixes.sessions.pinned,
         )
 
     def count(self, slots: Sequence[int], attended: Sequence[float]) -> None:

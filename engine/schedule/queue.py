@@ -57,6 +57,11 @@ class RequestQueue:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.request_id in self._sequences
 
+    def sequences(self) -> list[Sequence]:
+        """List the sequences that wait, in no order."""
+        with self._lock:
+            return list(self._sequences.values())
+
     @property
     def has_ready(self) -> bool:
         """Whether a sequence waits that may start."""

@@ -160,8 +160,9 @@ class PromptReader:
         if sequence.scores is None:  # which are asked of every token
             request, statistics = sequence.request, sequence.statistics
             prompt = (sequence.slot, sequence.packed_prompt, request.cache_salt, sequence.total_tokens)
-            if (prefix := self._prefixes.find_more(*prompt)) is not None:
+            if (prefix := self._prefixes.find_more(*prompt, request.session)) is not None:
                 statistics.reused_tokens, statistics.shared_extents = prefix.tokens, prefix.shared
+                statistics.reused_extents = min(len(prefix.extents), statistics.prompt_extents)
 
     def _pack(self, waiting: SequenceOf[Sequence], beside: bool) -> list[Sequence]:
         """Choose the first of `waiting`, and the requests behind it that fit into a pack with it."""

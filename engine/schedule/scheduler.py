@@ -55,6 +55,7 @@ class Scheduler:
         self._prefixes.open(sequence.slot, sequence.total_tokens, sequence.prefix)
         sequence.prefix = None  # its extents are the slot's now
         sequence.statistics.extents = self._prefixes.cache.extents_needed(sequence.total_tokens)
+        sequence.statistics.prompt_extents = self._prefixes.cache.extents_needed(len(sequence.request.prompt_ids))
 
     def unread(self) -> list[Sequence]:
         """List the sequences whose prompt has not been read to its end, in the order of their admission."""
@@ -77,6 +78,9 @@ class Scheduler:
         """Take a running sequence out, and free its slot and extents; `keep`: as far as its rows are not kept for others."""
         self.running.remove(sequence)
         tokens = sequence.packed_tokens() if keep else None
-        self._prefixes.close(sequence.slot, tokens, sequence.request.cache_salt)
+        request = sequence.request
+        self._prefixes.close(sequence.slot, tokens, request.cache_salt, request.session)
+        if sequence.ends_session and request.session is not None:
+            self._prefixes.end_session(request.cache_salt, request.session.id)
         self._free_slots.append(sequence.slot)
         self._head_waits = False  # the next `admit` finds out

@@ -25,6 +25,7 @@ class Sequence:
     slot: int = -1
     generated: list[int] = field(default_factory=list)
     scores: PromptScores | None = None  # of a request that asks for log probabilities or logits of its prompt
+    ends_session: bool = False  # the client has ended its session, so that what the request leaves goes with it
     prefix: Prefix | None = None  # found at admission, until the slot is open
 
     @property

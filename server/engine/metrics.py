@@ -160,6 +160,9 @@ class EngineMetrics(Collector):
         yield make.gauge("kv_cache_usage_perc", "Share of the extents that requests hold, 0 to 1", share)
         yield make.gauge("extents_used", "Extents (1,024 tokens in all layers) that requests hold", used)
         yield make.gauge("extents_kept", "Extents that are only kept for later requests that begin alike", kept)
+        description = "Of extents used and kept, those that sessions pin whose time to live has not passed"
+        yield make.gauge("extents_pinned", description, usage.pinned_extents)
+        yield make.gauge("sessions", "Conversations with a session_id that the engine knows", usage.sessions)
         yield make.gauge("extents_free", "Extents that no request holds and that are not kept", free)
         for state, extents in (("used", used), ("kept", kept), ("free", free)):
             by_location = {

@@ -29,6 +29,7 @@ from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.service import EngineService
 from kvseek.server.requests.messages import (
     Cancel,
+    EndSession,
     FromDoor,
     FromEngine,
     Metrics,
@@ -36,6 +37,7 @@ from kvseek.server.requests.messages import (
     Ping,
     Pong,
     Refused,
+    SessionEnded,
     Submit,
     frame,
     read_frame,
@@ -130,6 +132,8 @@ class Door:
             metrics.refused(message.code, message.count)
         elif isinstance(message, Ping):
             self._server.answer(self, message)
+        elif isinstance(message, EndSession):
+            self._server.end_session(self, message)
         else:
             self.send(Metrics(message.number, metrics.text()))
 
@@ -205,6 +209,15 @@ class EngineServer:
         def on_loop() -> None:
             pong = Pong(ping.number, self.service.waiting, self.service.running, self._draining)
             self._loop.call_soon_threadsafe(door.send, pong)
+
+        self.service.call(on_loop)
+
+    def end_session(self, door: Door, message: EndSession) -> None:
+        """End a session between two steps of the engine's loop."""
+
+        def on_loop() -> None:
+            ended = self.service.engine.end_session(message.session_id, message.cache_salt)
+            self._loop.call_soon_threadsafe(door.send, SessionEnded(message.number, ended))
 
         self.service.call(on_loop)
 

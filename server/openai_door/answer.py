@@ -28,10 +28,13 @@ from .chat_body import CHAT_FORMAT, ChatBody
 from .choices import Choice, make_choices
 from .completion_body import COMPLETION_FORMAT, CompletionBody
 from .errors import JSON, FieldError, StatusError, error_json
+from .keys import Tenant
 from .replies import ChatReply, CompletionReply, Json, Piece, Reply, usage
 from .request_body import AsgiBody, ClientLeftError, unless_left
 
-ABORT = "abort"  # in the state of a request: closes its connection at once
+# In the state of a request:
+ABORT = "abort"  # closes its connection at once
+TENANT = "tenant"  # whose request it is
 DONE = b"[DONE]"
 MANY_TOKENS = 512  # whose log probabilities take some 2 ms to write
 T = TypeVar("T")
@@ -89,6 +92,7 @@ class Answer(Response):
     def __init__(self, service: Service, request: Request, chat: bool) -> None:
         super().__init__()
         self._service, self._chat, self._arrived = service, chat, time.monotonic()
+        self._tenant: Tenant = request.scope["state"][TENANT]
         value = request.headers.get("traceparent", "")
         self._trace = value if TRACEPARENT.fullmatch(value) else ""
 
@@ -118,7 +122,7 @@ class Answer(Response):
         if body.model != service.model:
             message = f"model = {shortened(body.model)}: is not served here; there is {service.model}"
             raise StatusError(404, message, "model_not_found", "model")
-        choices, prompt_tokens = make_choices(body, body, service.tokenizer, service.config)
+        choices, prompt_tokens = make_choices(body, body, self._tenant, service.tokenizer, service.config)
         make: Callable[..., Reply] = ChatReply if self._chat else CompletionReply
         with_usage = body.usage_in_stream
         reply = make(service.model, service.fingerprint, service.tokenizer, body.top() is not None, with_usage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -17,17 +18,20 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvseek.core.errors import KvseekError, UnavailableError
+from kvseek.core.request import MAX_SALT
+from kvseek.core.session import MAX_SESSION_ID, check_text
 from kvseek.server.http_door.fields import shortened
 from kvseek.server.http_door.listener import FULL
 from kvseek.server.http_door.metrics import CONTENT_TYPE
 from kvseek.server.requests.served_request import MAX_ID_CHARACTERS
 
-from .answer import Answer, Service
+from .answer import TENANT, Answer, Service
 from .errors import JSON, FieldError, StatusError, error_response
 from .keys import Keys
 
 HEALTH = "/health"
-ENDPOINTS = "/v1/models, /v1/chat/completions, /v1/completions, /health and /metrics"
+ENDPOINTS = "/v1/models, /v1/chat/completions, /v1/completions, /v1/sessions/ID, /health and /metrics"
+SALT = "cache_salt"
 REQUEST_ID = "x-request-id"
 
 
@@ -75,6 +79,18 @@ def make_app(
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return Answer(service, request, chat=False)
+
+    @app.delete("/v1/sessions/{session_id:path}")
+    async def end_session(request: Request, session_id: str) -> Response:
+        salt = _salt(request)
+        check_text("session_id", session_id, MAX_SESSION_ID)
+        ended = await service.generations.end_session(session_id, request.scope["state"][TENANT].salt(salt))
+        if ended is None:  # the same words for sessions of others, so that nobody learns of them
+            what = f"session_id = {shortened(session_id)}: there is no such session of this API key and cache_salt"
+            message = f"{what}, or it has been forgotten; nothing is left to do"
+            raise StatusError(404, message, "session_not_found", "session_id")
+        own = {"id": session_id, "object": "session.deleted", "deleted": True}
+        return _json(own | dataclasses.asdict(ended))
 
     @app.get(HEALTH)
     async def health() -> Response:
@@ -138,7 +154,9 @@ class Gate:
             await send(message)
 
         app = self._app
-        if scope["path"] != HEALTH and not self._keys.admits(headers.get("authorization", "")):
+        tenant = self._keys.tenant(headers.get("authorization", ""))
+        scope.setdefault("state", {})[TENANT] = tenant
+        if scope["path"] != HEALTH and tenant is None:
             message = "Authorization: has none of the server's API keys; send Authorization: Bearer KEY"
             app = error_response(StatusError(401, message, "invalid_api_key"))
         elif scope["method"] == "POST" and self._is_full():
@@ -167,6 +185,18 @@ async def _validation_error(_: Request, error: Exception) -> Response:
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"][1:])
     return error_response(FieldError(name, f"{name}: {first['msg']}; correct it"))
+
+
+def _salt(request: Request) -> str | None:
+    """Read the only parameter that a query may have here; raises RequestError."""
+    given = request.query_params
+    if unknown := [name for name in given if name != SALT]:
+        name = shortened(unknown[0])
+        raise FieldError(name, f"{name}: there is no such parameter; leave it out", "unknown_parameter")
+    salt = given.get(SALT)
+    if salt is not None:
+        check_text(SALT, salt, MAX_SALT)
+    return salt
 
 
 def _json(value: Any) -> Response:

@@ -14,6 +14,7 @@ from kvseek.engine.tokenizer import TextStream, Tokenizer
 from kvseek.server.requests.generations import CodedError
 
 from .errors import FieldError
+from .keys import Tenant
 from .parameters import MAX_CHOICES, Parameters, require
 from .prompts import TOO_LONG, Prompt
 from .response_format import read_guide
@@ -125,7 +126,7 @@ class Choice:
 
 
 def make_choices(
-    body: Body, parameters: Parameters, tokenizer: Tokenizer, config: EngineConfig
+    body: Body, parameters: Parameters, tenant: Tenant, tokenizer: Tokenizer, config: EngineConfig
 ) -> tuple[list[Choice], int]:
     """Make the choices that a body asks for, those of the first prompt first, and count the tokens of all prompts.
 
@@ -134,6 +135,7 @@ def make_choices(
     parameters.check()
     stop, guide, top = parameters.stop_words(), read_guide(parameters.response_format), body.top()
     sampling = replace(parameters.sampling(tokenizer, top), guide=guide)
+    session = parameters.session
     ends, streaming = parameters.end_ids(config), bool(parameters.stream)
     _check_tokens("stop_token_ids", ends, config)
     _check_tokens("logit_bias", [token for token, _ in sampling.logit_bias], config)
@@ -159,7 +161,8 @@ def make_choices(
             end_ids=ends,
             priority=parameters.queue_priority,
             timeout_seconds=parameters.timeout,
-            cache_salt=parameters.cache_salt,
+            cache_salt=tenant.salt(parameters.cache_salt),
+            session=session,
         )
         request.validate(config)
         echo = None if text is None else Echo(text, () if top is None else tokenizer.offsets(ids))

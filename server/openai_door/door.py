@@ -15,7 +15,7 @@ from kvseek.server.http_door.generate_json import JSON_BYTES_PER_BYTE, JSON_BYTE
 from kvseek.server.http_door.listener import HEADER_SECONDS
 from kvseek.server.requests.generations import Generations
 from kvseek.server.requests.text_request import max_text_bytes
-from kvseek.server.settings import ServeSettings
+from kvseek.server.settings import SHARE_BY_KEY, ServeSettings
 
 from .answer import Service
 from .app import make_app
@@ -55,7 +55,8 @@ class OpenAIDoor:
         keys = () if settings.api_key_file is None else read_keys(Path(settings.api_key_file))
         self._service = Service(generations, bodies, tokenizer, config, name, fingerprint)
         self._listener = Listener(max_connections, header_seconds)
-        self._app = make_app(self._service, Keys(keys), obstacles, metrics, lambda: self._listener.is_full)
+        gate = Keys(keys, apart=settings.share_prefixes == SHARE_BY_KEY)
+        self._app = make_app(self._service, gate, obstacles, metrics, lambda: self._listener.is_full)
 
     async def start(self, host: str, port: int) -> int:
         """Listen, and load the tokenizer; returns the port. Raises ServerError."""

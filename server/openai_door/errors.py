@@ -35,7 +35,8 @@ PARAMS = {
 }
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
 LIMITS = ("max_tokens", "min_tokens", "bad_words", "logit_bias", "logprobs", "stop", "priority", "timeout")
-FIELDS = frozenset((*SAMPLING, *LIMITS, "messages", "prompt"))  # that engine and door know by the same name
+REUSE = ("cache_salt", "session_id", "retention_priority", "retention_seconds")
+FIELDS = frozenset((*SAMPLING, *LIMITS, *REUSE, "messages", "prompt"))  # that engine and door know by the same name
 LEADING_NAME = re.compile(r"([a-z]\w*)(?=[ :\[.,])")
 JSON = "application/json"
 

@@ -1,15 +1,40 @@
-"""The API keys of the OpenAI door: reads them from a file, and compares a client's key with all of them in constant time."""
+"""The API keys of the OpenAI door: reads them from a file, compares a client's key with all of them in constant time, and keeps
+what is read for one key apart from what is read for others.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvseek.server.errors import ServerError
 
 MAX_KEYS = 10_000  # every request is compared with all of them
 SCHEME = "bearer "
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Clients that may share what the engine has read: those of one API key, or all.
+
+    Attributes
+    ----------
+    secret : bytes
+        Digest of the key; empty for all clients.
+    """
+
+    secret: bytes = b""
+
+    def salt(self, cache_salt: str | None) -> str | None:
+        """Return the salt under which the engine keeps what this tenant's requests of `cache_salt` share.
+
+        Only who has the key could send this salt at another port.
+        """
+        if not self.secret:
+            return cache_salt
+        return hmac.new(self.secret, (cache_salt or "").encode(), hashlib.sha256).hexdigest()
 
 
 class Keys:
@@ -20,20 +45,25 @@ class Keys:
     keys : tuple of str
         The keys themselves. Only their SHA-256 digests are kept, which all have one length: comparing texts would tell a
         client how long the keys are.
+    apart : bool
+        Whether each key is a tenant of its own.
     """
 
-    def __init__(self, keys: tuple[str, ...]) -> None:
+    def __init__(self, keys: tuple[str, ...], apart: bool = True) -> None:
+        self._apart = apart
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    def admits(self, authorization: str) -> bool:
-        """Whether the value of an Authorization header has one of the keys; always true if there are no keys."""
+    def tenant(self, authorization: str) -> Tenant | None:
+        """Return whose request it is by the value of its Authorization header; None if that has none of the keys."""
         if not self._digests:
-            return True
+            return Tenant()
         scheme, key = authorization[: len(SCHEME)], authorization[len(SCHEME) :].strip()
         digest, found = hashlib.sha256(key.encode("utf-8", "replace")).digest(), False
         for each in self._digests:  # all of them, however early one fits: the time must not tell which one it was
             found |= hmac.compare_digest(digest, each)
-        return found and scheme.lower() == SCHEME
+        if not found or scheme.lower() != SCHEME:
+            return None
+        return Tenant(digest) if self._apart else Tenant()
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

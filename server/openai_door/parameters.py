@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.request import DEFAULT_PRIORITY, MAX_BIASED_TOKENS, MAX_LOGPROBS, MAX_SEED, SamplingParams
+from kvseek.core.request import DEFAULT_PRIORITY, MAX_BIASED_TOKENS, MAX_LOGPROBS, MAX_SALT, MAX_SEED, SamplingParams
+from kvseek.core.session import Session, check_text, read_session
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.requests.text_request import MAX_STOP_WORD_BYTES
 from kvseek.server.requests.translation import MAX_STOP_WORDS
@@ -78,6 +79,9 @@ class Parameters(msgspec.Struct, kw_only=True):
     priority: int | None = None
     timeout: float | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
+    retention_priority: int | None = None
+    retention_seconds: float | None = None
 
     @property
     def choices(self) -> int:
@@ -103,6 +107,8 @@ class Parameters(msgspec.Struct, kw_only=True):
         require(-(2**63) <= seed <= MAX_SEED, "seed", seed, f"in [-2^63, {MAX_SEED}]", "any such number will do")
         ids = len(self.stop_token_ids or ())
         require(ids <= MAX_STOP_IDS, "stop_token_ids", f"{ids} ids", f"<= {MAX_STOP_IDS} ids", "send fewer")
+        if self.cache_salt is not None:
+            check_text("cache_salt", self.cache_salt, MAX_SALT)
         seconds = self.timeout
         require(seconds is None or math.isfinite(seconds), "timeout", seconds, "finite", "leave it out for no limit")
 
@@ -134,6 +140,11 @@ class Parameters(msgspec.Struct, kw_only=True):
             logprobs=logprobs,
             **given,
         )
+
+    @property
+    def session(self) -> Session | None:
+        """The conversation that the request continues; raises RequestError."""
+        return read_session(self.session_id, self.retention_priority, self.retention_seconds)
 
     @property
     def queue_priority(self) -> int:

@@ -16,9 +16,11 @@ import uvloop
 
 from kvseek.core.errors import ErrorCode, RequestError, UnavailableError
 from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.session import EndedSession
 
 from .messages import (
     Cancel,
+    EndSession,
     FromDoor,
     FromEngine,
     Metrics,
@@ -27,6 +29,7 @@ from .messages import (
     Pong,
     ReadMetrics,
     Refused,
+    SessionEnded,
     Submit,
     frame,
     read_frame,
@@ -38,7 +41,7 @@ METRICS_SECONDS = 2.0  # most time for metrics, which do not wait for a step, an
 NOT_RUNNING = "the engine is not running: it is being started or restarted; send the request again in some seconds"
 DIED = "the engine process ended while the request was with it, and is being restarted; send the request again"
 Callback = Callable[[StepOutput], None]
-Answer = TypeVar("Answer", Pong, Metrics)
+Answer = TypeVar("Answer", Pong, Metrics, SessionEnded)
 logger = logging.getLogger(__name__)
 
 
@@ -125,6 +128,12 @@ class EngineClient:
         number = next(self._numbers)
         return (await self._ask(ReadMetrics(number), number, Metrics, METRICS_SECONDS)).text
 
+    async def end_session(self, session_id: str, cache_salt: str | None) -> EndedSession | None:
+        """Let the engine end a session; None if it knows none. Raises UnavailableError if it does not answer as to a ping."""
+        number = next(self._numbers)
+        message = EndSession(number, session_id, cache_salt)
+        return (await self._ask(message, number, SessionEnded, ANSWER_SECONDS)).ended
+
     def close(self) -> None:
         """Disconnect; the engine cancels the requests that have not ended, and their callbacks get an error."""
         self._running.cancel()
@@ -157,7 +166,9 @@ class EngineClient:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame(message))
 
-    async def _ask(self, message: Ping | ReadMetrics, number: int, kind: type[Answer], seconds: float) -> Answer:
+    async def _ask(
+        self, message: Ping | ReadMetrics | EndSession, number: int, kind: type[Answer], seconds: float
+    ) -> Answer:
         if self._writer is None:
             raise UnavailableError(NOT_RUNNING)
         answer: asyncio.Future[Answer] = self._loop.create_future()

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from kvseek.core.errors import ErrorCode, KvseekError, code_of
 from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.session import EndedSession
 from kvseek.server.workers import Workers
 
 from .engine_client import EngineClient
@@ -136,6 +137,10 @@ class Generations:
                 ticket.stopped = True
                 if ticket.number is not None:
                     self._client.cancel(ticket.number)
+
+    async def end_session(self, session_id: str, cache_salt: str | None) -> EndedSession | None:
+        """See EngineClient."""
+        return await self._client.end_session(session_id, cache_salt)
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:

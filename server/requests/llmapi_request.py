@@ -73,10 +73,9 @@ class LlmApiRequest(TextRequest):
         chunk.pop("output_log_probs", None)
         if "cum_log_probs" in chunk:
             chunk["cumulative_logprob"] = chunk.pop("cum_log_probs")
-        if "kv_cache_reused_blocks" in chunk:
-            reused, missed = chunk.pop("kv_cache_reused_blocks"), chunk["kv_cache_alloc_new_blocks"]
-            chunk["kv_cache_reused_block"], chunk["kv_cache_missed_block"] = reused, missed
-            chunk["kv_cache_hit_rate"] = reused / max(1, reused + missed)
+        for name in ("kv_cache_reused_block", "kv_cache_missed_block"):  # TensorRT-LLM leaves the s out here
+            if f"{name}s" in chunk:
+                chunk[name] = chunk.pop(f"{name}s")
         for name in self._left_out:
             del chunk[name]
         return chunk

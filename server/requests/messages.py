@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvseek.core.request import Request, StepOutput
+from kvseek.core.session import EndedSession
 
 MAX_FRAME_BYTES = 256 << 20
 _LENGTH = struct.Struct("<I")
@@ -55,6 +56,14 @@ class ReadMetrics(msgspec.Struct, tag="read_metrics"):
     number: int
 
 
+class EndSession(msgspec.Struct, tag="end_session"):
+    """Door to engine: forget a session and free what only it has used."""
+
+    number: int
+    session_id: str
+    cache_salt: str | None
+
+
 class Outputs(msgspec.Struct, tag="outputs"):
     """Engine to door: outputs of requests, in order, as pairs of a request's number and an output."""
 
@@ -77,8 +86,15 @@ class Metrics(msgspec.Struct, tag="metrics"):
     text: str
 
 
-FromDoor = Submit | Cancel | Refused | Ping | ReadMetrics
-FromEngine = Outputs | Pong | Metrics
+class SessionEnded(msgspec.Struct, tag="session_ended"):
+    """Engine to door: the answer to EndSession, sent by the engine's loop between two steps."""
+
+    number: int
+    ended: EndedSession | None  # None: there is no such session
+
+
+FromDoor = Submit | Cancel | Refused | Ping | ReadMetrics | EndSession
+FromEngine = Outputs | Pong | Metrics | SessionEnded
 _encoder = msgspec.msgpack.Encoder()
 
 

@@ -33,6 +33,7 @@ class PerfMetrics:
         if not self._wanted:
             return {}
         known = self._known or RequestStatistics(0, 0.0)
+        own, missed = known.extents - known.shared_extents, known.prompt_extents - known.reused_extents
         seconds = {
             "arrival_time_ns": known.submitted_at,
             "first_scheduled_time_ns": known.started_at,
@@ -40,9 +41,11 @@ class PerfMetrics:
             "last_token_time_ns": known.last_token_at,
         }
         return {
-            "kv_cache_alloc_new_blocks": known.extents - known.shared_extents,
-            "kv_cache_reused_blocks": known.shared_extents,
-            "kv_cache_alloc_total_blocks": known.extents - known.shared_extents,
+            "kv_cache_alloc_new_blocks": own,
+            "kv_cache_reused_blocks": known.reused_extents,
+            "kv_cache_missed_blocks": missed,
+            "kv_cache_alloc_total_blocks": own,
+            "kv_cache_hit_rate": known.reused_extents / max(1, known.prompt_extents),
             **{name: round(value * NANOSECONDS) for name, value in seconds.items()},
             "acceptance_rate": 0.0,
             "total_accepted_draft_tokens": 0,

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvseek.core.errors import RequestError
 from kvseek.core.guide import Guide, GuideType
 from kvseek.core.request import DEFAULT_PRIORITY, MAX_SEED, Request, SamplingParams
+from kvseek.core.session import Session, read_session
 
 Tensors = Mapping[str, NDArray[Any]]
 
@@ -230,7 +231,20 @@ def make_request(
         stop_words=stop_words,
         priority=scalar(tensors, "priority", DEFAULT_PRIORITY),
         timeout_seconds=None if seconds is None else float(seconds),
+        cache_salt=_name(tensors, "cache_salt"),
+        session=_session(tensors),
     )
+
+
+def _session(tensors: Tensors) -> Session | None:
+    seconds = scalar(tensors, "retention_seconds")
+    priority = scalar(tensors, "retention_priority")
+    return read_session(_name(tensors, "session_id"), priority, None if seconds is None else float(seconds))
+
+
+def _name(tensors: Tensors, name: str) -> str | None:
+    """Read a client's name for something; None if it is absent, or empty as in a batch whose other prompts have one."""
+    return text(scalar(tensors, name, ""), name) or None
 
 
 def text(value: object, name: str) -> str:

@@ -24,6 +24,7 @@ OUTPUT_DTYPES = {
     "sequence_index": np.int32,
     "kv_cache_alloc_new_blocks": np.int32,
     "kv_cache_reused_blocks": np.int32,
+    "kv_cache_missed_blocks": np.int32,
     "kv_cache_alloc_total_blocks": np.int32,
     "arrival_time_ns": np.int64,
     "first_scheduled_time_ns": np.int64,

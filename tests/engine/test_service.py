@@ -107,6 +107,17 @@ def test_closing_ends_requests_and_refuses_new_ones(service: EngineService) -> N
         service.submit(Request(PROMPT, 5), outputs.put)
 
 
+def test_the_engines_thread_answers_what_it_is_asked(service: EngineService) -> None:
+    asked = service.ask(lambda engine: (engine is service.engine, threading.current_thread().name))
+    assert asked.result(TIMEOUT) == (True, "kvseek-engine")
+    with pytest.raises(ZeroDivisionError):
+        service.ask(lambda engine: 1 // 0).result(TIMEOUT)
+    assert service.ask(lambda engine: engine.waiting).result(TIMEOUT) == 0, "an error ends its own question"
+    service.close()
+    with pytest.raises(UnavailableError, match="shutting down"):
+        service.ask(lambda engine: engine.waiting)
+
+
 class BrokenEngine:
     """Takes requests, but neither a step nor a cancellation succeeds, as after a CUDA error."""
 
@@ -157,7 +168,10 @@ def test_an_engine_that_fails_ends_all_requests_and_refuses_new_ones() -> None:
     assert engine.stepping.wait(TIMEOUT)
     handles += [service.submit(Request(PROMPT, 5), one.put) for one in outputs[1:]]  # these have not been started
     service.cancel(handles[3])
+    asked = service.ask(lambda engine: engine.waiting)
     engine.go_on.set()
+    with pytest.raises(UnavailableError, match="the engine has failed"):
+        asked.result(TIMEOUT)
     for one in outputs:
         (end,) = collect(one)
         assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)

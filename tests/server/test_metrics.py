@@ -147,7 +147,7 @@ def test_every_sample_has_the_labels(server: Server) -> None:
 
 def stand_in() -> Any:
     """A service of an engine on a GPU whose method counts hits."""
-    usage = CacheUsage(3, 2, 1, 100, 200, 64, 0.75, ReuseCounts(100, 40, 7))
+    usage = CacheUsage(3, 2, 1, 100, 200, 64, 0.75, ReuseCounts(100, 40, 7), sessions=3, pinned_extents=2)
     return SimpleNamespace(
         running=2, waiting=1, cache_usage=usage, config=SimpleNamespace(method="clusterkv", max_batch_size=4)
     )

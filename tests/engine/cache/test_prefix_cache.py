@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.session import Session
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.prefix_cache import PrefixCache
@@ -131,6 +132,7 @@ class Running:
     salt: str | None
     tokens: list[int]
     limit: int
+    session: Session | None = None
     read: bool = False
     reused: int = 0
 
@@ -179,16 +181,19 @@ class CacheMachine(RuleBasedStateMachine):
         own=st.one_of(st.just(0), st.integers(1, 1200)),
         room=st.sampled_from([1, 100, 2500]),
         go_on=st.booleans(),
+        session=st.sampled_from([None, None, Session("a"), Session("b", 90), Session("c", 10)]),
     )
-    def submit(self, salt: str | None, document: int, start: int, own: int, room: int, go_on: bool) -> None:
+    def submit(
+        self, salt: str | None, document: int, start: int, own: int, room: int, go_on: bool, session: Session | None
+    ) -> None:
         """A prompt that begins like others; `go_on`: like a request that has ended, its output included."""
         beginning = [document] * start
         if go_on and self.ended:
             beginning = self.ended[-1 - document % len(self.ended)][: LONGEST - 1300]
         tokens = beginning + [2 + own % 3] * own
-        self.begin(salt, tokens, min(len(tokens) + room, LONGEST))
+        self.begin(salt, tokens, min(len(tokens) + room, LONGEST), session)
 
-    def begin(self, salt: str | None, tokens: list[int], limit: int) -> None:
+    def begin(self, salt: str | None, tokens: list[int], limit: int, session: Session | None = None) -> None:
         found = self.prefixes.find(pack_tokens(tokens), salt)
         prefix = self.prefixes.shorten(found, limit)
         fits = self.prefixes.fits(limit, prefix)
@@ -199,7 +204,7 @@ class CacheMachine(RuleBasedStateMachine):
         if fits:
             slot = min(set(range(SLOTS)) - set(self.running))
             self.prefixes.open(slot, limit, prefix)
-            self.running[slot] = Running(salt, tokens, limit)
+            self.running[slot] = Running(salt, tokens, limit, session)
 
     @precondition(lambda self: any(not one.read for one in self.running.values()))
     @rule(layers=st.sampled_from([1, LAYERS, LAYERS]))
@@ -209,7 +214,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def read_first(self, layers: int, meanwhile: Callable[[], None] = lambda: None) -> None:
         slot, one = next((slot, one) for slot, one in self.running.items() if not one.read)
-        prefix = self.prefixes.find_more(slot, pack_tokens(one.tokens), one.salt, one.limit)
+        prefix = self.prefixes.find_more(slot, pack_tokens(one.tokens), one.salt, one.limit, one.session)
         n = len(one.tokens)
         one.reused = self.retrieval.reused(slot)
         assert one.reused == (0 if prefix is None else prefix.tokens) < n
@@ -254,7 +259,28 @@ class CacheMachine(RuleBasedStateMachine):
         one = self.running.pop(slot)
         if one.read:
             self.ended.append(one.tokens)
-        self.prefixes.close(slot, None if failed else pack_tokens(one.tokens), one.salt)
+        self.prefixes.close(slot, None if failed else pack_tokens(one.tokens), one.salt, one.session)
+
+    @rule(salt=st.sampled_from([None, "other"]), session_id=st.sampled_from("abc"))
+    def end_session(self, salt: str | None, session_id: str) -> None:
+        known, idle = len(self.prefixes.sessions), self.extents.idle
+        ended = self.prefixes.end_session(salt, session_id)
+        freed = 0 if ended is None else ended.freed_extents
+        assert self.extents.idle == idle - freed
+        assert len(self.prefixes.sessions) == known - (ended is not None)
+
+    @invariant()
+    def sessions_know_kept_nodes_alone(self) -> None:
+        sessions, nodes = self.prefixes.sessions, set(self.prefixes._tree)
+        assert set(sessions._uses) <= nodes
+        for session in sessions._sessions.values():
+            assert session.nodes == {node for node, uses in sessions._uses.items() if session in uses.sessions}
+            ends = [node for node, uses in sessions._uses.items() if session in uses.ends]
+            assert ends == [] if session.end is None else ends == [session.end]
+            node = session.end
+            while node is not None:
+                assert node in session.nodes, "its latest request has used all nodes before its end"
+                node = node.parent
 
     @invariant()
     def every_request_has_its_own_rows(self) -> None:

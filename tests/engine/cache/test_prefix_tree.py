@@ -78,6 +78,7 @@ class TreeMachine(RuleBasedStateMachine):
         found = self.tree.insert(salt, pack_tokens(own), extents)
         assert [node.extent for node in found[0]] == added
         assert sorted(node.extent for node in found[1]) == sorted(removed)
+        assert all(new.tokens.startswith(old.tokens) and new in found[0] for old, new in found[1].items())
 
     def has_children(self, key: Kept) -> bool:
         inner = len(key[1])
@@ -114,6 +115,24 @@ class TreeMachine(RuleBasedStateMachine):
             if leaves:
                 expected.append(self.kept.pop(leaves[0]))
         assert [node.extent for node in self.tree.evict(count)] == expected
+
+    def level(self, key: Kept, priorities: Sequence[int]) -> int:
+        """The highest priority of an extent and of all that continue it; each has that of the last digit of its number."""
+        salt, own = key
+        later = [one for (other, tokens), one in self.kept.items() if other == salt and tokens[: len(own)] == own]
+        whole = len(own) in ends_of((*own, 0))[:-1]  # else nothing continues it, only others begin alike
+        return max(priorities[one % 10] for one in (later if whole else [self.kept[key]]))
+
+    @rule(count=st.integers(0, 3), priorities=st.lists(st.sampled_from([0, 35, 70]), min_size=10, max_size=10))
+    def evict_by_priority(self, count: int, priorities: list[int]) -> None:
+        unused = [key for key, one in self.kept.items() if not self.users[one]]
+        first = sorted(unused, key=lambda key: self.level(key, priorities))[:count]
+        expected = [self.kept[key] for key in first]
+        evicted = self.tree.evict(count, lambda node: priorities[node.extent % 10])
+        assert [node.extent for node in evicted] == expected
+        for key in first:
+            assert not self.has_children(key)
+            del self.kept[key]
 
     @invariant()
     def both_keep_the_same(self) -> None:

@@ -20,6 +20,7 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import RequestError
 from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams, StepOutput
+from kvseek.core.session import Session
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http_door.fields import DTYPES
@@ -102,9 +103,14 @@ def test_kvseeks_own_inputs(factory: RequestFactory, tokenizer: Tokenizer) -> No
         "priority": 200,
         "timeout": 2.5,
         "bad_words": "fox",
+        "cache_salt": "salt",
+        "session_id": "talk",
+        "retention_priority": 90,
+        "retention_seconds": 1.5,
     }
     request = make(factory, **own).request
     assert (request.end_ids, request.priority, request.timeout_seconds) == ((), 200, 2.5)
+    assert (request.cache_salt, request.session) == ("salt", Session("talk", 90, 1.5))
     assert (request.sampling.min_tokens, request.sampling.repetition_penalty) == (3, 1.5)
     assert request.sampling.bad_words == tokenizer.spellings("fox")
 
@@ -182,7 +188,7 @@ def test_whatever_the_values_are_a_request_is_made_or_refused(factory: RequestFa
 
 
 def step(token: int, reason: FinishReason | None = None) -> StepOutput:
-    statistics = RequestStatistics(4, 1.0, extents=3)
+    statistics = RequestStatistics(4, 1.0, extents=5, prompt_extents=4, reused_extents=3, shared_extents=2)
     return StepOutput(0, token, reason, 1.0, 7, 5.0, statistics, logprobs=LogProbs(-0.5))
 
 
@@ -244,9 +250,9 @@ def test_numbers_that_are_asked_for(factory: RequestFactory, tokenizer: Tokenize
     assert blocks == {
         "kv_cache_alloc_new_blocks": 3,
         "kv_cache_alloc_total_blocks": 3,
-        "kv_cache_missed_block": 3,
-        "kv_cache_reused_block": 0,
-        "kv_cache_hit_rate": 0.0,
+        "kv_cache_missed_block": 1,
+        "kv_cache_reused_block": 3,
+        "kv_cache_hit_rate": 0.75,
     }
 
 

@@ -16,6 +16,7 @@ from tests.server.fuzz.mutations import STRANGE, mutated_bytes
 
 ANSWER_SECONDS = 3.0  # to an answer, and again after half of the connection is closed
 REQUEST: dict[str, Any] = {"prompt_ids": [5, 6, 7], "max_tokens": 3, "end_ids": [], "stop_words": [], "priority": 128}
+REQUEST |= {"cache_salt": "salt", "session": {"id": "talk", "retention_priority": 50, "retention_seconds": 9.0}}
 SAMPLING: dict[str, Any] = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 3}
 NUMBERS = (0, 1, 1, 2, -1, 2**31, 2**63 - 1, 2**64 - 1)
 
@@ -80,10 +81,13 @@ class SocketFuzzer:
 
     @staticmethod
     def _message(random: Random) -> dict[str, Any]:
-        kind = random.choice(("submit", "submit", "cancel", "refused", "ping", "read_metrics", "outputs", "nonsense"))
+        asked = ("submit", "submit", "cancel", "refused", "ping", "read_metrics", "end_session")
+        kind = random.choice((*asked, "outputs", "nonsense"))
         message: dict[str, Any] = {"type": kind, "number": random.choice(NUMBERS)}
         if kind == "refused":
             return {"type": kind, "code": random.choice(("invalid", "queue_full"))}  # others count as faults
+        if kind == "end_session":
+            message |= {"session_id": random.choice(("talk", "", 5)), "cache_salt": random.choice(("salt", None))}
         if kind == "submit":
             request, sampling = dict(REQUEST), dict(SAMPLING)
             for values in random.sample((request, sampling, message), random.choice((0, 1, 1, 2))):

@@ -35,6 +35,15 @@ IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 30
 PROMPT = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, IDS, {"type": "array", "items": IDS}]
 }
+SESSION = [
+    {
+        "name": "session_id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1, "maxLength": 300},
+    },
+    {"name": "cache_salt", "in": "query", "schema": {"type": "string"}},
+]
 # Ranges of numbers: most requests are served, and schemathesis tries what is beyond them too.
 RANGES = {
     "n": (1, 8),
@@ -51,6 +60,8 @@ RANGES = {
     "seed": (0, 2**31),
     "priority": (0, 255),
     "timeout": (10, 1000),
+    "retention_priority": (0, 100),
+    "retention_seconds": (1, 1000),
     "max_completion_tokens": (1, MOST_TOKENS),
 }
 
@@ -65,6 +76,7 @@ def document(model: str) -> dict[str, Any]:
         "/v1/completions": (completion, "prompt", PROMPT),
     }
     paths: dict[str, Any] = {path: {"get": _operation()} for path in ("/health", "/metrics", "/v1/models")}
+    paths["/v1/sessions/{session_id}"] = {"delete": _operation() | {"parameters": SESSION}}
     for path, (reference, prompt, kind) in bodies.items():
         schema = components[reference["$ref"].rpartition("/")[2]]
         known = {"model": {"const": model}, prompt: kind, "max_tokens": {"enum": list(range(MOST_TOKENS + 1))}}

@@ -20,6 +20,7 @@ from kvseek.server.openai_door.chat_body import CHAT_FORMAT, CHAT_NEUTRAL
 from kvseek.server.openai_door.choices import Choice, make_choices
 from kvseek.server.openai_door.completion_body import COMPLETION_FORMAT, COMPLETION_NEUTRAL
 from kvseek.server.openai_door.errors import FieldError, error_json
+from kvseek.server.openai_door.keys import Tenant
 from kvseek.server.openai_door.parameters import WITHOUT_EFFECT
 from kvseek.server.openai_door.prompts import message_texts, read_messages
 
@@ -57,11 +58,11 @@ class Reader:
 
     def chat(self, messages: Any = HELLO, **fields: Any) -> list[Choice]:
         body = CHAT_FORMAT.read(json.dumps({"messages": messages, **fields}).encode())
-        return make_choices(body, body, self.tokenizer, self.config)[0]
+        return make_choices(body, body, Tenant(), self.tokenizer, self.config)[0]
 
     def complete(self, prompt: Any = "the harbour", **fields: Any) -> list[Choice]:
         body = COMPLETION_FORMAT.read(json.dumps({"prompt": prompt, **fields}).encode())
-        return make_choices(body, body, self.tokenizer, self.config)[0]
+        return make_choices(body, body, Tenant(), self.tokenizer, self.config)[0]
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvseek.core.request import MAX_SALT
 from kvseek.server.errors import ServerError
 from kvseek.server.openai_door.keys import Keys, read_keys
 
@@ -35,15 +36,35 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("header", ["Bearer two", "bearer two", "Bearer  two "])
 def test_one_of_the_keys_is_enough(header: str) -> None:
-    assert Keys(("one", "two")).admits(header)
+    assert Keys(("one", "two")).tenant(header) is not None
 
 
 @pytest.mark.parametrize(
     "header", ["", "two", "Bearer", "Bearer ", "Bearer tw", "Bearer twoo", "Basic two", "Bearer é"]
 )
 def test_anything_else_is_not(header: str) -> None:
-    assert not Keys(("one", "two")).admits(header)
+    assert Keys(("one", "two")).tenant(header) is None
 
 
-def test_without_keys_everyone_may_ask() -> None:
-    assert Keys(()).admits("")
+def test_without_keys_everyone_may_ask_and_share() -> None:
+    tenant = Keys(()).tenant("")
+    assert tenant is not None
+    assert (tenant.salt(None), tenant.salt("own")) == (None, "own")
+
+
+def test_each_key_has_salts_of_its_own() -> None:
+    keys = Keys(("one", "two"))
+    found = []
+    for key in ("one", "two", "one"):
+        tenant = keys.tenant(f"Bearer {key}")
+        assert tenant is not None
+        found.append([tenant.salt(salt) for salt in (None, "own", "a" * MAX_SALT)])
+    assert found[0] == found[2]
+    salts = {*found[0], *found[1]}
+    assert len(salts) == 6
+    assert all(salt is not None and len(salt) <= MAX_SALT for salt in salts), "the engine takes them"
+
+
+def test_keys_may_share() -> None:
+    keys = Keys(("one", "two"), apart=False)
+    assert keys.tenant("Bearer one") == keys.tenant("Bearer two") != keys.tenant("Bearer three")

@@ -140,7 +140,7 @@ def test_a_salt_keeps_what_was_read_apart(client: OpenAI, model: str) -> None:
         found.append(reply.usage.prompt_tokens - cached(reply.usage))
     assert found == [found[0], found[0], 1]
     assert found[0] > 1
-    with pytest.raises(openai.BadRequestError, match="length of cache_salt = 300: must be 1 to 256 characters"):
+    with pytest.raises(openai.BadRequestError, match="cache_salt has 300 characters: must be 1 to 256"):
         client.chat.completions.create(model=model, messages=TALK, extra_body={"cache_salt": "a" * 300})
 
 
