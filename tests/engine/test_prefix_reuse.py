@@ -262,6 +262,15 @@ def test_kept_extents_make_room(method: str, load: Load, plain: Plain) -> None:
     assert [tokens for tokens, _ in ask(engine, *both)] == [plain(request) for request in both]
 
 
+def test_as_much_is_copied_as_there_is_room_for(load: Load, plain: Plain) -> None:
+    """Four extents: of the three that are kept, two must go for the second request, and it copies from the first one."""
+    engine = load("clusterkv", kv_cache_host_memory_bytes=4 * EXTENT_BYTES)
+    ask(engine, Request(DOCUMENT, 5))
+    request = Request((*DOCUMENT, 7), 5)
+    ((tokens, statistics),) = ask(engine, request)
+    assert (tokens, statistics.reused_tokens) == (plain(request), 1024 + SINK)
+
+
 def test_prompts_whose_logits_are_asked_for_are_read(load: Load) -> None:
     engine = load()
     asked = Request(DOCUMENT[:1200], 2, SamplingParams(prompt_logprobs=0))

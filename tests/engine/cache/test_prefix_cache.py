@@ -299,8 +299,9 @@ class CacheMachine(RuleBasedStateMachine):
                 assert torch.equal(found, rows[:, SINK : SINK + n] if order is None else rows[:, SINK + order[0]])
                 near = torch.cat((rows[:, :SINK], rows[:, SINK + n :]), dim=1)
                 assert torch.equal(window_rows(batch, 0, self.cache.window[layer], SINK), near)
-                if not isinstance(index, EntryIndex) or isinstance(index, BareIndex):
+                if isinstance(index, BareIndex):
                     continue
+                assert isinstance(index, EntryIndex)
                 entries = self.extents.read(index.entries, slot, n)
                 assert torch.equal(entries, rows[:, SINK : SINK + n, 0, :1] + index.numbers[slot])
 
