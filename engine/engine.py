@@ -18,8 +18,10 @@ from kvseek.core.manifest import verify
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics, StepReport
 from kvseek.engine.cache.prefix_cache import PrefixCache
+from kvseek.engine.cache.prefix_store import PrefixStore
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
 from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.loading.prefixes import DiskSettings, check_disk, open_prefixes
 from kvseek.engine.loading.supported import reuses_prefixes
 from kvseek.engine.schedule.endings import ended, expired, failed
 from kvseek.engine.schedule.guides import Guides
@@ -34,6 +36,7 @@ from .decoder import Decoder
 from .tokenizer import Tokenizer
 
 MAX_NUM_TOKENS = 8192
+NO_DISK = DiskSettings()
 
 
 class Engine:
@@ -47,6 +50,8 @@ class Engine:
         Most requests that may wait for a slot; None: no bound.
     max_num_tokens : int
         Most prompt tokens that a step reads.
+    store : PrefixStore, optional
+        Prefixes on disk.
 
     Attributes
     ----------
@@ -66,13 +71,14 @@ class Engine:
         tokenizer: Tokenizer,
         max_queue_size: int | None = None,
         max_num_tokens: int = MAX_NUM_TOKENS,
+        store: PrefixStore | None = None,
     ) -> None:
         if max_num_tokens < 1:
             raise ConfigError(f"max_num_tokens = {max_num_tokens}: must be >= 1; {MAX_NUM_TOKENS} is the default")
         self.config, self.tokenizer = config, tokenizer
         self.decoder, self._cache = decoder, decoder.cache
         self._queue = RequestQueue(max_queue_size)
-        self._prefixes = PrefixCache(decoder.cache, decoder.retrieval.indexes, reuses_prefixes(config))
+        self._prefixes = PrefixCache(decoder.cache, decoder.retrieval.indexes, reuses_prefixes(config), store)
         self._scheduler = Scheduler(self._prefixes, config.max_batch_size, self._queue)
         self._reader = PromptReader(decoder, self._prefixes, max_num_tokens)
         self._guides = Guides(tokenizer, config)
@@ -90,6 +96,7 @@ class Engine:
         threads: int | None = None,
         max_queue_size: int | None = None,
         max_num_tokens: int = MAX_NUM_TOKENS,
+        disk: DiskSettings = NO_DISK,
     ) -> Engine:
         """Load an engine directory that `kvseek build` wrote, after checking its checksums.
 
@@ -99,6 +106,8 @@ class Engine:
             CPU threads of the whole process (torch.set_num_threads); None leaves torch's choice.
         max_queue_size, max_num_tokens
             See Engine.
+        disk : DiskSettings
+            Where prefixes are kept on disk; `close` the engine then.
 
         Raises
         ------
@@ -109,8 +118,20 @@ class Engine:
         directory = Path(directory)
         verify(directory)
         config = read_config(directory)
-        decoder = load_decoder(directory, config)
-        return cls(config, decoder, Tokenizer(directory), max_queue_size, max_num_tokens)
+        check_disk(config, disk)
+        decoder, tokenizer = load_decoder(directory, config), Tokenizer(directory)
+        store = open_prefixes(directory, config, decoder.cache, disk)
+        try:
+            return cls(config, decoder, tokenizer, max_queue_size, max_num_tokens, store)
+        except ConfigError:
+            if store is not None:
+                store.close()
+            raise
+
+    def close(self) -> None:
+        """Write to disk what ended requests have left, for some seconds; there must be no further call."""
+        if self._prefixes.store is not None:
+            self._prefixes.store.close()
 
     @property
     def index_bytes_per_token(self) -> float:
