@@ -18,10 +18,9 @@ from kvseek.plugins.contract import Index
 
 from .cache import Cache
 from .prefix import Head, Prefix
-from .prefix_store import Load, PrefixStore
+from .prefix_loader import PrefixLoader
+from .prefix_store import PrefixStore
 from .prefix_tree import TOKEN_BYTES, Node, PrefixTree
-
-LEAST_LOADED_TOKENS = 64  # fewer are read in about the time that it takes to load the file in which they are
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ class PrefixCache:
     enabled : bool
         If not, nothing is kept and nothing found.
     store : PrefixStore, optional
-        Prefixes on disk.
+        Prefixes on disk; only if `enabled`.
 
     Attributes
     ----------
@@ -59,7 +58,7 @@ class PrefixCache:
         self._tree = PrefixTree(cache.config.sink, cache.extents.in_use)
         self._heads: dict[Node, Head] = {}  # of the first node of each sequence
         self._read: set[int] = set()  # slots whose prompt has been read to its end
-        self._loads: dict[int, Load] = {}  # by slot, what its prompt waits for
+        self._loader = None if store is None else PrefixLoader(cache, store, self._make_room)
         layout, most = cache.rows.layout, cache.config.reuse_host_bytes
         self._most = layout.capacity if most is None else most // (layout.host_layers * layout.layer_bytes)
 
@@ -128,65 +127,16 @@ class PrefixCache:
 
     def loads(self, slot: int) -> bool:
         """Whether rows of a slot's prompt are on their way from disk."""
-        return slot in self._loads
+        return self._loader is not None and self._loader.loads(slot)
 
     def load(self, slot: int, prompt: bytes, salt: str | None, patience: float = 0.0) -> bool:
         """Load what the disk has of a prompt behind what `find_more` has found; returns whether that has ended.
 
         If not, the prompt must not be read yet: call this again, between other work, or let it wait up to `patience` seconds.
         """
-        if self.store is None or not self.enabled:
-            return True
-        load = self._loads.get(slot) or self._begin_load(self.store, slot, prompt[:-TOKEN_BYTES], salt)
-        if load is None:
-            return True
-        self._loads[slot] = load
-        if not load.ended.wait(patience):
-            if not self.store.stalls(load):
-                return False
-            self.store.cancel(load)
-        del self._loads[slot]
-        self._take(self.store, slot, load)
-        return True
-
-    def _begin_load(self, store: PrefixStore, slot: int, tokens: bytes, salt: str | None) -> Load | None:
-        """Find files with further tokens of a prompt than the slot's prefix has, and begin to load them to the slot's extents.
-
-        Their rows are treated like others that are copied, because they have no index entries. Extents that the request itself
-        does not need, as its last tokens will be in the window, are taken where they can be had.
-        """
-        prefix, sink = self.cache.prefixes.get(slot), self.cache.config.sink
-        have = 0 if prefix is None else prefix.tokens
-        whole = max(0, have - sink) // EXTENT_TOKENS  # extents that the prefix has to their ends
-        matches = store.folder.match(salt, tokens, whole)
-        while matches and matches[-1].stop - max([have, *(match.stop for match in matches[:-1])]) < LEAST_LOADED_TOKENS:
-            matches.pop()
-        if not matches or not self.cache.retrieval_tokens(len(tokens) // TOKEN_BYTES + 1):
-            return None
-        self._make_room(slot, matches[-1].stop - sink)
-        extents = self._extents.of_slot(slot)[whole:]
-        count = min(len(matches), len(extents))
-        return store.load(matches[:count], extents[:count]) if count else None
-
-    def _take(self, store: PrefixStore, slot: int, load: Load) -> None:
-        """Add the rows that were loaded to a slot's prefix."""
-        if not load.loaded:
-            return
-        prefix, sink = self.cache.prefixes.get(slot), self.cache.config.sink
-        have = 0 if prefix is None else prefix.tokens
-        before = () if prefix is None else prefix.extents[: max(0, have - sink) // EXTENT_TOKENS]
-        if load.sink_rows is not None:
-            head = Head(
-                load.sink_rows, (None,) * len(self._indexes)
-            )  # nobody adopts the entries of an extent without any
-        else:
-            assert prefix is not None, "a file that is not the first follows extents of the slot's prefix"
-            head = prefix.head
-        tokens = load.matches[load.loaded - 1].stop
-        extents = (*before, *load.extents[: load.loaded])
-        self.cache.prefixes[slot] = Prefix(tokens, extents, 0 if prefix is None else prefix.shared, head)
-        store.counts.loaded_tokens += tokens - have
-        self.counts.reused_tokens += tokens - have
+        gained = 0 if self._loader is None else self._loader.load(slot, prompt, salt, patience)
+        self.counts.reused_tokens += gained or 0
+        return gained is not None
 
     # A request's prompt has been read, and it ends.
 
@@ -216,8 +166,8 @@ class PrefixCache:
             except (MemoryError, RuntimeError) as error:  # the request has ended well, and the others go on
                 logger.warning("the rows of a request are not kept for later ones: %s", str(error).splitlines()[0])
         self._read.discard(slot)
-        if self.store is not None and (load := self._loads.pop(slot, None)) is not None:
-            self.store.cancel(load)
+        if self._loader is not None:
+            self._loader.cancel(slot)
         self.cache.close(slot)
         self._evict(self._extents.idle - self._most)
 

@@ -23,18 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from .prefix_tree import TOKEN_BYTES, chained_key
 
 FORMAT = "kvseek prefix 1"
 SUFFIX = ".safetensors"
 MOST_HEADER_BYTES = 1 << 16
 FILE_MODE = 0o600  # tokens are in the file
+Part = tuple[str, str, tuple[int, ...], int]  # of a file: a tensor's name, dtype, shape and bytes
 METADATA = ("format", "engine", "model", "method", "key", "parent", "sha256")
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # safetensors' names
-Buffer = NDArray[np.uint8]
 
 
 class ForeignFileError(Exception):
@@ -56,10 +53,10 @@ class RowShape:
     row_bytes: int
     sink: int
 
-    def parts(self, tokens: int, first: bool) -> list[tuple[str, str, tuple[int, ...], int]]:
-        """List the tensors of a file in order: name, safetensors' dtype, shape and bytes."""
+    def parts(self, tokens: int, first: bool) -> list[Part]:
+        """List the tensors of a file of `tokens` tokens, in order."""
         sink = self.sink if first else 0
-        listed = [("tokens", "I32", (tokens,), tokens * TOKEN_BYTES)]
+        listed: list[Part] = [("tokens", "I32", (tokens,), tokens * TOKEN_BYTES)]
         rows = [("sink_rows", sink)] * first + [("rows", tokens - sink)]
         for name, count in rows:
             shape = (self.layers, self.kv_heads, count, 2, self.head_dim)
@@ -118,7 +115,7 @@ def file_name(key: bytes) -> str:
 
 
 def write_file(
-    folder: Path, origin: Origin, shape: RowShape, before: bytes, first: bool, tokens: bytes, data: Buffer
+    folder: Path, origin: Origin, shape: RowShape, before: bytes, first: bool, tokens: bytes, data: memoryview
 ) -> Entry:
     """Write the file of a node, whose tensors are in `data` one after the other; it appears whole or not at all.
 
@@ -196,7 +193,7 @@ def _end(header: Mapping[str, Any], name: str) -> int:
     return int(header[name]["data_offsets"][1])
 
 
-def read_data(entry: Entry, buffer: Buffer) -> None:
+def read_data(entry: Entry, buffer: memoryview) -> None:
     """Read all tensors of a file into a buffer of their size.
 
     Raises
@@ -208,7 +205,7 @@ def read_data(entry: Entry, buffer: Buffer) -> None:
     with entry.path.open("rb", buffering=0) as file:
         file.seek(entry.data_start)
         read = 0
-        while read < len(buffer) and (count := file.readinto(memoryview(buffer)[read:])):
+        while read < len(buffer) and (count := file.readinto(buffer[read:])):
             read += count
     if read < len(buffer):
         raise DamagedFileError(f"{entry.path} is damaged: {read} bytes of tensors instead of {len(buffer)}")

@@ -14,19 +14,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 
 from .prefix import Head
-from .prefix_file import Buffer, DamagedFileError, Entry, read_data, write_file
+from .prefix_file import DamagedFileError, Entry, read_data, write_file
 from .prefix_folder import Match, PrefixFolder
 from .prefix_tree import TOKEN_BYTES, Node
 
@@ -34,6 +35,11 @@ CLOSE_SECONDS = 3.0  # that closing an engine waits for writes; `kvseek serve` g
 STALLED_SECONDS = 5.0  # without a loaded extent, after which a prompt is read instead
 WARN_SECONDS = 60.0  # between two warnings about a disk that cannot be written to
 TOUCH_SECONDS = 10.0  # between two updates of the files' times of use
+# Reasons why nodes are not written: evicted from memory before their turn; disk_bytes do not suffice; an error of the disk;
+# the node before, without which they could not be found, is not on disk; the engine was closed.
+DROPS = ("evicted", "disk_bytes", "error", "parent", "closed")
+
+Bytes = NDArray[np.uint8]
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +54,8 @@ class StoreCounts:
         Files.
     loaded_tokens : int
         Tokens of prompts that were not read because their rows were loaded.
-    dropped : Counter
-        Nodes that were not written, by the reason: `evicted` from memory before their turn; `disk_bytes` too small; `error` of
-        the disk; `parent`, without which they could not be found, is not on disk; `closed`, the engine.
+    dropped : dict of str to int
+        Nodes that were not written, by the reason: one of DROPS.
     write_seconds, load_seconds : float
         That the thread has spent on either.
     """
@@ -58,9 +63,21 @@ class StoreCounts:
     written: int = 0
     loaded: int = 0
     loaded_tokens: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
+    dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROPS, 0))
     write_seconds: float = 0.0
     load_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class DiskUsage:
+    """State of the prefixes on disk; `files`, `bytes`, `removed` and `damaged` are those of PrefixFolder."""
+
+    files: int = 0
+    bytes: int = 0
+    removed: int = 0
+    damaged: int = 0
+    waiting: int = 0
+    counts: StoreCounts = field(default_factory=StoreCounts)
 
 
 @dataclass(frozen=True)
@@ -100,7 +117,7 @@ class Load:
 
 
 class PrefixStore:
-    """The prefixes on disk of one engine. Only the engine's thread calls its methods; any thread may read its counts.
+    """The prefixes on disk of one engine. Only the engine's thread calls its methods; any thread may ask for its `usage`.
 
     Parameters
     ----------
@@ -127,10 +144,10 @@ class PrefixStore:
         self._thread = threading.Thread(target=self._run, name="kvseek-prefixes", daemon=True)
         self._thread.start()
 
-    @property
-    def waiting(self) -> int:
-        """Nodes that wait to be written."""
-        return len(self._writes)
+    def usage(self) -> DiskUsage:
+        """Return the present state; from any thread."""
+        folder, counts = self.folder, replace(self.counts, dropped=dict(self.counts.dropped))
+        return DiskUsage(len(folder), folder.bytes, folder.removed, folder.damaged, len(self._writes), counts)
 
     # Writing.
 
@@ -248,7 +265,9 @@ class PrefixStore:
                 self._copy_out(write, data)
         if not reason:
             try:
-                entry = write_file(folder.path, folder.origin, folder.shape, write.before, first, write.tokens, data)
+                entry = write_file(
+                    folder.path, folder.origin, folder.shape, write.before, first, write.tokens, data.data
+                )
                 folder.add(entry)
                 self.counts.written += 1
             except OSError as error:
@@ -257,7 +276,7 @@ class PrefixStore:
         if reason:
             self.counts.dropped[reason] += 1
 
-    def _copy_out(self, write: Write, data: Buffer) -> None:
+    def _copy_out(self, write: Write, data: Bytes) -> None:
         first = write.sink_rows is not None
         tokens, sink, rows = self._parts(data, len(write.tokens) // TOKEN_BYTES, first)
         tokens[:] = np.frombuffer(write.tokens, dtype=np.uint8)
@@ -265,7 +284,7 @@ class PrefixStore:
             sink[:] = write.sink_rows.contiguous().view(torch.uint8).flatten(-2).numpy()
         rows[:] = self._rows[write.extent, :, :, : rows.shape[2]]
 
-    def _parts(self, data: Buffer, tokens: int, first: bool) -> tuple[Any, Any, Any]:
+    def _parts(self, data: Bytes, tokens: int, first: bool) -> tuple[Any, Any, Any]:
         """Return the parts of a file's tensors: tokens; rows of the sink, and the others, [layers, G, n, bytes of a row]."""
         shape, sizes = self.folder.shape, [size for *_, size in self.folder.shape.parts(tokens, first)]
         ends = np.cumsum(sizes)
@@ -281,7 +300,6 @@ class PrefixStore:
             logger.warning("prefixes are not written to %s: %s; metrics count them", self.folder.path, error)
 
     def _load(self, load: Load) -> None:
-        shape = self.folder.shape
         for match, extent in zip(load.matches, load.extents, strict=True):
             entry = match.entry
             data = self._buffer[: entry.size - entry.data_start]
@@ -293,15 +311,16 @@ class PrefixStore:
                 _, sink, rows = self._parts(data, entry.token_count, entry.first)
                 self._rows[extent, :, :, : rows.shape[2]] = rows
                 if entry.first:
-                    load.sink_rows = torch.from_numpy(sink.copy()).view(self._dtype).unflatten(-1, (2, shape.head_dim))
+                    packed = torch.from_numpy(sink.copy()).view(self._dtype)
+                    load.sink_rows = packed.reshape(*packed.shape[:-1], 2, self.folder.shape.head_dim)
                 load.loaded += 1
                 self.counts.loaded += 1
                 load.progress_at = self._busy_since = time.perf_counter()
 
-    def _read(self, entry: Entry, data: Buffer) -> bool:
+    def _read(self, entry: Entry, data: Bytes) -> bool:
         """Read a file into the buffer; returns whether its rows may be used."""
         try:
-            read_data(entry, data)
+            read_data(entry, data.data)
         except DamagedFileError as error:
             self.folder.refuse(entry, error)
         except OSError as error:

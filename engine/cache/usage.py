@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from kvseek.plugins.attention.hot_rows import HotRows, hit_rate
 
-from .cache import Cache
-from .prefix_cache import ReuseCounts
+from .prefix_cache import PrefixCache, ReuseCounts
+from .prefix_store import DiskUsage
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class CacheUsage:
         before the first selection.
     reuse : ReuseCounts
         What prefix reuse has done since the start.
+    disk : DiskUsage
+        State of the prefixes on disk.
     """
 
     extents_used: int
@@ -41,13 +43,15 @@ class CacheUsage:
     host_rows: int
     hot_row_hit_ratio: float | None
     reuse: ReuseCounts
+    disk: DiskUsage = field(default_factory=DiskUsage)
 
 
 class UsageMeter:
     """Measures the use of a cache and of its hot rows. Any thread may call `usage`; only the engine's thread calls `count`."""
 
-    def __init__(self, cache: Cache, hot_rows: Sequence[HotRows], reuse: ReuseCounts) -> None:
-        self._cache, self._reuse = cache, reuse
+    def __init__(self, prefixes: PrefixCache, hot_rows: Sequence[HotRows]) -> None:
+        self._prefixes, self._cache = prefixes, prefixes.cache
+        cache = prefixes.cache
         # Rows of one token in host memory: one per KV head and layer there. On the CPU these are all of its rows.
         self._row_copies = cache.window.shape[2] * cache.rows.layout.host_layers
         self._host_rows = 0
@@ -70,7 +74,8 @@ class UsageMeter:
             host_extent_bytes=layout.host_layers * layout.layer_bytes,
             host_rows=self._host_rows,
             hot_row_hit_ratio=self._hit_ratio(),
-            reuse=replace(self._reuse),
+            reuse=replace(self._prefixes.counts),
+            disk=DiskUsage() if self._prefixes.store is None else self._prefixes.store.usage(),
         )
 
     def count(self, slots: Sequence[int], attended: Sequence[float]) -> None:
