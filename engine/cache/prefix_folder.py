@@ -25,6 +25,7 @@ from .prefix_file import DamagedFileError, Entry, ForeignFileError, Origin, RowS
 from .prefix_tree import TOKEN_BYTES, chained_key, common_tokens, root_key
 
 FOLDER_MODE = 0o700  # files tell what users have written
+LOCK_SECONDS = 1.0  # `kvseek cache` has a folder locked for less
 NEW_FILES = ".*.new"  # what a process that was killed had not finished
 
 logger = logging.getLogger(__name__)
@@ -42,18 +43,26 @@ class Match:
     stop: int
 
 
-def lock(folder: Path) -> int:
-    """Lock a folder; returns the file descriptor whose end ends that. Raises BusyFolderError, OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def lock(folder: Path, seconds: float = 0.0) -> int:
+    """Lock a folder, for which others have so many seconds to leave it.
+
+    Returns the file descriptor whose end ends the lock. Raises BusyFolderError, OSError.
+    """
+    descriptor, deadline = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + seconds
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise BusyFolderError(f"{folder} is in use by another process; stop that, or name another directory") from None
-    except OSError:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise BusyFolderError(
+                        f"{folder} is in use by another process; stop that, or name another directory"
+                    ) from None
+                time.sleep(0.05)
+    except BaseException:
         os.close(descriptor)
         raise
-    return descriptor
 
 
 def scan(folder: Path) -> Iterator[tuple[Path, Entry | Exception]]:
@@ -272,7 +281,7 @@ def open_folder(directory: Path, most_bytes: int, origin: Origin, shape: RowShap
     try:
         path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         path.chmod(FOLDER_MODE)
-        descriptor = lock(path)
+        descriptor = lock(path, LOCK_SECONDS)
         folder = PrefixFolder(path, most_bytes, origin, shape, descriptor)
         try:
             if not os.access(path, os.R_OK | os.W_OK | os.X_OK):

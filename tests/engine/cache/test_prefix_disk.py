@@ -66,7 +66,7 @@ class DiskMachine(CacheMachine):
         self.damaged &= self.files()
 
     def files(self) -> set[str]:
-        return {path.name for path in self.folder.iterdir()}
+        return {path.name for path in self.directory.glob("*/*")}
 
     def settle(self) -> None:
         """Wait until everything that can be written is."""
@@ -217,7 +217,7 @@ class DiskMachine(CacheMachine):
         super().teardown()
         self.store.close()
         for name in self.files() - self.damaged:
-            salt, tokens = self.kept[name]
+            tokens = self.kept[name][1]
             first = [0, *ends_of(len(tokens))][-2]
             rows = torch.stack([rows_of(tokens, layer) for layer in range(LAYERS)])
             tensors = load_file(self.folder / name)
