@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvseek.builder.printing import print_json, table
+from kvseek.builder.printing import Column, print_json, table
 from kvseek.builder.sizes import readable
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.engine.cache.prefix_file import DamagedFileError, Entry
@@ -92,7 +92,7 @@ def show(engines: Sequence[EngineFiles], console: Console) -> None:
             f"Engine {engine.folder.name}{name}: {len(engine.used_at):,} files, {size}{', in use' * engine.in_use}"
         )
         rows = [_row(engine, line) for line in engine.lines()]
-        columns = (("prefix", "left"), ("tokens", "right"), ("bytes", "right"), ("last used", "right"))
+        columns: list[Column] = [("prefix", "left"), ("tokens", "right"), ("bytes", "right"), ("last used", "right")]
         console.print(heading, soft_wrap=True)
         console.print(table("", *columns, rows=rows))
         for kind, paths in (("damaged", engine.damaged), ("not this engine's", engine.others)):
