@@ -27,7 +27,8 @@ from .prefix_tree import TOKEN_BYTES, chained_key
 
 FORMAT = "kvseek prefix 1"
 SUFFIX = ".safetensors"
-MOST_HEADER_BYTES = 1 << 16
+HEADER_BYTES = 4096  # more than a file of ours has before its tensors
+MOST_HEADER_BYTES = 1 << 16  # of a file that may be one
 FILE_MODE = 0o600  # tokens are in the file
 Part = tuple[str, str, tuple[int, ...], int]  # of a file: a tensor's name, dtype, shape and bytes
 METADATA = ("format", "engine", "model", "method", "key", "parent", "sha256")

@@ -27,7 +27,7 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS
 
 from .prefix import Head
-from .prefix_file import DamagedFileError, Entry, read_data, write_file
+from .prefix_file import HEADER_BYTES, DamagedFileError, Entry, read_data, write_file
 from .prefix_folder import Match, PrefixFolder
 from .prefix_tree import TOKEN_BYTES, Node
 
@@ -221,16 +221,16 @@ class PrefixStore:
             try:
                 if isinstance(job, Load):
                     self._load(job)
-                    self.counts.load_seconds += time.perf_counter() - begun
                 else:
                     self._write(job)
-                    self.counts.write_seconds += time.perf_counter() - begun
             except Exception:  # the thread must go on
                 logger.exception("keeping prefixes on disk failed")
-            finally:
-                if isinstance(job, Load):
-                    job.ended.set()
-                self._busy_since = None
+            seconds, self._busy_since = time.perf_counter() - begun, None
+            if isinstance(job, Load):
+                self.counts.load_seconds += seconds
+                job.ended.set()
+            else:
+                self.counts.write_seconds += seconds
             if time.perf_counter() - saved_at > TOUCH_SECONDS:
                 self.folder.save_times()
                 saved_at = time.perf_counter()
@@ -250,31 +250,25 @@ class PrefixStore:
 
     def _write(self, write: Write) -> None:
         folder, first = self.folder, write.sink_rows is not None
-        size = folder.shape.data_bytes(len(write.tokens) // TOKEN_BYTES, first)
-        reason = ""
-        if not first and not folder.has(write.before):
-            reason = "parent"
-        elif not folder.make_room(size, write.before):
-            reason = "disk_bytes"
-        data = self._buffer[:size]
+        data = self._buffer[: folder.shape.data_bytes(len(write.tokens) // TOKEN_BYTES, first)]
         with self._pool:
             with self._work:
                 if self._writes.pop(write.key, None) is None:
                     return  # taken back
-            if not reason:
-                self._copy_out(write, data)
-        if not reason:
+            self._copy_out(write, data)
+        if not first and not folder.has(write.before):
+            self.counts.dropped["parent"] += 1
+        elif not folder.make_room(HEADER_BYTES + len(data), write.before):
+            self.counts.dropped["disk_bytes"] += 1
+        else:
             try:
-                entry = write_file(
-                    folder.path, folder.origin, folder.shape, write.before, first, write.tokens, data.data
+                folder.add(
+                    write_file(folder.path, folder.origin, folder.shape, write.before, first, write.tokens, data.data)
                 )
-                folder.add(entry)
                 self.counts.written += 1
             except OSError as error:
-                reason = "error"
+                self.counts.dropped["error"] += 1
                 self._warn(error)
-        if reason:
-            self.counts.dropped[reason] += 1
 
     def _copy_out(self, write: Write, data: Bytes) -> None:
         first = write.sink_rows is not None

@@ -12,7 +12,7 @@ from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import read_manifest
 from kvseek.engine.cache.cache import Cache
-from kvseek.engine.cache.prefix_file import Origin, RowShape
+from kvseek.engine.cache.prefix_file import HEADER_BYTES, Origin, RowShape
 from kvseek.engine.cache.prefix_folder import open_folder
 from kvseek.engine.cache.prefix_store import PrefixStore
 
@@ -81,7 +81,7 @@ def open_prefixes(engine_dir: Path, config: EngineConfig, cache: Cache, disk: Di
         row_bytes,
         config.cache.sink,
     )
-    needed = shape.data_bytes(config.cache.sink + EXTENT_TOKENS, first=True)
+    needed = HEADER_BYTES + shape.data_bytes(config.cache.sink + EXTENT_TOKENS, first=True)
     if most < needed:
         raise ConfigError(f"disk_bytes = {most}: must be at least {needed}, the rows of one extent; raise it")
     model = read_manifest(engine_dir).source_model

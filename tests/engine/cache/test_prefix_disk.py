@@ -18,7 +18,7 @@ from tests.engine.cache.test_prefix_cache import LAYERS, SINK, SLOTS, CacheMachi
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.engine.cache.prefix import Prefix
 from kvseek.engine.cache.prefix_cache import PrefixCache
-from kvseek.engine.cache.prefix_file import Origin, RowShape, file_name
+from kvseek.engine.cache.prefix_file import HEADER_BYTES, Origin, RowShape, file_name
 from kvseek.engine.cache.prefix_folder import open_folder
 from kvseek.engine.cache.prefix_loader import LEAST_TOKENS
 from kvseek.engine.cache.prefix_store import PrefixStore
@@ -26,7 +26,7 @@ from kvseek.engine.cache.prefix_tree import chained_key, pack_tokens, root_key
 
 SHAPE = RowShape(LAYERS, 1, 2, "float32", 2 * 2 * 4, SINK)
 ORIGIN = Origin("0" * 32, "tiny", "full")
-MOST_BYTES = 8 * SHAPE.data_bytes(SINK + EXTENT_TOKENS, first=True)
+MOST_BYTES = 8 * (HEADER_BYTES + SHAPE.data_bytes(SINK + EXTENT_TOKENS, first=True))
 Stored = tuple[str | None, list[int]]  # what a file stands for: a salt, and all tokens up to the file's last
 
 
@@ -68,9 +68,9 @@ class DiskMachine(CacheMachine):
     def files(self) -> set[str]:
         return {path.name for path in self.directory.glob("*/*")}
 
-    def settle(self) -> None:
-        """Wait until everything that can be written is."""
-        while self.store._writes or self.store._busy_since is not None:
+    def settle(self, slow: bool = False) -> None:
+        """Wait until everything that can be written is, unless the disk is to be `slow`."""
+        while not slow and (self.store._loads or self.store._writes or self.store._busy_since is not None):
             time.sleep(0.0002)
 
     def look_up(self, slot: int, one: Running) -> Prefix | None:
@@ -164,41 +164,51 @@ class DiskMachine(CacheMachine):
     @precondition(lambda self: self.running)
     @rule(number=st.integers(0, 2), count=st.integers(1, 9), slow=st.booleans())
     def end_one_and_evict(self, number: int, count: int, slow: bool) -> None:
-        """Its extents get other rows before, while or after they are written; `slow`: before."""
+        """Its extents get other rows after they are written; `slow`: before. The order is the same in every run."""
         self.settle()
         with self.store._work if slow else contextlib.nullcontext():
             self.end_at_once(list(self.running)[number % len(self.running)], failed=False)
-            self.prefixes._evict(count)
-            for extent in self.extents._free:
-                self.cache.rows.pool.rows[extent] = torch.nan
+            self.settle(slow)
+            self.evict_and_overwrite(count)
+
+    def evict_and_overwrite(self, count: int) -> None:
+        self.prefixes._evict(count)
+        for extent in self.extents._free:
+            self.cache.rows.pool.rows[extent] = torch.nan
 
     @precondition(lambda self: any(not one.read for one in self.running.values()))
-    @rule()
-    def cancel_while_rows_are_loaded(self) -> None:
+    @rule(slow=st.booleans())
+    def cancel_while_rows_are_loaded(self, slow: bool) -> None:
+        """The request ends after they have come; `slow`: before."""
         slot, one = next((slot, one) for slot, one in self.running.items() if not one.read)
         prompt = pack_tokens(one.tokens)
         self.prefixes.find_more(slot, prompt, one.salt, one.limit)
-        self.prefixes.load(slot, prompt, one.salt)
-        self.end(slot, failed=False)
-        for extent in self.extents._free:
-            self.cache.rows.pool.rows[extent] = torch.nan
+        with self.store._work if slow else contextlib.nullcontext():
+            self.prefixes.load(slot, prompt, one.salt)
+            if not slow and (load := self.prefixes._loader._loads.get(slot)) is not None:
+                load.ended.wait()
+            super().end(slot, failed=False)
+            self.evict_and_overwrite(0)
+        self.damaged &= self.files()
 
     @rule(count=st.integers(1, 9))
     def evict(self, count: int) -> None:
         self.prefixes._evict(count)
 
-    @precondition(lambda self: self.files())
+    @precondition(lambda self: self.kept)
     @rule()
     def restart(self) -> None:
         self.running.clear()
         self.store.close()
         self.start()
 
-    @precondition(lambda self: self.files())
+    @precondition(lambda self: self.kept)
     @rule(number=st.integers(0, 99), how=st.sampled_from(["flip", "cut", "delete"]))
     def damage(self, number: int, how: str) -> None:
-        self.settle()
-        path = sorted(self.folder.iterdir())[number % len(self.files())]
+        paths = sorted(self.folder.iterdir())
+        if not paths:
+            return
+        path = paths[number % len(paths)]
         contents = bytearray(path.read_bytes())
         contents[-1] ^= 1
         self.damaged.add(path.name)

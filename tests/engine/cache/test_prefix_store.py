@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +21,9 @@ from tests.engine.cache.test_prefix_disk import ORIGIN, SHAPE, DiskMachine, name
 from kvseek.cli import main as cli
 from kvseek.core.errors import ConfigError
 from kvseek.engine.cache import prefix_folder, prefix_store
-from kvseek.engine.cache.prefix_file import FORMAT
+from kvseek.engine.cache.prefix_file import FORMAT, HEADER_BYTES
 from kvseek.engine.cache.prefix_folder import BusyFolderError, open_folder
+from kvseek.engine.cache.prefix_tree import pack_tokens
 
 
 class Run(DiskMachine):
@@ -160,6 +162,23 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         open_folder(tmp_path / "file", 1 << 20, ORIGIN, SHAPE)
 
 
+def test_extents_are_taken_away_at_any_time(run: Run) -> None:
+    """While they are written, and while they are loaded; `teardown` compares the files with what they stand for."""
+    for number in range(150):
+        run.begin(None, tokens := [number % 5] * 2300, 2301)
+        if number % 3:
+            run.read_first(LAYERS)
+        else:
+            run.prefixes.find_more(0, pack_tokens(tokens), None, 2301)
+            run.prefixes.load(0, pack_tokens(tokens), None, patience=number % 7 * 1e-4)
+        run.end_at_once(0, failed=False)
+        time.sleep(number % 11 * 1e-4)
+        run.evict_and_overwrite(9)
+    run.settle()
+    assert run.store.counts.loaded > 0
+    assert run.store.counts.written > 0
+
+
 def test_a_full_disk_costs_files_and_nothing_else(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     with full_disk():
         assert run.ask([1] * 2300) == 0
@@ -217,7 +236,7 @@ def test_the_least_recently_used_go_first_also_after_a_restart(run: Run) -> None
 
 def test_what_does_not_fit_is_not_written(run: Run) -> None:
     """A file is never removed for one that follows it: that could not be found without it."""
-    run.store.folder._most = 2 * SHAPE.data_bytes(1028, first=True) + 2000  # and headers
+    run.store.folder._most = 2 * (HEADER_BYTES + SHAPE.data_bytes(1028, first=True))
     run.ask([1] * 4000)
     assert run.files() == {name_of(None, [1] * 1028), name_of(None, [1] * 2052)}
     dropped = {reason: count for reason, count in run.store.counts.dropped.items() if count}
