@@ -249,6 +249,8 @@ class Engine:
         started = time.perf_counter()
         outputs = [*self.expire(), *self._time_out(), *self._admit()]
         decoding, begun = self._scheduler.decoding(), time.perf_counter()
+        if self._prefixes.store is not None:
+            self._prefixes.store.decoding = bool(decoding)
         outputs += self._read(beside=bool(decoding))
         work = self._reader.work
         if decoding:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ FORMAT = "kvseek prefix 1"
 SUFFIX = ".safetensors"
 HEADER_BYTES = 4096  # more than a file of ours has before its tensors
 MOST_HEADER_BYTES = 1 << 16  # of a file that may be one
+PIECE_BYTES = 1 << 20  # worked on without a pause, in about a millisecond
 FILE_MODE = 0o600  # tokens are in the file
 Part = tuple[str, str, tuple[int, ...], int]  # of a file: a tensor's name, dtype, shape and bytes
 METADATA = ("format", "engine", "model", "method", "key", "parent", "sha256")
@@ -115,16 +116,35 @@ def file_name(key: bytes) -> str:
     return key.hex() + SUFFIX
 
 
+def pieces(data: memoryview, pause: Callable[[], None]) -> Iterator[memoryview]:
+    """Cut a buffer into pieces of PIECE_BYTES, and call `pause` after each of them has been worked on."""
+    for start in range(0, len(data), PIECE_BYTES):
+        yield data[start : start + PIECE_BYTES]
+        pause()
+
+
 def write_file(
-    folder: Path, origin: Origin, shape: RowShape, before: bytes, first: bool, tokens: bytes, data: memoryview
+    folder: Path,
+    origin: Origin,
+    shape: RowShape,
+    before: bytes,
+    first: bool,
+    tokens: bytes,
+    data: memoryview,
+    pause: Callable[[], None],
 ) -> Entry:
     """Write the file of a node, whose tensors are in `data` one after the other; it appears whole or not at all.
+
+    `pause` is called between pieces of the work, some milliseconds long.
 
     Nothing is flushed to the disk: a file that a power failure tears has another checksum, and costs no more than the time to
     read its tokens again. Raises OSError; then there is no file.
     """
     key = chained_key(before, tokens)
-    digest = hashlib.sha256(data).hexdigest()
+    hashed = hashlib.sha256()
+    for piece in pieces(data, pause):
+        hashed.update(piece)
+    digest = hashed.hexdigest()
     values = (FORMAT, origin.engine, origin.model, origin.method, key.hex(), before.hex(), digest)
     header: dict[str, Any] = {"__metadata__": dict(zip(METADATA, values, strict=True))}
     start = 0
@@ -139,7 +159,8 @@ def write_file(
     try:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE), "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            file.write(data)
+            for piece in pieces(data, pause):
+                file.write(piece)
         new.rename(path)
     except BaseException:
         new.unlink(missing_ok=True)
@@ -194,8 +215,8 @@ def _end(header: Mapping[str, Any], name: str) -> int:
     return int(header[name]["data_offsets"][1])
 
 
-def read_data(entry: Entry, buffer: memoryview) -> None:
-    """Read all tensors of a file into a buffer of their size.
+def read_data(entry: Entry, buffer: memoryview, pause: Callable[[], None]) -> None:
+    """Read all tensors of a file into a buffer of their size; `pause` is called between pieces of the work.
 
     Raises
     ------
@@ -203,12 +224,12 @@ def read_data(entry: Entry, buffer: memoryview) -> None:
         They are not what was written.
     OSError
     """
-    with entry.path.open("rb", buffering=0) as file:
+    hashed = hashlib.sha256()
+    with entry.path.open("rb") as file:
         file.seek(entry.data_start)
-        read = 0
-        while read < len(buffer) and (count := file.readinto(buffer[read:])):
-            read += count
-    if read < len(buffer):
-        raise DamagedFileError(f"{entry.path} is damaged: {read} bytes of tensors instead of {len(buffer)}")
-    if (found := hashlib.sha256(buffer).hexdigest()) != entry.sha256:
+        for piece in pieces(buffer, pause):
+            if file.readinto(piece) < len(piece):
+                raise DamagedFileError(f"{entry.path} is damaged: it ends before {len(buffer)} bytes of tensors")
+            hashed.update(piece)
+    if (found := hashed.hexdigest()) != entry.sha256:
         raise DamagedFileError(f"{entry.path} is damaged: expected SHA-256 {entry.sha256}, found {found}")

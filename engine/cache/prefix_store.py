@@ -34,6 +34,8 @@ from .prefix_tree import TOKEN_BYTES, Node
 CLOSE_SECONDS = 3.0  # that closing an engine waits for writes; `kvseek serve` gives its process 5 s
 STALLED_SECONDS = 5.0  # without a loaded extent, after which a prompt is read instead
 WARN_SECONDS = 60.0  # between two warnings about a disk that cannot be written to
+WRITE_REST = 4.0  # rest beside decoding requests, in times of the work: a core is taken for a fifth of the time
+LOAD_REST = 1.0  # the same of loads: half of the time, as reading the prompt would take at most (schedule/pacing.py)
 TOUCH_SECONDS = 10.0  # between two updates of the files' times of use
 # Reasons why nodes are not written: evicted from memory before their turn; disk_bytes do not suffice; an error of the disk;
 # the node before, without which they could not be found, is not on disk; the engine was closed.
@@ -127,6 +129,8 @@ class PrefixStore:
     Attributes
     ----------
     counts : StoreCounts
+    decoding : bool
+        Whether requests decode at present, as the engine says: then the thread rests between pieces of its work.
     """
 
     def __init__(self, folder: PrefixFolder, pool: Tensor) -> None:
@@ -141,6 +145,8 @@ class PrefixStore:
         self._closed = False
         self._busy_since: float | None = None
         self._warned_at = -WARN_SECONDS
+        self._resumed_at, self._rest = 0.0, 0.0
+        self.decoding = False
         self._thread = threading.Thread(target=self._run, name="kvseek-prefixes", daemon=True)
         self._thread.start()
 
@@ -217,7 +223,8 @@ class PrefixStore:
     def _run(self) -> None:
         saved_at = time.perf_counter()
         while (job := self._next()) is not None:
-            self._busy_since = begun = time.perf_counter()
+            self._busy_since = self._resumed_at = begun = time.perf_counter()
+            self._rest = LOAD_REST if isinstance(job, Load) else WRITE_REST
             try:
                 if isinstance(job, Load):
                     self._load(job)
@@ -262,13 +269,21 @@ class PrefixStore:
             self.counts.dropped["disk_bytes"] += 1
         else:
             try:
-                folder.add(
-                    write_file(folder.path, folder.origin, folder.shape, write.before, first, write.tokens, data.data)
-                )
+                node = (write.before, first, write.tokens, data.data)
+                folder.add(write_file(folder.path, folder.origin, folder.shape, *node, self._pause))
                 self.counts.written += 1
             except OSError as error:
                 self.counts.dropped["error"] += 1
                 self._warn(error)
+
+    def _pause(self) -> None:
+        """Rest, if requests decode, for a multiple of the time of the work since the last pause.
+
+        A step's threads wait for each other, so one whose core this thread has taken holds up all of them.
+        """
+        if self.decoding and not self._closed:
+            time.sleep(self._rest * (time.perf_counter() - self._resumed_at))
+        self._resumed_at = time.perf_counter()
 
     def _copy_out(self, write: Write, data: Bytes) -> None:
         first = write.sink_rows is not None
@@ -302,19 +317,22 @@ class PrefixStore:
             with self._pool:
                 if load.cancelled:
                     return
-                _, sink, rows = self._parts(data, entry.token_count, entry.first)
-                self._rows[extent, :, :, : rows.shape[2]] = rows
-                if entry.first:
-                    packed = torch.from_numpy(sink.copy()).view(self._dtype)
-                    load.sink_rows = packed.reshape(*packed.shape[:-1], 2, self.folder.shape.head_dim)
+                self._copy_in(load, entry, extent, data)
                 load.loaded += 1
                 self.counts.loaded += 1
                 load.progress_at = self._busy_since = time.perf_counter()
 
+    def _copy_in(self, load: Load, entry: Entry, extent: int, data: Bytes) -> None:
+        _, sink, rows = self._parts(data, entry.token_count, entry.first)
+        self._rows[extent, :, :, : rows.shape[2]] = rows
+        if entry.first:
+            packed = torch.from_numpy(sink.copy()).view(self._dtype)
+            load.sink_rows = packed.reshape(*packed.shape[:-1], 2, self.folder.shape.head_dim)
+
     def _read(self, entry: Entry, data: Bytes) -> bool:
         """Read a file into the buffer; returns whether its rows may be used."""
         try:
-            read_data(entry, data.data)
+            read_data(entry, data.data, self._pause)
         except DamagedFileError as error:
             self.folder.refuse(entry, error)
         except OSError as error:

@@ -8,10 +8,12 @@ import os
 import resource
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -23,6 +25,7 @@ from kvseek.core.errors import ConfigError
 from kvseek.engine.cache import prefix_folder, prefix_store
 from kvseek.engine.cache.prefix_file import FORMAT, HEADER_BYTES
 from kvseek.engine.cache.prefix_folder import BusyFolderError, open_folder
+from kvseek.engine.cache.prefix_store import PrefixStore
 from kvseek.engine.cache.prefix_tree import pack_tokens
 
 
@@ -162,21 +165,46 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         open_folder(tmp_path / "file", 1 << 20, ORIGIN, SHAPE)
 
 
-def test_extents_are_taken_away_at_any_time(run: Run) -> None:
-    """While they are written, and while they are loaded; `teardown` compares the files with what they stand for."""
-    for number in range(150):
-        run.begin(None, tokens := [number % 5] * 2300, 2301)
-        if number % 3:
-            run.read_first(LAYERS)
-        else:
-            run.prefixes.find_more(0, pack_tokens(tokens), None, 2301)
-            run.prefixes.load(0, pack_tokens(tokens), None, patience=number % 7 * 1e-4)
-        run.end_at_once(0, failed=False)
-        time.sleep(number % 11 * 1e-4)
-        run.evict_and_overwrite(9)
+class Held:
+    """A copy to or from the pool that takes a while."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.began, copy = threading.Event(), getattr(PrefixStore, name)
+
+        def slowly(store: PrefixStore, *arguments: Any) -> None:
+            self.began.set()
+            time.sleep(0.1)
+            copy(store, *arguments)
+
+        monkeypatch.setattr(PrefixStore, name, slowly)
+
+
+def test_an_extent_that_is_being_written_is_not_taken_away(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`teardown` compares the file with what it stands for."""
+    held = Held(monkeypatch, "_copy_out")
+    run.begin(None, [1] * 2300, 2301)
+    run.read_first(LAYERS)
+    run.end_at_once(0, failed=False)
+    held.began.wait()
+    run.evict_and_overwrite(9)
     run.settle()
-    assert run.store.counts.loaded > 0
-    assert run.store.counts.written > 0
+    assert run.files() >= {name_of(None, [1] * 1028)}
+    assert run.store.counts.dropped["evicted"] + run.store.counts.written == 3
+
+
+def test_nothing_is_loaded_to_an_extent_that_was_given_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.ask([1] * 2300)
+    run.forget_memory()
+    held = Held(monkeypatch, "_copy_in")
+    run.begin(None, [1] * 2300, 2301)
+    assert run.prefixes.find_more(0, pack_tokens([1] * 2300), None, 2301) is None
+    assert not run.prefixes.load(0, pack_tokens([1] * 2300), None)
+    held.began.wait()
+    run.end_at_once(0, failed=False)
+    run.evict_and_overwrite(9)
+    run.settle()
+    assert run.extents.free == run.extents.capacity
+    assert run.cache.rows.pool.rows.isnan().all()
 
 
 def test_a_full_disk_costs_files_and_nothing_else(run: Run, caplog: pytest.LogCaptureFixture) -> None:
