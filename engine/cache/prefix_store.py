@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 
+from .disk_usage import DiskUsage, StoreCounts
 from .prefix import Head
 from .prefix_file import HEADER_BYTES, DamagedFileError, Entry, read_data, write_file
 from .prefix_folder import Match, PrefixFolder
@@ -37,49 +38,10 @@ WARN_SECONDS = 60.0  # between two warnings about a disk that cannot be written 
 WRITE_REST = 4.0  # rest beside decoding requests, in times of the work: a core is taken for a fifth of the time
 LOAD_REST = 1.0  # the same of loads: half of the time, as reading the prompt would take at most (schedule/pacing.py)
 TOUCH_SECONDS = 10.0  # between two updates of the files' times of use
-# Reasons why nodes are not written: evicted from memory before their turn; disk_bytes do not suffice; an error of the disk;
-# the node before, without which they could not be found, is not on disk; the engine was closed.
-DROPS = ("evicted", "disk_bytes", "error", "parent", "closed")
 
 Bytes = NDArray[np.uint8]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class StoreCounts:
-    """What has happened since the start.
-
-    Attributes
-    ----------
-    written, loaded : int
-        Files.
-    loaded_tokens : int
-        Tokens of prompts that were not read because their rows were loaded.
-    dropped : dict of str to int
-        Nodes that were not written, by the reason: one of DROPS.
-    write_seconds, load_seconds : float
-        That the thread has spent on either.
-    """
-
-    written: int = 0
-    loaded: int = 0
-    loaded_tokens: int = 0
-    dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROPS, 0))
-    write_seconds: float = 0.0
-    load_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class DiskUsage:
-    """State of the prefixes on disk; `files`, `bytes`, `removed` and `damaged` are those of PrefixFolder."""
-
-    files: int = 0
-    bytes: int = 0
-    removed: int = 0
-    damaged: int = 0
-    waiting: int = 0
-    counts: StoreCounts = field(default_factory=StoreCounts)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 
 from kvseek.plugins.attention.hot_rows import HotRows, hit_rate
 
+from .disk_usage import DiskUsage
 from .prefix_cache import PrefixCache, ReuseCounts
-from .prefix_store import DiskUsage
 
 
 @dataclass(frozen=True)
