@@ -165,9 +165,8 @@ class PrefixFolder:
                 line.add(key)
                 key = self._entries[key].before
         while self.bytes + size > self._most:
-            with (
-                self._lock
-            ):  # the least recently used leaf is nearly always the first: a node is used after what follows it
+            # A node counts as used after those that follow it, so the first file is nearly always one that nothing follows.
+            with self._lock:
                 ends = (one for key, one in self._entries.items() if key not in self._behind and key not in line)
                 oldest = next(ends, None)
             if oldest is None:
