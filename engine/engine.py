@@ -249,8 +249,6 @@ class Engine:
         started = time.perf_counter()
         outputs = [*self.expire(), *self._time_out(), *self._admit()]
         decoding, begun = self._scheduler.decoding(), time.perf_counter()
-        if self._prefixes.store is not None:
-            self._prefixes.store.decoding = bool(decoding)
         outputs += self._read(beside=bool(decoding))
         work = self._reader.work
         if decoding:
@@ -258,6 +256,8 @@ class Engine:
             seconds = time.perf_counter() - begun
             self._reader.pacing.record(seconds, work.units, work.token_layers, work.pack, work.long_waits)
         self._report_step(started, len(decoding), work.token_layers)
+        if self._prefixes.store is not None:
+            self._prefixes.store.share_cores(bool(self.running), bool(self._scheduler.decoding()))
         return outputs
 
     def generate(self, requests: SequenceOf[Request]) -> list[list[int]]:

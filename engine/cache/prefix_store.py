@@ -35,8 +35,10 @@ from .prefix_tree import TOKEN_BYTES, Node
 CLOSE_SECONDS = 3.0  # that closing an engine waits for writes; `kvseek serve` gives its process 5 s
 STALLED_SECONDS = 5.0  # without a loaded extent, after which a prompt is read instead
 WARN_SECONDS = 60.0  # between two warnings about a disk that cannot be written to
-WRITE_REST = 4.0  # rest beside decoding requests, in times of the work: a core is taken for a fifth of the time
-LOAD_REST = 1.0  # the same of loads: half of the time, as reading the prompt would take at most (schedule/pacing.py)
+WRITE_REST = 4.0  # rest beside running requests, in times of the work: a core is taken for a fifth of the time
+LOAD_REST = (
+    1.0  # rest of a load beside decoding requests: they may take twice as long, as beside reading (schedule/pacing.py)
+)
 TOUCH_SECONDS = 10.0  # between two updates of the files' times of use
 
 Bytes = NDArray[np.uint8]
@@ -91,8 +93,6 @@ class PrefixStore:
     Attributes
     ----------
     counts : StoreCounts
-    decoding : bool
-        Whether requests decode at present, as the engine says: then the thread rests between pieces of its work.
     """
 
     def __init__(self, folder: PrefixFolder, pool: Tensor) -> None:
@@ -107,8 +107,8 @@ class PrefixStore:
         self._closed = False
         self._busy_since: float | None = None
         self._warned_at = -WARN_SECONDS
-        self._resumed_at, self._rest = 0.0, 0.0
-        self.decoding = False
+        self._load_rest = self._write_rest = self._resumed_at = 0.0
+        self._loading = False
         self._thread = threading.Thread(target=self._run, name="kvseek-prefixes", daemon=True)
         self._thread.start()
 
@@ -116,6 +116,13 @@ class PrefixStore:
         """Return the present state; from any thread."""
         folder, counts = self.folder, replace(self.counts, dropped=dict(self.counts.dropped))
         return DiskUsage(len(folder), folder.bytes, folder.removed, folder.damaged, len(self._writes), counts)
+
+    def share_cores(self, running: bool, decoding: bool) -> None:
+        """Tell whether requests run, and whether any of them decode, so that the thread leaves them the cores most of the time.
+
+        A step's threads wait for each other: one whose core this thread has taken holds up all of them.
+        """
+        self._write_rest, self._load_rest = WRITE_REST * running, LOAD_REST * decoding
 
     # Writing.
 
@@ -186,7 +193,7 @@ class PrefixStore:
         saved_at = time.perf_counter()
         while (job := self._next()) is not None:
             self._busy_since = self._resumed_at = begun = time.perf_counter()
-            self._rest = LOAD_REST if isinstance(job, Load) else WRITE_REST
+            self._loading = isinstance(job, Load)
             try:
                 if isinstance(job, Load):
                     self._load(job)
@@ -239,12 +246,10 @@ class PrefixStore:
                 self._warn(error)
 
     def _pause(self) -> None:
-        """Rest, if requests decode, for a multiple of the time of the work since the last pause.
-
-        A step's threads wait for each other, so one whose core this thread has taken holds up all of them.
-        """
-        if self.decoding and not self._closed:
-            time.sleep(self._rest * (time.perf_counter() - self._resumed_at))
+        """Rest for a multiple of the time of the work since the last pause, as `share_cores` says."""
+        rest = self._load_rest if self._loading else self._write_rest
+        if rest and not self._closed:
+            time.sleep(rest * (time.perf_counter() - self._resumed_at))
         self._resumed_at = time.perf_counter()
 
     def _copy_out(self, write: Write, data: Bytes) -> None:
