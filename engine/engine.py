@@ -19,8 +19,10 @@ from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.session import EndedSession
 from kvseek.core.statistics import RequestStatistics, StepReport
 from kvseek.engine.cache.prefix_cache import PrefixCache
+from kvseek.engine.cache.prefix_store import PrefixStore
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
 from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.loading.prefixes import DiskSettings, check_disk, open_prefixes
 from kvseek.engine.loading.supported import reuses_prefixes
 from kvseek.engine.schedule.endings import ended, expired, failed
 from kvseek.engine.schedule.guides import Guides
@@ -36,6 +38,7 @@ from .decoder import Decoder
 from .tokenizer import Tokenizer
 
 MAX_NUM_TOKENS = 8192
+NO_DISK = DiskSettings()
 
 
 class Engine:
@@ -49,6 +52,8 @@ class Engine:
         Most requests that may wait for a slot; None: no bound.
     max_num_tokens : int
         Most prompt tokens that a step reads.
+    store : PrefixStore, optional
+        Prefixes on disk.
 
     Attributes
     ----------
@@ -68,6 +73,7 @@ class Engine:
         tokenizer: Tokenizer,
         max_queue_size: int | None = None,
         max_num_tokens: int = MAX_NUM_TOKENS,
+        store: PrefixStore | None = None,
     ) -> None:
         if max_num_tokens < 1:
             raise ConfigError(f"max_num_tokens = {max_num_tokens}: must be >= 1; {MAX_NUM_TOKENS} is the default")
@@ -76,7 +82,12 @@ class Engine:
         self._queue = RequestQueue(max_queue_size)
         retrieval, enabled = decoder.retrieval, reuses_prefixes(config)
         self._prefixes = PrefixCache(
-            decoder.cache, retrieval.indexes, method_traits(config), enabled=enabled, selects=retrieval.selects
+            decoder.cache,
+            retrieval.indexes,
+            method_traits(config),
+            enabled=enabled,
+            selects=retrieval.selects,
+            store=store,
         )
         self._scheduler = Scheduler(self._prefixes, config.max_batch_size, self._queue)
         self._reader = PromptReader(decoder, self._prefixes, max_num_tokens)
@@ -95,6 +106,7 @@ class Engine:
         threads: int | None = None,
         max_queue_size: int | None = None,
         max_num_tokens: int = MAX_NUM_TOKENS,
+        disk: DiskSettings = NO_DISK,
     ) -> Engine:
         """Load an engine directory that `kvseek build` wrote, after checking its checksums.
 
@@ -104,6 +116,8 @@ class Engine:
             CPU threads of the whole process (torch.set_num_threads); None leaves torch's choice.
         max_queue_size, max_num_tokens
             See Engine.
+        disk : DiskSettings
+            Where prefixes are kept on disk; `close` the engine then.
 
         Raises
         ------
@@ -114,8 +128,24 @@ class Engine:
         directory = Path(directory)
         verify(directory)
         config = read_config(directory)
-        decoder = load_decoder(directory, config)
-        return cls(config, decoder, Tokenizer(directory), max_queue_size, max_num_tokens)
+        check_disk(config, disk)
+        tokenizer, decoder = Tokenizer(directory), load_decoder(directory, config)
+        store = open_prefixes(directory, config, decoder.cache, disk)
+        try:
+            return cls(config, decoder, tokenizer, max_queue_size, max_num_tokens, store)
+        except ConfigError:
+            if store is not None:
+                store.close()
+            raise
+
+    def close(self) -> None:
+        """Write to disk what ended requests have left, for some seconds, and end the processes of other ranks.
+
+        May be called again; there must be no other call.
+        """
+        if self._prefixes.store is not None:
+            self._prefixes.store.close()
+        self.decoder.close()
 
     @property
     def index_bytes_per_token(self) -> float:
@@ -257,6 +287,8 @@ class Engine:
             seconds = time.perf_counter() - begun
             self._reader.pacing.record(seconds, work.units, work.token_layers, work.pack, work.long_waits)
         self._report_step(started, len(decoding), work.token_layers)
+        if self._prefixes.store is not None:
+            self._prefixes.store.share_cores(bool(self.running), bool(self._scheduler.decoding()))
         return outputs
 
     def generate(self, requests: SequenceOf[Request]) -> list[list[int]]:
@@ -269,10 +301,6 @@ class Engine:
                 if output.token_id is not None:
                     tokens[output.request_id].append(output.token_id)
         return list(tokens.values())
-
-    def close(self) -> None:
-        """End the processes of the engine's other ranks, if it has any; the engine must not be used any more."""
-        self.decoder.close()
 
     def _time_out(self) -> list[StepOutput]:
         """End running requests whose time limit has passed, with the tokens that they have."""

@@ -17,9 +17,10 @@ from kvseek.core.errors import ErrorCode, UnavailableError
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import StepReport
 from kvseek.engine.cache.usage import CacheUsage
+from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.engine.schedule.sequence import Sequence
 
-from .engine import MAX_NUM_TOKENS, Engine
+from .engine import MAX_NUM_TOKENS, NO_DISK, Engine
 from .tokenizer import Tokenizer
 
 Callback = Callable[[StepOutput], None]
@@ -68,6 +69,7 @@ class EngineService:
         threads: int | None = None,
         max_queue_size: int | None = None,
         max_num_tokens: int = MAX_NUM_TOKENS,
+        disk: DiskSettings = NO_DISK,
     ) -> EngineService:
         """Load an engine directory and start its thread; see Engine.load for arguments and errors.
 
@@ -76,7 +78,7 @@ class EngineService:
         1.5 times as long. So the engine is loaded in a thread that ends, and later only the engine's thread runs such loops.
         """
         with ThreadPoolExecutor(1) as loader:
-            engine = loader.submit(Engine.load, directory, threads, max_queue_size, max_num_tokens).result()
+            engine = loader.submit(Engine.load, directory, threads, max_queue_size, max_num_tokens, disk).result()
         return cls(engine)
 
     def on_step(self, function: Callable[[StepReport], None]) -> None:
@@ -209,7 +211,6 @@ class EngineService:
         for thread in (self._thread, self._timer, self._compiler):
             if threading.current_thread() is not thread:
                 thread.join()
-        self._engine.close()
 
     def _refuse(self, reason: str) -> None:
         with self._lock:
@@ -263,6 +264,8 @@ class EngineService:
         except Exception as error:
             logger.exception("the engine failed; all its requests end")
             self._fail(error)
+        finally:
+            _try(self._engine.close)
         for answer in self._asked:
             answer.set_exception(UnavailableError(self._refusal))
 

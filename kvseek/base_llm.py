@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from kvseek.core.config import EngineConfig
@@ -16,6 +17,7 @@ from kvseek.core.errors import CapacityError, EngineDirectoryError, RequestError
 from kvseek.core.request import DEFAULT_PRIORITY, Request
 from kvseek.core.session import EndedSession, Session
 from kvseek.engine.engine import MAX_NUM_TOKENS, Engine
+from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.engine.service import EngineService
 from kvseek.engine.tokenizer import Tokenizer
 
@@ -50,6 +52,8 @@ class BaseLLM:
         cache_dir: PathLike | None = None,
         threads: int | None = None,
         max_num_tokens: int = MAX_NUM_TOKENS,
+        disk_dir: PathLike | None = None,
+        disk_bytes: int | None = None,
         quiet: bool = False,
         **build_options: Any,
     ) -> None:
@@ -62,9 +66,10 @@ class BaseLLM:
             "tokenizer": tokenizer,
         }
         options = {name: value for name, value in named.items() if value is not None} | build_options
+        disk = DiskSettings(None if disk_dir is None else Path(disk_dir).expanduser(), disk_bytes)
         source = engine_source(model, options, cache_dir, quiet)
         self.engine_dir = source.directory
-        self._service = _load(source, threads, max_num_tokens)
+        self._service = _load(source, threads, max_num_tokens, disk)
         # Also ends the engine's thread if the object is dropped, or if the program ends without `close`, before PyTorch ends.
         self._finalizer = weakref.finalize(self, self._service.close)
 
@@ -180,17 +185,17 @@ class BaseLLM:
         return generations
 
 
-def _load(source: EngineSource, threads: int | None, max_num_tokens: int) -> EngineService:
+def _load(source: EngineSource, threads: int | None, max_num_tokens: int, disk: DiskSettings) -> EngineService:
     """Load the engine; a damaged entry of the cache is built again first."""
     try:
-        return EngineService.load(source.directory, threads, None, max_num_tokens)
+        return EngineService.load(source.directory, threads, None, max_num_tokens, disk)
     except EngineDirectoryError as error:
         if source.options is None:
             raise
         if not source.options.quiet:
             print(f"{error}; building it again", file=sys.stderr)
     source.build()
-    return EngineService.load(source.directory, threads, None, max_num_tokens)
+    return EngineService.load(source.directory, threads, None, max_num_tokens, disk)
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:

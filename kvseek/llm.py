@@ -52,6 +52,11 @@ class LLM(BaseLLM):
         CPU threads of the whole process (torch.set_num_threads).
     max_num_tokens : int
         Most prompt tokens that one step of the engine reads.
+    disk_dir : path, optional
+        Directory in which beginnings of prompts are kept, so that they need not be read again by another LLM either
+        (docs/conversations.md); in memory alone if left out.
+    disk_bytes : int, optional
+        Most bytes of them; 16 GiB if left out.
     quiet : bool
         Print no progress of building.
 

@@ -92,14 +92,14 @@ def running_replicas(
             "put a proxy with authentication before it"
         )
     threads = settings.threads or len(os.sched_getaffinity(0))
-    own = dataclasses.replace(settings, threads=max(1, threads // replicas))
+    settings = dataclasses.replace(settings, threads=max(1, threads // replicas))
     with ExitStack() as running, tempfile.TemporaryDirectory(prefix="kvseek-router-") as folder:
         servers = [
             running.enter_context(
                 running_server(
                     engine_dir,
                     LOOPBACK,
-                    settings=own,
+                    settings=_settings_of(settings, number),
                     log=_log_of(log, str(number)),
                     verbose=verbose,
                     ready_seconds=ready_seconds,
@@ -163,6 +163,13 @@ def _knows(url: str, key: str, replicas: int) -> Callable[[], bool]:
         return sum(bool(worker["is_healthy"]) for worker in workers) == replicas
 
     return knows
+
+
+def _settings_of(settings: ServeSettings, number: int) -> ServeSettings:
+    """Give a replica a folder of its own for prefixes on disk, as processes do not share one."""
+    if settings.disk_dir is None:
+        return settings
+    return dataclasses.replace(settings, disk_dir=str(Path(settings.disk_dir) / f"replica{number}"))
 
 
 def _devices(device: str, number: int) -> dict[str, str]:

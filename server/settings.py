@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.request import MAX_TIMEOUT_SECONDS
@@ -18,7 +20,14 @@ MAX_NAME_CHARACTERS = 256
 OTHER_CONNECTIONS = 256  # open ones beside those whose requests run or wait: idle, or asking for health
 MAX_MAX_LOGITS = 1 << 28  # 1 GiB: a message of gRPC has at most twice as many bytes
 SHARE_BY_KEY, SHARE_ALL = "key", "all"
-Flags = Mapping[str, tuple[type, str]]  # name of a setting → its type, and the help of its flag
+Flags = Mapping[str, tuple[Callable[[str], Any], str]]  # name of a setting → its type, and the help of its flag
+
+
+def _absolute(path: str) -> str:
+    """Make a path independent of the folder that a process is started in."""
+    return str(Path(path).expanduser().absolute())
+
+
 ENGINE_FLAGS: Flags = {
     "layout": (str, f"which of TensorRT-LLM's model repositories clients find: {' or '.join(LAYOUTS)}"),
     "threads": (int, "CPU threads of the engine"),
@@ -27,6 +36,8 @@ ENGINE_FLAGS: Flags = {
     "max_logits": (int, "logits (context and generation logits) that a request may ask for, 4 bytes each"),
     "default_timeout": (float, "seconds that a request may take if it does not say itself"),
     "otlp_endpoint": (str, "OpenTelemetry collector (OTLP over HTTP) for a span of every request"),
+    "disk_dir": (_absolute, "directory in which beginnings of prompts outlive eviction and restarts"),
+    "disk_bytes": (int, "most bytes of them"),
 }
 OPENAI_FLAGS: Flags = {
     "served_model_name": (str, "name of the model at the OpenAI port instead of the checkpoint's"),
@@ -68,6 +79,10 @@ class ServeSettings:
         How often in a row a process that has died is started again; after that the server ends.
     otlp_endpoint : str or None
         OpenTelemetry collector (OTLP over HTTP) to which a span of every request is sent; None: none are made.
+    disk_dir : str or None
+        Directory in which prefixes are kept beyond eviction and restarts; None: they are kept in memory alone.
+    disk_bytes : int or None
+        Most bytes of an engine's prefixes there; None: 16 GiB.
     served_model_name : str or None
         Name of the model at the OpenAI door; None: the checkpoint's name in the engine's manifest.
     api_key_file : str or None
@@ -85,6 +100,8 @@ class ServeSettings:
     drain_seconds: float = 20.0
     restarts: int = 5
     otlp_endpoint: str | None = None
+    disk_dir: str | None = None
+    disk_bytes: int | None = None
     served_model_name: str | None = None
     api_key_file: str | None = None
     share_prefixes: str = SHARE_BY_KEY
@@ -111,6 +128,10 @@ class ServeSettings:
             limit,
             "20 is the default",
         )
+        most, within = self.disk_bytes, self.disk_bytes is None or self.disk_bytes > 0
+        _require(within, "disk_bytes", most, "> 0", "leave it out for 16 GiB")
+        alone = most is not None and self.disk_dir is None
+        _require(not alone, "disk_bytes", most, "left out without --disk_dir", "give that too")
         _require(self.restarts >= 0, "restarts", self.restarts, ">= 0", "0 ends the server when a process dies")
 
         ways = f"{SHARE_BY_KEY} or {SHARE_ALL}"

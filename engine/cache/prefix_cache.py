@@ -21,6 +21,8 @@ from kvseek.plugins.contract import Index, Traits
 
 from .cache import Cache
 from .prefix import Head, Prefix
+from .prefix_loader import PrefixLoader
+from .prefix_store import PrefixStore
 from .prefix_tree import TOKEN_BYTES, Node, PrefixTree
 from .sessions import Sessions
 
@@ -50,6 +52,8 @@ class PrefixCache:
         If not, nothing is kept and nothing found.
     selects : callable
         Whether a decode step after so many tokens attends to selected rows (Retrieval.selects).
+    store : PrefixStore, optional
+        Prefixes on disk; only if `enabled`.
 
     Attributes
     ----------
@@ -66,17 +70,20 @@ class PrefixCache:
         *,
         enabled: bool,
         selects: Callable[[int], bool] = lambda tokens: False,
+        store: PrefixStore | None = None,
     ) -> None:
-        self.cache, self.enabled, self.counts, self._traits = cache, enabled, ReuseCounts(), traits
-        self._indexes, self._extents, self._selects = indexes, cache.extents, selects
+        self.cache, self.enabled, self.counts, self.store = cache, enabled, ReuseCounts(), store
+        self._indexes, self._traits, self._extents, self._selects = indexes, traits, cache.extents, selects
         self._tree = PrefixTree(cache.config.sink, cache.extents.in_use)
         self.sessions = Sessions()
         self._heads: dict[Node, Head] = {}  # of the first node of each sequence
         self._read: set[int] = set()  # slots whose prompt has been read to its end
+        self._loader = None if store is None else PrefixLoader(cache, store, self._make_room)
         layout, most = cache.rows.layout, cache.config.reuse_host_bytes
         self._most = layout.capacity if most is None else most // (layout.host_layers * layout.layer_bytes)
 
-    # A request begins: `find` and `fits` while it waits, `open` when it is admitted, `find_more` when its prompt is read.
+    # A request begins: `find` and `fits` while it waits, `open` when it is admitted, `find_more` and `load` when its prompt is
+    # about to be read.
 
     def find(self, tokens: bytes, salt: str | None) -> Prefix | None:
         """Find the longest kept beginning of a prompt, given as prefix_tree.pack_tokens packs it; None if there is none.
@@ -84,14 +91,10 @@ class PrefixCache:
         The result holds until extents are evicted; `open` makes it hold for as long as the slot needs it. Prompts that stay in
         the window find nothing: they have no extents, and are read together with others.
         """
-        count = len(tokens) // TOKEN_BYTES
-        places = self.cache.retrieval_tokens(count)
-        if not self.enabled or not places:
-            return None
-        most = count - max(1, self._traits.last_queries(places))
-        match = self._tree.match(salt, tokens[: max(0, most) * TOKEN_BYTES])
+        match = self._tree.match(salt, self._reusable(tokens))
         if not match.tokens:
             return None
+        places = self.cache.retrieval_tokens(len(tokens) // TOKEN_BYTES)
         found = max(0, match.tokens - self.cache.config.sink)
         extents = tuple(node.extent for node in match.nodes)[: extents_for(found)]
         sparse = self.cache.config.cached_prefill == "sparse" and self._selects(match.tokens)
@@ -99,6 +102,14 @@ class PrefixCache:
             places = self.cache.retrieval_tokens(match.tokens)
         shared = 0 if self._traits.prefix_reuse == "copies" else min(found, places) // EXTENT_TOKENS
         return Prefix(match.tokens, extents, shared, self._heads[match.nodes[0]], sparse)
+
+    def _reusable(self, prompt: bytes) -> bytes:
+        """Return the part of a prompt that need not be read if it is kept."""
+        count = len(prompt) // TOKEN_BYTES
+        places = self.cache.retrieval_tokens(count)
+        if not self.enabled or not places:
+            return b""
+        return prompt[: max(0, count - max(1, self._traits.last_queries(places))) * TOKEN_BYTES]
 
     def shorten(self, prefix: Prefix | None, tokens: int) -> Prefix | None:
         """Shorten a prefix to the extents that can stay while others are evicted for a request of up to `tokens` tokens."""
@@ -160,6 +171,19 @@ class PrefixCache:
             self._note_use(prompt, salt, session)
         return prefix
 
+    def loads(self, slot: int) -> bool:
+        """Whether rows of a slot's prompt are on their way from disk."""
+        return self._loader is not None and self._loader.loads(slot)
+
+    def load(self, slot: int, prompt: bytes, salt: str | None, patience: float = 0.0) -> bool:
+        """Load what the disk has of a prompt behind what `find_more` has found; returns whether that has ended.
+
+        If not, the prompt must not be read yet: call this again, between other work, or let it wait up to `patience` seconds.
+        """
+        gained = 0 if self._loader is None else self._loader.load(slot, self._reusable(prompt), salt, patience)
+        self.counts.reused_tokens += gained or 0
+        return gained is not None
+
     # A request's prompt has been read, and it ends.
 
     def share(self, slot: int, prompt: bytes, salt: str | None) -> None:
@@ -188,16 +212,22 @@ class PrefixCache:
             try:
                 if self.cache.lengths[slot]:
                     self._keep(slot, tokens, salt, session)
+                    self._write(tokens, salt)
             except (MemoryError, RuntimeError) as error:  # the request has ended well, and the others go on
                 logger.warning("the rows of a request are not kept for later ones: %s", str(error).splitlines()[0])
             # A request in the window alone uses no extents, but its session goes on with it.
             self._note_use(tokens if self.cache.lengths[slot] else b"", salt, session)
         self._read.discard(slot)
+        if self._loader is not None:
+            self._loader.cancel(slot)
         self.cache.close(slot)
         self._evict(self._extents.idle - self._most)
 
     def end_session(self, salt: str | None, session_id: str) -> EndedSession | None:
-        """Forget a session, and free the extents that only it has used and that nobody uses now; None if it is not known."""
+        """Forget a session, and free the extents that only it has used and that nobody uses now; None if it is not known.
+
+        Their files on disk are removed, too.
+        """
         own = self.sessions.end(salt, session_id)
         if own is None:
             return None
@@ -207,7 +237,14 @@ class PrefixCache:
                 self._tree.remove(node)
                 freed.append(node)
         self._forget(freed)
+        if self.store is not None:
+            self.store.erase(freed)
         return EndedSession(len(freed), sum(len(node.tokens) for node in freed) // TOKEN_BYTES)
+
+    def _write(self, tokens: bytes, salt: str | None) -> None:
+        """Have what is kept of a sequence written to disk."""
+        if self.store is not None and (nodes := self._tree.match(salt, tokens).nodes):
+            self.store.keep(nodes, self._heads[nodes[0]])
 
     def _note_use(self, tokens: bytes, salt: str | None, session: Session | None) -> None:
         """Note whose the nodes of these tokens are, for the order of eviction and for the end of sessions."""
@@ -284,10 +321,15 @@ class PrefixCache:
         """Evict as many extents that nobody uses, or all of them; those of a priority above `most` stay."""
         evicted = self._tree.evict(max(0, count), self.sessions.priority() if self.sessions else None, most)
         self.counts.evicted_extents += len(evicted)
-        self._forget(evicted)
+        unwritten = self._forget(evicted)
+        if self.store is not None:
+            self.store.counts.dropped["evicted"] += unwritten
 
-    def _forget(self, nodes: Sequence[Node]) -> None:
+    def _forget(self, nodes: Sequence[Node]) -> int:
+        """Give up nodes that the tree has no more; returns how many of them were still to be written to disk."""
+        unwritten = 0 if self.store is None or not nodes else self.store.forget(nodes)
         for node in nodes:
             self._extents.forget(node.extent)
             self.sessions.forget(node)
             self._heads.pop(node, None)
+        return unwritten

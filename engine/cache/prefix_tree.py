@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from kvseek.core.config import EXTENT_TOKENS
 
 TOKEN_BYTES = 4
+KEY_BYTES = 16
 
 
 def pack_tokens(*parts: Sequence[int]) -> bytes:
@@ -42,6 +43,17 @@ def common_tokens(one: bytes, other: bytes) -> int:
     return low
 
 
+def root_key(salt: str | None) -> bytes:
+    """Return what stands in the place of a parent's key for the first nodes of a salt; it does not tell the salt."""
+    text = b"" if salt is None else b"salt " + salt.encode()
+    return hashlib.blake2b(text, digest_size=KEY_BYTES, person=b"root").digest()
+
+
+def chained_key(before: bytes, span: bytes) -> bytes:
+    """Return the key of a node that stands for the packed tokens `span`; `before` is its parent's key, or a root key."""
+    return hashlib.blake2b(before + span, digest_size=KEY_BYTES).digest()
+
+
 @dataclass(eq=False)
 class Node:
     """One extent of a kept sequence.
@@ -62,6 +74,11 @@ class Node:
     extent: int
     tokens: bytes
     children: dict[bytes, Node] = field(default_factory=dict, repr=False)
+
+    @property
+    def before(self) -> bytes:
+        """The key of the parent, or the root key of a first node."""
+        return root_key(self.salt) if self.parent is None else self.parent.key
 
 
 @dataclass(frozen=True)
@@ -200,5 +217,4 @@ class PrefixTree:
 
 
 def _key(salt: str | None, parent: Node | None, span: bytes) -> bytes:
-    before = parent.key if parent is not None else b"" if salt is None else b"salt " + salt.encode()
-    return hashlib.blake2b(len(before).to_bytes(8) + before + span, digest_size=16).digest()
+    return chained_key(root_key(salt) if parent is None else parent.key, span)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from kvseek.plugins.attention.hot_rows import HotRows, hit_rate
 
+from .disk_usage import DiskUsage
 from .prefix_cache import PrefixCache, ReuseCounts
 
 
@@ -32,6 +33,8 @@ class CacheUsage:
         What prefix reuse has done since the start.
     sessions, pinned_extents : int
         Sessions that are known, and extents that those of them pin whose time to live has not passed.
+    disk : DiskUsage
+        State of the prefixes on disk.
     """
 
     extents_used: int
@@ -44,6 +47,7 @@ class CacheUsage:
     reuse: ReuseCounts
     sessions: int
     pinned_extents: int
+    disk: DiskUsage = field(default_factory=DiskUsage)
 
 
 class UsageMeter:
@@ -77,6 +81,7 @@ class UsageMeter:
             reuse=replace(self._prefixes.counts),
             sessions=len(self._prefixes.sessions),
             pinned_extents=self._prefixes.sessions.pinned,
+            disk=DiskUsage() if self._prefixes.store is None else self._prefixes.store.usage(),
         )
 
     def count(self, slots: Sequence[int], attended: Sequence[float]) -> None:

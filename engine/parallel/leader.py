@@ -218,7 +218,7 @@ class LeadDecoder(Decoder):
 
     def __init__(self, decoder: Decoder, followers: Followers, ranks: Ranks) -> None:
         super().__init__(decoder.model, decoder.retrieval, decoder.steps)
-        self._followers, self._ranks, self._numbers = followers, ranks, itertools.count()
+        self._followers, self._ranks, self._numbers, self._closed = followers, ranks, itertools.count(), False
 
     def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
         """See Decoder."""
@@ -245,8 +245,10 @@ class LeadDecoder(Decoder):
 
     def close(self) -> None:
         """See Decoder."""
-        self._followers.close()
-        self._ranks.leave()
+        if not self._closed:
+            self._closed = True
+            self._followers.close()
+            self._ranks.leave()
 
     def _decode(self, tokens: Sequence[int], slots: Sequence[int]) -> Decode:
         return Decode(tuple(tokens), tuple(slots), digest(self.cache))

@@ -28,6 +28,7 @@ from .sequence import Sequence
 IDLE_SECONDS = (
     0.25  # reading time of a step if no request decodes: between steps the engine looks for requests and cancellations
 )
+LOAD_PATIENCE = 0.01  # seconds that such a step waits for rows from disk, so that the engine's thread does not spin
 
 
 @dataclass(frozen=True)
@@ -142,27 +143,39 @@ class PromptReader:
         return len(first.request.prompt_ids) <= self.pacing.pack
 
     def _job(self, short: bool, unread: SequenceOf[Sequence], beside: bool) -> Job | None:
-        """Return the job of short or of long prompts, beginning the next if none is under way; None if no prompt waits."""
+        """Return the job of short or of long prompts, beginning the next if none is under way.
+
+        None: no prompt waits, or rows of the next one are on their way from disk.
+        """
         if short not in self._jobs:
             waiting = [sequence for sequence in unread if self._is_short(sequence) == short]
             chosen = self._pack(waiting, beside) if short else waiting[:1]
             if not chosen:
                 return None
-            if not short:
-                self._look_up(chosen[0])
+            if not short and not self._look_up(chosen[0], beside):
+                return None
             prompts = [(sequence.slot, sequence.request.prompt_ids) for sequence in chosen]
             takers = {sequence.slot: sequence.scores.take for sequence in chosen if sequence.scores is not None}
             self._jobs[short] = Job(self._decoder.prefill(prompts, takers), chosen)
         return self._jobs[short]
 
-    def _look_up(self, sequence: Sequence) -> None:
-        """Find out how much of a long prompt need not be read. Those that were admitted before it have been read by now."""
-        if sequence.scores is None:  # which are asked of every token
-            request, statistics = sequence.request, sequence.statistics
-            prompt = (sequence.slot, sequence.packed_prompt, request.cache_salt, sequence.total_tokens)
-            if (prefix := self._prefixes.find_more(*prompt, request.session)) is not None:
-                statistics.reused_tokens, statistics.shared_extents = prefix.tokens, prefix.shared
-                statistics.reused_extents = min(len(prefix.extents), statistics.prompt_extents)
+    def _look_up(self, sequence: Sequence, beside: bool) -> bool:
+        """Find out how much of a long prompt need not be read. Those that were admitted before it have been read by now.
+
+        Returns False while rows are loaded from disk.
+        """
+        if sequence.scores is not None:  # which are asked of every token
+            return True
+        request, statistics = sequence.request, sequence.statistics
+        prompt = (sequence.slot, sequence.packed_prompt, request.cache_salt)
+        if not self._prefixes.loads(sequence.slot):
+            self._prefixes.find_more(*prompt, sequence.total_tokens, request.session)
+        if not self._prefixes.load(*prompt, patience=0.0 if beside else LOAD_PATIENCE):
+            return False
+        if (prefix := self._prefixes.cache.prefixes.get(sequence.slot)) is not None:
+            statistics.reused_tokens, statistics.shared_extents = prefix.tokens, prefix.shared
+            statistics.reused_extents = min(len(prefix.extents), statistics.prompt_extents)
+        return True
 
     def _pack(self, waiting: SequenceOf[Sequence], beside: bool) -> list[Sequence]:
         """Choose the first of `waiting`, and the requests behind it that fit into a pack with it."""

@@ -23,6 +23,7 @@ from kvseek.core.statistics import RequestStatistics, StepReport
 from .tallies import Families, Histogram
 
 if TYPE_CHECKING:
+    from kvseek.engine.cache.disk_usage import DiskUsage
     from kvseek.engine.cache.usage import CacheUsage
     from kvseek.engine.service import EngineService
 
@@ -175,10 +176,27 @@ class EngineMetrics(Collector):
         yield make.counter("prefix_cache_hits", "Of those, not read again", usage.reuse.reused_tokens)
         description = "Kept extents that made room for others"
         yield make.counter("prefix_cache_evictions", description, usage.reuse.evicted_extents)
+        yield from self._disk(usage.disk)
         description = "Retrieval rows in host memory that decode steps attended to"
         yield make.counter("host_rows_requested", description, usage.host_rows)
         share = math.nan if usage.hot_row_hit_ratio is None else usage.hot_row_hit_ratio
         yield make.gauge("hot_row_hit_ratio", "Share of the selected rows that the device had kept so far", share)
+
+    def _disk(self, disk: DiskUsage) -> Iterator[Metric]:
+        """Yield the metrics of prefixes on disk; all are 0 without --disk_dir."""
+        make, counts = self._families, disk.counts
+        yield make.gauge("prefix_disk_files", "Files of kept prefixes on disk, one an extent", disk.files)
+        yield make.gauge("prefix_disk_bytes", "Bytes of these files", disk.bytes)
+        yield make.gauge("prefix_disk_waiting", "Extents that wait to be written to disk", disk.waiting)
+        yield make.counter("prefix_disk_written", "Files written", counts.written)
+        yield make.counter("prefix_disk_loaded", "Files loaded", counts.loaded)
+        description = "Prompt tokens not read because their rows were loaded"
+        yield make.counter("prefix_disk_loaded_tokens", description, counts.loaded_tokens)
+        yield make.counters("prefix_disk_dropped", "Extents not written, by the reason", "reason", counts.dropped)
+        yield make.counter("prefix_disk_removed", "Files that made room for others", disk.removed)
+        yield make.counter("prefix_disk_damaged", "Files removed because they were damaged", disk.damaged)
+        yield make.counter("prefix_disk_write_seconds", "Time spent on writing files", counts.write_seconds)
+        yield make.counter("prefix_disk_load_seconds", "Time spent on loading files", counts.load_seconds)
 
     def _tokens(self) -> Iterator[Metric]:
         make = self._families

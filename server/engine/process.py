@@ -26,6 +26,7 @@ import uvloop
 from kvseek.core.errors import KvseekError, RequestError, code_of
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.engine.service import EngineService
 from kvseek.server.requests.messages import (
     Cancel,
@@ -279,9 +280,9 @@ async def run(arguments: argparse.Namespace) -> int:
     settings = ServeSettings.from_json(arguments.settings)
     model_name = read_manifest(arguments.engine_dir).source_model
     tracer = None if settings.otlp_endpoint is None else RequestTracer(settings.otlp_endpoint, model_name)
-    service = await asyncio.to_thread(
-        EngineService.load, arguments.engine_dir, settings.threads, settings.max_queue_size, settings.max_num_tokens
-    )
+    disk = DiskSettings(None if settings.disk_dir is None else Path(settings.disk_dir), settings.disk_bytes)
+    numbers = (settings.threads, settings.max_queue_size, settings.max_num_tokens)
+    service = await asyncio.to_thread(EngineService.load, arguments.engine_dir, *numbers, disk)
     await asyncio.to_thread(_load_vocabulary, service)
     metrics = EngineMetrics(service, model_name, settings.max_queue_size)
     service.on_step(metrics.record_step)

@@ -95,7 +95,13 @@ class Server:
             cache=cache,
             prefill=lambda prompts, takers: SimulatedPrefill(machine, prompts, self._spend),
         )
-        prefixes: Any = SimpleNamespace(find_more=lambda *prompt: None, share=lambda *prompt: None)
+        prefixes: Any = SimpleNamespace(
+            cache=SimpleNamespace(prefixes={}),
+            find_more=lambda *prompt: None,
+            loads=lambda slot: False,
+            load=lambda *prompt, patience: True,
+            share=lambda *prompt: None,
+        )
         self._machine, self._reader, self._seconds = machine, PromptReader(decoder, prefixes, 8192), 0.0
         self._unread: list[Sequence] = []
         self.steps = list[float]()

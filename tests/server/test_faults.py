@@ -158,6 +158,21 @@ def test_a_full_log_disk_does_not_matter(directory: Path, tmp_path: Path) -> Non
         assert server.stop() == 0
 
 
+def test_prefixes_outlive_a_killed_engine_and_a_restart(directory: Path, tmp_path: Path) -> None:
+    prompt, disk = tuple((7 * i) % 380 for i in range(1400)), tmp_path / "prefixes"
+    for start in range(2):
+        with live_server(directory, tmp_path / "server.log", "--disk_dir", str(disk)) as server:
+            expected = tokens(server, "grpc", prompt, SHORT).join().ids
+            assert (server.metric("kvseek:prefix_cache_hits_total") > 1024) == (start > 0)
+            wait_for(lambda: server.metric("kvseek:prefix_disk_files") == 2, "both extents on disk")
+            pid = server.kill("engine")
+            server.wait_replaced("engine", pid)
+            server.wait_ready()
+            assert tokens(server, "http_stream", prompt, SHORT).join().ids == expected
+            assert server.metric("kvseek:prefix_disk_loaded_tokens_total") == len(prompt) - 1
+            assert server.stop() == 0
+
+
 def test_requests_wait_for_extents_and_those_that_can_never_fit_are_refused(tmp_path: Path) -> None:
     directory = build_soak_engine(tmp_path, "full", extents=2)
     with live_server(directory, tmp_path / "server.log") as server:

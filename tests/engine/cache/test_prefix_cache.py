@@ -16,6 +16,7 @@ from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelCo
 from kvseek.core.session import Session
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
+from kvseek.engine.cache.prefix import Prefix
 from kvseek.engine.cache.prefix_cache import PrefixCache
 from kvseek.engine.cache.prefix_tree import pack_tokens
 from kvseek.engine.cache.row_storage import RowStorage
@@ -214,7 +215,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def read_first(self, layers: int, meanwhile: Callable[[], None] = lambda: None) -> None:
         slot, one = next((slot, one) for slot, one in self.running.items() if not one.read)
-        prefix = self.prefixes.find_more(slot, pack_tokens(one.tokens), one.salt, one.limit, one.session)
+        prefix = self.look_up(slot, one)
         n = len(one.tokens)
         one.reused = self.retrieval.reused(slot)
         assert one.reused == (0 if prefix is None else prefix.tokens) < n
@@ -236,9 +237,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.prefixes.share(slot, pack_tokens(one.tokens), one.salt)
         one.read = True
 
+    def look_up(self, slot: int, one: Running) -> Prefix | None:
+        return self.prefixes.find_more(slot, pack_tokens(one.tokens), one.salt, one.limit, one.session)
+
     @precondition(lambda self: any(one.read for one in self.running.values()))
     @rule(steps=st.sampled_from([1, 30, 1100]), token=st.integers(0, 1))
     def decode(self, steps: int, token: int) -> None:
+        self.decode_all(steps, token)
+
+    def decode_all(self, steps: int, token: int) -> None:
         for slot, one in self.running.items():
             more = min(steps, one.limit - len(one.tokens)) if one.read else 0
             one.tokens += [token] * more

@@ -1,0 +1,223 @@
+"""`kvseek cache`: what a directory of prefixes (`--disk_dir`) holds, and how to be rid of it. No engine is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from kvseek.builder.printing import Column, print_json, table
+from kvseek.builder.sizes import readable
+from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.engine.cache.prefix_file import DamagedFileError, Entry
+from kvseek.engine.cache.prefix_folder import NEW_FILES, BusyFolderError, lock, scan
+
+ENGINE = re.compile("[0-9a-f]{32}")  # name of an engine's folder
+SHOWN = 12  # digits of keys
+UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
+
+
+@dataclass
+class EngineFiles:
+    """The files of one engine.
+
+    Attributes
+    ----------
+    used_at : dict of Entry to float
+        When a file was last used, in seconds since 1970.
+    others : list of Path
+        Files that are not the engine's.
+    """
+
+    folder: Path
+    used_at: dict[Entry, float] = field(default_factory=dict)
+    damaged: list[Path] = field(default_factory=list)
+    others: list[Path] = field(default_factory=list)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a process serves the engine with this directory."""
+        try:
+            os.close(lock(self.folder))
+        except BusyFolderError:
+            return True
+        return False
+
+    def lines(self) -> Iterator[list[Entry]]:
+        """Yield the files of each prefix, last one first: those of its own, and those that it shares with others."""
+        entries = {entry.key: entry for entry in self.used_at}
+        inner = {entry.before for entry in self.used_at}
+        for entry in self.used_at:
+            if entry.key not in inner:
+                line = [entry]
+                while line[-1].before in entries:
+                    line.append(entries[line[-1].before])
+                yield line
+
+
+def read_directory(directory: Path) -> list[EngineFiles]:
+    """Find out what a directory holds, by engine; raises ConfigError if there is no such directory."""
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: is no directory; name that which --disk_dir was given")
+    engines = []
+    for folder in sorted(directory.iterdir()):
+        if not ENGINE.fullmatch(folder.name) or not folder.is_dir():
+            continue
+        files = EngineFiles(folder)
+        for path, found in scan(folder):
+            if isinstance(found, Entry) and found.origin.engine == folder.name:
+                with contextlib.suppress(FileNotFoundError):  # a server removes files at any time
+                    files.used_at[found] = path.stat().st_mtime
+            else:
+                (files.damaged if isinstance(found, DamagedFileError) else files.others).append(path)
+        engines.append(files)
+    return engines
+
+
+def show(engines: Sequence[EngineFiles], console: Console) -> None:
+    """Print what engines have, a table each."""
+    for engine in engines:
+        origin = next((entry.origin for entry in engine.used_at), None)
+        name = "" if origin is None else f", {origin.model}, {origin.method}"
+        size = readable(sum(entry.size for entry in engine.used_at))
+        heading = (
+            f"Engine {engine.folder.name}{name}: {len(engine.used_at):,} files, {size}{', in use' * engine.in_use}"
+        )
+        rows = [_row(engine, line) for line in engine.lines()]
+        columns: list[Column] = [("prefix", "left"), ("tokens", "right"), ("bytes", "right"), ("last used", "right")]
+        console.print(heading, soft_wrap=True)
+        console.print(table("", *columns, rows=rows))
+        for kind, paths in (("damaged", engine.damaged), ("not this engine's", engine.others)):
+            if paths:
+                console.print(f"{len(paths):,} files are {kind}, such as {paths[0].name}")
+    if not engines:
+        console.print("no prefixes")
+
+
+def document(engines: Sequence[EngineFiles]) -> list[dict[str, object]]:
+    """Describe what engines have in JSON values: sizes in bytes, times in seconds since 1970."""
+    return [
+        {
+            "engine": engine.folder.name,
+            "in_use": engine.in_use,
+            "files": len(engine.used_at),
+            "bytes": sum(entry.size for entry in engine.used_at),
+            "damaged": [path.name for path in engine.damaged],
+            "others": [path.name for path in engine.others],
+            "prefixes": [
+                {
+                    "prefix": line[0].key.hex(),
+                    "model": line[0].origin.model,
+                    "method": line[0].origin.method,
+                    "tokens": sum(entry.token_count for entry in line),
+                    "bytes": sum(entry.size for entry in line),
+                    "used_at": engine.used_at[line[0]],
+                }
+                for line in engine.lines()
+            ],
+        }
+        for engine in engines
+    ]
+
+
+def _row(engine: EngineFiles, line: Sequence[Entry]) -> tuple[str, str, str, str]:
+    tokens, size = sum(entry.token_count for entry in line), sum(entry.size for entry in line)
+    age = time.time() - engine.used_at[line[0]]
+    number, unit = next(((age / seconds, unit) for seconds, unit in UNITS if age >= seconds), (age, "s"))
+    return line[0].key.hex()[:SHOWN], f"{tokens:,}", readable(size), f"{number:.0f} {unit} ago"
+
+
+def drop(engines: Sequence[EngineFiles], keys: Sequence[str], older_than: float | None, everything: bool) -> list[Path]:
+    """Remove prefixes, but not what others that stay begin with; returns the files that are gone.
+
+    Parameters
+    ----------
+    keys : sequence of str
+        Beginnings of the prefixes' keys.
+    older_than : float or None
+        Hours: all that have not been used for so long.
+
+    Raises
+    ------
+    ConfigError
+        If a key is no prefix's, or that of several; or a process uses the files of an engine: then nothing is removed.
+    """
+    for key in keys:
+        found = [
+            line[0].key.hex() for engine in engines for line in engine.lines() if line[0].key.hex().startswith(key)
+        ]
+        if len(found) != 1:
+            raise ConfigError(
+                f"{key}: is the beginning of {len(found)} prefixes: must be that of one; see kvseek cache list"
+            )
+    chosen = {engine.folder: _chosen(engine, keys, older_than, everything) for engine in engines}
+    with contextlib.ExitStack() as locks:
+        for folder, paths in chosen.items():
+            if paths:
+                descriptor = lock(folder)
+                locks.callback(os.close, descriptor)
+        for paths in chosen.values():
+            for path in paths:
+                path.unlink(missing_ok=True)
+    return [path for paths in chosen.values() for path in paths]
+
+
+def _chosen(engine: EngineFiles, keys: Sequence[str], older_than: float | None, everything: bool) -> list[Path]:
+    oldest = None if older_than is None else time.time() - 3600 * older_than
+    leaving, staying = set[Entry](), set[Entry]()
+    for line in engine.lines():
+        named = any(line[0].key.hex().startswith(key) for key in keys)
+        old = oldest is not None and engine.used_at[line[0]] < oldest
+        (leaving if everything or named or old else staying).update(line)
+    paths = [entry.path for entry in leaving - staying]
+    return [*paths, *engine.damaged, *engine.folder.glob(NEW_FILES)] if everything else paths
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of `kvseek cache`."""
+    parser = argparse.ArgumentParser(
+        prog="kvseek cache", description="Prefixes that --disk_dir keeps (docs/conversations.md)."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    listing = commands.add_parser(
+        "list", help="show the prefixes of each engine: tokens, bytes, when they were last used"
+    )
+    listing.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
+    dropping = commands.add_parser("drop", help="remove prefixes; refused while a server uses them")
+    dropping.add_argument("keys", nargs="*", metavar="PREFIX", help="the prefix that `list` shows, or its first digits")
+    dropping.add_argument("--all", action="store_true", help="all of them")
+    dropping.add_argument("--older_than", type=float, metavar="HOURS", help="those that have not been used for so long")
+    for command in (listing, dropping):
+        command.add_argument("--disk_dir", type=Path, required=True, help="the directory that kvseek serve was given")
+        command.add_argument("--engine", default="", help="of one engine alone: the first digits that `list` shows")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `kvseek cache`; returns the exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        engines = [one for one in read_directory(arguments.disk_dir) if one.folder.name.startswith(arguments.engine)]
+        if arguments.command == "list":
+            if arguments.json:
+                print_json({"engines": document(engines)})
+            else:
+                show(engines, Console())
+            return 0
+        ways = (bool(arguments.keys), arguments.all, arguments.older_than is not None)
+        if sum(ways) != 1:
+            raise ConfigError("name what to drop: either prefixes, or --all, or --older_than HOURS")
+        gone = drop(engines, arguments.keys, arguments.older_than, arguments.all)
+    except (KvseekError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{len(gone):,} files are removed")
+    return 0

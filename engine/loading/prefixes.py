@@ -1,0 +1,108 @@
+"""Opens the prefixes on disk of an engine that is loaded (docs/conversations.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig
+from kvseek.core.errors import ConfigError
+from kvseek.core.manifest import read_manifest
+from kvseek.engine.cache.cache import Cache
+from kvseek.engine.cache.prefix_file import HEADER_BYTES, Origin, RowShape
+from kvseek.engine.cache.prefix_folder import open_folder
+from kvseek.engine.cache.prefix_store import PrefixStore
+
+from .supported import reuses_prefixes
+
+DEFAULT_DISK_BYTES = 16 << 30
+TENSORS = ".safetensors"  # weights and codebooks of an engine directory
+ROW_FIELDS = ("sink", "local", "update", "full_threshold", "cached_prefill")  # of CacheConfig: what tokens attend to
+
+
+@dataclass(frozen=True)
+class DiskSettings:
+    """Where prefixes are kept on disk, and how many bytes of them; no field of an engine, but of a process that loads it.
+
+    Attributes
+    ----------
+    directory : Path or None
+        None: prefixes are kept in memory alone.
+    most_bytes : int or None
+        Most bytes of an engine's files there; None: DEFAULT_DISK_BYTES.
+
+    Raises
+    ------
+    ConfigError
+        If `most_bytes` is below 1, or given without a directory.
+    """
+
+    directory: Path | None = None
+    most_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.most_bytes is None:
+            return
+        if self.directory is None:
+            raise ConfigError(f"disk_bytes = {self.most_bytes}: must be left out without disk_dir, or give that too")
+        if self.most_bytes < 1:
+            raise ConfigError(f"disk_bytes = {self.most_bytes}: must be > 0; {DEFAULT_DISK_BYTES} is the default")
+
+
+def check_disk(config: EngineConfig, disk: DiskSettings) -> None:
+    """Raise ConfigError if an engine cannot keep prefixes on disk as it is asked to."""
+    if disk.directory is not None and not reuses_prefixes(config):
+        raise ConfigError(
+            f"disk_dir = {str(disk.directory)!r}: must be left out with this engine, which keeps no prefixes: device = "
+            f"{config.device!r}, tp_size = {config.tp_size}, cache.reuse = {config.cache.reuse}"
+        )
+
+
+def open_prefixes(engine_dir: Path, config: EngineConfig, cache: Cache, disk: DiskSettings) -> PrefixStore | None:
+    """Open the prefixes of an engine on disk; None if it keeps none there.
+
+    Raises
+    ------
+    ConfigError
+        If the directory cannot be used, another process uses it with this engine, or the files of one extent do not fit.
+    """
+    if disk.directory is None:
+        return None
+    pool, most = cache.rows.pool.rows, disk.most_bytes or DEFAULT_DISK_BYTES
+    row_bytes = 2 * config.model.head_dim * pool.element_size()
+    shape = RowShape(
+        config.model.num_layers,
+        config.model.num_kv_heads,
+        config.model.head_dim,
+        config.dtype,
+        row_bytes,
+        config.cache.sink,
+    )
+    needed = HEADER_BYTES + shape.data_bytes(config.cache.sink + EXTENT_TOKENS, first=True)
+    if most < needed:
+        raise ConfigError(f"disk_bytes = {most}: must be at least {needed}, the rows of one extent; raise it")
+    model = read_manifest(engine_dir).source_model
+    return PrefixStore(
+        open_folder(disk.directory, most, Origin(digest(engine_dir, config), model, config.method), shape), pool
+    )
+
+
+def digest(engine_dir: Path, config: EngineConfig) -> str:
+    """Return a digest of what an engine's rows depend on, 32 hexadecimal digits.
+
+    These are its weights, codebooks and model, and what its decode steps attend to, as rows of generated tokens depend on that.
+    Sizes of batches and pools do not matter, nor do the compiled kernels, which differ by rounding.
+    """
+    files = {name: one.sha256 for name, one in read_manifest(engine_dir).files.items() if name.endswith(TENSORS)}
+    document = {
+        "files": files,
+        "model": dataclasses.asdict(config.model),
+        "dtype": config.dtype,
+        "weight_only_precision": config.weight_only_precision,
+        "method": [config.method, config.method_config],
+        "cache": [getattr(config.cache, name) for name in ROW_FIELDS],
+    }
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:32]
