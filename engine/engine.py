@@ -87,6 +87,7 @@ class Engine:
             method_traits(config),
             enabled=enabled,
             selects=retrieval.selects,
+            reach=config.model.short_reach,
             store=store,
         )
         self._scheduler = Scheduler(self._prefixes, config.max_batch_size, self._queue)

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.config import EXTENT_TOKENS, MOST_POSITIONS
 from kvseek.core.extents import extents_for
 from kvseek.core.session import DEFAULT_RETENTION_PRIORITY, EndedSession, Session
 from kvseek.plugins.contract import Index, Traits
@@ -52,6 +52,9 @@ class PrefixCache:
         If not, nothing is kept and nothing found.
     selects : callable
         Whether a decode step after so many tokens attends to selected rows (Retrieval.selects).
+    reach : int
+        Tokens of the longest requests that find something and leave something (ModelConfig.short_reach): longrope rotates the
+        keys of longer ones by other factors.
     store : PrefixStore, optional
         Prefixes on disk; only if `enabled`.
 
@@ -70,10 +73,12 @@ class PrefixCache:
         *,
         enabled: bool,
         selects: Callable[[int], bool] = lambda tokens: False,
+        reach: int = MOST_POSITIONS,
         store: PrefixStore | None = None,
     ) -> None:
         self.cache, self.enabled, self.counts, self.store = cache, enabled, ReuseCounts(), store
         self._indexes, self._traits, self._extents, self._selects = indexes, traits, cache.extents, selects
+        self._reach = reach
         self._tree = PrefixTree(cache.config.sink, cache.extents.in_use)
         self.sessions = Sessions()
         self._heads: dict[Node, Head] = {}  # of the first node of each sequence
@@ -107,7 +112,7 @@ class PrefixCache:
         """Return the part of a prompt that need not be read if it is kept."""
         count = len(prompt) // TOKEN_BYTES
         places = self.cache.retrieval_tokens(count)
-        if not self.enabled or not places:
+        if not self.enabled or not places or count > self._reach:
             return b""
         return prompt[: max(0, count - max(1, self._traits.last_queries(places))) * TOKEN_BYTES]
 
@@ -191,7 +196,9 @@ class PrefixCache:
         self._read.add(slot)
         whole = self.cache.lengths[slot] // EXTENT_TOKENS
         # Rows that change places are not shared before they are back in token order.
-        if not self.enabled or not whole or any(index.row_order(slot) is not None for index in self._indexes):
+        if not self.enabled or not whole or self.cache.tokens[slot] > self._reach:
+            return
+        if any(index.row_order(slot) is not None for index in self._indexes):
             return
         tokens = prompt[: (self.cache.config.sink + whole * EXTENT_TOKENS) * TOKEN_BYTES]
         extents, nodes = self._extents.of_slot(slot), self._tree.whole_nodes(salt, tokens)
@@ -210,7 +217,7 @@ class PrefixCache:
         if self.enabled and tokens is not None and slot in self._read:
             tokens = tokens[: self.cache.tokens[slot] * TOKEN_BYTES]
             try:
-                if self.cache.lengths[slot]:
+                if self.cache.lengths[slot] and self.cache.tokens[slot] <= self._reach:
                     self._keep(slot, tokens, salt, session)
                     self._write(tokens, salt)
             except (MemoryError, RuntimeError) as error:  # the request has ended well, and the others go on

@@ -13,6 +13,7 @@ from tests.conftest import BuildEngine, RandomModel
 from tests.engine.cache.test_isolation import arrays_of, poison
 from tests.plugins.cases import CASES, method_flags
 from tests.support.prefill import run_to_end
+from tests.support.random_models import save_random_model
 
 from kvseek.core.config_file import read_config
 from kvseek.core.request import FinishReason, Request, SamplingParams
@@ -335,3 +336,25 @@ def test_random_requests_are_answered_as_without_reuse(method: str, load: Load, 
     assert usage.extents_used == 0
     assert usage.reuse.reused_tokens > 10_000
     assert usage.reuse.evicted_extents > 10
+
+
+def test_longrope_rotates_the_keys_of_longer_requests_differently(tmp_path: Path, build_engine: BuildEngine) -> None:
+    """A request on the far side of the short factors finds nothing of those on this side, and leaves nothing for them."""
+    parameters = {"rope_theta": 10000.0, "rope_type": "longrope", "original_max_position_embeddings": 1400}
+    parameters |= {"short_factor": [1.0] * 16, "long_factor": [1.0 + 2 * pair for pair in range(16)]}
+    model = save_random_model(tmp_path / "model", "llama", rope_parameters=parameters, max_position_embeddings=4096)
+    directory = build_engine(model, "full", *WINDOW, *LIMITS)
+    config = read_config(directory)
+    off = dataclasses.replace(config, cache=dataclasses.replace(config.cache, reuse=False))
+    engine, fresh = Engine.load(directory), Engine(off, load_decoder(directory, off), Engine.load(directory).tokenizer)
+    for length, more, reused in (
+        (1300, 5, 0),  # leaves its rows
+        (1350, 5, 1300),  # finds them
+        (1380, 40, 1350),  # finds them, but grows too long to leave its own
+        (1410, 5, 0),  # is too long to find any
+        (1390, 5, 1350),
+    ):
+        request = Request(tuple(i * i * 13 % 300 + 3 for i in range(1300)) + (7,) * (length - 1300), more)
+        ((tokens, statistics),) = ask(engine, request)
+        assert tokens == fresh.generate([request])[0]
+        assert statistics.reused_tokens == reused
