@@ -53,7 +53,7 @@ def measure(engine: Engine, tokens: int, questions: Sequence[int], rounds: int) 
     seconds = {}
     for count in questions:
         asked = [ask(engine, document, count, generator) for _ in range(rounds)]
-        if min(reused for _, reused in asked) < tokens:
+        if not min(reused for _, reused in asked):
             raise ConfigError("cache.reuse = False: must be on, or there is nothing to measure; build without it")
         seconds[str(count)] = statistics.median(one for one, _ in asked)
     return {"first": first, "questions": seconds}
