@@ -19,6 +19,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent
 TARGETS = ("cpu", "gpu")
+EXTRAS = ("guided", "otel", "replicas")  # of pyproject.toml, in both images
 SERVER = "nvidia-pytriton"  # carries the tritonserver of target cpu; its own dependencies are not needed
 
 
@@ -26,7 +27,8 @@ def requirements(project: dict[str, object], target: str) -> list[str]:
     """What pyproject.toml's [project] table demands for a target, and setuptools, which builds the project."""
     extras = project["optional-dependencies"]
     cuda = extras["cuda"] if target == "gpu" else []  # type: ignore[index]
-    return ["setuptools", *project["dependencies"], *extras["guided"], *extras["otel"], *cuda]  # type: ignore[index, misc]
+    others = [each for name in EXTRAS for each in extras[name]]  # type: ignore[index]
+    return ["setuptools", *project["dependencies"], *others, *cuda]  # type: ignore[misc]
 
 
 def keep_torch(constraints: str, installed: str) -> str:

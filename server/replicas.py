@@ -110,7 +110,7 @@ def running_replicas(
         ]
         workers = [server.openai_url.removesuffix("/v1") for server in servers]
         key = secrets.token_hex(32)
-        program = Program(ROUTER, (*command, *_flags(workers, host, port, key)), STOP_SECONDS)
+        program = Program(ROUTER, (*command, *flags(workers, host, port, key)), STOP_SECONDS)
         output = _log_of(log, ROUTER)
         supervisor = Supervisor(
             [program],
@@ -135,7 +135,8 @@ def router_command() -> tuple[str, ...]:
     return found, "launch"
 
 
-def _flags(workers: Sequence[str], host: str, port: int, key: str) -> tuple[str, ...]:
+def flags(workers: Sequence[str], host: str, port: int, key: str) -> tuple[str, ...]:
+    """Return the router's flags, as of smg 1.13; docker/kubernetes/router.yaml has those from --policy on too."""
     metrics = Ports(0, 0, 0, 0).resolve(LOOPBACK).metrics
     return (
         *("--worker-urls", *workers, "--host", host, "--port", str(port)),

@@ -112,7 +112,7 @@ def test_the_gpu_image_keeps_its_torch() -> None:
 
 def test_requirements_are_those_of_the_project() -> None:
     settings = project()["project"]
-    extras = [each for name in ("guided", "otel") for each in settings["optional-dependencies"][name]]
+    extras = [each for name in ("guided", "otel", "replicas") for each in settings["optional-dependencies"][name]]
     assert install.requirements(settings, "cpu") == ["setuptools", *settings["dependencies"], *extras]
     assert set(install.requirements(settings, "gpu")) == {
         *install.requirements(settings, "cpu"),

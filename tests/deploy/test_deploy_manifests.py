@@ -6,14 +6,16 @@ import contextlib
 import dataclasses
 import io
 import re
+import subprocess
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from tests.conftest import ROOT
-from tests.support.deployment import DOCKER, TARGETS, project, read, serve_arguments, size, target
+from tests.support.deployment import DOCKER, TARGETS, install, project, read, serve_arguments, size, target
 
-from kvseek.server import launch
+from kvseek.server import launch, replicas
 from kvseek.server.ports import Ports
 from kvseek.server.settings import ServeSettings
 
@@ -137,6 +139,62 @@ def test_the_network_policy_is_about_the_servers_pods(deployment: Any, container
     assert policy["egress"] == []
 
 
+def manifests() -> list[tuple[str, Any]]:
+    return [
+        (f"{path.name}: {document['kind']}", document)
+        for path in sorted((DOCKER / "kubernetes").glob("*.yaml"))
+        for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+    ]
+
+
+@pytest.mark.parametrize(("name", "document"), manifests(), ids=[name for name, _ in manifests()])
+def test_manifests_fit_the_apis_schema(name: str, document: Any) -> None:
+    """Unknown fields are faults too."""
+    kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_budget_is_about_the_servers_pods(deployment: Any) -> None:
+    budget = read("kubernetes/disruption-budget.yaml")["spec"]
+    assert budget["selector"] == deployment["spec"]["selector"]
+    assert budget["maxUnavailable"] == 1, "minAvailable 1 would forbid to drain the node of a single pod"
+
+
+def test_the_router_finds_the_servers_pods(deployment: Any, container: Any) -> None:
+    """Its flags are those of `kvseek serve --replicas`, but for what tells it where the servers are."""
+    text = (DOCKER / "kubernetes/router.yaml").read_text(encoding="utf-8")
+    parts = {part["kind"]: part for part in yaml.safe_load_all(text)}
+    template = parts["Deployment"]["spec"]["template"]
+    (router,) = template["spec"]["containers"]
+    arguments = router["args"]
+    ((label, value),) = deployment["spec"]["selector"]["matchLabels"].items()
+    assert arguments[arguments.index("--selector") + 1] == f"{label}={value}"
+    ports = {port["name"]: port["containerPort"] for port in router["ports"]}
+    assert f"--service-discovery-port={Ports().openai}" in arguments
+    assert f"--port={ports['openai']}" in arguments
+    assert f"--prometheus-port={ports['metrics']}" in arguments
+    own = replicas.flags(["http://a"], "0.0.0.0", ports["openai"], "key")
+    expected = {word for word in own[own.index("--policy") :] if not word.startswith("router:")}
+    given = {part for word in arguments for part in word.split("=", 1)}
+    assert expected <= given
+    assert parts["Service"]["spec"]["selector"] == template["metadata"]["labels"]
+    assert parts["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == template["metadata"]["labels"]
+    assert parts["RoleBinding"]["subjects"][0]["name"] == template["spec"]["serviceAccountName"]
+    assert parts["RoleBinding"]["roleRef"]["name"] == parts["Role"]["metadata"]["name"]
+    assert "replicas" in install.EXTRAS, "the image has the router"
+
+
+def test_the_router_knows_its_flags() -> None:
+    """smg itself reads them, and is told to print its help."""
+    text = (DOCKER / "kubernetes/router.yaml").read_text(encoding="utf-8")
+    deployment = next(part for part in yaml.safe_load_all(text) if part["kind"] == "Deployment")
+    (router,) = deployment["spec"]["template"]["spec"]["containers"]
+    command = [*replicas.router_command(), *router["args"], "--help"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    known = set(re.findall(r"--[a-z-]+", found.stdout))
+    assert {word.partition("=")[0] for word in router["args"] if word.startswith("--")} <= known
+
+
 # docs/deploy.md
 
 
@@ -165,7 +223,12 @@ def test_commands_in_the_documentation_name_what_exists() -> None:
 def test_all_places_name_the_projects_version() -> None:
     """pyproject.toml decides; what cannot read it follows."""
     version = project()["project"]["version"]
-    images = "docker/compose.yaml", "docker/kubernetes/deployment.yaml", "docs/deploy.md"
+    images = (
+        "docker/compose.yaml",
+        "docker/kubernetes/deployment.yaml",
+        "docker/kubernetes/router.yaml",
+        "docs/deploy.md",
+    )
     for name in images:
         assert set(re.findall(r"kvseek:(\d[\d.]*)-[cg]pu", (ROOT / name).read_text())) == {version}, name
     assert f'"version": "{version}"' in (ROOT / "docs/builder.md").read_text()
