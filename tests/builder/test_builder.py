@@ -249,7 +249,7 @@ def test_what_is_no_engine_is_left_alone(model: Path, tmp_path: Path, capsys: py
 
 BAD_USAGE = [
     (("--method", "nope"), "invalid choice: 'nope' (choose from"),
-    (("--gemm_plugin", "auto"), "unrecognized arguments: --gemm_plugin auto; known flags: --cache.full_threshold"),
+    (("--gemm_plugin", "auto"), "unrecognized arguments: --gemm_plugin auto; known flags: --cache.cached_prefill"),
     (
         ("--method", "flat", "--pariskv.top_k", "5"),
         "--pariskv.top_k belongs to --method pariskv; flags of --method flat",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shutil
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class Service:
                 command = (folder / "cmdline").read_text().split("\0")
             except OSError:
                 continue
-            if "kvseek.server.doors" in command and command[command.index("--openai_port") + 1] == port:
+            if "kvseek.server.doors" in command and ["--openai_port", port] in map(list, pairwise(command)):
                 socket = command[command.index("--socket") + 1]
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -123,7 +123,7 @@ def test_a_dead_replicas_sessions_move_and_the_others_stay(service: Service) -> 
     assert all(service.replica_of(session) == left for session in staying)
     # Its supervisor starts the engine again, and the router finds it.
     wait_for(lambda: requests.get(f"{victim}/health", timeout=5).status_code == 200, "the replica again", SECONDS)
-    numbers = itertools.count()
+    numbers = count()
     wait_for(lambda: service.replica_of(f"new {next(numbers)}") == victim, "new sessions on the replica", 60)
 
 
