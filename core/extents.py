@@ -19,10 +19,26 @@ from torch import Tensor
 from .config import EXTENT_TOKENS
 from .errors import CapacityError
 
+Span = tuple[int, slice, slice]
+"""Consecutive places in one extent: the extent, the places inside it, and the same places counted from the first of all spans."""
+
 
 def extents_for(tokens: int) -> int:
     """Return the number of extents that `tokens` retrieval tokens occupy."""
     return -(-tokens // EXTENT_TOKENS)
+
+
+def cut(extents: Sequence[int], start: int, stop: int) -> list[Span]:
+    """Cut the places [start, stop) of a sequence at the borders of its extents, which are given in order."""
+    pieces = []
+    position = start
+    while position < stop:
+        offset = position % EXTENT_TOKENS
+        length = min(EXTENT_TOKENS - offset, stop - position)
+        places, counted = slice(offset, offset + length), slice(position - start, position - start + length)
+        pieces.append((extents[position // EXTENT_TOKENS], places, counted))
+        position += length
+    return pieces
 
 
 @dataclass
@@ -172,20 +188,9 @@ class ExtentTable:
         """Return the number of retrieval tokens for which the extents of `slot` have room, shared ones included."""
         return len(self._owned[slot]) * EXTENT_TOKENS
 
-    def spans(self, slot: int, start: int, stop: int) -> list[tuple[int, slice, slice]]:
-        """Cut the places [start, stop) of a slot at the borders of extents.
-
-        Returns (extent, places inside the extent, places counted from `start`) for each piece, in order.
-        """
-        pieces = []
-        position = start
-        while position < stop:
-            offset = position % EXTENT_TOKENS
-            length = min(EXTENT_TOKENS - offset, stop - position)
-            extent = self._owned[slot][position // EXTENT_TOKENS]
-            pieces.append((extent, slice(offset, offset + length), slice(position - start, position - start + length)))
-            position += length
-        return pieces
+    def spans(self, slot: int, start: int, stop: int) -> list[Span]:
+        """Cut the places [start, stop) of a slot at the borders of its extents; see `cut`."""
+        return cut(self._owned[slot], start, stop)
 
     def write(self, array: Tensor, slot: int, start: int, values: Tensor) -> None:
         """Write `values` [G, n, ...] to the places from `start` on of `slot`, in `array` [extents, G, 1024, ...]."""

@@ -77,14 +77,9 @@ class Retrieval:
 
     def resume(self, slot: int) -> None:
         """Begin a slot with the tokens of its prefix, none of which is read; `begin_step` counts those that follow."""
-        prefix = self.cache.prefixes[slot]
-        self.expect(slot, prefix.tokens)
-        shared, length = self.cache.shared_places(slot), self.cache.lengths[slot]
-        for layer, index in enumerate(self.indexes):
-            index.adopt(slot, shared, prefix.head.states[layer])
-            keys = self.cache.write_prefix(layer, slot)
-            index.append(slot, shared, keys)
-            index.publish(slot, shared, length - shared)
+        self.expect(slot, self.cache.prefixes[slot].tokens)
+        for layer in range(len(self.indexes)):
+            self._adopt(layer, slot, self.cache.write_prefix(layer, slot))
 
     def read_prefix(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> None:
         """Copy a layer's keys and values of the tokens that `reused` counts to the first of `keys` and `values`, [G, n, D]."""
@@ -96,18 +91,23 @@ class Retrieval:
         Rows in extents that the slot shares are there already, and so are their index entries if the method shares these.
         """
         sink, length = self.cache.config.sink, self.cache.lengths[slot]
-        shared, index = self.cache.shared_places(slot), self.indexes[layer]
+        shared = self.cache.shared_places(slot)
         self._builds.make_room()
         if shared and self._shares_entries:
-            index.adopt(slot, shared, self.cache.prefixes[slot].head.states[layer])
-            index.append(slot, shared, keys[:, sink + shared : sink + length])
-            index.publish(slot, shared, length - shared)
+            self._adopt(layer, slot, keys[:, sink + shared : sink + length])
             self.cache.write_prompt(layer, slot, keys, values)
             return
-        built = index.build(slot, keys[:, sink : sink + length], queries)
+        built = self.indexes[layer].build(slot, keys[:, sink : sink + length], queries)
         if built.ticket is not None:
             self._builds.add(slot, built.ticket)
         self.cache.write_prompt(layer, slot, keys, values, built.order)
+
+    def _adopt(self, layer: int, slot: int, keys: Tensor) -> None:
+        """Begin the index of a layer with the entries that the slot shares, and the keys [G, n, D] of the places behind them."""
+        shared, index = self.cache.shared_places(slot), self.indexes[layer]
+        index.adopt(slot, shared, self.cache.prefixes[slot].head.states[layer])
+        index.append(slot, shared, keys)
+        index.publish(slot, shared, keys.shape[1])
 
     def finish_indexes(self, slot: int) -> None:
         """Make the current stream wait for index work that still runs; call it after storing the prompt's last layer."""

@@ -48,7 +48,7 @@ class RunningServer:
     """A server that is ready, with its host and ports."""
 
     def __init__(self, host: str, ports: Ports, supervisor: Supervisor) -> None:
-        self.host, self.ports, self._supervisor = _reachable(host), ports, supervisor
+        self.host, self.ports, self._supervisor = reachable(host), ports, supervisor
         self.grpc_url = f"{self.host}:{ports.grpc}"
         """host:port for tritonclient.grpc."""
         self.http_url = f"{self.host}:{ports.http}"
@@ -186,7 +186,7 @@ def _triton_command(server: TritonServer, repository: Path, ports: Ports, verbos
     )
 
 
-def _reachable(host: str) -> str:
+def reachable(host: str) -> str:
     """Return an address of this machine for clients that run on it."""
     return LOOPBACK if host in ("0.0.0.0", "") else host
 
@@ -194,11 +194,16 @@ def _reachable(host: str) -> str:
 def _is_ready(url: str) -> bool:
     """Whether the doors call the server ready."""
     try:
-        with requests.Session() as session:
-            session.trust_env = False  # no proxy leads to this machine
-            return session.get(f"http://{url}/v2/health/ready", timeout=5).status_code == 200
+        return get(f"http://{url}/v2/health/ready").status_code == 200
     except requests.RequestException:
         return False  # not listening yet
+
+
+def get(url: str, headers: Mapping[str, str] | None = None) -> requests.Response:
+    """Ask a server of this machine, to which no proxy leads; raises requests.RequestException."""
+    with requests.Session() as session:
+        session.trust_env = False
+        return session.get(url, headers=headers, timeout=5)
 
 
 def _memory_prefix(repository: Path) -> str:

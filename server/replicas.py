@@ -20,7 +20,7 @@ from pathlib import Path
 import requests
 
 from .errors import ServerError
-from .launch import LOOPBACK, READY_SECONDS, STANDARD_OUTPUT, RunningServer, running_server
+from .launch import LOOPBACK, READY_SECONDS, STANDARD_OUTPUT, RunningServer, get, reachable, running_server
 from .ports import Ports
 from .processes import Program
 from .settings import ServeSettings
@@ -121,7 +121,7 @@ def running_replicas(
         )
         running.callback(supervisor.stop)
         supervisor.start()
-        url = f"http://{LOOPBACK if host in ('0.0.0.0', '') else host}:{port}"
+        url = f"http://{reachable(host)}:{port}"
         supervisor.wait_until(_knows(url, key, replicas), ready_seconds)
         yield Replicas(servers, f"{url}/v1", supervisor)
 
@@ -155,10 +155,7 @@ def _knows(url: str, key: str, replicas: int) -> Callable[[], bool]:
 
     def knows() -> bool:
         try:
-            with requests.Session() as session:
-                session.trust_env = False
-                answer = session.get(f"{url}/workers", headers={"Authorization": f"Bearer {key}"}, timeout=5)
-                workers = answer.json()["workers"]
+            workers = get(f"{url}/workers", {"Authorization": f"Bearer {key}"}).json()["workers"]
         except (requests.RequestException, ValueError, KeyError):
             return False  # not listening yet
         return sum(bool(worker["is_healthy"]) for worker in workers) == replicas

@@ -12,19 +12,8 @@ Shape = tuple[int, ...]
 
 
 def rank_shape(name: str, shape: Shape, model: ModelConfig, tp_size: int) -> Shape:
-    """Return the shape of a rank's part of a stored tensor, whose shape in an engine of one rank is `shape`."""
-    if tp_size == 1:
-        return shape
-    part, kind = _kind(name)
-    if part in ("embed", "lm_head"):
-        return vocabulary_rows(model, tp_size), *shape[1:]
-    if part in ("o", "down") and kind == "weight":
-        return shape[0], shape[1] // tp_size
-    if part in ("qkv", "gate_up"):
-        own = rank_model(model, tp_size)
-        qkv = (own.num_heads + 2 * own.num_kv_heads) * own.head_dim
-        return {"qkv": qkv, "gate_up": 2 * own.intermediate_size}[part], *shape[1:]
-    return shape
+    """Return the shape of each rank's part of a stored tensor, whose shape in an engine of one rank is `shape`."""
+    return tuple(rank_part(name, torch.empty(shape, device="meta"), model, tp_size, 0).shape)
 
 
 def rank_part(name: str, tensor: Tensor, model: ModelConfig, tp_size: int, rank: int) -> Tensor:

@@ -162,7 +162,6 @@ def write_weights(
     check_tensors(checkpoint, weights)
     shards = _split(weights, weight_format, shard_bytes)
     weight_maps: list[dict[str, str]] = [{} for _ in ranks]
-    sizes = [0 for _ in ranks]
     for number, shard in enumerate(shards, start=1):
         files = [f"rank{rank}-{number:05}-of-{len(shards):05}.safetensors" for rank in ranks]
         whole = [stored for weight in shard for stored in weight_format.stored(weight)]
@@ -172,7 +171,6 @@ def write_weights(
             for rank in ranks:
                 _write_header(outputs[rank], tensors)
                 weight_maps[rank] |= dict.fromkeys((stored.name for stored in tensors), files[rank])
-                sizes[rank] += sum(stored.nbytes for stored in tensors)
             for weight in shard:
                 converted = weight_format.convert(fuse(checkpoint, weight), weight.name)
                 for stored, tensor in zip(weight_format.stored(weight), converted, strict=True):
@@ -180,8 +178,9 @@ def write_weights(
                         _write_tensor(outputs[rank], rank_part(stored.name, tensor, model, tp_size, rank))
                 if progress is not None:
                     progress(_size(weight, weight_format))
+    size = total_size(model, weight_format, tp_size) // tp_size
     for rank in ranks:
-        index = {"metadata": {"total_size": sizes[rank]}, "weight_map": weight_maps[rank]}
+        index = {"metadata": {"total_size": size}, "weight_map": weight_maps[rank]}
         (directory / index_file(rank)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.extents import Span, cut
 
 from .row_storage import RowStorage
 
@@ -58,18 +58,14 @@ class Prefix:
         for part, target in enumerate((keys, values)):
             target = target[:, : self.tokens]
             target[:, :sink] = head[:, : self.tokens, part]
-            for number, extent in enumerate(self.extents):
-                start = sink + number * EXTENT_TOKENS
-                places = target[:, start : start + EXTENT_TOKENS]
-                places.copy_(pool[extent, :, : places.shape[1], part])
+            for extent, inside, places in self._spans(0, sink):
+                target[:, sink:][:, places].copy_(pool[extent, :, inside, part])
 
     def rows_from(self, rows: RowStorage, layer: int, first: int) -> Tensor:
         """Copy a layer's rows of the prefix from token `first` on, which lies in no sink: [G, tokens - first, 2, D]."""
-        pool, start = rows.of_layer(layer).pool, first - self.head.sink_rows.shape[2]
-        stop, parts = start + self.tokens - first, []
-        while start < stop:
-            number, offset = divmod(start, EXTENT_TOKENS)
-            end = min(EXTENT_TOKENS, offset + stop - start)
-            parts.append(pool[self.extents[number], :, offset:end])
-            start += end - offset
-        return torch.cat(parts, dim=1)
+        pool, sink = rows.of_layer(layer).pool, self.head.sink_rows.shape[2]
+        return torch.cat([pool[extent, :, inside] for extent, inside, _ in self._spans(first - sink, sink)], dim=1)
+
+    def _spans(self, start: int, sink: int) -> list[Span]:
+        """Cut the places from `start` on of the tokens behind a sink at the borders of extents."""
+        return cut(self.extents, start, max(0, self.tokens - sink))

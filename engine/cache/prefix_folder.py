@@ -18,11 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import ConfigError
 
 from .prefix_file import DamagedFileError, Entry, ForeignFileError, Origin, RowShape, file_name, read_entry
-from .prefix_tree import TOKEN_BYTES, chained_key, common_tokens, root_key
+from .prefix_tree import TOKEN_BYTES, chained_key, common_tokens, root_key, span_bytes
 
 FOLDER_MODE = 0o700  # files tell what users have written
 LOCK_SECONDS = 1.0  # `kvseek cache` has a folder locked for less
@@ -272,8 +271,7 @@ class PrefixFolder:
         return self._entries[key].tokens
 
     def _span_bytes(self, depth: int) -> int:
-        """Return the bytes of tokens that a whole extent at a depth stands for."""
-        return (EXTENT_TOKENS + (0 if depth else self.shape.sink)) * TOKEN_BYTES
+        return span_bytes(self.shape.sink, depth)
 
 
 def open_folder(directory: Path, most_bytes: int, origin: Origin, shape: RowShape) -> PrefixFolder:

@@ -31,6 +31,11 @@ def pack_tokens(*parts: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
+def span_bytes(sink: int, depth: int) -> int:
+    """Return the bytes of tokens that a whole extent stands for, as the node number `depth` of a sequence."""
+    return (EXTENT_TOKENS + (0 if depth else sink)) * TOKEN_BYTES
+
+
 def common_tokens(one: bytes, other: bytes) -> int:
     """Count the first tokens that two packed sequences have in common."""
     low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
@@ -201,8 +206,7 @@ class PrefixTree:
         return iter(self._by_use)
 
     def _span_bytes(self, depth: int) -> int:
-        """Return the bytes of tokens that a whole extent at a depth stands for."""
-        return (EXTENT_TOKENS + (0 if depth else self._sink)) * TOKEN_BYTES
+        return span_bytes(self._sink, depth)
 
     def _walk(self, salt: str | None, tokens: bytes) -> tuple[list[Node], dict[bytes, Node]]:
         """Find the nodes of whole extents that `tokens` begin with, and the children of the last of them."""

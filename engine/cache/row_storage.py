@@ -9,12 +9,11 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.core.errors import CapacityError
+from kvseek.core.extents import Span
 from kvseek.plugins.contract import LayerRows
 
 from .host_pool import HostPool
 from .memory_layout import RowLayout
-
-Span = tuple[int, slice, slice]  # extent, places inside the extent, places in the written tensor (ExtentTable.spans)
 
 
 class RowStorage:

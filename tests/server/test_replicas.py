@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import requests
 from tests.conftest import BuildEngine, RandomModel
+from tests.support.live_server import command_line
 from tests.support.waiting import wait_for
 
 from kvseek.server.launch import main
@@ -54,21 +55,15 @@ class Service:
     def engine_of(self, replica: str) -> int:
         """Process id of a replica's engine, a descendant of the process that listens at its port."""
         port = replica.rpartition(":")[2]
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                command = (folder / "cmdline").read_text().split("\0")
-            except OSError:
-                continue
-            if "kvseek.server.doors" in command and ["--openai_port", port] in map(list, pairwise(command)):
-                socket = command[command.index("--socket") + 1]
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                command = (folder / "cmdline").read_text().split("\0")
-            except OSError:
-                continue
-            if "kvseek.server.engine.process" in command and socket in command:
-                return int(folder.name)
-        raise AssertionError(f"{replica} has no engine")
+        commands = {
+            int(folder.name): command_line(int(folder.name)).split("\0") for folder in Path("/proc").glob("[0-9]*")
+        }
+        (doors,) = (words for words in commands.values() if ["--openai_port", port] in map(list, pairwise(words)))
+        socket = doors[doors.index("--socket") + 1]
+        (engine,) = (
+            pid for pid, words in commands.items() if "kvseek.server.engine.process" in words and socket in words
+        )
+        return engine
 
 
 @pytest.fixture(scope="module")
