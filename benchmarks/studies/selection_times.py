@@ -3,14 +3,15 @@
     python benchmarks/studies/selection_times.py --methods pariskv,nested --contexts 131072,1048576 --batches 1,4,8
 
 A graph holds the selections of several layers, one after another as in a step but for what lies between them there. Each layer
-has an index of its own, so that no cache holds what is read. What a selection has to read is what the method says
-(costs.py); TB/s is that over the time.
+has an index of its own, so that no cache holds what is read; layers that a method leaves dense are passed over. What a selection
+has to read is what the method says (costs.py); TB/s is that over the time.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,13 +77,18 @@ class SelectionGraph:
     def _launch(self, batch: Batch) -> StepResult:
         from kvseek.engine.model.graphs import StepResult
 
-        indexes, last = self.retrieval.indexes, self.queries[0]
-        for number in range(SELECTIONS):
-            layer = number % len(indexes)
+        indexes, last, made = self.retrieval.indexes, self.queries[0], 0
+        dense: set[int] = set()  # layers that attend to every row
+        for layer in itertools.cycle(range(len(indexes))):
             selection = indexes[layer].select(self.queries[layer], batch)
             if selection is None:
-                raise ConfigError(f"layer {layer} selects nothing: it attends to every row")
-            last = selection.rows
+                dense.add(layer)
+                if len(dense) == len(indexes):
+                    raise ConfigError(f"--layers = {len(indexes)}: all of them attend to every row; take more")
+                continue
+            last, made = selection.rows, made + 1
+            if made == SELECTIONS:
+                break
         return StepResult(last, last)
 
 
