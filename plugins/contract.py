@@ -87,11 +87,22 @@ class IndexContext:
     # a GPU (plugins/attention/hot_rows.py); else None. An index that lets rows change places writes NO_FRAME for these rows.
     frames: Tensor | None = None
     shared: dict[str, Any] = field(default_factory=dict)  # one dictionary for all layers: work space that they share
+    reuse: bool = False  # whether slots may share extents, and a batch may have several requests of a slot
 
     @property
     def group_size(self) -> int:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def scratch_extents(self) -> int:
+        """Extents that the regions of a batch's requests have together at most: those of the pool, if none is shared.
+
+        Arrays [scratch extents, G, 1024, ...] hold what a selection writes for each row of a region. Kernels find a request's
+        part by `scratch` of plugins/shared/request.h, and not by its slot's extents, which other requests may have too.
+        """
+        extents = self.extents
+        return (extents.slots - 1) * extents.max_extents if self.reuse else extents.capacity
 
 
 @dataclass(frozen=True)
@@ -121,7 +132,7 @@ class Effort:
     rows : float
         Rows that a KV head attends to, averaged over the KV heads; all rows of the region if the layer attends densely.
     numbers : tuple of int
-        At most 7 numbers that the engine puts into the batch for the method's kernels (RequestState.numbers), the same in all
+        At most 6 numbers that the engine puts into the batch for the method's kernels (RequestState.numbers), the same in all
         layers.
     """
 

@@ -23,7 +23,7 @@ from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.contract import Index, IndexContext, LayerRows
 from kvseek.plugins.registry import get_method, method_traits
 
-from .supported import check_device
+from .supported import check_device, reuses_prefixes
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ class IndexMaker:
                     rows=None if rows is None else rows[layer],
                     frames=empty_frames(extents, model.num_kv_heads) if keeps[layer] else None,
                     shared=shared,
+                    reuse=reuses_prefixes(config),
                 )
             )
             for layer in range(model.num_layers)
