@@ -307,13 +307,15 @@ class Traits:
         Shapes that the method's compiled code of the CPU supports; None: all that attention's supports
         (plugins/attention/native.py). An engine of another shape is refused when it is built, and when it is loaded.
     prefix_reuse : "entries", "rows" or "copies"
-        What requests whose prompts begin alike have in common on the CPU (docs/conversations.md).
+        What requests whose prompts begin alike have in common (docs/conversations.md).
         "entries": whole extents with their rows and index entries. The places of a prompt follow its tokens, and the entries
         of a full extent are made from its keys, by `build` and `append` alike, and from `Index.prefix_state`. All else that
         the index keeps of a slot can be made from these entries (`Index.adopt`).
         "rows": whole extents with their rows. `build` indexes all keys of every prompt; the index keeps nothing in extents,
         and the places of a prompt follow its tokens.
         "copies": no extents. Rows are copied into a request's own extents, and `build` indexes all keys of every prompt.
+    reuse_devices : tuple of str
+        Devices on which requests may have that in common. Where not, every prompt is read from its first token on.
     last_queries : callable
         Takes the retrieval tokens n of a prompt; returns how many of its last queries `build` makes use of. So many of a
         prompt's last tokens are read, and not reused.
@@ -331,6 +333,7 @@ class Traits:
     cpu_library_on_gpu: bool = False
     cpu_limits: ShapeLimits | None = None
     prefix_reuse: Literal["entries", "rows", "copies"] = "copies"
+    reuse_devices: tuple[str, ...] = ("cpu", "cuda")
     last_queries: Callable[[int], int] = _no_queries
     codebooks: Callable[[int], dict[str, Tensor]] = _no_codebooks
     cuda_macros: Callable[[int, int], dict[str, int]] = _no_macros

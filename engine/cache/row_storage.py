@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from kvseek.plugins.contract import LayerRows
 
 from .host_pool import HostPool
 from .memory_layout import RowLayout
+
+STAGED_EXTENTS = 8  # extents of a layer that are copied to the device before their rows are read there
 
 
 class RowStorage:
@@ -31,7 +33,7 @@ class RowStorage:
     def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device, layout: RowLayout) -> None:
         """Allocate the rows; raises CapacityError if the memory of host or device does not suffice."""
         model = config.model
-        self.layout = layout
+        self.layout, self._device = layout, device
         self.pool = HostPool(layout.capacity, layout.host_layers, model.num_kv_heads, model.head_dim, dtype, device)
         self.device_rows = _device_rows(layout, self.pool.rows.shape[2:], dtype, device)
 
@@ -54,6 +56,23 @@ class RowStorage:
                 self.device_rows[extent, first_layer : first_layer + on_device, :, inside] = piece[:on_device]
             if on_device < rows.shape[0]:
                 self.pool.write(extent, first_layer + on_device - d, inside, piece[on_device:])
+
+    def blocks(self, layer: int, extents: Sequence[int]) -> Iterator[Tensor]:
+        """Yield the rows of extents of a layer where the engine computes, each [G, 1024, 2, D]; they must not be written to.
+
+        A GPU gets copies of rows in host memory, made on the current stream; its allocator counts at most 2 x STAGED_EXTENTS at
+        a time, unless the caller keeps them.
+        """
+        pool = self.of_layer(layer).pool
+        if pool.device.type == self._device.type:
+            yield from (pool[extent] for extent in extents)
+            return
+        for first in range(0, len(extents), STAGED_EXTENTS):
+            some = extents[first : first + STAGED_EXTENTS]
+            staged = torch.empty((len(some), *pool.shape[1:]), dtype=pool.dtype, device=self._device)
+            for block, extent in zip(staged, some, strict=True):
+                block.copy_(pool[extent], non_blocking=True)
+            yield from staged
 
 
 def _device_rows(layout: RowLayout, row_shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from kvseek.plugins.attention.host import HostAttention
 from kvseek.plugins.attention.hot_rows import HotRows, empty_frames, fitting_steps
 from kvseek.plugins.attention.splits import AttentionScratch
 from kvseek.plugins.batch import Batch, RequestState
-from kvseek.plugins.contract import Index, IndexContext, LayerRows
+from kvseek.plugins.contract import Attention, Index, IndexContext, LayerRows
 from kvseek.plugins.registry import get_method, method_traits
 
 from .supported import check_device, reuses_prefixes
@@ -138,6 +139,15 @@ def device_retrieval(
     ]
     _tell_of_steps_not_kept(method_traits(config).kept_steps, indexes, made)
     return Retrieval(config, cache, indexes, attentions, [one.hot for one in made if one.hot is not None])
+
+
+def without_hot_rows(retrieval: Retrieval) -> Retrieval:
+    """Make another retrieval over the cache and indexes of one on a GPU, whose attention neither reads nor writes hot rows."""
+    attentions = list[Attention]()
+    for one in retrieval.attentions:
+        assert isinstance(one, LayerAttention), "device_retrieval makes these"
+        attentions.append(dataclasses.replace(one, kernel=one.kernel.without_hot_rows()))
+    return Retrieval(retrieval.config, retrieval.cache, retrieval.indexes, attentions)
 
 
 def _tell_of_steps_not_kept(steps: int, indexes: list[Index], attentions: list[DeviceAttention]) -> None:

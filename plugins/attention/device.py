@@ -5,6 +5,7 @@ The host's part of a launch depends only on shapes; all else is read from device
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import math
 from ctypes import c_float, c_int32, c_int64, c_void_p
@@ -110,6 +111,12 @@ class DeviceAttention:
             fits = (found[1], *found[3:]) == wanted and hot.rows.dtype == dtype
             limit = f"{dtype} [slots, {kv_heads}, buffers, {entries}, 2, {head_dim}]"
             _require(fits, "hot.rows", (hot.rows.dtype, tuple(found)), limit, "make hot rows of the layer's shape")
+
+    def without_hot_rows(self) -> DeviceAttention:
+        """Return the same attention, with the same scratch memory, that neither reads nor writes hot rows."""
+        other = copy.copy(self)
+        other.hot = None
+        return other
 
     def splits(self, batch: int) -> Splits:
         """Choose the splits of a launch of `batch` requests."""

@@ -95,16 +95,19 @@ class KeptRows:
     """Watches that the rows of kept extents are never written."""
 
     def __init__(self, engine: Engine) -> None:
-        self._tree, self._pool = engine._prefixes._tree, engine._cache.rows.pool.rows
-        self._rows = dict[Node, torch.Tensor]()
+        self._tree, rows = engine._prefixes._tree, engine._cache.rows
+        self._pools = rows.device_rows, rows.pool.rows
+        self._rows = dict[Node, list[torch.Tensor]]()
 
     def check(self) -> None:
+        if self._pools[0].is_cuda:
+            torch.cuda.synchronize()
         rows = {}
         for node in self._tree:
             count = len(node.tokens) // TOKEN_BYTES - (SINK if node.parent is None else 0)
-            now = self._pool[node.extent, :, :, : max(0, count)]
-            rows[node] = self._rows[node] if node in self._rows else now.clone()
-            assert torch.equal(rows[node], now)
+            now = [pool[node.extent, :, :, : max(0, count)] for pool in self._pools]
+            rows[node] = self._rows[node] if node in self._rows else [part.clone() for part in now]
+            assert all(torch.equal(one, other) for one, other in zip(rows[node], now, strict=True))
         self._rows = rows
 
 
