@@ -1,0 +1,191 @@
+"""Prefix reuse of engines on the GPU: what the tests of the CPU check (tests/engine), and that the host never waits for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conftest import BuildEngine, RandomModel
+from tests.engine import test_cached_prefill as sparse_checks
+from tests.engine import test_prefix_reuse as checks
+from tests.engine.cache.test_isolation import POISONS, poison
+from tests.engine.test_prefix_reuse import DOCUMENT, LIMITS, SINK, WINDOW, Load
+from tests.gpu.engine.test_isolation import left_behind
+from tests.gpu.plugins.test_methods import CONTESTANTS
+from tests.gpu.waits import no_host_waits, slow_stream
+from tests.plugins.cases import CASES, method_flags
+
+from kvseek.core.config_file import read_config
+from kvseek.core.request import Request
+from kvseek.engine.cache import cache as cache_module
+from kvseek.engine.cache.prefix_tree import pack_tokens
+from kvseek.engine.engine import Engine
+from kvseek.engine.loading.load import load_decoder
+from kvseek.plugins.registry import get_method
+
+pytestmark = pytest.mark.gpu
+
+SPARSE = {"full": ("full", ()), **CONTESTANTS}  # by name: a method, and flags with which it selects few rows
+REUSING = [name for name, (method, _) in SPARSE.items() if "cuda" in get_method(method).traits().reuse_devices]
+ENTRIES = [name for name in REUSING if get_method(SPARSE[name][0]).traits().prefix_reuse == "entries"]
+OFFLOADS = ("always", "never")
+SIDE_CYCLES = 4_000_000  # about 2 ms: side streams fall behind the current one
+LoadGpu = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def model(random_model: RandomModel) -> Path:
+    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 4096}
+    return random_model("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=64, **shape)
+
+
+@pytest.fixture(scope="module")
+def load_gpu(model: Path, on_gpu: BuildEngine) -> LoadGpu:
+    """Load an engine of the GPU whose method attends to everything, or, with `sparse`, to few rows.
+
+    Fields of its cache may be changed; bytes of the pool are given for heads half as large (tests/engine).
+    """
+
+    def make(offload: str, name: str = "full", *flags: str, sparse: bool = False, **cache: object) -> Engine:
+        method, few = SPARSE[name]
+        window, limits = (sparse_checks.FLAGS, sparse_checks.LIMITS) if sparse else (WINDOW, LIMITS)
+        everything = () if sparse else method_flags(method, CASES[method].everything)
+        own = (*window, *limits, *few, *everything, "--cache.offload", offload, "--dtype", "float32", *flags)
+        directory = on_gpu(model, method, *own)
+        if (most := cache.pop("kv_cache_host_memory_bytes", None)) is not None:
+            assert isinstance(most, int)
+            cache[f"kv_cache_{'device' if offload == 'never' else 'host'}_memory_bytes"] = 2 * most
+        config = read_config(directory)
+        config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, **cache))  # type: ignore[arg-type]
+        engine = Engine(config, load_decoder(directory, config), Engine.load(directory).tokenizer)
+        assert engine._prefixes.enabled == (config.cache.reuse is not False)
+        return engine
+
+    return make
+
+
+@pytest.fixture(params=OFFLOADS)
+def load(request: pytest.FixtureRequest, load_gpu: LoadGpu) -> Load:
+    return partial(load_gpu, request.param)
+
+
+@pytest.fixture(scope="module")
+def plain(load_gpu: LoadGpu) -> checks.Plain:
+    """What an engine answers that reads every prompt, and has only one request."""
+    engine, known = load_gpu("always", reuse=False), dict[Request, list[int]]()
+
+    def answer(request: Request) -> list[int]:
+        if request not in known:
+            known[request] = engine.generate([request])[0]
+        return known[request]
+
+    return answer
+
+
+@pytest.mark.parametrize("name", REUSING)
+def test_a_prompt_that_begins_alike_has_the_same_answer(name: str, load: Load, plain: checks.Plain) -> None:
+    engine = load(name)
+    for prompt, reused in (
+        (DOCUMENT, 0),
+        (DOCUMENT, len(DOCUMENT) - 1),  # its last token is read, whose logits are needed
+        (DOCUMENT + (5,) * 40, len(DOCUMENT)),  # ends in the ring of the first
+        (DOCUMENT[:1500] + (7,) * 40, 1500),  # in the middle of an extent
+        (DOCUMENT[: 1024 + SINK] + (9,) * 30, 1024 + SINK),  # at the end of one
+        (DOCUMENT[: SINK - 1] + (11,) * 60, SINK - 1),  # in the sink
+        (DOCUMENT[:1500] + (7,) * 40 + (6,) * 900, 1540),
+    ):
+        request = Request(prompt, 12)
+        ((tokens, statistics),) = checks.ask(engine, request)
+        assert statistics.reused_tokens == checks.may_reuse(engine, prompt, reused)
+        assert tokens == plain(request)
+
+
+@pytest.mark.parametrize("name", REUSING)
+def test_a_conversation_goes_on(name: str, load: Load, plain: checks.Plain) -> None:
+    checks.test_a_conversation_goes_on(name, load, plain)
+
+
+@pytest.mark.parametrize("name", REUSING)
+def test_two_requests_go_on_differently_from_one_partial_extent(name: str, load: Load, plain: checks.Plain) -> None:
+    checks.test_two_requests_go_on_differently_from_one_partial_extent(name, load, plain)
+
+
+@pytest.mark.parametrize("name", REUSING)
+def test_random_requests_are_answered_as_without_reuse(
+    name: str, load: Load, plain: checks.Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies on side streams come late, so that whoever does not wait for them shows."""
+    monkeypatch.setattr(cache_module, "SideStream", slow_stream(SIDE_CYCLES))
+    checks.test_random_requests_are_answered_as_without_reuse(name, load, plain)
+
+
+@pytest.mark.parametrize("name", [name for name in REUSING if name in ("full", "pariskv")])
+def test_a_cancelled_request_keeps_what_all_layers_have_read(name: str, load: Load, plain: checks.Plain) -> None:
+    checks.test_a_cancelled_request_keeps_what_all_layers_have_read(name, load, plain)
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "full"])
+def test_requests_that_share_extents_select_as_alone(name: str, load: Load) -> None:
+    """Four questions about one document decode together, and keep hot rows of the same rows of the pool."""
+    engine = load(name, sparse=True)
+    checks.ask(engine, Request(DOCUMENT, 1))
+    requests = [Request(DOCUMENT + (number,) * 9, 30) for number in range(3, 7)]
+    alone = [checks.ask(engine, request)[0][0] for request in requests]
+    together = checks.ask(engine, *requests)
+    assert [tokens for tokens, _ in together] == alone
+    assert all(statistics.shared_extents == 2 for _, statistics in together)
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "full"])
+def test_the_rest_of_a_prompt_is_read_as_by_decode_steps(name: str, offload: str, load_gpu: LoadGpu) -> None:
+    load = partial(load_gpu, offload, sparse=True, cached_prefill="sparse")
+    sparse_checks.test_the_rest_of_a_prompt_is_read_as_by_decode_steps(name, "native", load)
+
+
+@pytest.mark.parametrize("name", [name for name in REUSING if name != "full"])
+def test_what_is_free_tells_nothing(name: str, load: Load, plain: checks.Plain) -> None:
+    """Windows, entries of slots, hot rows and all extents but the kept ones may hold anything."""
+    engine, generator = load(name), torch.Generator().manual_seed(3)
+    first, second = Request(DOCUMENT[:1500], 12), Request(DOCUMENT[:1500] + (8,) * 90, 30)
+    checks.ask(engine, first)
+    extents = engine._cache.extents
+    kept = set(range(extents.capacity)) - set(extents._free)
+    assert 0 < len(kept) < extents.capacity
+    torch.cuda.synchronize()
+    for kind in POISONS:
+        with torch.inference_mode():
+            for array in left_behind(engine):
+                for number in range(array.shape[0]):
+                    if array.shape[0] != extents.capacity or number not in kept:
+                        poison(array[number], kind, generator)
+        ((tokens, statistics),) = checks.ask(engine, second)
+        assert tokens == plain(second)
+        assert statistics.reused_tokens >= checks.may_reuse(engine, second.prompt_ids, 1500)
+        kept = set(range(extents.capacity)) - set(extents._free)
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_the_host_waits_for_nothing_but_tokens(offload: str, load_gpu: LoadGpu) -> None:
+    engine = load_gpu(offload, "pariskv")
+    for _ in range(2):  # the first time pinned memory is allocated
+        checks.ask(engine, Request(DOCUMENT, 3), Request(DOCUMENT + (5,) * 40, 3))
+    cache, decoder, prompt = engine._cache, engine.decoder, DOCUMENT + (7,) * 200
+    packed = pack_tokens(prompt)
+    with no_host_waits():
+        prefix = engine._prefixes.find(packed, None)
+        assert prefix is not None
+        engine._prefixes.open(0, len(prompt) + 10, prefix)
+        prefill = decoder.prefill([(0, prompt)])
+        while prefill.progress < 1:
+            prefill.advance(512)
+    prefill.finish()
+    with no_host_waits():
+        engine._prefixes.share(0, packed, None)
+        engine._prefixes.close(0, packed)
+    torch.cuda.synchronize()
+    assert cache.extents.used == 0
