@@ -93,7 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--contexts", default="32768,131072", help="tokens of the prompt (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="write JSON there")
     own = parser.parse_args(argv)
-    flags = ["--shape", own.shape, "--methods", own.method, "--contexts", own.contexts, "--batches", "2"]
+    # Every prompt is to be read from its first token on.
+    method = f"{own.method}{',' if ':' in own.method else ':'}cache.reuse=false"
+    flags = ["--shape", own.shape, "--methods", method, "--contexts", own.contexts, "--batches", "2"]
     arguments = parse([*flags, "--offload", "always", "--prefill"])
     bench = Bench(arguments, [Cell(context, 2) for context in arguments.contexts])
     bench.load()

@@ -86,8 +86,9 @@ class PrefixCache:
         self._read: set[int] = set()  # slots whose prompt has been read to its end
         self._loader = None if store is None else PrefixLoader(cache, store, self._make_room)
         layout, most = cache.rows.layout, cache.config.reuse_host_bytes
-        bounded = most is not None and layout.host_layers
-        self._most = most // (layout.host_layers * layout.layer_bytes) if bounded else layout.capacity
+        self._most = layout.capacity
+        if most is not None and layout.host_layers:
+            self._most = most // (layout.host_layers * layout.layer_bytes)
 
     # A request begins: `find` and `fits` while it waits, `open` when it is admitted, `find_more` and `load` when its prompt is
     # about to be read.

@@ -54,6 +54,11 @@ class DiskSettings:
 
 def check_disk(config: EngineConfig, disk: DiskSettings) -> None:
     """Raise ConfigError if an engine cannot keep prefixes on disk as it is asked to."""
+    if disk.directory is not None and config.device == "cuda":
+        raise ConfigError(
+            f"disk_dir = {str(disk.directory)!r}: must be left out with device = 'cuda', whose rows are not written to disk yet: "
+            "leave it out, or build with --device cpu"
+        )
     if disk.directory is not None and not reuses_prefixes(config):
         raise ConfigError(
             f"disk_dir = {str(disk.directory)!r}: must be left out with this engine, which keeps no prefixes: device = "

@@ -14,7 +14,8 @@ struct Request {
     int length;      // tokens in the retrieval region
     int dense;       // attend to the whole retrieval region: no selection was made
     int numbers[6];  // the method's own (Effort.numbers)
-    int scratch;     // the request's first extent in arrays of a selection's intermediate results (IndexContext.scratch_extents)
+    int scratch;     // the request's first extent in arrays of a selection's intermediate results
+                     // (IndexContext.scratch_extents)
 };
 static_assert(sizeof(Request) == 64, "plugins/batch.py packs 16 integers a request");
 

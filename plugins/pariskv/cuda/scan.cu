@@ -201,7 +201,8 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::SCAN_THREADS, 1)
             }
             if (extent * EXTENT_TOKENS + static_cast<int>(threadIdx.x) < length) {
                 const unsigned score = lookup.votes(ahead[i]);
-                own_scores[static_cast<size_t>(task.scratch_extent(a, extent)) * EXTENT_TOKENS] = static_cast<unsigned char>(score);
+                own_scores[static_cast<size_t>(task.scratch_extent(a, extent)) * EXTENT_TOKENS] =
+                    static_cast<unsigned char>(score);
                 atomicAdd(&histogram[score], 1);
             }
             fetch(extent + AHEAD, i);

@@ -150,7 +150,8 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
         }
         __syncthreads();
         Top::take_by_digits(
-            memory, here, top_k, [&](int i) { return a.keys[static_cast<size_t>(task.scratch_row(a, first + i))]; }, take);
+            memory, here, top_k, [&](int i) { return a.keys[static_cast<size_t>(task.scratch_row(a, first + i))]; },
+            take);
     }
     if (active == 1) return;
     __threadfence();
