@@ -20,11 +20,13 @@ from tests.gpu.waits import no_host_waits, slow_stream
 from tests.plugins.cases import CASES, method_flags
 
 from kvseek.core.config_file import read_config
+from kvseek.core.errors import ConfigError
 from kvseek.core.request import Request
 from kvseek.engine.cache import cache as cache_module
 from kvseek.engine.cache.prefix_tree import pack_tokens
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.plugins.registry import get_method
 
 pytestmark = pytest.mark.gpu
@@ -167,6 +169,31 @@ def test_what_is_free_tells_nothing(name: str, load: Load, plain: checks.Plain) 
         assert tokens == plain(second)
         assert statistics.reused_tokens >= checks.may_reuse(engine, second.prompt_ids, 1500)
         kept = set(range(extents.capacity)) - set(extents._free)
+
+
+@pytest.mark.parametrize("name", ["full", "nested"])
+def test_a_prompt_is_not_read_again_after_a_restart(
+    name: str, model: Path, on_gpu: BuildEngine, plain: checks.Plain, tmp_path: Path
+) -> None:
+    method, few = SPARSE[name]
+    flags = (*WINDOW, *LIMITS, *few, *method_flags(method, CASES[method].everything), "--dtype", "float32")
+    directory = on_gpu(model, method, *flags, "--cache.offload", "always")
+    for prompt, reused in (
+        (DOCUMENT, 0),
+        (DOCUMENT + (5,) * 40, len(DOCUMENT)),
+        (DOCUMENT + (5,) * 40, len(DOCUMENT) + 39),
+        (DOCUMENT[:1500] + (7,) * 40, 1500),
+    ):
+        engine = Engine.load(directory, disk=DiskSettings(tmp_path))
+        ((tokens, statistics),) = checks.ask(engine, request := Request(prompt, 12))
+        engine.close()
+        assert (tokens, statistics.reused_tokens) == (plain(request), reused)
+
+
+def test_rows_on_the_device_are_not_written_to_disk(model: Path, on_gpu: BuildEngine, tmp_path: Path) -> None:
+    directory = on_gpu(model, "full", *WINDOW, *LIMITS, "--cache.offload", "never")
+    with pytest.raises(ConfigError, match="disk_dir = .*: must be left out with the rows of 2 layers on the device"):
+        Engine.load(directory, disk=DiskSettings(tmp_path))
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
