@@ -36,7 +36,7 @@ def load_device(model: Path, build_engine: BuildEngine) -> LoadDevice:  # noqa: 
         config = read_config(directory)
         if offload == "never" and "kv_cache_host_memory_bytes" in cache:
             cache["kv_cache_device_memory_bytes"] = cache.pop("kv_cache_host_memory_bytes")
-        decoder = make_decoder(directory, offload, cache=dataclasses.replace(config.cache, **cache))  # type: ignore[arg-type]
+        decoder = make_decoder(directory, offload, cache=dataclasses.replace(config.cache, **cache))
         return Engine(decoder.config, decoder, Engine.load(directory).tokenizer)
 
     return make

@@ -12,8 +12,8 @@ from tests.plugins.cases import CASES, ON_GPU
 from torch import Tensor
 
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
-from kvseek.core.extents import extents_for
 from kvseek.core.errors import ConfigError, KernelError
+from kvseek.core.extents import extents_for
 from kvseek.engine.loading.dry_run import ALLOCATION_BYTES, HOPPER, META, DryRun, MetaBytes, UnloadedKernels
 from kvseek.engine.loading.indexes import IndexMaker
 from kvseek.engine.loading.memory import IndexNeeds, make_without_rows

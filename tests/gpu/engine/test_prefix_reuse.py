@@ -62,7 +62,7 @@ def load_gpu(model: Path, on_gpu: BuildEngine) -> LoadGpu:
             assert isinstance(most, int)
             cache[f"kv_cache_{'device' if offload == 'never' else 'host'}_memory_bytes"] = 2 * most
         config = read_config(directory)
-        config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, **cache))  # type: ignore[arg-type]
+        config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, **cache))
         engine = Engine(config, load_decoder(directory, config), Engine.load(directory).tokenizer)
         assert engine._prefixes.enabled == (config.cache.reuse is not False)
         return engine
@@ -192,7 +192,7 @@ def test_a_prompt_is_not_read_again_after_a_restart(
 
 def test_rows_on_the_device_are_not_written_to_disk(model: Path, on_gpu: BuildEngine, tmp_path: Path) -> None:
     directory = on_gpu(model, "full", *WINDOW, *LIMITS, "--cache.offload", "never")
-    with pytest.raises(ConfigError, match="disk_dir = .*: must be left out with the rows of 2 layers on the device"):
+    with pytest.raises(ConfigError, match=r"disk_dir = .*: must be left out with the rows of 2 layers on the device"):
         Engine.load(directory, disk=DiskSettings(tmp_path))
 
 
