@@ -75,7 +75,7 @@ def open_prefixes(engine_dir: Path, config: EngineConfig, cache: Cache, disk: Di
     if on_device := cache.rows.layout.device_layers:
         raise ConfigError(
             f"disk_dir = {str(disk.directory)!r}: must be left out with the rows of {on_device} layers on the device, which are "
-            "not written to disk: leave it out, or build with --cache.offload always and a method that attends sparsely in all layers"
+            "not written to disk: leave it out, or build with --cache.offload always and a method that is sparse in all layers"
         )
     pool, most = cache.rows.pool.rows, disk.most_bytes or DEFAULT_DISK_BYTES
     row_bytes = 2 * config.model.head_dim * pool.element_size()
