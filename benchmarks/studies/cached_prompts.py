@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def make_engine(bench: Bench, config: EngineConfig, variant: Variant, rows: RowS
     cache.window.normal_()
     codebooks = variant.entry.traits(variant.settings).codebooks(config.model.head_dim)
     retrieval = device_retrieval(config, cache, IndexMaker(config, codebooks, None, kernels).over(cache), kernels)
-    tokenizer: Any = None  # requests are token ids
+    tokenizer: Any = SimpleNamespace(file=None)  # requests are token ids
     return Engine(config, TorchRuntime(config, bench.weights.tensors).decoder(retrieval, kernels), tokenizer)
 
 

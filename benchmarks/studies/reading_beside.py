@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def make_engine(bench: Bench, cell: Cell) -> Engine:
     cache = bench.new_cache(bench.row_storage("always", [cell]), variant, [cell])
     decoder = bench.decoder(variant, cache, bench.indexes(variant, cache, [cell]), [cell], hot_rows=True)
     decoder.steps.prepare()
-    tokenizer: Any = None  # requests are token ids
+    tokenizer: Any = SimpleNamespace(file=None)  # requests are token ids
     return Engine(decoder.config, decoder, tokenizer)
 
 

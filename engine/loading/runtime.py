@@ -16,7 +16,7 @@ from kvseek.engine.model.graph_steps import GraphSteps
 from kvseek.engine.model.graphs import buckets_for
 from kvseek.engine.model.kernel_model import KernelModel
 from kvseek.engine.model.layer_kernels import LayerKernels
-from kvseek.engine.model.weight_only_kernels import weight_only_kernels
+from kvseek.engine.model.product_kernels import product_kernels
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.retrieval import Retrieval
 
@@ -74,7 +74,7 @@ class TorchRuntime:
     def decoder(self, retrieval: Retrieval, kernels: CudaKernels) -> Decoder:
         """See Runtime."""
         model = KernelModel(
-            self.weights, retrieval, layer_kernels(retrieval, kernels), weight_only_kernels(self.config, kernels)
+            self.weights, retrieval, layer_kernels(retrieval, kernels), product_kernels(self.config, kernels)
         )
         if self.config.cache.cached_prefill == "sparse":
             cold = without_hot_rows(retrieval)

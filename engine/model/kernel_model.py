@@ -18,10 +18,10 @@ from .continuation import BlockReader, Continuation
 from .graphs import StepResult
 from .layer import Head, Layer
 from .layer_kernels import LayerKernels
-from .linear import WeightOnlyProducts
+from .linear import KernelProducts, Products
 from .prefill import NO_TAKERS, LayerwiseModel, Prefill, Prompts, Takers, attend_pieces, pieces_of
+from .product_kernels import ProductKernels
 from .torch_model import Stream
-from .weight_only_kernels import WeightOnlyKernels
 
 
 class KernelModel(LayerwiseModel[Stream]):
@@ -31,8 +31,8 @@ class KernelModel(LayerwiseModel[Stream]):
     ----------
     weights : dict of str to Tensor
         Weights as engine/model/weights.py loads them, on the cache's device and in its dtype.
-    weight_only : WeightOnlyKernels or None
-        Kernels that multiply with weights of 8 bits, for a model that has such weights.
+    multiply : ProductKernels or None
+        Kernels that multiply few rows; None: PyTorch multiplies.
 
     Attributes
     ----------
@@ -45,14 +45,14 @@ class KernelModel(LayerwiseModel[Stream]):
         weights: dict[str, Tensor],
         retrieval: Retrieval,
         ops: LayerKernels,
-        weight_only: WeightOnlyKernels | None = None,
+        multiply: ProductKernels | None = None,
     ) -> None:
         super().__init__(retrieval)
         self.ops, self.embed, self.norm = ops, weights["embed.weight"], weights["norm.weight"]
         self.lm_head = self.embed if self.model.tie_word_embeddings else weights["lm_head.weight"]
-        products = None if weight_only is None else WeightOnlyProducts(weight_only)
+        products = Products(self.norm.dtype) if multiply is None else KernelProducts(multiply)
         self.layers = [Layer(self.model, weights, number, products) for number in range(self.model.num_layers)]
-        self.head = Head(self.model, self.norm, self.lm_head)
+        self.head = Head(self.model, self.norm, self.lm_head, products)
         self.reader: BlockReader | None = None
 
     def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
@@ -98,7 +98,7 @@ class KernelModel(LayerwiseModel[Stream]):
             attend = partial(self.retrieval.attend, number, batch=batch)
             window = self.retrieval.cache.window[number]
             delta = layer.decode(self.ops, batch, x, delta, rotation, window, attend, mark)
-        logits = F.linear(self.ops.add_rms_norm(x, delta, self.norm), self.lm_head)
+        logits = self.head.project(self.ops.add_rms_norm(x, delta, self.norm))
         result = StepResult(logits, self.ops.argmax(logits))
         mark("head")
         return result

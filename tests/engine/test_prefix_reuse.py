@@ -99,7 +99,8 @@ class KeptRows:
         self._pools = rows.device_rows, rows.pool.rows
         shares = method_traits(engine.config).prefix_reuse == "entries"
         held = tensors_in([vars(index) for index in engine.decoder.retrieval.indexes], set()) if shares else ()
-        self._entries = [array for array in held if array.ndim and array.shape[0] == rows.layout.capacity]
+        capacity = rows.layout.capacity
+        self._entries = [one for one in held if one.ndim > 2 and (one.shape[0], one.shape[2]) == (capacity, 1024)]
         self._rows = dict[Node, list[torch.Tensor]]()
 
     def check(self) -> None:
