@@ -18,6 +18,7 @@ from tests.support.device_stand_ins import make_decoder
 from kvseek.core.config_file import read_config
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
+from kvseek.engine.tokenizer import Tokenizer
 
 # What PyTorch stands in for.
 METHODS = ("full", "flat")
@@ -37,7 +38,7 @@ def load_device(model: Path, build_engine: BuildEngine) -> LoadDevice:  # noqa: 
         if offload == "never" and "kv_cache_host_memory_bytes" in cache:
             cache["kv_cache_device_memory_bytes"] = cache.pop("kv_cache_host_memory_bytes")
         decoder = make_decoder(directory, offload, cache=dataclasses.replace(config.cache, **cache))
-        return Engine(decoder.config, decoder, Engine.load(directory).tokenizer)
+        return Engine(decoder.config, decoder, Tokenizer(directory))
 
     return make
 

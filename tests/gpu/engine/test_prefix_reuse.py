@@ -27,6 +27,7 @@ from kvseek.engine.cache.prefix_tree import pack_tokens
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.load import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings
+from kvseek.engine.tokenizer import Tokenizer
 from kvseek.plugins.registry import get_method
 
 pytestmark = pytest.mark.gpu
@@ -63,7 +64,7 @@ def load_gpu(model: Path, on_gpu: BuildEngine) -> LoadGpu:
             cache[f"kv_cache_{'device' if offload == 'never' else 'host'}_memory_bytes"] = 2 * most
         config = read_config(directory)
         config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, **cache))
-        engine = Engine(config, load_decoder(directory, config), Engine.load(directory).tokenizer)
+        engine = Engine(config, load_decoder(directory, config), Tokenizer(directory))
         assert engine._prefixes.enabled == (config.cache.reuse is not False)
         return engine
 
