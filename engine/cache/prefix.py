@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import Span, cut
 
 from .row_storage import RowStorage
@@ -62,10 +63,17 @@ class Prefix:
         targets = keys[:, : self.tokens], values[:, : self.tokens]
         for part, target in enumerate(targets):
             target[:, :sink] = head[:, : self.tokens, part]
-        spans = self._spans(0, sink)
-        for block, (_, inside, places) in zip(rows.blocks(layer, [one[0] for one in spans]), spans, strict=True):
-            for part, target in enumerate(targets):
-                target[:, sink:][:, places].copy_(block[:, inside, part])
+        left = [target[:, sink:] for target in targets]
+        for run in rows.runs(layer, self.extents):
+            whole = min(run.shape[0], left[0].shape[1] // EXTENT_TOKENS)
+            places = whole * EXTENT_TOKENS
+            for part, target in enumerate(left):
+                if whole:
+                    taken = target[:, :places].unflatten(1, (whole, EXTENT_TOKENS))
+                    taken.copy_(run[:whole, :, :, part].transpose(0, 1))
+                if whole < run.shape[0]:  # the last extent of the prefix, which is not full
+                    target[:, places:].copy_(run[whole, :, : target.shape[1] - places, part])
+            left = [target[:, run.shape[0] * EXTENT_TOKENS :] for target in left]
 
     def rows_from(self, rows: RowStorage, layer: int, first: int) -> Tensor:
         """Copy a layer's rows of the prefix from token `first` on, which lies in no sink: [G, tokens - first, 2, D]."""

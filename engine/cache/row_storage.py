@@ -57,22 +57,33 @@ class RowStorage:
             if on_device < rows.shape[0]:
                 self.pool.write(extent, first_layer + on_device - d, inside, piece[on_device:])
 
-    def blocks(self, layer: int, extents: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the rows of extents of a layer where the engine computes, each [G, 1024, 2, D]; they must not be written to.
+    def runs(self, layer: int, extents: Sequence[int]) -> Iterator[Tensor]:
+        """Yield a layer's rows of extents, in order, where the engine computes; they must not be written to.
 
-        A GPU gets copies of rows in host memory, made on the current stream; its allocator counts at most 2 x STAGED_EXTENTS at
-        a time, unless the caller keeps them.
+        Each is of one extent or of several, [extents, G, 1024, 2, D]. A GPU gets copies of rows in host memory, made on the current
+        stream; its allocator counts at most 2 x STAGED_EXTENTS at a time, unless the caller keeps them.
         """
         pool = self.of_layer(layer).pool
-        if pool.device.type == self._device.type:
-            yield from (pool[extent] for extent in extents)
-            return
-        for first in range(0, len(extents), STAGED_EXTENTS):
-            some = extents[first : first + STAGED_EXTENTS]
-            staged = torch.empty((len(some), *pool.shape[1:]), dtype=pool.dtype, device=self._device)
-            for block, extent in zip(staged, some, strict=True):
-                block.copy_(pool[extent], non_blocking=True)
-            yield from staged
+        there = pool.device.type == self._device.type
+        first = 0
+        while first < len(extents):
+            last = first + 1
+            if there:  # neighbours in the pool, as they lie
+                while last < len(extents) and extents[last] == extents[last - 1] + 1:
+                    last += 1
+                yield pool[extents[first] : extents[last - 1] + 1]
+            else:
+                last = min(first + STAGED_EXTENTS, len(extents))
+                staged = torch.empty((last - first, *pool.shape[1:]), dtype=pool.dtype, device=self._device)
+                for target, extent in zip(staged, extents[first:last], strict=True):
+                    target.copy_(pool[extent], non_blocking=True)
+                yield staged
+            first = last
+
+    def blocks(self, layer: int, extents: Sequence[int]) -> Iterator[Tensor]:
+        """Yield what `runs` yields extent by extent, each [G, 1024, 2, D]."""
+        for run in self.runs(layer, extents):
+            yield from run
 
 
 def _device_rows(layout: RowLayout, row_shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
