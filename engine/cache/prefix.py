@@ -69,7 +69,7 @@ class Prefix:
             places = whole * EXTENT_TOKENS
             for part, target in enumerate(left):
                 if whole:
-                    taken = target[:, :places].unflatten(1, (whole, EXTENT_TOKENS))
+                    taken = target[:, :places].view(len(target), whole, EXTENT_TOKENS, -1)
                     taken.copy_(run[:whole, :, :, part].transpose(0, 1))
                 if whole < run.shape[0]:  # the last extent of the prefix, which is not full
                     target[:, places:].copy_(run[whole, :, : target.shape[1] - places, part])

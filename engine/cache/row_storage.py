@@ -60,8 +60,8 @@ class RowStorage:
     def runs(self, layer: int, extents: Sequence[int]) -> Iterator[Tensor]:
         """Yield a layer's rows of extents, in order, where the engine computes; they must not be written to.
 
-        Each is of one extent or of several, [extents, G, 1024, 2, D]. A GPU gets copies of rows in host memory, made on the current
-        stream; its allocator counts at most 2 x STAGED_EXTENTS at a time, unless the caller keeps them.
+        Each is of one extent or of several, [extents, G, 1024, 2, D]. A GPU gets copies of rows in host memory, made on the
+        current stream; its allocator counts at most 2 x STAGED_EXTENTS at a time, unless the caller keeps them.
         """
         pool = self.of_layer(layer).pool
         there = pool.device.type == self._device.type
