@@ -15,7 +15,7 @@ from tests.engine import test_prefix_reuse as checks
 from tests.engine.cache.test_isolation import POISONS, poison
 from tests.engine.test_prefix_reuse import DOCUMENT, LIMITS, SINK, WINDOW, Load
 from tests.gpu.engine.test_isolation import left_behind
-from tests.gpu.plugins.test_methods import CONTESTANTS, LIKELY_EQUAL
+from tests.gpu.plugins.test_methods import CONTESTANTS
 from tests.gpu.waits import no_host_waits, slow_stream
 from tests.plugins.cases import CASES, method_flags
 
@@ -140,9 +140,7 @@ def test_requests_that_share_extents_select_as_alone(name: str, load: Load) -> N
     alone = [checks.ask(engine, request)[0][0] for request in requests]
     together = checks.ask(engine, *requests)
     assert all(statistics.shared_extents == 2 for _, statistics in together)
-    differing = [pair for pair in zip([tokens for tokens, _ in together], alone, strict=True) if pair[0] != pair[1]]
-    assert len(differing) <= 1, "products of other batch sizes round otherwise"
-    assert all(found[:LIKELY_EQUAL] == own[:LIKELY_EQUAL] for found, own in differing)
+    assert [tokens for tokens, _ in together] == alone, "so few tokens do not show how products round"
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
