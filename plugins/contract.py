@@ -87,7 +87,7 @@ class IndexContext:
     # a GPU (plugins/attention/hot_rows.py); else None. An index that lets rows change places writes NO_FRAME for these rows.
     frames: Tensor | None = None
     shared: dict[str, Any] = field(default_factory=dict)  # one dictionary for all layers: work space that they share
-    reuse: bool = False  # whether slots may share extents, and a batch may have several requests of a slot
+    shares_extents: bool = False  # whether slots may have extents in common, and a batch several requests of a slot
 
     @property
     def group_size(self) -> int:
@@ -102,7 +102,7 @@ class IndexContext:
         part by `scratch` of plugins/shared/request.h, and not by its slot's extents, which other requests may have too.
         """
         extents = self.extents
-        return (extents.slots - 1) * extents.max_extents if self.reuse else extents.capacity
+        return (extents.slots - 1) * extents.max_extents if self.shares_extents else extents.capacity
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.contract import Attention, Index, IndexContext, LayerRows
 from kvseek.plugins.registry import get_method, method_traits
 
-from .supported import check_device, reuses_prefixes
+from .supported import check_device, shares_extents
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class IndexMaker:
                     rows=None if rows is None else rows[layer],
                     frames=empty_frames(extents, model.num_kv_heads) if keeps[layer] else None,
                     shared=shared,
-                    reuse=reuses_prefixes(config),
+                    shares_extents=shares_extents(config),
                 )
             )
             for layer in range(model.num_layers)
@@ -187,7 +187,8 @@ def make_attentions(
         entries = 0 if selection is None else selection.rows.shape[2]
         hot, frames, kept = None, index.context.frames, fitting_steps(entries, steps)
         if hot_rows and frames is not None and kept:
-            hot = HotRows.make(frames, slots=slots, entries=entries, steps=kept, head_dim=model.head_dim, dtype=dtype)
+            sizes = {"slots": slots, "entries": entries, "steps": kept, "head_dim": model.head_dim}
+            hot = HotRows.make(frames, **sizes, dtype=dtype, shared=index.context.shares_extents)
         attentions.append(
             DeviceAttention(
                 kernels,

@@ -52,6 +52,11 @@ def reuses_prefixes(config: EngineConfig) -> bool:
     return able and config.cache.reuse is not False
 
 
+def shares_extents(config: EngineConfig) -> bool:
+    """Whether requests of an engine may have extents in common."""
+    return reuses_prefixes(config) and method_traits(config).prefix_reuse != "copies"
+
+
 def _check_reuse(config: EngineConfig) -> None:
     cache, devices = config.cache, method_traits(config).reuse_devices
     for name, value in (("reuse", cache.reuse or None), ("reuse_host_bytes", cache.reuse_host_bytes)):

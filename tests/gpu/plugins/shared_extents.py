@@ -33,7 +33,7 @@ def check_shared_extents(
             dtype=getattr(torch, dtype),
             device=gpu_context.PLACE,
             cuda=gpu_context.method_kernels(method, config, dtype, dim, group),
-            reuse=True,
+            shares_extents=True,
         )
     )
     assert index.context.scratch_extents == 4 * 3
