@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +35,7 @@ pytestmark = pytest.mark.gpu
 SPARSE = {"full": ("full", ()), **CONTESTANTS}  # by name: a method, and flags with which it selects few rows
 REUSING = [name for name, (method, _) in SPARSE.items() if "cuda" in get_method(method).traits().reuse_devices]
 ENTRIES = [name for name in REUSING if get_method(SPARSE[name][0]).traits().prefix_reuse == "entries"]
+SELECTING = [name for name in ENTRIES if name != "full"]
 OFFLOADS = ("always", "never")
 SIDE_CYCLES = 4_000_000  # about 2 ms: side streams fall behind the current one
 LoadGpu = Callable[..., Engine]
@@ -57,13 +58,12 @@ def load_gpu(model: Path, on_gpu: BuildEngine) -> LoadGpu:
         method, few = SPARSE[name]
         window, limits = (sparse_checks.FLAGS, sparse_checks.LIMITS) if sparse else (WINDOW, LIMITS)
         everything = () if sparse else method_flags(method, CASES[method].everything)
-        own = (*window, *limits, *few, *everything, "--cache.offload", offload, "--dtype", "float32", *flags)
-        directory = on_gpu(model, method, *own)
+        directory = on_gpu(model, method, *window, *limits, *few, *everything, "--dtype", "float32", *flags)
         if (most := cache.pop("kv_cache_host_memory_bytes", None)) is not None:
             assert isinstance(most, int)
             cache[f"kv_cache_{'device' if offload == 'never' else 'host'}_memory_bytes"] = 2 * most
         config = read_config(directory)
-        config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, **cache))
+        config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, offload=offload, **cache))
         engine = Engine(config, load_decoder(directory, config), Tokenizer(directory))
         assert engine._prefixes.enabled == (config.cache.reuse is not False)
         return engine
@@ -71,7 +71,20 @@ def load_gpu(model: Path, on_gpu: BuildEngine) -> LoadGpu:
     return make
 
 
-@pytest.fixture(params=OFFLOADS)
+def of(names: Sequence[str], *both: str) -> pytest.MarkDecorator:
+    """Run a test for these names with rows in host memory, and for those of `both` with rows on the device, too.
+
+    Tests of a name and a place share what is built once, so a worker of `pytest --dist loadgroup` takes them all.
+    """
+    cases = [(name, offload) for name in names for offload in OFFLOADS if offload == "always" or name in both]
+    return pytest.mark.parametrize(
+        ("name", "load"),
+        [pytest.param(*case, marks=pytest.mark.xdist_group("-".join(case))) for case in cases],
+        indirect=["load"],
+    )
+
+
+@pytest.fixture
 def load(request: pytest.FixtureRequest, load_gpu: LoadGpu) -> Load:
     return partial(load_gpu, request.param)
 
@@ -89,7 +102,7 @@ def plain(load_gpu: LoadGpu) -> checks.Plain:
     return answer
 
 
-@pytest.mark.parametrize("name", REUSING)
+@of(REUSING, *ENTRIES)
 def test_a_prompt_that_begins_alike_has_the_same_answer(name: str, load: Load, plain: checks.Plain) -> None:
     engine = load(name)
     for prompt, reused in (
@@ -107,17 +120,17 @@ def test_a_prompt_that_begins_alike_has_the_same_answer(name: str, load: Load, p
         assert tokens == plain(request)
 
 
-@pytest.mark.parametrize("name", REUSING)
+@of(["full", "nested", "pariskv", "clusterkv", "ctkvr-cpu"])
 def test_a_conversation_goes_on(name: str, load: Load, plain: checks.Plain) -> None:
     checks.test_a_conversation_goes_on(name, load, plain)
 
 
-@pytest.mark.parametrize("name", REUSING)
+@of(["pariskv", "clusterkv", "ctkvr-cpu"])
 def test_two_requests_go_on_differently_from_one_partial_extent(name: str, load: Load, plain: checks.Plain) -> None:
     checks.test_two_requests_go_on_differently_from_one_partial_extent(name, load, plain)
 
 
-@pytest.mark.parametrize("name", REUSING)
+@of(["full", "nested", "pariskv", "clusterkv", "ctkvr-cpu"], "full", "pariskv")
 def test_random_requests_are_answered_as_without_reuse(
     name: str, load: Load, plain: checks.Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,12 +139,12 @@ def test_random_requests_are_answered_as_without_reuse(
     checks.test_random_requests_are_answered_as_without_reuse(name, load, plain)
 
 
-@pytest.mark.parametrize("name", [name for name in REUSING if name in ("full", "pariskv")])
+@of(["full", "pariskv"])
 def test_a_cancelled_request_keeps_what_all_layers_have_read(name: str, load: Load, plain: checks.Plain) -> None:
     checks.test_a_cancelled_request_keeps_what_all_layers_have_read(name, load, plain)
 
 
-@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "full"])
+@of(SELECTING, "pariskv")
 def test_requests_that_share_extents_select_as_alone(name: str, load: Load) -> None:
     """Four questions about one document decode together, and keep hot rows of the same rows of the pool."""
     engine = load(name, sparse=True)
@@ -152,14 +165,13 @@ def test_requests_that_share_extents_select_as_alone(name: str, load: Load) -> N
     assert [tokens for tokens, _ in together] == alone, "so few tokens do not show how products round"
 
 
-@pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "full"])
-def test_the_rest_of_a_prompt_is_read_as_by_decode_steps(name: str, offload: str, load_gpu: LoadGpu) -> None:
-    load = partial(load_gpu, offload, sparse=True, cached_prefill="sparse")
-    sparse_checks.test_the_rest_of_a_prompt_is_read_as_by_decode_steps(name, "native", load)
+@of(SELECTING, *SELECTING)
+def test_the_rest_of_a_prompt_is_read_as_by_decode_steps(name: str, load: Load) -> None:
+    sparse = partial(load, sparse=True, cached_prefill="sparse")
+    sparse_checks.test_the_rest_of_a_prompt_is_read_as_by_decode_steps(name, "native", sparse)
 
 
-@pytest.mark.parametrize("name", [name for name in REUSING if name != "full"])
+@of(["nested", "pariskv", "clusterkv", "ctkvr-cpu"], "pariskv")
 def test_what_is_free_tells_nothing(name: str, load: Load, plain: checks.Plain) -> None:
     """Windows, entries of slots, hot rows and all extents but the kept ones may hold anything."""
     engine, generator = load(name), torch.Generator().manual_seed(3)
@@ -181,9 +193,9 @@ def test_what_is_free_tells_nothing(name: str, load: Load, plain: checks.Plain) 
         kept = set(range(extents.capacity)) - set(extents._free)
 
 
-@pytest.mark.parametrize("name", ["full", "nested"])
+@of(["full", "nested"])
 def test_a_prompt_is_not_read_again_after_a_restart(
-    name: str, model: Path, on_gpu: BuildEngine, plain: checks.Plain, tmp_path: Path
+    name: str, load: Load, model: Path, on_gpu: BuildEngine, plain: checks.Plain, tmp_path: Path
 ) -> None:
     method, few = SPARSE[name]
     flags = (*WINDOW, *LIMITS, *few, *method_flags(method, CASES[method].everything), "--dtype", "float32")
@@ -206,9 +218,9 @@ def test_rows_on_the_device_are_not_written_to_disk(model: Path, on_gpu: BuildEn
         Engine.load(directory, disk=DiskSettings(tmp_path))
 
 
-@pytest.mark.parametrize("offload", OFFLOADS)
-def test_the_host_waits_for_nothing_but_tokens(offload: str, load_gpu: LoadGpu) -> None:
-    engine = load_gpu(offload, "pariskv")
+@of(["pariskv"], "pariskv")
+def test_the_host_waits_for_nothing_but_tokens(name: str, load: Load) -> None:
+    engine = load(name)
     for _ in range(2):  # the first time pinned memory is allocated
         checks.ask(engine, Request(DOCUMENT, 3), Request(DOCUMENT + (5,) * 40, 3))
     cache, decoder, prompt = engine._cache, engine.decoder, DOCUMENT + (7,) * 200
