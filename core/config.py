@@ -206,7 +206,7 @@ class CacheConfig:
     kv_cache_device_memory_bytes : int or None
         Budget of rows in device memory; None: what weights, index and work space leave free.
     reuse : bool or None
-        Keep rows for later requests that begin alike (docs/conversations.md); None: on the CPU.
+        Keep rows for later requests that begin alike (docs/conversations.md); None: where the engine can.
     reuse_host_bytes : int or None
         Upper bound of the rows that are kept and that no running request uses; None: what is free of the row pool.
     cached_prefill : str
@@ -242,6 +242,8 @@ class CacheConfig:
         budget, name = self.reuse_host_bytes, "cache.reuse_host_bytes"
         idle = budget is not None and self.reuse is False
         require(not idle, name, budget, "left out with cache.reuse = False", "no rows are kept then")
+        idle = budget is not None and self.offload == "never"
+        require(not idle, name, budget, "left out with offload = 'never'", "no rows lie in host memory then")
         forms, name = ("dense", "sparse"), "cache.cached_prefill"
         require(self.cached_prefill in forms, name, self.cached_prefill, f"one of {forms}", "dense is the default")
         idle = self.cached_prefill == "sparse" and self.reuse is False
@@ -376,8 +378,9 @@ class EngineConfig:
             )
             require(value == "none", name, value, "'none' with runtime = 'tensorrt'", "build with --runtime torch")
         if self.device == "cuda":
-            remedy = "rows are kept for later requests on the CPU alone"
-            self._refuse_reuse("left out with device = 'cuda'", remedy)
+            if self.runtime == "tensorrt":
+                remedy = "plans read every prompt from its first token on: leave it out, or build with --runtime torch"
+                self._refuse_reuse("left out with runtime = 'tensorrt'", remedy)
             remedy = "build with --kernels native; the reference runs with --device cpu"
             require(self.kernels == "native", "kernels", self.kernels, "'native' with device = 'cuda'", remedy)
             name, value = "weight_only_precision", self.weight_only_precision

@@ -96,6 +96,18 @@ class InFlight:
             ticket.wait()
 
 
+def everything_launched(device: torch.device) -> Callable[[], None]:
+    """Return a function by which any thread waits for all work that the current stream has been given until now.
+
+    On the CPU there is nothing to wait for.
+    """
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
+
+
 @contextmanager
 def wait_on_error(device: torch.device) -> Generator[None]:
     """If the block raises, wait for the work launched on `device` before the exception goes on.

@@ -9,7 +9,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.streams import InFlight
+from kvseek.core.streams import InFlight, Ticket
 from kvseek.engine.cache.cache import Cache
 from kvseek.plugins.attention.hot_rows import HotRows
 from kvseek.plugins.batch import Batch, RequestState
@@ -87,10 +87,11 @@ class Retrieval:
         self.expect(slot, self.cache.prefixes[slot].tokens)
         for layer in range(len(self.indexes)):
             self._adopt(layer, slot, self.cache.write_prefix(layer, slot))
+        self.finish_rows(slot)
 
-    def read_prefix(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Copy a layer's keys and values of the tokens that `reused` counts to the first of `keys` and `values`, [G, n, D]."""
-        self.cache.prefixes[slot].read(self.cache.rows, layer, keys, values)
+    def load_prefix(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> Ticket:
+        """Start to copy a layer's keys and values of the tokens that `reused` counts; see Cache.load_prefix."""
+        return self.cache.load_prefix(layer, slot, keys, values)
 
     def store_layer(self, layer: int, slot: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """Index a layer of a prompt and write its rows: keys and values [G, n, D], and the last queries of those read [H, w, D].

@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import accumulate
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from kvseek.core.extents import extents_for
+
 REQUEST_FIELDS = 16
-METHOD_NUMBERS = 7  # fields of a request that are the method's own
+METHOD_NUMBERS = 6  # fields of a request that are the method's own
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestState:
-    """One request of a decode step; the fields of `Request` in batch.cuh, in order.
+    """One request of a decode step; the fields of `Request` in plugins/shared/request.h, in order, but for its `scratch`.
 
     Attributes
     ----------
@@ -41,7 +44,7 @@ class RequestState:
     dense : bool
         Whether the request attends to every row, so that nothing is selected for it.
     numbers : tuple of int
-        Effort.numbers of the method for this length, at most 7.
+        Effort.numbers of the method for this length, at most 6.
     """
 
     token: int = 0
@@ -55,8 +58,8 @@ class RequestState:
     dense: bool = False
     numbers: tuple[int, ...] = ()
 
-    def packed(self) -> tuple[int, ...]:
-        """Return the 16 numbers that kernels read."""
+    def packed(self, scratch: int = 0) -> tuple[int, ...]:
+        """Return the 16 numbers that kernels read; `scratch` is the request's first scratch extent in its batch."""
         own = self.numbers
         assert len(own) <= METHOD_NUMBERS, f"a method has at most {METHOD_NUMBERS} numbers, not {len(own)}"
         return (  # field by field: dataclasses.astuple copies deeply, in every step for every request
@@ -71,6 +74,7 @@ class RequestState:
             int(self.dense),
             *own,
             *(0,) * (METHOD_NUMBERS - len(own)),
+            scratch,
         )
 
 
@@ -78,8 +82,13 @@ _COLUMNS = {field.name: number for number, field in enumerate(fields(RequestStat
 
 
 def pack(states: Sequence[RequestState]) -> Tensor:
-    """Pack requests as kernels read them: int32 [batch, 16] on the CPU."""
-    return torch.tensor([state.packed() for state in states], dtype=torch.int32).view(len(states), REQUEST_FIELDS)
+    """Pack requests as kernels read them: int32 [batch, 16] on the CPU.
+
+    Those for which rows are selected get scratch extents one after the other, as many as their regions have.
+    """
+    needed = [0 if state.dense else extents_for(state.length) for state in states]
+    rows = [state.packed(first) for state, first in zip(states, accumulate(needed, initial=0), strict=False)]
+    return torch.tensor(rows, dtype=torch.int32).view(len(states), REQUEST_FIELDS)
 
 
 @dataclass(frozen=True)

@@ -87,11 +87,22 @@ class IndexContext:
     # a GPU (plugins/attention/hot_rows.py); else None. An index that lets rows change places writes NO_FRAME for these rows.
     frames: Tensor | None = None
     shared: dict[str, Any] = field(default_factory=dict)  # one dictionary for all layers: work space that they share
+    shares_extents: bool = False  # whether slots may have extents in common, and a batch several requests of a slot
 
     @property
     def group_size(self) -> int:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def scratch_extents(self) -> int:
+        """Extents that the regions of a batch's requests have together at most: those of the pool, if none is shared.
+
+        Arrays [scratch extents, G, 1024, ...] hold what a selection writes for each row of a region. Kernels find a request's
+        part by `scratch` of plugins/shared/request.h, and not by its slot's extents, which other requests may have too.
+        """
+        extents = self.extents
+        return (extents.slots - 1) * extents.max_extents if self.shares_extents else extents.capacity
 
 
 @dataclass(frozen=True)
@@ -121,7 +132,7 @@ class Effort:
     rows : float
         Rows that a KV head attends to, averaged over the KV heads; all rows of the region if the layer attends densely.
     numbers : tuple of int
-        At most 7 numbers that the engine puts into the batch for the method's kernels (RequestState.numbers), the same in all
+        At most 6 numbers that the engine puts into the batch for the method's kernels (RequestState.numbers), the same in all
         layers.
     """
 
@@ -300,13 +311,15 @@ class Traits:
         Shapes that the method's compiled code of the CPU supports; None: all that attention's supports
         (plugins/attention/native.py). An engine of another shape is refused when it is built, and when it is loaded.
     prefix_reuse : "entries", "rows" or "copies"
-        What requests whose prompts begin alike have in common on the CPU (docs/conversations.md).
+        What requests whose prompts begin alike have in common (docs/conversations.md).
         "entries": whole extents with their rows and index entries. The places of a prompt follow its tokens, and the entries
         of a full extent are made from its keys, by `build` and `append` alike, and from `Index.prefix_state`. All else that
         the index keeps of a slot can be made from these entries (`Index.adopt`).
         "rows": whole extents with their rows. `build` indexes all keys of every prompt; the index keeps nothing in extents,
         and the places of a prompt follow its tokens.
         "copies": no extents. Rows are copied into a request's own extents, and `build` indexes all keys of every prompt.
+    reuse_devices : tuple of str
+        Devices on which requests may have that in common. Where not, every prompt is read from its first token on.
     last_queries : callable
         Takes the retrieval tokens n of a prompt; returns how many of its last queries `build` makes use of. So many of a
         prompt's last tokens are read, and not reused.
@@ -324,6 +337,7 @@ class Traits:
     cpu_library_on_gpu: bool = False
     cpu_limits: ShapeLimits | None = None
     prefix_reuse: Literal["entries", "rows", "copies"] = "copies"
+    reuse_devices: tuple[str, ...] = ("cpu", "cuda")
     last_queries: Callable[[int], int] = _no_queries
     codebooks: Callable[[int], dict[str, Tensor]] = _no_codebooks
     cuda_macros: Callable[[int, int], dict[str, int]] = _no_macros

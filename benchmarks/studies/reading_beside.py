@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def make_engine(bench: Bench, cell: Cell) -> Engine:
     cache = bench.new_cache(bench.row_storage("always", [cell]), variant, [cell])
     decoder = bench.decoder(variant, cache, bench.indexes(variant, cache, [cell]), [cell], hot_rows=True)
     decoder.steps.prepare()
-    tokenizer: Any = None  # requests are token ids
+    tokenizer: Any = SimpleNamespace(file=None)  # requests are token ids
     return Engine(decoder.config, decoder, tokenizer)
 
 
@@ -93,7 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--contexts", default="32768,131072", help="tokens of the prompt (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="write JSON there")
     own = parser.parse_args(argv)
-    flags = ["--shape", own.shape, "--methods", own.method, "--contexts", own.contexts, "--batches", "2"]
+    # Every prompt is to be read from its first token on.
+    method = f"{own.method}{',' if ':' in own.method else ':'}cache.reuse=false"
+    flags = ["--shape", own.shape, "--methods", method, "--contexts", own.contexts, "--batches", "2"]
     arguments = parse([*flags, "--offload", "always", "--prefill"])
     bench = Bench(arguments, [Cell(context, 2) for context in arguments.contexts])
     bench.load()

@@ -150,7 +150,7 @@ class FitSearch:
 
     @cached_property
     def slot_index_bytes(self) -> int:
-        """Bytes that each further slot adds to the indexes and attentions of all layers, cached tokens aside."""
+        """Bytes that each further slot adds to the indexes and attentions of all layers, entries of cached tokens aside."""
         few, more = (self._dry_run.index_needs(self.asked, slots).fixed for slots in FEW_SLOTS)
         return (more - few) // (FEW_SLOTS[1] - FEW_SLOTS[0])
 

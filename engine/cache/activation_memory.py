@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from kvseek.core.config import EngineConfig
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig
+from kvseek.engine.loading.supported import reuses_prefixes
 from kvseek.engine.model.graphs import buckets_for
 from kvseek.engine.model.weight_only import NONE
 from kvseek.plugins.contract import LAST_QUERIES
 
 from .cache import COPIES_IN_FLIGHT
+from .row_storage import STAGED_EXTENTS
 
 # For memory that cannot be counted: cuBLAS work spaces (32 MiB a stream on Hopper), graphs, blocks that the allocator splits.
 RESERVE_BYTES = 1 << 30
@@ -23,6 +25,8 @@ def prefill_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
     numbers = (_plans_prefill if plans else _torch_prefill)(config, tokens, chunk)
     queries = config.model.num_heads * config.model.head_dim
     numbers += 2 * min(LAST_QUERIES, tokens) * queries
+    if reuses_prefixes(config):
+        numbers += _prefix_numbers(config, tokens)
     if dtype is torch.float32:
         numbers += 2 * tokens * queries  # keys and values of every query head (attention.py)
     return numbers * dtype.itemsize + TOKEN_BYTES * tokens * plans
@@ -51,6 +55,13 @@ def _plans_prefill(config: EngineConfig, tokens: int, chunk: int) -> int:
     return tokens * (_row_numbers(keys) + kept) + chunk * made
 
 
+def _prefix_numbers(config: EngineConfig, tokens: int) -> int:
+    """Count the numbers that reading a prefix adds: keys and values of the next layer, and extents on their way there."""
+    keys = config.model.num_kv_heads * config.model.head_dim
+    staged = min(tokens, 2 * STAGED_EXTENTS * EXTENT_TOKENS)  # one lot is filled while the kernels of the last one run
+    return (tokens + staged) * 2 * keys
+
+
 def _row_numbers(keys: int) -> int:
     """Count the numbers per token of a layer's keys and values, and of the copies that wait for the host."""
     return (1 + COPIES_IN_FLIGHT) * 2 * keys
@@ -66,7 +77,10 @@ def decode_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
         layer += 4 * model.hidden_size + 3 * model.intermediate_size
     # Keys and values of the evicted rows, and a copy of the keys.
     eviction = 3 * model.num_layers * model.num_kv_heads * config.cache.update * model.head_dim
-    return (sum(sizes) * model.vocab_size + sizes[-1] * layer + eviction) * dtype.itemsize
+    logits = sum(sizes) * model.vocab_size
+    if config.cache.cached_prefill == "sparse":  # the steps that read prompts have logits of their own
+        logits *= 2
+    return (logits + sizes[-1] * layer + eviction) * dtype.itemsize
 
 
 def pack_bytes(config: EngineConfig, dtype: torch.dtype) -> int:

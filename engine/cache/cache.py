@@ -32,6 +32,7 @@ from .row_storage import RowStorage
 
 EVICT_AHEAD = 32  # most decode steps between the copy of rows that leave the window and the step where they leave
 COPIES_IN_FLIGHT = 2  # layers of a prompt whose rows wait on the device for their copy to the host
+LOADS_IN_FLIGHT = 2  # layers of a prefix that are read at a time: the layer that is computed next, and the one after it
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +91,10 @@ class Cache:
             self.tokens[self.padding_slot] = 1
         # On the CPU preparing an eviction beside the steps would gain nothing.
         self.evict_ahead = min(EVICT_AHEAD, self.config.update, self.config.local) if device.type == "cuda" else 0
-        self._offload_stream, self._evict_stream = SideStream(device), SideStream(device)
-        self._offloads = InFlight(COPIES_IN_FLIGHT)
+        # Likewise reading a prefix before it is needed, which takes memory.
+        self.load_ahead = device.type == "cuda"
+        self._offload_stream, self._evict_stream, self._load_stream = (SideStream(device) for _ in range(3))
+        self._offloads, self._loads = InFlight(COPIES_IN_FLIGHT), InFlight(LOADS_IN_FLIGHT)
         self._prepared: dict[int, PreparedEviction] = {}
         self.prefixes: dict[int, Prefix] = {}
         self._sources: dict[int, tuple[int, ...]] = {}  # by slot: extents that stay until the prompt has been read
@@ -122,9 +125,8 @@ class Cache:
         All later writes to the extents follow the current stream, so it is enough that the current stream waits.
         """
         self.finish_prompt(slot)
-        prepared = self._prepared.pop(slot, None)
-        if prepared is not None:
-            prepared.ticket.wait()
+        self.settle(slot)
+        self._prepared.pop(slot, None)
         self.prefixes.pop(slot, None)
         self.extents.release(slot)
         self.tokens[slot] = self.lengths[slot] = 0
@@ -166,7 +168,8 @@ class Cache:
         """Store a layer's rows [G, n, 2, D] of a slot's tokens from `first` on: 0, or one behind the sink."""
         self._offloads.make_room()
         if first:
-            self.window[layer, slot, :, : self.config.sink] = self.prefixes[slot].head.sink_rows[layer]
+            head = self.prefixes[slot].head.rows(layer, self.window.device)
+            self.window[layer, slot, :, : self.config.sink] = head
         self._write_prompt_window(layer, slot, rows, first)
         rows = self._retrieval_rows(slot, rows, order, first)
         spans = self.extents.spans(slot, max(0, first - self.config.sink), self.lengths[slot])
@@ -177,11 +180,28 @@ class Cache:
             self._offloads.add(slot, work)
 
     def finish_prompt(self, slot: int) -> None:
-        """Make the current stream wait until the rows of the slot's prompt are in the pool."""
+        """Make the current stream wait until the rows of the slot's prompt are in the pool, and its prefix has been read."""
         self._offloads.finish(slot)
+        self._loads.finish(slot)
         self.extents.let_go(self._sources.pop(slot, ()))
 
     # Prefixes (prefix_cache.py).
+
+    def load_prefix(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> Ticket:
+        """Start to copy a layer's keys and values of a slot's prefix to the first of `keys` and `values`, [G, n, D].
+
+        The current stream must wait for the ticket before it uses them; in the order of the layers, as only LOADS_IN_FLIGHT run.
+        """
+        self._loads.make_room()
+        prefix = self.prefixes[slot]
+        ticket = self._load_stream.run(lambda: prefix.read(self.rows, layer, keys, values), read=(keys, values))
+        self._loads.add(slot, ticket)
+        return ticket
+
+    def settle(self, slot: int) -> None:
+        """Make the current stream wait for the eviction of a slot that is being prepared."""
+        if slot in self._prepared:
+            self._prepared[slot].ticket.wait()
 
     def shared_places(self, slot: int) -> int:
         """Return the number of a slot's first places that lie in shared extents."""
@@ -200,7 +220,10 @@ class Cache:
             pool[extents[there // EXTENT_TOKENS], head, there % EXTENT_TOKENS] = rows
 
     def write_ring(self, slot: int, start: int, stop: int) -> None:
-        """Write the rows of all layers of tokens in the ring to places start .. stop - 1, which they would have later."""
+        """Write the rows of all layers of tokens in the ring to places start .. stop - 1, which they would have later.
+
+        On the current stream: the request has ended, and the next one that reads the rows follows it there.
+        """
         if start < stop:
             tokens = torch.arange(start, stop, device=self.window.device) % self.ring + self.config.sink
             self.rows.write(0, self.window[:, slot].index_select(2, tokens), self.extents.spans(slot, start, stop))

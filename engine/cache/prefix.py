@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import Span, cut
 
 from .row_storage import RowStorage
@@ -18,14 +19,18 @@ class Head:
 
     Attributes
     ----------
-    sink_rows : Tensor [layers, G, sink, 2, D]
-        Rows of the sink, which lies in no extent.
+    sink_rows : Tensor [layers, G, sink, 2, D], in host memory
+        Rows of the sink, which lies in no extent. Pinned, if the engine computes on a GPU.
     states : tuple of Tensor or None, one per layer
         What the index entries of all extents of the sequence depend on beside their keys (Index.prefix_state).
     """
 
     sink_rows: Tensor
     states: tuple[Tensor | None, ...]
+
+    def rows(self, layer: int, device: torch.device) -> Tensor:
+        """Return a layer's rows of the sink on a device, [G, sink, 2, D]; they must not be written to."""
+        return self.sink_rows[layer].to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -53,18 +58,29 @@ class Prefix:
 
     def read(self, rows: RowStorage, layer: int, keys: Tensor, values: Tensor) -> None:
         """Copy a layer's keys and values of the prefix to the first tokens of `keys` and `values`, [G, n, D]."""
-        pool, head = rows.of_layer(layer).pool, self.head.sink_rows[layer]
+        head = self.head.rows(layer, keys.device)
         sink = head.shape[1]
-        for part, target in enumerate((keys, values)):
-            target = target[:, : self.tokens]
+        targets = keys[:, : self.tokens], values[:, : self.tokens]
+        for part, target in enumerate(targets):
             target[:, :sink] = head[:, : self.tokens, part]
-            for extent, inside, places in self._spans(0, sink):
-                target[:, sink:][:, places].copy_(pool[extent, :, inside, part])
+        left = [target[:, sink:] for target in targets]
+        for run in rows.runs(layer, self.extents):
+            whole = min(run.shape[0], left[0].shape[1] // EXTENT_TOKENS)
+            places = whole * EXTENT_TOKENS
+            for part, target in enumerate(left):
+                if whole:
+                    taken = target[:, :places].view(len(target), whole, EXTENT_TOKENS, -1)
+                    taken.copy_(run[:whole, :, :, part].transpose(0, 1))
+                if whole < run.shape[0]:  # the last extent of the prefix, which is not full
+                    target[:, places:].copy_(run[whole, :, : target.shape[1] - places, part])
+            left = [target[:, run.shape[0] * EXTENT_TOKENS :] for target in left]
 
     def rows_from(self, rows: RowStorage, layer: int, first: int) -> Tensor:
         """Copy a layer's rows of the prefix from token `first` on, which lies in no sink: [G, tokens - first, 2, D]."""
-        pool, sink = rows.of_layer(layer).pool, self.head.sink_rows.shape[2]
-        return torch.cat([pool[extent, :, inside] for extent, inside, _ in self._spans(first - sink, sink)], dim=1)
+        sink = self.head.sink_rows.shape[2]
+        spans = self._spans(first - sink, sink)
+        blocks = rows.blocks(layer, [one[0] for one in spans])
+        return torch.cat([block[:, inside] for block, (_, inside, _) in zip(blocks, spans, strict=True)], dim=1)
 
     def _spans(self, start: int, sink: int) -> list[Span]:
         """Cut the places from `start` on of the tokens behind a sink at the borders of extents."""

@@ -82,10 +82,13 @@ class PrefixCache:
         self._tree = PrefixTree(cache.config.sink, cache.extents.in_use)
         self.sessions = Sessions()
         self._heads: dict[Node, Head] = {}  # of the first node of each sequence
+        self._own_heads: dict[int, Head] = {}  # by slot: the one that was made of it
         self._read: set[int] = set()  # slots whose prompt has been read to its end
         self._loader = None if store is None else PrefixLoader(cache, store, self._make_room)
         layout, most = cache.rows.layout, cache.config.reuse_host_bytes
-        self._most = layout.capacity if most is None else most // (layout.host_layers * layout.layer_bytes)
+        self._most = layout.capacity
+        if most is not None and layout.host_layers:
+            self._most = most // (layout.host_layers * layout.layer_bytes)
 
     # A request begins: `find` and `fits` while it waits, `open` when it is admitted, `find_more` and `load` when its prompt is
     # about to be read.
@@ -225,6 +228,7 @@ class PrefixCache:
             # A request in the window alone uses no extents, but its session goes on with it.
             self._note_use(tokens if self.cache.lengths[slot] else b"", salt, session)
         self._read.discard(slot)
+        self._own_heads.pop(slot, None)
         if self._loader is not None:
             self._loader.cancel(slot)
         self.cache.close(slot)
@@ -269,6 +273,7 @@ class PrefixCache:
         self._tree.touch(match.nodes)
         if match.tokens * TOKEN_BYTES == len(tokens):
             return
+        self.cache.settle(slot)  # what is being written belongs to places that are kept
         sink, length = self.cache.config.sink, self.cache.lengths[slot]
         places = self._make_room(slot, len(tokens) // TOKEN_BYTES - sink, session)
         tokens = tokens[: (sink + places) * TOKEN_BYTES]
@@ -298,17 +303,24 @@ class PrefixCache:
         """Index the whole extents of a slot as the tree needs them: from place `kept`, behind those of `nodes`, to `stop`."""
         if stop <= kept:
             return
-        states = self._heads[nodes[0]].states if nodes else self._states(slot)
-        for layer, (index, state, own) in enumerate(zip(self._indexes, states, self._states(slot), strict=True)):
+        head = self._heads[nodes[0]] if nodes else None
+        for layer, index in enumerate(self._indexes):
             start = max(kept, self.cache.lengths[slot])
-            if state is not None and own is not None and not torch.equal(state, own):
+            if head is not None and head is not self._head_of(slot) and (state := head.states[layer]) is not None:
                 # The extents before these are another request's, which read the same tokens with another state.
                 index.adopt(slot, kept, state)
                 start = kept
-            for extent, inside, _ in self._extents.spans(slot, start, stop):
-                keys = self.cache.rows.of_layer(layer).pool[extent, :, inside, 0]
-                index.append(slot, start, keys.contiguous())
+            spans = self._extents.spans(slot, start, stop)
+            blocks = self.cache.rows.blocks(layer, [one[0] for one in spans])
+            for block, (_, inside, _) in zip(blocks, spans, strict=True):
+                keys = block[:, inside, 0].contiguous()
+                index.append(slot, start, keys)
                 start += keys.shape[1]
+
+    def _head_of(self, slot: int) -> Head | None:
+        """Return the head on whose states the slot's entries depend; None: it has states of its own that nobody shares."""
+        prefix = self.cache.prefixes.get(slot)
+        return self._own_heads.get(slot) if prefix is None or not (prefix.shared or prefix.sparse) else prefix.head
 
     def _states(self, slot: int) -> tuple[torch.Tensor | None, ...]:
         return tuple(index.prefix_state(slot) for index in self._indexes)
@@ -319,7 +331,9 @@ class PrefixCache:
             self._extents.keep(node.extent)
             if node.parent is None:
                 sink_rows = self.cache.window[:, slot, :, : self.cache.config.sink].clone()
-                self._heads[node] = Head(sink_rows, self._states(slot))
+                if sink_rows.is_cuda:  # many sequences would take much of its memory, and use it seldom
+                    sink_rows = sink_rows.to("cpu", non_blocking=True)
+                self._heads[node] = self._own_heads[slot] = Head(sink_rows, self._states(slot))
         for old, new in removed.items():
             self.sessions.replace(old, new)
         self._forget(list(removed))

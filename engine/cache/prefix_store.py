@@ -7,6 +7,10 @@ has been closed meanwhile. Only these copies touch the pool. `_pool` is locked w
 it takes extents away: so it waits at most for the copy of one extent, and a disk that hangs holds up nothing.
 
 Loads go before writes. What waits to be written is bounded by the row pool, as all of it lies there.
+
+Rows of a GPU's pool in pinned memory are on their way there, or from there, when the engine's thread asks for a write or a
+load of their extents. The thread waits for these copies first. Later ones do not concern it: nobody writes to an extent that
+is kept, and the slot that waits for a load reads its extents when the load has ended.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.streams import everything_launched
 
 from .disk_usage import DiskUsage, StoreCounts
 from .prefix import Head
@@ -55,6 +60,7 @@ class Write:
     tokens: bytes
     extent: int
     sink_rows: Tensor | None  # of a first node
+    arrived: Callable[[], None]  # waits until the rows are in the pool
 
 
 @dataclass
@@ -75,6 +81,7 @@ class Load:
 
     matches: Sequence[Match]
     extents: Sequence[int]
+    vacant: Callable[[], None]  # waits until nobody reads or writes what the extents held before
     loaded: int = 0
     sink_rows: Tensor | None = None
     progress_at: float = field(default_factory=time.perf_counter)
@@ -88,15 +95,17 @@ class PrefixStore:
     Parameters
     ----------
     pool : Tensor [extents, layers, G, 1024, 2, D], on the CPU
-        The row pool.
+        The row pool, with the rows of all layers.
+    device : device
+        Of the engine.
 
     Attributes
     ----------
     counts : StoreCounts
     """
 
-    def __init__(self, folder: PrefixFolder, pool: Tensor) -> None:
-        self.folder, self.counts = folder, StoreCounts()
+    def __init__(self, folder: PrefixFolder, pool: Tensor, device: torch.device) -> None:
+        self.folder, self.counts, self._device = folder, StoreCounts(), device
         self._rows = pool.view(torch.uint8).flatten(-2).numpy()  # [extents, layers, G, 1024, bytes of a row]
         self._dtype = pool.dtype
         self._buffer = np.empty(folder.shape.data_bytes(folder.shape.sink + EXTENT_TOKENS, first=True), dtype=np.uint8)
@@ -129,14 +138,14 @@ class PrefixStore:
 
     def keep(self, nodes: Sequence[Node], head: Head) -> None:
         """Have a sequence's first nodes written, given in order, as far as they are not on disk; `head` is the sequence's."""
-        used = list[bytes]()
+        used, arrived = list[bytes](), everything_launched(self._device)
         with self._work:
             for node in nodes:
                 if (known := self.folder.covers(node.key, node.before, node.tokens)) is not None:
                     used.append(known)
                 elif node.key not in self._writes and not self.folder.is_foreign(node.key):
                     sink_rows = head.sink_rows if node.parent is None else None
-                    self._writes[node.key] = Write(node.key, node.before, node.tokens, node.extent, sink_rows)
+                    self._writes[node.key] = Write(node.key, node.before, node.tokens, node.extent, sink_rows, arrived)
             self._work.notify()
         self.folder.touch(used)
 
@@ -158,10 +167,11 @@ class PrefixStore:
 
     def load(self, matches: Sequence[Match], extents: Sequence[int]) -> Load | None:
         """Begin to load files into extents that nobody else uses, until it has ended or is cancelled; None: the disk hangs."""
+        vacant = everything_launched(self._device)
         with self._work:
             if self._busy_since is not None and time.perf_counter() - self._busy_since > STALLED_SECONDS:
                 return None
-            self._loads.append(load := Load(matches, extents))
+            self._loads.append(load := Load(matches, extents, vacant))
             self._work.notify()
         return load
 
@@ -243,6 +253,7 @@ class PrefixStore:
     def _write(self, write: Write) -> None:
         folder, first = self.folder, write.sink_rows is not None
         data = self._buffer[: folder.shape.data_bytes(len(write.tokens) // TOKEN_BYTES, first)]
+        write.arrived()
         with self._pool:
             with self._work:
                 if self._writes.pop(write.key, None) is None:
@@ -292,6 +303,7 @@ class PrefixStore:
             logger.warning("prefixes are not written to %s: %s; metrics count them", self.folder.path, error)
 
     def _load(self, load: Load) -> None:
+        load.vacant()
         for match, extent in zip(load.matches, load.extents, strict=True):
             entry = match.entry
             data = self._buffer[: entry.size - entry.data_start]
@@ -310,7 +322,8 @@ class PrefixStore:
         self._rows[extent, :, :, : rows.shape[2]] = rows
         if entry.first:
             packed = torch.from_numpy(sink.copy()).view(self._dtype)
-            load.sink_rows = packed.reshape(*packed.shape[:-1], 2, self.folder.shape.head_dim)
+            sink_rows = packed.reshape(*packed.shape[:-1], 2, self.folder.shape.head_dim)
+            load.sink_rows = sink_rows.pin_memory() if self._device.type == "cuda" else sink_rows
 
     def _read(self, entry: Entry, data: Bytes) -> bool:
         """Read a file into the buffer; returns whether its rows may be used."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from kvseek.plugins.contract import LayerRows
 
 from .host_pool import HostPool
 from .memory_layout import RowLayout
+
+STAGED_EXTENTS = 8  # extents of a layer that are copied to the device before their rows are read there
 
 
 class RowStorage:
@@ -31,7 +33,7 @@ class RowStorage:
     def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device, layout: RowLayout) -> None:
         """Allocate the rows; raises CapacityError if the memory of host or device does not suffice."""
         model = config.model
-        self.layout = layout
+        self.layout, self._device = layout, device
         self.pool = HostPool(layout.capacity, layout.host_layers, model.num_kv_heads, model.head_dim, dtype, device)
         self.device_rows = _device_rows(layout, self.pool.rows.shape[2:], dtype, device)
 
@@ -54,6 +56,34 @@ class RowStorage:
                 self.device_rows[extent, first_layer : first_layer + on_device, :, inside] = piece[:on_device]
             if on_device < rows.shape[0]:
                 self.pool.write(extent, first_layer + on_device - d, inside, piece[on_device:])
+
+    def runs(self, layer: int, extents: Sequence[int]) -> Iterator[Tensor]:
+        """Yield a layer's rows of extents, in order, where the engine computes; they must not be written to.
+
+        Each is of one extent or of several, [extents, G, 1024, 2, D]. A GPU gets copies of rows in host memory, made on the
+        current stream; its allocator counts at most 2 x STAGED_EXTENTS at a time, unless the caller keeps them.
+        """
+        pool = self.of_layer(layer).pool
+        there = pool.device.type == self._device.type
+        first = 0
+        while first < len(extents):
+            last = first + 1
+            if there:  # neighbours in the pool, as they lie
+                while last < len(extents) and extents[last] == extents[last - 1] + 1:
+                    last += 1
+                yield pool[extents[first] : extents[last - 1] + 1]
+            else:
+                last = min(first + STAGED_EXTENTS, len(extents))
+                staged = torch.empty((last - first, *pool.shape[1:]), dtype=pool.dtype, device=self._device)
+                for target, extent in zip(staged, extents[first:last], strict=True):
+                    target.copy_(pool[extent], non_blocking=True)
+                yield staged
+            first = last
+
+    def blocks(self, layer: int, extents: Sequence[int]) -> Iterator[Tensor]:
+        """Yield what `runs` yields extent by extent, each [G, 1024, 2, D]."""
+        for run in self.runs(layer, extents):
+            yield from run
 
 
 def _device_rows(layout: RowLayout, row_shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

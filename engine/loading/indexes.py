@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,10 @@ from kvseek.plugins.attention.host import HostAttention
 from kvseek.plugins.attention.hot_rows import HotRows, empty_frames, fitting_steps
 from kvseek.plugins.attention.splits import AttentionScratch
 from kvseek.plugins.batch import Batch, RequestState
-from kvseek.plugins.contract import Index, IndexContext, LayerRows
+from kvseek.plugins.contract import Attention, Index, IndexContext, LayerRows
 from kvseek.plugins.registry import get_method, method_traits
 
-from .supported import check_device
+from .supported import check_device, shares_extents
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class IndexMaker:
                     rows=None if rows is None else rows[layer],
                     frames=empty_frames(extents, model.num_kv_heads) if keeps[layer] else None,
                     shared=shared,
+                    shares_extents=shares_extents(config),
                 )
             )
             for layer in range(model.num_layers)
@@ -139,6 +141,15 @@ def device_retrieval(
     return Retrieval(config, cache, indexes, attentions, [one.hot for one in made if one.hot is not None])
 
 
+def without_hot_rows(retrieval: Retrieval) -> Retrieval:
+    """Make another retrieval over the cache and indexes of one on a GPU, whose attention neither reads nor writes hot rows."""
+    attentions = list[Attention]()
+    for one in retrieval.attentions:
+        assert isinstance(one, LayerAttention), "device_retrieval makes these"
+        attentions.append(dataclasses.replace(one, kernel=one.kernel.without_hot_rows()))
+    return Retrieval(retrieval.config, retrieval.cache, retrieval.indexes, attentions)
+
+
 def _tell_of_steps_not_kept(steps: int, indexes: list[Index], attentions: list[DeviceAttention]) -> None:
     """Log a warning if some layer keeps the rows of fewer steps than the method asks for."""
     for index, attention in zip(indexes, attentions, strict=True):
@@ -176,7 +187,8 @@ def make_attentions(
         entries = 0 if selection is None else selection.rows.shape[2]
         hot, frames, kept = None, index.context.frames, fitting_steps(entries, steps)
         if hot_rows and frames is not None and kept:
-            hot = HotRows.make(frames, slots=slots, entries=entries, steps=kept, head_dim=model.head_dim, dtype=dtype)
+            sizes = {"slots": slots, "entries": entries, "steps": kept, "head_dim": model.head_dim}
+            hot = HotRows.make(frames, **sizes, dtype=dtype, shared=index.context.shares_extents)
         attentions.append(
             DeviceAttention(
                 kernels,

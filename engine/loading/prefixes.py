@@ -67,10 +67,16 @@ def open_prefixes(engine_dir: Path, config: EngineConfig, cache: Cache, disk: Di
     Raises
     ------
     ConfigError
-        If the directory cannot be used, another process uses it with this engine, or the files of one extent do not fit.
+        If the directory cannot be used, another process uses it with this engine, or the files of one extent do not fit; or if
+        rows lie on a device.
     """
     if disk.directory is None:
         return None
+    if on_device := cache.rows.layout.device_layers:
+        raise ConfigError(
+            f"disk_dir = {str(disk.directory)!r}: must be left out with the rows of {on_device} layers on the device, which are "
+            "not written to disk: leave it out, or build with --cache.offload always and a method that is sparse in all layers"
+        )
     pool, most = cache.rows.pool.rows, disk.most_bytes or DEFAULT_DISK_BYTES
     row_bytes = 2 * config.model.head_dim * pool.element_size()
     shape = RowShape(
@@ -86,7 +92,9 @@ def open_prefixes(engine_dir: Path, config: EngineConfig, cache: Cache, disk: Di
         raise ConfigError(f"disk_bytes = {most}: must be at least {needed}, the rows of one extent; raise it")
     model = read_manifest(engine_dir).source_model
     return PrefixStore(
-        open_folder(disk.directory, most, Origin(digest(engine_dir, config), model, config.method), shape), pool
+        open_folder(disk.directory, most, Origin(digest(engine_dir, config), model, config.method), shape),
+        pool,
+        cache.window.device,
     )
 
 

@@ -20,6 +20,8 @@ from kvseek.engine.model.product_kernels import product_kernels
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.retrieval import Retrieval
 
+from .indexes import without_hot_rows
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -74,6 +76,11 @@ class TorchRuntime:
         model = KernelModel(
             self.weights, retrieval, layer_kernels(retrieval, kernels), product_kernels(self.config, kernels)
         )
+        if self.config.cache.cached_prefill == "sparse":
+            cold = without_hot_rows(retrieval)
+            reader = GraphSteps(model.with_retrieval(cold), cold)
+            reader.prepare()
+            model.reader = reader
         return Decoder(model, retrieval, GraphSteps(model, retrieval))
 
 

@@ -25,7 +25,7 @@ def check_supported(config: EngineConfig) -> None:
     Head sizes of the GPU's kernels are not checked here, but where macros are made of them (builder/compile/cuda.py).
     """
     check_device(config)
-    _check_cached_prefill(config)
+    _check_reuse(config)
     if config.device == "cuda":
         check_sizes(config.model)
         buckets_for(config.max_batch_size)
@@ -48,10 +48,23 @@ def check_device(config: EngineConfig) -> None:
 
 def reuses_prefixes(config: EngineConfig) -> bool:
     """Whether an engine keeps the rows of requests for later ones that begin alike."""
-    return config.device == "cpu" and config.tp_size == 1 and config.cache.reuse is not False
+    able = config.tp_size == 1 and config.runtime == "torch" and config.device in method_traits(config).reuse_devices
+    return able and config.cache.reuse is not False
 
 
-def _check_cached_prefill(config: EngineConfig) -> None:
+def shares_extents(config: EngineConfig) -> bool:
+    """Whether requests of an engine may have extents in common."""
+    return reuses_prefixes(config) and method_traits(config).prefix_reuse != "copies"
+
+
+def _check_reuse(config: EngineConfig) -> None:
+    cache, devices = config.cache, method_traits(config).reuse_devices
+    for name, value in (("reuse", cache.reuse or None), ("reuse_host_bytes", cache.reuse_host_bytes)):
+        if value is not None and config.device not in devices:
+            raise ConfigError(
+                f"cache.{name} = {value}: must be left out with method = {config.method!r} and device = {config.device!r}, "
+                f"which keep no rows for later requests; leave it out, or build with --device {' or '.join(devices)}"
+            )
     if config.cache.cached_prefill == "sparse" and method_traits(config).prefix_reuse != "entries":
         sharing = [name for name in METHODS if get_method(name).traits().prefix_reuse == "entries"]
         raise ConfigError(

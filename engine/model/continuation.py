@@ -7,27 +7,38 @@ selection.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from kvseek.engine.retrieval import Retrieval
 
-from .host_batch import HostBatch
 from .prefill import Prefill, Prompts
-
-if TYPE_CHECKING:
-    from .torch_model import TorchModel
 
 BLOCK_TOKENS = 32  # least tokens of a block: fewer would hardly take less time, as the weights are read for each block
 
 
-class Continuation(Prefill):
-    """Reads what follows the prefix of one prompt, on the CPU. A unit of work is a block of tokens in all layers."""
+class BlockReader(Protocol):
+    """Runs decode steps of several tokens of one slot: a model on the CPU, engine/model/graph_steps.py on a GPU."""
 
-    def __init__(self, model: TorchModel, retrieval: Retrieval, prompts: Prompts) -> None:
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest block."""
+
+    def read_block(self, tokens: Sequence[int], slot: int) -> Tensor:
+        """Append tokens that follow each other, for which the slot's ring has room (Cache.room_in_ring).
+
+        Returns the logits after the last of them, float32 [1, vocabulary] on the engine's device.
+        """
+
+
+class Continuation(Prefill):
+    """Reads what follows the prefix of one prompt. A unit of work is a block of tokens in all layers."""
+
+    def __init__(self, reader: BlockReader, retrieval: Retrieval, prompts: Prompts) -> None:
         super().__init__(retrieval, prompts)
-        self._model = model
+        self._reader, self._layers = reader, retrieval.config.model.num_layers
         (self._slot,) = self.slots
         self._first = self._row = retrieval.reused(self._slot)
         self._last: Tensor | None = None  # logits of the last token read
@@ -41,14 +52,11 @@ class Continuation(Prefill):
         self.retrieval.resume(self._slot)
 
     def _advance(self, max_tokens: int) -> int:
-        block = max(BLOCK_TOKENS, max_tokens // self._model.model.num_layers)
+        block = min(max(BLOCK_TOKENS, max_tokens // self._layers), self._reader.most_tokens)
         count = min(block, self.tokens - self._row, self.retrieval.cache.room_in_ring(self._slot))
-        tokens = self.ids[self._row : self._row + count]
-        states, _ = self.retrieval.begin_step(tokens, [self._slot] * count)
-        requests = HostBatch(self.retrieval, states)
-        self._last = self._model.run_layers(requests.batch, requests.attend, slice(count - 1, count))
+        self._last = self._reader.read_block(self.ids[self._row : self._row + count], self._slot)
         self._row += count
-        return count * self._model.model.num_layers
+        return count * self._layers
 
     def _logits(self) -> Tensor:
         assert self._last is not None, "at least one token follows a prefix"

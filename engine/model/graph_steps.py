@@ -25,6 +25,9 @@ class StepModel(Protocol):
 class GraphSteps:
     """Runs the decode steps of a model as CUDA graphs; Steps of engine/decoder.py.
 
+    Also a BlockReader of engine/model/continuation.py, if the model's retrieval keeps no hot rows: the requests of a slot would
+    write to the same frames.
+
     Parameters
     ----------
     graphs : bool
@@ -72,6 +75,18 @@ class GraphSteps:
         for request, row in zip(sampled, rows, strict=True):
             drawn[request] = row.float()
         return drawn, attended
+
+    @property
+    def most_tokens(self) -> int:
+        """See BlockReader."""
+        return self._retrieval.config.max_batch_size
+
+    @torch.inference_mode()
+    def read_block(self, tokens: Sequence[int], slot: int) -> Tensor:
+        """See BlockReader."""
+        with wait_on_error(self._device):
+            result, _ = self._launch(tokens, [slot] * len(tokens))
+            return result.logits[len(tokens) - 1 : len(tokens)].to(torch.float32, copy=True)
 
     def step(self, size: int) -> DecodeStep:
         """Return the decode step for a bucket; the first call captures it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 
@@ -13,11 +14,12 @@ from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.batch import Batch
 
 from .attention import causal_attention_device
+from .continuation import BlockReader, Continuation
 from .graphs import StepResult
 from .layer import Head, Layer
 from .layer_kernels import LayerKernels
 from .linear import KernelProducts, Products
-from .prefill import LayerwiseModel, Prefill, attend_pieces, pieces_of
+from .prefill import NO_TAKERS, LayerwiseModel, Prefill, Prompts, Takers, attend_pieces, pieces_of
 from .product_kernels import ProductKernels
 from .torch_model import Stream
 
@@ -31,6 +33,11 @@ class KernelModel(LayerwiseModel[Stream]):
         Weights as engine/model/weights.py loads them, on the cache's device and in its dtype.
     multiply : ProductKernels or None
         Kernels that multiply few rows; None: PyTorch multiplies.
+
+    Attributes
+    ----------
+    reader : BlockReader or None
+        What reads the rest of a prompt sparsely, in an engine that does (cache.cached_prefill).
     """
 
     def __init__(
@@ -46,6 +53,19 @@ class KernelModel(LayerwiseModel[Stream]):
         products = Products(self.norm.dtype) if multiply is None else KernelProducts(multiply)
         self.layers = [Layer(self.model, weights, number, products) for number in range(self.model.num_layers)]
         self.head = Head(self.model, self.norm, self.lm_head, products)
+        self.reader: BlockReader | None = None
+
+    def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
+        """See PromptModel.prefill."""
+        if self.reader is not None and self.retrieval.resumes([slot for slot, _ in prompts]):
+            return Continuation(self.reader, self.retrieval, prompts)
+        return super().prefill(prompts, takers)
+
+    def with_retrieval(self, retrieval: Retrieval) -> KernelModel:
+        """Return a model of the same weights whose layers attend by another retrieval over the same cache."""
+        other = copy.copy(self)
+        other.retrieval = retrieval
+        return other
 
     def begin_prompt(self, prefill: Prefill) -> Stream:
         """See LayerwiseModel."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.errors import CapacityError
+from kvseek.core.streams import Ticket
 from kvseek.engine.cache.activation_memory import prefill_bytes
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.contract import LAST_QUERIES
@@ -23,6 +24,7 @@ TakeLogits = Callable[[int, Tensor], None]
 """Takes logits of consecutive tokens of a prompt, float32 [tokens, vocabulary] on the engine's device; the number is the first
 token's position."""
 Takers = Mapping[int, TakeLogits]  # by slot
+Rows = tuple[Tensor, Tensor]  # keys and values of a layer, [G, n, D]
 NO_TAKERS: Takers = {}
 CausalAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Queries [H, q, D] of a prompt's last tokens, keys and values [G, n, D] and the softmax scale to outputs [q, H, D]."""
@@ -243,7 +245,8 @@ class LayerwisePrefill(Prefill):
         # Of a prompt whose first tokens have rows already, no layer reads these. Prompts of a pack have no such tokens.
         self._first = retrieval.reused(self.slots[0]) if len(self.slots) == 1 else 0
         self._layer, self._row = 0, self._first  # the next unit begins here
-        self._rows: tuple[Tensor, Tensor] | None = None  # keys and values of the layer
+        self._rows: Rows | None = None  # keys and values of the layer
+        self._next: tuple[Rows, Ticket] | None = None  # those of the next one, whose first tokens are on their way
         self._queries: list[Tensor] = []  # queries of the layer that its index will be given
         asked = [one for one in zip(self.slots, pairwise(self.borders), strict=True) if one[0] in takers]
         self._to_score = sum(stop - first for _, (first, stop) in asked)  # rows whose logits are asked for
@@ -264,9 +267,7 @@ class LayerwisePrefill(Prefill):
         if self._prompt is None:
             self._prompt = self._model.begin_prompt(self)
         if self._rows is None:
-            self._rows = self.retrieval.new_rows(self.tokens), self.retrieval.new_rows(self.tokens)
-            if self._first:
-                self.retrieval.read_prefix(self._layer, self.slots[0], *self._rows)
+            self._rows = self._begin_layer()
         start = self._row
         size = max_tokens if self._model.reads_packs else self._model.config.prefill_chunk_tokens
         stop = self.tokens if len(self.slots) > 1 else min(start + size, self.tokens)
@@ -280,6 +281,23 @@ class LayerwisePrefill(Prefill):
         if stop == self.tokens:
             self._end_layer()
         return stop - start
+
+    def _begin_layer(self) -> Rows:
+        """Allocate keys and values of the layer, with those of the tokens that are not read; meanwhile the next layer's come."""
+        if not self._first:
+            return self._new_rows()
+        rows, ticket = self._next or self._load(self._layer)
+        ahead = self.retrieval.cache.load_ahead and self._layer + 1 < self._layers
+        self._next = self._load(self._layer + 1) if ahead else None
+        ticket.wait()
+        return rows
+
+    def _load(self, layer: int) -> tuple[Rows, Ticket]:
+        rows = self._new_rows()
+        return rows, self.retrieval.load_prefix(layer, self.slots[0], *rows)
+
+    def _new_rows(self) -> Rows:
+        return self.retrieval.new_rows(self.tokens), self.retrieval.new_rows(self.tokens)
 
     def _end_layer(self) -> None:
         assert self._rows is not None, "the layer's chunks have been read"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.batch import Batch
 
 from .continuation import Continuation
+from .host_batch import HostBatch
 from .layer import Head, Layer
 from .linear import Products
 from .operations import LayerOperations
@@ -72,7 +74,7 @@ class Stream:
 
 
 class TorchModel(LayerwiseModel[Stream]):
-    """Runs prompts and decode steps on the CPU.
+    """Runs prompts and decode steps on the CPU; a BlockReader of engine/model/continuation.py.
 
     Parameters
     ----------
@@ -85,6 +87,8 @@ class TorchModel(LayerwiseModel[Stream]):
     attention : callable
         Causal attention over a prompt.
     """
+
+    most_tokens = sys.maxsize  # of a block
 
     def __init__(
         self,
@@ -108,6 +112,12 @@ class TorchModel(LayerwiseModel[Stream]):
         if self.retrieval.resumes([slot for slot, _ in prompts]):
             return Continuation(self, self.retrieval, prompts)
         return super().prefill(prompts, takers)
+
+    def read_block(self, tokens: Sequence[int], slot: int) -> Tensor:
+        """See BlockReader."""
+        states, _ = self.retrieval.begin_step(tokens, [slot] * len(tokens))
+        requests = HostBatch(self.retrieval, states)
+        return self.run_layers(requests.batch, requests.attend, slice(len(tokens) - 1, None))
 
     def begin_prompt(self, prefill: Prefill) -> Stream:
         """See LayerwiseModel."""

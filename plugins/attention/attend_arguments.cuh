@@ -17,7 +17,7 @@ struct AttendArguments {
     const int* selected;       // [batch, G, entries]: places, -1 anywhere; null: every row
     Number* hot_rows;          // [slots, G, hot_buffers * entries, 2, D]; null: no hot rows (hot_rows.cuh)
     int* hot_places;           // [slots, G, hot_buffers * entries]: place of the row in each frame, or -1
-    FrameNumber* frames;       // [extents, G, 1024]: frame that received each row of the pool last
+    FrameNumber* frames;       // [frame_count], as [extents, G, 1024]: frame that received each row of the pool last
     float* lse;                // [batch, H]: natural log of the sum of the scores' exponentials; null: not asked for
     float* partials;           // [batch, G, tiles, splits, tile heads, D]
     float2* statistics;        // [batch, G, tiles, splits, tile heads]: largest score, sum of weights
@@ -25,6 +25,8 @@ struct AttendArguments {
     unsigned long long* hits;  // [slots, G, 2]: selected rows that were found among the hot rows, and that were not
     long long extent_stride;   // numbers from one extent of the pool to the next
     long long window_stride;   // numbers from one slot of the window to the next
+    long long frame_count;     // numbers in `frames`
+    long long frame_step;      // from a slot's number of a row there to the next slot's; 0: slots share no extents
     int kv_heads;
     int table_stride;
     int window_rows;

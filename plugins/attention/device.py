@@ -5,6 +5,7 @@ The host's part of a launch depends only on shapes; all else is read from device
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import math
 from ctypes import c_float, c_int32, c_int64, c_void_p
@@ -38,7 +39,7 @@ class AttendArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("queries", "out", "requests", "table", "window", "rows", "selected")),
         *((name, c_void_p) for name in ("hot_rows", "hot_places", "frames", "lse", "partials")),
         *((name, c_void_p) for name in ("statistics", "arrivals", "hits")),
-        *((name, c_int64) for name in ("extent_stride", "window_stride")),
+        *((name, c_int64) for name in ("extent_stride", "window_stride", "frame_count", "frame_step")),
         *((name, c_int32) for name in ("kv_heads", "table_stride", "window_rows", "sink", "entries")),
         *((name, c_int32) for name in ("hot_buffers", "rows_on_host", "retrieval_splits", "selected_splits")),
         ("scale", c_float),
@@ -110,6 +111,12 @@ class DeviceAttention:
             fits = (found[1], *found[3:]) == wanted and hot.rows.dtype == dtype
             limit = f"{dtype} [slots, {kv_heads}, buffers, {entries}, 2, {head_dim}]"
             _require(fits, "hot.rows", (hot.rows.dtype, tuple(found)), limit, "make hot rows of the layer's shape")
+
+    def without_hot_rows(self) -> DeviceAttention:
+        """Return the same attention, with the same scratch memory, that neither reads nor writes hot rows."""
+        other = copy.copy(self)
+        other.hot = None
+        return other
 
     def splits(self, batch: int) -> Splits:
         """Choose the splits of a launch of `batch` requests."""
@@ -213,6 +220,7 @@ class DeviceAttention:
             arguments.hot_rows, arguments.hot_places = hot.rows.data_ptr(), hot.places.data_ptr()
             arguments.frames, arguments.hits = hot.frames.data_ptr(), hot.hits.data_ptr()
             arguments.hot_buffers = hot.rows.shape[2]
+            arguments.frame_count, arguments.frame_step = hot.frames.numel(), hot.frame_step
 
     def _check_launch(self, queries: Tensor, batch: Batch, window: Tensor, out: Tensor, lse: Tensor | None) -> None:
         _require(1 <= batch.size <= self.max_batch, "batch", batch.size, f"1 to {self.max_batch}", "raise max_batch")

@@ -43,16 +43,32 @@ class HotRows:
         Place of the row that a frame holds, or -1.
     hits : Tensor, int64 [slots, G, 2]
         Selected rows since the start that were found, and that were read from the pool.
+    frame_step : int
+        Entries of `frames` by which each slot's number of a row is moved, as slots may share extents; 0: they do not.
     """
 
     frames: Tensor
     rows: Tensor
     places: Tensor
     hits: Tensor
+    frame_step: int = 0
 
     @classmethod
-    def make(cls, frames: Tensor, *, slots: int, entries: int, steps: int, head_dim: int, dtype: torch.dtype) -> Self:
-        """Allocate room for `steps` steps that select `entries` rows each; see `fitting_steps`."""
+    def make(
+        cls,
+        frames: Tensor,
+        *,
+        slots: int,
+        entries: int,
+        steps: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        shared: bool = False,
+    ) -> Self:
+        """Allocate room for `steps` steps that select `entries` rows each; see `fitting_steps`.
+
+        `shared` says whether slots may share extents.
+        """
         device, kv_heads = frames.device, frames.shape[1]
         shape = (slots, kv_heads, steps + 1, entries)
         return cls(
@@ -60,6 +76,7 @@ class HotRows:
             torch.empty((*shape, 2, head_dim), dtype=dtype, device=device),
             torch.full(shape, -1, dtype=torch.int32, device=device),
             torch.zeros((slots, kv_heads, 2), dtype=torch.int64, device=device),
+            frames.numel() // slots if shared else 0,
         )
 
     def forget(self, slot: int) -> None:

@@ -64,7 +64,7 @@ struct SelectedRows {
                 if (hot.receives) found.keep = hot.receive(number, place, first + static_cast<int>(threadIdx.x) % 32);
             }
         }
-        if (hot.hits) hot.count(exists, copy != nullptr);
+        if (hot.hits) hot.note(exists, copy != nullptr);
         return found;
     }
 };

@@ -44,7 +44,7 @@ class Workspace:
 
     Layers run one after another, and so do the graphs of batch sizes, so one workspace serves all of them. It is allocated when
     it is made, because captured graphs hold its addresses, and because it has to be counted when memory is divided. Scores lie in
-    extents, as the index does: 2 bytes per token and KV head.
+    scratch extents: 2 bytes per token and KV head.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class Workspace:
     capacity : int
         Most candidates of a task. Keys whose score lies in the same bin as the last wanted one's are candidates as well, as far
         as there is room.
-    scores : Tensor, int16 [extents, G, 1024]
+    scores : Tensor, int16 [scratch extents, G, 1024]
     """
 
     def __init__(self, context: IndexContext, lanes: int, candidates: int, multiprocessors: int) -> None:
@@ -67,7 +67,7 @@ class Workspace:
         def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=context.device)
 
-        self.scores = new((context.extents.capacity, self._kv_heads, EXTENT_TOKENS), torch.int16)
+        self.scores = new((context.scratch_extents, self._kv_heads, EXTENT_TOKENS), torch.int16)
         self._of_lists = {
             "places": new((lists, self.capacity), torch.int32),
             "estimates": new((lists, self.capacity, lanes), torch.float32),

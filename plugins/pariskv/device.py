@@ -59,7 +59,7 @@ class Workspace:
 
     Layers run one after another, and so do the graphs of batch sizes, so one workspace serves all of them. It is allocated when
     it is made, because captured graphs hold its addresses, and because it has to be counted when memory is divided. Arrays that
-    grow with a region lie in extents, as the index does: 9 + 4 x lanes bytes per token and KV head.
+    grow with a region lie in scratch extents: 9 + 4 x lanes bytes per token and KV head.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class Workspace:
     def __init__(self, context: IndexContext, lanes: int, dim: int, multiprocessors: int) -> None:
         self._kv_heads, self._multiprocessors = context.num_kv_heads, multiprocessors
         self.most = most_requests(context.extents.slots)
-        rows = (context.extents.capacity, context.num_kv_heads, EXTENT_TOKENS)
+        rows = (context.scratch_extents, context.num_kv_heads, EXTENT_TOKENS)
         tasks, top_k, blocks = self.most * self._kv_heads, context.config.top_k, dim // 8
         # One for each block of the scan, and of the choice, whatever the batch size.
         chunks = CHUNKS_OF_SCAN * max(tasks, multiprocessors)
@@ -146,16 +146,22 @@ class CudaIndex(Index):
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
         """See Index.build. Runs on the current stream; the queries are not used."""
         self.reference.counts[slot].zero_()
-        if keys.shape[1]:
-            self.append(slot, 0, keys)
-            self.publish(slot, 0, keys.shape[1])
+        self.append(slot, 0, keys)
+        self.publish(slot, 0, keys.shape[1])
         return Built()
+
+    def adopt(self, slot: int, length: int, state: Tensor | None) -> None:
+        """See ReferenceIndex.adopt."""
+        self.reference.counts[slot].zero_()
+        self.publish(slot, 0, length)
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See ReferenceIndex.append."""
         require_fit("keys", keys, self.context)
         if keys.stride(-1) != 1:
             raise KernelError(f"keys: strides {keys.stride()}: the numbers of a key must be neighbours in memory")
+        if not keys.shape[1]:
+            return
         arguments = self._encode_arguments(slot, start, keys.shape[1])
         arguments.keys = keys.data_ptr()
         arguments.head_stride, arguments.token_stride = keys.stride(0), keys.stride(1)
@@ -166,6 +172,8 @@ class CudaIndex(Index):
 
     def publish(self, slot: int, start: int, count: int) -> None:
         """See ReferenceIndex.publish."""
+        if not count:
+            return
         blocks = min(-(-count // COUNT_KEYS), 2 * self._kernels.multiprocessors)
         arguments = self._encode_arguments(slot, start, count)
         self._kernels.launch("kvseek_pariskv_count", (blocks, self.context.num_kv_heads, 1), COUNT_THREADS, arguments)

@@ -24,6 +24,7 @@ def traits(config: Config) -> Traits:
 
     return Traits(
         kept_steps=config.cache_steps,
+        reuse_devices=("cpu",),  # kernels exchange rows without noting where they were
         last_queries=lambda tokens: config.window_queries,
         codebooks=codebooks,
         cuda_macros=partial(cuda_macros, config),

@@ -27,10 +27,11 @@ def require_fit(name: str, tensor: Tensor, context: IndexContext) -> None:
 
 def require_numbered_rows(kernels: str, context: IndexContext) -> None:
     """Raise KernelError, with the name of the kernels, if an index has more rows than they can number."""
-    rows = context.extents.capacity * context.num_kv_heads * EXTENT_TOKENS
+    extents = max(context.extents.capacity, context.scratch_extents)
+    rows = extents * context.num_kv_heads * EXTENT_TOKENS
     if rows >= MOST_ROWS:
         raise KernelError(
-            f"{kernels}: {context.extents.capacity} extents x {context.num_kv_heads} KV heads = {rows} rows: must be below "
+            f"{kernels}: {extents} extents x {context.num_kv_heads} KV heads = {rows} rows: must be below "
             f"{MOST_ROWS}; lower max_batch_size, max_seq_len or kv_cache_host_memory_bytes"
         )
 

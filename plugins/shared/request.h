@@ -13,7 +13,9 @@ struct Request {
     int ring_rows;   // valid ring rows from there; they wrap. Counts the row of `token`
     int length;      // tokens in the retrieval region
     int dense;       // attend to the whole retrieval region: no selection was made
-    int numbers[7];  // the method's own (Effort.numbers)
+    int numbers[6];  // the method's own (Effort.numbers)
+    int scratch;     // the request's first extent in arrays of a selection's intermediate results
+                     // (IndexContext.scratch_extents)
 };
 static_assert(sizeof(Request) == 64, "plugins/batch.py packs 16 integers a request");
 

@@ -29,6 +29,14 @@ struct TaskOf {
     __device__ __forceinline__ unsigned row(const Arguments& a, int place) const {
         return extent(a, place / EXTENT_TOKENS) * EXTENT_TOKENS + place % EXTENT_TOKENS;
     }
+    // The same in arrays [scratch extents, kv_heads, 1024, ...] of intermediate results. Each request of the batch has
+    // extents of its own there, as requests may share those of their slots.
+    __device__ __forceinline__ unsigned scratch_extent(const Arguments& a, int number) const {
+        return static_cast<unsigned>(request.scratch + number) * a.kv_heads + head;
+    }
+    __device__ __forceinline__ unsigned scratch_row(const Arguments& a, int place) const {
+        return scratch_extent(a, place / EXTENT_TOKENS) * EXTENT_TOKENS + place % EXTENT_TOKENS;
+    }
 };
 
 }  // namespace kvseek

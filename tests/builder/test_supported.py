@@ -44,6 +44,12 @@ REFUSED = [
     ("flat", {}, CUDA, "method = 'flat' does not run with device = 'cuda'; choose one of full"),
     ("full", {"intermediate_size": 100}, CUDA, "intermediate_size = 100: must be a multiple of 8 on a GPU; build with"),
     ("full", {"head_dim": 100}, CUDA, "head_dim = 100: must be a multiple of 32 up to 256 with device = 'cuda'; build"),
+    (
+        "prkv",
+        {},
+        (*CUDA, "--cache.reuse", "true"),
+        "cache.reuse = True: must be left out with method = 'prkv' and device = 'cuda', which keep no rows",
+    ),
     ("full", {}, (*CUDA, "--max_batch_size", "65"), "max_batch_size = 65: must be <= 64 with device = 'cuda'"),
 ]
 

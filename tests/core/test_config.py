@@ -109,8 +109,8 @@ def test_gpu_macros_come_from_the_method() -> None:
         ({"device": "tpu"}, "device = 'tpu': must be one of ('cpu', 'cuda')"),
         ({"device": "cuda", "kernels": "reference"}, "kernels = 'reference': must be 'native' with device = 'cuda'"),
         (
-            {"device": "cuda", "cache": {"reuse": True}},
-            "cache.reuse = True: must be left out with device = 'cuda'; rows are",
+            {"device": "cuda", "runtime": "tensorrt", "cache": {"reuse": True}},
+            "cache.reuse = True: must be left out with runtime = 'tensorrt'; plans read",
         ),
         (
             {"cache": {"reuse": False, "reuse_host_bytes": 1}},

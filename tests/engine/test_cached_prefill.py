@@ -168,5 +168,7 @@ def test_what_cannot_be_is_refused(load: Load) -> None:
     config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, cached_prefill="sparse"))
     with pytest.raises(ConfigError, match=r"cache.cached_prefill = 'sparse': must be 'dense' with method = 'prkv'"):
         check_supported(config)
-    with pytest.raises(ConfigError, match=r"cache.cached_prefill = 'sparse': must be left out with device = 'cuda'"):
-        dataclasses.replace(load("nested").config, device="cuda")
+    with pytest.raises(
+        ConfigError, match=r"cache.cached_prefill = 'sparse': must be left out with runtime = 'tensorrt'"
+    ):
+        dataclasses.replace(load("nested").config, device="cuda", kernels="native", runtime="tensorrt")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
-from tests.engine.cache.test_isolation import arrays_of, poison
+from tests.engine.cache.test_isolation import arrays_of, poison, tensors_in
 from tests.plugins.cases import CASES, method_flags
 from tests.support.prefill import run_to_end
 from tests.support.random_models import save_random_model
@@ -92,19 +92,27 @@ Plain = Callable[[Request], list[int]]
 
 
 class KeptRows:
-    """Watches that the rows of kept extents are never written."""
+    """Watches that the rows of kept extents are never written, nor the index entries of whole ones, if they are shared."""
 
     def __init__(self, engine: Engine) -> None:
-        self._tree, self._pool = engine._prefixes._tree, engine._cache.rows.pool.rows
-        self._rows = dict[Node, torch.Tensor]()
+        self._tree, rows = engine._prefixes._tree, engine._cache.rows
+        self._pools = rows.device_rows, rows.pool.rows
+        shares = method_traits(engine.config).prefix_reuse == "entries"
+        held = tensors_in([vars(index) for index in engine.decoder.retrieval.indexes], set()) if shares else ()
+        capacity = rows.layout.capacity
+        self._entries = [one for one in held if one.ndim > 2 and (one.shape[0], one.shape[2]) == (capacity, 1024)]
+        self._rows = dict[Node, list[torch.Tensor]]()
 
     def check(self) -> None:
+        if self._pools[0].is_cuda:
+            torch.cuda.synchronize()
         rows = {}
         for node in self._tree:
             count = len(node.tokens) // TOKEN_BYTES - (SINK if node.parent is None else 0)
-            now = self._pool[node.extent, :, :, : max(0, count)]
-            rows[node] = self._rows[node] if node in self._rows else now.clone()
-            assert torch.equal(rows[node], now)
+            now = [pool[node.extent, :, :, : max(0, count)] for pool in self._pools]
+            now += [array[node.extent] for array in self._entries] if count == 1024 else []
+            rows[node] = self._rows[node] if node in self._rows else [part.clone() for part in now]
+            assert all(torch.equal(one, other) for one, other in zip(rows[node], now, strict=True))
         self._rows = rows
 
 

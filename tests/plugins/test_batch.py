@@ -33,7 +33,7 @@ def test_requests_are_packed_in_the_order_of_their_fields() -> None:
     fixed = [int(getattr(STATE, name)) for name in FIELDS]
     assert pack([STATE]).tolist() == [[*fixed, 21, 22, 0, 0, 0, 0, 0]]
     assert pack([]).shape == (0, REQUEST_FIELDS)
-    with pytest.raises(AssertionError, match="at most 7 numbers, not 8"):
+    with pytest.raises(AssertionError, match="at most 6 numbers, not 8"):
         dataclasses.replace(STATE, numbers=(0,) * 8).packed()
 
 

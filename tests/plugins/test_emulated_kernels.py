@@ -14,6 +14,7 @@ from tests.gpu.plugins import clusterkv_pairs, ctkvr_pairs, gpu_context, prkv_wo
 from tests.gpu.plugins import test_clusterkv as clusterkv_checks
 from tests.gpu.plugins import test_nested as nested_checks
 from tests.gpu.plugins import test_prkv as prkv_checks
+from tests.gpu.plugins.shared_extents import check_shared_extents
 from tests.plugins.index_cases import KV_HEADS, select_rows
 from tests.support.emulated_kernels import EmulatedKernels, emulated_kernels
 from torch import Tensor
@@ -90,6 +91,11 @@ def test_an_infinite_query_hurts_no_other_request_of_nested() -> None:
     assert torch.equal(rows[2], want[2])
     assert ((rows >= 0) & (rows < 1500)).all()
     assert not index.workspace(3)["totals"].any()
+
+
+@pytest.mark.parametrize("shape", [("bfloat16", 128, 4), ("float32", 96, 3)])
+def test_slots_of_nested_may_share_extents(shape: tuple[str, int, int]) -> None:
+    check_shared_extents("nested", NestedConfig(), shape, nested_checks.CudaIndex)
 
 
 @pytest.mark.parametrize(

@@ -82,12 +82,13 @@ def make_retrieval(directory: Path, offload: str = "always", **changes: Any) -> 
     rows = RowStorage(config, torch.float32, CPU, lay_out_rows(config, torch.float32, None))
     cache = Cache(config, torch.float32, CPU, rows)
     cache.evict_ahead = min(EVICT_AHEAD, config.cache.update, config.cache.local)  # as on a GPU
+    cache.load_ahead = True
     return host_retrieval(config, cache, make_indexes(config, cache), None)
 
 
 def gpu_config(config: EngineConfig, offload: str, **changes: Any) -> EngineConfig:
-    """A CPU engine's configuration as one of a GPU."""
-    cache = dataclasses.replace(config.cache, offload=offload)
+    """A CPU engine's configuration as one of a GPU. Its cache has the offload, and then the changes."""
+    cache = dataclasses.replace(changes.pop("cache", config.cache), offload=offload)
     return dataclasses.replace(config, device="cuda", kernels="native", cache=cache, **changes)
 
 
@@ -120,8 +121,10 @@ def layer_ops(retrieval: Retrieval) -> TorchLayer:
     return TorchLayer(retrieval.config.model, buckets_for(retrieval.config.max_batch_size)[-1])
 
 
-def make_decoder(directory: Path, offload: str = "always") -> Decoder:
+def make_decoder(directory: Path, offload: str = "always", **changes: Any) -> Decoder:
     """A GPU's decoder over the weights of a CPU engine."""
-    retrieval = make_retrieval(directory, offload)
+    retrieval = make_retrieval(directory, offload, **changes)
     model = KernelModel(load_weights(directory, CPU), retrieval, layer_ops(retrieval))
+    if retrieval.config.cache.cached_prefill == "sparse":
+        model.reader = GraphSteps(model, retrieval, graphs=False)
     return Decoder(model, retrieval, GraphSteps(model, retrieval, graphs=False))

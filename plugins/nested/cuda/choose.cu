@@ -78,7 +78,7 @@ struct Scores {
         first = start;
 #pragma unroll
         for (int u = 0; u < GROUP_UNITS; u++)  // keys beyond the length too: an extent is allocated whole
-            if (start + u < last) own[u] = *reinterpret_cast<const uint4*>(a.scores + task.row(a, place(u)));
+            if (start + u < last) own[u] = *reinterpret_cast<const uint4*>(a.scores + task.scratch_row(a, place(u)));
     }
     // Of the thread's first key of a unit.
     __device__ __forceinline__ int place(int u) const {

@@ -22,7 +22,7 @@ struct ScanMemory {
 struct Unit {
     codes::WordTiles<UNIT_TILES> words;
     unsigned short scales[PAIRS];
-    unsigned row;  // of the unit's first key
+    unsigned scratch;  // row of the unit's first key in scratch
 
     // The key of a pair of tiles whose score this thread ends up with.
     __device__ __forceinline__ static int own(int pair) {
@@ -31,7 +31,8 @@ struct Unit {
     }
 
     __device__ __forceinline__ void load(const SelectArguments& a, const Task& task, int number) {
-        row = task.row(a, number * UNIT);
+        const unsigned row = task.row(a, number * UNIT);
+        scratch = task.scratch_row(a, number * UNIT);
         words.load(a.high, row);
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++)
@@ -119,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::nested::SCAN_THREADS)
             const float product = columns.own_product(unit.words.keys[2 * pair], unit.words.keys[2 * pair + 1]);
             const unsigned score = ordered_half(product * __half2float(__ushort_as_half(unit.scales[pair])));
             if (number * UNIT + Unit::own(pair) < length) {
-                a.scores[unit.row + Unit::own(pair)] = static_cast<unsigned short>(score);
+                a.scores[unit.scratch + Unit::own(pair)] = static_cast<unsigned short>(score);
                 atomicAdd(&memory.histogram[score >> BIN_SHIFT], 1);
             }
         }

@@ -22,7 +22,7 @@ struct SelectArguments {
     const unsigned char* low;   // [extents, kv_heads, 1024, FIELD]
     const __half* scales;       // [extents, kv_heads, 1024]
     const float* signs;         // [DIM]
-    unsigned short* scores;     // [extents, kv_heads, 1024] of each key: larger is better
+    unsigned short* scores;     // [scratch extents, kv_heads, 1024] of each key: larger is better
     int* totals;                // [tasks, BINS] keys by score; zeros between selections
     int* places;                // [tasks, blocks, capacity] candidates of a block, ascending
     float* estimates;           // [tasks, blocks, capacity, LANES] of these candidates

@@ -62,7 +62,7 @@ struct Collector {
 
     __device__ __forceinline__ Verdict judge(int unit) const {
         const int first = place(unit);
-        const uint4 votes = *reinterpret_cast<const uint4*>(a.scores + task.row(a, first));
+        const uint4 votes = *reinterpret_cast<const uint4*>(a.scores + task.scratch_row(a, first));
         const unsigned words[4] = {votes.x, votes.y, votes.z, votes.w};
         Verdict verdict;
 #pragma unroll
@@ -106,7 +106,8 @@ struct Collector {
                 const int key = __ffs(left) - 1;
                 const bool is_better = better >> key & 1;
                 if (is_better || ties < ties_wanted)
-                    a.candidates[static_cast<size_t>(task.row(a, above + min(ties, ties_wanted)))] = place(unit) + key;
+                    a.candidates[static_cast<size_t>(task.scratch_row(a, above + min(ties, ties_wanted)))] =
+                        place(unit) + key;
                 above += is_better, ties += !is_better;
             }
             const int all = __shfl_sync(EVERYONE, sum, WARP - 1);

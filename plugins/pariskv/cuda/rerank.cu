@@ -113,10 +113,10 @@ __device__ __forceinline__ void estimate(const SelectArguments& a, const Task& t
     const int lane = threadIdx.x % WARP, quarter = lane % 4, line = lane / 4;
     const unsigned own_pairs = static_cast<unsigned>(__cvta_generic_to_shared(&pairs[0][lane]));
     const float scale = a.scaling * LOG2_E;
-    unsigned row;   // of the tile's first candidate: tiles lie inside one extent
+    unsigned row;   // in scratch, of the tile's first candidate: tiles lie inside one extent
     int places[2];  // rows of the product: line and line + 8
     auto look_up = [&](int tile) {
-        row = task.row(a, tile);
+        row = task.scratch_row(a, tile);
 #pragma unroll
         for (int i = 0; i < 2; i++) {  // entries outside of first .. last - 1 repeat a candidate, for nothing
             const int entry = max(first, min(tile + line + 8 * i, last - 1)) - tile;

@@ -171,15 +171,11 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::SCAN_THREADS, 1)
     const int chunk = blockIdx.x * CHUNKS_OF_SCAN;
     const int first = Share(extents, a.chunks, chunk).first;
     const int last = Share(extents, a.chunks, chunk + CHUNKS_OF_SCAN - 1).last;
-    struct {
-        Ids ids;
-        unsigned extent;
-    } ahead[AHEAD];
+    Ids ahead[AHEAD];
     const unsigned char* own_ids = a.ids + threadIdx.x * BLOCKS;
     auto fetch = [&](int extent, int i) {  // beyond the length too: an extent is allocated whole
         if (extent >= last) return;
-        ahead[i].extent = task.extent(a, extent);
-        ahead[i].ids.load(own_ids + static_cast<size_t>(ahead[i].extent) * (EXTENT_TOKENS * BLOCKS));
+        ahead[i].load(own_ids + static_cast<size_t>(task.extent(a, extent)) * (EXTENT_TOKENS * BLOCKS));
     };
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) fetch(first + i, i);
@@ -204,8 +200,9 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::SCAN_THREADS, 1)
                 histogram = histograms[part];
             }
             if (extent * EXTENT_TOKENS + static_cast<int>(threadIdx.x) < length) {
-                const unsigned score = lookup.votes(ahead[i].ids);
-                own_scores[static_cast<size_t>(ahead[i].extent) * EXTENT_TOKENS] = static_cast<unsigned char>(score);
+                const unsigned score = lookup.votes(ahead[i]);
+                own_scores[static_cast<size_t>(task.scratch_extent(a, extent)) * EXTENT_TOKENS] =
+                    static_cast<unsigned char>(score);
                 atomicAdd(&histogram[score], 1);
             }
             fetch(extent + AHEAD, i);

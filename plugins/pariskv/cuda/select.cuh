@@ -10,7 +10,7 @@ namespace kvseek {
 namespace pariskv {
 
 // Mirrored field by field in device.py. A "task" is a request and a KV head: request * kv_heads + head.
-// Results that grow with the region lie in extents, as the index does: entry i of a task is in the row of place i.
+// Results that grow with the region lie in scratch extents: entry i of a task is in the scratch row of place i.
 struct SelectArguments {
     const Number* queries;       // [batch, kv_heads * GROUP, HEAD_DIM]
     const Request* requests;     // [batch]; numbers[0]: keys that earn tiers, ceil(rho n); numbers[1]: candidates
@@ -25,10 +25,10 @@ struct SelectArguments {
     unsigned char* votes;        // [tasks, BLOCKS / 4, 256, 4, VOTE_BYTES] votes of each centroid, a byte a lane
     int* totals;                 // [tasks, SCORES] keys with at least so many votes
     int* chunk_totals;           // [tasks, chunks, SCORES] the same, of the keys that one block of the scan saw
-    unsigned char* scores;       // [extents, kv_heads, 1024] votes of each key
-    int* candidates;             // [extents, kv_heads, 1024] places, ascending
-    float* estimates;            // [extents, kv_heads, 1024, LANES] of candidates
-    unsigned* keys;              // [extents, kv_heads, 1024] of candidates: larger is better
+    unsigned char* scores;       // [scratch extents, kv_heads, 1024] votes of each key
+    int* candidates;             // [scratch extents, kv_heads, 1024] places, ascending
+    float* estimates;            // [scratch extents, kv_heads, 1024, LANES] of candidates
+    unsigned* keys;              // [scratch extents, kv_heads, 1024] of candidates: larger is better
     float2* normalisers;         // [tasks, chunks, LANES] largest exponent, sum of the powers relative to it
     unsigned* best_keys;         // [tasks, top blocks, top_k]
     int* best_places;            // [tasks, top blocks, top_k]

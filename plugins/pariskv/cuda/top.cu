@@ -91,7 +91,7 @@ struct Held {
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++) {  // past the end: the last one again
                 const int i = min((k + j) * TOP_THREADS + static_cast<int>(threadIdx.x), count - 1);
-                load_estimates(a.estimates + static_cast<size_t>(task.row(a, first + i)) * LANES, estimates[j]);
+                load_estimates(a.estimates + static_cast<size_t>(task.scratch_row(a, first + i)) * LANES, estimates[j]);
             }
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++) keys[k + j] = rank_key(a, memory, estimates[j]);
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
     const int each = min(share, top_k);  // of every block; the last one may have fewer
     const long long list = static_cast<long long>(task.number) * a.top_blocks * top_k;
     auto take = [&](int rank, int i, unsigned key) {
-        const int place = a.candidates[static_cast<size_t>(task.row(a, first + i))];
+        const int place = a.candidates[static_cast<size_t>(task.scratch_row(a, first + i))];
         if (active == 1) {
             rows[rank] = place;
         } else {
@@ -144,14 +144,15 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
     };
     if (share > Top::HELD_KEYS || !Top::take_largest(memory, here, top_k, Held(a, task, memory, first, here), take)) {
         for (int i = threadIdx.x; i < here; i += TOP_THREADS) {
-            const size_t row = task.row(a, first + i);
+            const size_t row = task.scratch_row(a, first + i);
             float own[LANES];
             load_estimates(a.estimates + row * LANES, own);
             a.keys[row] = rank_key(a, memory, own);
         }
         __syncthreads();
         Top::take_by_digits(
-            memory, here, top_k, [&](int i) { return a.keys[static_cast<size_t>(task.row(a, first + i))]; }, take);
+            memory, here, top_k, [&](int i) { return a.keys[static_cast<size_t>(task.scratch_row(a, first + i))]; },
+            take);
     }
     if (active == 1) return;
     __threadfence();

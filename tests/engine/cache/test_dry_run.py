@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
+from kvseek.core.extents import extents_for
 from kvseek.engine.loading.dry_run import ALLOCATION_BYTES, HOPPER, META, DryRun, MetaBytes, UnloadedKernels
 from kvseek.engine.loading.indexes import IndexMaker
 from kvseek.engine.loading.memory import IndexNeeds, make_without_rows
@@ -100,7 +101,13 @@ def test_the_documented_figures() -> None:
     heads, layers = 8, 32
     assert needs("full").extent == 0
     frame = 2  # of a row: the number of the frame that may hold a copy
-    assert needs("pariskv").extent == 1024 * heads * (layers * (112 + frame) + 9 + 4 * 4)
+    entries, scratch = 1024 * heads * layers * (112 + frame), 1024 * heads * (9 + 4 * 4)
+    assert needs("pariskv").extent == entries
+    config = engine(LLAMA, "pariskv", {})
+    alone = dataclasses.replace(config, cache=dataclasses.replace(config.cache, reuse=False))
+    both = [DryRun(codebooks(one)).index_needs(one) for one in (config, alone)]
+    assert both[1].extent - both[0].extent == scratch, "of an extent, if no slots share one"
+    assert both[0].fixed - both[1].fixed == scratch * extents_for(config.max_seq_len) * config.max_batch_size
     assert needs("ctkvr").extent == 0
     pages = 1024 // 8
     assert needs("prkv").extent == heads * pages * (layers * (2 * 128 * 2 + 4 + 8 * frame) + 4 * 4)

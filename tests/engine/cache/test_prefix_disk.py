@@ -61,7 +61,7 @@ class DiskMachine(CacheMachine):
         prefixes, self.retrieval = make(form=self.form)
         self.cache, self.extents = prefixes.cache, prefixes.cache.extents
         folder = open_folder(self.directory, MOST_BYTES, ORIGIN, SHAPE)
-        self.folder, self.store = folder.path, PrefixStore(folder, self.cache.rows.pool.rows)
+        self.folder, self.store = folder.path, PrefixStore(folder, self.cache.rows.pool.rows, self.cache.window.device)
         traits, indexes = prefixes._traits, self.retrieval.indexes
         self.prefixes = PrefixCache(self.cache, indexes, traits, enabled=True, store=self.store)
         self.damaged &= self.files()

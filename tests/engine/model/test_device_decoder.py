@@ -194,9 +194,16 @@ def test_kernels_refuse_what_they_would_misread() -> None:
 def test_work_space_grows_with_what_it_serves(directories: dict[tuple[str, str], Path]) -> None:
     config = read_config(directories["llama", "full"])
     least = prefill_bytes(config, torch.bfloat16, 1)
+    config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, reuse=False))
     # Residual stream; keys and values of a layer, and twice its rows, for each further token beyond a chunk.
     per_token = 2 * (96 + 2 * 64 + 2 * 2 * 64)
     assert prefill_bytes(config, torch.bfloat16, 5000) - prefill_bytes(config, torch.bfloat16, 4000) == 1000 * per_token
+    reusing = dataclasses.replace(config, cache=dataclasses.replace(config.cache, reuse=True))
+    # Keys and values of the next layer too, and 16 extents of a layer on their way to it.
+    more = [
+        prefill_bytes(reusing, torch.bfloat16, n) - prefill_bytes(config, torch.bfloat16, n) for n in (40_000, 41_000)
+    ]
+    assert more == [2 * 2 * 64 * (n + 16 * 1024) for n in (40_000, 41_000)]
     assert least < prefill_bytes(config, torch.bfloat16, 50) < prefill_bytes(config, torch.float32, 50)
     longer = dataclasses.replace(config, max_input_len=400)
     assert work_bytes(longer, torch.bfloat16) > work_bytes(config, torch.bfloat16)

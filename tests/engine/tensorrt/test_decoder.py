@@ -127,6 +127,8 @@ def test_work_space_of_plans(made: dict[tuple[str, str], Made]) -> None:
     rows = 3 * 2 * 64  # a layer's keys and values, and two layers' on their way to the host
     assert per_token(segments) == 2 * (rows + 96 + 192 + 32) + 8  # hidden, attended, cosines and sines; id and position
     assert per_token(whole) == 2 * (rows + 192) + 8  # attention's output
-    assert per_token(config) == 2 * (rows + 96)
+    assert per_token(config) == 2 * (
+        rows + 96 + 2 * 2 * 64
+    )  # of a prefix the next layer's rows, and as many on their way
     more = decode_bytes(segments, torch.bfloat16) - decode_bytes(config, torch.bfloat16)
     assert more == 4 * 2 * (32 + 2 * 384 - 2 * 96 - 3 * 160)  # float32 logits of four requests, but no MLP

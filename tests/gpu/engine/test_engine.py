@@ -130,7 +130,7 @@ def test_sixteen_bits_are_close(
 
 @pytest.fixture(scope="module")
 def engine(models: dict[str, Path], on_gpu: BuildEngine) -> Engine:
-    flags = (*WINDOW, *LIMITS, "--pariskv.top_k", "20", "--cache.offload", "always")
+    flags = (*WINDOW, *LIMITS, "--pariskv.top_k", "20", "--cache.offload", "always", "--cache.reuse", "false")
     return Engine.load(on_gpu(models["llama"], "pariskv", *flags))
 
 

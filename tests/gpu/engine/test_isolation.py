@@ -25,7 +25,8 @@ pytestmark = pytest.mark.gpu
 
 METHODS = {"full": ("full", ()), **CONTESTANTS}
 # 3 extents a request, 6 in all.
-LIMITS = ("--max_batch_size", "2", "--max_seq_len", "2700", "--max_input_len", "2500", "--prefill_chunk_tokens", "600")
+SIZES = ("--max_batch_size", "2", "--max_seq_len", "2700", "--max_input_len", "2500", "--prefill_chunk_tokens", "600")
+LIMITS = (*SIZES, "--cache.reuse", "false")  # which would keep rows on purpose
 OTHER = Request(tuple(torch.arange(2400).mul(11).remainder(97).tolist()), 100)
 OWN = Request(tuple(torch.arange(1300).mul(13).remainder(101).tolist()), 150)  # evictions, an update of prkv
 STEP_TOKENS = 600  # of a prompt that a step reads: OTHER takes four

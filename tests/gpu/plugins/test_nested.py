@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from tests.gpu.plugins import gpu_context
+from tests.gpu.plugins.shared_extents import check_shared_extents
 from tests.plugins.index_cases import KV_HEADS, select_rows
 from torch import Tensor
 
@@ -202,3 +203,8 @@ def test_an_infinite_or_huge_query_hurts_no_other_request(reduce: str) -> None:
     assert ((rows >= 0) & (rows < 9000)).all()
     assert (rows.diff(dim=-1) > 0).all()
     assert not index.workspace(4)["totals"].any()
+
+
+@pytest.mark.parametrize("shape", [("bfloat16", 128, 4), ("float32", 64, 2)])
+def test_slots_may_share_extents(shape: tuple[str, int, int]) -> None:
+    check_shared_extents("nested", Config(), shape, CudaIndex)

@@ -10,9 +10,11 @@ from functools import partial
 import pytest
 import torch
 from tests.gpu.plugins import gpu_context
+from tests.gpu.plugins.shared_extents import check_shared_extents
 from tests.plugins.index_cases import KV_HEADS, select_rows
 from torch import Tensor
 
+from kvseek.core.extents import extents_for
 from kvseek.plugins.batch import Batch, RequestState, pack
 from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.pariskv.config import Config, ScheduleStep
@@ -62,6 +64,11 @@ def region(index: ReferenceIndex | CudaIndex, array: Tensor, slot: int) -> Tenso
     return index.context.extents.read(array, slot, index.context.lengths[slot]).cpu()
 
 
+def scratch(array: Tensor, first: int, length: int) -> Tensor:
+    """What a selection has written for a region that begins at a scratch extent: [G, length, ...] on the CPU."""
+    return array[first : first + extents_for(length)].transpose(0, 1).flatten(1, 2)[:, :length].cpu()
+
+
 @pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), gpu_context.SHAPES)
 def test_keys_are_encoded_as_by_the_reference(dtype: str, dim: int, group: int, reduce: str) -> None:
     torch.manual_seed(dim + group)
@@ -104,26 +111,31 @@ def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[
     queries = (3 * torch.randn(len(lengths), KV_HEADS * group, dim)).to(getattr(torch, dtype))
     slots = list(reversed(range(len(lengths))))
     selection = select_rows(found, queries.cuda(), slots)
+    first = 0
     for request, slot in enumerate(slots):
-        check_request(expected, found, queries[request], slot, selection.rows[request].cpu())
+        check_request(expected, found, queries[request], slot, selection.rows[request].cpu(), first)
+        first += extents_for(lengths[slot])
 
 
-def check_request(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, slot: int, rows: Tensor) -> None:
+def check_request(
+    expected: ReferenceIndex, found: CudaIndex, queries: Tensor, slot: int, rows: Tensor, first: int = 0
+) -> None:
+    """Against the reference, and what the kernels left in the scratch extents from `first` on."""
     config, n = expected.config, expected.context.lengths[slot]
     lanes = rotate(query_lanes(queries.view(KV_HEADS, -1, queries.shape[-1]), config.group_reduce), expected.signs)
     budget, count = found.effort(n).numbers
     ids = region(expected, expected.ids, slot)
     votes = collision_scores(tier_table(lanes, expected.counts[slot], budget), ids)
     if n > config.top_k:
-        scores = region(found, found.workspace.scores, slot).int()
+        scores = scratch(found.workspace.scores, first, n).int()
         assert torch.equal(votes, scores), f"{(votes != scores).sum()} of {n} votes differ"
     candidates = best_positions(votes, count)
-    have = region(found, found.workspace.candidates, slot)[:, :count].long()
+    have = scratch(found.workspace.candidates, first, n)[:, :count].long()
     assert torch.equal(candidates, have)
     codes = take_rows(region(expected, expected.codes, slot), candidates)
     weights = take_rows(region(expected, expected.weights, slot), candidates)
     estimates = estimate_scores(lanes, codes, weights, expected.levels)
-    close = region(found, found.workspace.estimates, slot)[:, :count].transpose(1, 2)
+    close = scratch(found.workspace.estimates, first, n)[:, :count].transpose(1, 2)
     error = (close - estimates).norm() / estimates.norm()
     assert error < 1e-3, f"estimates differ by {error:.2e}"
     # From the kernel's own estimates, the choice is exact up to keys whose values agree to rounding.
@@ -221,3 +233,8 @@ def test_a_long_list_is_taken_too() -> None:
     expected, found = make_pair(config, "bfloat16", 128, 4, [50_000])
     queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16)
     check_request(expected, found, queries[0], 0, select_rows(found, queries.cuda(), [0]).rows[0].cpu())
+
+
+@pytest.mark.parametrize("shape", [("bfloat16", 128, 4), ("float32", 64, 2)])
+def test_slots_may_share_extents(shape: tuple[str, int, int]) -> None:
+    check_shared_extents("pariskv", Config(schedule_steps=EFFORT), shape, CudaIndex)
