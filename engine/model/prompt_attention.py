@@ -22,8 +22,12 @@ from torch import Tensor
 from .attention import causal_attention_device
 
 if TYPE_CHECKING:
-    from kvseek.core.config import ModelConfig
+    from kvseek.core.config import EngineConfig, ModelConfig
     from kvseek.core.cuda import CudaKernels
+
+CUDNN_AND_FLASH, FLASH = "cuDNN and flash attention", "flash attention"
+MEMORY_EFFICIENT = "PyTorch's memory-efficient attention"
+OF_THE_CPU = {"native": "kvseek's kernel", "reference": "PyTorch's flash attention for CPUs"}
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +76,8 @@ class PromptAttention:
 
     Attributes
     ----------
+    name : str
+        Who attends: CUDNN_AND_FLASH, FLASH or MEMORY_EFFICIENT.
     refusal : str or None
         Why cuDNN does not attend to the past of chunks; None: it does.
     """
@@ -79,8 +85,12 @@ class PromptAttention:
     def __init__(self, kernels: CudaKernels, model: ModelConfig, dtype: torch.dtype) -> None:
         self._kernels, self._model, self.dtype = kernels, model, dtype
         self.refusal = self._refused()
-        if self.refusal is not None:
-            logger.warning("attention of prompts is flash attention alone, as cuDNN's is not there: %s", self.refusal)
+        alone = MEMORY_EFFICIENT if dtype is torch.float32 else FLASH
+        self.name = CUDNN_AND_FLASH if self.refusal is None else alone
+        if self.refusal is None:
+            logger.info("prompts are read by %s", self.name)
+        else:
+            logger.warning("prompts are read by %s: cuDNN's attention refuses them: %s", self.name, self.refusal)
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """Attend from the last q tokens of a prompt to the whole of it, causally; see causal_attention_device."""
@@ -121,6 +131,17 @@ class PromptAttention:
         except RuntimeError as error:
             return str(error).splitlines()[0]
         return None
+
+
+def expected_attention(config: EngineConfig) -> str:
+    """Say who attends in prompts of an engine, as far as that is known without its GPU."""
+    if config.device != "cuda":
+        return OF_THE_CPU[config.kernels]
+    if config.dtype == "float32":
+        return MEMORY_EFFICIENT
+    if config.runtime == "tensorrt" and config.tensorrt.form == "engine":
+        return FLASH  # a prompt is one chunk, which has no past
+    return f"{CUDNN_AND_FLASH}, or {FLASH} alone if cuDNN refuses the model on the GPU, as the log then says"
 
 
 def past_blocks(past: int) -> list[tuple[int, int]]:
