@@ -1,8 +1,8 @@
 """Pinned host memory in huge pages: threads touch them first, and the driver then finds memory that is there already.
 
-cuMemHostAlloc takes and clears one page of 4 KiB after the other, in one thread: some 0.5 s a GiB, which is minutes for the rows
-of a server (docs/measurements.md has both times). Where the system has no huge pages, or the driver does not register such
-memory, that is how it is allocated.
+cuMemHostAlloc provides and clears all memory in one thread, a small page at a time: half a second a GiB, so minutes for the
+rows of a server (docs/measurements.md has both times). It is still how memory is allocated where the driver does not register
+what the process has mapped itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import ctypes
 import logging
 import mmap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +24,6 @@ from kvseek.core.errors import CapacityError, KernelError
 logger = logging.getLogger(__name__)
 
 REGISTERED, BY_DRIVER = "cuMemHostRegister", "cuMemHostAlloc"
-PAGE_BYTES = mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PinnedMemory:
     device_pointer : int
         Its address for kernels of the device.
     way : str
-        The call that made it known to the driver: REGISTERED or BY_DRIVER.
+        The driver's function that pinned it: REGISTERED or BY_DRIVER.
     """
 
     buffer: ctypes.Array[ctypes.c_byte]
@@ -45,12 +45,12 @@ class PinnedMemory:
     way: str
 
 
-class _Refused(Exception):
-    """Why memory in huge pages is not to be had."""
+class NotRegisteredError(Exception):
+    """Why memory that the process maps itself cannot be pinned."""
 
 
 def allocate(size: int, device: torch.device) -> PinnedMemory:
-    """Allocate `size` bytes for a CUDA device, at least one; huge pages are zero, what the driver allocates is undefined.
+    """Allocate `size` bytes, at least one, for a CUDA device: registered, or by the driver where that fails.
 
     The caller has made sure that so much memory is free: otherwise the system would kill a process.
 
@@ -61,66 +61,67 @@ def allocate(size: int, device: torch.device) -> PinnedMemory:
     KernelError
         If the device cannot be opened.
     """
-    context = _open(device)
-    driver = cuda_driver()
-    check(driver.cuCtxPushCurrent(context), "entering the CUDA context")
     try:
-        try:
-            host, free = _huge_pages(size)
-            way = REGISTERED
-        except _Refused as reason:
-            logger.warning(
-                "%s bytes of pinned memory are allocated by cuMemHostAlloc, which takes long: %s", f"{size:,}", reason
-            )
-            host, free = _by_driver(size)
-            way = BY_DRIVER
-        (pointer,) = check(driver.cuMemHostGetDevicePointer(host, 0), "mapping pinned memory into the device")
-    finally:
-        driver.cuCtxPopCurrent()
-    buffer = (ctypes.c_byte * size).from_address(host)
+        return allocate_registered(size, device)
+    except NotRegisteredError as reason:
+        logger.warning("%s bytes of pinned memory are allocated by cuMemHostAlloc, which takes long: %s", size, reason)
+        return allocate_by_driver(size, device)
+
+
+def allocate_registered(size: int, device: torch.device) -> PinnedMemory:
+    """Map memory in huge pages, have PyTorch's threads touch it, and register it; raises NotRegisteredError, KernelError."""
+    with _entered(device) as context:
+        mapped = _map(size)
+        address = ctypes.addressof(ctypes.c_byte.from_buffer(mapped))
+        # A byte of each page is written, as the system provides a page when it is first touched.
+        torch.frombuffer(mapped, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
+        driver = cuda_driver()
+        flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        (status,) = driver.cuMemHostRegister(address, size, flags)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            mapped.close()
+            raise NotRegisteredError(f"cuMemHostRegister: {name_of(status)}")
+
+        def free() -> None:
+            driver.cuMemHostUnregister(address)
+            mapped.close()
+
+        return _made(address, size, REGISTERED, free, context)
+
+
+def allocate_by_driver(size: int, device: torch.device) -> PinnedMemory:
+    """Let the driver allocate memory; raises CapacityError and KernelError as `allocate` does."""
+    with _entered(device) as context:
+        driver = cuda_driver()
+        status, host = driver.cuMemHostAlloc(size, driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise CapacityError(f"cuMemHostAlloc: {name_of(status)}")
+        return _made(int(host), size, BY_DRIVER, partial(driver.cuMemFreeHost, host), context)
+
+
+def _map(size: int) -> mmap.mmap:
+    try:
+        # Private, because huge pages of shared memory are another setting of the system.
+        mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise NotRegisteredError(f"mmap: {error.strerror}") from None
+    try:
+        # A page that a child process shares may be copied on the next write, and the device would keep the old one.
+        for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
+            mapped.madvise(advice)
+    except OSError as error:  # a kernel without huge pages
+        mapped.close()
+        raise NotRegisteredError(f"madvise: {error.strerror}") from None
+    return mapped
+
+
+def _made(address: int, size: int, way: str, free: Callable[[], None], context: Any) -> PinnedMemory:
+    """Describe memory that is pinned; `free` frees it in the current context."""
+    (pointer,) = check(cuda_driver().cuMemHostGetDevicePointer(address, 0), "mapping pinned memory into the device")
+    buffer = (ctypes.c_byte * size).from_address(address)
     # Not at exit: a thread may still be decoding then, and the end of the process frees everything.
     weakref.finalize(buffer, _free, free, context).atexit = False
     return PinnedMemory(buffer, int(pointer), way)
-
-
-def _huge_pages(size: int) -> tuple[int, Callable[[], None]]:
-    """Map and register memory; returns its address and what frees it. Raises _Refused with the reason."""
-    try:
-        # Private, as the size of shared pages is another setting of the system.
-        mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise _Refused(f"mmap: {error.strerror}") from None
-    try:
-        # A child's copy of a page could leave the device with the page that the parent no longer has.
-        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-            mapped.madvise(advice)
-    except OSError as error:
-        mapped.close()
-        raise _Refused(f"madvise: {error.strerror}") from None
-    address = ctypes.addressof(ctypes.c_byte.from_buffer(mapped))
-    # PyTorch's threads write a byte of each page, which makes the system provide it.
-    torch.frombuffer(mapped, dtype=torch.uint8)[::PAGE_BYTES].zero_()
-    driver = cuda_driver()
-    flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
-    (status,) = driver.cuMemHostRegister(address, size, flags)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        mapped.close()
-        raise _Refused(f"cuMemHostRegister: {name_of(status)}")
-
-    def free() -> None:
-        driver.cuMemHostUnregister(address)
-        mapped.close()
-
-    return address, free
-
-
-def _by_driver(size: int) -> tuple[int, Callable[[], None]]:
-    """Allocate memory by the driver; returns its address and what frees it."""
-    driver = cuda_driver()
-    status, host = driver.cuMemHostAlloc(size, driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise CapacityError(f"cuMemHostAlloc: {name_of(status)}")
-    return int(host), partial(driver.cuMemFreeHost, host)
 
 
 def _free(free: Callable[[], None], context: Any) -> None:
@@ -132,14 +133,19 @@ def _free(free: Callable[[], None], context: Any) -> None:
     driver.cuCtxPopCurrent()
 
 
-def _open(device: torch.device) -> Any:
-    """Return the primary context of a CUDA device, to which PyTorch's memory belongs."""
+@contextmanager
+def _entered(device: torch.device) -> Generator[Any]:
+    """Make the primary context of a CUDA device, to which PyTorch's memory belongs, current meanwhile."""
     driver = cuda_driver()
     check(driver.cuInit(0), "starting the CUDA driver")
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     (gpu,) = check(driver.cuDeviceGet(ordinal), f"opening CUDA device {ordinal}")
     (context,) = check(driver.cuDevicePrimaryCtxRetain(gpu), f"opening CUDA device {ordinal}")
-    return context
+    check(driver.cuCtxPushCurrent(context), "entering the CUDA context")
+    try:
+        yield context
+    finally:
+        driver.cuCtxPopCurrent()
 
 
 def cuda_driver() -> Any:
