@@ -10,7 +10,7 @@ GROUPS = {
     "GEMMs": ("qkv", "o", "gate_up", "down", "head"),
     "select": ("select",),
     "attend": ("attend",),
-    "others": ("begin", "norm", "rope", "mlp_norm", "silu"),
+    "others": ("begin", "norm", "rope", "mlp_norm"),
 }
 
 

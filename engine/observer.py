@@ -10,7 +10,7 @@ from kvseek.plugins.batch import Batch
 from kvseek.plugins.selection import Selection
 
 # Parts of a step, in order: "begin" and "head" once a step, the others once a layer.
-PARTS = ("begin", "norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "silu", "down", "head")
+PARTS = ("begin", "norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "down", "head")
 
 
 class Observer:

@@ -22,7 +22,7 @@ from kvseek.engine.loading.runtime import layer_kernels, prompt_attention
 from kvseek.engine.loading.supported import needs_cpu_library
 from kvseek.engine.model.graph_steps import GraphSteps
 from kvseek.engine.model.kernel_model import KernelModel
-from kvseek.engine.model.weight_only_kernels import weight_only_kernels
+from kvseek.engine.model.product_kernels import product_kernels
 from kvseek.engine.retrieval import Retrieval
 from kvseek.measurement.gpu_kernels import load_kernels
 from kvseek.measurement.variants import Variant
@@ -181,9 +181,8 @@ class Bench:
         """A decoder of the random weights; several may share a cache and indexes."""
         retrieval, kernels = self.retrieval(variant, cache, indexes, cells, hot_rows), self.kernels(variant)
         tensors = self._tensors[variant.weight_only_precision]
-        weight_only = weight_only_kernels(retrieval.config, kernels)
-        attention = prompt_attention(retrieval, kernels)
-        model = KernelModel(tensors, retrieval, layer_kernels(retrieval, kernels), attention, weight_only)
+        attention, multiply = prompt_attention(retrieval, kernels), product_kernels(retrieval.config, kernels)
+        model = KernelModel(tensors, retrieval, layer_kernels(retrieval, kernels), attention, multiply)
         return BenchDecoder(model, retrieval, GraphSteps(model, retrieval))
 
     def allocated(self, variant: Variant, extents: int, batch: int) -> int:

@@ -16,8 +16,8 @@ from kvseek.engine.model.graph_steps import GraphSteps
 from kvseek.engine.model.graphs import buckets_for
 from kvseek.engine.model.kernel_model import KernelModel
 from kvseek.engine.model.layer_kernels import LayerKernels
+from kvseek.engine.model.product_kernels import product_kernels
 from kvseek.engine.model.prompt_attention import PromptAttention
-from kvseek.engine.model.weight_only_kernels import weight_only_kernels
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.retrieval import Retrieval
 
@@ -77,7 +77,7 @@ class TorchRuntime:
             retrieval,
             layer_kernels(retrieval, kernels),
             prompt_attention(retrieval, kernels),
-            weight_only_kernels(self.config, kernels),
+            product_kernels(self.config, kernels),
         )
         return Decoder(model, retrieval, GraphSteps(model, retrieval))
 

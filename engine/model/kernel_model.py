@@ -15,10 +15,10 @@ from kvseek.plugins.batch import Batch
 from .graphs import StepResult
 from .layer import Head, Layer
 from .layer_kernels import LayerKernels
-from .linear import WeightOnlyProducts
+from .linear import KernelProducts, Products
 from .prefill import CausalAttention, LayerwiseModel, Prefill, attend_pieces, pieces_of
+from .product_kernels import ProductKernels
 from .torch_model import Stream
-from .weight_only_kernels import WeightOnlyKernels
 
 
 class KernelModel(LayerwiseModel[Stream]):
@@ -30,8 +30,8 @@ class KernelModel(LayerwiseModel[Stream]):
         Weights as engine/model/weights.py loads them, on the cache's device and in its dtype.
     attention : callable
         Causal attention over a prompt.
-    weight_only : WeightOnlyKernels or None
-        Kernels that multiply with weights of 8 bits, for a model that has such weights.
+    multiply : ProductKernels or None
+        Kernels that multiply few rows; None: PyTorch multiplies.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class KernelModel(LayerwiseModel[Stream]):
         retrieval: Retrieval,
         ops: LayerKernels,
         attention: CausalAttention,
-        weight_only: WeightOnlyKernels | None = None,
+        multiply: ProductKernels | None = None,
     ) -> None:
         super().__init__(retrieval)
         self.ops, self.attention = ops, attention
         self.embed, self.norm = weights["embed.weight"], weights["norm.weight"]
         self.lm_head = self.embed if self.model.tie_word_embeddings else weights["lm_head.weight"]
-        products = None if weight_only is None else WeightOnlyProducts(weight_only)
+        products = Products(self.norm.dtype) if multiply is None else KernelProducts(multiply)
         self.layers = [Layer(self.model, weights, number, products) for number in range(self.model.num_layers)]
-        self.head = Head(self.model, self.norm, self.lm_head)
+        self.head = Head(self.model, self.norm, self.lm_head, products)
 
     def begin_prompt(self, prefill: Prefill) -> Stream:
         """See LayerwiseModel."""
@@ -84,7 +84,7 @@ class KernelModel(LayerwiseModel[Stream]):
             attend = partial(self.retrieval.attend, number, batch=batch)
             window = self.retrieval.cache.window[number]
             delta = layer.decode(self.ops, batch, x, delta, rotation, window, attend, mark)
-        logits = F.linear(self.ops.add_rms_norm(x, delta, self.norm), self.lm_head)
+        logits = self.head.project(self.ops.add_rms_norm(x, delta, self.norm))
         result = StepResult(logits, self.ops.argmax(logits))
         mark("head")
         return result

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor
 
-from .linear import Product, Products
-from .weight_only import QUANTISED
+from .linear import Products
 
 if TYPE_CHECKING:
     from kvseek.core.config import ModelConfig
@@ -55,13 +54,13 @@ class Layer:
         self.q_norm, self.k_norm = (weights.get(f"{prefix}{name}_norm.weight") for name in ("q", "k"))
         products = products or Products(self.attention_norm.dtype)
 
-        def product(name: str) -> Product:
+        def parts(name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
             weight, bias, scale = (weights.get(f"{prefix}{name}.{part}") for part in ("weight", "bias", "weight_scale"))
             assert weight is not None, f"{prefix}{name}.weight is in every engine directory"
-            made = products.row_parallel if name in ROW_PARALLEL else products.linear
-            return made(weight, bias, scale)
+            return weight, bias, scale
 
-        self.qkv, self.o, self.gate_up, self.down = map(product, QUANTISED)
+        self.qkv, self.gate_up = (products.linear(*parts(name)) for name in ("qkv", "gate_up"))
+        self.o, self.down = (products.row_parallel(*parts(name)) for name in ROW_PARALLEL)
 
     def project(self, ops: LayerOperations, x: Tensor, delta: Tensor | None, mark: Mark = _ignore) -> Tensor:
         """Add `delta`, unless it is None, to x [tokens, hidden] in place; normalise and project: [tokens, (H + 2G) * D].
@@ -83,10 +82,8 @@ class Layer:
         mark("o")
         normed = ops.add_rms_norm(x, projected, self.mlp_norm)
         mark("mlp_norm")
-        gate_up = self.gate_up(normed)
+        activated = self.gate_up.gated(normed, ops.silu_mul)
         mark("gate_up")
-        activated = ops.silu_mul(gate_up)
-        mark("silu")
         down = self.down(activated)
         mark("down")
         return down
@@ -137,13 +134,18 @@ class Head:
     weight : Tensor [vocabulary, hidden]
     products : Products, optional
         See Layer.
+
+    Attributes
+    ----------
+    project : Product
+        From what is normalised to logits in the weight's dtype.
     """
 
     def __init__(self, model: ModelConfig, norm: Tensor, weight: Tensor, products: Products | None = None) -> None:
         self.model, self.norm = model, norm
-        self._project = (products or Products(norm.dtype)).head(weight)
+        self.project = (products or Products(norm.dtype)).head(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the logits, float32 [tokens, vocabulary], of x [tokens, hidden]."""
         normed = F.rms_norm(x, (self.model.hidden_size,), self.norm, self.model.rms_norm_eps)
-        return self._project(normed).float()
+        return self.project(normed).float()

@@ -15,7 +15,7 @@ from torch import Tensor
 from .weight_only import dequantise
 
 if TYPE_CHECKING:
-    from .weight_only_kernels import WeightOnlyKernels
+    from .product_kernels import ProductKernels
 
 
 Product = Callable[[Tensor], Tensor]
@@ -39,6 +39,10 @@ class Linear:
         """Multiply x with the weight and add the bias."""
         return F.linear(x, self.weight, self.bias)
 
+    def gated(self, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+        """Multiply, and take silu(gate) * up of the result [rows, gates and ups], as `silu_mul` computes it."""
+        return silu_mul(self(x))
+
 
 class Embedding:
     """The map from token ids, int64 or int32 [tokens], to their rows of the vocabulary [tokens, hidden].
@@ -56,28 +60,37 @@ class Embedding:
         return F.embedding(tokens, self.weight)
 
 
-class WeightOnlyLinear(Linear):
-    """A linear map on a GPU with a weight of 8 bits; x keeps its dtype.
+class KernelLinear(Linear):
+    """A linear map on a GPU, with a weight in the dtype of x or of 8 bits.
 
-    The few rows of a decode step are multiplied by a kernel that reads the weight as it is stored. For the many rows of a
-    prompt the weight is first written out in the dtype of x, because cuBLAS then multiplies faster than a kernel that converts
-    while it multiplies.
+    The few rows of a decode step are multiplied by a kernel that reads the weight as it is stored. Many rows, which prompts and
+    large batches have, are multiplied by cuBLAS, for which a weight of 8 bits is first written out in the dtype of x: cuBLAS
+    then multiplies faster than a kernel that converts while it multiplies.
 
     Parameters
     ----------
-    weight : Tensor, int8 or float8_e4m3fn [outputs, inputs]
-    scale : Tensor, float32 [outputs]
+    weight : Tensor [outputs, inputs]
+        In the dtype of x, or int8 or float8_e4m3fn.
+    scale : Tensor, float32 [outputs], or None
+        Of a weight of 8 bits.
     """
 
-    def __init__(self, kernels: WeightOnlyKernels, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, kernels: ProductKernels, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
-        self.scale, self._kernels = scale, kernels
+        self.scale, self._kernels, self._few = scale, kernels, kernels.most_rows(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply x with the weight and add the bias."""
-        if x.shape[0] <= self._kernels.max_rows:
+        """See Linear."""
+        if x.shape[0] <= self._few:
             return self._kernels.linear(x, self.weight, self.scale, self.bias)
-        return F.linear(x, self._kernels.dequantise(self.weight, self.scale), self.bias)
+        weight = self.weight if self.scale is None else self._kernels.dequantise(self.weight, self.scale)
+        return F.linear(x, weight, self.bias)
+
+    def gated(self, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+        """See Linear.gated. The kernel does both."""
+        if x.shape[0] <= self._few:
+            return self._kernels.linear(x, self.weight, self.scale, self.bias, gated=True)
+        return super().gated(x, silu_mul)
 
 
 class Products:
@@ -109,15 +122,13 @@ class Products:
         return Embedding(weight)
 
 
-class WeightOnlyProducts(Products):
-    """Makes products on a GPU whose weights stay in 8 bits."""
+class KernelProducts(Products):
+    """Makes products on a GPU; weights of 8 bits stay so."""
 
-    def __init__(self, kernels: WeightOnlyKernels) -> None:
+    def __init__(self, kernels: ProductKernels) -> None:
         super().__init__(kernels.dtype)
         self._kernels = kernels
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
         """See Products.linear."""
-        if scale is None:
-            return super().linear(weight, bias)
-        return WeightOnlyLinear(self._kernels, weight, scale, bias)
+        return KernelLinear(self._kernels, weight, scale, bias)

@@ -50,13 +50,17 @@ extern "C" __global__ void __launch_bounds__(kvseek::attention::THREADS, kvseek:
     using namespace kvseek::attention;
     extern __shared__ __align__(16) unsigned char dynamic_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_memory);
-    await_earlier_kernels();
-    const Request request = a.requests[blockIdx.z];
+    const Request request = a.requests[blockIdx.z];  // was uploaded before the step
     const Place place{static_cast<int>(blockIdx.z), request.slot, static_cast<int>(blockIdx.y) / TILES,
                       static_cast<int>(blockIdx.y) % TILES, request.length};
     const int split = blockIdx.x, window_split = split - a.retrieval_splits;
     const int window_rows = request.sink_rows + request.ring_rows;
     const bool dense = request.dense || !a.selected || !request.length;
+    // A selection lets this kernel start when it has itself waited for the kernel that wrote queries and window, so
+    // that blocks of the window need not wait for the selected rows. They wait before they write; a second wait costs
+    // nothing.
+    if (!a.selected || window_split < 0) await_earlier_kernels();
+    allow_later_kernels();
 
     Range range;
     if (window_split >= 0)
@@ -75,9 +79,11 @@ extern "C" __global__ void __launch_bounds__(kvseek::attention::THREADS, kvseek:
             warp.stream(PoolRows(a, place), range.begin, range.end, a.scale, shared.rings);
         else
             warp.gather(SelectedRows(a, request, place), range.begin, range.end, a.scale, shared.rings);
+        await_earlier_kernels();
         has_rows = __syncthreads_or(warp.has_rows());
         if (has_rows) publish(a, place, warp, shared.outputs);
     }
+    await_earlier_kernels();
     if (!has_rows) publish_nothing(a, place);
     if (arrive_last(a, place)) merge_partials(a, place, shared.weights);
 }

@@ -3,8 +3,9 @@
 // A kernel that is launched with overlap (CudaKernels.launch) must call await_earlier_kernels in every thread: what it
 // waits for is the end of the kernel before it, which waited for the one before that. Before the wait it may touch only
 // what no kernel touches that may still run: constants, what was written before the step, and work space whose last
-// reader is known to have ended. Four kernels do more before their wait and say why they may: vote.cu (ParisKV) writes,
-// and choose.cu (nested), rerank.cu (ClusterKV) and coded.cu (CTkvr) read what a kernel of this step wrote.
+// reader is known to have ended. Five kernels do more before their wait and say why they may: vote.cu (ParisKV) writes,
+// and choose.cu (nested), rerank.cu (ClusterKV), coded.cu (CTkvr) and attend.cu read what a kernel of this step wrote.
+// For attend.cu, every selection's last kernel must call allow_later_kernels, if it does, after its own wait.
 #pragma once
 
 namespace kvseek {

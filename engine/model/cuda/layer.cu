@@ -4,6 +4,7 @@
 // These kernels move little: at batch 1 a launch is latency, not bandwidth. So one launch does all that can be done
 // without leaving a row, and what a reduction needs later is loaded before it. engine/model/layer_kernels.py launches
 // them.
+#include "engine/model/cuda/activation.cuh"
 #include "engine/model/cuda/window_row.cuh"
 #include "plugins/shared/batch.cuh"
 #include "plugins/shared/numbers.cuh"
@@ -194,6 +195,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
         if (piece < pieces) weight[p].load(static_cast<const Number*>(a.weight) + piece * 8);
     }
     await_earlier_kernels();
+    allow_later_kernels();
 #pragma unroll
     for (int p = 0; p < NORM_PIECES; ++p) {
         const int piece = p * blockDim.x + threadIdx.x;
@@ -295,6 +297,7 @@ extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32)
 extern "C" __global__ void __launch_bounds__(SILU_THREADS)
     kvseek_silu_mul(const __grid_constant__ kvseek::SiluMulArguments a) {
     await_earlier_kernels();
+    allow_later_kernels();
     const int piece = blockIdx.y * SILU_THREADS + threadIdx.x;
     if (piece >= a.intermediate / 8) return;
     const long long row = blockIdx.x;
@@ -304,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(SILU_THREADS)
     up.load(gates + a.intermediate + piece * 8);
     float values[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) values[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
+    for (int i = 0; i < 8; ++i) values[i] = silu(gate[i]) * up[i];
     store_eight(static_cast<Number*>(a.out) + row * a.intermediate + piece * 8, values);
 }
 

@@ -1,13 +1,13 @@
-// Weights of 8 bits and their exact conversion to the engine's type: KVSEEK_WEIGHT 1 is int8, 2 is float8_e4m3fn
-// (builder/compile/cuda.py). Both types' numbers fit in bfloat16 and in float16.
+// Weights as products read them: in the engine's type, or of 8 bits with their exact conversion to it. KVSEEK_WEIGHT 1
+// is int8, 2 is float8_e4m3fn (builder/compile/cuda.py). Both types' numbers fit in bfloat16 and in float16.
 #pragma once
 
 #include "plugins/shared/numbers.cuh"
 
 namespace kvseek {
-namespace weight_only {
+namespace products {
 
-using Weight = unsigned char;  // its bits
+using Byte = unsigned char;  // the bits of a weight of 8
 
 __device__ __forceinline__ unsigned pack(float low, float high, __nv_bfloat16) {
     const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
@@ -34,7 +34,7 @@ __device__ __forceinline__ void convert(unsigned bytes, unsigned (&numbers)[2]) 
         numbers[i] = pack(byte_to_float(flipped, 2 * i), byte_to_float(flipped, 2 * i + 1), Number());
 }
 
-#else
+#elif KVSEEK_WEIGHT == 2
 
 // Sign, exponent and fraction of two e4m3 numbers, each in the upper byte of a half register, moved to their places in
 // the wider type: its exponent has another bias, which the factor makes up for. Subnormal numbers come out right, too.
@@ -62,5 +62,15 @@ __device__ __forceinline__ unsigned word(const uint4& bits, int i) {
     return i == 0 ? bits.x : i == 1 ? bits.y : i == 2 ? bits.z : bits.w;
 }
 
-}  // namespace weight_only
+// Weights 4 step .. 4 step + 3 of a piece of 16 bytes, as two registers of two numbers.
+__device__ __forceinline__ void four_numbers(const uint4& piece, int step, unsigned (&numbers)[2], Number) {
+    numbers[0] = word(piece, 2 * step), numbers[1] = word(piece, 2 * step + 1);
+}
+#if KVSEEK_WEIGHT != 0
+__device__ __forceinline__ void four_numbers(const uint4& piece, int step, unsigned (&numbers)[2], Byte) {
+    convert(word(piece, step), numbers);
+}
+#endif
+
+}  // namespace products
 }  // namespace kvseek

@@ -270,6 +270,7 @@ extern "C" __global__ void __maxnreg__(kvseek::nested::CHOOSE_REGISTERS)
     const long long list = static_cast<long long>(task.number) * a.blocks + blockIdx.x;
     int* places = a.places + list * a.capacity;
     await_earlier_kernels();
+    allow_later_kernels();
     if (task.idle()) return;
     fetch_totals(a, task, memory);
     Scores scores;

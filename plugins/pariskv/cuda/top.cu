@@ -119,6 +119,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
     __shared__ Memory memory;
     const Task task(a);
     await_earlier_kernels();
+    allow_later_kernels();
     if (task.idle()) return;
     const int count = task.candidates(), top_k = a.top_k;
     const int even = max((count + a.top_blocks - 1) / a.top_blocks, SMALLEST_SHARE);

@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::VOTE_THREADS)
     __shared__ unsigned votes[CENTROIDS * VOTE_BYTES / 4];
     // Only the queries come from the kernel before this one. Counts change between steps, before an upload that this
     // step waited for. The totals' last readers are `rerank` and `scan` of an earlier selection: `top`, which ends
-    // every selection, waited for both and lets nothing start before it has ended.
+    // every selection, lets nothing start before it has waited for both.
     const Task task(a);
     const int block = blockIdx.x, query = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int* all =

@@ -26,7 +26,7 @@ from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError, KernelError
 from kvseek.core.manifest import read_manifest, verify
-from kvseek.engine.model.weight_only_kernels import SHAPES
+from kvseek.engine.model.product_kernels import SHAPES
 from kvseek.plugins.registry import METHODS, get_method
 
 KERNEL = """
@@ -79,24 +79,34 @@ def config(
     return EngineConfig(model, method, dict(settings), dtype=dtype, device="cuda", weight_only_precision=precision)
 
 
-def written_kernels(method: str, precision: str = "none", settings: Settings = NO_SETTINGS) -> dict[str, str]:
+def product_names(bits: int) -> list[str]:
+    """Kernels of products with weights of so many bits."""
+    shapes = {shape for listed in SHAPES[bits].values() for _, shape in listed}
+    prefix = "weight_only_" * (bits == 8)
+    return [f"kvseek_{gated}{prefix}linear_{shape.rows}_{shape.warps}" for gated in ("", "gated_") for shape in shapes]
+
+
+def written_kernels(
+    method: str, dtype: str, precision: str = "none", settings: Settings = NO_SETTINGS
+) -> dict[str, str]:
     """Name of each kernel of a method's translation unit in the sources, and of the struct that it takes.
 
-    Those of weights of 8 bits are there with such weights alone, and those of an option with its macro.
+    Those of products are there for numbers of 16 bits, those of weights of 8 bits with such weights alone, and those of an
+    option with its macro.
     """
     macros = macro_names(method, settings)
     (root,) = package_roots()
     pattern = r"(kvseek_\w+)\(const __grid_constant__ kvseek::(?:\w+::)*(\w+) a\)"
     names = compile_cuda.unit_sources(method, [root])
-    texts = [
-        (root / name).read_text() for name in names if precision != "none" or name != "engine/model/cuda/weight_only.cu"
-    ]
-    texts = [compiled_part(text, macros) for text in texts]
+    texts = [compiled_part((root / name).read_text(), macros) for name in names if not name.endswith("/products.cu")]
     found = {kernel: arguments for text in texts for kernel, arguments in re.findall(pattern, text)}
-    if (
-        precision != "none"
-    ):  # engine/model/cuda/weight_only.cu makes these by a macro, as tests/engine/model/test_weight_only.py checks
-        found |= {shape.name: "WeightOnlyLinearArguments" for listed in SHAPES.values() for _, shape in listed}
+    # engine/model/cuda/products.cu makes its kernels by a macro, as tests/engine/model/test_products.py checks.
+    if dtype == "float32":
+        return found
+    for bits in (16,) if precision == "none" else (16, 8):
+        found |= dict.fromkeys(product_names(bits), "LinearArguments")
+    if precision != "none":
+        found["kvseek_dequantise"] = "DequantiseArguments"
     return found
 
 
@@ -248,7 +258,7 @@ def test_shared_kernels_compile_for_every_shape_and_architecture() -> None:
     with ThreadPoolExecutor(2) as pool:
         images = list(pool.map(make, CASES))
     for case, image in zip(CASES, images, strict=True):
-        assert set(parameter_bytes(image)) == set(written_kernels("full", case[3])), case
+        assert set(parameter_bytes(image)) == set(written_kernels("full", case[0], case[3])), case
 
 
 def struct_fields(struct_name: str, method: str, macros: set[str]) -> list[tuple[str, type]]:
@@ -271,8 +281,8 @@ def test_python_mirrors_every_argument_struct(number: int) -> None:
     precision = precision if method == "full" else "none"
     image = compile_cubin(specialise(config(method, dtype, dim, group, precision, settings)), arch)
     sizes, structures = parameter_bytes(image), mirrors()
-    assert set(sizes) == set(written_kernels(method, precision, settings))
-    for kernel, struct_name in written_kernels(method, precision, settings).items():
+    assert set(sizes) == set(written_kernels(method, dtype, precision, settings))
+    for kernel, struct_name in written_kernels(method, dtype, precision, settings).items():
         written = struct_fields(struct_name, method, macro_names(method, settings))
         named = [list(mirror._fields_) for mirror in structures if mirror.__name__ == struct_name]
         assert written in named, f"{kernel}: {struct_name}"
@@ -319,7 +329,7 @@ def test_an_engine_for_the_gpu(tmp_path: Path) -> None:
     kernels = {name for name in read_manifest(directory).files if name.startswith("kernels/")}
     assert kernels == {"kernels/sm_80.cubin", "kernels/sm_90.cubin"}
     image = (directory / "kernels/sm_90.cubin").read_bytes()
-    assert set(parameter_bytes(image)) == set(written_kernels("pariskv"))
+    assert set(parameter_bytes(image)) == set(written_kernels("pariskv", "float16"))
     verify(directory)
     (directory / "kernels/sm_90.cubin").write_bytes(image[:-1] + b"?")
     with pytest.raises(EngineDirectoryError, match=r"kernels/sm_90\.cubin is corrupt"):

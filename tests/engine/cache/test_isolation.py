@@ -21,8 +21,8 @@ FIRST = torch.arange(430).mul(11).remainder(97).tolist()
 SECOND = torch.arange(230).mul(13).remainder(101).tolist()
 TOKENS = 60  # many updates of 8 tokens leave the window
 POISONS = ("nan", "huge", "random")
-# Of an index's objects: what it is given, the pool, and what the GPU and host cores hand to each other within a step.
-NOT_KEPT = ("HostBuffers", "IndexContext", "LayerRows")
+# Of an index's objects: what it is given, the pool, and what kernels and host cores hand to each other within a step.
+NOT_KEPT = ("HostBuffers", "IndexContext", "LayerRows", "Workspace")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -23,10 +22,7 @@ from kvseek.builder import build
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, total_size, weight_reader, write_weights
 from kvseek.engine.engine import Engine
-from kvseek.engine.model import weight_only_kernels
-from kvseek.engine.model.graphs import BUCKETS
 from kvseek.engine.model.weight_only import INPUTS_MULTIPLE, PRECISIONS, QUANTISED, dequantise, is_quantised, quantise
-from kvseek.engine.model.weight_only_kernels import MAX_ROWS, SHAPES, Shape
 from kvseek.engine.model.weights import load_weights
 
 CPU = torch.device("cpu")
@@ -34,7 +30,6 @@ STORED = {"int8": (torch.int8, "I8"), "fp8": (torch.float8_e4m3fn, "F8_E4M3")}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SMALLEST_FP8 = 2.0**-9  # smallest subnormal of float8_e4m3fn
 SMALLEST_NORMAL_FP8 = 2.0**-6
-SHARED_BYTES = 99 << 10  # of a block on sm_89 and sm_120, the least of all architectures (CUDA guide)
 
 
 @st.composite
@@ -248,21 +243,6 @@ def test_inspection_shows_the_precision(
         assert build.main(["--inspect", str(directory)]) == 0
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         assert ["weight_only_precision", precision] in lines
-
-
-def test_shapes_are_those_of_the_source() -> None:
-    source = (Path(weight_only_kernels.__file__).parent / "cuda/weight_only.cu").read_text(encoding="utf-8")
-    compiled = re.findall(r"^KVSEEK_WEIGHT_ONLY_LINEAR\((\d+), (\d+), (\d+)\)", source, re.MULTILINE)
-    shapes = {shape for listed in SHAPES.values() for _, shape in listed}
-    assert {Shape(*map(int, numbers)) for numbers in compiled} == shapes
-    assert max(shape.shared_bytes for shape in shapes) <= SHARED_BYTES
-    assert all(shape.rows == rows for rows, listed in SHAPES.items() for _, shape in listed)
-    assert all(listed[-1][0] == 0 for listed in SHAPES.values()), "every number of channels has a shape"
-
-
-def test_decode_steps_never_dequantise() -> None:
-    """Their graphs would hold a matrix of the engine's dtype, which no memory plan counts."""
-    assert BUCKETS[-1] <= MAX_ROWS
 
 
 @pytest.mark.parametrize(("batch", "told"), [("32", False), ("33", True)])

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 SHAPE = ModelConfig("llama", 1000, 512, 1024, 4, 8, 2, 64, 1e-5, 1e4, 512)
 WINDOW = 64 + 256  # sink and local window, which no method selects from
-PARTS = {"begin", "norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "silu", "down", "head"}
+PARTS = {"begin", "norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "down", "head"}
 
 
 @pytest.fixture(autouse=True)

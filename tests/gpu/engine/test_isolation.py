@@ -24,7 +24,7 @@ from kvseek.plugins.clusterkv import device as clusterkv
 pytestmark = pytest.mark.gpu
 
 METHODS = {"full": ("full", ()), **CONTESTANTS}
-# 3 extents a request, 6 in all: no work space of a batch has as many or 3 entries, by which `left_behind` knows its arrays.
+# 3 extents a request, 6 in all.
 LIMITS = ("--max_batch_size", "2", "--max_seq_len", "2700", "--max_input_len", "2500", "--prefill_chunk_tokens", "600")
 OTHER = Request(tuple(torch.arange(2400).mul(11).remainder(97).tolist()), 100)
 OWN = Request(tuple(torch.arange(1300).mul(13).remainder(101).tolist()), 150)  # evictions, an update of prkv

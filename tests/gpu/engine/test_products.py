@@ -1,4 +1,4 @@
-"""Products with weights of 8 bits on the GPU: kernels against float64, graphs, errors, and whole engines."""
+"""Products of few rows on the GPU, with weights of 16 and 8 bits: kernels against float64, graphs, errors, whole engines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.conftest import BuildEngine
 from tests.gpu.engine.test_engine import WINDOW, kernel_model, run_all
 from tests.support.quantised_models import save_dequantised
@@ -19,21 +20,17 @@ from kvseek.builder.calibration.report import Calibration
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.errors import KernelError
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.linear import WeightOnlyLinear
-from kvseek.engine.model.weight_only import PRECISIONS, dequantise, quantise
-from kvseek.engine.model.weight_only_kernels import (
-    ALIGNMENT,
-    MAX_ROWS,
-    SHAPES,
-    WeightOnlyKernels,
-    choose_shape,
-)
+from kvseek.engine.model.linear import KernelLinear
+from kvseek.engine.model.product_kernels import ALIGNMENT, SHAPES, ProductKernels, choose_shape
+from kvseek.engine.model.weight_only import NONE, PRECISIONS, dequantise, quantise
 from kvseek.measurement.gpu_kernels import load_kernels
 
 pytestmark = pytest.mark.gpu
 
-MakeProducts = Callable[[str, str], WeightOnlyKernels]
+MakeProducts = Callable[[str, str], ProductKernels]
 DTYPES = ("bfloat16", "float16")
+WEIGHTS = (NONE, *PRECISIONS)
+MAX_ROWS = max(SHAPES[8])
 ROWS = (1, 2, 3, 8, 9, 16, 17, 32, 33, 64)
 INPUTS = (48, 576, 4096, 14336)
 OUTPUTS = (33, 100)
@@ -47,9 +44,9 @@ def products() -> MakeProducts:
     """Compile the kernels of a precision and dtype for this GPU, once, and load them."""
 
     @cache
-    def make(precision: str, dtype: str) -> WeightOnlyKernels:
+    def make(precision: str, dtype: str) -> ProductKernels:
         unit = Specialisation(dtype, 64, 4, "full", weight_only_precision=precision)
-        return WeightOnlyKernels(load_kernels(unit), precision, getattr(torch, dtype))
+        return ProductKernels(load_kernels(unit), precision, getattr(torch, dtype))
 
     return make
 
@@ -64,8 +61,11 @@ class Case:
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=device)
 
-        self.weight, scale = quantise(random(outputs, inputs) * inputs**-0.5, precision)
-        self.scale = torch.cat((scale, torch.full((64,), nan, device=device)))[:outputs]
+        weight = random(outputs, inputs) * inputs**-0.5
+        self.weight, self.scale = weight.to(self.dtype), None
+        if precision != NONE:
+            self.weight, scale = quantise(weight, precision)
+            self.scale = torch.cat((scale, torch.full((64,), nan, device=device)))[:outputs]
         self.bias = random(outputs).to(self.dtype)
         poison = torch.full((64, inputs), nan, device=device, dtype=self.dtype)
         self._x = torch.cat((random(MAX_ROWS, inputs).to(self.dtype), poison))
@@ -76,7 +76,8 @@ class Case:
 
     def check(self, found: Tensor, rows: int, bias: Tensor | None) -> None:
         """Within the rounding of one 16-bit result, and what float32 sums lose."""
-        x, weight, scale = self.x(rows).double(), self.weight.to(torch.float64), self.scale.double()
+        x, weight = self.x(rows).double(), self.weight.to(torch.float64)
+        scale = 1.0 if self.scale is None else self.scale.double()
         expected = x @ weight.T * scale + (0 if bias is None else bias.double())
         size = x.abs() @ weight.abs().T * scale + (0 if bias is None else bias.double().abs())
         info = torch.finfo(self.dtype)
@@ -88,28 +89,49 @@ class Case:
 
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", WEIGHTS)
 def test_linear(precision: str, dtype: str, inputs: int, products: MakeProducts, device: torch.device) -> None:
+    kernels = products(precision, dtype)
     for outputs in OUTPUTS:
         case = Case(precision, dtype, device, outputs, inputs)
-        for rows in ROWS:
+        for rows in (count for count in ROWS if count <= kernels.most_rows(case.weight)):
             for bias in (None, case.bias):
-                found = products(precision, dtype).linear(case.x(rows), case.weight, case.scale, bias)
+                found = kernels.linear(case.x(rows), case.weight, case.scale, bias)
                 case.check(found, rows, bias)
+                if precision == NONE:
+                    assert torch.equal(found[-1:], kernels.linear(case.x(1), case.weight, case.scale, bias)), "company"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", WEIGHTS)
+def test_gated_products_are_products_and_activations(
+    precision: str, dtype: str, products: MakeProducts, device: torch.device
+) -> None:
+    kernels = products(precision, dtype)
+    for intermediate in (17, 1536, 14336):
+        case = Case(precision, dtype, device, 2 * intermediate, 576)
+        for rows in (count for count in ROWS if count <= kernels.most_rows(case.weight)):
+            for bias in (None, case.bias):
+                found = kernels.linear(case.x(rows), case.weight, case.scale, bias, gated=True)
+                gate, up = kernels.linear(case.x(rows), case.weight, case.scale, bias).float().chunk(2, dim=1)
+                expected = F.silu(gate) * up
+                error = torch.finfo(case.dtype).eps
+                torch.testing.assert_close(found.float(), expected, rtol=error, atol=torch.finfo(case.dtype).tiny)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("precision", WEIGHTS)
 def test_linear_of_every_shape(precision: str, dtype: str, products: MakeProducts, device: torch.device) -> None:
     """Few output channels choose only the shapes of small matrices: each shape has the fewest that it is for, and some."""
     multiprocessors, tried = torch.cuda.get_device_properties(device).multi_processor_count, set()
-    for fewest in {fewest for shapes in SHAPES.values() for fewest, _ in shapes}:
+    bits = 16 if precision == NONE else 8
+    for fewest in {fewest for shapes in SHAPES[bits].values() for fewest, _ in shapes}:
         case = Case(precision, dtype, device, fewest * multiprocessors + 7, 576)
-        for rows in (*SHAPES, 5):
-            tried.add(choose_shape(rows, case.weight.shape[0] / multiprocessors))
+        for rows in (*SHAPES[bits], 5):
+            tried.add(choose_shape(bits, rows, case.weight.shape[0] / multiprocessors))
             found = products(precision, dtype).linear(case.x(rows), case.weight, case.scale, case.bias)
             case.check(found, rows, case.bias)
-    assert tried == {shape for shapes in SHAPES.values() for _, shape in shapes}
+    assert tried == {shape for shapes in SHAPES[bits].values() for _, shape in shapes}
 
 
 def every_code(precision: str, inputs: int) -> Tensor:
@@ -185,7 +207,7 @@ def test_operands_that_kernels_do_not_read(products: MakeProducts, device: torch
         kernels.linear(odd, weight, scale, None)
     with pytest.raises(KernelError, match=r"^x: torch\.bfloat16 on cpu"):
         kernels.linear(x.cpu(), weight, scale, None)
-    with pytest.raises(KernelError, match=rf"rows = {MAX_ROWS + 1}: must be <= {MAX_ROWS}; dequantise the weight"):
+    with pytest.raises(KernelError, match=rf"rows = {MAX_ROWS + 1}: must be <= {MAX_ROWS} with weights of 8 bits"):
         kernels.linear(torch.zeros(MAX_ROWS + 1, 48, dtype=torch.bfloat16, device=device), weight, scale, None)
     for inputs in (40, 64):
         narrow = torch.zeros(2, inputs, dtype=torch.bfloat16, device=device)
@@ -220,7 +242,7 @@ def test_engines_compute_with_dequantised_weights(
     decoder = engine.decoder
     for layer in kernel_model(decoder).layers:
         for product in (layer.qkv, layer.o, layer.gate_up, layer.down):
-            assert isinstance(product, WeightOnlyLinear)
+            assert isinstance(product, KernelLinear)
             assert product.weight.dtype is PRECISIONS[precision][0], "8 bits a weight on the GPU, too"
     found, attended = run_all(decoder)
     expected, expected_attended = run_all(Engine.load(on_gpu(other, "full", "--dtype", dtype)).decoder)

@@ -1,61 +1,76 @@
-// Products with weights of 8 bits (weight-only quantisation): out = (x wᵀ) scale + bias, x and out in the engine's
-// type.
+// Products of the few rows of a decode step, with weights of 16 bits or of 8 (weight-only quantisation):
+// out = (x wᵀ) scale + bias, x and out in the engine's type; gated, out = silu(gate) up of the two halves of that.
 //
 // A decode step multiplies a few rows with matrices of many megabytes: its time is that of reading the weights once. So
-// each lane keeps many loads of 16 bytes on their way, and weights become 16-bit numbers in registers, exactly. The
-// tensor cores' 16 rows are output channels, their 8 columns are rows of x. The order of a sum's terms is free, so a
-// lane's 16 neighbouring weights serve as they lie, and the same 16 channels of x with them.
-// engine/model/weight_only_kernels.py launches these kernels; builder/compile/cuda.py sets KVSEEK_WEIGHT.
+// each lane keeps many loads of 16 bytes on their way, from before the kernel before this one has ended, and weights of
+// 8 bits become 16-bit numbers in registers, exactly. The tensor cores' 16 rows are output channels, their 8 columns
+// are rows of x. The order of a sum's terms is free, so a lane's neighbouring weights serve as they lie, and the same
+// channels of x with them.
+// engine/model/product_kernels.py launches these kernels; builder/compile/cuda.py sets KVSEEK_WEIGHT.
 #include "plugins/shared/numbers.cuh"
 #include "plugins/shared/overlap.cuh"
 
-#if KVSEEK_WEIGHT != 0
 #if KVSEEK_DTYPE == 0
+#if KVSEEK_WEIGHT != 0
 #error "weights of 8 bits are multiplied with numbers of 16 bits"
 #endif
+#else
+#include "engine/model/cuda/activation.cuh"
 #include "engine/model/cuda/weight_formats.cuh"
 #include "plugins/shared/instructions.cuh"
 
 namespace kvseek {
 
-struct WeightOnlyLinearArguments {
+struct LinearArguments {
     const void* x;       // Number [rows, inputs]
-    const void* weight;  // Weight [outputs, inputs]
-    const void* scale;   // float [outputs]
-    const void* bias;    // Number [outputs], or null
+    const void* weight;  // Weight [outputs, inputs], gated [2 outputs, inputs]: gates first
+    const void* scale;   // float, one for each row of the weight, or null
+    const void* bias;    // Number, one for each row of the weight, or null
     void* out;           // Number [rows, outputs]
     int rows;            // at most 8 times the kernel's column tiles
     int outputs;
-    int inputs;  // multiple of 16
+    int inputs;  // a multiple of the weights in 16 bytes
 };
 
 struct DequantiseArguments {
-    const void* weight;  // Weight [outputs, inputs]
+    const void* weight;  // Byte [outputs, inputs]
     const void* scale;   // float [outputs]
     void* out;           // Number [outputs, inputs]
     int inputs;          // multiple of 16
 };
 
-namespace weight_only {
+namespace products {
 
 constexpr int DEQUANTISE_THREADS = 256;
-constexpr int PIECE = 16;  // weights that a lane loads at once
-constexpr int HALVES = 2;  // pieces of a row that a lane loads of one block: a row's part of it is 128 weights
-constexpr int BLOCK = HALVES * 4 * PIECE;
+constexpr int HALVES = 2;  // pieces of 16 bytes of a row that a lane loads of one block: a row's part of it is a line
 constexpr int DEPTH = 2;  // blocks of a warp that are on their way or being multiplied: more take room from other warps
 
-// What a kernel's thread block computes: ROW_TILES * 16 output channels of up to COLUMN_TILES * 8 rows of x. Its warps
-// take turns at the blocks of a row's channels.
-template <int WARPS_, int ROW_TILES_, int COLUMN_TILES_>
+// What a kernel's thread block computes: ROW_TILES * 16 rows of the weight, times up to COLUMN_TILES * 8 rows of x. Its
+// warps take turns at the blocks of a row's channels. With GATED, the tensor cores' rows g are gates and g + 8 are ups.
+template <class Weight_, int WARPS_, int ROW_TILES_, int COLUMN_TILES_, bool GATED_>
 struct Shape {
+    using Weight = Weight_;
     static constexpr int WARPS = WARPS_, ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_;
-    static constexpr int CHANNELS = ROW_TILES * 16;
-    static constexpr int PIECES = ROW_TILES * 2 * HALVES;  // of a lane and a block
+    static constexpr bool GATED = GATED_;
+    static constexpr int PIECE = 16 / sizeof(Weight);  // weights that a lane loads at once
+    static constexpr int STEPS = PIECE / 4;            // products of a piece
+    static constexpr int BLOCK = HALVES * 4 * PIECE;   // weights of a row
+    static constexpr int PARTS = ROW_TILES * 2;        // rows of the weight that a lane has pieces of
+    static constexpr int CHANNELS = GATED ? ROW_TILES * 8 : ROW_TILES * 16;  // of the result
+    static constexpr int PIECES = PARTS * HALVES;                            // of a lane and a block
     static constexpr int SUMS = ROW_TILES * COLUMN_TILES * 4;
     // With few rows of x, registers have room for its next block, and for a sum of each half: products do not wait for
     // x, and half as long for each other.
     static constexpr bool FEW = COLUMN_TILES <= 2;
     static constexpr int CHAINS = FEW ? HALVES : 1;
+
+    // The channel of the result that a lane's part belongs to.
+    __device__ __forceinline__ static int channel(int part) {
+        return blockIdx.x * CHANNELS + (GATED ? part / 2 : part) * 8 + threadIdx.x % 32 / 4;
+    }
+    __device__ __forceinline__ static int weight_row(int part, int outputs) {
+        return channel(part) + (GATED && part % 2 ? outputs : 0);
+    }
 };
 
 // Shared memory. A lane reads the pieces alone that it has loaded, so the ring needs no barrier.
@@ -69,7 +84,7 @@ struct Shared {
 template <class S>
 class Blocks {
   public:
-    __device__ __forceinline__ Blocks(const WeightOnlyLinearArguments& a, Shared<S>& shared)
+    __device__ __forceinline__ Blocks(const LinearArguments& a, Shared<S>& shared)
         : weight_(static_cast<const Weight*>(a.weight)),
           outputs_(a.outputs),
           inputs_(a.inputs),
@@ -78,16 +93,15 @@ class Blocks {
 
     // Start the warp's next block on its way. Beyond the end of a row there are zeros, and a group to wait for.
     __device__ __forceinline__ void start_next() {
-        const int lane = threadIdx.x % 32, input = block_ * BLOCK + lane % 4 * PIECE;
+        const int lane = threadIdx.x % 32, input = block_ * S::BLOCK + lane % 4 * S::PIECE;
 #pragma unroll
-        for (int part = 0; part < S::ROW_TILES * 2; ++part) {
-            const int row = blockIdx.x * S::CHANNELS + part * 8 + lane / 4;
-            const Weight* from = weight_ + static_cast<long long>(row) * inputs_ + input;
+        for (int part = 0; part < S::PARTS; ++part) {
+            const Weight* from = weight_ + static_cast<long long>(S::weight_row(part, outputs_)) * inputs_ + input;
 #pragma unroll
             for (int half = 0; half < HALVES; ++half) {
-                const bool valid = row < outputs_ && input + half * 4 * PIECE < inputs_;
+                const bool valid = S::channel(part) < outputs_ && input + half * 4 * S::PIECE < inputs_;
                 copy_async_16_or_zeros(&ring_[next_stage_][part * HALVES + half][lane],
-                                       valid ? from + half * 4 * PIECE : weight_, valid);
+                                       valid ? from + half * 4 * S::PIECE : weight_, valid);
             }
         }
         close_copy_group();
@@ -104,6 +118,7 @@ class Blocks {
     }
 
   private:
+    using Weight = typename S::Weight;
     const Weight* weight_;
     int outputs_, inputs_;
     uint4 (*ring_)[S::PIECES][32];
@@ -111,26 +126,26 @@ class Blocks {
     int next_stage_ = 0, stage_ = 0;
 };
 
-// Sixteen channels of a row of x: eight registers of two numbers each.
+// The channels of a row of x that a piece of weights is multiplied with: registers of two numbers each.
+template <int PIECE>
 struct Channels {
-    uint4 low, high;
+    uint4 eights[PIECE / 8];
 
     __device__ __forceinline__ void load(const Number* from, bool valid) {
-        low = high = make_uint4(0, 0, 0, 0);
-        if (!valid) return;
-        low = reinterpret_cast<const uint4*>(from)[0];
-        high = reinterpret_cast<const uint4*>(from)[1];
+#pragma unroll
+        for (int i = 0; i < PIECE / 8; ++i)
+            eights[i] = valid ? reinterpret_cast<const uint4*>(from)[i] : make_uint4(0, 0, 0, 0);
     }
-    __device__ __forceinline__ unsigned operator[](int i) const { return word(i < 4 ? low : high, i % 4); }
+    __device__ __forceinline__ unsigned operator[](int i) const { return word(eights[i / 4], i % 4); }
 };
 
 // A lane's channels of one half of a block, in all rows of x.
 template <class S>
 struct Half {
-    Channels channels[S::COLUMN_TILES];
+    Channels<S::PIECE> channels[S::COLUMN_TILES];
 
-    __device__ __forceinline__ void load(const WeightOnlyLinearArguments& a, int block, int half) {
-        const int lane = threadIdx.x % 32, input = block * BLOCK + half * 4 * PIECE + lane % 4 * PIECE;
+    __device__ __forceinline__ void load(const LinearArguments& a, int block, int half) {
+        const int lane = threadIdx.x % 32, input = block * S::BLOCK + half * 4 * S::PIECE + lane % 4 * S::PIECE;
 #pragma unroll
         for (int tile = 0; tile < S::COLUMN_TILES; ++tile) {
             const int row = tile * 8 + lane / 4;
@@ -145,19 +160,20 @@ using Sums = float[S::ROW_TILES][S::COLUMN_TILES][4];
 
 template <class S>
 __device__ __forceinline__ void multiply_half(Sums<S>& sums, const uint4 (*pieces)[32], int half, const Half<S>& x) {
+    using Weight = typename S::Weight;
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int tile = 0; tile < S::ROW_TILES; ++tile) {
         const uint4 lower = pieces[tile * 2 * HALVES + half][lane];  // rows g and g + 8 of the tile
         const uint4 upper = pieces[(tile * 2 + 1) * HALVES + half][lane];
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
+        for (int step = 0; step < S::STEPS; ++step) {
             unsigned low_numbers[2], high_numbers[2];
-            convert(word(lower, step), low_numbers);
-            convert(word(upper, step), high_numbers);
+            four_numbers(lower, step, low_numbers, Weight());
+            four_numbers(upper, step, high_numbers, Weight());
 #pragma unroll
             for (int column = 0; column < S::COLUMN_TILES; ++column) {
-                const Channels& channels = x.channels[column];
+                const Channels<S::PIECE>& channels = x.channels[column];
                 multiply_16x8x16(sums[tile][column], low_numbers[0], high_numbers[0], low_numbers[1], high_numbers[1],
                                  channels[2 * step], channels[2 * step + 1], Number());
             }
@@ -194,27 +210,34 @@ __device__ __forceinline__ bool add_parts(Sums<S>& sums, float (&parts)[S::WARPS
     return true;
 }
 
+// A sum as a number of the product, for one row of the weight.
+__device__ __forceinline__ float finished(const LinearArguments& a, float sum, int weight_row) {
+    const float scale = a.scale == nullptr ? 1.0f : static_cast<const float*>(a.scale)[weight_row];
+    const float bias = a.bias == nullptr ? 0.0f : to_float(static_cast<const Number*>(a.bias)[weight_row]);
+    return to_float(from_float<Number>(sum * scale + bias));
+}
+
 template <class S>
-__device__ __forceinline__ void store(const WeightOnlyLinearArguments& a, const Sums<S>& sums) {
+__device__ __forceinline__ void store(const LinearArguments& a, const Sums<S>& sums) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int part = 0; part < S::ROW_TILES * 2; ++part) {
-        const int output = blockIdx.x * S::CHANNELS + part * 8 + lane / 4;
+    for (int part = 0; part < S::PARTS; part += S::GATED ? 2 : 1) {
+        const int output = S::channel(part);
         if (output >= a.outputs) continue;
-        const float scale = static_cast<const float*>(a.scale)[output];
-        const float bias = a.bias == nullptr ? 0.0f : to_float(static_cast<const Number*>(a.bias)[output]);
 #pragma unroll
         for (int i = 0; i < S::COLUMN_TILES * 2; ++i) {
             const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
             if (row >= a.rows) continue;
-            const float value = sums[part / 2][i / 2][part % 2 * 2 + i % 2] * scale + bias;
+            const float* own = sums[part / 2][i / 2] + i % 2;
+            float value = finished(a, own[part % 2 * 2], S::weight_row(part, a.outputs));
+            if (S::GATED) value = silu(value) * finished(a, own[2], S::weight_row(part + 1, a.outputs));
             static_cast<Number*>(a.out)[static_cast<long long>(row) * a.outputs + output] = from_float<Number>(value);
         }
     }
 }
 
 template <class S>
-__device__ __forceinline__ void linear(const WeightOnlyLinearArguments& a) {
+__device__ __forceinline__ void linear(const LinearArguments& a) {
     extern __shared__ __align__(16) unsigned char memory[];
     Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory);
     Blocks<S> blocks(a, shared);
@@ -222,7 +245,7 @@ __device__ __forceinline__ void linear(const WeightOnlyLinearArguments& a) {
     for (int d = 0; d < DEPTH - 1; ++d) blocks.start_next();
     await_earlier_kernels();  // weights are constants, x is not
     allow_later_kernels();
-    const int first = threadIdx.x / 32, count = (a.inputs + BLOCK - 1) / BLOCK;
+    const int first = threadIdx.x / 32, count = (a.inputs + S::BLOCK - 1) / S::BLOCK;
     Half<S> x[HALVES];
 #pragma unroll
     for (int half = 0; S::FEW && half < HALVES; ++half) x[half].load(a, first, half);
@@ -247,29 +270,39 @@ __device__ __forceinline__ void linear(const WeightOnlyLinearArguments& a) {
 }
 
 // Kernels by the rows of x that they have room for, and by warps: a matrix of few channels, so of few thread blocks,
-// needs more warps in each to keep enough weights on their way. engine/model/weight_only_kernels.py knows the shapes
-// and chooses.
-#define KVSEEK_WEIGHT_ONLY_LINEAR(ROWS, WARPS, ROW_TILES)                                                         \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32)                                                      \
-        kvseek_weight_only_linear_##ROWS##_##WARPS(const __grid_constant__ kvseek::WeightOnlyLinearArguments a) { \
-        linear<Shape<WARPS, ROW_TILES, ROWS / 8>>(a);                                                             \
+// needs more warps in each to keep enough weights on their way. engine/model/product_kernels.py knows the shapes and
+// chooses.
+#define KVSEEK_PRODUCT(NAME, WEIGHT, ROWS, WARPS, ROW_TILES)                                        \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32)                                        \
+        kvseek_##NAME##_##ROWS##_##WARPS(const __grid_constant__ kvseek::LinearArguments a) {       \
+        linear<Shape<WEIGHT, WARPS, ROW_TILES, ROWS / 8, false>>(a);                                \
+    }                                                                                               \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32)                                        \
+        kvseek_gated_##NAME##_##ROWS##_##WARPS(const __grid_constant__ kvseek::LinearArguments a) { \
+        linear<Shape<WEIGHT, WARPS, ROW_TILES, ROWS / 8, true>>(a);                                 \
     }
 
-KVSEEK_WEIGHT_ONLY_LINEAR(8, 4, 1)
-KVSEEK_WEIGHT_ONLY_LINEAR(8, 8, 1)
-KVSEEK_WEIGHT_ONLY_LINEAR(8, 16, 1)
-KVSEEK_WEIGHT_ONLY_LINEAR(16, 4, 2)
-KVSEEK_WEIGHT_ONLY_LINEAR(16, 8, 1)
-KVSEEK_WEIGHT_ONLY_LINEAR(32, 4, 2)
-KVSEEK_WEIGHT_ONLY_LINEAR(32, 8, 2)
-KVSEEK_WEIGHT_ONLY_LINEAR(64, 4, 2)
+KVSEEK_PRODUCT(linear, Number, 8, 4, 1)
+KVSEEK_PRODUCT(linear, Number, 8, 8, 1)
+KVSEEK_PRODUCT(linear, Number, 8, 16, 1)
+
+#if KVSEEK_WEIGHT != 0
+KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 4, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 8, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 16, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 4, 2)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 8, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 32, 4, 2)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 32, 8, 2)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 64, 4, 2)
 
 // Writes a matrix out in the engine's type, sixteen weights a thread; a row is blockIdx.x.
 extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)
     kvseek_dequantise(const __grid_constant__ kvseek::DequantiseArguments a) {
     const float scale = static_cast<const float*>(a.scale)[blockIdx.x];
     const long long row = static_cast<long long>(blockIdx.x) * a.inputs;
-    const Weight* weight = static_cast<const Weight*>(a.weight) + row;
+    constexpr int PIECE = 16;  // weights that a thread widens at a time
+    const Byte* weight = static_cast<const Byte*>(a.weight) + row;
     Number* out = static_cast<Number*>(a.out) + row;
     await_earlier_kernels();  // what read `out` before, if it is memory used again
     for (int at = threadIdx.x * PIECE; at < a.inputs; at += DEQUANTISE_THREADS * PIECE) {
@@ -278,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             unsigned pairs[2];
-            convert(word(piece, step), pairs);
+            four_numbers(piece, step, pairs, Byte());
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const Number value = reinterpret_cast<const Number*>(pairs)[i];
@@ -289,7 +322,8 @@ extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)
         reinterpret_cast<uint4*>(out + at)[1] = reinterpret_cast<const uint4*>(numbers)[1];
     }
 }
+#endif
 
-}  // namespace weight_only
+}  // namespace products
 }  // namespace kvseek
 #endif

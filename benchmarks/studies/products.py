@@ -1,7 +1,7 @@
-"""Matrix products with weights of 8 bits against cuBLAS and torchao, on a GPU: `python benchmarks/studies/weight_only.py`.
+"""Products of few rows, with weights of 16 and 8 bits, against cuBLAS and torchao: `python benchmarks/studies/products.py`.
 
-Every matrix of a layer, with the rows of decode steps and of a prompt's chunk. Each time is of one product among enough
-others that no weight stays in the second-level cache, in a CUDA graph, the contestants in turns.
+Every matrix of a layer and the head, with the rows of decode steps and of a prompt's chunk. Each time is of one product among
+enough others that no weight stays in the second-level cache, in a CUDA graph, the contestants in turns.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from kvseek.benchmarks.shapes import SHAPES, get_shape
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.config import ModelConfig
 from kvseek.core.cuda import cuda_device
-from kvseek.engine.model.linear import WeightOnlyLinear
-from kvseek.engine.model.weight_only import PRECISIONS, quantise
-from kvseek.engine.model.weight_only_kernels import WeightOnlyKernels
+from kvseek.engine.model.linear import KernelLinear
+from kvseek.engine.model.product_kernels import ProductKernels
+from kvseek.engine.model.weight_only import NONE, PRECISIONS, quantise
 from kvseek.measurement.gpu_kernels import load_kernels
 from kvseek.measurement.machine import describe, describe_gpu, installed_version
 from kvseek.measurement.output import run_command
@@ -36,25 +36,29 @@ Product = Callable[[Tensor], Tensor]
 
 
 def matrices(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Output and input channels of a layer's matrices."""
+    """Output and input channels of a layer's matrices, and of the head."""
     queries, keys = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
     return {
         "qkv": (queries + keys, model.hidden_size),
         "o": (model.hidden_size, queries),
         "gate_up": (2 * model.intermediate_size, model.hidden_size),
         "down": (model.hidden_size, model.intermediate_size),
+        "head": (model.vocab_size, model.hidden_size),
     }
 
 
 class Contestants:
     """Copies of one matrix, as each contestant keeps it: lists of functions from x [rows, inputs] to [rows, outputs]."""
 
-    def __init__(self, kernels: dict[str, WeightOnlyKernels], outputs: int, inputs: int, device: torch.device) -> None:
+    def __init__(self, kernels: dict[str, ProductKernels], outputs: int, inputs: int, device: torch.device) -> None:
         copies = max(2, CACHE_BYTES // (outputs * inputs))
         weights = [torch.randn(outputs, inputs, device=device).mul_(0.02).bfloat16() for _ in range(copies)]
         self.products: dict[str, list[Product]] = {"cublas bfloat16": [_plain(weight) for weight in weights]}
         for precision, own in kernels.items():
-            self.products[precision] = [WeightOnlyLinear(own, *quantise(weight, precision), None) for weight in weights]
+            if precision == NONE:
+                self.products["bfloat16"] = [KernelLinear(own, weight, None, None) for weight in weights]
+                continue
+            self.products[precision] = [KernelLinear(own, *quantise(weight, precision), None) for weight in weights]
             if (library := _torchao(precision)) is not None:
                 self.products[f"torchao {precision}"] = [library(weight) for weight in weights]
 
@@ -120,9 +124,9 @@ def measure(model: ModelConfig, rows: Sequence[int], repeats: int) -> list[dict[
     """Times of every matrix and number of rows."""
     device = cuda_device()
     kernels = {}
-    for precision in PRECISIONS:
+    for precision in (NONE, *PRECISIONS):
         unit = Specialisation("bfloat16", model.head_dim, model.group_size, "full", weight_only_precision=precision)
-        kernels[precision] = WeightOnlyKernels(load_kernels(unit, device), precision, torch.bfloat16)
+        kernels[precision] = ProductKernels(load_kernels(unit, device), precision, torch.bfloat16)
     results: list[dict[str, Any]] = []
     for name, (outputs, inputs) in matrices(model).items():
         contestants = Contestants(kernels, outputs, inputs, device)
@@ -143,8 +147,9 @@ def print_report(document: dict[str, Any]) -> None:
     for entry in results:
         times = entry["microseconds"]
         total = sums.setdefault(entry["rows"], dict.fromkeys(names, 0.0))
-        for name in names:
-            total[name] += times[name]
+        if entry["matrix"] != "head":
+            for name in names:
+                total[name] += times[name]
         table.add_row(f"{entry['matrix']} {entry['outputs']} × {entry['inputs']}", str(entry["rows"]), *_cells(times))
     for rows, total in sums.items():
         table.add_row("layer", str(rows), *_cells(total), style="bold")
@@ -158,7 +163,7 @@ def _cells(times: dict[str, float]) -> list[str]:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line to settings."""
-    parser = argparse.ArgumentParser(description="Products with weights of 8 bits against cuBLAS and torchao.")
+    parser = argparse.ArgumentParser(description="Products of few rows against cuBLAS and torchao.")
     parser.add_argument("--shape", default="llama-3.1-8b", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("--rows", default="1,2,4,8,16,32,64,2048", help="comma list of rows of x")
     parser.add_argument("--repeats", type=int, default=15, help="timed turns of each contestant")
@@ -171,7 +176,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything that was measured, as it goes into the result file."""
     rows = numbers("rows", arguments.rows, 1)
     return {
-        "benchmark": "weight_only",
+        "benchmark": "products",
         "machine": describe(),
         "gpu": describe_gpu(cuda_device()),
         "torchao": installed_version("torchao"),

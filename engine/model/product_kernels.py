@@ -1,4 +1,4 @@
-"""Launches the kernels of engine/model/cuda/weight_only.cu: products with weights of 8 bits.
+"""Launches the kernels of engine/model/cuda/products.cu: products of few rows, with weights of 16 or 8 bits.
 
 Functions launch on the current stream, can be captured in a CUDA graph and read nothing back. Tensors are contiguous and on
 the kernels' GPU.
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from kvseek.core.errors import KernelError
 
-from .weight_only import INPUTS_MULTIPLE, NONE, PRECISIONS
+from .weight_only import NONE, PRECISIONS
 
 if TYPE_CHECKING:
     from kvseek.core.config import EngineConfig
     from kvseek.core.cuda import CudaKernels
 
-# As in weight_only.cu.
+# As in products.cu.
 DEQUANTISE_THREADS = 256
 WARP = 32
 DEPTH = 2
@@ -31,20 +31,15 @@ ALIGNMENT = 16  # bytes: alignment of x, weights and products, because lanes loa
 
 @dataclass(frozen=True)
 class Shape:
-    """A kernel kvseek_weight_only_linear_<rows>_<warps>: its thread blocks compute 16 × `row_tiles` output channels each."""
+    """A kernel kvseek_[gated_]<name>_<rows>_<warps>: its thread blocks multiply 16 × `row_tiles` rows of a weight each."""
 
     rows: int
     warps: int
     row_tiles: int
 
     @property
-    def name(self) -> str:
-        """Name of the kernel."""
-        return f"kvseek_weight_only_linear_{self.rows}_{self.warps}"
-
-    @property
-    def channels(self) -> int:
-        """Output channels of a thread block."""
+    def weight_rows(self) -> int:
+        """Rows of the weight that a thread block multiplies."""
         return 16 * self.row_tiles
 
     @property
@@ -54,27 +49,34 @@ class Shape:
         return ring + (self.warps - 1) * self.row_tiles * self.rows // 8 * 4 * WARP * 4
 
 
-# Measured on an H200 with the matrices of Llama-3.1-8B. For each largest number of rows: shapes in descending order of output
-# channels per multiprocessor, each with the fewest channels per multiprocessor for which it is chosen.
-SHAPES = {
-    8: ((128, Shape(8, 4, 1)), (40, Shape(8, 8, 1)), (0, Shape(8, 16, 1))),
-    16: ((40, Shape(16, 4, 2)), (0, Shape(16, 8, 1))),
-    32: ((40, Shape(32, 4, 2)), (0, Shape(32, 8, 2))),
-    64: ((0, Shape(64, 4, 2)),),
+Shapes = dict[int, tuple[tuple[int, Shape], ...]]
+
+# Measured on an H200 with the matrices of Llama-3.1-8B. For each largest number of rows: shapes in descending order of the
+# weight's rows per multiprocessor, each with the fewest rows per multiprocessor for which it is chosen.
+FEW: Shapes = {8: ((128, Shape(8, 4, 1)), (40, Shape(8, 8, 1)), (0, Shape(8, 16, 1)))}
+SHAPES: dict[int, Shapes] = {  # by the bits of a weight; cuBLAS multiplies more rows of 16 bits faster
+    16: FEW,
+    8: {
+        **FEW,
+        16: ((40, Shape(16, 4, 2)), (0, Shape(16, 8, 1))),
+        32: ((40, Shape(32, 4, 2)), (0, Shape(32, 8, 2))),
+        64: ((0, Shape(64, 4, 2)),),
+    },
 }
-MAX_ROWS = max(SHAPES)
 
 
-def choose_shape(rows: int, channels: float) -> Shape:
-    """Choose the kernel for `rows` of x and `channels` outputs per multiprocessor; raises KernelError above MAX_ROWS."""
-    for most, shapes in SHAPES.items():
+def choose_shape(bits: int, rows: int, weight_rows: float) -> Shape:
+    """Choose the kernel for `rows` of x and so many rows of a weight per multiprocessor; raises KernelError on too many rows."""
+    for most, shapes in SHAPES[bits].items():
         if rows <= most:
-            return next(shape for fewest, shape in shapes if channels >= fewest)
-    raise KernelError(f"rows = {rows}: must be <= {MAX_ROWS}; dequantise the weight to multiply more")
+            return next(shape for fewest, shape in shapes if weight_rows >= fewest)
+    raise KernelError(
+        f"rows = {rows}: must be <= {max(SHAPES[bits])} with weights of {bits} bits; leave more to cuBLAS"
+    )
 
 
-class WeightOnlyLinearArguments(ctypes.Structure):
-    """Arguments of kvseek_weight_only_linear_8_4 and its kind."""
+class LinearArguments(ctypes.Structure):
+    """Arguments of kvseek_linear_8_4 and its kind."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "weight", "scale", "bias", "out")),
@@ -88,63 +90,67 @@ class DequantiseArguments(ctypes.Structure):
     _fields_ = (*((name, c_void_p) for name in ("weight", "scale", "out")), ("inputs", c_int32))
 
 
-class WeightOnlyKernels:
-    """Products with weights of one precision.
+class ProductKernels:
+    """Products with weights in the engine's dtype, and with weights of one 8-bit precision if there is one.
 
     Parameters
     ----------
     kernels : CudaKernels
         Compiled for `precision` and `dtype`.
     precision : str
-        "int8" or "fp8".
+        "int8", "fp8" or "none".
     dtype : torch.dtype
         Dtype of x and of the products: bfloat16 or float16.
-
-    Attributes
-    ----------
-    max_rows : int
-        Most rows that `linear` multiplies.
     """
 
-    max_rows = MAX_ROWS
-
     def __init__(self, kernels: CudaKernels, precision: str, dtype: torch.dtype) -> None:
-        self._kernels, self.dtype, self.weight_dtype = kernels, dtype, PRECISIONS[precision][0]
+        self._kernels, self.dtype = kernels, dtype
+        self._bytes = None if precision == NONE else PRECISIONS[precision][0]
 
-    def linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    def most_rows(self, weight: Tensor) -> int:
+        """Return the most rows that `linear` multiplies with a weight."""
+        return max(SHAPES[8 * weight.itemsize])
+
+    def linear(
+        self, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, *, gated: bool = False
+    ) -> Tensor:
         """Multiply x [rows, inputs] with a weight [outputs, inputs]: (x weightᵀ) scale + bias, [rows, outputs].
 
-        Sums are in float32 and rounded once.
+        Sums are in float32 and rounded once; they do not depend on the other rows of x.
 
         Parameters
         ----------
-        scale : Tensor, float32 [outputs]
+        scale : Tensor, float32 [outputs], or None
+            Of a weight of 8 bits.
         bias : Tensor [outputs] or None
+        gated : bool
+            The result is silu(first half of the outputs) times the second half, [rows, outputs / 2].
 
         Raises
         ------
         KernelError
-            If there are more than `max_rows` rows, or the kernels cannot read a tensor.
+            If there are more than `most_rows` rows, or the kernels cannot read a tensor.
         """
-        (rows, inputs), outputs = x.shape, weight.shape[0]
-        shape = choose_shape(rows, outputs / self._kernels.multiprocessors)
+        (rows, inputs), outputs = x.shape, weight.shape[0] // (2 if gated else 1)
+        shape = choose_shape(8 * weight.itemsize, rows, weight.shape[0] / self._kernels.multiprocessors)
         out = x.new_empty(rows, outputs)
-        arguments = WeightOnlyLinearArguments(
+        arguments = LinearArguments(
             x=self._aligned("x", x, self.dtype),
             weight=self._weight(weight, inputs),
-            scale=self._address("scale", scale, torch.float32),
+            scale=0 if scale is None else self._address("scale", scale, torch.float32),
             bias=0 if bias is None else self._address("bias", bias, self.dtype),
             out=out.data_ptr(),
             rows=rows,
             outputs=outputs,
             inputs=inputs,
         )
-        grid = -(-outputs // shape.channels), 1, 1
-        self._kernels.launch(shape.name, grid, shape.warps * WARP, arguments, shape.shared_bytes, overlap=True)
+        name = f"kvseek_{'gated_' * gated}{'weight_only_' * (weight.itemsize == 1)}linear_{shape.rows}_{shape.warps}"
+        grid = -(-outputs * (2 if gated else 1) // shape.weight_rows), 1, 1
+        self._kernels.launch(name, grid, shape.warps * WARP, arguments, shape.shared_bytes, overlap=True)
         return out
 
     def dequantise(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """Multiply a weight [outputs, inputs] with its scale, float32 [outputs]; the result has the products' dtype."""
+        """Multiply a weight of 8 bits [outputs, inputs] with its scale, float32 [outputs]; the result has the products' dtype."""
         outputs, inputs = weight.shape
         out = torch.empty(outputs, inputs, dtype=self.dtype, device=weight.device)
         arguments = DequantiseArguments(
@@ -157,12 +163,13 @@ class WeightOnlyKernels:
         return out
 
     def _weight(self, weight: Tensor, inputs: int) -> int:
-        if weight.shape[1] != inputs or inputs % INPUTS_MULTIPLE:
+        multiple = ALIGNMENT // weight.itemsize
+        if weight.shape[1] != inputs or inputs % multiple:
             raise KernelError(
                 f"weight {tuple(weight.shape)} for x of {inputs} channels: must have as many, a multiple of "
-                f"{INPUTS_MULTIPLE}; build with weight_only_precision none"
+                f"{multiple}; build with --device cpu"
             )
-        return self._aligned("weight", weight, self.weight_dtype)
+        return self._aligned("weight", weight, self._bytes if weight.itemsize == 1 and self._bytes else self.dtype)
 
     def _aligned(self, name: str, tensor: Tensor, dtype: torch.dtype) -> int:
         address = self._address(name, tensor, dtype)
@@ -181,7 +188,7 @@ class WeightOnlyKernels:
         return tensor.data_ptr()
 
 
-def weight_only_kernels(config: EngineConfig, kernels: CudaKernels) -> WeightOnlyKernels | None:
-    """Make the kernels for an engine's weights of 8 bits; None if its weights are in its dtype."""
-    precision = config.weight_only_precision
-    return None if precision == NONE else WeightOnlyKernels(kernels, precision, getattr(torch, config.dtype))
+def product_kernels(config: EngineConfig, kernels: CudaKernels) -> ProductKernels | None:
+    """Make the kernels for an engine's products; None for float32, which cuBLAS multiplies."""
+    dtype = getattr(torch, config.dtype)
+    return None if dtype is torch.float32 else ProductKernels(kernels, config.weight_only_precision, dtype)
