@@ -101,7 +101,9 @@ class PromptAttention:
         padded = fill_up(queries)
         parts = [attend_block(padded, keys[:, a:b], values[:, a:b], scaling) for a, b in blocks]
         rest = blocks[-1][1]
-        parts.append(attend_causally(queries, keys[:, rest:], values[:, rest:], scaling))
+        # cuDNN aligns its mask to the top left, and would read what lies behind the keys of a chunk that is filled up.
+        attend = attend_square if padded is queries and rest == past else attend_causally
+        parts.append(attend(queries, keys[:, rest:], values[:, rest:], scaling))
         return self.merge(parts, q)
 
     def merge(self, parts: list[Part], tokens: int) -> Tensor:
@@ -179,14 +181,19 @@ def fill_up(queries: Tensor) -> Tensor:
     return padded
 
 
-def attend_block(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
-    """Attend to all of a block by cuDNN: queries [H, q, D], keys and values [G, n, D].
+def attend_block(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool = False) -> Part:
+    """Attend to all of a block by cuDNN, or causally to as many keys as queries: queries [H, q, D], keys and values [G, n, D].
 
     Raises RuntimeError if cuDNN does not take the sizes.
     """
     operator: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
-    found = operator(queries[None], keys[None], values[None], None, True, 0.0, False, False, scale=scaling)
+    found = operator(queries[None], keys[None], values[None], None, True, 0.0, causal, False, scale=scaling)
     return Part(found[0][0], found[1].view(queries.shape[:2]))
+
+
+def attend_square(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
+    """Attend causally by cuDNN: queries [H, n, D], keys and values [G, n, D] of the same tokens."""
+    return attend_block(queries, keys, values, scaling, causal=True)
 
 
 def attend_causally(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
