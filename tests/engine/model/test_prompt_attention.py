@@ -56,10 +56,10 @@ def test_no_chunk_has_more_parts_than_the_work_space_counts(past: int, queries: 
 
 
 def test_plans_are_few() -> None:
-    """Whatever the prompts: sizes of blocks times sizes of chunks."""
+    """Whatever the prompts: sizes of blocks, and the chunk itself, times sizes of chunks."""
     blocks = {stop - start for past in range(1 << 17) for start, stop in past_blocks(past)}
     chunks = {filled_up(queries) for queries in range(FEWEST_QUERIES, 2049)}
-    assert len(blocks) * len(chunks) == 6 * 3
+    assert (len(blocks) + 1) * len(chunks) == 7 * 3
 
 
 def test_a_chunk_is_filled_up_behind_its_queries() -> None:
