@@ -1,7 +1,8 @@
-"""Attention of prompts on a GPU: the past of a chunk by cuDNN, the chunk itself by flash attention, merged by a kernel of ours.
+"""Attention of prompts on a GPU: cuDNN attends to the past of a chunk and to the chunk itself, and a kernel of ours merges both.
 
-On Hopper cuDNN reads keys without a causal mask more than twice as fast as flash attention 2 does, and with one hardly faster
-(docs/measurements.md). Nearly all the work of a long prompt is on keys that every query of a chunk sees.
+On Hopper cuDNN is twice as fast as flash attention 2 without a mask, and with a causal mask over as many keys as queries. With
+more keys than queries its causal mask makes it slow, but all queries of a chunk see all of the past, which needs no mask. What
+fits neither form is flash attention's: the ends of prompts, mostly (docs/measurements.md has the times).
 
 cuDNN compiles a plan for each combination of sizes and strides, which PyTorch keeps for good. So the past is cut into blocks
 of 2,048, 4,096, 8,192 … keys, chunks are filled up to such sizes, and the KV heads of a prompt's keys are equally spaced in
@@ -130,6 +131,7 @@ class PromptAttention:
         keys = torch.zeros(model.num_kv_heads, SHORTEST_BLOCK, model.head_dim, dtype=self.dtype, device=device)
         try:
             attend_block(queries.transpose(0, 1), keys, keys, 1.0)
+            attend_square(queries.transpose(0, 1), keys[:, :FEWEST_QUERIES], keys[:, :FEWEST_QUERIES], 1.0)
         except RuntimeError as error:
             return str(error).splitlines()[0]
         return None

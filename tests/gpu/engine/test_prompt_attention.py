@@ -1,4 +1,7 @@
-"""Attention of prompts by cuDNN and flash attention, and the kernel that merges them, against PyTorch in float32."""
+"""Attention of prompts by cuDNN and flash attention, and the kernel that merges them, against PyTorch in float64.
+
+In float32 a log-sum-exp of 300 is known to 3e-5 only, so the reference of a merge would be less exact than the kernel.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from kvseek.plugins.attention.reference import merge
 
 pytestmark = pytest.mark.gpu
 
-TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}  # roundings of parts, relative to the largest number
+# Relative to the largest number: roundings of parts, and in float32 of sums over thousands of keys (PyTorch's kernel).
+MERGED = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}
+ATTENDED = {**MERGED, "float32": 1e-5}
 KV_HEADS, MOST = 2, 9000
 
 
@@ -25,11 +30,9 @@ def make(kernels: MakeKernels, dtype: str, dim: int, group: int) -> PromptAttent
     return PromptAttention(kernels(dtype, dim, group), model, getattr(torch, dtype))
 
 
-def check(found: Tensor, expected: Tensor, dtype: str) -> None:
+def check(found: Tensor, expected: Tensor, tolerance: float) -> None:
     assert found.shape == expected.shape
-    assert found.is_contiguous()
-    error = (found.float().cpu() - expected.float().cpu()).abs().max() / expected.abs().max().cpu()
-    assert error <= TOLERANCE[dtype]
+    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 def rows(dtype: str, device: torch.device, n: int, dim: int, scale: float = 1.0) -> Tensor:
@@ -65,9 +68,10 @@ def test_parts_are_merged(
         output[:, tokens:], lse[:, tokens:] = torch.nan, torch.nan
         made.append(Part(output, lse))
     found = attention.merge(made, tokens)
-    whole = [(part.output[:, :tokens].float(), part.lse[:, :tokens]) for part in made]
+    assert found.is_contiguous()
+    whole = [(part.output[:, :tokens].double(), part.lse[:, :tokens].double()) for part in made]
     expected, _ = reduce(lambda a, b: merge(*a, *b), whole)
-    check(found, expected.transpose(0, 1), dtype)
+    check(found, expected.transpose(0, 1), MERGED[dtype])
 
 
 @pytest.mark.parametrize(
@@ -85,7 +89,7 @@ def test_it_is_causal_attention(
     queries = torch.randn(q, KV_HEADS * group, dim, device=device).to(attention.dtype).transpose(0, 1)
     keys, values = rows(dtype, device, past + q, dim, scale=2.0), rows(dtype, device, past + q, dim)
     found = attention(queries, keys, values, dim**-0.5)
-    check(found.contiguous(), definition(queries.float(), keys.float(), values.float()), dtype)
+    check(found, definition(queries.double(), keys.double(), values.double()), ATTENDED[dtype])
 
 
 def test_float32_is_left_to_pytorch_by_name(kernels: MakeKernels, device: torch.device) -> None:
