@@ -113,10 +113,6 @@ class Decoder:
         """See Steps.decode_tokens."""
         return self.steps.decode_tokens(tokens, slots, greedy)
 
-    def refresh(self, slots: Sequence[int]) -> None:
-        """Do the indexes' upkeep that is due for these slots."""
-        self.retrieval.refresh(slots)
-
     def close(self) -> None:
         """End what other processes do for this decoder, which must not be used any more. May be called twice."""
 

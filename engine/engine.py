@@ -343,17 +343,11 @@ class Engine:
         self._refresh_seconds = 0.0
         try:
             drawn, attended = self.decoder.decode_tokens(tokens, slots, greedy)
-        except Exception as error:  # the cached rows of the step's requests are in doubt, so these end; others go on
+        except Exception as error:  # rows and indexes of the step's requests are in doubt, so these end; others go on
             return [self._fail(sequence, error) for sequence in sequences]
         self._meter.count(slots, attended)  # before slots are closed
-        outputs = [self._take_token(s, one, share) for s, one, share in zip(sequences, drawn, attended, strict=True)]
-        kept, begun = [s for s in sequences if s in self._scheduler.running], time.perf_counter()
-        try:
-            self.decoder.refresh([sequence.slot for sequence in kept])
-        except Exception as error:  # the indexes of these slots are in doubt, so their requests end; others go on
-            outputs += [self._fail(sequence, error) for sequence in kept]
-        self._refresh_seconds = time.perf_counter() - begun
-        return outputs
+        self._refresh_seconds = self.decoder.retrieval.refresh_seconds
+        return [self._take_token(s, one, share) for s, one, share in zip(sequences, drawn, attended, strict=True)]
 
     def _take_token(self, sequence: Sequence, drawn: Tensor | int, attended: float) -> StepOutput:
         """Take the greedy token, or draw one from logits, and end the sequence if it is the last."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -30,6 +31,11 @@ class Retrieval:
         One per layer, over the windows and rows of `cache`.
     hot_rows : sequence of HotRows
         The rows that layers on a GPU keep of each slot's last steps; the slot's next prompt makes them invalid.
+
+    Attributes
+    ----------
+    refresh_seconds : float
+        The host's time for the upkeep of the last step.
     """
 
     def __init__(
@@ -46,6 +52,7 @@ class Retrieval:
         self._shares_entries = method_traits(config).prefix_reuse == "entries"
         self._builds = InFlight(BUILDS_IN_FLIGHT)
         self._selecting: set[int] = set()  # slots that did not attend to everything in their last step
+        self.refresh_seconds = 0.0
         self._effort = lru_cache(maxsize=1024)(self._effort_of)  # a slot's length changes only at evictions
 
     # A prompt: `expect`, then `store_layer` of every layer in order, then `finish_indexes`; `finish_rows` before a step.
@@ -122,7 +129,7 @@ class Retrieval:
         """Make the current stream wait until the prompt's rows are in the pool."""
         self.cache.finish_prompt(slot)
 
-    # A decode step: `begin_step`, `attend` in every layer, `end_step`, and `refresh` between steps.
+    # A decode step: `begin_step`, `attend` in every layer, `end_step` once it has been launched, `check` once it has ended.
 
     def begin_step(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[list[RequestState], list[float]]:
         """Count one more token per slot.
@@ -166,15 +173,23 @@ class Retrieval:
         return out
 
     def end_step(self, slots: Sequence[int]) -> None:
-        """Start the evictions that may run beside the step, which has been launched."""
+        """Start the evictions that may run beside the step, which has been launched, and do the upkeep that is due."""
         self.cache.end_step(slots, self.indexes)
+        self.refresh(slots)
 
     def refresh(self, slots: Sequence[int]) -> None:
         """Do the upkeep that is due for these slots; there is none for a slot that attended to everything in its last step."""
         self.observer.step_ended(slots)
+        begun = time.perf_counter()
         selecting = [slot for slot in slots if slot in self._selecting]
         for index in self.indexes:
             index.refresh(selecting)
+        self.refresh_seconds = time.perf_counter() - begun
+
+    def check(self) -> None:
+        """Raise the error that the last step left behind; the step has ended."""
+        for index in self.indexes:
+            index.check()
 
     def _is_dense(self, tokens: int, length: int, effort: Effort) -> bool:
         return tokens < self.cache.config.full_threshold or effort.rows >= length

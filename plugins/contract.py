@@ -230,9 +230,13 @@ class Index(ABC):
     def refresh(self, slots: Sequence[int]) -> None:  # noqa: B027  most methods have no upkeep
         """Do upkeep that is due after a decode step of these slots, off the critical path. None of them attended to everything.
 
-        On a GPU this starts side work that is due, and publishes on the current stream the results of side work that has ended,
-        so that a step sees either the old state or the new one.
+        On a GPU the step has been launched and may still run, so that the host's time passes beside it: this reads nothing back.
+        It starts side work that is due, and publishes on the current stream, behind the step, the results of side work that has
+        ended, so that a step sees either the old state or the new one.
         """
+
+    def check(self) -> None:  # noqa: B027  only work of a step on host cores can fail without raising
+        """Raise the error that the last decode step left behind; the step has ended."""
 
 
 def _no_codebooks(head_dim: int) -> dict[str, Tensor]:

@@ -45,10 +45,10 @@ class DeviceContestant:
     hot : bool
         Whether layers keep the rows of the last steps on the device.
     wall : list of float
-        Host seconds of each step since `start`, from counting the tokens to having the next ones and starting upkeep.
+        Host seconds of each step since `start`, from counting the tokens to having the next ones.
     upkeep : list of float
         Device seconds of the upkeep between each step and the next: what `refresh` launches on the stream of the steps, and the
-        host's time for it, in which the device waits.
+        host's time for it as far as it is longer than the step.
     attended : float
         Tokens that one KV head of a request attended to in the last step (mean over layers and requests).
     """
@@ -77,25 +77,23 @@ class DeviceContestant:
                 hot.forget(slot)
 
     def step(self) -> float:
-        """One decode step; device seconds of its graph and of the upkeep behind it, by CUDA events around them."""
+        """One decode step; device seconds of its graph and of the upkeep behind it, by CUDA events between them."""
         if len(self.wall) == self.warmup:
             for hot in self.decoder.retrieval.hot_rows:
                 hot.hits.zero_()
         begin = time.perf_counter()
         self._load()
-        first, last, kept, ready = (timing_event() for _ in range(4))
+        first, last, ready = (timing_event() for _ in range(3))
         first.record()
         result = self._step.launch()
         last.record()
-        self._take_tokens(result)
-        kept.record()  # the device is idle: it has given the tokens back
-        self.decoder.refresh(self._slots)
+        self.decoder.retrieval.refresh(self._slots)
         ready.record()
+        self._take_tokens(result)
         self.wall.append(time.perf_counter() - begin)
         if min(self._tokens) < 0:
             raise KvseekError(f"{self.name}: a step's logits are not finite: its time would mean nothing")
-        ready.synchronize()
-        self.upkeep.append(elapsed_seconds(kept, ready))
+        self.upkeep.append(elapsed_seconds(last, ready))
         return elapsed_seconds(first, last) + self.upkeep[-1]
 
     def part_seconds(self) -> dict[str, float]:
@@ -123,7 +121,7 @@ class DeviceContestant:
                 step.launch()
                 torch.cuda.synchronize()
                 times.append(clock.seconds())
-                self.decoder.refresh(self._slots)
+                self.decoder.retrieval.refresh(self._slots)
         return {name: statistics.median(one[name] for one in times) for name in times[0]}
 
     def overlap(self) -> float | None:
@@ -137,7 +135,7 @@ class DeviceContestant:
                 before = selected.take()
                 self._load()
                 self._take_tokens(self.decoder.model.run_layers(self._step.batch))
-                self.decoder.refresh(self._slots)
+                self.decoder.retrieval.refresh(self._slots)
                 pairs = [(before[layer], rows) for layer, rows in selected.rows.items() if layer in before]
                 shares += [shared_rows(old, new) for old, new in pairs if bool((new >= 0).any())]
         return statistics.mean(shares) if shares else None

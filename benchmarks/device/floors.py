@@ -22,8 +22,8 @@ from kvseek.measurement import offers
 from kvseek.plugins.measurements.costs import SelectionCosts
 from kvseek.plugins.registry import get_method
 
-# A layer: two norms, four matrix products, of which o and down add up parts (split-K), rotation, activation, attention.
-COMMON_NODES = 11
+# A layer of up to 8 requests: two norms, four matrix products, one of them with the activation, rotation, attention.
+COMMON_NODES = 8
 DEVICE_PARTS = ("weights", "scan", "rerank", "device_rows")  # of Work: bytes read at the rate of a plain read
 STEP_NODES = 4  # embedding, last norm, output head, best token
 

@@ -52,7 +52,9 @@ class GraphSteps:
         with wait_on_error(self._device):
             result, attended = self._launch(tokens, slots)
             self._retrieval.end_step(slots)
-            return result.logits[: len(slots)].float().cpu(), attended
+            logits = result.logits[: len(slots)].float().cpu()
+            self._retrieval.check()
+        return logits, attended
 
     @torch.inference_mode()
     def decode_tokens(
@@ -63,8 +65,9 @@ class GraphSteps:
         with wait_on_error(self._device):
             result, attended = self._launch(tokens, slots)
             copies = HostCopy([result.tokens, *(result.logits[request] for request in sampled)])
-            self._retrieval.end_step(slots)  # starts evictions, which run beside the step
+            self._retrieval.end_step(slots)  # evictions and upkeep, whose launches the host makes beside the step
             chosen, *rows = copies.wait()
+            self._retrieval.check()
         drawn: list[Tensor | int] = list(chosen.tolist()[: len(slots)])
         for request, row in zip(sampled, rows, strict=True):
             drawn[request] = row.float()

@@ -27,6 +27,7 @@ class HostSteps:
         requests = HostBatch(self._retrieval, states)
         logits = self._model.run_layers(requests.batch, requests.attend)
         self._retrieval.end_step(slots)
+        self._retrieval.check()
         return logits, attended
 
     @torch.inference_mode()

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 # As in products.cu.
 DEQUANTISE_THREADS = 256
 WARP = 32
-DEPTH = 2
 ALIGNMENT = 16  # bytes: alignment of x, weights and products, because lanes load and store so many bytes at once
 
 
@@ -35,6 +34,7 @@ class Shape:
 
     rows: int
     warps: int
+    depth: int
     row_tiles: int
 
     @property
@@ -45,7 +45,7 @@ class Shape:
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory: blocks of weights that are being loaded, and the sums of all warps but one."""
-        ring = self.warps * DEPTH * self.row_tiles * 4 * WARP * 16
+        ring = self.warps * self.depth * self.row_tiles * 4 * WARP * 16
         return ring + (self.warps - 1) * self.row_tiles * self.rows // 8 * 4 * WARP * 4
 
 
@@ -53,14 +53,13 @@ Shapes = dict[int, tuple[tuple[int, Shape], ...]]
 
 # Measured on an H200 with the matrices of Llama-3.1-8B. For each largest number of rows: shapes in descending order of the
 # weight's rows per multiprocessor, each with the fewest rows per multiprocessor for which it is chosen.
-FEW: Shapes = {8: ((128, Shape(8, 4, 1)), (40, Shape(8, 8, 1)), (0, Shape(8, 16, 1)))}
 SHAPES: dict[int, Shapes] = {  # by the bits of a weight; cuBLAS multiplies more rows of 16 bits faster
-    16: FEW,
+    16: {8: ((128, Shape(8, 4, 2, 1)), (40, Shape(8, 8, 4, 1)), (0, Shape(8, 16, 2, 1)))},
     8: {
-        **FEW,
-        16: ((40, Shape(16, 4, 2)), (0, Shape(16, 8, 1))),
-        32: ((40, Shape(32, 4, 2)), (0, Shape(32, 8, 2))),
-        64: ((0, Shape(64, 4, 2)),),
+        8: ((128, Shape(8, 4, 2, 1)), (40, Shape(8, 8, 2, 1)), (0, Shape(8, 16, 2, 1))),
+        16: ((40, Shape(16, 4, 2, 2)), (0, Shape(16, 8, 2, 1))),
+        32: ((40, Shape(32, 4, 2, 2)), (0, Shape(32, 8, 2, 2))),
+        64: ((0, Shape(64, 4, 2, 2)),),
     },
 }
 

@@ -83,14 +83,7 @@ class Decode:
     digest: int
 
 
-@dataclass(frozen=True)
-class Refresh:
-    """Decoder.refresh."""
-
-    slots: tuple[int, ...]
-
-
-Command = Open | Close | Begin | Advance | Drop | Finish | Decode | Refresh
+Command = Open | Close | Begin | Advance | Drop | Finish | Decode
 
 
 def digest(cache: Cache) -> int:

@@ -18,7 +18,7 @@ from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.load import load_part
 from kvseek.engine.model.prefill import Prefill
 
-from .commands import Advance, Begin, Close, Command, Decode, Drop, Finish, Load, Open, Refresh, digest
+from .commands import Advance, Begin, Close, Command, Decode, Drop, Finish, Load, Open, digest
 from .ranks import Ranks, find_store
 
 READY = ""  # what a rank answers to Load if nothing is wrong; anything else is an error
@@ -51,8 +51,6 @@ class Follower:
                 if found != expected:
                     raise RuntimeError(f"checksum of the cache's state = {found:08x}: must be rank 0's, {expected:08x}")
                 self._decoder.decode(tokens, slots)
-            case Refresh(slots):
-                self._decoder.refresh(slots)
 
     def _close(self, slot: int) -> None:
         # A prefill that is given up is dropped without a word: it ends with the last of its slots.

@@ -26,7 +26,7 @@ from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.load import load_part
 from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Prompts, Takers
 
-from .commands import Advance, Begin, Close, Command, Decode, Drop, Finish, Load, Open, Refresh, digest
+from .commands import Advance, Begin, Close, Command, Decode, Drop, Finish, Load, Open, digest
 from .follower import READY
 from .ranks import Ranks, create_store
 
@@ -237,11 +237,6 @@ class LeadDecoder(Decoder):
         """See Decoder."""
         with self._followers.doing(self._decode(tokens, slots)):
             return super().decode_tokens(tokens, slots, greedy)
-
-    def refresh(self, slots: Sequence[int]) -> None:
-        """See Decoder."""
-        with self._followers.doing(Refresh(tuple(slots))):
-            super().refresh(slots)
 
     def close(self) -> None:
         """See Decoder."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -123,8 +122,8 @@ class CudaIndex(Index):
         assert isinstance(attention, LayerAttention), "the engine on a GPU gives the GPU's attention"
         return self._host.attend(queries, batch, selection, attention)
 
-    def refresh(self, slots: Sequence[int]) -> None:
-        """See Index.refresh. The step itself replaces centroids; `refresh` only raises the errors of host cores."""
+    def check(self) -> None:
+        """See Index.check. Raises what failed on host cores."""
         if self._host is not None:
             self._host.check()
 

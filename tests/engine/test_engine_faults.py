@@ -181,7 +181,7 @@ def test_a_slot_that_cannot_be_freed_fails_the_engine(engine: Engine, monkeypatc
     engine.submit(Request(PROMPT, 20))
     while not engine._scheduler.decoding():
         engine.step()
-    monkeypatch.setattr(engine.decoder, "refresh", fail)
+    monkeypatch.setattr(engine.decoder, "decode_tokens", fail)
     monkeypatch.setattr(engine._cache, "close", fail)
     with pytest.raises(RuntimeError, match="CUDA error"):
         engine.step()

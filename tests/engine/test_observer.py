@@ -76,7 +76,6 @@ def test_selections_are_what_attention_attends_to(
 
     monkeypatch.setattr(retrieval, "attentions", [recording(layer) for layer in LAYERS])
     decoder.decode([5, 6], [0, 2])
-    decoder.refresh([0, 2])
     assert notes.parts == ["begin", *PARTS[1:-1] * 3, "head"]
     assert notes.steps == [[0, 2]]
     assert [layer for layer, *_ in notes.selections] == list(LAYERS)

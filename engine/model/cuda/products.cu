@@ -43,14 +43,14 @@ namespace products {
 
 constexpr int DEQUANTISE_THREADS = 256;
 constexpr int HALVES = 2;  // pieces of 16 bytes of a row that a lane loads of one block: a row's part of it is a line
-constexpr int DEPTH = 2;  // blocks of a warp that are on their way or being multiplied: more take room from other warps
 
 // What a kernel's thread block computes: ROW_TILES * 16 rows of the weight, times up to COLUMN_TILES * 8 rows of x. Its
-// warps take turns at the blocks of a row's channels. With GATED, the tensor cores' rows g are gates and g + 8 are ups.
-template <class Weight_, int WARPS_, int ROW_TILES_, int COLUMN_TILES_, bool GATED_>
+// warps take turns at the blocks of a row's channels; DEPTH blocks of a warp are on their way or being multiplied. With
+// GATED, the tensor cores' rows g are gates and g + 8 are ups.
+template <class Weight_, int WARPS_, int DEPTH_, int ROW_TILES_, int COLUMN_TILES_, bool GATED_>
 struct Shape {
     using Weight = Weight_;
-    static constexpr int WARPS = WARPS_, ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_;
+    static constexpr int WARPS = WARPS_, DEPTH = DEPTH_, ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_;
     static constexpr bool GATED = GATED_;
     static constexpr int PIECE = 16 / sizeof(Weight);  // weights that a lane loads at once
     static constexpr int STEPS = PIECE / 4;            // products of a piece
@@ -76,7 +76,7 @@ struct Shape {
 // Shared memory. A lane reads the pieces alone that it has loaded, so the ring needs no barrier.
 template <class S>
 struct Shared {
-    uint4 ring[S::WARPS][DEPTH][S::PIECES][32];
+    uint4 ring[S::WARPS][S::DEPTH][S::PIECES][32];
     float parts[S::WARPS - 1][S::SUMS][32];
 };
 
@@ -105,15 +105,15 @@ class Blocks {
             }
         }
         close_copy_group();
-        next_stage_ = next_stage_ + 1 == DEPTH ? 0 : next_stage_ + 1;
+        next_stage_ = next_stage_ + 1 == S::DEPTH ? 0 : next_stage_ + 1;
         block_ += S::WARPS;
     }
 
     // Wait for the oldest block that has not been taken; its pieces.
     __device__ __forceinline__ const uint4 (*take())[32] {
-        await_copy_groups<DEPTH - 2>();
+        await_copy_groups<S::DEPTH - 2>();
         const uint4(*pieces)[32] = ring_[stage_];
-        stage_ = stage_ + 1 == DEPTH ? 0 : stage_ + 1;
+        stage_ = stage_ + 1 == S::DEPTH ? 0 : stage_ + 1;
         return pieces;
     }
 
@@ -242,7 +242,7 @@ __device__ __forceinline__ void linear(const LinearArguments& a) {
     Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory);
     Blocks<S> blocks(a, shared);
 #pragma unroll
-    for (int d = 0; d < DEPTH - 1; ++d) blocks.start_next();
+    for (int d = 0; d < S::DEPTH - 1; ++d) blocks.start_next();
     await_earlier_kernels();  // weights are constants, x is not
     allow_later_kernels();
     const int first = threadIdx.x / 32, count = (a.inputs + S::BLOCK - 1) / S::BLOCK;
@@ -269,32 +269,32 @@ __device__ __forceinline__ void linear(const LinearArguments& a) {
     if (add_parts<S>(sums[0], shared.parts)) store<S>(a, sums[0]);
 }
 
-// Kernels by the rows of x that they have room for, and by warps: a matrix of few channels, so of few thread blocks,
-// needs more warps in each to keep enough weights on their way. engine/model/product_kernels.py knows the shapes and
-// chooses.
-#define KVSEEK_PRODUCT(NAME, WEIGHT, ROWS, WARPS, ROW_TILES)                                        \
+// Kernels by the rows of x that they have room for, and by warps: a matrix of few rows, so of few thread blocks, needs
+// more warps in each, or more depth, to keep enough weights on their way. engine/model/product_kernels.py knows the
+// shapes and chooses.
+#define KVSEEK_PRODUCT(NAME, WEIGHT, ROWS, WARPS, DEPTH, ROW_TILES)                                 \
     extern "C" __global__ void __launch_bounds__(WARPS * 32)                                        \
         kvseek_##NAME##_##ROWS##_##WARPS(const __grid_constant__ kvseek::LinearArguments a) {       \
-        linear<Shape<WEIGHT, WARPS, ROW_TILES, ROWS / 8, false>>(a);                                \
+        linear<Shape<WEIGHT, WARPS, DEPTH, ROW_TILES, ROWS / 8, false>>(a);                         \
     }                                                                                               \
     extern "C" __global__ void __launch_bounds__(WARPS * 32)                                        \
         kvseek_gated_##NAME##_##ROWS##_##WARPS(const __grid_constant__ kvseek::LinearArguments a) { \
-        linear<Shape<WEIGHT, WARPS, ROW_TILES, ROWS / 8, true>>(a);                                 \
+        linear<Shape<WEIGHT, WARPS, DEPTH, ROW_TILES, ROWS / 8, true>>(a);                          \
     }
 
-KVSEEK_PRODUCT(linear, Number, 8, 4, 1)
-KVSEEK_PRODUCT(linear, Number, 8, 8, 1)
-KVSEEK_PRODUCT(linear, Number, 8, 16, 1)
+KVSEEK_PRODUCT(linear, Number, 8, 4, 2, 1)
+KVSEEK_PRODUCT(linear, Number, 8, 8, 4, 1)
+KVSEEK_PRODUCT(linear, Number, 8, 16, 2, 1)
 
 #if KVSEEK_WEIGHT != 0
-KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 4, 1)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 8, 1)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 16, 1)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 4, 2)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 8, 1)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 32, 4, 2)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 32, 8, 2)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 64, 4, 2)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 4, 2, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 8, 2, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 16, 2, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 4, 2, 2)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 8, 2, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 32, 4, 2, 2)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 32, 8, 2, 2)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 64, 4, 2, 2)
 
 // Writes a matrix out in the engine's type, sixteen weights a thread; a row is blockIdx.x.
 extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)

@@ -22,7 +22,7 @@ SECOND = torch.arange(230).mul(13).remainder(101).tolist()
 TOKENS = 60  # many updates of 8 tokens leave the window
 POISONS = ("nan", "huge", "random")
 # Of an index's objects: what it is given, the pool, and what kernels and host cores hand to each other within a step.
-NOT_KEPT = ("HostBuffers", "IndexContext", "LayerRows", "Workspace")
+NOT_KEPT = ("HostBuffers", "IndexContext", "LayerRows", "Reranker", "Workspace")
 
 
 @pytest.fixture(scope="module")

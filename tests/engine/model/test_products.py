@@ -15,7 +15,7 @@ SHARED_BYTES = 99 << 10  # of a block on sm_89 and sm_120, the least of all arch
 def test_shapes_are_those_of_the_source() -> None:
     source = (Path(product_kernels.__file__).parent / "cuda/products.cu").read_text(encoding="utf-8")
     for bits, name in ((16, "linear, Number"), (8, "weight_only_linear, Byte")):
-        compiled = re.findall(rf"^KVSEEK_PRODUCT\({name}, (\d+), (\d+), (\d+)\)", source, re.MULTILINE)
+        compiled = re.findall(rf"^KVSEEK_PRODUCT\({name}, (\d+), (\d+), (\d+), (\d+)\)", source, re.MULTILINE)
         shapes = {shape for listed in SHAPES[bits].values() for _, shape in listed}
         assert {Shape(*map(int, numbers)) for numbers in compiled} == shapes
         assert max(shape.shared_bytes for shape in shapes) <= SHARED_BYTES
