@@ -132,6 +132,8 @@ class PromptAttention:
         try:
             attend_block(queries.transpose(0, 1), keys, keys, 1.0)
             attend_square(queries.transpose(0, 1), keys[:, :FEWEST_QUERIES], keys[:, :FEWEST_QUERIES], 1.0)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             return str(error).splitlines()[0]
         return None
