@@ -65,10 +65,22 @@ def matrix_bytes(config: EngineConfig) -> int:
     """
     model = config.model
     itemsize: int = getattr(torch, config.dtype).itemsize
+    head = model.vocab_size * model.hidden_size
     quantised = config.weight_only_precision != NONE if config.device == "cuda" else _kept_on_host(config)
+    return matrix_numbers(model) * (1 if quantised else itemsize) + head * itemsize
+
+
+def matrix_numbers(model: ModelConfig) -> int:
+    """Weights of all layers' matrices."""
     attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
-    layers = model.num_layers * (attention + 3 * model.intermediate_size * model.hidden_size)
-    return layers * (1 if quantised else itemsize) + model.vocab_size * model.hidden_size * itemsize
+    return model.num_layers * (attention + 3 * model.intermediate_size * model.hidden_size)
+
+
+def prompt_operations(model: ModelConfig, tokens: int) -> dict[str, int]:
+    """Additions and multiplications for a prompt: of causal attention, and of the layers' matrix products."""
+    pairs = tokens * (tokens + 1) // 2
+    attention = 4 * model.num_layers * model.num_heads * model.head_dim * pairs
+    return {"attention": attention, "products": 2 * tokens * matrix_numbers(model)}
 
 
 def _kept_on_host(config: EngineConfig) -> bool:

@@ -20,6 +20,7 @@ from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import cubin_architectures
 from kvseek.core.manifest import read_manifest
 from kvseek.engine.loading.supported import reuses_prefixes
+from kvseek.engine.model.prompt_attention import expected_attention
 from kvseek.plugins.registry import get_method, method_traits
 
 
@@ -34,7 +35,16 @@ def print_engine(options: InspectOptions, console: Console) -> None:
         f"kvseek {document['kvseek_version']}, format {document['format_version']}",
         soft_wrap=True,
     )
-    names = ("dtype", "weight_only_precision", "device", "kernels", "runtime", "prefix_reuse", *LIMITS)
+    names = (
+        "dtype",
+        "weight_only_precision",
+        "device",
+        "kernels",
+        "runtime",
+        "prompt_attention",
+        "prefix_reuse",
+        *LIMITS,
+    )
     described = [(name, _text(document[name])) for name in names]
     model = [(name, _text(value)) for name, value in document["model"].items() if value not in (None, False)]
     console.print(table("Engine", ("", "left"), ("value", "left"), rows=described))
@@ -70,6 +80,7 @@ def engine_document(options: InspectOptions) -> dict[str, Any]:
         "source_model": manifest.source_model,
         **document,
         "kernels": _kernels(options, config, set(manifest.files)),
+        "prompt_attention": expected_attention(config),
         "prefix_reuse": method_traits(config).prefix_reuse if reuses_prefixes(config) else "off",
         "changed": changed,
         "plans": weight_storage(config).describe(options.directory),

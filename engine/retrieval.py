@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.streams import InFlight, Ticket
+from kvseek.engine.cache.activation_memory import row_tokens
 from kvseek.engine.cache.cache import Cache
 from kvseek.plugins.attention.hot_rows import HotRows
 from kvseek.plugins.batch import Batch, RequestState
@@ -64,9 +65,13 @@ class Retrieval:
         self.cache.begin_prefill(slot, tokens)
 
     def new_rows(self, tokens: int) -> Tensor:
-        """Allocate the keys or the values of a layer, [G, tokens, D]."""
+        """Allocate the keys or the values of a layer, [G, tokens, D].
+
+        The KV heads are `row_tokens` tokens apart.
+        """
         model = self.config.model
-        return self.cache.window.new_empty(model.num_kv_heads, tokens, model.head_dim)
+        distance = row_tokens(self.config, tokens)
+        return self.cache.window.new_empty(model.num_kv_heads, distance, model.head_dim)[:, :tokens]
 
     def reused(self, slot: int) -> int:
         """Return the number of the prompt's first tokens that are not read: an earlier request has left their rows."""

@@ -1,4 +1,4 @@
-"""What memory can do at best, measured beside the results: plain reads, scattered rows and pages, reads by host cores.
+"""What the machine can do at best, measured beside the results: plain reads, scattered rows and pages, products.
 
 And what a graph node costs that waits for the one before: overlapping ones cost less (floors.py).
 """
@@ -38,6 +38,7 @@ VECTOR_BYTES = 16  # of one load
 PAGE_ROWS = 32  # neighbouring rows of a page: 16 KiB at 128 channels of 16 bits
 HOST_BYTES = 1 << 30  # of a read of host memory: more than last-level caches hold
 HOST_REPEATS = 5
+PRODUCT_ROWS = 8192
 
 
 class ReadArguments(ctypes.Structure):
@@ -218,6 +219,12 @@ def seconds(call: Callable[[], object]) -> float:
         end.synchronize()
         times.append(elapsed_seconds(start, end))
     return statistics.median(times)
+
+
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of a large square matrix product, which neither memory nor launches hold up."""
+    left, right = torch.randn(2, PRODUCT_ROWS, PRODUCT_ROWS, device=device).to(dtype)
+    return 2 * PRODUCT_ROWS**3 / seconds(lambda: left @ right)
 
 
 def timing_event(in_graph: bool = False) -> torch.cuda.Event:

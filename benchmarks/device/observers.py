@@ -1,4 +1,4 @@
-"""What the GPU benchmark observes of a decode step (engine/observer.py): the time of its parts, and the rows selected."""
+"""What the GPU benchmark observes (engine/observer.py): the time of the parts of a step or a prompt, and the rows selected."""
 
 from __future__ import annotations
 
@@ -21,11 +21,18 @@ if TYPE_CHECKING:
 
 
 class PartClock(Observer):
-    """Events between the parts of a step; in a captured graph they are nodes of it, which every replay passes."""
+    """Events between the parts of a step; in a captured graph they are nodes of it, which every replay passes.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    in_graph : bool
+        Whether a captured step is observed.
+    """
+
+    def __init__(self, in_graph: bool = True) -> None:
         self._events: list[torch.cuda.Event] = []
         self._names: list[str] = []
+        self._in_graph = in_graph
 
     def restart(self) -> None:
         """Begin a step: events of an earlier one are dropped."""
@@ -46,9 +53,20 @@ class PartClock(Observer):
         return totals
 
     def _record(self) -> None:
-        event = timing_event(in_graph=True)
+        event = timing_event(in_graph=self._in_graph)
         event.record()
         self._events.append(event)
+
+
+class PromptClock(PartClock):
+    """Events between the parts of a prompt's layers; what is done between two layers counts as the next one's norm."""
+
+    def __init__(self) -> None:
+        super().__init__(in_graph=False)
+
+    def prompt_part_ended(self, name: str) -> None:
+        """See Observer."""
+        self.part_ended(name)
 
 
 class SelectedRows(Observer):

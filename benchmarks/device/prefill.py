@@ -7,19 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvseek.benchmarks.parts import part_groups
+from kvseek.benchmarks.shapes import prompt_operations
 from kvseek.benchmarks.timing import Samples, interleave
 from kvseek.core.errors import ConfigError
+from kvseek.engine.model.prompt_attention import PromptAttention
 from kvseek.measurement.variants import Variant
 
 from .bench import Bench
 from .comparison import compared_variants
 from .decode import progress, release
 from .memory_plan import Cell
+from .memory_rates import product_rate
+from .observers import PromptClock, observing
 from .results import prefill_result
 
 if TYPE_CHECKING:
     from kvseek.engine.cache.row_storage import RowStorage
-    from kvseek.engine.decoder import Decoder
+
+    from .bench import BenchDecoder
 
 
 def run_prefill(bench: Bench, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -30,6 +36,7 @@ def run_prefill(bench: Bench, save: Callable[[dict[str, Any]], None]) -> dict[st
         )
     (offload,) = bench.arguments.offload
     document: dict[str, Any] = {"offload": offload, "results": [], "skipped": []}
+    document["best_product_rate"] = product_rate(bench.device, bench.dtype)
     bench.load()
     for context in bench.arguments.contexts:
         cell = Cell(context, 1)
@@ -45,35 +52,60 @@ def run_prefill(bench: Bench, save: Callable[[dict[str, Any]], None]) -> dict[st
 
 
 def _measure(bench: Bench, offload: str, cell: Cell) -> list[dict[str, Any]]:
-    """The methods one after the other, each in turns with the baseline; the baseline's figures are of all turns."""
+    """The methods one after the other, each in turns with the baseline; the baseline's figures are of all turns.
+
+    What all methods have in common is timed by parts, with the baseline.
+    """
     rows = bench.row_storage(offload, [cell])
     generator = torch.Generator().manual_seed(bench.arguments.seed)
     ids = torch.randint(0, bench.model.vocab_size, (cell.context,), generator=generator).tolist()
     baseline, results, seconds = bench.variants[0], [], []
+    parts: dict[str, Any] = {}
     for variant in compared_variants(bench.variants):
-        samples = _take_turns(bench, rows, cell, [baseline] if variant is None else [baseline, variant], ids)
+        turns = [baseline] if variant is None else [baseline, variant]
+        decoders = _decoders(bench, rows, cell, turns)
+        samples = _take_turns(bench, decoders, ids)
+        parts = parts or _parts(bench, decoders[baseline.label], ids)
         seconds += samples[baseline.label].seconds
         if variant is not None:
             entry = prefill_result(variant.label, cell.context, samples[variant.label].seconds)
             results.append({**entry, "to_baseline": entry["seconds"]["median"] / samples[baseline.label].median})
+        del decoders
         release()
-    return [{**prefill_result(baseline.label, cell.context, seconds), "to_baseline": 1.0}, *results]
+    return [{**prefill_result(baseline.label, cell.context, seconds), "to_baseline": 1.0, **parts}, *results]
 
 
-def _take_turns(
-    bench: Bench, rows: RowStorage, cell: Cell, variants: Sequence[Variant], ids: list[int]
-) -> dict[str, Samples]:
-    """Prompts of the variants in turns on one cache, which has the windows of the last of them."""
+def _decoders(bench: Bench, rows: RowStorage, cell: Cell, variants: Sequence[Variant]) -> dict[str, BenchDecoder]:
+    """Decoders of the variants by label, on one cache, which has the windows of the last of them."""
     cache = bench.new_cache(rows, variants[-1], [cell])
-    decoders = {
+    return {
         variant.label: bench.decoder(variant, cache, bench.indexes(variant, cache, [cell]), [cell], hot_rows=False)
         for variant in (one.laid_out_as(cache.config) for one in variants)
     }
+
+
+def _parts(bench: Bench, decoder: BenchDecoder, ids: list[int]) -> dict[str, Any]:
+    """Device seconds and operations of attention and of matrix products, in one more prompt."""
+    attention, clock = decoder.model.attention, PromptClock()
+    assert isinstance(attention, PromptAttention)
+    with observing(decoder.retrieval, clock):
+        clock.restart()
+        prefill(decoder, ids)
+    groups = part_groups(clock.seconds())
+    return {
+        "attention": attention.name,
+        "part_seconds": {"attention": groups["attend"], "products": groups["GEMMs"], "others": groups["others"]},
+        "operations": prompt_operations(bench.model, len(ids)),
+    }
+
+
+def _take_turns(bench: Bench, decoders: dict[str, BenchDecoder], ids: list[int]) -> dict[str, Samples]:
+    """Prompts of the decoders in turns."""
     calls = {label: lambda decoder=decoder: prefill(decoder, ids) for label, decoder in decoders.items()}
     return interleave(calls, bench.arguments.repeats, block=1, warmup=1)
 
 
-def prefill(decoder: Decoder, ids: list[int]) -> None:
+def prefill(decoder: BenchDecoder, ids: list[int]) -> None:
     """Process a prompt in slot 0, wait for its logits and rows, and forget it."""
     decoder.cache.open(0, len(ids) + 1)
     prompt = decoder.prefill([(0, ids)])

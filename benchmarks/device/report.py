@@ -149,3 +149,18 @@ def _prefill(console: Console, document: dict[str, Any]) -> None:
     for missing in document["skipped"]:
         console.print(f"{missing['context']:,} {missing['reason']}", highlight=False)
     console.print(table)
+    for entry in document["results"]:
+        if "part_seconds" in entry:
+            console.print(prefill_parts_line(entry, document["best_product_rate"]), highlight=False, markup=False)
+
+
+def prefill_parts_line(entry: dict[str, Any], best: float) -> str:
+    """Where a prompt's time on the device goes, and the rates of attention and of products beside the GPU's best."""
+    rates = [
+        f"{name} {entry['part_seconds'][name]:.2f} s, {count / entry['part_seconds'][name] / 1e12:,.0f} TFLOP/s"
+        for name, count in entry["operations"].items()
+    ]
+    return (
+        f"{entry['tokens']:,} tokens: {'; '.join(rates)}; others {entry['part_seconds']['others']:.2f} s; "
+        f"a large product on this GPU {best / 1e12:,.0f} TFLOP/s; attention by {entry['attention']}"
+    )

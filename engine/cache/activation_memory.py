@@ -7,6 +7,7 @@ import torch
 from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.engine.loading.supported import reuses_prefixes
 from kvseek.engine.model.graphs import buckets_for
+from kvseek.engine.model.prompt_attention import filled_up, most_parts
 from kvseek.engine.model.weight_only import NONE
 from kvseek.plugins.contract import LAST_QUERIES
 
@@ -16,6 +17,7 @@ from .row_storage import STAGED_EXTENTS
 # For memory that cannot be counted: cuBLAS work spaces (32 MiB a stream on Hopper), graphs, blocks that the allocator splits.
 RESERVE_BYTES = 1 << 30
 TOKEN_BYTES = 8  # id and position of a prompt's token, as a plan takes them
+LSE_NUMBERS = 2  # numbers of 16 bits in a log-sum-exp
 LOGITS_BYTES = 4  # a logit, as a plan returns it
 
 
@@ -27,6 +29,8 @@ def prefill_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
     numbers += 2 * min(LAST_QUERIES, tokens) * queries
     if reuses_prefixes(config):
         numbers += _prefix_numbers(config, tokens)
+    # Behind the last of a layer's tokens (row_tokens).
+    numbers += 2 * config.model.num_kv_heads * config.model.head_dim * (row_tokens(config, tokens) - tokens)
     if dtype is torch.float32:
         numbers += 2 * tokens * queries  # keys and values of every query head (attention.py)
     return numbers * dtype.itemsize + TOKEN_BYTES * tokens * plans
@@ -38,7 +42,9 @@ def _torch_prefill(config: EngineConfig, tokens: int, chunk: int) -> int:
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = 3 * queries + 2 * keys + 2 * model.hidden_size  # qkv, rotated queries, output; norm and projection
     mlp = 3 * model.intermediate_size + 2 * model.hidden_size
-    numbers = tokens * (model.hidden_size + _row_numbers(keys)) + chunk * max(attention, mlp)
+    numbers = tokens * (model.hidden_size + _row_numbers(keys)) + max(
+        chunk * attention + _part_numbers(config, tokens, chunk), chunk * mlp
+    )
     if config.weight_only_precision != NONE:  # the largest matrix, dequantised
         numbers += model.hidden_size * max(2 * model.intermediate_size, queries + 2 * keys)
     return numbers
@@ -52,7 +58,23 @@ def _plans_prefill(config: EngineConfig, tokens: int, chunk: int) -> int:
         return tokens * (_row_numbers(keys) + queries)
     kept = model.hidden_size + queries + model.head_dim  # residual stream, attended, cosines and sines
     made = 3 * queries + 2 * keys + model.hidden_size  # a plan's outputs; attention's output and its contiguous copy
-    return tokens * (_row_numbers(keys) + kept) + chunk * made
+    return tokens * (_row_numbers(keys) + kept) + chunk * made + _part_numbers(config, tokens, chunk)
+
+
+def row_tokens(config: EngineConfig, tokens: int) -> int:
+    """Return the tokens from a KV head of a prompt's keys or values in a layer to the next.
+
+    The same for all prompts that are longer than a chunk: cuDNN compiles a plan for every distance (prompt_attention.py).
+    """
+    long = config.device == "cuda" and tokens > config.prefill_chunk_tokens
+    return max(tokens, config.max_input_len) if long else tokens
+
+
+def _part_numbers(config: EngineConfig, tokens: int, chunk: int) -> int:
+    """Count the numbers that a chunk's attention holds in parts: filled up queries, outputs, log-sum-exps."""
+    parts, heads = most_parts(tokens, chunk), config.model.num_heads
+    outputs = (parts + 1) * config.model.head_dim if parts else 0
+    return filled_up(chunk) * heads * (outputs + parts * LSE_NUMBERS)
 
 
 def _prefix_numbers(config: EngineConfig, tokens: int) -> int:

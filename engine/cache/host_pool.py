@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.core.errors import CapacityError, KernelError
+from kvseek.core.errors import CapacityError
 
 from .host_memory import available_bytes
+from .pinned_memory import PinnedMemory, allocate, check, cuda_driver
 
 PINNED_RESERVE_BYTES = 1 << 30  # left to the system: pinned pages cannot be swapped or reclaimed
 MAX_PITCH_BYTES = 2**31 - 1  # largest stride of a copy, which drivers report as CU_DEVICE_ATTRIBUTE_MAX_PITCH
@@ -30,6 +29,8 @@ class HostPool:
         Address of `rows` for kernels of the device; for the CPU, the address of the tensor.
     pinned : bool
         Whether a CUDA device can read the rows.
+    way : str or None
+        How pinned memory was allocated, see PinnedMemory.
     """
 
     def __init__(
@@ -44,13 +45,15 @@ class HostPool:
         """
         shape = (extents, layers, kv_heads, EXTENT_TOKENS, 2, head_dim)
         self.pinned = device.type == "cuda" and math.prod(shape) > 0  # the driver allocates no empty ranges
+        self.way: str | None
         self._row_bytes = 2 * head_dim * dtype.itemsize
         if self.pinned:
-            buffer, self.device_pointer = _pin(math.prod(shape) * dtype.itemsize, device)
-            self.rows = torch.frombuffer(buffer, dtype=dtype).view(shape)
+            memory = _pin(math.prod(shape) * dtype.itemsize, device)
+            self.device_pointer, self.way = memory.device_pointer, memory.way
+            self.rows = torch.frombuffer(memory.buffer, dtype=dtype).view(shape)
         else:
             self.rows = _pageable(shape, dtype)
-            self.device_pointer = self.rows.data_ptr()
+            self.device_pointer, self.way = self.rows.data_ptr(), None
 
     def write(self, extent: int, first_layer: int, inside: slice, rows: Tensor) -> None:
         """Copy rows to places `inside` of an extent, in layers first_layer, first_layer + 1, ...
@@ -83,7 +86,7 @@ class HostPool:
     def _copy_runs(self, address: int, runs: Tensor) -> None:
         """Copy runs [layers × heads, numbers] from the device to `address` and on, spaced as in an extent."""
         width = runs.shape[1] * runs.element_size()
-        driver = _driver()
+        driver = cuda_driver()
         copy = driver.CUDA_MEMCPY2D()
         copy.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
         copy.srcDevice = runs.data_ptr()
@@ -93,7 +96,7 @@ class HostPool:
         copy.dstHost = address
         copy.dstPitch = EXTENT_TOKENS * self._row_bytes
         copy.WidthInBytes, copy.Height = width, runs.shape[0]
-        _check(driver.cuMemcpy2DAsync(copy, _current_stream(runs)), "copying rows to the row pool")
+        check(driver.cuMemcpy2DAsync(copy, _current_stream(runs)), "copying rows to the row pool")
 
 
 def can_pin(size: int, available: int) -> bool:
@@ -115,57 +118,14 @@ def _pageable(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         raise _refusal(math.prod(shape) * dtype.itemsize, str(error).splitlines()[0]) from None
 
 
-def _pin(size: int, device: torch.device) -> tuple[ctypes.Array[ctypes.c_byte], int]:
-    """Allocate pinned memory. Returns a buffer that frees the memory when it is collected, and its address on the device."""
-    if not can_pin(size, available_bytes()):  # the driver would use up host memory, and the system kill a process
+def _pin(size: int, device: torch.device) -> PinnedMemory:
+    if not can_pin(size, available_bytes()):  # the system would kill a process when memory is used up
         raise _refusal(size, f"{PINNED_RESERVE_BYTES:,} of them stay free")
-    driver = _driver()
-    _check(driver.cuInit(0), "starting the CUDA driver")
-    ordinal = torch.cuda.current_device() if device.index is None else device.index
-    (gpu,) = _check(driver.cuDeviceGet(ordinal), f"opening CUDA device {ordinal}")
-    (context,) = _check(driver.cuDevicePrimaryCtxRetain(gpu), f"opening CUDA device {ordinal}")
-    _check(driver.cuCtxPushCurrent(context), "entering the CUDA context")
     try:
-        flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
-        status, host = driver.cuMemHostAlloc(size, flags)
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise _refusal(size, f"cuMemHostAlloc: {_name(status)}")
-        (pointer,) = _check(driver.cuMemHostGetDevicePointer(host, 0), "mapping the row pool into the device")
-    finally:
-        driver.cuCtxPopCurrent()
-    buffer = (ctypes.c_byte * size).from_address(int(host))
-    # Not at exit: a thread may still be decoding then, and the end of the process frees everything.
-    weakref.finalize(buffer, _free, int(host), context).atexit = False
-    return buffer, int(pointer)
-
-
-def _free(host: int, context: Any) -> None:
-    """Free pinned memory once the device has finished with it; the thread that drops the last reference runs this."""
-    driver = _driver()
-    driver.cuCtxPushCurrent(context)
-    driver.cuCtxSynchronize()
-    driver.cuMemFreeHost(host)
-    driver.cuCtxPopCurrent()
-
-
-def _driver() -> Any:
-    """Import the CUDA driver's bindings, only when they are used: only CUDA engines need the package."""
-    from cuda.bindings import driver
-
-    return driver
+        return allocate(size, device)
+    except CapacityError as error:
+        raise _refusal(size, str(error)) from None
 
 
 def _current_stream(rows: Tensor) -> Any:
-    return _driver().CUstream(torch.cuda.current_stream(rows.device).cuda_stream)
-
-
-def _check(result: tuple[Any, ...], what: str) -> tuple[Any, ...]:
-    """Return the values that a driver call gives after its status; raises KernelError unless the status is success."""
-    status, *values = result
-    if status != _driver().CUresult.CUDA_SUCCESS:
-        raise KernelError(f"{what}: {_name(status)}; check the device with nvidia-smi")
-    return tuple(values)
-
-
-def _name(status: Any) -> str:
-    return str(getattr(status, "name", status))
+    return cuda_driver().CUstream(torch.cuda.current_stream(rows.device).cuda_stream)

@@ -17,6 +17,7 @@ from kvseek.engine.model.graphs import buckets_for
 from kvseek.engine.model.kernel_model import KernelModel
 from kvseek.engine.model.layer_kernels import LayerKernels
 from kvseek.engine.model.product_kernels import product_kernels
+from kvseek.engine.model.prompt_attention import PromptAttention
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.retrieval import Retrieval
 
@@ -74,7 +75,11 @@ class TorchRuntime:
     def decoder(self, retrieval: Retrieval, kernels: CudaKernels) -> Decoder:
         """See Runtime."""
         model = KernelModel(
-            self.weights, retrieval, layer_kernels(retrieval, kernels), product_kernels(self.config, kernels)
+            self.weights,
+            retrieval,
+            layer_kernels(retrieval, kernels),
+            prompt_attention(retrieval, kernels),
+            product_kernels(self.config, kernels),
         )
         if self.config.cache.cached_prefill == "sparse":
             cold = without_hot_rows(retrieval)
@@ -88,6 +93,11 @@ def layer_kernels(retrieval: Retrieval, kernels: CudaKernels) -> LayerKernels:
     """Make the launcher of the kernels for all that a layer computes besides products, selection and attention."""
     window, most = retrieval.cache.window, buckets_for(retrieval.config.max_batch_size)[-1]
     return LayerKernels(kernels, retrieval.config.model, window.dtype, window.device, most)
+
+
+def prompt_attention(retrieval: Retrieval, kernels: CudaKernels) -> PromptAttention:
+    """Make the attention of prompts that are read in chunks."""
+    return PromptAttention(kernels, retrieval.config.model, retrieval.cache.window.dtype)
 
 
 def load_runtime(directory: Path, config: EngineConfig, device: torch.device) -> Runtime:

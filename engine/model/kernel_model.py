@@ -13,13 +13,12 @@ from torch import Tensor
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.batch import Batch
 
-from .attention import causal_attention_device
 from .continuation import BlockReader, Continuation
 from .graphs import StepResult
 from .layer import Head, Layer
 from .layer_kernels import LayerKernels
 from .linear import KernelProducts, Products
-from .prefill import NO_TAKERS, LayerwiseModel, Prefill, Prompts, Takers, attend_pieces, pieces_of
+from .prefill import NO_TAKERS, CausalAttention, LayerwiseModel, Prefill, Prompts, Takers, attend_pieces, pieces_of
 from .product_kernels import ProductKernels
 from .torch_model import Stream
 
@@ -31,6 +30,8 @@ class KernelModel(LayerwiseModel[Stream]):
     ----------
     weights : dict of str to Tensor
         Weights as engine/model/weights.py loads them, on the cache's device and in its dtype.
+    attention : callable
+        Causal attention over a prompt.
     multiply : ProductKernels or None
         Kernels that multiply few rows; None: PyTorch multiplies.
 
@@ -45,10 +46,12 @@ class KernelModel(LayerwiseModel[Stream]):
         weights: dict[str, Tensor],
         retrieval: Retrieval,
         ops: LayerKernels,
+        attention: CausalAttention,
         multiply: ProductKernels | None = None,
     ) -> None:
         super().__init__(retrieval)
-        self.ops, self.embed, self.norm = ops, weights["embed.weight"], weights["norm.weight"]
+        self.ops, self.attention = ops, attention
+        self.embed, self.norm = weights["embed.weight"], weights["norm.weight"]
         self.lm_head = self.embed if self.model.tie_word_embeddings else weights["lm_head.weight"]
         products = Products(self.norm.dtype) if multiply is None else KernelProducts(multiply)
         self.layers = [Layer(self.model, weights, number, products) for number in range(self.model.num_layers)]
@@ -75,12 +78,15 @@ class KernelModel(LayerwiseModel[Stream]):
 
     def read_chunk(self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
         """See LayerwiseModel."""
-        weights, x = self.layers[layer], prompt.residual[start:stop]
-        qkv, rotation = weights.project(self.ops, x, None), prompt.rotation_of(start, stop, self.ops.rotation)
+        weights, x, mark = self.layers[layer], prompt.residual[start:stop], self.retrieval.observer.prompt_part_ended
+        rotation = prompt.rotation_of(start, stop, self.ops.rotation)
+        qkv = weights.project(self.ops, x, None, mark)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
+        mark("rope")
         pieces = pieces_of(prompt.borders, start, stop)
-        out = attend_pieces(causal_attention_device, q, keys, values, self.scaling, pieces)
-        x += weights.finish(self.ops, x, out.flatten(1))
+        out = attend_pieces(self.attention, q, keys, values, self.scaling, pieces)
+        mark("attend")
+        x += weights.finish(self.ops, x, out.flatten(1), mark)
         return q
 
     def logits_of(self, prompt: Stream, spans: Sequence[tuple[int, int]]) -> Tensor:

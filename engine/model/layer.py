@@ -62,16 +62,31 @@ class Layer:
         self.qkv, self.gate_up = (products.linear(*parts(name)) for name in ("qkv", "gate_up"))
         self.o, self.down = (products.row_parallel(*parts(name)) for name in ROW_PARALLEL)
 
-    def project(self, ops: LayerOperations, x: Tensor, delta: Tensor | None) -> Tensor:
-        """Add `delta`, unless it is None, to x [tokens, hidden] in place; normalise and project: [tokens, (H + 2G) * D]."""
-        return self.qkv(ops.add_rms_norm(x, delta, self.attention_norm))
+    def project(self, ops: LayerOperations, x: Tensor, delta: Tensor | None, mark: Mark = _ignore) -> Tensor:
+        """Add `delta`, unless it is None, to x [tokens, hidden] in place; normalise and project: [tokens, (H + 2G) * D].
 
-    def finish(self, ops: LayerOperations, x: Tensor, attended: Tensor) -> Tensor:
+        `mark` is called with the name of each part when that has been launched.
+        """
+        normed = ops.add_rms_norm(x, delta, self.attention_norm)
+        mark("norm")
+        qkv = self.qkv(normed)
+        mark("qkv")
+        return qkv
+
+    def finish(self, ops: LayerOperations, x: Tensor, attended: Tensor, mark: Mark = _ignore) -> Tensor:
         """Project `attended` [tokens, H * D] and add it to x [tokens, hidden] in place; apply the MLP.
 
-        Returns the MLP's output [tokens, hidden], which is still to be added to x.
+        Returns the MLP's output [tokens, hidden], which is still to be added to x. `mark` is called as in `project`.
         """
-        return self._finish(ops, x, attended, _ignore)
+        projected = self.o(attended)
+        mark("o")
+        normed = ops.add_rms_norm(x, projected, self.mlp_norm)
+        mark("mlp_norm")
+        activated = self.gate_up.gated(normed, ops.silu_mul)
+        mark("gate_up")
+        down = self.down(activated)
+        mark("down")
+        return down
 
     def decode(
         self,
@@ -104,24 +119,10 @@ class Layer:
         Tensor [batch, hidden]
             The MLP's output, which is still to be added to x.
         """
-        normed = ops.add_rms_norm(x, delta, self.attention_norm)
-        mark("norm")
-        qkv = self.qkv(normed)
-        mark("qkv")
+        qkv = self.project(ops, x, delta, mark)
         queries = ops.rope_append(qkv, batch, rotation, window, self.q_norm, self.k_norm)
         mark("rope")
-        return self._finish(ops, x, attend(queries).flatten(1), mark)
-
-    def _finish(self, ops: LayerOperations, x: Tensor, attended: Tensor, mark: Mark) -> Tensor:
-        projected = self.o(attended)
-        mark("o")
-        normed = ops.add_rms_norm(x, projected, self.mlp_norm)
-        mark("mlp_norm")
-        activated = self.gate_up.gated(normed, ops.silu_mul)
-        mark("gate_up")
-        down = self.down(activated)
-        mark("down")
-        return down
+        return self.finish(ops, x, attend(queries).flatten(1), mark)
 
 
 class Head:

@@ -85,7 +85,7 @@ class RopePromptArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("qkv", "cosines", "sines", "q_norm", "k_norm", "queries", "keys", "values")),
-        ("tokens", c_int64),
+        ("distance", c_int64),
         *((name, c_int32) for name in ("heads", "kv_heads")),
         ("epsilon", c_float),
     )
@@ -238,8 +238,10 @@ class LayerKernels:
         """Split a chunk's qkv [rows, (H + 2G) * D]: rotated queries [rows, H, D] are returned.
 
         Rotated keys, and values, are written to `keys` and `values` [G, tokens, D] of the whole prompt, from token `start` on.
+        The tokens of a KV head follow each other in memory; the KV heads of both are equally far apart.
         """
         model = self.model
+        distance = self._head_distance(keys, values)
         queries = qkv.new_empty(qkv.shape[0], model.num_heads, model.head_dim)
         offset = start * model.head_dim * qkv.element_size()
         arguments = RopePromptArguments(
@@ -249,9 +251,9 @@ class LayerKernels:
             q_norm=self._address("q_norm", q_norm),
             k_norm=self._address("k_norm", k_norm),
             queries=queries.data_ptr(),
-            keys=self._address("keys", keys) + offset,
-            values=self._address("values", values) + offset,
-            tokens=keys.shape[1],
+            keys=self._address("keys", keys[0]) + offset,
+            values=self._address("values", values[0]) + offset,
+            distance=distance,
             heads=model.num_heads,
             kv_heads=model.num_kv_heads,
             epsilon=model.rms_norm_eps,
@@ -296,6 +298,16 @@ class LayerKernels:
     def _rope_grid(self, rows: int) -> tuple[int, int, int]:
         heads = self.model.num_heads + 2 * self.model.num_kv_heads
         return rows, -(-heads // ROPE_WARPS), 1
+
+    def _head_distance(self, keys: Tensor, values: Tensor) -> int:
+        """Return the tokens from a KV head of keys and values [G, n, D] to the next; raises KernelError if they differ."""
+        distance, rest = divmod(keys.stride(0), self.model.head_dim)
+        if rest or keys.stride() != values.stride():
+            raise KernelError(
+                f"strides of keys, values = {keys.stride()}, {values.stride()}: must be the same, and a multiple of "
+                f"{self.model.head_dim} from one KV head to the next"
+            )
+        return distance
 
     def _address(self, name: str, tensor: Tensor | None, dtype: torch.dtype | None = None) -> int:
         """Return the address of a tensor's data, 0 for None; raises KernelError if kernels cannot read the tensor."""

@@ -19,7 +19,7 @@ from kvseek.engine.model.attention import causal_attention_device
 from kvseek.engine.model.graphs import StepResult, buckets_for
 from kvseek.engine.model.kernel_model import to_device
 from kvseek.engine.model.layer_kernels import LayerKernels
-from kvseek.engine.model.prefill import NO_TAKERS, LayerwiseModel, Prefill, Prompts, Takers
+from kvseek.engine.model.prefill import NO_TAKERS, CausalAttention, LayerwiseModel, Prefill, Prompts, Takers
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import LAST_QUERIES
@@ -98,14 +98,18 @@ class SegmentsModel(LayerwiseModel[list[Chunk]]):
     ----------
     plans : sequence of Runner
         One more than the model has layers.
+    attention : callable
+        Causal attention over a prompt.
     """
 
     reads_packs: ClassVar[bool] = False  # a plan takes one prompt, and only in its own chunks
     scores_prompts: ClassVar[bool] = False
 
-    def __init__(self, plans: Sequence[Runner], retrieval: Retrieval, ops: LayerKernels) -> None:
+    def __init__(
+        self, plans: Sequence[Runner], retrieval: Retrieval, ops: LayerKernels, attention: CausalAttention
+    ) -> None:
         super().__init__(retrieval)
-        self._plans, self._tensors = plans, PlanTensors(retrieval, ops)
+        self._plans, self._tensors, self._attention = plans, PlanTensors(retrieval, ops), attention
 
     def begin_prompt(self, prefill: Prefill) -> list[Chunk]:
         """See LayerwiseModel."""
@@ -122,7 +126,7 @@ class SegmentsModel(LayerwiseModel[list[Chunk]]):
         for whole, name in ((keys, "keys"), (values, "values")):
             whole[:, start:stop] = made[name].transpose(0, 1)
         queries = made["queries"].transpose(0, 1)
-        out = causal_attention_device(queries, keys[:, :stop], values[:, :stop], self.scaling)
+        out = self._attention(queries, keys[:, :stop], values[:, :stop], self.scaling)
         chunk.state["attended"] = out.contiguous()
         return queries
 

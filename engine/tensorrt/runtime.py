@@ -11,7 +11,7 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.tensorrt_api import load_session_api
 from kvseek.engine.decoder import Decoder
-from kvseek.engine.loading.runtime import Footprint, layer_kernels
+from kvseek.engine.loading.runtime import Footprint, layer_kernels, prompt_attention
 from kvseek.engine.model.graph_steps import GraphSteps
 from kvseek.engine.model.graphs import buckets_for
 from kvseek.engine.retrieval import Retrieval
@@ -38,7 +38,7 @@ class TensorRtRuntime:
         """See Runtime."""
         plans, ops = self.session.plans, layer_kernels(retrieval, kernels)
         if self.config.tensorrt.form == "segments":
-            segments = SegmentsModel(plans, retrieval, ops)
+            segments = SegmentsModel(plans, retrieval, ops, prompt_attention(retrieval, kernels))
             return Decoder(segments, retrieval, GraphSteps(segments, retrieval))
         from kvseek.plugins.tensorrt.serving import serving
 

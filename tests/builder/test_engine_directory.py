@@ -81,7 +81,7 @@ def test_inspection_tells_how_prefixes_are_reused(
 def test_inspection_lists_kernels(model: Path, build_engine: BuildEngine) -> None:
     directory = build_engine(model, "full", "--max_seq_len", "512")
     document = engine_document(InspectOptions(directory))
-    assert document["kernels"] == ["cpu"]
+    assert (document["kernels"], document["prompt_attention"]) == (["cpu"], "kvseek's kernel")
     assert document["changed"] == {"method_config": [], "cache": []}
     (directory / "kernels/sm_90.cubin").touch()
     try:

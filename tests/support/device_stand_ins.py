@@ -17,6 +17,7 @@ from kvseek.engine.cache.memory_layout import lay_out_rows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.indexes import host_retrieval
+from kvseek.engine.model.attention import causal_attention_device
 from kvseek.engine.model.graph_steps import GraphSteps
 from kvseek.engine.model.graphs import buckets_for
 from kvseek.engine.model.kernel_model import KernelModel
@@ -124,7 +125,7 @@ def layer_ops(retrieval: Retrieval) -> TorchLayer:
 def make_decoder(directory: Path, offload: str = "always", **changes: Any) -> Decoder:
     """A GPU's decoder over the weights of a CPU engine."""
     retrieval = make_retrieval(directory, offload, **changes)
-    model = KernelModel(load_weights(directory, CPU), retrieval, layer_ops(retrieval))
+    model = KernelModel(load_weights(directory, CPU), retrieval, layer_ops(retrieval), causal_attention_device)
     if retrieval.config.cache.cached_prefill == "sparse":
         model.reader = GraphSteps(model, retrieval, graphs=False)
     return Decoder(model, retrieval, GraphSteps(model, retrieval, graphs=False))

@@ -60,9 +60,11 @@ def fields_of(struct_name: str, paths: Sequence[Path], macros: Set[str] = frozen
     (body,) = [body for found in bodies for body in found]
     fields: list[tuple[str, type]] = []
     for statement in re.sub(r"//[^\n]*", "", body).split(";")[:-1]:
-        field = re.fullmatch(r"\s*(?:const )?([\w ]+?)(\*?)\s+(\w+(?:, \w+)*)", statement)
+        field = re.fullmatch(r"\s*(?:const )?([\w ]+?)(\*?)\s+(\w+(?:, \w+)*)(?:\[(\d+)\])?", statement)
         assert field, f"{struct_name}: {statement.strip()!r} is none of {', '.join(KINDS)} or a pointer"
-        kind, pointer, names = field.groups()
-        found = ctypes.c_void_p if pointer else KINDS.get(kind) or mirror_of(kind)
+        kind, pointer, names, length = field.groups()
+        found: type = ctypes.c_void_p if pointer else KINDS.get(kind) or mirror_of(kind)
+        if length:
+            found = found * int(length)
         fields += [(name, found) for name in names.split(", ")]
     return fields

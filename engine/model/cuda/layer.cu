@@ -57,7 +57,7 @@ struct RopePromptArguments {
     void* queries;        // Number [rows, H, D]
     void* keys;           // Number [G, tokens, D], from the first row's token on
     void* values;         // likewise
-    long long tokens;     // of the whole prompt: the stride of a KV head
+    long long distance;   // tokens from one KV head to the next
     int heads;
     int kv_heads;
     float epsilon;
@@ -286,10 +286,10 @@ extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32)
         Number* to = static_cast<Number*>(a.queries) + (row * a.heads + head) * DIM;
         rotate_head(from, to, cosines, sines, static_cast<const Number*>(a.q_norm), a.epsilon);
     } else if (head < a.heads + a.kv_heads) {
-        Number* to = static_cast<Number*>(a.keys) + ((head - a.heads) * a.tokens + row) * DIM;
+        Number* to = static_cast<Number*>(a.keys) + ((head - a.heads) * a.distance + row) * DIM;
         rotate_head(from, to, cosines, sines, static_cast<const Number*>(a.k_norm), a.epsilon);
     } else {
-        copy_head(from, static_cast<Number*>(a.values) + ((head - a.heads - a.kv_heads) * a.tokens + row) * DIM);
+        copy_head(from, static_cast<Number*>(a.values) + ((head - a.heads - a.kv_heads) * a.distance + row) * DIM);
     }
 }
 

@@ -21,6 +21,7 @@ from kvseek.builder.tensorrt.graph import Graph
 from kvseek.builder.tensorrt.network_forms import NetworkWriter
 from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.engine.decoder import Decoder
+from kvseek.engine.model.attention import causal_attention_device
 from kvseek.engine.model.graph_steps import GraphSteps
 from kvseek.engine.model.graphs import BUCKETS
 from kvseek.engine.tensorrt.messages import logger
@@ -104,7 +105,7 @@ def make_tensorrt_decoder(
     if form == "segments":
         graphs: list[Graph] = []
         writer.write_segments(graphs.append)
-        segments = SegmentsModel([NumpyPlan(api, graph) for graph in graphs], retrieval, ops)
+        segments = SegmentsModel([NumpyPlan(api, graph) for graph in graphs], retrieval, ops, causal_attention_device)
         return Decoder(segments, retrieval, GraphSteps(segments, retrieval, graphs=False))
     layers = ServedLayers(shape.num_heads, shape.num_kv_heads)
     monkeypatch.setitem(network_interpreter.LAYERS, "SLICE", ("ISliceLayer", layers.slice))

@@ -112,7 +112,14 @@ def test_prefill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (method, tokens) for tokens in (4096, 5000) for method in ("full", "pariskv")
     ]
     assert all(entry["seconds"]["count"] >= 2 and math.isfinite(entry["to_baseline"]) for entry in document["results"])
-    assert "prefill" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert all(
+        text in printed for text in ("prefill", "attention by cuDNN and flash attention", "a large product on this GPU")
+    )
+    for entry in (document["results"][0], document["results"][2]):
+        assert all(seconds > 0 for seconds in entry["part_seconds"].values())
+        assert sum(entry["part_seconds"].values()) < 2 * entry["seconds"]["max"]
+    assert document["best_product_rate"] > 0
 
 
 def test_rows_kept_on_the_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,207 @@
+"""Attention of prompts on a GPU: cuDNN attends to the past of a chunk and to the chunk itself, and a kernel of ours merges both.
+
+On Hopper cuDNN is twice as fast as flash attention 2 without a mask, and with a causal mask over as many keys as queries. With
+more keys than queries its causal mask makes it slow, but all queries of a chunk see all of the past, which needs no mask. What
+fits neither form is flash attention's: the ends of prompts, mostly (docs/measurements.md has the times).
+
+cuDNN compiles a plan for each combination of sizes and strides, which PyTorch keeps for good. So the past is cut into blocks
+of 2,048, 4,096, 8,192 … keys, chunks are filled up to such sizes, and the KV heads of a prompt's keys are equally spaced in
+all long prompts (Retrieval.new_rows): an engine needs a few dozen plans.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .attention import causal_attention_device
+
+if TYPE_CHECKING:
+    from kvseek.core.config import EngineConfig, ModelConfig
+    from kvseek.core.cuda import CudaKernels
+
+CUDNN_AND_FLASH, FLASH = "cuDNN and flash attention", "flash attention"
+MEMORY_EFFICIENT = "PyTorch's memory-efficient attention"
+OF_THE_CPU = {"native": "kvseek's kernel", "reference": "PyTorch's flash attention for CPUs"}
+
+logger = logging.getLogger(__name__)
+
+SHORTEST_BLOCK = 2048  # keys; a past of fewer is left to flash attention
+FEWEST_QUERIES = 512  # a chunk of fewer is left to flash attention: it would not occupy the GPU
+MERGED_PARTS = 16  # as in merge_attention.cu: blocks for 2^15 times SHORTEST_BLOCK tokens, and the chunk
+THREADS = 256  # as in merge_attention.cu
+PIECE = 8  # numbers that a thread merges
+
+
+class MergeAttentionArguments(ctypes.Structure):
+    """Arguments of kvseek_merge_attention."""
+
+    _fields_ = (
+        *((name, c_void_p * MERGED_PARTS) for name in ("outputs", "lses")),
+        *((name, c_int64 * MERGED_PARTS) for name in ("head_strides", "token_strides", "lse_strides")),
+        ("merged", c_void_p),
+        ("pieces", c_int64),
+        *((name, c_int32) for name in ("parts", "heads")),
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Attention of queries to some of their keys.
+
+    Attributes
+    ----------
+    output : Tensor [H, at least q, D]
+        In the engine's dtype; the numbers of a token and head are neighbours.
+    lse : Tensor, float32 [H, at least q], contiguous
+        Natural logarithms of the sums of exponentials.
+    """
+
+    output: Tensor
+    lse: Tensor
+
+
+class PromptAttention:
+    """A CausalAttention of prefill.py for one model on one GPU.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        Of queries, keys and values.
+
+    Attributes
+    ----------
+    name : str
+        Who attends: CUDNN_AND_FLASH, FLASH or MEMORY_EFFICIENT.
+    refusal : str or None
+        Why cuDNN does not attend to the past of chunks; None: it does.
+    """
+
+    def __init__(self, kernels: CudaKernels, model: ModelConfig, dtype: torch.dtype) -> None:
+        self._kernels, self._model, self.dtype = kernels, model, dtype
+        self.refusal = self._refused()
+        alone = MEMORY_EFFICIENT if dtype is torch.float32 else FLASH
+        self.name = CUDNN_AND_FLASH if self.refusal is None else alone
+        if self.refusal is None:
+            logger.info("prompts are read by %s", self.name)
+        else:
+            logger.warning("prompts are read by %s: cuDNN's attention refuses them: %s", self.name, self.refusal)
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """Attend from the last q tokens of a prompt to the whole of it, causally; see causal_attention_device."""
+        q, past = queries.shape[1], keys.shape[1] - queries.shape[1]
+        blocks = past_blocks(past) if q >= FEWEST_QUERIES and self.refusal is None else []
+        if not blocks:
+            return causal_attention_device(queries, keys, values, scaling)
+        padded = fill_up(queries)
+        parts = [attend_block(padded, keys[:, a:b], values[:, a:b], scaling) for a, b in blocks]
+        rest = blocks[-1][1]
+        # cuDNN aligns its mask to the top left, and would read what lies behind the keys of a chunk that is filled up.
+        attend = attend_square if padded is queries and rest == past else attend_causally
+        parts.append(attend(queries, keys[:, rest:], values[:, rest:], scaling))
+        return self.merge(parts, q)
+
+    def merge(self, parts: list[Part], tokens: int) -> Tensor:
+        """Merge attention of the first `tokens` queries to disjoint sets of keys; returns [tokens, H, D], contiguous."""
+        heads, dim = parts[0].output.shape[0], parts[0].output.shape[2]
+        merged = parts[0].output.new_empty(tokens, heads, dim)
+        arguments = MergeAttentionArguments(
+            merged=merged.data_ptr(), pieces=merged.numel() // PIECE, parts=len(parts), heads=heads
+        )
+        for number, part in enumerate(parts):
+            arguments.outputs[number], arguments.lses[number] = part.output.data_ptr(), part.lse.data_ptr()
+            arguments.head_strides[number], arguments.token_strides[number], _ = part.output.stride()
+            arguments.lse_strides[number] = part.lse.stride(0)
+        blocks = -(-arguments.pieces // THREADS)
+        self._kernels.launch("kvseek_merge_attention", (blocks, 1, 1), THREADS, arguments, overlap=True)
+        return merged
+
+    def _refused(self) -> str | None:
+        """Say why cuDNN does not take this model's attention: it is asked, with the smallest of the sizes above."""
+        if self.dtype is torch.float32:
+            return "it does not take float32"
+        model, device = self._model, self._kernels.device
+        queries = torch.zeros(FEWEST_QUERIES, model.num_heads, model.head_dim, dtype=self.dtype, device=device)
+        keys = torch.zeros(model.num_kv_heads, SHORTEST_BLOCK, model.head_dim, dtype=self.dtype, device=device)
+        try:
+            attend_block(queries.transpose(0, 1), keys, keys, 1.0)
+            attend_square(queries.transpose(0, 1), keys[:, :FEWEST_QUERIES], keys[:, :FEWEST_QUERIES], 1.0)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        return None
+
+
+def expected_attention(config: EngineConfig) -> str:
+    """Say who attends in prompts of an engine, as far as that is known without its GPU."""
+    if config.device != "cuda":
+        return OF_THE_CPU[config.kernels]
+    if config.dtype == "float32":
+        return MEMORY_EFFICIENT
+    if config.runtime == "tensorrt" and config.tensorrt.form == "engine":
+        return FLASH  # a prompt is one chunk, which has no past
+    return f"{CUDNN_AND_FLASH}, or {FLASH} alone if cuDNN refuses the model on the GPU, as the log then says"
+
+
+def past_blocks(past: int) -> list[tuple[int, int]]:
+    """Cut the first of `past` tokens into blocks (start, stop) of SHORTEST_BLOCK tokens times a power of two, largest first.
+
+    Fewer than SHORTEST_BLOCK tokens are left over at the end.
+    """
+    blocks, start = list[tuple[int, int]](), 0
+    while (left := (past - start) // SHORTEST_BLOCK) > 0:
+        size = SHORTEST_BLOCK << (left.bit_length() - 1)
+        blocks.append((start, start + size))
+        start += size
+    return blocks
+
+
+def most_parts(tokens: int, chunk: int) -> int:
+    """Return the most parts into which attention of a chunk of a prompt of `tokens` tokens is cut; 0 if it never is."""
+    blocks = (max(0, tokens - FEWEST_QUERIES) // SHORTEST_BLOCK).bit_length() if chunk >= FEWEST_QUERIES else 0
+    return blocks + 1 if blocks else 0
+
+
+def filled_up(queries: int) -> int:
+    """Return the power of two to which a chunk of `queries` queries is filled up."""
+    return 1 << (queries - 1).bit_length()
+
+
+def fill_up(queries: Tensor) -> Tensor:
+    """Return queries [H, q, D] with zeros behind them, up to a power of two of queries."""
+    heads, q, dim = queries.shape
+    size = filled_up(q)
+    if size == q:
+        return queries
+    padded = queries.new_zeros(size, heads, dim).transpose(0, 1)
+    padded[:, :q] = queries
+    return padded
+
+
+def attend_block(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool = False) -> Part:
+    """Attend to all of a block by cuDNN, or causally to as many keys as queries: queries [H, q, D], keys and values [G, n, D].
+
+    Raises RuntimeError if cuDNN does not take the sizes.
+    """
+    operator: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
+    found = operator(queries[None], keys[None], values[None], None, True, 0.0, causal, False, scale=scaling)
+    return Part(found[0][0], found[1].view(queries.shape[:2]))
+
+
+def attend_square(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
+    """Attend causally by cuDNN: queries [H, n, D], keys and values [G, n, D] of the same tokens."""
+    return attend_block(queries, keys, values, scaling, causal=True)
+
+
+def attend_causally(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
+    """Attend causally by flash attention: queries [H, q, D] are the last of the tokens of keys and values [G, n, D]."""
+    operator: Any = torch.ops.aten._scaled_dot_product_flash_attention
+    found = operator(queries[None], keys[None], values[None], 0.0, True, False, scale=scaling)
+    return Part(found[0][0], found[1][0])

@@ -1,0 +1,108 @@
+"""How attention of prompts on a GPU is cut into parts, and what is left to flash attention. With a GPU: tests/gpu/engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
+from kvseek.core.errors import KernelError
+from kvseek.engine.cache.activation_memory import row_tokens
+from kvseek.engine.model.attention import causal_attention_device
+from kvseek.engine.model.layer_kernels import LayerKernels
+from kvseek.engine.model.prompt_attention import (
+    CUDNN_AND_FLASH,
+    FEWEST_QUERIES,
+    FLASH,
+    MEMORY_EFFICIENT,
+    MERGED_PARTS,
+    SHORTEST_BLOCK,
+    PromptAttention,
+    expected_attention,
+    fill_up,
+    filled_up,
+    most_parts,
+    past_blocks,
+)
+
+MODEL = ModelConfig("llama", 16, 64, 64, 1, 4, 2, 32, 1e-5, 1e4, 1 << 20)
+CONFIG = EngineConfig(MODEL, "full", {}, dtype="bfloat16", device="cuda", max_seq_len=1 << 20, max_input_len=100_000)
+LENGTHS = st.integers(0, 1 << 21)
+
+
+@given(LENGTHS)
+def test_blocks_are_the_past_but_for_its_end(past: int) -> None:
+    blocks, stop = past_blocks(past), 0
+    for start, end in blocks:
+        assert start == stop
+        assert (end - start) % SHORTEST_BLOCK == 0
+        assert ((end - start) // SHORTEST_BLOCK).bit_count() == 1
+        stop = end
+    assert 0 <= past - stop < SHORTEST_BLOCK
+
+
+@given(LENGTHS, st.integers(1, 1 << 14))
+def test_no_chunk_has_more_parts_than_the_work_space_counts(past: int, queries: int) -> None:
+    parts = len(past_blocks(past)) + 1 if past >= SHORTEST_BLOCK and queries >= FEWEST_QUERIES else 0
+    for chunk in (queries, 2 * queries):
+        assert parts <= most_parts(past + queries, chunk) <= MERGED_PARTS
+
+
+def test_plans_are_few() -> None:
+    """Whatever the prompts: sizes of blocks, and the chunk itself, times sizes of chunks."""
+    blocks = {stop - start for past in range(1 << 17) for start, stop in past_blocks(past)}
+    chunks = {filled_up(queries) for queries in range(FEWEST_QUERIES, 2049)}
+    assert (len(blocks) + 1) * len(chunks) == 7 * 3
+
+
+def test_a_chunk_is_filled_up_behind_its_queries() -> None:
+    queries = torch.randn(700, 4, 32).transpose(0, 1)
+    filled = fill_up(queries)
+    assert filled.shape == (4, 1024, 32)
+    assert torch.equal(filled[:, :700], queries)
+    assert not filled[:, 700:].any()
+    assert filled.transpose(0, 1).is_contiguous(), "as whole chunks are"
+    assert fill_up(filled) is filled
+
+
+def test_without_cudnn_flash_attention_reads_prompts_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    kernels: Any = SimpleNamespace(device=torch.device("cpu"))
+    with caplog.at_level(logging.WARNING):
+        attention = PromptAttention(kernels, MODEL, torch.bfloat16)
+    assert attention.name == FLASH
+    assert "prompts are read by flash attention: cuDNN's attention refuses them: Could not run" in caplog.text
+    queries, keys = torch.randn(4, 600, 32).bfloat16(), torch.randn(2, 3000, 32).bfloat16()
+    expected = causal_attention_device(queries, keys, keys, 0.2)
+    assert torch.equal(attention(queries, keys, keys, 0.2), expected)
+    assert PromptAttention(kernels, MODEL, torch.float32).name == MEMORY_EFFICIENT
+
+
+def test_what_an_engine_directory_says() -> None:
+    assert expected_attention(CONFIG).startswith(f"{CUDNN_AND_FLASH}, or {FLASH} alone if cuDNN refuses")
+    assert expected_attention(dataclasses.replace(CONFIG, dtype="float32")) == MEMORY_EFFICIENT
+    assert expected_attention(dataclasses.replace(CONFIG, device="cpu")) == "kvseek's kernel"
+    whole = dataclasses.replace(CONFIG, runtime="tensorrt", tensorrt=TensorRtConfig("tensorrt", "engine"))
+    assert expected_attention(whole) == FLASH
+
+
+def test_heads_of_long_prompts_are_equally_far_apart() -> None:
+    assert {row_tokens(CONFIG, tokens) for tokens in (2049, 50_000, 100_000)} == {100_000}
+    assert [row_tokens(CONFIG, tokens) for tokens in (1, 2048)] == [1, 2048], "a chunk alone has no past"
+    assert row_tokens(dataclasses.replace(CONFIG, device="cpu"), 50_000) == 50_000
+
+
+def test_keys_and_values_that_lie_differently_are_refused() -> None:
+    ops = LayerKernels(None, MODEL, torch.float32, torch.device("cpu"), 4)  # type: ignore[arg-type]
+    qkv, rotation = torch.zeros(3, 8 * 32), (torch.zeros(3, 16), torch.zeros(3, 16))
+    keys, values = torch.zeros(2, 9, 32), torch.zeros(2, 10, 32)[:, :9]
+    with pytest.raises(
+        KernelError, match=r"strides of keys, values = \(288, 32, 1\), \(320, 32, 1\): must be the same"
+    ):
+        ops.rope_prompt(qkv, rotation, keys, values, 0, None, None)

@@ -1,0 +1,105 @@
+"""Attention of prompts by cuDNN and flash attention, and the kernel that merges them, against PyTorch in float64.
+
+In float32 a log-sum-exp of 300 is known to 3e-5 only, so the reference of a merge would be less exact than the kernel.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import pytest
+import torch
+from tests.gpu.conftest import MakeKernels
+from torch import Tensor
+
+from kvseek.core.config import ModelConfig
+from kvseek.engine.model.attention import causal_attention_device
+from kvseek.engine.model.prompt_attention import Part, PromptAttention
+from kvseek.plugins.attention.reference import merge
+
+pytestmark = pytest.mark.gpu
+
+# Relative to the largest number: roundings of parts, and in float32 of sums over thousands of keys (PyTorch's kernel).
+MERGED = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}
+ATTENDED = {**MERGED, "float32": 1e-5}
+KV_HEADS, MOST = 2, 9000
+
+
+def make(kernels: MakeKernels, dtype: str, dim: int, group: int) -> PromptAttention:
+    model = ModelConfig("llama", 16, 64, 64, 1, KV_HEADS * group, KV_HEADS, dim, 1e-5, 1e4, MOST)
+    return PromptAttention(kernels(dtype, dim, group), model, getattr(torch, dtype))
+
+
+def check(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def rows(dtype: str, device: torch.device, n: int, dim: int, scale: float = 1.0) -> Tensor:
+    """Keys or values [G, n, D] of a prompt, further apart than their number; what lies behind them is poison."""
+    memory = torch.full((KV_HEADS, MOST, dim), torch.nan, dtype=getattr(torch, dtype), device=device)
+    memory[:, :n] = torch.randn(KV_HEADS, n, dim) * scale
+    return memory[:, :n]
+
+
+def definition(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention in the plainest form: [q, H, D]."""
+    (heads, q, dim), n = queries.shape, keys.shape[1]
+    keys, values = (part.repeat_interleave(heads // KV_HEADS, dim=0) for part in (keys, values))
+    position = torch.arange(n, device=queries.device)
+    scores = (queries @ keys.transpose(1, 2) * dim**-0.5).masked_fill(position > position[n - q :, None], -torch.inf)
+    return (scores.softmax(dim=-1) @ values).transpose(0, 1)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 7, 16])
+@pytest.mark.parametrize(("dtype", "dim", "group"), [("float32", 64, 3), ("bfloat16", 128, 4), ("float16", 96, 1)])
+def test_parts_are_merged(
+    dtype: str, dim: int, group: int, parts: int, kernels: MakeKernels, device: torch.device
+) -> None:
+    torch.manual_seed(parts)
+    attention, heads, tokens = make(kernels, dtype, dim, group), KV_HEADS * group, 301
+    made = list[Part]()
+    for number in range(parts):
+        # In either order of heads and tokens, and with poison behind the tokens.
+        shape = (heads, 512, dim) if number % 2 else (512, heads, dim)
+        output = torch.randn(shape, device=device).to(attention.dtype)
+        output = output if number % 2 else output.transpose(0, 1)
+        lse = torch.randn(heads, 512, device=device) * 4 + 300
+        output[:, tokens:], lse[:, tokens:] = torch.nan, torch.nan
+        made.append(Part(output, lse))
+    found = attention.merge(made, tokens)
+    assert found.is_contiguous()
+    whole = [(part.output[:, :tokens].double(), part.lse[:, :tokens].double()) for part in made]
+    expected, _ = reduce(lambda a, b: merge(*a, *b), whole)
+    check(found, expected.transpose(0, 1), MERGED[dtype])
+
+
+@pytest.mark.parametrize(
+    ("q", "past"),
+    [(2048, 2048), (2048, 6144), (1024, 7001), (1000, 4096), (513, 7001), (512, 2048), (511, 5000), (2048, 2047)],
+)
+@pytest.mark.parametrize(
+    ("dtype", "dim", "group"), [("bfloat16", 128, 4), ("bfloat16", 64, 3), ("float16", 128, 1), ("float32", 64, 3)]
+)
+def test_it_is_causal_attention(
+    dtype: str, dim: int, group: int, q: int, past: int, kernels: MakeKernels, device: torch.device
+) -> None:
+    torch.manual_seed(q + past)
+    attention = make(kernels, dtype, dim, group)
+    queries = torch.randn(q, KV_HEADS * group, dim, device=device).to(attention.dtype).transpose(0, 1)
+    keys, values = rows(dtype, device, past + q, dim, scale=2.0), rows(dtype, device, past + q, dim)
+    found = attention(queries, keys, values, dim**-0.5)
+    check(found, definition(queries.double(), keys.double(), values.double()), ATTENDED[dtype])
+
+
+def test_float32_is_left_to_pytorch_by_name(kernels: MakeKernels, device: torch.device) -> None:
+    attention = make(kernels, "float32", 64, 3)
+    assert attention.refusal == "it does not take float32"
+    queries, keys = torch.randn(6, 600, 64, device=device), torch.randn(2, 3000, 64, device=device)
+    found = attention(queries, keys, keys, 0.1)
+    assert torch.equal(found, causal_attention_device(queries, keys, keys, 0.1))
+
+
+@pytest.mark.parametrize(("dtype", "dim", "group"), [("bfloat16", 128, 4), ("bfloat16", 64, 7)])
+def test_cudnn_takes_shapes_of_models(dtype: str, dim: int, group: int, kernels: MakeKernels) -> None:
+    assert make(kernels, dtype, dim, group).refusal is None
