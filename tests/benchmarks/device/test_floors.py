@@ -9,7 +9,7 @@ import torch
 from tests.benchmarks.device.configs import config_for
 
 from kvseek.benchmarks.device import floors
-from kvseek.benchmarks.device.floors import STEP_NODES, Rates, Step, Work, work
+from kvseek.benchmarks.device.floors import COMMON_NODES, STEP_NODES, Rates, Step, Work, work
 from kvseek.benchmarks.device.memory_rates import host_memory_rate, random_row_offsets
 from kvseek.benchmarks.device.report import over_baseline
 from kvseek.benchmarks.device.results import borrow_baselines, dense_floor, peak_tokens_per_second, pooled, with_times
@@ -45,7 +45,7 @@ class TestFloor:
         assert moved.host_rows == 25_600
         assert floor["host_rows"] == pytest.approx(0.83e-3, rel=0.01)
         assert floor["nodes"] < 0.3e-3
-        assert moved.nodes == 32 * 15 + STEP_NODES
+        assert moved.nodes == 32 * (COMMON_NODES + 4) + STEP_NODES
 
     def test_hot_rows_are_read_on_the_device(self) -> None:
         config = config_for(LLAMA_3_1_8B, "pariskv", 131_072, 2)
@@ -80,7 +80,7 @@ class TestFloor:
         assert moved.host_page_bytes == lists * 768 * 512
         assert moved.device_rows == lists * 256 * 512
         assert moved.floor(self.rates)["host_pages"] == pytest.approx(lists * 768 * 512 / 49e9)
-        assert moved.nodes == 32 * 13 + STEP_NODES
+        assert moved.nodes == 32 * (COMMON_NODES + 2) + STEP_NODES
 
     def test_host_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Half of the layers on the device: their keys are reranked there; the others take a host function each."""
@@ -105,7 +105,7 @@ class TestFloor:
         assert moved.host_rows == 8 * (host_layers - dense_on_host) * 100
         in_all = 8 * 512 * (2 * 5000 + 30 * 100 + 32 * 320)
         assert sum(moved.bytes_by_part().values()) - moved.weights == in_all
-        assert moved.nodes == 32 * 11 + 30 * 3 + STEP_NODES
+        assert moved.nodes == 32 * COMMON_NODES + 30 * 3 + STEP_NODES
 
 
 def entry(method: str, median: float, baseline: float | None) -> dict[str, object]:
