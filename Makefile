@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
-ENGINE := .cache/engines/smollm2-pariskv
+ENGINE := .cache/engines/smollm2-nested
 QUESTION ?= How many passengers did the Lady Trelawny land?
 SECOND_QUESTION ?= How many persons were employed about the harbour?
 SERVER_THREADS := $(if $(THREADS),--threads $(THREADS))
@@ -123,7 +123,7 @@ $(MODEL): | install
 
 # --no-check: transformers takes a minute to read this file, and the slow tests compare the model's logits.
 engine: install model ## an engine directory of the example model, rebuilt when anything that it is made of changes
-	$(BIN)/python builder/build.py --model $(MODEL) --method pariskv --dtype bfloat16 --weight_only_precision int8 \
+	$(BIN)/python builder/build.py --model $(MODEL) --method nested --dtype bfloat16 --weight_only_precision int8 \
 	    --output_dir $(ENGINE) --max_batch_size 4 --no-check
 
 clean: ## forget the virtual environment, the model and the engines

@@ -1,6 +1,6 @@
 """What serving costs over the bare engine, and how requests that run at once treat each other.
 
-    python benchmarks/serving.py --engine_dir .cache/engines/smollm2-pariskv --threads 2
+    python benchmarks/serving.py --engine_dir .cache/engines/smollm2-nested --threads 2
 
 All parts use one engine directory, one machine and one run:
 

@@ -2,7 +2,7 @@
 
     from kvseek import LLM, SamplingParams
 
-    with LLM("HuggingFaceTB/SmolLM2-135M-Instruct", method="pariskv") as llm:
+    with LLM("HuggingFaceTB/SmolLM2-135M-Instruct", method="nested") as llm:
         for output in llm.generate(["The sea", "A ship"], SamplingParams(max_tokens=20)):
             print(output.text)
 

@@ -22,7 +22,7 @@ from kvseek.core.manifest import MANIFEST_FILE, read_manifest
 if TYPE_CHECKING:
     from kvseek.builder.options import BuildOptions
 
-DEFAULT_METHOD = "pariskv"
+DEFAULT_METHOD = "nested"
 DIGEST_CHARACTERS = 16  # characters of the digest in a folder's name
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # organisation/model, as on the Hugging Face hub
 

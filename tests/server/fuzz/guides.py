@@ -1,6 +1,6 @@
 """Fuzzes guides: no guide that a client may send ends the process that compiles it, takes long, or takes much memory.
 
-    python -m tests.server.fuzz.guides --tokenizer .cache/engines/smollm2-pariskv --seconds 600 --seed 1
+    python -m tests.server.fuzz.guides --tokenizer .cache/engines/smollm2-nested --seconds 600 --seed 1
 
 Random schemas, expressions and grammars, some of them mutated, are compiled in a child process, which then draws some tokens.
 Exit status 0 if no fault was found; else the guide that led to it is in --folder.
