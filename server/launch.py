@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import requests
@@ -27,8 +27,8 @@ from kvseek.server.triton.find import SHARED_MEMORY_PREFIX, TritonServer, find_s
 from kvseek.server.triton.repository import write_models
 
 from .errors import ServerError
-from .ports import Ports
-from .processes import Program
+from .ports import Ports, start_on_free_ports
+from .processes import Program, listens
 from .settings import SERVE_FLAGS, ServeSettings, add_flags, settings_of
 from .supervisor import Supervisor
 
@@ -106,20 +106,32 @@ def running_server(
     verify(engine_dir)
     if settings.api_key_file is not None:
         read_keys(Path(settings.api_key_file))  # here too, so that a wrong file is an error before anything is started
-    ports = ports.resolve(host)
-    with tempfile.TemporaryDirectory(prefix="kvseek-") as folder:
-        scratch = Path(folder)
-        programs = _programs(scratch, engine_dir, host, ports, settings, verbose, environment or {})
+
+    def start(stack: ExitStack, triton: Sequence[Ports]) -> RunningServer:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvseek-")))
+        programs = _programs(
+            scratch, engine_dir, host, held, ports.free, triton[0], settings, verbose, environment or {}
+        )
         output = None if log == STANDARD_OUTPUT else log or scratch / "server.log"
         supervisor = Supervisor(programs, settings.restarts, output, scratch / STATE_FILE, keep_output=log is not None)
-        running = RunningServer(host, ports, supervisor)
-        try:
-            supervisor.start()
-            supervisor.wait_until(lambda: _is_ready(running.http_url), ready_seconds)
-            yield running
-        finally:
-            with _signals():  # a second signal must not leave processes behind
-                supervisor.stop()
+        server = RunningServer(host, held, supervisor)
+        stack.callback(_stop, supervisor)
+        supervisor.start()
+        # Triton answers at its gRPC port before it has tried to listen at its metrics port.
+        metrics = triton[0].metrics
+        supervisor.wait_until(
+            lambda: listens(supervisor.process_ids().get(TRITON, 0), metrics) and _is_ready(server.http_url),
+            ready_seconds,
+        )
+        return server
+
+    with ports.hold(host) as held, ExitStack() as running:
+        yield start_on_free_ports(running, [(LOOPBACK, Ports(0, 0, 0, 0))], start)
+
+
+def _stop(supervisor: Supervisor) -> None:
+    with _signals():  # a second signal must not leave processes behind
+        supervisor.stop()
 
 
 def _programs(
@@ -127,20 +139,24 @@ def _programs(
     engine_dir: Path,
     host: str,
     ports: Ports,
+    held: Sequence[str],
+    inner: Ports,
     settings: ServeSettings,
     verbose: bool,
     environment: Mapping[str, str],
 ) -> list[Program]:
-    """Describe the engine process, the doors and Triton, in the order in which they start and end."""
+    """Describe the engine process, the doors and Triton, in the order in which they start and end.
+
+    `held`: names of those of `ports` that are held for the doors; `inner`: Triton's own ports, on loopback.
+    """
     server, socket = find_server(scratch), scratch / "engine.sock"
     repository = scratch / "models"
     write_models(repository, engine_dir, settings, socket)
-    inner = Ports(0, 0, 0, 0).resolve(LOOPBACK)  # Triton's own
     own = ("--engine_dir", str(engine_dir.resolve()), "--socket", str(socket), "--settings", settings.to_json())
     http = (
         *("--host", host, "--http_port", str(ports.http), "--grpc_port", str(ports.grpc)),
         *("--metrics_port", str(ports.metrics), "--openai_port", str(ports.openai)),
-        *("--state", str(scratch / STATE_FILE)),
+        *("--held_ports", *held, "--state", str(scratch / STATE_FILE)),
         *("--triton_grpc", f"{LOOPBACK}:{inner.grpc}", "--triton_metrics", f"{LOOPBACK}:{inner.metrics}"),
     )
     python = (sys.executable, "-m")

@@ -58,9 +58,9 @@ class OpenAIDoor:
         gate = Keys(keys, apart=settings.share_prefixes == SHARE_BY_KEY)
         self._app = make_app(self._service, gate, obstacles, metrics, lambda: self._listener.is_full)
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen, and load the tokenizer; returns the port. Raises ServerError."""
-        port = await self._listener.start(self._app, host, port, "--openai_port")
+    async def start(self, host: str, port: int, held: bool = False) -> int:
+        """Listen, and load the tokenizer; returns the port. Raises ServerError. `held`: see Listener."""
+        port = await self._listener.start(self._app, host, port, "--openai_port", held)
         limit = await asyncio.to_thread(body_limit, self._service.config, self._service.tokenizer)
         self._service.bodies.make_room_for(limit)
         self._service.body_limit = limit
