@@ -343,12 +343,6 @@ class EngineConfig:
         heads = model.num_kv_heads
         limit = f"a divisor or a multiple of num_kv_heads = {heads}"
         require(heads % size == 0 or size % heads == 0, "tp_size", size, limit, remedy)
-        self._refuse_reuse("left out with tp_size > 1", "ranks do not keep rows for later requests yet: leave it out")
-
-    def _refuse_reuse(self, limit: str, remedy: str) -> None:
-        for name, default in NO_REUSE.items():
-            value = getattr(self.cache, name)
-            require(value in (None, default), f"cache.{name}", value, limit, remedy)
 
     def _why_no_further(self) -> str:
         scaling = self.model.rope_scaling
@@ -377,7 +371,9 @@ class EngineConfig:
             require(value == "none", name, value, "'none' with runtime = 'tensorrt'", "build with --runtime torch")
         if self.device == "cuda":
             remedy = "rows are kept for later requests on the CPU alone"
-            self._refuse_reuse("left out with device = 'cuda'", remedy)
+            for name, default in NO_REUSE.items():
+                value = getattr(self.cache, name)
+                require(value in (None, default), f"cache.{name}", value, "left out with device = 'cuda'", remedy)
             remedy = "build with --kernels native; the reference runs with --device cpu"
             require(self.kernels == "native", "kernels", self.kernels, "'native' with device = 'cuda'", remedy)
             name, value = "weight_only_precision", self.weight_only_precision

@@ -82,8 +82,7 @@ class Engine:
         self._queue = RequestQueue(max_queue_size)
         retrieval, enabled = decoder.retrieval, reuses_prefixes(config)
         self._prefixes = PrefixCache(
-            decoder.cache,
-            retrieval.indexes,
+            decoder.prefix_rows(),
             method_traits(config),
             enabled=enabled,
             selects=retrieval.selects,

@@ -181,7 +181,7 @@ class Cache:
         self._offloads.finish(slot)
         self.extents.let_go(self._sources.pop(slot, ()))
 
-    # Prefixes (prefix_cache.py).
+    # Prefixes (prefix_rows.py).
 
     def shared_places(self, slot: int) -> int:
         """Return the number of a slot's first places that lie in shared extents."""

@@ -48,7 +48,7 @@ def check_device(config: EngineConfig) -> None:
 
 def reuses_prefixes(config: EngineConfig) -> bool:
     """Whether an engine keeps the rows of requests for later ones that begin alike."""
-    return config.device == "cpu" and config.tp_size == 1 and config.cache.reuse is not False
+    return config.device == "cpu" and config.cache.reuse is not False
 
 
 def _check_cached_prefill(config: EngineConfig) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvseek.core.config import EngineConfig
 from kvseek.engine.cache.cache import Cache
+from kvseek.engine.cache.prefix import Reuse
 from kvseek.engine.model.prefill import Prompts
 
 
@@ -29,10 +30,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Open:
-    """Cache.open."""
+    """Cache.open, with the prefix that each rank has for `reuse`."""
 
     slot: int
     tokens: int
+    reuse: Reuse | None
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,43 @@ class Refresh:
     slots: tuple[int, ...]
 
 
-Command = Open | Close | Begin | Advance | Drop | Finish | Decode | Refresh
+@dataclass(frozen=True)
+class Reserve:
+    """PrefixRows.reserve."""
+
+    slot: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Complete:
+    """PrefixRows.complete."""
+
+    slot: int
+    kept: int
+    places: int
+    first: int | None
+
+
+@dataclass(frozen=True)
+class Keep:
+    """PrefixRows.keep."""
+
+    slot: int
+    extents: tuple[int, ...]
+    begins: bool
+
+
+@dataclass(frozen=True)
+class Forget:
+    """PrefixRows.forget."""
+
+    extents: tuple[int, ...]
+
+
+Command = Open | Close | Begin | Advance | Drop | Finish | Decode | Refresh | Reserve | Complete | Keep | Forget
 
 
 def digest(cache: Cache) -> int:
-    """Compute a checksum of what a cache holds where: the lengths and the extents of all slots."""
-    return zlib.crc32(cache.extents.table.numpy().tobytes(), zlib.crc32(array("q", cache.tokens + cache.lengths)))
+    """Compute a checksum of what a cache holds where: lengths and extents of all slots, and the extents that are free or kept."""
+    return cache.extents.checksum(zlib.crc32(array("q", cache.tokens + cache.lengths)))

@@ -14,11 +14,28 @@ import torch
 from torch import Tensor
 
 from kvseek.core.ranks import rank_config
+from kvseek.engine.cache.prefix import Prefix, Reuse
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.load import load_part
 from kvseek.engine.model.prefill import Prefill
 
-from .commands import Advance, Begin, Close, Command, Decode, Drop, Finish, Load, Open, Refresh, digest
+from .commands import (
+    Advance,
+    Begin,
+    Close,
+    Command,
+    Complete,
+    Decode,
+    Drop,
+    Finish,
+    Forget,
+    Keep,
+    Load,
+    Open,
+    Refresh,
+    Reserve,
+    digest,
+)
 from .ranks import Ranks, find_store
 
 READY = ""  # what a rank answers to Load if nothing is wrong; anything else is an error
@@ -28,14 +45,14 @@ class Follower:
     """Does what rank 0 says, with its own part of the model."""
 
     def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+        self._decoder, self._rows = decoder, decoder.prefix_rows()
         self._prefills: dict[int, Prefill] = {}
 
     def do(self, command: Command) -> None:
         """Do what a command says; an exception means that this rank is no longer what rank 0 believes."""
         match command:
-            case Open(slot, tokens):
-                self._decoder.cache.open(slot, tokens)
+            case Open(slot, tokens, reuse):
+                self._decoder.cache.open(slot, tokens, self._prefix(reuse))
             case Close(slot):
                 self._close(slot)
             case Begin(number, prompts, asked):
@@ -53,6 +70,20 @@ class Follower:
                 self._decoder.decode(tokens, slots)
             case Refresh(slots):
                 self._decoder.refresh(slots)
+            case Reserve(slot, tokens):
+                self._rows.reserve(slot, tokens)
+            case Complete(slot, kept, places, first):
+                self._rows.complete(slot, kept, places, first)
+            case Keep(slot, extents, begins):
+                self._rows.keep(slot, extents, begins)
+            case Forget(extents):
+                self._rows.forget(extents)
+
+    def _prefix(self, reuse: Reuse | None) -> Prefix | None:
+        if reuse is None:
+            return None
+        head = self._rows.heads[reuse.extents[0]]
+        return Prefix(reuse.tokens, reuse.extents, reuse.shared, reuse.sparse, head=head)
 
     def _close(self, slot: int) -> None:
         # A prefill that is given up is dropped without a word: it ends with the last of its slots.

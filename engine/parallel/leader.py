@@ -20,13 +20,30 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.errors import KvseekError
 from kvseek.core.ranks import rank_config
 from kvseek.engine.cache.cache import Cache
-from kvseek.engine.cache.prefix import Prefix
+from kvseek.engine.cache.prefix import Prefix, Reuse
+from kvseek.engine.cache.prefix_rows import PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.load import load_part
 from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Prompts, Takers
 
-from .commands import Advance, Begin, Close, Command, Decode, Drop, Finish, Load, Open, Refresh, digest
+from .commands import (
+    Advance,
+    Begin,
+    Close,
+    Command,
+    Complete,
+    Decode,
+    Drop,
+    Finish,
+    Forget,
+    Keep,
+    Load,
+    Open,
+    Refresh,
+    Reserve,
+    digest,
+)
 from .follower import READY
 from .ranks import Ranks, create_store
 
@@ -167,15 +184,43 @@ class LeadCache(Cache):
         self._followers = followers
 
     def open(self, slot: int, tokens: int, prefix: Prefix | None = None) -> None:
-        """See Cache. There are no prefixes (EngineConfig)."""
-        assert prefix is None, "ranks keep no rows for later requests"
-        with self._followers.doing(Open(slot, tokens)):
-            super().open(slot, tokens)
+        """See Cache."""
+        reuse = None if prefix is None else Reuse(prefix.tokens, prefix.extents, prefix.shared, prefix.sparse)
+        with self._followers.doing(Open(slot, tokens, reuse)):
+            super().open(slot, tokens, prefix)
 
     def close(self, slot: int) -> None:
         """See Cache."""
         with self._followers.doing(Close(slot)):
             super().close(slot)
+
+
+class LeadPrefixRows(PrefixRows):
+    """Keeps rows for later requests on all ranks; errors of its methods are RankErrors."""
+
+    def __init__(self, rows: PrefixRows, followers: Followers) -> None:
+        super().__init__(rows.cache, rows.indexes, rows.shares_entries)
+        self._followers = followers
+
+    def reserve(self, slot: int, tokens: int) -> None:
+        """See PrefixRows."""
+        with self._followers.doing(Reserve(slot, tokens)):
+            super().reserve(slot, tokens)
+
+    def complete(self, slot: int, kept: int, places: int, first: int | None) -> None:
+        """See PrefixRows."""
+        with self._followers.doing(Complete(slot, kept, places, first)):
+            super().complete(slot, kept, places, first)
+
+    def keep(self, slot: int, extents: Sequence[int], begins: bool) -> None:
+        """See PrefixRows."""
+        with self._followers.doing(Keep(slot, tuple(extents), begins)):
+            super().keep(slot, extents, begins)
+
+    def forget(self, extents: Sequence[int]) -> None:
+        """See PrefixRows."""
+        with self._followers.doing(Forget(tuple(extents))):
+            super().forget(extents)
 
 
 class LeadPrefill(Prefill):
@@ -242,6 +287,10 @@ class LeadDecoder(Decoder):
         """See Decoder."""
         with self._followers.doing(Refresh(tuple(slots))):
             super().refresh(slots)
+
+    def prefix_rows(self) -> PrefixRows:
+        """See Decoder."""
+        return LeadPrefixRows(super().prefix_rows(), self._followers)
 
     def close(self) -> None:
         """See Decoder."""

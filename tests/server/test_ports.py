@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import struct
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_who_asks_for_any_port_gets_none_that_is_held_for_others_processes() -> 
         with socket.socket() as other:
             other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:  # there is no other port to choose
-                other.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, ports.http << 16 | ports.http)
+                other.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("HH", ports.http, ports.http))
             except OSError:
                 pytest.skip("Linux before 6.3 has no range of ports of a socket's own")
             with pytest.raises(OSError, match="in use"):
