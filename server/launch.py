@@ -41,6 +41,11 @@ CLOSED_PROTOCOLS = "shared-memory,model-repository,trace,logging"
 KEY_HEADER = "kvseek-closed"
 ENGINE, DOORS, TRITON = "engine", "doors", "triton"
 STATE_FILE = "restarts.json"
+# Of `kvseek serve`: what a host has to say on which rank 0 does not run.
+NODE_FLAGS = (
+    *("engine_dir", "tp_size", "nnodes", "node_rank", "rdzv_endpoint", "ranks_key_file"),
+    *("threads", "restarts", "log", "ready_seconds"),
+)
 STANDARD_OUTPUT = Path("-")  # log to standard output, where a container's log belongs
 
 
@@ -262,6 +267,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--openai_port", type=int, default=9000, help="default: %(default)s; 0 picks a free port")
     about = "servers behind one OpenAI port, each with free ports of its own (default: 1, without a router)"
     parser.add_argument("--replicas", type=int, default=1, help=about)
+    about = "number of this host among --nnodes, 0 for that of rank 0 (default: %(default)s); the others serve nothing themselves"
+    parser.add_argument("--node_rank", type=int, default=0, help=about)
     parser.add_argument("--tp_size", type=int, help="refuse an engine of another number of ranks (default: serve any)")
     add_flags(parser, SERVE_FLAGS)
     parser.add_argument(
@@ -274,8 +281,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _check_ranks(engine_dir: Path, tp_size: int | None) -> None:
-    """Raise ConfigError unless the engine has so many ranks."""
+def _check_node(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError if a host that serves nothing has flags of what it would serve."""
+    for name, default in vars(parse_arguments(["--engine_dir", "."])).items():
+        value = getattr(arguments, name)
+        limit = f"left out with --node_rank {arguments.node_rank}"
+        require(name in NODE_FLAGS or value == default, name, value, limit, "give it to rank 0's host, which serves")
+
+
+def _check_ranks(engine_dir: Path, tp_size: int | None, settings: ServeSettings, node_rank: int) -> None:
+    """Raise ConfigError unless the engine has so many ranks, and this host some of them."""
+    if settings.nnodes > 1 or node_rank:
+        settings.nodes.ranks(read_config(engine_dir).tp_size, node_rank)
     if tp_size is not None:
         found = read_config(engine_dir).tp_size
         remedy = f"the engine is divided when it is built: kvseek build --tp_size {tp_size}"
@@ -301,10 +318,30 @@ def _serve(arguments: argparse.Namespace, ports: Ports, settings: ServeSettings)
         return _wait(server.check, received)
 
 
+def _serve_node(arguments: argparse.Namespace, settings: ServeSettings) -> int:
+    from .node import running_ranks
+
+    with (
+        running_ranks(
+            arguments.engine_dir,
+            arguments.node_rank,
+            settings,
+            log=arguments.log,
+            ready_seconds=arguments.ready_seconds,
+        ) as ranks,
+        _signals() as received,
+    ):
+        numbers = " ".join(map(str, ranks.numbers))
+        print(f"ready: ranks {numbers} follow rank 0 at {settings.rdzv_endpoint}", flush=True)
+        return _wait(ranks.check, received)
+
+
 def _serve_replicas(arguments: argparse.Namespace, settings: ServeSettings) -> int:
     from .replicas import running_replicas
 
     require(arguments.replicas >= 1, "replicas", arguments.replicas, ">= 1", "1 is the default")
+    remedy = "start a router before several servers of several hosts yourself (docs/parallelism.md)"
+    require(settings.nnodes == 1, "nnodes", settings.nnodes, "1 with --replicas", remedy)
     for name in ("http", "grpc", "metrics"):
         port = getattr(arguments, f"{name}_port")
         remedy = "each replica has free ports, which are printed"
@@ -346,7 +383,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     ports = Ports(arguments.http_port, arguments.grpc_port, arguments.metrics_port, arguments.openai_port)
     try:
         settings = settings_of(arguments, SERVE_FLAGS)
-        _check_ranks(arguments.engine_dir, arguments.tp_size)
+        _check_ranks(arguments.engine_dir, arguments.tp_size, settings, arguments.node_rank)
+        if arguments.node_rank:
+            _check_node(arguments)
+            return _serve_node(arguments, settings)
         if arguments.replicas == 1:
             return _serve(arguments, ports, settings)
         return _serve_replicas(arguments, settings)

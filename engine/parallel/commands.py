@@ -18,12 +18,16 @@ from kvseek.engine.model.prefill import Prompts
 
 @dataclass(frozen=True)
 class Load:
-    """Load the engine directory with this configuration, that of all ranks, and use so many threads."""
+    """Load the engine directory with this configuration, that of all ranks, and use so many threads.
+
+    A rank of another node has a directory and threads of its own.
+    """
 
     directory: str
     config: EngineConfig
     threads: int
-    port: int  # of the store
+    host: str  # of the store
+    port: int
     rank: int
     timeout_seconds: float
 
