@@ -59,6 +59,8 @@ class Doors:
         The supervisor's file of restarts.
     body_seconds, header_seconds : float
         Seconds that a client may take to send a body, and to send headers.
+    open_models : bool
+        See make_app of the OpenAI door.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Doors:
         state: Path | None = None,
         body_seconds: float = BODY_SECONDS,
         header_seconds: float = HEADER_SECONDS,
+        open_models: bool = False,
     ) -> None:
         self._settings, self._limits = settings, dict[str, int]()
         self._layout = LAYOUTS[settings.layout]
@@ -99,6 +102,7 @@ class Doors:
             self._metrics.text,
             connections,
             header_seconds,
+            open_models,
         )
         # Health is on the metrics port too, so that clients who take all connections of the HTTP port do not make the server
         # seem dead.
@@ -149,6 +153,7 @@ async def run(arguments: argparse.Namespace) -> None:
         arguments.triton_grpc,
         arguments.triton_metrics,
         arguments.state,
+        open_models=arguments.open_models,
     )
     try:
         wanted = Ports(arguments.http_port, arguments.grpc_port, arguments.metrics_port, arguments.openai_port)
@@ -186,6 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--held_ports", nargs="*", default=[], help="names of those that the launcher holds (Ports.hold)"
     )
+    parser.add_argument("--open_models", action="store_true", help="list the models without asking for an API key")
     parser.add_argument("--triton_grpc", required=True, help="host:port of Triton's gRPC endpoint")
     parser.add_argument("--triton_metrics", required=True, help="host:port of Triton's own metrics")
     parser.add_argument("--state", type=Path, help="the supervisor's file of restarts, for the metrics")

@@ -87,6 +87,7 @@ def running_server(
     verbose: bool = False,
     ready_seconds: float = READY_SECONDS,
     environment: Mapping[str, str] | None = None,
+    open_models: bool = False,
 ) -> Iterator[RunningServer]:
     """Start a server, wait until it is ready, keep it running, and end it with the context.
 
@@ -98,6 +99,8 @@ def running_server(
         How long loading the engine may take.
     environment : mapping, optional
         Variables of the engine process beside those of this one.
+    open_models : bool
+        Whether the OpenAI port lists its models without asking for an API key.
 
     Raises
     ------
@@ -115,7 +118,7 @@ def running_server(
     def start(stack: ExitStack, triton: Sequence[Ports]) -> RunningServer:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvseek-")))
         programs = _programs(
-            scratch, engine_dir, host, held, ports.free, triton[0], settings, verbose, environment or {}
+            scratch, engine_dir, host, held, ports.free, triton[0], settings, verbose, environment or {}, open_models
         )
         output = None if log == STANDARD_OUTPUT else log or scratch / "server.log"
         supervisor = Supervisor(programs, settings.restarts, output, scratch / STATE_FILE, keep_output=log is not None)
@@ -149,6 +152,7 @@ def _programs(
     settings: ServeSettings,
     verbose: bool,
     environment: Mapping[str, str],
+    open_models: bool,
 ) -> list[Program]:
     """Describe the engine process, the doors and Triton, in the order in which they start and end.
 
@@ -161,7 +165,7 @@ def _programs(
     http = (
         *("--host", host, "--http_port", str(ports.http), "--grpc_port", str(ports.grpc)),
         *("--metrics_port", str(ports.metrics), "--openai_port", str(ports.openai)),
-        *("--held_ports", *held, "--state", str(scratch / STATE_FILE)),
+        *("--held_ports", *held, "--state", str(scratch / STATE_FILE), *(("--open_models",) if open_models else ())),
         *("--triton_grpc", f"{LOOPBACK}:{inner.grpc}", "--triton_metrics", f"{LOOPBACK}:{inner.metrics}"),
     )
     python = (sys.executable, "-m")

@@ -88,11 +88,6 @@ def running_replicas(
     command, wanted = router_command(), [(host, Ports(0, 0, 0, openai_port)), (LOOPBACK, Ports(0, 0, 0, 0))]
     with wanted[0][1].hold(host):
         pass  # an error now, before replicas are started in vain
-    if settings.api_key_file is not None:
-        raise ServerError(
-            "--api_key_file: must be left out with --replicas, as the router has no keys to ask the replicas for their models; "
-            "put a proxy with authentication before it"
-        )
     threads = settings.threads or len(os.sched_getaffinity(0))
     settings = dataclasses.replace(settings, threads=max(1, threads // replicas))
     with ExitStack() as running, tempfile.TemporaryDirectory(prefix="kvseek-router-") as folder:
@@ -106,6 +101,7 @@ def running_replicas(
                     verbose=verbose,
                     ready_seconds=ready_seconds,
                     environment=_devices(device, number),
+                    open_models=True,  # as the router has no key to ask for them, and lists them itself without one
                 )
             )
             for number in range(replicas)
