@@ -63,7 +63,9 @@ class EngineContestant(Contestant):
 
     def __init__(self, directory: Path, threads: int, name: str | None = None) -> None:
         self.config = read_config(directory)
-        super().__init__(name or ranked(self.config.method, self.config.tp_size), max(1, threads // self.config.tp_size))
+        super().__init__(
+            name or ranked(self.config.method, self.config.tp_size), max(1, threads // self.config.tp_size)
+        )
         self.engine = Engine.load(directory, threads)
         self._weight_bytes = float(matrix_bytes(self.config))
         self._request_id = 0

@@ -49,7 +49,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--weight_only_precision", choices=CHOICES["weight_only_precision"], help="of all engines that --methods builds"
     )
-    ranks = "comma list: each of --methods is built for each of these numbers of ranks; one engine of several ranks a run"
+    ranks = (
+        "comma list: each of --methods is built for each of these numbers of ranks; one engine of several ranks a run"
+    )
     parser.add_argument("--tp_size", help=f"{ranks} (default: 1)")
     parser.add_argument("--contexts", default="8000", help="comma list of prompt lengths in tokens")
     parser.add_argument("--tokens", type=int, default=32, help="decode steps that are timed")
@@ -81,8 +83,8 @@ def check(arguments: argparse.Namespace) -> argparse.Namespace:
     several = sum(size > 1 for size in sizes) * len(arguments.methods or ())
     if several > 1:
         raise ConfigError(
-            f"--tp_size, --methods: ask for {several} engines of several ranks, a process can have one; time the others in runs of "
-            "their own, each beside the same engine of one rank"
+            f"--tp_size, --methods: ask for {several} engines of several ranks, a process can have one; time the others in "
+            "runs of their own, each beside the same engine of one rank"
         )
     if arguments.weight_only_precision is not None:
         if arguments.methods is None:
@@ -99,7 +101,9 @@ def numbers(name: str, given: str, default: str) -> list[int]:
     """Read a comma list of different numbers >= 1; raises ConfigError."""
     words = given.split(",")
     if not all(word.isdecimal() and int(word) >= 1 for word in words) or len(set(words)) < len(words):
-        raise ConfigError(f"--{name} = {given!r}: must be a comma list of different numbers >= 1; {default} is the default")
+        raise ConfigError(
+            f"--{name} = {given!r}: must be a comma list of different numbers >= 1; {default} is the default"
+        )
     return [int(word) for word in words]
 
 

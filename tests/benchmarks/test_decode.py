@@ -175,7 +175,18 @@ def test_engines_of_several_ranks_take_part(tmp_path: Path, capsys: pytest.Captu
     model = save_random_model(tmp_path / "model", "llama", num_attention_heads=4, num_key_value_heads=2)
     text, threads = tmp_path / "text.txt", torch.get_num_threads()
     text.write_text("one ship, two ships, three ships. " * 20, encoding="utf-8")
-    arguments = ["--model", str(model), "--methods", "full", "--tp_size", "1,2", "--text", str(text), "--contexts", "50"]
+    arguments = [
+        "--model",
+        str(model),
+        "--methods",
+        "full",
+        "--tp_size",
+        "1,2",
+        "--text",
+        str(text),
+        "--contexts",
+        "50",
+    ]
     for _ in range(2):  # the ranks of the first run have ended
         assert decode.main([*arguments, "--tokens", "5", "--threads", "2", "--json"]) == 0
         document = json.loads(capsys.readouterr().out)
