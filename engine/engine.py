@@ -96,7 +96,7 @@ class Engine:
         self._ids = itertools.count(1)
         self._token_layers = 0  # tokens × layers that all steps have read
         self._report = StepReport()
-        self._meter = UsageMeter(self._prefixes, decoder.retrieval.hot_rows)
+        self._meter = UsageMeter(self._prefixes, decoder.retrieval.hot_rows, config.tp_size)
         self._refresh_seconds = 0.0  # upkeep in the last step with decoding requests; 0 if the step failed before it
         self.on_step: Callable[[StepReport], None] | None = None
 

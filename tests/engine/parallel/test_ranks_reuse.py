@@ -90,7 +90,7 @@ def conversation(engine: Engine) -> list[object]:
     assert engine.cancel(given_up) is not None
     found += [ask(engine, Request(DOCUMENT[:2000], 12)), engine.end_session("one"), ask(engine, Request(DOCUMENT, 12))]
     usage = engine.cache_usage
-    return [*found, usage.reuse, usage.extents_kept, usage.extents_free]
+    return [*found, usage.reuse, usage.extents_kept, usage.extents_free, usage.host_extent_bytes, usage.host_rows]
 
 
 @pytest.mark.parametrize("method", METHODS)
