@@ -1,7 +1,10 @@
 """The process of a rank that is not rank 0. It ends when rank 0 closes the connection, or has died.
 
-On rank 0's host it is started by leader.py, with the file descriptor of its connection: python -m kvseek.engine.parallel.follower
-DESCRIPTOR. On other hosts `kvseek serve --node_rank` starts it, with the flags of `parse_arguments`, and it connects to rank 0.
+On rank 0's host followers.py starts it, with the file descriptor of its connection:
+
+    python -m kvseek.engine.parallel.follower DESCRIPTOR
+
+On other hosts `kvseek serve --node_rank` starts it, with the flags of `parse_arguments`, and it connects to rank 0.
 """
 
 from __future__ import annotations

@@ -142,6 +142,7 @@ def accept_ranks(nodes: Nodes, tp_size: int, fingerprint: str) -> Mapping[int, J
 def join_ranks(nodes: Nodes, rank: int, fingerprint: str) -> Connection:
     """Connect to rank 0 as this rank, as soon as it listens, however long that takes; raises JoinError if it refuses."""
     logger.info("rank %d waits for rank 0 at %s:%d", rank, nodes.host, nodes.port)
+    reason = ""
     while True:
         try:
             peer = socket.create_connection((nodes.host, nodes.port), HANDSHAKE_SECONDS)
@@ -151,7 +152,10 @@ def join_ranks(nodes: Nodes, rank: int, fingerprint: str) -> Connection:
             answer = connection.recv_bytes()
         except AuthenticationError:
             raise JoinError(f"rank 0 at {nodes.host}:{nodes.port} has another key; give both the same") from None
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
+            if str(error) != reason:
+                reason = str(error)
+                logger.info("rank %d cannot reach rank 0 yet: %s: %s", rank, type(error).__name__, reason)
             time.sleep(RETRY_SECONDS)
             continue
         if answer != ADMITTED:

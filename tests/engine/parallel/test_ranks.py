@@ -24,7 +24,8 @@ from kvseek.core.errors import ConfigError, ErrorCode, UnavailableError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.load import load_decoder
-from kvseek.engine.parallel.leader import LeadDecoder, RankError, lead
+from kvseek.engine.parallel.followers import RankError
+from kvseek.engine.parallel.leader import LeadDecoder, lead
 from kvseek.engine.service import EngineService
 from kvseek.plugins.registry import METHODS
 

@@ -18,7 +18,7 @@ from kvseek.core.request import FinishReason, Request
 from kvseek.core.session import Session
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.prefixes import DiskSettings
-from kvseek.engine.parallel.leader import RankError
+from kvseek.engine.parallel.followers import RankError
 
 EXTENT_BYTES = 2 * 2 * 1024 * 2 * 32 * 4  # of two layers and two KV heads of 32 channels
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
