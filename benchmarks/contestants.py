@@ -26,10 +26,16 @@ PART_STEPS = 9  # steps after the timed ones, whose parts are timed
 
 
 class Contestant(ABC):
-    """Processes a prompt, then generates greedily, one token a step."""
+    """Processes a prompt, then generates greedily, one token a step.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    Attributes
+    ----------
+    threads : int
+        That this process must have in each call (torch.set_num_threads); other ranks have theirs.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        self.name, self.threads = name, threads
         self.prefill_seconds = 0.0
         self.tokens: list[int] = []
         self.attended_tokens = 0.0  # per KV head, mean over the layers, in the last step
@@ -53,11 +59,13 @@ class Contestant(ABC):
 
 
 class EngineContestant(Contestant):
-    """An engine directory, run through the same `step` that serves."""
+    """An engine directory, run through the same `step` that serves. `threads` are those of all its ranks together."""
 
     def __init__(self, directory: Path, threads: int, name: str | None = None) -> None:
         self.config = read_config(directory)
-        super().__init__(name or self.config.method)
+        super().__init__(
+            name or ranked(self.config.method, self.config.tp_size), max(1, threads // self.config.tp_size)
+        )
         self.engine = Engine.load(directory, threads)
         self._weight_bytes = float(matrix_bytes(self.config))
         self._request_id = 0
@@ -125,9 +133,14 @@ class TransformersContestant(Contestant):
     """
 
     def __init__(
-        self, model: Any, attention: str, config: EngineConfig, like: TransformersContestant | None = None
+        self,
+        model: Any,
+        attention: str,
+        config: EngineConfig,
+        threads: int,
+        like: TransformersContestant | None = None,
     ) -> None:
-        super().__init__(f"transformers {attention}")
+        super().__init__(f"transformers {attention}", threads)
         self._model, self._attention, self._config, self._like = model, attention, config, like
         self._cache: Any = None
 
@@ -166,7 +179,7 @@ class TransformersContestant(Contestant):
         self.tokens.append(int(logits[0, -1].argmax()))
 
 
-def load_transformers(model: Path, config: EngineConfig) -> list[Contestant]:
+def load_transformers(model: Path, config: EngineConfig, threads: int) -> list[Contestant]:
     """transformers' contestants of a Hugging Face directory or GGUF file, in the dtype of `config`: sdpa and eager."""
     from transformers import AutoModelForCausalLM
 
@@ -175,8 +188,13 @@ def load_transformers(model: Path, config: EngineConfig) -> list[Contestant]:
         source = {"pretrained_model_name_or_path": str(model.parent), "gguf_file": model.name}
     config = dataclasses.replace(config, weight_only_precision=NONE)
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, config.dtype)).eval()
-    sdpa = TransformersContestant(loaded, "sdpa", config)
-    return [sdpa, TransformersContestant(loaded, "eager", config, like=sdpa)]
+    sdpa = TransformersContestant(loaded, "sdpa", config, threads)
+    return [sdpa, TransformersContestant(loaded, "eager", config, threads, like=sdpa)]
+
+
+def ranked(name: str, tp_size: int) -> str:
+    """Return what an engine of so many ranks is called."""
+    return name if tp_size == 1 else f"{name}, {tp_size} ranks"
 
 
 def row_bytes(config: EngineConfig) -> float:

@@ -11,13 +11,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from kvseek.benchmarks.contestants import PART_STEPS, Contestant, EngineContestant, load_transformers
+import torch
+
+from kvseek.benchmarks.contestants import PART_STEPS, Contestant, EngineContestant, load_transformers, ranked
 from kvseek.benchmarks.report import add_ratios, print_report, result
 from kvseek.benchmarks.timing import interleave
 from kvseek.core.config import CHOICES
@@ -30,6 +34,7 @@ from kvseek.measurement.variants import FORM, Variant, parse_variants
 WARMUP = 2  # steps of each contestant that are not counted
 READ_BYTES = 1 << 30  # of a plain read: more than a last-level cache holds
 READ = "plain read"  # takes turns with the contestants
+T = TypeVar("T")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -44,10 +49,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--weight_only_precision", choices=CHOICES["weight_only_precision"], help="of all engines that --methods builds"
     )
+    ranks = (
+        "comma list: each of --methods is built for each of these numbers of ranks; one engine of several ranks a run"
+    )
+    parser.add_argument("--tp_size", help=f"{ranks} (default: 1)")
     parser.add_argument("--contexts", default="8000", help="comma list of prompt lengths in tokens")
     parser.add_argument("--tokens", type=int, default=32, help="decode steps that are timed")
     parser.add_argument("--block", type=int, default=4, help="decode steps in a turn")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads, of all ranks together")
     parser.add_argument("--text", type=Path, required=True, help="text whose first tokens are the prompt")
     parser.add_argument("--compare_transformers", action="store_true", help="time Hugging Face transformers too")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
@@ -66,12 +75,17 @@ def check(arguments: argparse.Namespace) -> argparse.Namespace:
     for name in ("tokens", "block", "threads"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} = {getattr(arguments, name)}: must be >= 1; leave it out for the default")
-    contexts = arguments.contexts.split(",")
-    if not all(c.isdecimal() and int(c) >= 1 for c in contexts):
-        message = "must be a comma list of lengths >= 1; 8000 is the default"
-        raise ConfigError(f"--contexts = {arguments.contexts!r}: {message}")
-    arguments.contexts = [int(c) for c in contexts]
+    arguments.contexts = numbers("contexts", arguments.contexts, "8000")
     arguments.methods = parse_variants(arguments.methods) if arguments.methods else None
+    if arguments.tp_size is not None and arguments.methods is None:
+        raise ConfigError("--tp_size: must come with --methods; engine directories have their own")
+    sizes = arguments.tp_size = numbers("tp_size", arguments.tp_size or "1", "1")
+    several = sum(size > 1 for size in sizes) * len(arguments.methods or ())
+    if several > 1:
+        raise ConfigError(
+            f"--tp_size, --methods: ask for {several} engines of several ranks, a process can have one; time the others in "
+            "runs of their own, each beside the same engine of one rank"
+        )
     if arguments.weight_only_precision is not None:
         if arguments.methods is None:
             raise ConfigError("--weight_only_precision: must come with --methods; engine directories have their own")
@@ -83,6 +97,16 @@ def check(arguments: argparse.Namespace) -> argparse.Namespace:
     return arguments
 
 
+def numbers(name: str, given: str, default: str) -> list[int]:
+    """Read a comma list of different numbers >= 1; raises ConfigError."""
+    words = given.split(",")
+    if not all(word.isdecimal() and int(word) >= 1 for word in words) or len(set(words)) < len(words):
+        raise ConfigError(
+            f"--{name} = {given!r}: must be a comma list of different numbers >= 1; {default} is the default"
+        )
+    return [int(word) for word in words]
+
+
 @contextlib.contextmanager
 def engine_directories(arguments: argparse.Namespace) -> Iterator[list[tuple[Path, str | None]]]:
     """The engine directories to time, with what to call each (None: its method); those of --methods are built here."""
@@ -91,19 +115,21 @@ def engine_directories(arguments: argparse.Namespace) -> Iterator[list[tuple[Pat
         return
     longest = max(arguments.contexts) + WARMUP + arguments.tokens + PART_STEPS + 2
     with tempfile.TemporaryDirectory(prefix="kvseek-bench-") as name:
-        built = [(Path(name) / str(number), variant.label) for number, variant in enumerate(arguments.methods)]
-        for (directory, _), variant in zip(built, arguments.methods, strict=True):
-            build_variant(arguments, variant, directory, longest)
-        yield [*built]
+        built = list[tuple[Path, str | None]]()
+        for variant, tp_size in itertools.product(arguments.methods, arguments.tp_size):
+            directory = Path(name) / str(len(built))
+            build_variant(arguments, variant, tp_size, directory, longest)
+            built.append((directory, ranked(variant.label, tp_size)))
+        yield built
 
 
-def build_variant(arguments: argparse.Namespace, variant: Variant, directory: Path, longest: int) -> None:
+def build_variant(arguments: argparse.Namespace, variant: Variant, tp_size: int, directory: Path, longest: int) -> None:
     """Build an engine for requests of up to `longest` tokens; raises KvseekError."""
     from kvseek.builder.build import main as build
 
     flags = [*variant.flags(), "--output_dir", str(directory), "--dtype", arguments.dtype, "--quiet"]
     sizes = ["--max_seq_len", str(longest), "--max_input_len", str(longest), "--max_batch_size", "1"]
-    if build(["--model", str(arguments.model), *flags, *sizes]) != 0:
+    if build(["--model", str(arguments.model), *flags, *sizes, "--tp_size", str(tp_size)]) != 0:
         raise KvseekError(f"--methods: the build of {variant.label!r} failed; its message stands above")
 
 
@@ -115,21 +141,32 @@ def prompt(contestant: EngineContestant, text: Path, context: int) -> list[int]:
     return ids[:context]
 
 
+def with_threads(count: int, call: Callable[[], T]) -> T:
+    """Make a call with so many threads of this process; engines of other numbers of ranks have others."""
+    torch.set_num_threads(count)
+    return call()
+
+
 def race(
     contestants: Sequence[Contestant], read: PlainRead, prompt_ids: list[int], tokens: int, block: int
 ) -> dict[str, Any]:
     """Prefill, then time decode steps and plain reads in turns."""
+    threads = torch.get_num_threads()
     for contestant in contestants:
-        contestant.prefill(prompt_ids, WARMUP + tokens)
-    samples = interleave({READ: read, **{c.name: c.step for c in contestants}}, tokens, block, WARMUP)
+        with_threads(contestant.threads, partial(contestant.prefill, prompt_ids, WARMUP + tokens))
+    calls = {READ: partial(with_threads, threads, read)}
+    calls |= {c.name: partial(with_threads, c.threads, c.step) for c in contestants}
+    samples = interleave(calls, tokens, block, WARMUP)
     results = [result(c, samples[c.name], contestants[0]) for c in contestants]
     bandwidth = READ_BYTES / samples[READ].median
     add_ratios(results, bandwidth)
     for contestant, entry in zip(contestants, results, strict=True):
         if isinstance(contestant, EngineContestant):
-            entry["parts"] = contestant.part_seconds(PART_STEPS)
+            entry["tp_size"] = contestant.config.tp_size
+            entry["parts"] = with_threads(contestant.threads, partial(contestant.part_seconds, PART_STEPS))
     for contestant in contestants:
         contestant.close()
+    torch.set_num_threads(threads)
     return {"context": len(prompt_ids), "read_bandwidth": bandwidth, "results": results}
 
 
@@ -141,7 +178,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def time_engines(arguments: argparse.Namespace, directories: Sequence[tuple[Path, str | None]]) -> dict[str, Any]:
     """Race the engines at every context; see `run`."""
-    engines = [EngineContestant(directory, arguments.threads, name) for directory, name in directories]
+    with contextlib.ExitStack() as loaded:
+        engines = list[EngineContestant]()
+        for directory, name in directories:
+            engines.append(EngineContestant(directory, arguments.threads, name))
+            loaded.callback(engines[-1].engine.close)
+        return time_contestants(arguments, engines, Path(arguments.model or directories[0][0]).name)
+
+
+def time_contestants(arguments: argparse.Namespace, engines: Sequence[EngineContestant], model: str) -> dict[str, Any]:
+    """Race engines that are loaded, and transformers if that is asked for; see `run`."""
     config = engines[0].config
     for engine in engines[1:]:
         if (engine.config.model, engine.config.dtype) != (config.model, config.dtype):
@@ -150,17 +196,18 @@ def time_engines(arguments: argparse.Namespace, directories: Sequence[tuple[Path
             )
     contestants: list[Contestant] = [*engines]
     if arguments.compare_transformers:
-        contestants += load_transformers(arguments.model, config)
+        contestants += load_transformers(arguments.model, config, arguments.threads)
     names = [contestant.name for contestant in contestants]
     if len(set(names)) < len(names):
         raise ConfigError(f"--engine_dirs: methods {names}: must be different; time engines of one method in two runs")
     prompts = [prompt(engines[0], arguments.text, context) for context in arguments.contexts]
+    torch.set_num_threads(arguments.threads)
     read = PlainRead(READ_BYTES)
     contexts = [race(contestants, read, ids, arguments.tokens, arguments.block) for ids in prompts]
     return {
         "benchmark": "decode",
         "machine": describe(),
-        "model": Path(arguments.model or directories[0][0]).name,
+        "model": model,
         "text": arguments.text.name,
         "dtype": config.dtype,
         "weight_only_precision": config.weight_only_precision,

@@ -345,12 +345,6 @@ class EngineConfig:
         heads = model.num_kv_heads
         limit = f"a divisor or a multiple of num_kv_heads = {heads}"
         require(heads % size == 0 or size % heads == 0, "tp_size", size, limit, remedy)
-        self._refuse_reuse("left out with tp_size > 1", "ranks do not keep rows for later requests yet: leave it out")
-
-    def _refuse_reuse(self, limit: str, remedy: str) -> None:
-        for name, default in NO_REUSE.items():
-            value = getattr(self.cache, name)
-            require(value in (None, default), f"cache.{name}", value, limit, remedy)
 
     def _why_no_further(self) -> str:
         scaling = self.model.rope_scaling
@@ -380,7 +374,11 @@ class EngineConfig:
         if self.device == "cuda":
             if self.runtime == "tensorrt":
                 remedy = "plans read every prompt from its first token on: leave it out, or build with --runtime torch"
-                self._refuse_reuse("left out with runtime = 'tensorrt'", remedy)
+                for name, default in NO_REUSE.items():
+                    value = getattr(self.cache, name)
+                    require(
+                        value in (None, default), f"cache.{name}", value, "left out with runtime = 'tensorrt'", remedy
+                    )
             remedy = "build with --kernels native; the reference runs with --device cpu"
             require(self.kernels == "native", "kernels", self.kernels, "'native' with device = 'cuda'", remedy)
             name, value = "weight_only_precision", self.weight_only_precision

@@ -10,6 +10,8 @@ is shared or kept; it is free again when its last user has let it go and it is n
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -89,6 +91,11 @@ class ExtentTable:
     def idle(self) -> int:
         """Extents that are kept and have no users."""
         return self._idle
+
+    def checksum(self, before: int = 0) -> int:
+        """Compute a CRC-32 of the slots' extents, of those that will be given away next and of how many are used and kept."""
+        before = zlib.crc32(array("q", (self._used, self._idle, len(self._kept))), before)
+        return zlib.crc32(array("q", self._free), zlib.crc32(self.table.numpy().tobytes(), before))
 
     def in_use(self, extent: int) -> bool:
         """Whether an extent has users."""

@@ -29,8 +29,11 @@ def rank_config(config: EngineConfig) -> EngineConfig:
     if config.tp_size == 1:
         return config
     cache = config.cache
-    host = cache.kv_cache_host_memory_bytes
-    cache = dataclasses.replace(cache, kv_cache_host_memory_bytes=None if host is None else host // config.tp_size)
+    host, reuse = (
+        None if budget is None else max(1, budget // config.tp_size)
+        for budget in (cache.kv_cache_host_memory_bytes, cache.reuse_host_bytes)
+    )
+    cache = dataclasses.replace(cache, kv_cache_host_memory_bytes=host, reuse_host_bytes=reuse)
     return dataclasses.replace(config, model=rank_model(config.model, config.tp_size), cache=cache, tp_size=1)
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -52,7 +53,12 @@ def main(folder: Path, healthcheck: Path, command: list[str]) -> None:
 
 def serve(command: list[str], healthcheck: Path) -> None:
     """Start the server on free ports, wait for the health check, ask once, end it as `docker stop` does."""
-    free = Ports(0, 0, 0, 0).resolve("127.0.0.1")
+    with Ports(0, 0, 0, 0).hold("127.0.0.1", socket.SO_REUSEADDR) as free:
+        serve_at(free, command, healthcheck)
+
+
+def serve_at(free: Ports, command: list[str], healthcheck: Path) -> None:
+    """See serve."""
     ports = ["--http_port", str(free.http), "--grpc_port", str(free.grpc), "--metrics_port", str(free.metrics)]
     ports += ["--openai_port", str(free.openai)]
     asking = [sys.executable, str(healthcheck)]

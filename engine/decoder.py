@@ -9,7 +9,9 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.engine.cache.cache import Cache
+from kvseek.engine.cache.prefix_rows import PrefixRows
 from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Prompts, Takers
+from kvseek.plugins.registry import method_traits
 
 from .observer import Observer
 from .retrieval import Retrieval
@@ -115,6 +117,11 @@ class Decoder:
 
     def close(self) -> None:
         """End what other processes do for this decoder, which must not be used any more. May be called twice."""
+
+    def prefix_rows(self) -> PrefixRows:
+        """Make what keeps the rows of this decoder's cache for later requests."""
+        shares_entries = method_traits(self.config).prefix_reuse == "entries"
+        return PrefixRows(self.cache, self.retrieval.indexes, shares_entries)
 
     def observe(self, observer: Observer) -> None:
         """Let `observer` look into the decode steps from now on; captured steps are captured again with it."""

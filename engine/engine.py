@@ -24,6 +24,7 @@ from kvseek.engine.cache.usage import CacheUsage, UsageMeter
 from kvseek.engine.loading.load import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings, check_disk, open_prefixes
 from kvseek.engine.loading.supported import reuses_prefixes
+from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
 from kvseek.engine.schedule.endings import ended, expired, failed
 from kvseek.engine.schedule.guides import Guides
 from kvseek.engine.schedule.prompt_scores import PromptScores
@@ -82,8 +83,7 @@ class Engine:
         self._queue = RequestQueue(max_queue_size)
         retrieval, enabled = decoder.retrieval, reuses_prefixes(config)
         self._prefixes = PrefixCache(
-            decoder.cache,
-            retrieval.indexes,
+            decoder.prefix_rows(),
             method_traits(config),
             enabled=enabled,
             selects=retrieval.selects,
@@ -96,7 +96,7 @@ class Engine:
         self._ids = itertools.count(1)
         self._token_layers = 0  # tokens × layers that all steps have read
         self._report = StepReport()
-        self._meter = UsageMeter(self._prefixes, decoder.retrieval.hot_rows)
+        self._meter = UsageMeter(self._prefixes, decoder.retrieval.hot_rows, config.tp_size)
         self._refresh_seconds = 0.0  # upkeep in the last step with decoding requests; 0 if the step failed before it
         self.on_step: Callable[[StepReport], None] | None = None
 
@@ -108,6 +108,7 @@ class Engine:
         max_queue_size: int | None = None,
         max_num_tokens: int = MAX_NUM_TOKENS,
         disk: DiskSettings = NO_DISK,
+        nodes: Nodes = ONE_NODE,
     ) -> Engine:
         """Load an engine directory that `kvseek build` wrote, after checking its checksums.
 
@@ -119,6 +120,8 @@ class Engine:
             See Engine.
         disk : DiskSettings
             Where prefixes are kept on disk; `close` the engine then.
+        nodes : Nodes
+            The hosts of an engine's ranks; with several, loading waits for the others.
 
         Raises
         ------
@@ -130,7 +133,7 @@ class Engine:
         verify(directory)
         config = read_config(directory)
         check_disk(config, disk)
-        tokenizer, decoder = Tokenizer(directory), load_decoder(directory, config)
+        tokenizer, decoder = Tokenizer(directory), load_decoder(directory, config, nodes)
         store = open_prefixes(directory, config, decoder.cache, disk)
         try:
             return cls(config, decoder, tokenizer, max_queue_size, max_num_tokens, store)

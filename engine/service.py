@@ -18,6 +18,7 @@ from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import StepReport
 from kvseek.engine.cache.usage import CacheUsage
 from kvseek.engine.loading.prefixes import DiskSettings
+from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
 from kvseek.engine.schedule.sequence import Sequence
 
 from .engine import MAX_NUM_TOKENS, NO_DISK, Engine
@@ -70,6 +71,7 @@ class EngineService:
         max_queue_size: int | None = None,
         max_num_tokens: int = MAX_NUM_TOKENS,
         disk: DiskSettings = NO_DISK,
+        nodes: Nodes = ONE_NODE,
     ) -> EngineService:
         """Load an engine directory and start its thread; see Engine.load for arguments and errors.
 
@@ -78,7 +80,9 @@ class EngineService:
         1.5 times as long. So the engine is loaded in a thread that ends, and later only the engine's thread runs such loops.
         """
         with ThreadPoolExecutor(1) as loader:
-            engine = loader.submit(Engine.load, directory, threads, max_queue_size, max_num_tokens, disk).result()
+            engine = loader.submit(
+                Engine.load, directory, threads, max_queue_size, max_num_tokens, disk, nodes
+            ).result()
         return cls(engine)
 
     def on_step(self, function: Callable[[StepReport], None]) -> None:

@@ -16,7 +16,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import uvloop
@@ -59,6 +59,8 @@ class Doors:
         The supervisor's file of restarts.
     body_seconds, header_seconds : float
         Seconds that a client may take to send a body, and to send headers.
+    open_models : bool
+        See make_app of the OpenAI door.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Doors:
         state: Path | None = None,
         body_seconds: float = BODY_SECONDS,
         header_seconds: float = HEADER_SECONDS,
+        open_models: bool = False,
     ) -> None:
         self._settings, self._limits = settings, dict[str, int]()
         self._layout = LAYOUTS[settings.layout]
@@ -99,23 +102,24 @@ class Doors:
             self._metrics.text,
             connections,
             header_seconds,
+            open_models,
         )
         # Health is on the metrics port too, so that clients who take all connections of the HTTP port do not make the server
         # seem dead.
         routes = [*self._metrics.routes(), *self._state.routes()]
         self._metrics_http = HttpServer(routes, MAX_METRICS_CONNECTIONS, header_seconds)
 
-    async def start(self, host: str, ports: Ports) -> Ports:
-        """Listen, and load the tokenizer; returns the ports. Raises ServerError."""
-        http = await self._http.start(host, ports.http, "--http_port")
-        metrics = await self._metrics_http.start(host, ports.metrics, "--metrics_port")
+    async def start(self, host: str, ports: Ports, held: Collection[str] = ()) -> Ports:
+        """Listen, and load the tokenizer; returns the ports. Raises ServerError. `held`: names of ports that are held."""
+        http = await self._http.start(host, ports.http, "--http_port", "http" in held)
+        metrics = await self._metrics_http.start(host, ports.metrics, "--metrics_port", "metrics" in held)
         for name, model in self._layout.models.items():
             limit = await asyncio.to_thread(body_limit, model, self._config, self._tokenizer)
             self._bodies.make_room_for(limit)
             self._limits[name] = limit
         largest = message_limit(self._config, self._tokenizer)
-        grpc = await self._grpc.start(host, ports.grpc, largest)
-        openai = await self._openai.start(host, ports.openai)
+        grpc = await self._grpc.start(host, ports.grpc, largest, "grpc" in held)
+        openai = await self._openai.start(host, ports.openai, "openai" in held)
         self._state.starting = False
         return Ports(http, grpc, metrics, openai)
 
@@ -149,10 +153,11 @@ async def run(arguments: argparse.Namespace) -> None:
         arguments.triton_grpc,
         arguments.triton_metrics,
         arguments.state,
+        open_models=arguments.open_models,
     )
     try:
         wanted = Ports(arguments.http_port, arguments.grpc_port, arguments.metrics_port, arguments.openai_port)
-        starting = asyncio.create_task(doors.start(arguments.host, wanted))
+        starting = asyncio.create_task(doors.start(arguments.host, wanted, arguments.held_ports))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
@@ -183,6 +188,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--metrics_port", type=int, required=True, help="0 picks a free one")
     parser.add_argument("--grpc_port", type=int, default=0, help="0 picks a free one")
     parser.add_argument("--openai_port", type=int, default=0, help="0 picks a free one")
+    parser.add_argument(
+        "--held_ports", nargs="*", default=[], help="names of those that the launcher holds (Ports.hold)"
+    )
+    parser.add_argument("--open_models", action="store_true", help="list the models without asking for an API key")
     parser.add_argument("--triton_grpc", required=True, help="host:port of Triton's gRPC endpoint")
     parser.add_argument("--triton_metrics", required=True, help="host:port of Triton's own metrics")
     parser.add_argument("--state", type=Path, help="the supervisor's file of restarts, for the metrics")

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import requests
@@ -27,8 +27,8 @@ from kvseek.server.triton.find import SHARED_MEMORY_PREFIX, TritonServer, find_s
 from kvseek.server.triton.repository import write_models
 
 from .errors import ServerError
-from .ports import Ports
-from .processes import Program
+from .ports import Ports, start_on_free_ports
+from .processes import Program, listens
 from .settings import SERVE_FLAGS, ServeSettings, add_flags, settings_of
 from .supervisor import Supervisor
 
@@ -41,6 +41,11 @@ CLOSED_PROTOCOLS = "shared-memory,model-repository,trace,logging"
 KEY_HEADER = "kvseek-closed"
 ENGINE, DOORS, TRITON = "engine", "doors", "triton"
 STATE_FILE = "restarts.json"
+# Of `kvseek serve`: what a host has to say on which rank 0 does not run.
+NODE_FLAGS = (
+    *("engine_dir", "tp_size", "nnodes", "node_rank", "rdzv_endpoint", "ranks_key_file"),
+    *("threads", "restarts", "log", "ready_seconds"),
+)
 STANDARD_OUTPUT = Path("-")  # log to standard output, where a container's log belongs
 
 
@@ -82,6 +87,7 @@ def running_server(
     verbose: bool = False,
     ready_seconds: float = READY_SECONDS,
     environment: Mapping[str, str] | None = None,
+    open_models: bool = False,
 ) -> Iterator[RunningServer]:
     """Start a server, wait until it is ready, keep it running, and end it with the context.
 
@@ -93,6 +99,8 @@ def running_server(
         How long loading the engine may take.
     environment : mapping, optional
         Variables of the engine process beside those of this one.
+    open_models : bool
+        Whether the OpenAI port lists its models without asking for an API key.
 
     Raises
     ------
@@ -106,20 +114,32 @@ def running_server(
     verify(engine_dir)
     if settings.api_key_file is not None:
         read_keys(Path(settings.api_key_file))  # here too, so that a wrong file is an error before anything is started
-    ports = ports.resolve(host)
-    with tempfile.TemporaryDirectory(prefix="kvseek-") as folder:
-        scratch = Path(folder)
-        programs = _programs(scratch, engine_dir, host, ports, settings, verbose, environment or {})
+
+    def start(stack: ExitStack, triton: Sequence[Ports]) -> RunningServer:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvseek-")))
+        programs = _programs(
+            scratch, engine_dir, host, held, ports.free, triton[0], settings, verbose, environment or {}, open_models
+        )
         output = None if log == STANDARD_OUTPUT else log or scratch / "server.log"
         supervisor = Supervisor(programs, settings.restarts, output, scratch / STATE_FILE, keep_output=log is not None)
-        running = RunningServer(host, ports, supervisor)
-        try:
-            supervisor.start()
-            supervisor.wait_until(lambda: _is_ready(running.http_url), ready_seconds)
-            yield running
-        finally:
-            with _signals():  # a second signal must not leave processes behind
-                supervisor.stop()
+        server = RunningServer(host, held, supervisor)
+        stack.callback(_stop, supervisor)
+        supervisor.start()
+        # Triton answers at its gRPC port before it has tried to listen at its metrics port.
+        metrics = triton[0].metrics
+        supervisor.wait_until(
+            lambda: listens(supervisor.process_ids().get(TRITON, 0), metrics) and _is_ready(server.http_url),
+            ready_seconds,
+        )
+        return server
+
+    with ports.hold(host) as held, ExitStack() as running:
+        yield start_on_free_ports(running, [(LOOPBACK, Ports(0, 0, 0, 0))], start)
+
+
+def _stop(supervisor: Supervisor) -> None:
+    with _signals():  # a second signal must not leave processes behind
+        supervisor.stop()
 
 
 def _programs(
@@ -127,20 +147,25 @@ def _programs(
     engine_dir: Path,
     host: str,
     ports: Ports,
+    held: Sequence[str],
+    inner: Ports,
     settings: ServeSettings,
     verbose: bool,
     environment: Mapping[str, str],
+    open_models: bool,
 ) -> list[Program]:
-    """Describe the engine process, the doors and Triton, in the order in which they start and end."""
+    """Describe the engine process, the doors and Triton, in the order in which they start and end.
+
+    `held`: names of those of `ports` that are held for the doors; `inner`: Triton's own ports, on loopback.
+    """
     server, socket = find_server(scratch), scratch / "engine.sock"
     repository = scratch / "models"
     write_models(repository, engine_dir, settings, socket)
-    inner = Ports(0, 0, 0, 0).resolve(LOOPBACK)  # Triton's own
     own = ("--engine_dir", str(engine_dir.resolve()), "--socket", str(socket), "--settings", settings.to_json())
     http = (
         *("--host", host, "--http_port", str(ports.http), "--grpc_port", str(ports.grpc)),
         *("--metrics_port", str(ports.metrics), "--openai_port", str(ports.openai)),
-        *("--state", str(scratch / STATE_FILE)),
+        *("--held_ports", *held, "--state", str(scratch / STATE_FILE), *(("--open_models",) if open_models else ())),
         *("--triton_grpc", f"{LOOPBACK}:{inner.grpc}", "--triton_metrics", f"{LOOPBACK}:{inner.metrics}"),
     )
     python = (sys.executable, "-m")
@@ -246,6 +271,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--openai_port", type=int, default=9000, help="default: %(default)s; 0 picks a free port")
     about = "servers behind one OpenAI port, each with free ports of its own (default: 1, without a router)"
     parser.add_argument("--replicas", type=int, default=1, help=about)
+    about = "number of this host among --nnodes, 0 for that of rank 0 (default: %(default)s); the others serve nothing themselves"
+    parser.add_argument("--node_rank", type=int, default=0, help=about)
     parser.add_argument("--tp_size", type=int, help="refuse an engine of another number of ranks (default: serve any)")
     add_flags(parser, SERVE_FLAGS)
     parser.add_argument(
@@ -258,8 +285,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _check_ranks(engine_dir: Path, tp_size: int | None) -> None:
-    """Raise ConfigError unless the engine has so many ranks."""
+def _check_node(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError if a host that serves nothing has flags of what it would serve."""
+    for name, default in vars(parse_arguments(["--engine_dir", "."])).items():
+        value = getattr(arguments, name)
+        limit = f"left out with --node_rank {arguments.node_rank}"
+        require(name in NODE_FLAGS or value == default, name, value, limit, "give it to rank 0's host, which serves")
+
+
+def _check_ranks(engine_dir: Path, tp_size: int | None, settings: ServeSettings, node_rank: int) -> None:
+    """Raise ConfigError unless the engine has so many ranks, and this host some of them."""
+    if settings.nnodes > 1 or node_rank:
+        settings.nodes.ranks(read_config(engine_dir).tp_size, node_rank)
     if tp_size is not None:
         found = read_config(engine_dir).tp_size
         remedy = f"the engine is divided when it is built: kvseek build --tp_size {tp_size}"
@@ -285,10 +322,30 @@ def _serve(arguments: argparse.Namespace, ports: Ports, settings: ServeSettings)
         return _wait(server.check, received)
 
 
+def _serve_node(arguments: argparse.Namespace, settings: ServeSettings) -> int:
+    from .node import running_ranks
+
+    with (
+        running_ranks(
+            arguments.engine_dir,
+            arguments.node_rank,
+            settings,
+            log=arguments.log,
+            ready_seconds=arguments.ready_seconds,
+        ) as ranks,
+        _signals() as received,
+    ):
+        numbers = " ".join(map(str, ranks.numbers))
+        print(f"ready: ranks {numbers} follow rank 0 at {settings.rdzv_endpoint}", flush=True)
+        return _wait(ranks.check, received)
+
+
 def _serve_replicas(arguments: argparse.Namespace, settings: ServeSettings) -> int:
     from .replicas import running_replicas
 
     require(arguments.replicas >= 1, "replicas", arguments.replicas, ">= 1", "1 is the default")
+    remedy = "start a router before several servers of several hosts yourself (docs/parallelism.md)"
+    require(settings.nnodes == 1, "nnodes", settings.nnodes, "1 with --replicas", remedy)
     for name in ("http", "grpc", "metrics"):
         port = getattr(arguments, f"{name}_port")
         remedy = "each replica has free ports, which are printed"
@@ -330,7 +387,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     ports = Ports(arguments.http_port, arguments.grpc_port, arguments.metrics_port, arguments.openai_port)
     try:
         settings = settings_of(arguments, SERVE_FLAGS)
-        _check_ranks(arguments.engine_dir, arguments.tp_size)
+        _check_ranks(arguments.engine_dir, arguments.tp_size, settings, arguments.node_rank)
+        if arguments.node_rank:
+            _check_node(arguments)
+            return _serve_node(arguments, settings)
         if arguments.replicas == 1:
             return _serve(arguments, ports, settings)
         return _serve_replicas(arguments, settings)

@@ -134,6 +134,16 @@ def _status(folder: Path) -> list[str]:
     return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
+def listens(pid: int, port: int) -> bool:
+    """Whether this process of this user listens at a TCP port of IPv4; another process at the same port does not count."""
+    try:
+        rows = [line.split() for line in (PROC / str(pid) / "net/tcp").read_text().splitlines()[1:]]  # proc_net_tcp.txt
+        listening = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
+        return any(os.readlink(file) in listening for file in (PROC / str(pid) / "fd").iterdir())
+    except OSError:  # the process, or one of its files, has just been closed
+        return False
+
+
 def die_with_parent() -> None:
     """Have the kernel send SIGTERM to this process when the thread that started it ends: Popen's `preexec_fn`."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

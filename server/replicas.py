@@ -21,7 +21,7 @@ import requests
 
 from .errors import ServerError
 from .launch import LOOPBACK, READY_SECONDS, STANDARD_OUTPUT, RunningServer, get, reachable, running_server
-from .ports import Ports
+from .ports import Ports, start_on_free_ports
 from .processes import Program
 from .settings import ServeSettings
 from .supervisor import Supervisor
@@ -85,12 +85,9 @@ def running_replicas(
     EngineDirectoryError, ConfigError
         If the engine directory cannot be served.
     """
-    command, port = router_command(), Ports(0, 0, 0, openai_port).resolve(host).openai
-    if settings.api_key_file is not None:
-        raise ServerError(
-            "--api_key_file: must be left out with --replicas, as the router has no keys to ask the replicas for their models; "
-            "put a proxy with authentication before it"
-        )
+    command, wanted = router_command(), [(host, Ports(0, 0, 0, openai_port)), (LOOPBACK, Ports(0, 0, 0, 0))]
+    with wanted[0][1].hold(host):
+        pass  # an error now, before replicas are started in vain
     threads = settings.threads or len(os.sched_getaffinity(0))
     settings = dataclasses.replace(settings, threads=max(1, threads // replicas))
     with ExitStack() as running, tempfile.TemporaryDirectory(prefix="kvseek-router-") as folder:
@@ -104,26 +101,32 @@ def running_replicas(
                     verbose=verbose,
                     ready_seconds=ready_seconds,
                     environment=_devices(device, number),
+                    open_models=True,  # as the router has no key to ask for them, and lists them itself without one
                 )
             )
             for number in range(replicas)
         ]
         workers = [server.openai_url.removesuffix("/v1") for server in servers]
         key = secrets.token_hex(32)
-        program = Program(ROUTER, (*command, *flags(workers, host, port, key)), STOP_SECONDS)
-        output = _log_of(log, ROUTER)
-        supervisor = Supervisor(
-            [program],
-            settings.restarts,
-            Path(folder) / "router.log" if output is None else None if output == STANDARD_OUTPUT else output,
-            Path(folder) / "restarts.json",
-            keep_output=log is not None,
-        )
-        running.callback(supervisor.stop)
-        supervisor.start()
-        url = f"http://{reachable(host)}:{port}"
-        supervisor.wait_until(_knows(url, key, replicas), ready_seconds)
-        yield Replicas(servers, f"{url}/v1", supervisor)
+
+        def start(stack: ExitStack, ports: Sequence[Ports]) -> Replicas:
+            port, metrics = ports[0].openai, ports[1].metrics
+            program = Program(ROUTER, (*command, *flags(workers, host, port, metrics, key)), STOP_SECONDS)
+            output = _log_of(log, ROUTER)
+            supervisor = Supervisor(
+                [program],
+                settings.restarts,
+                Path(folder) / "router.log" if output is None else None if output == STANDARD_OUTPUT else output,
+                Path(folder) / "restarts.json",
+                keep_output=log is not None,
+            )
+            stack.callback(supervisor.stop)
+            supervisor.start()
+            url = f"http://{reachable(host)}:{port}"
+            supervisor.wait_until(_knows(url, key, replicas), ready_seconds)
+            return Replicas(servers, f"{url}/v1", supervisor)
+
+        yield start_on_free_ports(running, wanted, start)
 
 
 def router_command() -> tuple[str, ...]:
@@ -135,9 +138,8 @@ def router_command() -> tuple[str, ...]:
     return found, "launch"
 
 
-def flags(workers: Sequence[str], host: str, port: int, key: str) -> tuple[str, ...]:
+def flags(workers: Sequence[str], host: str, port: int, metrics: int, key: str) -> tuple[str, ...]:
     """Return the router's flags, as of smg 1.13; docker/kubernetes/router.yaml has those from --policy on too."""
-    metrics = Ports(0, 0, 0, 0).resolve(LOOPBACK).metrics
     return (
         *("--worker-urls", *workers, "--host", host, "--port", str(port)),
         *("--prometheus-host", LOOPBACK, "--prometheus-port", str(metrics), "--log-level", "warn"),

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.request import MAX_TIMEOUT_SECONDS
+from kvseek.engine.parallel.nodes import KEY_VARIABLE, Nodes
 
 from .errors import ServerError
 from .requests.layouts import INFLIGHT_BATCHER_LLM, LAYOUTS
@@ -51,6 +52,9 @@ SERVE_FLAGS: Flags = {
     **ENGINE_FLAGS,
     "drain_seconds": (float, "seconds that requests may go on after SIGTERM"),
     "restarts": (int, "how often in a row a process that has died is started again"),
+    "nnodes": (int, "hosts that the engine's ranks are divided among"),
+    "rdzv_endpoint": (str, "HOST:PORT of the host of rank 0, where the ranks of the others find it"),
+    "ranks_key_file": (_absolute, f"file with the key that all hosts have, instead of the variable {KEY_VARIABLE}"),
     **OPENAI_FLAGS,
 }
 
@@ -83,6 +87,11 @@ class ServeSettings:
         Directory in which prefixes are kept beyond eviction and restarts; None: they are kept in memory alone.
     disk_bytes : int or None
         Most bytes of an engine's prefixes there; None: 16 GiB.
+    nnodes : int
+        Hosts that the engine's ranks are divided among.
+    rdzv_endpoint, ranks_key_file : str or None
+        Where the ranks of other hosts find rank 0, HOST:PORT, and the file of the key that all have; None: with one host, and a
+        key from the environment.
     served_model_name : str or None
         Name of the model at the OpenAI door; None: the checkpoint's name in the engine's manifest.
     api_key_file : str or None
@@ -102,6 +111,9 @@ class ServeSettings:
     otlp_endpoint: str | None = None
     disk_dir: str | None = None
     disk_bytes: int | None = None
+    nnodes: int = 1
+    rdzv_endpoint: str | None = None
+    ranks_key_file: str | None = None
     served_model_name: str | None = None
     api_key_file: str | None = None
     share_prefixes: str = SHARE_BY_KEY
@@ -141,6 +153,13 @@ class ServeSettings:
         named = name is None or (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable())
         limit = f"1 to {MAX_NAME_CHARACTERS} printable characters"
         _require(named, "served_model_name", name, limit, "leave it out for the checkpoint's name")
+
+    @property
+    def nodes(self) -> Nodes:
+        """The hosts of the engine's ranks; raises ConfigError."""
+        return Nodes.of(
+            self.nnodes, self.rdzv_endpoint, None if self.ranks_key_file is None else Path(self.ranks_key_file)
+        )
 
     def most_requests(self, config: EngineConfig) -> int:
         """Return how many requests may run or wait at a time."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,15 +34,15 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Prefix:
-    """The first tokens of a prompt, whose rows are there already.
+class Reuse:
+    """What of a prompt need not be read, in numbers that are the same on all ranks.
 
     Attributes
     ----------
     tokens : int
-        How many, at least 1 and fewer than the prompt has: its last token is always read.
+        How many of the prompt's first tokens, at least 1 and fewer than it has: its last token is always read.
     extents : tuple of int
-        The extents that hold their rows behind the sink, in order.
+        The extents that hold their rows behind the sink, in order; at least the first of the kept sequence.
     shared : int
         How many of these extents, from the first on, the request uses as they are. It copies what it needs of the others,
         because it will write to the same places.
@@ -53,8 +53,14 @@ class Prefix:
     tokens: int
     extents: tuple[int, ...]
     shared: int
-    head: Head
     sparse: bool = False
+
+
+@dataclass(frozen=True)
+class Prefix(Reuse):
+    """The first tokens of a prompt, whose rows are there already."""
+
+    head: Head = field(kw_only=True)
 
     def read(self, rows: RowStorage, layer: int, keys: Tensor, values: Tensor) -> None:
         """Copy a layer's keys and values of the prefix to the first tokens of `keys` and `values`, [G, n, D]."""

@@ -12,16 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-import torch
-
 from kvseek.core.config import EXTENT_TOKENS, MOST_POSITIONS
 from kvseek.core.extents import extents_for
 from kvseek.core.session import DEFAULT_RETENTION_PRIORITY, EndedSession, Session
-from kvseek.plugins.contract import Index, Traits
+from kvseek.plugins.contract import Traits
 
-from .cache import Cache
-from .prefix import Head, Prefix
+from .prefix import Prefix
 from .prefix_loader import PrefixLoader
+from .prefix_rows import PrefixRows
 from .prefix_store import PrefixStore
 from .prefix_tree import TOKEN_BYTES, Node, PrefixTree
 from .sessions import Sessions
@@ -43,11 +41,10 @@ class PrefixCache:
 
     Parameters
     ----------
-    cache : Cache
-    indexes : sequence of Index
-        The index of each layer.
+    rows : PrefixRows
+        Rows and extents, of all ranks.
     traits : Traits
-        Of their method.
+        Of the method.
     enabled : bool
         If not, nothing is kept and nothing found.
     selects : callable
@@ -67,8 +64,7 @@ class PrefixCache:
 
     def __init__(
         self,
-        cache: Cache,
-        indexes: Sequence[Index],
+        rows: PrefixRows,
         traits: Traits,
         *,
         enabled: bool,
@@ -76,13 +72,11 @@ class PrefixCache:
         reach: int = MOST_POSITIONS,
         store: PrefixStore | None = None,
     ) -> None:
-        self.cache, self.enabled, self.counts, self.store = cache, enabled, ReuseCounts(), store
-        self._indexes, self._traits, self._extents, self._selects = indexes, traits, cache.extents, selects
-        self._reach = reach
+        self.rows, self.cache, self.enabled, self.counts, self.store = rows, rows.cache, enabled, ReuseCounts(), store
+        self._traits, self._extents, self._selects, self._reach = traits, self.cache.extents, selects, reach
+        cache = self.cache
         self._tree = PrefixTree(cache.config.sink, cache.extents.in_use)
         self.sessions = Sessions()
-        self._heads: dict[Node, Head] = {}  # of the first node of each sequence
-        self._own_heads: dict[int, Head] = {}  # by slot: the one that was made of it
         self._read: set[int] = set()  # slots whose prompt has been read to its end
         self._loader = None if store is None else PrefixLoader(cache, store, self._make_room)
         layout, most = cache.rows.layout, cache.config.reuse_host_bytes
@@ -104,12 +98,12 @@ class PrefixCache:
             return None
         places = self.cache.retrieval_tokens(len(tokens) // TOKEN_BYTES)
         found = max(0, match.tokens - self.cache.config.sink)
-        extents = tuple(node.extent for node in match.nodes)[: extents_for(found)]
+        extents = tuple(node.extent for node in match.nodes)[: max(1, extents_for(found))]
         sparse = self.cache.config.cached_prefill == "sparse" and self._selects(match.tokens)
         if sparse:  # the slot begins with the prefix alone, the last of which lies in the window
             places = self.cache.retrieval_tokens(match.tokens)
         shared = 0 if self._traits.prefix_reuse == "copies" else min(found, places) // EXTENT_TOKENS
-        return Prefix(match.tokens, extents, shared, self._heads[match.nodes[0]], sparse)
+        return Prefix(match.tokens, extents, shared, sparse, head=self.rows.heads[extents[0]])
 
     def _reusable(self, prompt: bytes) -> bytes:
         """Return the part of a prompt that need not be read if it is kept."""
@@ -201,7 +195,7 @@ class PrefixCache:
         # Rows that change places are not shared before they are back in token order.
         if not self.enabled or not whole or self.cache.tokens[slot] > self._reach:
             return
-        if any(index.row_order(slot) is not None for index in self._indexes):
+        if any(index.row_order(slot) is not None for index in self.rows.indexes):
             return
         tokens = prompt[: (self.cache.config.sink + whole * EXTENT_TOKENS) * TOKEN_BYTES]
         extents, nodes = self._extents.of_slot(slot), self._tree.whole_nodes(salt, tokens)
@@ -228,7 +222,7 @@ class PrefixCache:
             # A request in the window alone uses no extents, but its session goes on with it.
             self._note_use(tokens if self.cache.lengths[slot] else b"", salt, session)
         self._read.discard(slot)
-        self._own_heads.pop(slot, None)
+        self.rows.release(slot)
         if self._loader is not None:
             self._loader.cancel(slot)
         self.cache.close(slot)
@@ -255,7 +249,7 @@ class PrefixCache:
     def _write(self, tokens: bytes, salt: str | None) -> None:
         """Have what is kept of a sequence written to disk."""
         if self.store is not None and (nodes := self._tree.match(salt, tokens).nodes):
-            self.store.keep(nodes, self._heads[nodes[0]])
+            self.store.keep(nodes, self.rows.heads[nodes[0].extent])
 
     def _note_use(self, tokens: bytes, salt: str | None, session: Session | None) -> None:
         """Note whose the nodes of these tokens are, for the order of eviction and for the end of sessions."""
@@ -266,7 +260,6 @@ class PrefixCache:
         else:  # the request goes on in another way than the last node
             self.sessions.use(session, salt, nodes[:-1], nodes[-1])
 
-    @torch.inference_mode()
     def _keep(self, slot: int, tokens: bytes, salt: str | None, session: Session | None) -> None:
         """Put all rows of a slot into extents and its extents into the tree; the slot must be closed next."""
         match = self._tree.match(salt, tokens)
@@ -274,17 +267,11 @@ class PrefixCache:
         if match.tokens * TOKEN_BYTES == len(tokens):
             return
         self.cache.settle(slot)  # what is being written belongs to places that are kept
-        sink, length = self.cache.config.sink, self.cache.lengths[slot]
+        sink = self.cache.config.sink
         places = self._make_room(slot, len(tokens) // TOKEN_BYTES - sink, session)
         tokens = tokens[: (sink + places) * TOKEN_BYTES]
         nodes = self._tree.whole_nodes(salt, tokens)  # fewer than before, if room was short
-        kept = len(nodes) * EXTENT_TOKENS
-        for layer, index in enumerate(self._indexes):
-            if (order := index.row_order(slot)) is not None:
-                self.cache.sort_rows(layer, slot, order, kept)
-        self.cache.write_ring(slot, max(kept, length), places)
-        if self._traits.prefix_reuse == "entries":
-            self._complete_index(slot, kept, places // EXTENT_TOKENS * EXTENT_TOKENS, nodes)
+        self.rows.complete(slot, len(nodes) * EXTENT_TOKENS, places, nodes[0].extent if nodes else None)
         self._insert(slot, tokens, salt, self._extents.of_slot(slot))
 
     def _make_room(self, slot: int, places: int, session: Session | None = None) -> int:
@@ -296,44 +283,13 @@ class PrefixCache:
         most = DEFAULT_RETENTION_PRIORITY if session is None else session.retention_priority
         self._evict(more - self._extents.free, most)
         room = self._extents.room(slot) + min(max(0, more), self._extents.free) * EXTENT_TOKENS
-        self._extents.reserve(slot, room)
+        self.rows.reserve(slot, room)
         return min(places, room)
-
-    def _complete_index(self, slot: int, kept: int, stop: int, nodes: Sequence[Node]) -> None:
-        """Index the whole extents of a slot as the tree needs them: from place `kept`, behind those of `nodes`, to `stop`."""
-        if stop <= kept:
-            return
-        head = self._heads[nodes[0]] if nodes else None
-        for layer, index in enumerate(self._indexes):
-            start = max(kept, self.cache.lengths[slot])
-            if head is not None and head is not self._head_of(slot) and (state := head.states[layer]) is not None:
-                # The extents before these are another request's, which read the same tokens with another state.
-                index.adopt(slot, kept, state)
-                start = kept
-            spans = self._extents.spans(slot, start, stop)
-            blocks = self.cache.rows.blocks(layer, [one[0] for one in spans])
-            for block, (_, inside, _) in zip(blocks, spans, strict=True):
-                keys = block[:, inside, 0].contiguous()
-                index.append(slot, start, keys)
-                start += keys.shape[1]
-
-    def _head_of(self, slot: int) -> Head | None:
-        """Return the head on whose states the slot's entries depend; None: it has states of its own that nobody shares."""
-        prefix = self.cache.prefixes.get(slot)
-        return self._own_heads.get(slot) if prefix is None or not (prefix.shared or prefix.sparse) else prefix.head
-
-    def _states(self, slot: int) -> tuple[torch.Tensor | None, ...]:
-        return tuple(index.prefix_state(slot) for index in self._indexes)
 
     def _insert(self, slot: int, tokens: bytes, salt: str | None, extents: Sequence[int]) -> None:
         added, removed = self._tree.insert(salt, tokens, extents)
-        for node in added:
-            self._extents.keep(node.extent)
-            if node.parent is None:
-                sink_rows = self.cache.window[:, slot, :, : self.cache.config.sink].clone()
-                if sink_rows.is_cuda:  # many sequences would take much of its memory, and use it seldom
-                    sink_rows = sink_rows.to("cpu", non_blocking=True)
-                self._heads[node] = self._own_heads[slot] = Head(sink_rows, self._states(slot))
+        if added:
+            self.rows.keep(slot, [node.extent for node in added], added[0].parent is None)
         for old, new in removed.items():
             self.sessions.replace(old, new)
         self._forget(list(removed))
@@ -349,8 +305,8 @@ class PrefixCache:
     def _forget(self, nodes: Sequence[Node]) -> int:
         """Give up nodes that the tree has no more; returns how many of them were still to be written to disk."""
         unwritten = 0 if self.store is None or not nodes else self.store.forget(nodes)
+        if nodes:
+            self.rows.forget([node.extent for node in nodes])
         for node in nodes:
-            self._extents.forget(node.extent)
             self.sessions.forget(node)
-            self._heads.pop(node, None)
         return unwritten

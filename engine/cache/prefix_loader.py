@@ -93,7 +93,7 @@ class PrefixLoader:
             head = prefix.head
         tokens = load.matches[load.loaded - 1].stop
         extents = (*before, *load.extents[: load.loaded])
-        self._cache.prefixes[slot] = Prefix(tokens, extents, 0 if prefix is None else prefix.shared, head)
+        self._cache.prefixes[slot] = Prefix(tokens, extents, 0 if prefix is None else prefix.shared, head=head)
         self._store.counts.loaded_tokens += tokens - have
         return tokens - have
 

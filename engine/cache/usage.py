@@ -22,7 +22,7 @@ class CacheUsage:
     extents_used, extents_kept, extents_free : int
         Extents that requests use, those that are kept for later requests alone, and those that are free.
     device_extent_bytes, host_extent_bytes : int
-        Bytes of an extent's rows on the device, and in host memory.
+        Bytes of an extent's rows on the device, and in host memory, of all ranks.
     host_rows : int
         Retrieval rows in host memory, of all layers and KV heads, that decode steps have attended to since the start. All layers
         are counted as if they attended alike, although the first layers of some methods (ClusterKV's) attend densely.
@@ -51,13 +51,16 @@ class CacheUsage:
 
 
 class UsageMeter:
-    """Measures the use of a cache and of its hot rows. Any thread may call `usage`; only the engine's thread calls `count`."""
+    """Measures the use of a cache and of its hot rows. Any thread may call `usage`; only the engine's thread calls `count`.
 
-    def __init__(self, prefixes: PrefixCache, hot_rows: Sequence[HotRows]) -> None:
-        self._prefixes, self._cache = prefixes, prefixes.cache
+    `ranks` have as many rows each, of which `prefixes` has rank 0's.
+    """
+
+    def __init__(self, prefixes: PrefixCache, hot_rows: Sequence[HotRows], ranks: int = 1) -> None:
+        self._prefixes, self._cache, self._ranks = prefixes, prefixes.cache, ranks
         cache = prefixes.cache
         # Rows of one token in host memory: one per KV head and layer there. On the CPU these are all of its rows.
-        self._row_copies = cache.window.shape[2] * cache.rows.layout.host_layers
+        self._row_copies = ranks * cache.window.shape[2] * cache.rows.layout.host_layers
         self._host_rows = 0
         self._hot_rows = hot_rows
         # A stream of its own: on the engine's stream the counters would be read only after all steps launched so far.
@@ -74,8 +77,8 @@ class UsageMeter:
             extents_used=extents.used,
             extents_kept=extents.idle,
             extents_free=extents.free,
-            device_extent_bytes=layout.device_layers * layout.layer_bytes,
-            host_extent_bytes=layout.host_layers * layout.layer_bytes,
+            device_extent_bytes=self._ranks * layout.device_layers * layout.layer_bytes,
+            host_extent_bytes=self._ranks * layout.host_layers * layout.layer_bytes,
             host_rows=self._host_rows,
             hot_row_hit_ratio=self._hit_ratio(),
             reuse=replace(self._prefixes.counts),

@@ -27,6 +27,7 @@ from kvseek.engine.model.native_operations import NativeOperations
 from kvseek.engine.model.operations import TorchOperations
 from kvseek.engine.model.torch_model import TorchModel
 from kvseek.engine.model.weights import load_weights
+from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
 from kvseek.engine.parallel.ranks import RankProducts, Ranks
 
 from .indexes import IndexMaker, device_retrieval, host_retrieval
@@ -36,17 +37,18 @@ GIB = 1 << 30
 MakeCache = Callable[[EngineConfig, torch.dtype, torch.device, RowStorage], Cache]
 
 
-def load_decoder(directory: Path, config: EngineConfig) -> Decoder:
+def load_decoder(directory: Path, config: EngineConfig, nodes: Nodes = ONE_NODE) -> Decoder:
     """Load the decoder of an engine directory onto the device of its configuration; raises as `Engine.load`.
 
-    With several ranks, the processes of the others are started; `Decoder.close` ends them.
+    With several ranks, the processes of the others are started, but for those of other nodes; `Decoder.close` ends them.
     """
     check_supported(config)
+    nodes.ranks(config.tp_size, 0)
     if config.tp_size == 1:
         return load_part(directory, config)
     from kvseek.engine.parallel.leader import lead
 
-    return lead(directory, config)
+    return lead(directory, config, nodes)
 
 
 def load_part(

@@ -57,7 +57,12 @@ def check_disk(config: EngineConfig, disk: DiskSettings) -> None:
     if disk.directory is not None and not reuses_prefixes(config):
         raise ConfigError(
             f"disk_dir = {str(disk.directory)!r}: must be left out with this engine, which keeps no prefixes: device = "
-            f"{config.device!r}, tp_size = {config.tp_size}, cache.reuse = {config.cache.reuse}"
+            f"{config.device!r}, cache.reuse = {config.cache.reuse}"
+        )
+    if disk.directory is not None and config.tp_size > 1:
+        raise ConfigError(
+            f"disk_dir = {str(disk.directory)!r}: must be left out with tp_size = {config.tp_size}, as ranks keep no prefixes "
+            "on disk yet; or use an engine that is built with --tp_size 1"
         )
 
 

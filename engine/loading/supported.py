@@ -48,7 +48,7 @@ def check_device(config: EngineConfig) -> None:
 
 def reuses_prefixes(config: EngineConfig) -> bool:
     """Whether an engine keeps the rows of requests for later ones that begin alike."""
-    able = config.tp_size == 1 and config.runtime == "torch" and config.device in method_traits(config).reuse_devices
+    able = config.runtime == "torch" and config.device in method_traits(config).reuse_devices
     return able and config.cache.reuse is not False
 
 

@@ -12,27 +12,33 @@ from dataclasses import dataclass
 
 from kvseek.core.config import EngineConfig
 from kvseek.engine.cache.cache import Cache
+from kvseek.engine.cache.prefix import Reuse
 from kvseek.engine.model.prefill import Prompts
 
 
 @dataclass(frozen=True)
 class Load:
-    """Load the engine directory with this configuration, that of all ranks, and use so many threads."""
+    """Load the engine directory with this configuration, that of all ranks, and use so many threads.
+
+    A rank of another node has a directory and threads of its own.
+    """
 
     directory: str
     config: EngineConfig
     threads: int
-    port: int  # of the store
+    host: str  # of the store
+    port: int
     rank: int
     timeout_seconds: float
 
 
 @dataclass(frozen=True)
 class Open:
-    """Cache.open."""
+    """Cache.open, with the prefix that each rank has for `reuse`."""
 
     slot: int
     tokens: int
+    reuse: Reuse | None
 
 
 @dataclass(frozen=True)
@@ -83,9 +89,43 @@ class Decode:
     digest: int
 
 
-Command = Open | Close | Begin | Advance | Drop | Finish | Decode
+@dataclass(frozen=True)
+class Reserve:
+    """PrefixRows.reserve."""
+
+    slot: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Complete:
+    """PrefixRows.complete."""
+
+    slot: int
+    kept: int
+    places: int
+    first: int | None
+
+
+@dataclass(frozen=True)
+class Keep:
+    """PrefixRows.keep."""
+
+    slot: int
+    extents: tuple[int, ...]
+    begins: bool
+
+
+@dataclass(frozen=True)
+class Forget:
+    """PrefixRows.forget."""
+
+    extents: tuple[int, ...]
+
+
+Command = Open | Close | Begin | Advance | Drop | Finish | Decode | Reserve | Complete | Keep | Forget
 
 
 def digest(cache: Cache) -> int:
-    """Compute a checksum of what a cache holds where: the lengths and the extents of all slots."""
-    return zlib.crc32(cache.extents.table.numpy().tobytes(), zlib.crc32(array("q", cache.tokens + cache.lengths)))
+    """Compute a checksum of what a cache holds where: lengths and extents of all slots, and the extents that are free or kept."""
+    return cache.extents.checksum(zlib.crc32(array("q", cache.tokens + cache.lengths)))

@@ -1,41 +1,69 @@
-"""The process of a rank that is not rank 0: python -m kvseek.engine.parallel.follower DESCRIPTOR.
+"""The process of a rank that is not rank 0. It ends when rank 0 closes the connection, or has died.
 
-It is started by leader.py, and ends when rank 0 closes the connection, whose file descriptor is the argument, or has died.
+On rank 0's host followers.py starts it, with the file descriptor of its connection:
+
+    python -m kvseek.engine.parallel.follower DESCRIPTOR
+
+On other hosts `kvseek serve --node_rank` starts it, with the flags of `parse_arguments`, and it connects to rank 0.
 """
 
 from __future__ import annotations
 
+import argparse
+import logging
 import signal
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kvseek.core.errors import KvseekError
+from kvseek.core.manifest import read_manifest
 from kvseek.core.ranks import rank_config
+from kvseek.engine.cache.prefix import Prefix, Reuse
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.load import load_part
 from kvseek.engine.model.prefill import Prefill
 
-from .commands import Advance, Begin, Close, Command, Decode, Drop, Finish, Load, Open, digest
+from .commands import (
+    Advance,
+    Begin,
+    Close,
+    Command,
+    Complete,
+    Decode,
+    Drop,
+    Finish,
+    Forget,
+    Keep,
+    Load,
+    Open,
+    Reserve,
+    digest,
+)
+from .nodes import Nodes, join_ranks
 from .ranks import Ranks, find_store
 
-READY = ""  # what a rank answers to Load if nothing is wrong; anything else is an error
+READY = b""  # what a rank answers to Load if nothing is wrong; anything else is an error
+logger = logging.getLogger(__name__)
 
 
 class Follower:
     """Does what rank 0 says, with its own part of the model."""
 
     def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+        self._decoder, self._rows = decoder, decoder.prefix_rows()
         self._prefills: dict[int, Prefill] = {}
 
     def do(self, command: Command) -> None:
         """Do what a command says; an exception means that this rank is no longer what rank 0 believes."""
         match command:
-            case Open(slot, tokens):
-                self._decoder.cache.open(slot, tokens)
+            case Open(slot, tokens, reuse):
+                self._decoder.cache.open(slot, tokens, self._prefix(reuse))
             case Close(slot):
                 self._close(slot)
             case Begin(number, prompts, asked):
@@ -51,6 +79,20 @@ class Follower:
                 if found != expected:
                     raise RuntimeError(f"checksum of the cache's state = {found:08x}: must be rank 0's, {expected:08x}")
                 self._decoder.decode(tokens, slots)
+            case Reserve(slot, tokens):
+                self._rows.reserve(slot, tokens)
+            case Complete(slot, kept, places, first):
+                self._rows.complete(slot, kept, places, first)
+            case Keep(slot, extents, begins):
+                self._rows.keep(slot, extents, begins)
+            case Forget(extents):
+                self._rows.forget(extents)
+
+    def _prefix(self, reuse: Reuse | None) -> Prefix | None:
+        if reuse is None:
+            return None
+        head = self._rows.heads[reuse.extents[0]]
+        return Prefix(reuse.tokens, reuse.extents, reuse.shared, reuse.sparse, head=head)
 
     def _close(self, slot: int) -> None:
         # A prefill that is given up is dropped without a word: it ends with the last of its slots.
@@ -59,6 +101,7 @@ class Follower:
                 prefill.drop(slot)
                 if prefill.dropped.issuperset(prefill.slots):
                     del self._prefills[number]
+        self._rows.release(slot)
         self._decoder.cache.close(slot)
 
 
@@ -66,39 +109,72 @@ def _ignore(first: int, logits: Tensor) -> None:
     """Take logits that rank 0 has, too."""
 
 
-def serve(connection: Connection) -> None:
-    """Load, and do what rank 0 says until it closes the connection."""
-    load: Load = connection.recv()
+def serve(connection: Connection, load: Load, up: Path | None = None) -> None:
+    """Load, and do what rank 0 says until it closes the connection. The file `up` is made when all is loaded."""
     torch.set_num_threads(load.threads)
     ranks = Ranks.join(
-        find_store(load.port, load.timeout_seconds), load.rank, load.config.tp_size, load.timeout_seconds
+        find_store(load.host, load.port, load.timeout_seconds), load.rank, load.config.tp_size, load.timeout_seconds
     )
     part = rank_config(load.config)
     follower = Follower(load_part(Path(load.directory), part, ranks))
-    connection.send(READY)
+    connection.send_bytes(READY)
+    if up is not None:
+        up.touch()
     with torch.inference_mode():
         while True:
             follower.do(connection.recv())
 
 
-def main() -> int:
-    """Serve rank 0; returns 1 after an error, which rank 0 is told."""
-    # These may reach all processes of a terminal or a unit at once: rank 0 decides what they mean.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    connection = Connection(int(sys.argv[1]))
+def follow(connection: Connection, own: argparse.Namespace | None = None) -> int:
+    """Serve rank 0; returns an exit status, 1 after an error that rank 0 is told. `own`: flags of a rank of another node."""
     try:
-        serve(connection)
+        load: Load = connection.recv()
+        if own is None:
+            serve(connection, load)
+        else:
+            serve(connection, replace(load, directory=str(own.engine_dir), threads=own.threads), own.up)
     except (EOFError, ConnectionError):
         return 0  # rank 0 has ended, or needs this rank no longer
     except Exception as error:
+        logger.exception("rank 0 is told of an error")
         try:
-            connection.send(f"{type(error).__name__}: {error}")
+            connection.send_bytes(f"{type(error).__name__}: {error}".encode())
         except OSError:
             return 0
         return 1
     return 0
 
 
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the flags of a rank of another node than rank 0's."""
+    parser = argparse.ArgumentParser(prog="python -m kvseek.engine.parallel.follower", description=__doc__)
+    parser.add_argument("--engine_dir", type=Path, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--nnodes", type=int, required=True)
+    parser.add_argument("--rdzv_endpoint", required=True)
+    parser.add_argument("--ranks_key_file", type=Path)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--up", type=Path, required=True, help="file to make when the rank is loaded")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the rank; returns the exit status."""
+    if len(argv) == 1:
+        # These may reach all processes of a terminal or a unit at once: rank 0 decides what they mean.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        return follow(Connection(int(argv[0])))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    arguments = parse_arguments(argv)
+    try:
+        nodes = Nodes.of(arguments.nnodes, arguments.rdzv_endpoint, arguments.ranks_key_file)
+        connection = join_ranks(nodes, arguments.rank, read_manifest(arguments.engine_dir).fingerprint)
+    except KvseekError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return follow(connection, arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -3,158 +3,40 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from functools import partial
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.errors import KvseekError
 from kvseek.core.ranks import rank_config
 from kvseek.engine.cache.cache import Cache
-from kvseek.engine.cache.prefix import Prefix
+from kvseek.engine.cache.prefix import Prefix, Reuse
+from kvseek.engine.cache.prefix_rows import PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.load import load_part
 from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Prompts, Takers
 
-from .commands import Advance, Begin, Close, Command, Decode, Drop, Finish, Load, Open, digest
-from .follower import READY
-from .ranks import Ranks, create_store
-
-TIMEOUT_SECONDS = 60.0  # that a rank waits for another in a layer, or while the engine is loaded
-END_SECONDS = 10.0  # that a rank has to end before it is killed
-
-
-class RankError(KvseekError):
-    """A rank has failed or does not answer: the engine cannot go on."""
-
-
-class Followers:
-    """The processes of all ranks but rank 0, on this machine.
-
-    Parameters
-    ----------
-    directory : Path
-        Engine directory.
-    config : EngineConfig
-        Of all ranks.
-    timeout_seconds : float
-        See Ranks.join.
-
-    Raises
-    ------
-    ConfigError
-        If this process has another engine of several ranks.
-    """
-
-    def __init__(self, directory: Path, config: EngineConfig, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-        self._failure = ""
-        self._timeout_seconds = timeout_seconds
-        self._store = create_store(timeout_seconds)
-        self._connections: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
-        threads = max(1, torch.get_num_threads() // config.tp_size)
-        torch.set_num_threads(threads)
-        for rank in range(1, config.tp_size):
-            own, theirs = Pipe()
-            descriptor = theirs.fileno()
-            command = [sys.executable, "-m", "kvseek.engine.parallel.follower", str(descriptor)]
-            self._processes.append(subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL))
-            theirs.close()
-            self._connections.append(own)
-            own.send(Load(str(directory.resolve()), config, threads, self._store.port, rank, timeout_seconds))
-
-    def join(self) -> Ranks:
-        """Join the ranks, when they have started; raises RankError."""
-        with self._together():
-            return Ranks.join(self._store, 0, len(self._processes) + 1, self._timeout_seconds)
-
-    def wait_until_loaded(self) -> None:
-        """Wait until all ranks have loaded their parts; raises RankError with the first error."""
-        for rank, connection in enumerate(self._connections, start=1):
-            try:
-                answer = connection.recv()
-            except (EOFError, ConnectionError):
-                answer = self._ended(rank)
-            if answer != READY:
-                self._fail(f"rank {rank}: {answer}")
-
-    def tell(self, command: Command) -> None:
-        """Tell all ranks what this rank does next; raises RankError if one of them has failed."""
-        self._check()
-        for rank, connection in enumerate(self._connections, start=1):
-            try:
-                connection.send(command)
-            except OSError:
-                self._fail(f"rank {rank}: {self._ended(rank)}")
-
-    @contextmanager
-    def doing(self, command: Command) -> Iterator[None]:
-        """Tell all ranks a command, and do it in the body: it must not fail.
-
-        Whatever a rank raises, the others may wait for it in the middle of a layer, so any exception ends the engine: it is
-        raised as RankError, now and by every later call.
-        """
-        self.tell(command)
-        with self._together():
-            yield
-
-    def close(self) -> None:
-        """Let the ranks end, and kill those that do not. May be called twice."""
-        for connection in self._connections:
-            connection.close()
-        deadline = time.monotonic() + END_SECONDS
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self._failure = self._failure or "the engine is closed"
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        try:
-            yield
-        except RankError:
-            raise
-        except Exception as error:
-            self._check()
-            raise self._failed(f"rank 0: {type(error).__name__}: {error}") from error
-
-    def _check(self) -> None:
-        """Raise RankError if a rank has told of an error, or has ended."""
-        if self._failure:
-            raise RankError(self._failure)
-        for rank, (process, connection) in enumerate(zip(self._processes, self._connections, strict=True), start=1):
-            if connection.poll():
-                with suppress(EOFError, ConnectionError):
-                    self._fail(f"rank {rank}: {connection.recv()}")
-                self._fail(f"rank {rank}: {self._ended(rank)}")
-            if process.poll() is not None:
-                self._fail(f"rank {rank}: {self._ended(rank)}")
-
-    def _ended(self, rank: int) -> str:
-        process = self._processes[rank - 1]
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(END_SECONDS)
-        return f"its process {process.pid} has ended with status {process.returncode}"
-
-    def _fail(self, reason: str) -> None:
-        raise self._failed(reason)
-
-    def _failed(self, reason: str) -> RankError:
-        self._failure = f"{reason}; the engine's ranks cannot go on without each other: load it again"
-        return RankError(self._failure)
+from .commands import (
+    Advance,
+    Begin,
+    Close,
+    Complete,
+    Decode,
+    Drop,
+    Finish,
+    Forget,
+    Keep,
+    Open,
+    Reserve,
+    digest,
+)
+from .followers import TIMEOUT_SECONDS, Followers
+from .nodes import ONE_NODE, Nodes
+from .ranks import Ranks
 
 
 class LeadCache(Cache):
@@ -167,15 +49,43 @@ class LeadCache(Cache):
         self._followers = followers
 
     def open(self, slot: int, tokens: int, prefix: Prefix | None = None) -> None:
-        """See Cache. There are no prefixes (EngineConfig)."""
-        assert prefix is None, "ranks keep no rows for later requests"
-        with self._followers.doing(Open(slot, tokens)):
-            super().open(slot, tokens)
+        """See Cache."""
+        reuse = None if prefix is None else Reuse(prefix.tokens, prefix.extents, prefix.shared, prefix.sparse)
+        with self._followers.doing(Open(slot, tokens, reuse)):
+            super().open(slot, tokens, prefix)
 
     def close(self, slot: int) -> None:
         """See Cache."""
         with self._followers.doing(Close(slot)):
             super().close(slot)
+
+
+class LeadPrefixRows(PrefixRows):
+    """Keeps rows for later requests on all ranks; errors of its methods are RankErrors."""
+
+    def __init__(self, rows: PrefixRows, followers: Followers) -> None:
+        super().__init__(rows.cache, rows.indexes, rows.shares_entries)
+        self._followers = followers
+
+    def reserve(self, slot: int, tokens: int) -> None:
+        """See PrefixRows."""
+        with self._followers.doing(Reserve(slot, tokens)):
+            super().reserve(slot, tokens)
+
+    def complete(self, slot: int, kept: int, places: int, first: int | None) -> None:
+        """See PrefixRows."""
+        with self._followers.doing(Complete(slot, kept, places, first)):
+            super().complete(slot, kept, places, first)
+
+    def keep(self, slot: int, extents: Sequence[int], begins: bool) -> None:
+        """See PrefixRows."""
+        with self._followers.doing(Keep(slot, tuple(extents), begins)):
+            super().keep(slot, extents, begins)
+
+    def forget(self, extents: Sequence[int]) -> None:
+        """See PrefixRows."""
+        with self._followers.doing(Forget(tuple(extents))):
+            super().forget(extents)
 
 
 class LeadPrefill(Prefill):
@@ -238,6 +148,10 @@ class LeadDecoder(Decoder):
         with self._followers.doing(self._decode(tokens, slots)):
             return super().decode_tokens(tokens, slots, greedy)
 
+    def prefix_rows(self) -> PrefixRows:
+        """See Decoder."""
+        return LeadPrefixRows(super().prefix_rows(), self._followers)
+
     def close(self) -> None:
         """See Decoder."""
         if not self._closed:
@@ -249,9 +163,14 @@ class LeadDecoder(Decoder):
         return Decode(tuple(tokens), tuple(slots), digest(self.cache))
 
 
-def lead(directory: Path, config: EngineConfig, timeout_seconds: float = TIMEOUT_SECONDS) -> LeadDecoder:
-    """Start the other ranks of an engine and load the part of rank 0; raises as Engine.load, and RankError."""
-    followers = Followers(directory, config, timeout_seconds)
+def lead(
+    directory: Path, config: EngineConfig, nodes: Nodes = ONE_NODE, timeout_seconds: float = TIMEOUT_SECONDS
+) -> LeadDecoder:
+    """Start the other ranks of an engine and load the part of rank 0; raises as Engine.load, and RankError.
+
+    Waits for ranks of other nodes, however long they take.
+    """
+    followers = Followers(directory, config, nodes, timeout_seconds)
     try:
         ranks = followers.join()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,12 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kvseek.core.errors import ConfigError
 from kvseek.engine.model.linear import Embedding, Linear, Product, Products
 
-LOOPBACK = "127.0.0.1"
+from .nodes import LOOPBACK, interface_to
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,17 @@ class Ranks:
     size: int
 
     @classmethod
-    def join(cls, store: Store, rank: int, size: int, timeout_seconds: float) -> Ranks:
+    def join(cls, store: TCPStore, rank: int, size: int, timeout_seconds: float) -> Ranks:
         """Join the others; returns when all have joined.
 
         Parameters
         ----------
+        store : TCPStore
+            That of `create_store` or `find_store`.
         timeout_seconds : float
             After so long a rank that waits for another raises RuntimeError.
         """
-        with _loopback():
+        with _interface_to(store.host):
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds)
             )
@@ -63,27 +66,36 @@ class Ranks:
         return tensor if parts is None else torch.cat(parts, dim=1)
 
 
-def create_store(timeout_seconds: float) -> TCPStore:
-    """Create the store by which ranks of this machine find each other, on a free port."""
+def create_store(timeout_seconds: float, host: str = LOOPBACK) -> TCPStore:
+    """Create the store by which ranks find each other, on a free port of an address of this host."""
     if dist.is_initialized():
         raise ConfigError("tp_size: another engine of several ranks runs in this process; close it first")
     wait = timedelta(seconds=timeout_seconds)
-    return TCPStore(LOOPBACK, 0, is_master=True, timeout=wait, wait_for_workers=False)
+    with socket.create_server((host, 0)) as listening:  # the store itself would listen at all addresses
+        port = listening.getsockname()[1]
+        return TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=wait,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listening.fileno()),
+        )
 
 
-def find_store(port: int, timeout_seconds: float) -> TCPStore:
+def find_store(host: str, port: int, timeout_seconds: float) -> TCPStore:
     """Connect to the store that rank 0 has created."""
-    return TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
 
 
 @contextmanager
-def _loopback() -> Iterator[None]:
-    """Let gloo use the loopback interface, unless the environment names another: it would look up the host's name."""
+def _interface_to(host: str) -> Iterator[None]:
+    """Let gloo use the interface that leads to `host`, unless the environment names one: it would look up the host's name."""
     name = "GLOO_SOCKET_IFNAME"
     if name in os.environ:
         yield
         return
-    os.environ[name] = "lo"
+    os.environ[name] = interface_to(host)
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvseek.core.extents import extents_for
 from kvseek.engine.cache.prefix_cache import PrefixCache
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.model.prefill import Prefill
@@ -174,7 +175,8 @@ class PromptReader:
             return False
         if (prefix := self._prefixes.cache.prefixes.get(sequence.slot)) is not None:
             statistics.reused_tokens, statistics.shared_extents = prefix.tokens, prefix.shared
-            statistics.reused_extents = min(len(prefix.extents), statistics.prompt_extents)
+            found = extents_for(max(0, prefix.tokens - self._decoder.cache.config.sink))
+            statistics.reused_extents = min(found, statistics.prompt_extents)
         return True
 
     def _pack(self, waiting: SequenceOf[Sequence], beside: bool) -> list[Sequence]:

@@ -282,7 +282,7 @@ async def run(arguments: argparse.Namespace) -> int:
     tracer = None if settings.otlp_endpoint is None else RequestTracer(settings.otlp_endpoint, model_name)
     disk = DiskSettings(None if settings.disk_dir is None else Path(settings.disk_dir), settings.disk_bytes)
     numbers = (settings.threads, settings.max_queue_size, settings.max_num_tokens)
-    service = await asyncio.to_thread(EngineService.load, arguments.engine_dir, *numbers, disk)
+    service = await asyncio.to_thread(EngineService.load, arguments.engine_dir, *numbers, disk, settings.nodes)
     await asyncio.to_thread(_load_vocabulary, service)
     metrics = EngineMetrics(service, model_name, settings.max_queue_size)
     service.on_step(metrics.record_step)

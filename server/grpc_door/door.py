@@ -88,15 +88,16 @@ class GrpcDoor:
         self._server: grpc.aio.Server | None = None
         self.open = 0
 
-    async def start(self, host: str, port: int, max_message_bytes: int) -> int:
+    async def start(self, host: str, port: int, max_message_bytes: int, held: bool = False) -> int:
         """Listen on a port, or, if it is 0, on a free port; returns the port. Raises ServerError if it is taken.
 
-        A message may have `max_message_bytes`; gRPC itself refuses larger messages with RESOURCE_EXHAUSTED.
+        A message may have `max_message_bytes`; gRPC itself refuses larger messages with RESOURCE_EXHAUSTED. `held`: the
+        launcher holds the port (Ports.hold).
         """
         options = [
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", -1),
-            ("grpc.so_reuseport", 0),  # otherwise a second server could take the same port
+            ("grpc.so_reuseport", int(held)),  # 1 would let a second server take a port that is not held
             *KEEPALIVE,
         ]
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)

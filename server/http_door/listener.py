@@ -77,12 +77,15 @@ class HttpServer:
         )
         self._server: asyncio.Server | None = None
 
-    async def start(self, host: str, port: int, flag: str) -> int:
-        """Listen; returns the port. Raises ServerError that names the flag."""
+    async def start(self, host: str, port: int, flag: str, held: bool = False) -> int:
+        """Listen; returns the port. Raises ServerError that names the flag.
+
+        `held`: the launcher holds the port (Ports.hold).
+        """
         await self._runner.setup()
         try:
             self._server = await asyncio.get_running_loop().create_server(
-                self._connect, host or None, port, backlog=1024
+                self._connect, host or None, port, backlog=1024, reuse_port=held
             )
         except (OSError, OverflowError) as error:
             raise ServerError(f"{flag} = {port}: cannot listen on {host} ({error}); choose another port") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import msgspec
@@ -29,7 +29,7 @@ from .answer import TENANT, Answer, Service
 from .errors import JSON, FieldError, StatusError, error_response
 from .keys import Keys
 
-HEALTH = "/health"
+HEALTH, MODELS = "/health", "/v1/models"
 ENDPOINTS = "/v1/models, /v1/chat/completions, /v1/completions, /v1/sessions/ID, /health and /metrics"
 SALT = "cache_salt"
 REQUEST_ID = "x-request-id"
@@ -41,6 +41,7 @@ def make_app(
     obstacles: Callable[[], list[str]],
     metrics: Callable[[], Awaitable[bytes]],
     is_full: Callable[[], bool],
+    open_models: bool = False,
 ) -> ASGIApp:
     """Make the application.
 
@@ -52,6 +53,8 @@ def make_app(
         Returns the metrics in Prometheus' text format.
     is_full : callable
         Whether there are more connections than may ask for completions.
+    open_models : bool
+        Whether the list of models asks for no key, as a router has none.
     """
     # Without the pages that describe the API: they would load scripts of others' servers.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -61,7 +64,7 @@ def make_app(
         card = {"id": service.model, "object": "model", "created": started, "owned_by": "kvseek"}
         return card | {"max_model_len": service.config.max_seq_len}
 
-    @app.get("/v1/models")
+    @app.get(MODELS)
     async def models() -> Response:
         return _json({"object": "list", "data": [model_card()]})
 
@@ -106,7 +109,7 @@ def make_app(
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(KvseekError, _error)
     app.add_exception_handler(Exception, _error)  # what no handler has foreseen; Starlette raises it again afterwards
-    return Gate(ErrorsAsJson(app), keys, is_full)
+    return Gate(ErrorsAsJson(app), keys, is_full, (HEALTH, MODELS) if open_models else (HEALTH,))
 
 
 class ErrorsAsJson:
@@ -138,8 +141,10 @@ class ErrorsAsJson:
 class Gate:
     """Lets requests through that have a key, while there are connections; answers have the request's id as X-Request-Id."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, is_full: Callable[[], bool]) -> None:
-        self._app, self._keys, self._is_full = app, keys, is_full
+    def __init__(
+        self, app: ASGIApp, keys: Keys, is_full: Callable[[], bool], open_paths: Collection[str] = (HEALTH,)
+    ) -> None:
+        self._app, self._keys, self._is_full, self._open_paths = app, keys, is_full, open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -156,7 +161,7 @@ class Gate:
         app = self._app
         tenant = self._keys.tenant(headers.get("authorization", ""))
         scope.setdefault("state", {})[TENANT] = tenant
-        if scope["path"] != HEALTH and tenant is None:
+        if scope["path"] not in self._open_paths and tenant is None:
             message = "Authorization: has none of the server's API keys; send Authorization: Bearer KEY"
             app = error_response(StatusError(401, message, "invalid_api_key"))
         elif scope["method"] == "POST" and self._is_full():

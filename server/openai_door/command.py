@@ -102,11 +102,12 @@ async def run(arguments: argparse.Namespace) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    port = Ports(0, 0, 0, arguments.openai_port).resolve(arguments.host).openai  # before an engine is started in vain
+    with Ports(0, 0, 0, arguments.openai_port).hold(arguments.host):
+        pass  # an error now, before an engine is started in vain
     raise_file_limit()
     server = OpenAIServer(engine_dir, SharedEngine(engine_dir, settings), settings_here)
     try:
-        port = await server.start(arguments.host, port)
+        port = await server.start(arguments.host, arguments.openai_port)
         print(f"listening: OpenAI http://{arguments.host}:{port}/v1", flush=True)
         await stop.wait()
     finally:

@@ -30,7 +30,7 @@ class OpenAIDoor:
 
     Parameters
     ----------
-    obstacles, metrics : callable
+    obstacles, metrics, open_models
         See make_app.
     max_connections : int
         See Listener.
@@ -48,6 +48,7 @@ class OpenAIDoor:
         metrics: Callable[[], Awaitable[bytes]],
         max_connections: int,
         header_seconds: float = HEADER_SECONDS,
+        open_models: bool = False,
     ) -> None:
         manifest = read_manifest(engine_dir)
         name = settings.served_model_name or manifest.source_model
@@ -56,11 +57,11 @@ class OpenAIDoor:
         self._service = Service(generations, bodies, tokenizer, config, name, fingerprint)
         self._listener = Listener(max_connections, header_seconds)
         gate = Keys(keys, apart=settings.share_prefixes == SHARE_BY_KEY)
-        self._app = make_app(self._service, gate, obstacles, metrics, lambda: self._listener.is_full)
+        self._app = make_app(self._service, gate, obstacles, metrics, lambda: self._listener.is_full, open_models)
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen, and load the tokenizer; returns the port. Raises ServerError."""
-        port = await self._listener.start(self._app, host, port, "--openai_port")
+    async def start(self, host: str, port: int, held: bool = False) -> int:
+        """Listen, and load the tokenizer; returns the port. Raises ServerError. `held`: see Listener."""
+        port = await self._listener.start(self._app, host, port, "--openai_port", held)
         limit = await asyncio.to_thread(body_limit, self._service.config, self._service.tokenizer)
         self._service.bodies.make_room_for(limit)
         self._service.body_limit = limit

@@ -117,10 +117,13 @@ class Listener:
         """Whether there are more connections than may ask for completions."""
         return self._server is not None and len(self._server.server_state.connections) > self._max_connections
 
-    async def start(self, app: ASGIApp, host: str, port: int, flag: str) -> int:
-        """Listen; returns the port. Raises ServerError that names the flag."""
+    async def start(self, app: ASGIApp, host: str, port: int, flag: str, held: bool = False) -> int:
+        """Listen; returns the port. Raises ServerError that names the flag.
+
+        `held`: the launcher holds the port (Ports.hold).
+        """
         try:
-            listening = _bind(host, port)
+            listening = _bind(host, port, held)
         except (OSError, OverflowError) as error:
             raise ServerError(f"{flag} = {port}: cannot listen on {host} ({error}); choose another port") from None
         settings: dict[str, Any] = {
@@ -164,7 +167,7 @@ class Listener:
         await self._serving
 
 
-def _bind(host: str, port: int) -> list[socket.socket]:
+def _bind(host: str, port: int, held: bool) -> list[socket.socket]:
     """Bind a socket to every address of a host that this machine has, all of them at one port; 0 picks a free one."""
     bound: list[socket.socket] = []
     absent = OSError(f"{host} has no address")
@@ -174,7 +177,7 @@ def _bind(host: str, port: int) -> list[socket.socket]:
         ):
             chosen = bound[0].getsockname()[1] if bound else port
             try:
-                bound.append(_bind_one(socket.socket(family, kind, protocol), (address[0], chosen, *address[2:])))
+                bound.append(_bind_one(socket.socket(family, kind, protocol), (address[0], chosen, *address[2:]), held))
             except OSError as error:
                 if error.errno not in ABSENT:
                     raise
@@ -187,10 +190,11 @@ def _bind(host: str, port: int) -> list[socket.socket]:
     return bound
 
 
-def _bind_one(listening: socket.socket, address: Any) -> socket.socket:
+def _bind_one(listening: socket.socket, address: Any, held: bool) -> socket.socket:
     """Bind a socket and return it; closes it if that fails."""
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, held)
         if listening.family == socket.AF_INET6:  # 0.0.0.0 has a socket of its own
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listening.bind(address)

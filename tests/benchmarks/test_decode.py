@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tests.conftest import BuildEngine
 from tests.support.random_models import save_random_model
 
@@ -169,11 +170,45 @@ def test_methods_are_built_for_the_occasion(tmp_path: Path, capsys: pytest.Captu
     assert "bfloat16 with int8 weights" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("small_read")
+def test_engines_of_several_ranks_take_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_random_model(tmp_path / "model", "llama", num_attention_heads=4, num_key_value_heads=2)
+    text, threads = tmp_path / "text.txt", torch.get_num_threads()
+    text.write_text("one ship, two ships, three ships. " * 20, encoding="utf-8")
+    arguments = [
+        "--model",
+        str(model),
+        "--methods",
+        "full",
+        "--tp_size",
+        "1,2",
+        "--text",
+        str(text),
+        "--contexts",
+        "50",
+    ]
+    for _ in range(2):  # the ranks of the first run have ended
+        assert decode.main([*arguments, "--tokens", "5", "--threads", "2", "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        one, two = document["contexts"][0]["results"]
+        assert [(entry["name"], entry["tp_size"]) for entry in (one, two)] == [("full", 1), ("full, 2 ranks", 2)]
+        assert two["tokens_as_baseline"] == 1
+        assert two["bytes"] == one["bytes"]
+        assert document["machine"]["threads"] == 2
+    torch.set_num_threads(threads)
+    print_report(document)
+    assert "full, 2 ranks" in capsys.readouterr().out
+    several = [*arguments[:3], "full,pariskv", "--tp_size", "2", "--text", str(text)]
+    assert decode.main(several) == 1
+    assert "--tp_size, --methods: ask for 2 engines of several ranks, a process can have one" in capsys.readouterr().err
+
+
 BAD = {
     "device": (["--device", "tpu"], "--device = 'tpu': must be cpu or cuda; cpu is the default"),
     "no model": (["--compare_transformers"], "--model = None: must be given"),
     "no steps": (["--tokens", "0"], "--tokens = 0: must be >= 1"),
     "context": (["--contexts", "8000,x"], "--contexts = '8000,x': must be a comma list"),
+    "ranks": (["--tp_size", "2"], "--tp_size: must come with --methods; engine directories have their own"),
     "no engine": ([], "no engine directory"),
 }
 

@@ -172,7 +172,7 @@ def test_the_router_finds_the_servers_pods(deployment: Any, container: Any) -> N
     assert f"--service-discovery-port={Ports().openai}" in arguments
     assert f"--port={ports['openai']}" in arguments
     assert f"--prometheus-port={ports['metrics']}" in arguments
-    own = replicas.flags(["http://a"], "0.0.0.0", ports["openai"], "key")
+    own = replicas.flags(["http://a"], "0.0.0.0", ports["openai"], ports["metrics"], "key")
     expected = {word for word in own[own.index("--policy") :] if not word.startswith("router:")}
     given = {part for word in arguments for part in word.split("=", 1)}
     assert expected <= given

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import socket
 import sys
 import sysconfig
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +14,6 @@ import pytest
 from kvseek.cli import main as cli
 from kvseek.server import launch
 from kvseek.server.errors import ServerError
-from kvseek.server.ports import Ports
 from kvseek.server.settings import ServeSettings
 from kvseek.server.triton import find as triton
 from kvseek.server.triton import stub
@@ -104,23 +102,6 @@ def test_a_static_python_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: {"INSTSONAME": "libpython.a"}.get(name))
     with pytest.raises(ServerError, match=rf"apt-get install libpython{triton.VERSION}.*--enable-shared"):
         triton.shared_libpython()
-
-
-@pytest.mark.parametrize(("port", "message"), [(-1, r"must be in \[0, 65535\]"), (70000, r"must be in \[0, 65535\]")])
-def test_ports_out_of_range(port: int, message: str) -> None:
-    with pytest.raises(ServerError, match=f"--metrics_port = {port}: {message}"):
-        Ports(0, 0, port).resolve("127.0.0.1")
-
-
-def test_zeros_become_free_ports_and_a_busy_one_is_named() -> None:
-    ports = Ports(0, 0, 0, 0).resolve("127.0.0.1")
-    assert all(1 <= port <= 65535 for port in (ports.http, ports.grpc, ports.metrics, ports.openai))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        busy = taken.getsockname()[1]
-        with pytest.raises(ServerError, match=f"--http_port = {busy}: cannot listen on 127.0.0.1"):
-            Ports(busy, 0, 0).resolve("127.0.0.1")
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])

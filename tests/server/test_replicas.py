@@ -31,9 +31,9 @@ WORDS = "the harbour and its ships " * 8
 class Service:
     """A running `kvseek serve --replicas 2`."""
 
-    def __init__(self, directory: Path, log: Path) -> None:
+    def __init__(self, directory: Path, log: Path, *flags: str) -> None:
         command = [sys.executable, "-m", "kvseek.cli.main", "serve", "--engine_dir", str(directory), "--replicas", "2"]
-        command += ["--openai_port", "0", "--log", str(log), "--threads", "2", "--drain_seconds", "1"]
+        command += ["--openai_port", "0", "--log", str(log), "--threads", "2", "--drain_seconds", "1", *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         lines = [self.process.stdout.readline() for _ in range(3)]
@@ -42,9 +42,10 @@ class Service:
         self.replicas = [re.search(r"OpenAI (\S+)/v1", line)[1] for line in lines[:2]]  # type: ignore[index]
         self.model = requests.get(f"{self.url}/models", timeout=30).json()["data"][0]["id"]
 
-    def ask(self, messages: list[dict[str, str]], session: str = "", **fields: Any) -> requests.Response:
+    def ask(self, messages: list[dict[str, str]], session: str = "", key: str = "", **fields: Any) -> requests.Response:
         body = {"model": self.model, "messages": messages, "max_tokens": 4, **fields}
         headers = {"x-session-id": session} if session else {}
+        headers |= {"Authorization": f"Bearer {key}"} if key else {}
         return requests.post(f"{self.url}/chat/completions", json=body, headers=headers, timeout=60, stream=True)
 
     def replica_of(self, session: str) -> str:
@@ -128,12 +129,40 @@ def test_clients_cannot_change_the_routers_workers(service: Service) -> None:
     assert requests.post(workers, json={"url": "http://127.0.0.1:1"}, timeout=5).status_code == 401
 
 
+def test_each_replica_checks_keys_and_each_key_is_a_tenant(
+    random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path
+) -> None:
+    directory = build_engine(random_model("llama"), "full", *LIMITS)
+    keys = tmp_path / "keys"
+    keys.write_text("first-key\nsecond-key\n")
+    service = Service(directory, tmp_path / "server.log", "--api_key_file", str(keys))
+    try:
+        messages = [{"role": "user", "content": WORDS * 4}]
+        for key in ("", "third-key") * 10:  # more often than a router would try a replica that fails
+            answer = service.ask(messages, key=key)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        cached = {}
+        for key in ("first-key", "second-key"):
+            for number in range(2):
+                answer = service.ask(messages, "one", key)
+                assert answer.status_code == 200, answer.text
+                cached[key, number] = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached["first-key", 0] == cached["second-key", 0] == 0, "though both asked the same replica"
+        assert min(cached["first-key", 1], cached["second-key", 1]) > 100
+        for replica in service.replicas:  # who goes past the router needs one too
+            assert requests.post(f"{replica}/v1/chat/completions", json={}, timeout=30).status_code == 401
+            assert requests.get(f"{replica}/metrics", timeout=30).status_code == 401
+    finally:
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(SECONDS) == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--replicas", "0"), "replicas = 0: must be >= 1"),
         (("--replicas", "2", "--grpc_port", "7000"), "grpc_port = 7000: must be left out with --replicas"),
-        (("--replicas", "2", "--api_key_file", "keys"), "--api_key_file: must be left out with --replicas"),
+        (("--replicas", "2", "--api_key_file", "keys"), "--api_key_file = keys: cannot be read"),
     ],
 )
 def test_what_replicas_cannot_have_is_refused(

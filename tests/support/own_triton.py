@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,7 +40,11 @@ def own_triton(repository: Path, log: Path, temporary: Path) -> Iterator[OwnTrit
     temporary : Path
         TMPDIR of the server: engine processes are looked for there.
     """
-    ports = Ports(0, 0, 0, 0).resolve("127.0.0.1")
+    with Ports(0, 0, 0, 0).hold("127.0.0.1", socket.SO_REUSEADDR) as ports:
+        yield from _running(ports, repository, log, temporary)
+
+
+def _running(ports: Ports, repository: Path, log: Path, temporary: Path) -> Iterator[OwnTriton]:
     flags = [f"--{kind}-address=127.0.0.1" for kind in ("http", "grpc", "metrics")]
     flags += [f"--{kind}-port={getattr(ports, kind)}" for kind in ("http", "grpc", "metrics")]
     command = [*KVSEEK, "tritonserver", f"--model-repository={repository}", "--exit-timeout-secs=5", *flags]

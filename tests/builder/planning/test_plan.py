@@ -27,6 +27,7 @@ from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import lay_out_rows
 from kvseek.engine.cache.prefix_cache import PrefixCache
+from kvseek.engine.cache.prefix_rows import PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.schedule.queue import RequestQueue
@@ -86,8 +87,9 @@ def admitted(own: FitSearch, context: int, batch: int, attempt: Attempt) -> int:
     layout = lay_out_rows(config, own.dtype, attempt.memory.device_row_bytes)
     assert layout == attempt.memory.rows
     cache = Cache(config, own.dtype, CPU, RowStorage(config, own.dtype, CPU, layout))
+    rows = PrefixRows(cache, [], shares_entries=False)
     scheduler = Scheduler(
-        PrefixCache(cache, [], method_traits(config), enabled=False), config.max_batch_size, RequestQueue()
+        PrefixCache(rows, method_traits(config), enabled=False), config.max_batch_size, RequestQueue()
     )
     for number in range(batch):
         request = Request((0,) * (context - 8), max_tokens=8)

@@ -18,6 +18,7 @@ from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.prefix import Prefix
 from kvseek.engine.cache.prefix_cache import PrefixCache
+from kvseek.engine.cache.prefix_rows import PrefixRows
 from kvseek.engine.cache.prefix_tree import pack_tokens
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.retrieval import Retrieval
@@ -158,7 +159,9 @@ def make(
     contexts = [IndexContext(i, 2, 1, 2, 1.0, *settings_, rows=cache.rows.of_layer(i)) for i in range(LAYERS)]
     indexes: list[Index] = [index_type(context) for context in contexts]
     unused: Any = []
-    prefixes = PrefixCache(cache, indexes, method_traits(config), enabled=True)
+    traits = method_traits(config)
+    rows = PrefixRows(cache, indexes, traits.prefix_reuse == "entries")
+    prefixes = PrefixCache(rows, traits, enabled=True)
     return prefixes, Retrieval(config, cache, indexes, unused)
 
 
@@ -318,7 +321,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.extents.used == 0
         self.prefixes._evict(self.extents.capacity)
         assert self.extents.free == self.extents.capacity
-        assert not self.prefixes._heads
+        assert not self.prefixes.rows.heads
 
 
 class RowsMachine(CacheMachine):

@@ -62,8 +62,7 @@ class DiskMachine(CacheMachine):
         self.cache, self.extents = prefixes.cache, prefixes.cache.extents
         folder = open_folder(self.directory, MOST_BYTES, ORIGIN, SHAPE)
         self.folder, self.store = folder.path, PrefixStore(folder, self.cache.rows.pool.rows, self.cache.window.device)
-        traits, indexes = prefixes._traits, self.retrieval.indexes
-        self.prefixes = PrefixCache(self.cache, indexes, traits, enabled=True, store=self.store)
+        self.prefixes = PrefixCache(prefixes.rows, prefixes._traits, enabled=True, store=self.store)
         self.damaged &= self.files()
 
     def files(self) -> set[str]:

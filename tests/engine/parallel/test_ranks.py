@@ -24,7 +24,8 @@ from kvseek.core.errors import ConfigError, ErrorCode, UnavailableError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.load import load_decoder
-from kvseek.engine.parallel.leader import LeadDecoder, RankError, lead
+from kvseek.engine.parallel.followers import RankError
+from kvseek.engine.parallel.leader import LeadDecoder, lead
 from kvseek.engine.service import EngineService
 from kvseek.plugins.registry import METHODS
 
@@ -107,7 +108,7 @@ def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
 
 def follower_of(decoder: LeadDecoder) -> int:
     """Process id of rank 1."""
-    return decoder._followers._processes[0].pid
+    return decoder._followers._members[0].process.pid
 
 
 def test_a_rank_that_dies_ends_the_engine(directory: Path) -> None:
@@ -131,14 +132,14 @@ def test_a_rank_that_dies_ends_the_engine(directory: Path) -> None:
 def test_a_rank_that_hangs_ends_the_engine(directory: Path) -> None:
     decoder = lead(directory, read_config(directory), timeout_seconds=60.0)
     run_prefill(decoder, 0, [5, 6, 7], 5)
-    decoder._followers._processes[0].send_signal(signal.SIGSTOP)
+    decoder._followers._members[0].process.send_signal(signal.SIGSTOP)
     # Loading may take long on a slow machine; what follows is to be quick.
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
     with pytest.raises(RankError, match=r"rank 0: .*[Tt]imed out"):
         decoder.decode([8], [0])
     with pytest.raises(RankError, match="the engine's ranks cannot go on without each other: load it again"):
         decoder.cache.close(0)
-    decoder._followers._processes[0].send_signal(signal.SIGCONT)
+    decoder._followers._members[0].process.send_signal(signal.SIGCONT)
     decoder.close()
 
 
@@ -186,7 +187,6 @@ def test_ranks_ignore_the_signals_that_a_terminal_sends_to_all(directory: Path) 
         (("--tp_size", "0"), "tp_size = 0: must be >= 1"),
         (("--tp_size", "3"), "tp_size = 3: must be a divisor of num_heads = 4"),
         (("--tp_size", "2", "--device", "cuda"), "tp_size = 2: must be 1 with device = 'cuda'"),
-        (("--tp_size", "2", "--cache.reuse", "true"), "cache.reuse = True: must be left out with tp_size > 1"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

@@ -1,0 +1,201 @@
+"""The other ranks as rank 0 sees them: processes on its host, which it starts, and on other hosts, which connect (nodes.py)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import KvseekError
+from kvseek.core.manifest import read_manifest
+
+from .commands import Command, Load
+from .follower import READY
+from .nodes import Nodes, accept_ranks
+from .ranks import Ranks, create_store
+
+TIMEOUT_SECONDS = 60.0  # that a rank waits for another in a layer, or while the engine is loaded
+END_SECONDS = 10.0  # that a rank has to end before it is killed
+FAILED_SECONDS = 1.0  # that a rank has to tell why rank 0 has failed
+
+
+class RankError(KvseekError):
+    """A rank has failed or does not answer: the engine cannot go on."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank that is not rank 0: its connection, and its process if that runs on this host, or else the host's address."""
+
+    rank: int
+    connection: Connection
+    process: subprocess.Popen[bytes] | None = None
+    host: str = ""
+
+    def ended(self) -> str:
+        """Describe the end of a process that has closed its connection."""
+        if self.process is None:
+            return f"{self}: its connection is closed, so its process or its host has ended"
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_SECONDS)
+        return f"{self}: its process {self.process.pid} has ended with status {self.process.returncode}"
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}" + (f" ({self.host})" if self.host else "")
+
+
+class Followers:
+    """The processes of all ranks but rank 0: on this host, where they are started, and on others, which connect.
+
+    Parameters
+    ----------
+    directory : Path
+        Engine directory.
+    config : EngineConfig
+        Of all ranks.
+    nodes : Nodes
+        The hosts of the ranks.
+    timeout_seconds : float
+        See Ranks.join.
+
+    Raises
+    ------
+    ConfigError
+        If this process has another engine of several ranks, or cannot listen for ranks of other hosts.
+    """
+
+    def __init__(
+        self, directory: Path, config: EngineConfig, nodes: Nodes, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None:
+        self._failure = ""
+        self._timeout_seconds = timeout_seconds
+        here = nodes.ranks(config.tp_size, 0)
+        threads = max(1, torch.get_num_threads() // len(here))
+        torch.set_num_threads(threads)
+        self._members = list[Member]()
+        if nodes.count > 1:  # first, as the ranks of this host do not wait for long
+            fingerprint = read_manifest(directory).fingerprint
+            for rank, joined in accept_ranks(nodes, config.tp_size, fingerprint).items():
+                host = f"node {rank // len(here)} at {joined.address}"
+                self._members.append(Member(rank, joined.connection, host=host))
+        self._store = create_store(timeout_seconds, nodes.host)
+        self._members += [_start(rank) for rank in here[1:]]
+        self._directory, self._config, self._threads = directory.resolve(), config, threads
+
+    def join(self) -> Ranks:
+        """Have all ranks load their parts, and join them; raises RankError."""
+        for member in self._members:
+            self._send(
+                member,
+                Load(
+                    str(self._directory),
+                    self._config,
+                    self._threads,
+                    self._store.host,
+                    self._store.port,
+                    member.rank,
+                    self._timeout_seconds,
+                ),
+            )
+        with self._together():
+            return Ranks.join(self._store, 0, len(self._members) + 1, self._timeout_seconds)
+
+    def wait_until_loaded(self) -> None:
+        """Wait until all ranks have loaded their parts; raises RankError with the first error."""
+        for member in self._members:
+            try:
+                answer = member.connection.recv_bytes()
+            except (EOFError, OSError):
+                self._fail(member.ended())
+            if answer != READY:
+                self._fail(f"{member}: {answer.decode()}")
+
+    def tell(self, command: Command) -> None:
+        """Tell all ranks what this rank does next; raises RankError if one of them has failed."""
+        self._check()
+        for member in self._members:
+            self._send(member, command)
+
+    @contextmanager
+    def doing(self, command: Command) -> Iterator[None]:
+        """Tell all ranks a command, and do it in the body: it must not fail.
+
+        Whatever a rank raises, the others may wait for it in the middle of a layer, so any exception ends the engine: it is
+        raised as RankError, now and by every later call.
+        """
+        self.tell(command)
+        with self._together():
+            yield
+
+    def close(self) -> None:
+        """Let the ranks end, and kill those that do not. May be called twice."""
+        for member in self._members:
+            member.connection.close()
+        deadline = time.monotonic() + END_SECONDS
+        for process in [member.process for member in self._members if member.process is not None]:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._failure = self._failure or "the engine is closed"
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as error:
+            # A rank that has died may end this rank's communication a moment before its connection is seen closed.
+            wait([member.connection for member in self._members], FAILED_SECONDS)
+            self._check()
+            raise self._failed(f"rank 0: {type(error).__name__}: {error}") from error
+
+    def _check(self) -> None:
+        """Raise RankError if a rank has told of an error, or has ended."""
+        if self._failure:
+            raise RankError(self._failure)
+        told, ended = list[str](), list[str]()
+        for member in self._members:
+            if member.connection.poll():
+                try:
+                    told.append(f"{member}: {member.connection.recv_bytes().decode()}")
+                except (EOFError, OSError):
+                    ended.append(member.ended())
+            elif member.process is not None and member.process.poll() is not None:
+                ended.append(member.ended())
+        if ended or told:  # what the others tell often follows from the end of one
+            self._fail("; ".join(ended or told))
+
+    def _send(self, member: Member, command: Command | Load) -> None:
+        try:
+            member.connection.send(command)
+        except OSError:
+            self._fail(member.ended())
+
+    def _fail(self, reason: str) -> NoReturn:
+        raise self._failed(reason)
+
+    def _failed(self, reason: str) -> RankError:
+        self._failure = f"{reason}; the engine's ranks cannot go on without each other: load it again"
+        return RankError(self._failure)
+
+
+def _start(rank: int) -> Member:
+    """Start a rank on this host."""
+    own, theirs = Pipe()
+    with theirs:
+        command = [sys.executable, "-m", "kvseek.engine.parallel.follower", str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    return Member(rank, own, process)

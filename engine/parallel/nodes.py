@@ -1,0 +1,232 @@
+"""Ranks on several hosts: how those of the other hosts find rank 0, over TCP (docs/parallelism.md).
+
+A host is a *node*, as torchrun calls it. Node 0 has rank 0, which listens at an endpoint while it is loaded; the ranks of other
+nodes connect to it. Both sides prove that they have the same key before anything else is read: a command is a pickled object,
+and whoever may send one may run code.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
+
+import msgspec
+
+from kvseek.core.config import require
+from kvseek.core.errors import ConfigError, KvseekError
+
+KEY_VARIABLE = "KVSEEK_RANKS_KEY"
+LEAST_KEY_CHARACTERS = 16
+LOOPBACK = "127.0.0.1"
+HANDSHAKE_SECONDS = 5  # that a peer may take for each message until it is known
+RETRY_SECONDS = 0.5  # between two attempts to reach rank 0
+KEEPALIVE = {
+    "TCP_KEEPIDLE": 10,
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 3,
+}  # seconds, seconds, probes: finds a host that is gone
+SIOCGIFADDR = 0x8915  # netdevice(7)
+MAX_HELLO_BYTES = 4096
+ADMITTED = b"admitted"
+logger = logging.getLogger(__name__)
+
+
+class JoinError(KvseekError):
+    """A rank of another node cannot join rank 0's engine."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The hosts of an engine's ranks.
+
+    Attributes
+    ----------
+    count : int
+        Number of hosts, each with as many ranks.
+    host, port : str, int
+        Where rank 0 listens for the ranks of the others; with one host nothing listens but on loopback.
+    key : str
+        What all ranks know and nobody else.
+    """
+
+    count: int = 1
+    host: str = LOOPBACK
+    port: int = 0
+    key: str = field(default="", repr=False)
+
+    @classmethod
+    def of(cls, nnodes: int, rdzv_endpoint: str | None, key_file: Path | None) -> Nodes:
+        """Make nodes of the flags of `kvseek serve`; raises ConfigError, whose message never has the key."""
+        require(nnodes >= 1, "nnodes", nnodes, ">= 1", "1 is the default")
+        if nnodes == 1:
+            for name, value in (("rdzv_endpoint", rdzv_endpoint), ("ranks_key_file", key_file)):
+                require(value is None, name, str(value), "left out with nnodes = 1", "or give --nnodes")
+            return cls()
+        host, _, port = (rdzv_endpoint or "").rpartition(":")
+        within = bool(host) and port.isdecimal() and 0 < int(port) < 65536
+        remedy = "name an address of the host of node_rank 0 that the other hosts reach"
+        require(within, "rdzv_endpoint", rdzv_endpoint, f"HOST:PORT with nnodes = {nnodes}", remedy)
+        return cls(nnodes, host, int(port), _read_key(key_file))
+
+    def ranks(self, tp_size: int, node: int) -> range:
+        """Return the ranks of a node; raises ConfigError."""
+        remedy = "each host has as many ranks: choose another --nnodes, or build with another --tp_size"
+        require(tp_size % self.count == 0, "nnodes", self.count, f"a divisor of tp_size = {tp_size}", remedy)
+        require(0 <= node < self.count, "node_rank", node, f"in [0, {self.count - 1}]", "rank 0's host has 0")
+        each = tp_size // self.count
+        return range(node * each, node * each + each)
+
+
+ONE_NODE = Nodes()
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Who wants to join, and what must be equal on all nodes."""
+
+    rank: int
+    nnodes: int
+    fingerprint: str  # of the engine
+    version: str = field(default_factory=lambda: version("kvseek"))
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A rank of another node, and where it is."""
+
+    connection: Connection
+    address: str
+
+
+def accept_ranks(nodes: Nodes, tp_size: int, fingerprint: str) -> Mapping[int, Joined]:
+    """Listen at the endpoint until all ranks of other nodes have joined; raises ConfigError if it is none of this host's."""
+    own, joined = nodes.ranks(tp_size, 0), dict[int, Joined]()
+    try:
+        listening = socket.create_server((nodes.host, nodes.port), backlog=tp_size)
+    except OSError as error:
+        remedy = "name an address of this host, that of node_rank 0, and a free port"
+        require(False, "rdzv_endpoint", f"{nodes.host}:{nodes.port}", f"free on this host ({error.strerror})", remedy)
+        raise
+    logger.info("rank 0 waits for %d ranks of other hosts at %s:%d", tp_size - len(own), nodes.host, nodes.port)
+    with listening:
+        while len(joined) < tp_size - len(own):
+            peer, (address, _) = listening.accept()
+            try:
+                connection = _authenticated(peer, nodes.key, deliver=True)
+                hello = msgspec.json.decode(connection.recv_bytes(MAX_HELLO_BYTES), type=Hello)
+                for rank in [rank for rank, one in joined.items() if one.connection.poll()]:
+                    joined.pop(rank).connection.close()  # who waits says nothing: its process has ended
+                if reason := _why_not(hello, nodes, tp_size, fingerprint, joined):
+                    connection.send_bytes(reason.encode())
+                    logger.error("rank %d at %s cannot join: %s", hello.rank, address, reason)
+                    continue
+                connection.send_bytes(ADMITTED)
+            except (AuthenticationError, EOFError, OSError, msgspec.MsgspecError) as error:
+                logger.error("a connection from %s is closed: %s: %s", address, type(error).__name__, error)
+                continue
+            _without_limit(connection)
+            joined[hello.rank] = Joined(connection, address)
+    return joined
+
+
+def join_ranks(nodes: Nodes, rank: int, fingerprint: str) -> Connection:
+    """Connect to rank 0 as this rank, as soon as it listens, however long that takes; raises JoinError if it refuses."""
+    logger.info("rank %d waits for rank 0 at %s:%d", rank, nodes.host, nodes.port)
+    reason = ""
+    while True:
+        try:
+            peer = socket.create_connection((nodes.host, nodes.port), HANDSHAKE_SECONDS)
+            peer.settimeout(None)
+            connection = _authenticated(peer, nodes.key, deliver=False)
+            connection.send_bytes(msgspec.json.encode(Hello(rank, nodes.count, fingerprint)))
+            answer = connection.recv_bytes()
+        except AuthenticationError:
+            raise JoinError(f"rank 0 at {nodes.host}:{nodes.port} has another key; give both the same") from None
+        except (EOFError, OSError) as error:
+            if str(error) != reason:
+                reason = str(error)
+                logger.info("rank %d cannot reach rank 0 yet: %s: %s", rank, type(error).__name__, reason)
+            time.sleep(RETRY_SECONDS)
+            continue
+        if answer != ADMITTED:
+            raise JoinError(f"rank 0 at {nodes.host}:{nodes.port} refuses rank {rank}: {answer.decode()}")
+        _without_limit(connection)
+        return connection
+
+
+def interface_to(host: str) -> str:
+    """Return the name of the network interface whose IPv4 address packets to `host` come from; raises ConfigError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # sends nothing
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:
+                continue  # it has no address
+            if socket.inet_ntoa(found[20:24]) == own:
+                return name
+    raise ConfigError(
+        f"no network interface has the address {own}, from which {host} is reached; set GLOO_SOCKET_IFNAME"
+    )
+
+
+def _why_not(hello: Hello, nodes: Nodes, tp_size: int, fingerprint: str, joined: Mapping[int, Joined]) -> str:
+    expected = Hello(hello.rank, nodes.count, fingerprint)
+    for name, value in asdict(expected).items():
+        if getattr(hello, name) != value:
+            return f"{name} = {getattr(hello, name)!r}: must be rank 0's, {value!r}"
+    if hello.rank in nodes.ranks(tp_size, 0) or not 0 <= hello.rank < tp_size:
+        return f"rank = {hello.rank}: must be one of another host than rank 0's, and < tp_size = {tp_size}"
+    return f"rank = {hello.rank}: is there already, from {joined[hello.rank].address}" if hello.rank in joined else ""
+
+
+def _authenticated(peer: socket.socket, key: str, deliver: bool) -> Connection:
+    """Make a connection of a socket after both sides have shown that they have the key; raises AuthenticationError."""
+    limit = struct.pack("ll", HANDSHAKE_SECONDS, 0)  # of each read and write, until `_without_limit`
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # commands are small, and each is to be done now
+    for name, value in KEEPALIVE.items():
+        peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connection = Connection(peer.detach())
+    try:
+        for ours in (deliver, not deliver):
+            (deliver_challenge if ours else answer_challenge)(connection, key.encode())
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _without_limit(connection: Connection) -> None:
+    """Let reads and writes of a connection that `_authenticated` made take any time."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as peer:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
+
+
+def _read_key(path: Path | None) -> str:
+    try:
+        key = os.environ.get(KEY_VARIABLE, "") if path is None else path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"ranks_key_file = {path}: cannot be read ({reason}); give a file with a key") from None
+    if len(key) < LEAST_KEY_CHARACTERS:
+        where = f"variable {KEY_VARIABLE}" if path is None else f"ranks_key_file = {path}"
+        raise ConfigError(
+            f"{where}: the key has {len(key)} characters, must have at least {LEAST_KEY_CHARACTERS} with nnodes > 1; "
+            "give all hosts one that `openssl rand -hex 32` draws"
+        )
+    return key

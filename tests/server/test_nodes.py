@@ -1,0 +1,173 @@
+"""Two launchers of one engine, as on two hosts: rank 0's serves, the other follows it, and either may end and come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.conftest import BuildEngine, RandomModel
+from tests.server.test_ranks import LIMITS, MARK, PROMPT
+from tests.support.live_server import command_line, live_server
+from tests.support.server_streams import tokens
+from tests.support.waiting import is_running, wait_for
+
+from kvseek.core.request import Request
+from kvseek.engine.engine import Engine
+from kvseek.server.launch import LOOPBACK, main
+from kvseek.server.ports import Ports
+
+KEY = "a key of the test's own"
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Processes of the ranks that a launcher has started."""
+    children = Path(f"/proc/{launcher}/task").glob("*/children")
+    found = [int(child) for path in children for child in path.read_text().split()]
+    return [child for child in found if MARK in command_line(child)]
+
+
+@contextmanager
+def node(directory: Path, log: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    """A launcher of node 1; it may wait for rank 0."""
+    command = [sys.executable, "-m", "kvseek.cli.main", "serve", "--engine_dir", str(directory), "--node_rank", "1"]
+    with subprocess.Popen([*command, "--log", str(log), *flags], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    with Ports(0, 0, 0, 0).hold(LOOPBACK, socket.SO_REUSEADDR) as ports:
+        yield f"{LOOPBACK}:{ports.http}"
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_an_engine_on_two_nodes(
+    random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model("llama", num_attention_heads=4, num_key_value_heads=4)
+    (expected,) = Engine.load(build_engine(model, "full", *LIMITS)).generate([Request(PROMPT, 8)])
+    directory = build_engine(model, "full", *LIMITS, "--tp_size", "4")
+    key = tmp_path / "key"
+    key.write_text(KEY)
+    place = ("--nnodes", "2", "--rdzv_endpoint", endpoint)
+    monkeypatch.setenv("KVSEEK_RANKS_KEY", KEY)  # of rank 0's; the other has the file
+    start = lambda name: node(directory, tmp_path / name, *place, "--ranks_key_file", str(key), "--threads", "2")  # noqa: E731
+    with start("node.log") as follower, live_server(directory, tmp_path / "server.log", *place) as server:
+        assert follower.stdout is not None
+        assert follower.stdout.readline() == f"ready: ranks 2 3 follow rank 0 at {endpoint}\n"
+        for route in ("grpc", "http_stream"):
+            assert tokens(server, route, PROMPT, 8).join().ids == expected
+        ranks = ranks_of(follower.pid)
+        assert len(ranks) == 2
+
+        stream = tokens(server, "grpc", PROMPT, 800)
+        wait_for(lambda: stream.count or stream.ended_at, "the first token")
+        engine = server.process_ids()["engine"]
+        follower.kill()  # the whole node, with its ranks
+        error = stream.join().error
+        assert "(node 1 at 127.0.0.1): its connection is closed, so its process or its host has ended" in error
+        assert "rank 2" in error or "rank 3" in error
+        wait_for(lambda: not any(map(is_running, ranks)), "the end of the node's ranks")
+        server.wait_replaced("engine", engine)
+        assert not server.is_ready()
+
+        with start("node2.log") as second:  # the node is there again
+            server.wait_ready()
+            assert tokens(server, "grpc", PROMPT, 8).join().ids == expected
+            assert second.stdout is not None
+            second.stdout.readline()
+            ranks, engine = ranks_of(second.pid), server.process_ids()["engine"]
+            os.kill(engine, signal.SIGKILL)  # rank 0, with the rank beside it
+            server.wait_replaced("engine", engine)
+            server.wait_ready()
+            assert tokens(server, "grpc", PROMPT, 8).join().ids == expected
+            assert not set(ranks) & set(ranks_of(second.pid)), "they have been started again"
+            second.terminate()
+            assert second.wait(60) == 0
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_a_node_with_another_engine_is_told_so(
+    random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model("llama")
+    directory = build_engine(model, "full", *LIMITS, "--tp_size", "2")
+    other = build_engine(model, "full", *LIMITS, "--tp_size", "2", "--max_input_len", "300")
+    monkeypatch.setenv("KVSEEK_RANKS_KEY", KEY)
+    place = ("--nnodes", "2", "--rdzv_endpoint", endpoint)
+    command = [sys.executable, "-m", "kvseek.cli.main", "serve", "--engine_dir", str(directory), *place]
+    command += ["--http_port", "0", "--grpc_port", "0", "--metrics_port", "0", "--openai_port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as leader:
+        try:
+            with node(other, tmp_path / "other.log", *place) as follower:
+                assert follower.wait(120) == 1
+            assert "refuses rank 1: fingerprint = " in (tmp_path / "other.log").read_text()
+            assert leader.poll() is None, "rank 0 waits for the right one"
+        finally:
+            leader.terminate()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--nnodes", "2", "--rdzv_endpoint", "127.0.0.1:7000"), "variable KVSEEK_RANKS_KEY: the key has 0 characters"),
+        (("--nnodes", "2"), "rdzv_endpoint = None: must be HOST:PORT with nnodes = 2"),
+        (("--node_rank", "1"), "node_rank = 1: must be in [0, 0]"),
+        (("--rdzv_endpoint", "127.0.0.1:7000"), "rdzv_endpoint = '127.0.0.1:7000': must be left out with nnodes = 1"),
+    ],
+)
+def test_what_nodes_cannot_be_is_refused_at_once(
+    flags: tuple[str, ...],
+    message: str,
+    random_model: RandomModel,
+    build_engine: BuildEngine,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("KVSEEK_RANKS_KEY", raising=False)
+    directory = build_engine(random_model("llama"), "full", *LIMITS, "--tp_size", "2")
+    assert main(["--engine_dir", str(directory), *flags]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--nnodes", "3"), "nnodes = 3: must be a divisor of tp_size = 2"),
+        (("--nnodes", "2", "--node_rank", "2"), "node_rank = 2: must be in [0, 1]"),
+        (("--nnodes", "2", "--replicas", "2"), "nnodes = 2: must be 1 with --replicas"),
+        (
+            ("--nnodes", "2", "--node_rank", "1", "--http_port", "80"),
+            "http_port = 80: must be left out with --node_rank 1",
+        ),
+        (
+            ("--nnodes", "2", "--node_rank", "1", "--max_logits", "9"),
+            "max_logits = 9: must be left out with --node_rank 1",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_engine_or_the_node_is_refused(
+    flags: tuple[str, ...],
+    message: str,
+    random_model: RandomModel,
+    build_engine: BuildEngine,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVSEEK_RANKS_KEY", KEY)
+    directory = build_engine(random_model("llama"), "full", *LIMITS, "--tp_size", "2")
+    assert main(["--engine_dir", str(directory), "--rdzv_endpoint", "127.0.0.1:7000", *flags]) == 1
+    assert message in capsys.readouterr().err
