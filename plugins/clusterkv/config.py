@@ -21,8 +21,8 @@ class Config:
     Attributes
     ----------
     top_k : int
-        Rows retrieved per KV head; with rerank_bits 0 the last cluster taken is cut to fit. The paper calls it the budget, and has
-        1,024; 512 here, for codes choose better than clusters (README).
+        Rows retrieved per KV head; with rerank_bits 0 the last cluster taken is cut to fit. The paper calls it the budget, and
+        has 1,024; 512 here, for codes choose better than clusters (README).
     tokens_per_cluster : int
         Prompt tokens per cluster. The paper has 80; half of that loses far fewer answers (README).
     clusters_per_update : int

@@ -31,8 +31,7 @@ class Config:
     top_k : int
         rho': rows selected per KV head. Section 4.1: 512 or 1024; 256 here (README).
     probes : int
-        C': centroids whose lists a query recalls. Section 4.1: 4; 16 here, which loses fewer answers
-        (README).
+        C': centroids whose lists a query recalls. Section 4.1: 4; 16 here, which loses fewer answers (README).
     centred : bool
         Subtract the mean of the prompt's centroid queries from queries and centroids before their cosines: our choice
         (README). False is the paper.

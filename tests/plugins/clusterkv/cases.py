@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tests.plugins.cases import MethodCases, NeedleCase
-
-WHOLE = {"spread_weight": 0.0, "rerank_bits": 0}  # clusters by their centroids, taken whole, as in the paper
+from tests.plugins.clusterkv.settings import WHOLE
 
 CASES = MethodCases(
     sparse={"top_k": 12, "tokens_per_cluster": 8, "dense_layers": 1},
