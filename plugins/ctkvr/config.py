@@ -66,7 +66,13 @@ class Config:
         require(1 <= self.centroids <= MOST_CENTROIDS, "centroids", self.centroids, limit, "2048 is the default")
         require(self.centroid_divisor >= 1, "centroid_divisor", self.centroid_divisor, ">= 1", "16 is the default")
         wide = math.isfinite(self.recall_factor) and self.recall_factor >= 1
-        require(wide, "recall_factor", self.recall_factor, "finite and >= 1", "a list must hold top_k places; 5 is the default")
+        require(
+            wide,
+            "recall_factor",
+            self.recall_factor,
+            "finite and >= 1",
+            "a list must hold top_k places; 5 is the default",
+        )
         require(self.top_k >= 1, "top_k", self.top_k, ">= 1", "256 is the default")
         limit = f"between 1 and centroids = {self.centroids}"
         require(1 <= self.probes <= self.centroids, "probes", self.probes, limit, "16 is the default")
@@ -75,7 +81,9 @@ class Config:
         limit = f">= top_k = {self.top_k}, or 0"
         remedy = "a region that grew from a short prompt must recall top_k places; leave it out"
         require(self.recent >= self.top_k, "recent", self.recent, limit, remedy)
-        require(self.execution in EXECUTIONS, "execution", self.execution, f"one of {EXECUTIONS}", "codes is the default")
+        require(
+            self.execution in EXECUTIONS, "execution", self.execution, f"one of {EXECUTIONS}", "codes is the default"
+        )
 
     @property
     def bits(self) -> int:
