@@ -63,7 +63,7 @@ def test_a_method_says_of_how_many_steps() -> None:
 
 
 def test_steps_that_are_not_kept_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    _, attentions = make("clusterkv", top_k=8192, rerank_bits=0, cache_steps=8)
+    _, attentions = make("clusterkv", top_k=8192, cache_steps=8)
     (record,) = caplog.records
     assert record.getMessage().startswith(
         "steps whose rows stay on the device = 8: must be <= 6 with 8192 selected rows"

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from tests.plugins.cases import ON_GPU
-from tests.plugins.clusterkv.settings import WHOLE
 from tests.plugins.ctkvr.settings import BY_KEYS
 from tests.plugins.prkv.settings import BOXES
 
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 MODEL = ModelConfig("llama", 384, 512, 640, 4, 8, 2, 128, 1e-5, 1e4, 1 << 18)
 TOKENS = 1 << 17
-PAPERS = [("clusterkv", WHOLE), ("ctkvr", BY_KEYS), ("prkv", BOXES)]
+PAPERS = [("ctkvr", BY_KEYS), ("prkv", BOXES)]
 # A block of PyTorch's allocator may be larger than what was asked for, by what it does not split off.
 SPARE_BYTES = 2 << 20
 KEPT_BYTES = 64 << 10  # of constants that methods keep on a device once made

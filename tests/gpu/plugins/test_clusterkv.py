@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from tests.gpu.plugins import gpu_context
@@ -17,7 +15,6 @@ from tests.gpu.plugins.clusterkv_pairs import (
     poison,
     random_keys,
 )
-from tests.plugins.clusterkv.settings import WHOLE
 from tests.plugins.index_cases import extend, select, select_rows
 from torch import Tensor
 
@@ -88,7 +85,7 @@ def check_request(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, s
 @pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), SHAPES)
 def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[int]) -> None:
     torch.manual_seed(dim + group + len(lengths))
-    config = Config(group_reduce=reduce, top_k=300, iterations=3, **WHOLE)
+    config = Config(group_reduce=reduce, top_k=300, tokens_per_cluster=40, iterations=3)
     expected, found = make_pair(config, dtype, dim, group, lengths)
     queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
     slots = list(reversed(range(len(lengths))))
@@ -102,7 +99,7 @@ def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[
 @pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), SHAPES)
 def test_spreads_count(dtype: str, dim: int, group: int, reduce: str, lengths: list[int]) -> None:
     torch.manual_seed(dim + group + len(lengths))
-    config = Config(group_reduce=reduce, top_k=300, iterations=3, spread_weight=3.0, rerank_bits=0)
+    config = Config(group_reduce=reduce, top_k=300, iterations=3, spread_weight=3.0)
     expected, found = make_pair(config, dtype, dim, group, lengths)
     queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
     selection = select_rows(found, queries.cuda(), list(range(len(lengths))))
@@ -150,7 +147,7 @@ def test_codes_choose_among_the_rows_of_clusters(
     dtype: str, dim: int, group: int, reduce: str, lengths: list[int], bits: int
 ) -> None:
     torch.manual_seed(dim + group + len(lengths))
-    config = Config(group_reduce=reduce, top_k=300, iterations=3, rerank_bits=bits, candidates=4)
+    config = Config(group_reduce=reduce, top_k=300, iterations=3, spread_weight=3.0, rerank_bits=bits)
     expected, found = make_pair(config, dtype, dim, group, lengths)
     queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
     rows = select_rows(found, queries.cuda(), list(range(len(lengths)))).rows.cpu()
@@ -161,7 +158,7 @@ def test_codes_choose_among_the_rows_of_clusters(
 @pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
 def test_more_candidates_than_shared_memory_holds(reduce: str) -> None:
     torch.manual_seed(5)
-    config = Config(group_reduce=reduce, top_k=1500, iterations=1, candidates=4)
+    config = Config(group_reduce=reduce, top_k=1500, iterations=1, rerank_bits=2)
     assert config.rows_of_clusters > 4096
     expected, found = make_pair(config, "bfloat16", 128, 4, [33_000])
     queries = torch.randn(1, KV_HEADS * 4, 128).bfloat16()
@@ -171,7 +168,7 @@ def test_more_candidates_than_shared_memory_holds(reduce: str) -> None:
 
 def test_equal_keys_are_taken_in_order() -> None:
     """Every score and every estimate is the same: the first candidates, which are the first places of the first clusters."""
-    config = Config(top_k=100, tokens_per_cluster=8, iterations=1, spread_weight=0.0)
+    config = Config(top_k=100, tokens_per_cluster=8, iterations=1, rerank_bits=2)
     _, found = make_pair(config, "bfloat16", 64, 2, [9000])
     found.reference.centroids.fill_(0.5)
     codes = found.reference.codes
@@ -187,7 +184,7 @@ def test_equal_keys_are_taken_in_order() -> None:
 @pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
 def test_an_infinite_or_huge_query_hurts_no_other_request(reduce: str) -> None:
     torch.manual_seed(6)
-    config = Config(group_reduce=reduce, top_k=300, iterations=1, candidates=4)
+    config = Config(group_reduce=reduce, top_k=300, iterations=1, spread_weight=3.0, rerank_bits=2)
     _, index = make_pair(config, "bfloat16", 128, 4, [9000] * 4)
     queries = torch.randn(4, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
     want = select_rows(index, queries, [0, 1, 2, 3]).rows.clone()
@@ -202,7 +199,7 @@ def test_an_infinite_or_huge_query_hurts_no_other_request(reduce: str) -> None:
 def test_prompts_are_encoded_beside_their_clustering() -> None:
     """Codes, spreads and clusters that the kernels made select as the reference does with the same arrays."""
     torch.manual_seed(8)
-    config = Config(top_k=200, iterations=2, candidates=4)
+    config = Config(top_k=200, iterations=2, spread_weight=3.0, rerank_bits=2)
     old, new = 3000, 40
     keys = random_keys(old + new, 128, "bfloat16")
     context = make_context(config, "bfloat16", 128, 4, [old], "cuda", room=new)
@@ -231,7 +228,7 @@ def test_prompts_are_encoded_beside_their_clustering() -> None:
 
 def test_rows_are_the_references_where_scores_are_far_apart() -> None:
     torch.manual_seed(1)
-    config = Config(group_reduce="max", top_k=1000, **WHOLE)
+    config = Config(group_reduce="max", top_k=1000)
     expected, found = make_pair(config, "float32", 128, 4, [20_000, 4000])
     queries = torch.randn(2, KV_HEADS * 4, 128)
     rows = select_rows(found, queries.cuda(), [0, 1]).rows
@@ -243,7 +240,7 @@ def test_rows_are_the_references_where_scores_are_far_apart() -> None:
 def test_tiny_clusters_take_as_many_as_the_budget_needs(per_cluster: int, top_k: int) -> None:
     """Up to 5,000 clusters are taken, in several rounds of the block; clusters without keys are passed over."""
     torch.manual_seed(top_k)
-    config = Config(tokens_per_cluster=per_cluster, top_k=top_k, iterations=2, **WHOLE)
+    config = Config(tokens_per_cluster=per_cluster, top_k=top_k, iterations=2)
     expected, found = make_pair(config, "bfloat16", 64, 2, [6000, 2000])
     queries = torch.randn(2, KV_HEADS * 2, 64).bfloat16()
     rows = select_rows(found, queries.cuda(), [0, 1]).rows.cpu()
@@ -254,7 +251,7 @@ def test_tiny_clusters_take_as_many_as_the_budget_needs(per_cluster: int, top_k:
 @pytest.mark.parametrize("reduce", ["mean", "softmax_mean"])
 def test_equal_scores_are_cut_by_number(reduce: str) -> None:
     """All centroids are the same, more than one block compares at once: the digits of their numbers decide."""
-    config = Config(tokens_per_cluster=8, top_k=777, group_reduce=reduce, **WHOLE)
+    config = Config(tokens_per_cluster=8, top_k=777, group_reduce=reduce)
     expected, found = make_pair(config, "bfloat16", 64, 2, [16_000])
     expected.centroids.fill_(0.5)
     copy_clusters(found, expected)
@@ -268,7 +265,7 @@ def test_equal_scores_are_cut_by_number(reduce: str) -> None:
 @pytest.mark.parametrize("tokens_per_cluster", [80, 500])
 def test_one_cluster_larger_than_the_budget(tokens_per_cluster: int) -> None:
     torch.manual_seed(4)
-    config = Config(tokens_per_cluster=tokens_per_cluster, top_k=60, iterations=2, **WHOLE)
+    config = Config(tokens_per_cluster=tokens_per_cluster, top_k=60, iterations=2)
     expected, found = make_pair(config, "bfloat16", 128, 4, [70_000 if tokens_per_cluster == 500 else 79])
     queries = torch.randn(1, KV_HEADS * 4, 128).bfloat16()
     check_request(expected, found, queries[0], 0, select_rows(found, queries.cuda(), [0]).rows[0].cpu())
@@ -279,7 +276,7 @@ def test_evicted_keys_become_visible_when_they_are_committed() -> None:
     torch.manual_seed(5)
     old, update, times = 1500, 40, 6
     keys = random_keys(old + update * times, 64, "bfloat16")
-    config = Config(top_k=100, tokens_per_cluster=80, **WHOLE)
+    config = Config(top_k=100, tokens_per_cluster=80)
     context = make_context(config, "bfloat16", 64, 2, [old], "cuda", room=update * times)
     index = CudaIndex(context)
     poison(index)
@@ -312,7 +309,7 @@ def test_a_slot_may_be_closed_while_its_prompt_is_clustered() -> None:
     """What is still running writes to the extents that the slot had, and nowhere else."""
     torch.manual_seed(7)
     n = 5000
-    index = CudaIndex(make_context(Config(**WHOLE), "bfloat16", 64, 2, [n], "cuda"))
+    index = CudaIndex(make_context(Config(), "bfloat16", 64, 2, [n], "cuda"))
     poison(index)
     keys, extents = random_keys(n, 64, "bfloat16").cuda(), index.context.extents
     owned = extents.table[0].tolist()
@@ -336,11 +333,11 @@ def test_dense_layers_select_nothing() -> None:
     assert index.effort(2320).rows == 2320
 
 
-@pytest.mark.parametrize("fields", [WHOLE, {"candidates": 4}], ids=["whole", "codes"])
-def test_a_captured_selection_follows_lengths_and_skips_dense_requests(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("bits", [0, 2])
+def test_a_captured_selection_follows_lengths_and_skips_dense_requests(bits: int) -> None:
     torch.manual_seed(3)
     lengths = [3000, 40_000, 12_000]
-    _, index = make_pair(Config(iterations=2, top_k=1024, **fields), "bfloat16", 128, 4, lengths)
+    _, index = make_pair(Config(iterations=2, rerank_bits=bits), "bfloat16", 128, 4, lengths)
     queries = torch.randn(3, KV_HEADS * 4, 128, device="cuda").bfloat16()
     batch = batch_of(index, [50_000] * 3, [0, 1, 2])
     want = index.select(queries, batch)
@@ -360,6 +357,6 @@ def test_a_captured_selection_follows_lengths_and_skips_dense_requests(fields: d
 
 
 def test_queries_of_another_dtype_are_refused() -> None:
-    _, index = make_pair(Config(iterations=1, **WHOLE), "bfloat16", 64, 2, [300])
+    _, index = make_pair(Config(iterations=1), "bfloat16", 64, 2, [300])
     with pytest.raises(KernelError, match=r"queries: torch\.float32 on cuda:0: must be torch\.bfloat16 on cuda"):
         select(index, torch.randn(1, KV_HEADS * 2, 64, device="cuda"), [0])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.plugins.clusterkv.settings import WHOLE
 from torch import Tensor
 
 from kvseek.core.cuda import CudaKernels
@@ -29,7 +28,6 @@ KV_HEADS = 2
 LAYER = 3
 GROUP = 4
 UNWRITTEN = -7
-PLAIN = Config(**WHOLE)
 SHAPES = [("bfloat16", 128), ("float16", 64), ("float32", 96), ("bfloat16", 256), ("float32", 128), ("bfloat16", 160)]
 # Keys and clusters: less and more than a warp, a block, a tile of directions, the small kernel.
 SIZES = [(1, 1), (7, 7), (7, 2), (80, 3), (320, 4), (1000, 64), (1024, 12), (1025, 40), (2049, 70), (33_000, 412)]
@@ -37,7 +35,7 @@ SIZES = [(1, 1), (7, 7), (7, 2), (80, 3), (320, 4), (1000, 64), (1024, 12), (102
 
 @cache
 def load_kernels(dtype: str, dim: int, spread_weight: float = 0.0) -> CudaKernels:
-    return method_kernels("clusterkv", Config(spread_weight=spread_weight, rerank_bits=0), dtype, dim, GROUP)
+    return method_kernels("clusterkv", Config(spread_weight=spread_weight), dtype, dim, GROUP)
 
 
 @dataclass
@@ -70,7 +68,7 @@ def cluster(
     first_cluster: int = 0,
 ) -> Found:
     """Cluster keys [G, n, D] on the GPU into poisoned arrays, and check what is outside of the clustering."""
-    config, dtype = config or PLAIN, str(keys.dtype).removeprefix("torch.")
+    config, dtype = config or Config(), str(keys.dtype).removeprefix("torch.")
     tokens, dim = keys.shape[1:]
     needed = max(first_place + tokens, -(-(first_cluster + clusters) // config.clusters_per_extent) * 1024)
     table = ExtentTable(3, 80, 100, keys.device)
@@ -117,7 +115,7 @@ def check_lists(found: Found, tokens: int) -> None:
 
 
 def expected(keys: Tensor, clusters: int, config: Config | None = None) -> Clustering:
-    config = config or PLAIN
+    config = config or Config()
     chosen = initial_keys(config.seed, LAYER, keys.shape[1], clusters)
     return cluster_keys(keys.cpu(), chosen, config.iterations)
 
@@ -144,7 +142,7 @@ def random_keys(tokens: int, dim: int, dtype: str, seed: int = 0) -> Tensor:
 def separated_keys(tokens: int, clusters: int, dim: int, dtype: str) -> tuple[Tensor, Tensor]:
     """Keys near one of `clusters` vectors, one of which each first centroid is near, and which; on the GPU."""
     generator = torch.Generator().manual_seed(tokens)
-    chosen = initial_keys(PLAIN.seed, LAYER, tokens, clusters)
+    chosen = initial_keys(Config().seed, LAYER, tokens, clusters)
     labels = (torch.searchsorted(chosen, torch.arange(tokens), right=True) - 1).clamp(min=0)
     centers = torch.randn(KV_HEADS, clusters, dim, generator=generator)
     keys = centers[:, labels] + 0.1 * torch.randn(KV_HEADS, tokens, dim, generator=generator)
@@ -176,7 +174,7 @@ def test_separated_keys_are_clustered_exactly(dtype: str, dim: int, size: tuple[
 @pytest.mark.parametrize(("dtype", "dim"), SHAPES)
 def test_one_round_is_the_references(dtype: str, dim: int, size: tuple[int, int]) -> None:
     tokens, clusters = size
-    config, keys = replace(PLAIN, iterations=1), random_keys(tokens, dim, dtype)
+    config, keys = Config(iterations=1), random_keys(tokens, dim, dtype)
     found = cluster(keys, clusters, config)
     labels, wanted = found.labels, labels_of(expected(keys, clusters, config))
     differ = (labels != wanted).sum().item()
@@ -196,7 +194,7 @@ def test_all_rounds_reach_the_references_objective(dtype: str, dim: int, size: t
     found = cluster(keys, clusters)
     wanted = objective(keys, labels_of(expected(keys, clusters)), clusters)
     assert abs(objective(keys, found.labels, clusters) - wanted) < 1e-3
-    assert found.changed.shape == (PLAIN.iterations + 1, KV_HEADS)
+    assert found.changed.shape == (Config().iterations + 1, KV_HEADS)
     moved = found.changed > 0
     assert (moved[1:] <= moved[:-1]).all(), "a head that has settled stays so"
 
@@ -224,12 +222,12 @@ def test_spreads_are_those_of_the_clusters_keys(dtype: str, dim: int, size: tupl
     """In the kernel for few keys and in the one for many; a cluster of one key or of none has no spread."""
     tokens, clusters = size
     keys = random_keys(tokens, dim, dtype, seed=8)
-    found = cluster(keys, clusters, replace(PLAIN, spread_weight=3.0, iterations=2))
+    found = cluster(keys, clusters, Config(spread_weight=3.0, iterations=2))
     _, wanted = cluster_means(keys.cpu().float(), found.labels, found.sizes.long())
     assert found.spreads is not None
     torch.testing.assert_close(found.spreads, wanted, rtol=1e-3, atol=1e-3)
     assert (found.spreads[found.sizes <= 1] == 0).all()
-    plain = cluster(keys, clusters, replace(PLAIN, iterations=2))
+    plain = cluster(keys, clusters, Config(iterations=2))
     for name in ("centroids", "sizes", "starts", "places"):
         assert torch.equal(getattr(found, name), getattr(plain, name)), f"{name} do not depend on it"
 
@@ -284,9 +282,9 @@ def test_keys_that_differ_little_from_what_they_share(tokens: int) -> None:
     generator = torch.Generator().manual_seed(6)
     keys = 1 + 0.01 * torch.randn(KV_HEADS, tokens, 128, generator=generator)
     clusters, units = tokens // 80, F.normalize(keys.double(), dim=-1)
-    first = nearest(units, units[:, initial_keys(PLAIN.seed, LAYER, tokens, clusters)])
+    first = nearest(units, units[:, initial_keys(Config().seed, LAYER, tokens, clusters)])
     wanted = nearest(units, F.normalize(cluster_sums(units, first, clusters), dim=-1))
-    labels = cluster(keys.cuda(), clusters, replace(PLAIN, iterations=1)).labels
+    labels = cluster(keys.cuda(), clusters, Config(iterations=1)).labels
     assert (labels == wanted).float().mean() > 0.9
     assert torch.equal(labels.unique(), wanted.unique())
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.plugins.clusterkv.settings import WHOLE
 from tests.plugins.index_cases import (
     KV_HEADS,
     context_of,
@@ -106,12 +105,11 @@ def test_rows_follow_the_definition(reduce: str, bits: int) -> None:
 
 
 def test_without_options_no_array_grows_and_no_codebook_is_made() -> None:
-    config = Config(**WHOLE)
-    index = built(config, random_keys(100, DIM))
+    index = built(Config(), random_keys(100, DIM))
     assert index.spreads.numel() == 0
     assert index.codes is None
-    assert traits(config).codebooks(DIM) == {}
-    assert replace(config, candidates=7).rows_of_clusters == config.top_k == 512
+    assert traits(Config()).codebooks(DIM) == {}
+    assert Config(candidates=7).rows_of_clusters == 1024
 
 
 def test_a_wide_cluster_with_one_good_key_is_found_by_its_spread() -> None:
@@ -124,7 +122,7 @@ def test_a_wide_cluster_with_one_good_key_is_found_by_its_spread() -> None:
     keys = torch.cat((narrow, wide)).expand(KV_HEADS, -1, -1).contiguous()
     query = axes[2].expand(1, GROUP * KV_HEADS, -1).contiguous()
     for weight, first in ((0.0, 0), (3.0, 20)):
-        config = Config(top_k=20, tokens_per_cluster=20, spread_weight=weight, rerank_bits=0, seed=3)
+        config = Config(top_k=20, tokens_per_cluster=20, spread_weight=weight, seed=3)
         index = built(config, keys)
         assert sorted(map(len, members(index, 0, 0))) == [20, 20], "the seed starts a cluster in each bundle"
         assert select_rows(index, query, [0]).rows[0, 0].sort().values.tolist() == list(range(first, first + 20))
@@ -184,7 +182,7 @@ def test_a_query_that_is_no_number_hurts_no_other_request(reduce: str, value: fl
         ({"candidates": 0}, "candidates = 0: must be >= 1"),
         (
             {"rerank_bits": 2, "top_k": 20_000},
-            "candidates x top_k = 160000: must be at most 65535 with top_k = 20000; lower candidates or top_k",
+            "candidates x top_k = 80000: must be at most 65535 with top_k = 20000; lower candidates or top_k",
         ),
     ],
 )
@@ -204,10 +202,12 @@ def test_bytes_per_token_are_those_of_the_arrays() -> None:
 
 def test_costs_of_codes() -> None:
     model = ModelConfig("llama", 128_256, 4096, 14_336, 32, 32, 8, 128, 1e-5, 5e5, 131_072)
-    plain, found = (costs(Config(**fields), model, 131_072, 2) for fields in (WHOLE, {}))
-    assert (plain.rows, plain.kernels, found.rows, found.kernels) == (512, 2, 512, 3)
+    plain, found = (
+        costs(Config(**fields), model, 131_072, 2) for fields in ({}, {"rerank_bits": 2, "spread_weight": 1})
+    )
+    assert (plain.rows, plain.kernels, found.rows, found.kernels) == (1024, 2, 1024, 3)
     assert found.index_bytes - plain.index_bytes == 3276 * 4
-    assert found.rerank_bytes - plain.rerank_bytes >= 8 * 512 * 34
+    assert found.rerank_bytes - plain.rerank_bytes >= 4096 * 34
     short = costs(Config(rerank_bits=2), model, 100, 2)
     assert (short.rows, short.rerank_bytes) <= (100, 100 * 200)
 
@@ -244,15 +244,15 @@ def test_the_rerank_has_room_for_every_batch_that_loading_has_counted(slots: int
 
 def test_candidates_are_no_more_than_the_longest_region_and_shared_memory() -> None:
     """A region of two extents has 2,048 rows; so many fit the block that lists clusters, and 32,768 do not."""
-    index = device_index(Config(rerank_bits=2, top_k=8192, candidates=4), 1, 2)
+    index = device_index(Config(rerank_bits=2, top_k=8192), 1, 2)
     assert index.reranker is not None
     assert index.reranker.listed == 2 * EXTENT_TOKENS
     message = r"32768 rows of them \(candidates x top_k\) need \d+ bytes.*lower candidates x top_k or max_seq_len"
     with pytest.raises(KernelError, match=message):
-        device_index(Config(rerank_bits=2, top_k=8192, candidates=4), 1, 64)
+        device_index(Config(rerank_bits=2, top_k=8192), 1, 64)
 
 
 def test_heads_that_codes_do_not_support_are_refused_on_the_gpu() -> None:
-    assert cuda_macros(Config(**WHOLE), 32, 2)["CLUSTERKV_RERANK_BITS"] == 0
+    assert cuda_macros(Config(), 32, 2)["CLUSTERKV_RERANK_BITS"] == 0
     with pytest.raises(ConfigError, match="head_dim = 32: must be at least 64 for rerank_bits = 4 on the GPU"):
         cuda_macros(Config(rerank_bits=4), 32, 2)
