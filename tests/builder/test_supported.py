@@ -56,7 +56,12 @@ REFUSED = [
         CUDA,
         "head_dim = 32: must be >= 64 with page_score = 'codes' on the GPU; build with page_score = \"box\"",
     ),
-    ("clusterkv", {"rerank_bits": 2}, CUDA, "head_dim = 32: must be at least 64 for rerank_bits = 2 on the GPU; set rerank_bits to 0"),
+    (
+        "clusterkv",
+        {},
+        (*CUDA, "--clusterkv.rerank_bits", "2"),
+        "head_dim = 32: must be at least 64 for rerank_bits = 2 on the GPU; set rerank_bits to 0",
+    ),
     ("ctkvr", {}, CUDA, "head_dim = 32: must be a multiple of 32 from 64 to 256 with execution = 'codes'"),
     ("full", {}, (*CUDA, "--max_batch_size", "65"), "max_batch_size = 65: must be <= 64 with device = 'cuda'"),
 ]

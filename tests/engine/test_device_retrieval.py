@@ -59,7 +59,7 @@ def test_a_method_says_of_how_many_steps() -> None:
     assert all(one.kernel.hot is None for one in make("full")[1]), "it selects no rows"
     assert all(one.kernel.hot is None for one in make("clusterkv", cache_steps=0)[1])
     kept = [one.kernel.hot for one in make("clusterkv", cache_steps=2)[1]]
-    assert [hot is None or tuple(hot.rows.shape[2:4]) for hot in kept] == [True, True, (3, 512), (3, 512), (3, 512)]
+    assert [hot is None or tuple(hot.rows.shape[2:4]) for hot in kept] == [True, True, (3, 1024), (3, 1024), (3, 1024)]
 
 
 def test_steps_that_are_not_kept_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
