@@ -26,12 +26,12 @@ class Config:
     centroid_divisor : int
         A prompt of n retrieval tokens starts with min(centroids, ceil(n / centroid_divisor)) centroids. Section 4.1: 16.
     recall_factor : float
-        Places in a centroid's list per selected row: rho = ceil(recall_factor * top_k). Section 4.1: 2.5.
+        Places in a centroid's list per selected row: rho = ceil(recall_factor * top_k). Section 4.1: 2.5; 5 here, which gives
+        lists as long as 2.5 with 512 rows.
     top_k : int
-        rho': rows selected per KV head. Section 4.1: 512 or 1024; 512 here, for it costs half as much.
+        rho': rows selected per KV head. Section 4.1: 512 or 1024; 256 here (README).
     probes : int
-        C': centroids whose lists a query recalls. Section 4.1: 4; 8 here, which loses fewer answers
-        (README).
+        C': centroids whose lists a query recalls. Section 4.1: 4; 16 here, which loses fewer answers (README).
     centred : bool
         Subtract the mean of the prompt's centroid queries from queries and centroids before their cosines: our choice
         (README). False is the paper.
@@ -42,23 +42,23 @@ class Config:
         Newest places that are in no prompt list and are recalled by every query; 0, the default, becomes the larger of 1024
         and top_k. The paper is silent: our choice (README).
     execution : str
-        Where rows in host memory are reranked and attended to: "cpu", on host cores (section 3.2), or "uva", on the GPU
-        through reads over PCIe (our choice). Without a GPU, and for rows on the device, both mean the same. With "codes" the
-        GPU ranks recalled places by estimates from nested key codes in its own memory, and reads the selected rows alone over
-        PCIe (our choice); on every device, and wherever the rows lie, the ranking is by codes then.
+        How recalled places are ranked, and where: by "codes", estimates from nested key codes in the compute device's memory, so
+        that only the selected rows are read over PCIe (our choice); or by their keys: with rows in host memory on host cores,
+        which attend to them too ("cpu", section 3.2), or by the GPU through reads over PCIe ("uva"). Without a GPU, and for rows
+        on the device, "cpu" and "uva" mean the same.
     update : bool
         Dynamic centroid update (section 3.1.3): each step's query and its best rho places replace the oldest centroid.
     """
 
     centroids: int = 2048
     centroid_divisor: int = 16
-    recall_factor: float = 2.5
-    top_k: int = 512
-    probes: int = 8
+    recall_factor: float = 5.0
+    top_k: int = 256
+    probes: int = 16
     centred: bool = True
     keep_prompt: bool = True
     recent: int = 0
-    execution: str = "cpu"
+    execution: str = "codes"
     update: bool = True
 
     def __post_init__(self) -> None:
@@ -66,16 +66,24 @@ class Config:
         require(1 <= self.centroids <= MOST_CENTROIDS, "centroids", self.centroids, limit, "2048 is the default")
         require(self.centroid_divisor >= 1, "centroid_divisor", self.centroid_divisor, ">= 1", "16 is the default")
         wide = math.isfinite(self.recall_factor) and self.recall_factor >= 1
-        require(wide, "recall_factor", self.recall_factor, "finite and >= 1", "a list must hold top_k places; try 2.5")
-        require(self.top_k >= 1, "top_k", self.top_k, ">= 1", "512 is the default")
+        require(
+            wide,
+            "recall_factor",
+            self.recall_factor,
+            "finite and >= 1",
+            "a list must hold top_k places; 5 is the default",
+        )
+        require(self.top_k >= 1, "top_k", self.top_k, ">= 1", "256 is the default")
         limit = f"between 1 and centroids = {self.centroids}"
-        require(1 <= self.probes <= self.centroids, "probes", self.probes, limit, "8 is the default")
+        require(1 <= self.probes <= self.centroids, "probes", self.probes, limit, "16 is the default")
         if self.recent == 0:
             object.__setattr__(self, "recent", max(DEFAULT_RECENT, self.top_k))
         limit = f">= top_k = {self.top_k}, or 0"
         remedy = "a region that grew from a short prompt must recall top_k places; leave it out"
         require(self.recent >= self.top_k, "recent", self.recent, limit, remedy)
-        require(self.execution in EXECUTIONS, "execution", self.execution, f"one of {EXECUTIONS}", "cpu is the default")
+        require(
+            self.execution in EXECUTIONS, "execution", self.execution, f"one of {EXECUTIONS}", "codes is the default"
+        )
 
     @property
     def bits(self) -> int:

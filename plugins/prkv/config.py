@@ -57,7 +57,7 @@ class Config:
     static_share: float = 0.5
     share_rule: str = "fixed"
     page: int = 8
-    page_score: str = "box"
+    page_score: str = "codes"
     box_radius: float = 0.25
     window_queries: int = 64
     update_interval: int = 128
@@ -79,7 +79,7 @@ class Config:
         fits = self.share_rule in SHARE_RULES
         require(fits, "share_rule", self.share_rule, f"one of {SHARE_RULES}", '"fixed" is the default')
         fits = self.page_score in PAGE_SCORES
-        require(fits, "page_score", self.page_score, f"one of {PAGE_SCORES}", '"box" is the default')
+        require(fits, "page_score", self.page_score, f"one of {PAGE_SCORES}", '"codes" is the default')
         require(0 <= self.box_radius <= 1, "box_radius", self.box_radius, "in [0, 1]", "0.25 is the default")
         require(self.window_queries >= 1, "window_queries", self.window_queries, ">= 1", "64 is the default")
         limit = f">= window_queries = {self.window_queries}"

@@ -67,8 +67,8 @@ def test_inspection_does_not_read_weights(engine: Path, capsys: pytest.CaptureFi
     [
         ("full", (), "entries"),
         ("full", ("--cache.reuse", "false"), "off"),
-        ("ctkvr", (), "rows"),
-        ("ctkvr", ("--ctkvr.execution", "codes"), "copies"),
+        ("ctkvr", (), "copies"),
+        ("ctkvr", ("--ctkvr.execution", "cpu"), "rows"),
     ],
 )
 def test_inspection_tells_how_prefixes_are_reused(

@@ -46,10 +46,23 @@ REFUSED = [
     ("full", {"head_dim": 100}, CUDA, "head_dim = 100: must be a multiple of 32 up to 256 with device = 'cuda'; build"),
     (
         "prkv",
-        {},
+        {"head_dim": 64},
         (*CUDA, "--cache.reuse", "true"),
         "cache.reuse = True: must be left out with method = 'prkv' and device = 'cuda', which keep no rows",
     ),
+    (
+        "prkv",
+        {},
+        CUDA,
+        "head_dim = 32: must be >= 64 with page_score = 'codes' on the GPU; build with page_score = \"box\"",
+    ),
+    (
+        "clusterkv",
+        {},
+        (*CUDA, "--clusterkv.rerank_bits", "2"),
+        "head_dim = 32: must be at least 64 for rerank_bits = 2 on the GPU; set rerank_bits to 0",
+    ),
+    ("ctkvr", {}, CUDA, "head_dim = 32: must be a multiple of 32 from 64 to 256 with execution = 'codes'"),
     ("full", {}, (*CUDA, "--max_batch_size", "65"), "max_batch_size = 65: must be <= 64 with device = 'cuda'"),
 ]
 

@@ -12,6 +12,7 @@ import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.engine.cache.test_isolation import arrays_of, poison, tensors_in
 from tests.plugins.cases import CASES, method_flags
+from tests.plugins.ctkvr.settings import BY_KEYS
 from tests.support.prefill import run_to_end
 from tests.support.random_models import save_random_model
 
@@ -38,6 +39,11 @@ WINDOW = (
 LIMITS = ("--max_batch_size", "8", "--max_seq_len", "3200", "--prefill_chunk_tokens", "512")
 DOCUMENT = tuple(i * i * 13 % 379 + 3 for i in range(2300))
 Answer = tuple[list[int], RequestStatistics]
+# By name: a method, and flags. Requests of `ctkvr` share rows only where it keeps no codes.
+NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
+    **{method: (method, ()) for method in METHODS},
+    "ctkvr-rows": ("ctkvr", method_flags("ctkvr", BY_KEYS)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +59,10 @@ Load = Callable[..., Engine]
 def load(model: Path, build_engine: BuildEngine) -> Load:
     """Load an engine whose method attends to everything; with fields of its configuration of the cache changed."""
 
-    def make(method: str = "full", *flags: str, **cache: object) -> Engine:
+    def make(name: str = "full", *flags: str, **cache: object) -> Engine:
+        method, own = NAMES[name]
         everything = method_flags(method, CASES[method].everything)
-        directory = build_engine(model, method, *WINDOW, *LIMITS, *everything, *flags)
+        directory = build_engine(model, method, *WINDOW, *LIMITS, *everything, *own, *flags)
         config = read_config(directory)
         config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, **cache))
         engine = Engine.load(directory)
@@ -123,7 +130,7 @@ def may_reuse(engine: Engine, prompt: tuple[int, ...], common: int) -> int:
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", NAMES)
 def test_a_prompt_that_begins_alike_has_the_same_answer(method: str, kernels: str, load: Load, plain: Plain) -> None:
     engine = load(method, "--kernels", kernels)
     for prompt, reused in (
@@ -142,13 +149,14 @@ def test_a_prompt_that_begins_alike_has_the_same_answer(method: str, kernels: st
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "nested"])
+@pytest.mark.parametrize("method", [method for method in NAMES if method != "nested"])
 def test_few_selected_rows_are_those_of_a_fresh_prompt(
     method: str, kernels: str, model: Path, build_engine: BuildEngine
 ) -> None:
     """Only the codes of `nested` depend on who wrote them: they leave out the mean key of another prompt."""
+    method, own = NAMES[method]
     few = method_flags(method, CASES[method].sparse)
-    directory = build_engine(model, method, *WINDOW, *LIMITS, *few, "--kernels", kernels)
+    directory = build_engine(model, method, *WINDOW, *LIMITS, *few, *own, "--kernels", kernels)
     config, engine = read_config(directory), Engine.load(directory)
     fresh = dataclasses.replace(config, cache=dataclasses.replace(config.cache, reuse=False))
     other = Engine(fresh, load_decoder(directory, fresh), engine.tokenizer)
@@ -162,7 +170,7 @@ def test_few_selected_rows_are_those_of_a_fresh_prompt(
         assert tokens == ask(other, request)[0][0]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", NAMES)
 def test_a_conversation_goes_on(method: str, load: Load, plain: Plain) -> None:
     """Six turns, between which tokens leave the window; each prompt has all that was said before."""
     engine, said, before = load(method), DOCUMENT[:960], 0
@@ -176,7 +184,7 @@ def test_a_conversation_goes_on(method: str, load: Load, plain: Plain) -> None:
     assert engine.cache_usage.extents_kept == 2, "shorter beginnings of the same conversation are not kept too"
 
 
-@pytest.mark.parametrize("method", ["full", "ctkvr"])
+@pytest.mark.parametrize("method", ["full", "ctkvr-rows"])
 def test_requests_about_one_document_share_its_extents(method: str, load: Load, plain: Plain) -> None:
     engine = load(method)
     requests = [Request(DOCUMENT + (number,) * 9, 5) for number in range(8)]
@@ -190,7 +198,9 @@ def test_requests_about_one_document_share_its_extents(method: str, load: Load, 
     assert most <= 2 + 8 + 1, "two shared extents, one of each request, and one that is copied from"
 
 
-@pytest.mark.parametrize(("method", "shared"), [("full", 2), ("ctkvr", 2), ("clusterkv", 0), ("prkv", 0)])
+@pytest.mark.parametrize(
+    ("method", "shared"), [("full", 2), ("ctkvr-rows", 2), ("ctkvr", 0), ("clusterkv", 0), ("prkv", 0)]
+)
 def test_requests_that_are_submitted_together_read_a_document_once(
     method: str, shared: int, load: Load, plain: Plain
 ) -> None:
@@ -209,7 +219,7 @@ def test_requests_that_are_submitted_together_read_a_document_once(
         assert reused == [0] + [2048 + SINK] * 7
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", NAMES)
 def test_two_requests_go_on_differently_from_one_partial_extent(method: str, load: Load, plain: Plain) -> None:
     engine = load(method)
     ask(engine, Request(DOCUMENT[:1500], 1))
@@ -230,7 +240,7 @@ def test_a_salt_separates(load: Load) -> None:
     assert kept == [0, 0, 0, 2299, 2299]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", NAMES)
 def test_a_cancelled_request_keeps_what_all_layers_have_read(method: str, load: Load, plain: Plain) -> None:
     engine = load(method)
     engine._reader._budget = 512 * 2  # a quarter of the prompt a step
@@ -257,7 +267,7 @@ def test_a_request_that_fails_keeps_nothing(load: Load, monkeypatch: pytest.Monk
     assert engine.cache_usage.extents_kept == 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", NAMES)
 def test_kept_extents_make_room(method: str, load: Load, plain: Plain) -> None:
     """Four extents: every request needs three of them."""
     engine = load(method, kv_cache_host_memory_bytes=4 * EXTENT_BYTES)
@@ -288,7 +298,7 @@ def test_prompts_whose_logits_are_asked_for_are_read(load: Load) -> None:
     assert answers[1][1].reused_tokens == 0
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "full"])
+@pytest.mark.parametrize("method", [method for method in NAMES if method != "full"])
 def test_what_is_free_tells_nothing(method: str, load: Load, plain: Plain) -> None:
     """Windows, entries of slots and all extents but the kept ones may hold anything."""
     engine, generator = load(method), torch.Generator().manual_seed(3)
@@ -304,7 +314,7 @@ def test_what_is_free_tells_nothing(method: str, load: Load, plain: Plain) -> No
     assert (tokens, statistics.reused_tokens) == (plain(second), may_reuse(engine, second.prompt_ids, 1500))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", NAMES)
 def test_random_requests_are_answered_as_without_reuse(method: str, load: Load, plain: Plain) -> None:
     """Submissions, shared and longer prompts, cancellations and steps, in a pool that is short of extents."""
     chance, engine = random.Random(5), load(method, kv_cache_host_memory_bytes=8 * EXTENT_BYTES)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.conftest import RandomModel
-from tests.plugins.cases import CASES
+from tests.plugins.cases import CASES, Settings
 from torch import Tensor
 
 from kvseek.core.errors import ConfigError, KernelError
@@ -31,6 +31,7 @@ from kvseek.plugins.prkv.summaries import Summaries
 
 STEPS = 4
 TELLING = [method for method, cases in CASES.items() if cases.losses is not None]
+OPTIONS = [(method, option) for method in TELLING for option in ({}, *CASES[method].options)]
 
 
 def peaked_layer(tokens: int = 1300, queries: int = 60) -> CapturedLayer:
@@ -40,19 +41,19 @@ def peaked_layer(tokens: int = 1300, queries: int = 60) -> CapturedLayer:
     return CapturedLayer(keys, torch.randn(6, queries, 32, generator=generator) * 2.5, 32**-0.5)
 
 
-def variant(method: str, **fields: Any) -> Variant:
-    return Variant(method, method, {**(CASES[method].losses or {}), **fields})
+def variant(method: str, option: Settings, **fields: Any) -> Variant:
+    return Variant(method, method, {**option, **(CASES[method].losses or {}), **fields})
 
 
 def steps_of(layer: CapturedLayer) -> list[Tensor]:
     return [layer.queries[:, place].contiguous() for place in range(-STEPS, 0)]
 
 
-@pytest.mark.parametrize("method", TELLING)
-def test_stages_keep_what_is_selected_and_do_not_change_the_index(method: str) -> None:
-    """But for ideal stages: those say what a perfect ranking would select, and hold as many rows as the selection."""
+@pytest.mark.parametrize(("method", "option"), OPTIONS)
+def test_stages_keep_what_is_selected_and_do_not_change_the_index(method: str, option: Settings) -> None:
+    """But for ideal stages: those say what a perfect ranking would keep, and hold as many rows as are kept in their place."""
     layer = peaked_layer()
-    asked, plain = (Replay(layer, 3, STEPS, variant(method)) for _ in range(2))
+    asked, plain = (Replay(layer, 3, STEPS, variant(method, option)) for _ in range(2))
     tell_stages = stages_of(method)
     assert tell_stages is not None
     for query in steps_of(layer):
@@ -62,11 +63,12 @@ def test_stages_keep_what_is_selected_and_do_not_change_the_index(method: str) -
         selected = asked.places(query)
         expected = plain.places(query)
         assert torch.equal(selected, expected)
-        for stage in stages.stages:
+        kept_next = [*(stage.kept for stage in stages.stages[1:]), selected]
+        for stage, following in zip(stages.stages, kept_next, strict=True):
             assert stage.kept.shape == selected.shape
             assert not stage.kept.all(), "a stage that keeps everything tests nothing"
             if stage.ideal:
-                assert (stage.kept.sum(dim=1) == selected.sum(dim=1)).all()
+                assert (stage.kept.sum(dim=1) == following.sum(dim=1)).all()
             else:
                 assert not (selected & ~stage.kept).any()
         for replay in (asked, plain):
@@ -92,9 +94,9 @@ def same(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
-@pytest.mark.parametrize("method", TELLING)
-def test_lost_rows_add_up(method: str) -> None:
-    losses = measure_layer(peaked_layer(), 3, STEPS, variant(method), 0.01)
+@pytest.mark.parametrize(("method", "option"), OPTIONS)
+def test_lost_rows_add_up(method: str, option: Settings) -> None:
+    losses = measure_layer(peaked_layer(), 3, STEPS, variant(method, option), 0.01)
     assert losses.by_stage is not None
     assert losses.choices == STEPS * 2
     assert 0 < losses.lost == sum(losses.by_stage.values()) < losses.needed
@@ -103,15 +105,15 @@ def test_lost_rows_add_up(method: str) -> None:
     assert not losses.dense
 
 
-@pytest.mark.parametrize("method", TELLING)
-def test_nothing_is_lost_where_everything_is_kept(method: str) -> None:
+@pytest.mark.parametrize(("method", "option"), OPTIONS)
+def test_nothing_is_lost_where_everything_is_kept(method: str, option: Settings) -> None:
     layer = peaked_layer(tokens=700)
-    losses = measure_layer(layer, 3, STEPS, variant(method, top_k=1024, **CASES[method].losses_kept), 0.01)
+    losses = measure_layer(layer, 3, STEPS, variant(method, option, top_k=1024, **CASES[method].losses_kept), 0.01)
     assert (losses.lost, losses.harmed, losses.mass, losses.dense) == (0, 0, 0.0, True)
     assert losses.needed > 0
     assert losses.by_stage is not None
     assert set(losses.by_stage.values()) == {0}
-    replay = Replay(layer, 3, STEPS, variant(method, top_k=1024, **CASES[method].losses_kept))
+    replay = Replay(layer, 3, STEPS, variant(method, option, top_k=1024, **CASES[method].losses_kept))
     tell_stages = stages_of(method)
     assert tell_stages is not None
     stages = tell_stages(replay.index, steps_of(layer)[0], 0)
@@ -120,12 +122,12 @@ def test_nothing_is_lost_where_everything_is_kept(method: str) -> None:
 
 def test_stages_of_a_dense_layer_keep_everything() -> None:
     layer = peaked_layer()
-    replay = Replay(layer, 0, STEPS, variant("clusterkv"))
+    replay = Replay(layer, 0, STEPS, variant("clusterkv", {}))
     tell_stages = stages_of("clusterkv")
     assert tell_stages is not None
     stages = tell_stages(replay.index, steps_of(layer)[0], 0)
     assert all(stage.kept.all() for stage in stages.stages)
-    assert measure_layer(layer, 0, STEPS, variant("clusterkv"), 0.01).dense
+    assert measure_layer(layer, 0, STEPS, variant("clusterkv", {}), 0.01).dense
 
 
 @pytest.mark.parametrize("method", [method for method in CASES if method not in TELLING])

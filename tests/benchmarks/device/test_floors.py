@@ -151,7 +151,7 @@ def test_variants() -> None:
     ]
     assert other.fields == {"execution": "uva", "top_k": 1024}
     assert other.flags() == ["--method", "ctkvr", "--ctkvr.execution", "uva", "--ctkvr.top_k", "1024"]
-    assert (other.settings.execution, plain.settings.execution) == ("uva", "cpu")
+    assert (other.settings.execution, plain.settings.execution) == ("uva", "codes")
     assert (paged.cache.local, paged.cache.sink) == (128, CacheConfig().sink)
     assert full.laid_out_as(paged.cache).cache == paged.cache
     for text, message in (

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from tests.plugins.cases import CASES, ON_GPU
+from tests.plugins.ctkvr.settings import BY_KEYS
+from tests.plugins.prkv.settings import BOXES
 from torch import Tensor
 
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
@@ -91,8 +93,8 @@ def test_counting_a_few_layers_counts_all(name: str, fields: dict[str, Any]) -> 
     assert DryRun(codebooks(config)).index_bytes(config, 4, 3) == count.used
 
 
-def needs(name: str, tokens: int = 1 << 17) -> IndexNeeds:
-    config = engine(LLAMA, name, {}, tokens)
+def needs(name: str, **fields: Any) -> IndexNeeds:
+    config = engine(LLAMA, name, fields, 1 << 17)
     return DryRun(codebooks(config)).index_needs(config)
 
 
@@ -108,17 +110,28 @@ def test_the_documented_figures() -> None:
     both = [DryRun(codebooks(one)).index_needs(one) for one in (config, alone)]
     assert both[1].extent - both[0].extent == scratch, "of an extent, if no slots share one"
     assert both[0].fixed - both[1].fixed == scratch * extents_for(config.max_seq_len) * config.max_batch_size
-    assert needs("ctkvr").extent == 0
-    pages = 1024 // 8
-    assert needs("prkv").extent == heads * pages * (layers * (2 * 128 * 2 + 4 + 8 * frame) + 4 * 4)
+    two_bits, four_bits = 128 // 4 + 2, 128 // 2 + 2  # codes of a key, and a scale
+    assert needs("ctkvr").extent == heads * layers * 1024 * (four_bits + frame)
+    assert needs("ctkvr", **BY_KEYS).extent == 0, "host cores attend to rows in host memory: no copies either"
+    pages, scratch = 1024 // 8, heads * 1024 // 8 * 4 * 4
+    assert needs("prkv").extent == heads * layers * (1024 * (two_bits + frame) + pages * 4) + scratch
+    boxes = pages * (2 * 128 * 2 + 4)
+    assert needs("prkv", **BOXES).extent == heads * layers * (boxes + 1024 * frame) + scratch
     clusters = 32  # of 40 keys, a multiple of 16
-    stored = 4 * 1024 + clusters * (2 * 128 + 2 * 4)
-    assert needs("clusterkv").extent == heads * (layers - 2) * (stored + 1024 * frame)
+    whole = 4 * 1024 + clusters * (2 * 128 + 2 * 4)
+    assert needs("clusterkv").extent == heads * (layers - 2) * (whole + 1024 * frame)
+    coded = whole + clusters * 4 + 1024 * two_bits
+    codes = needs("clusterkv", rerank_bits=2, spread_weight=3)
+    assert codes.extent == heads * (layers - 2) * (coded + 1024 * frame)
     centroids, lists = 2048 * (32 * (2 * 128 + 4)), heads * 2048 * 1280 * 4
     slot = layers * (centroids + 32 * 128 * 4 + lists)
-    assert slot <= needs("ctkvr").fixed / 3 <= 1.01 * slot, "three slots, and a work space that layers share"
-    hot_rows = layers * heads * 2 * 1024 * (2 * 128 * 2 + 4)
-    assert 2 * hot_rows <= needs("prkv").fixed <= 2.2 * hot_rows, "two slots: the padding slot selects no rows"
+    hot_row = layers * heads * 2 * (2 * 128 * 2 + 4)  # of this step and the last one
+    own = needs("ctkvr").fixed - 2 * 256 * hot_row  # two slots: the padding slot selects no rows
+    by_keys = needs("ctkvr", **BY_KEYS, top_k=512).fixed
+    for fixed in (own, by_keys):
+        assert slot <= fixed / 3 <= 1.01 * slot, "three slots, and a work space that layers share"
+    assert 2 * 1024 * hot_row <= needs("prkv").fixed <= 2.2 * 1024 * hot_row
+    assert 2 * 1024 * hot_row * 30 / 32 <= needs("clusterkv").fixed <= 2.2 * 1024 * hot_row * 30 / 32
 
 
 def test_what_is_freed_is_not_counted() -> None:
@@ -150,8 +163,9 @@ def test_what_kernels_refuse_is_refused() -> None:
         DryRun({}).index_needs(config)
     small = dataclasses.replace(HOPPER, shared_memory_per_block=16 << 10)
     for name in ("ctkvr", "clusterkv"):
+        config = engine(SMALL, name, {}, 1 << 16)
         with pytest.raises(KernelError, match="shared memory"):
-            DryRun({}, small).index_needs(engine(SMALL, name, {}, 1 << 16))
+            DryRun(codebooks(config), small).index_needs(config)
 
 
 def test_needs_come_from_two_pools() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from tests.plugins.cases import ON_GPU
+from tests.plugins.ctkvr.settings import BY_KEYS
+from tests.plugins.prkv.settings import BOXES
 
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.engine.loading.dry_run import DryRun, GpuTraits
@@ -19,19 +22,20 @@ pytestmark = pytest.mark.gpu
 
 MODEL = ModelConfig("llama", 384, 512, 640, 4, 8, 2, 128, 1e-5, 1e4, 1 << 18)
 TOKENS = 1 << 17
+PAPERS = [("ctkvr", BY_KEYS), ("prkv", BOXES)]
 # A block of PyTorch's allocator may be larger than what was asked for, by what it does not split off.
 SPARE_BYTES = 2 << 20
 KEPT_BYTES = 64 << 10  # of constants that methods keep on a device once made
 
 
-@pytest.mark.parametrize("name", ON_GPU)
-def test_counted_bytes_are_measured_bytes(name: str) -> None:
+@pytest.mark.parametrize(("name", "fields"), [*((name, {}) for name in ON_GPU), *PAPERS])
+def test_counted_bytes_are_measured_bytes(name: str, fields: dict[str, Any]) -> None:
     from kvseek.builder.compile.cpu import cached_cpu_library
     from kvseek.builder.compile.cuda import specialise
     from kvseek.core.cpu_library import CpuLibrary
 
     method = get_method(name)
-    settings = method.configure({})
+    settings = method.configure(fields)
     own = method.traits(settings)
     config = EngineConfig(
         MODEL,

@@ -37,7 +37,7 @@ from kvseek.plugins.selection import Selection
 
 pytestmark = pytest.mark.gpu
 
-SMALL = Config(top_k=48, centroids=24, recent=64, execution="uva")
+SMALL = Config(top_k=48, centroids=24, recent=64, probes=8, recall_factor=2.5, execution="uva")
 CODED = replace(SMALL, execution="codes")
 # dtype, head_dim, group size
 SHAPES = [
@@ -140,7 +140,7 @@ def test_long_regions_and_many_candidates(execution: str) -> None:
     torch.manual_seed(3)
     shape = SHAPES[1]
     cache = make_cache(shape, [300_001])
-    config = Config(top_k=512, centroids=2048, recent=24_000, probes=9, execution=execution)
+    config = Config(top_k=512, centroids=2048, recent=24_000, probes=9, recall_factor=2.5, execution=execution)
     index = make_index(shape, config, cache)
     assert index.workspace.keys is not None
     build(index, cache, 0, 300_001, room=30_000)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from tests.plugins.ctkvr.settings import BY_KEYS
 from torch import Tensor
 
 from kvseek.core.cuda import CudaKernels
@@ -29,7 +30,7 @@ SHAPES = [
 ]
 
 
-load_kernels = partial(method_kernels, "ctkvr", Config())
+load_kernels = partial(method_kernels, "ctkvr", Config(**BY_KEYS))
 
 
 def random_case(dtype: str, dim: int, group: int, centroids: int, n: int) -> tuple[Tensor, Tensor]:

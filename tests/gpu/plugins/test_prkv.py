@@ -18,6 +18,7 @@ from tests.gpu.plugins.prkv_world import (
     random_rows,
     token_numbers,
 )
+from tests.plugins.prkv.settings import BOXES
 from torch import Tensor
 
 from kvseek.measurement.gpu_kernels import method_kernels
@@ -134,7 +135,7 @@ def check_request(world: World, queries: Tensor, slot: int, rows: Tensor) -> Non
 
 def test_rows_that_were_selected_before_are_hot() -> None:
     torch.manual_seed(1)
-    world = World(Config(top_k=256, static_share=0.25, page=16), "bfloat16", 64, 3, [3000, 4001])
+    world = World(Config(top_k=256, static_share=0.25, page=16, **BOXES), "bfloat16", 64, 3, [3000, 4001])
     for slot, n in enumerate(world.context.lengths):
         world.prompt(slot, random_rows(n, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
     queries = torch.randn(2, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
@@ -164,7 +165,7 @@ def test_rows_that_were_selected_before_are_hot() -> None:
 
 
 def test_a_step_records_its_queries_and_counts_its_pages() -> None:
-    world = World(Config(top_k=256, static_share=0.25, page=16), "bfloat16", 64, 3, [3000])
+    world = World(Config(top_k=256, static_share=0.25, page=16, **BOXES), "bfloat16", 64, 3, [3000])
     world.prompt(0, random_rows(3000, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
     queries = torch.randn(1, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
     recent = world.arrays.recent.clone()
@@ -251,7 +252,7 @@ def test_good_pages_that_one_thread_ranks() -> None:
     """Each 512th page is good, from 63 pages on: few threads rank them all, and more reach the limit than there is room."""
     torch.manual_seed(5)
     n, page = 512 * 8 * 40, 8
-    world = World(Config(top_k=512, page=page, static_share=0.0), "bfloat16", 64, 2, [n])
+    world = World(Config(top_k=512, page=page, static_share=0.0, **BOXES), "bfloat16", 64, 2, [n])
     rows = random_rows(n, 64, world.dtype)
     numbers = torch.arange(n) // page
     rows[:, numbers % 512 < 63, 0] = (2 + 0.01 * torch.randn(KV_HEADS, int((numbers % 512 < 63).sum()), 64)).bfloat16()
@@ -264,7 +265,7 @@ def test_good_pages_that_one_thread_ranks() -> None:
 @pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page"), SHAPES)
 def test_observation_scores(dtype: str, dim: int, group: int, reduce: str, page: int) -> None:
     torch.manual_seed(dim)
-    kernels = method_kernels("prkv", Config(top_k=512, page=page, group_reduce=reduce), dtype, dim, group)
+    kernels = method_kernels("prkv", Config(top_k=512, page=page, group_reduce=reduce, **BOXES), dtype, dim, group)
     numbers = getattr(torch, dtype)
     for n, window in ((1, 3), (203, 20), (10_000, 64)):
         keys = torch.randn(KV_HEADS, n, 2, dim).to(numbers)[:, :, 0]

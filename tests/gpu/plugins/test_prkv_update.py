@@ -18,6 +18,7 @@ from tests.gpu.plugins.prkv_world import (
     random_rows,
     token_numbers,
 )
+from tests.plugins.prkv.settings import BOXES
 from torch import Tensor
 
 from kvseek.core.streams import SideStream, Ticket
@@ -174,7 +175,8 @@ def check_steps(world: World, steps: list[Step]) -> None:
 
 def test_an_update_of_a_closed_slot_is_dropped() -> None:
     torch.manual_seed(5)
-    config = Config(top_k=256, static_share=0.25, page=16, window_queries=4, update_interval=4, update_scope="all")
+    fields = {"window_queries": 4, "update_interval": 4, "update_scope": "all"}
+    config = Config(top_k=256, static_share=0.25, page=16, **BOXES, **fields)  # type: ignore[arg-type]
     world = World(config, "bfloat16", 64, 3, [2000])
     rows = random_rows(2000, 64, world.dtype)
     world.prompt(0, rows, torch.randn(KV_HEADS * 3, 64, 64).bfloat16())

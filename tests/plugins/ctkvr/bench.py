@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from tests.plugins.ctkvr.settings import BY_KEYS
 from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_keys, random_queries, select_rows
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.reference import ReferenceIndex
 
 DIM, GROUP = 32, 3
-SMALL = Config(top_k=20, recent=24, probes=3, recall_factor=2.5)  # lists of 50
+SMALL = Config(top_k=20, recent=24, probes=3, **BY_KEYS)  # lists of 50
 
 
 class Bench:

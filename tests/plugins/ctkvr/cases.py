@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from tests.plugins.cases import MethodCases, NeedleCase
+from tests.plugins.ctkvr.settings import BY_KEYS
 
 CASES = MethodCases(
-    sparse={"top_k": 12, "centroids": 16},
+    sparse={"top_k": 12, "centroids": 16, "probes": 8},
     index={"top_k": 64, "centroids": 64},
-    options=({"execution": "codes"},),
+    options=(BY_KEYS,),
     on_gpu={
         f"ctkvr-{execution}": {"top_k": 64, "execution": execution, "centroids": 64}
         for execution in ("cpu", "uva", "codes")
     },
-    counted=({"centroids": 64, "top_k": 32, "update": False}, {"execution": "codes"}),
+    counted=({"centroids": 64, "top_k": 32, "update": False}, BY_KEYS, {"execution": "uva"}),
     losses={"top_k": 32, "probes": 1, "recall_factor": 1.25, "recent": 32},
     losses_kept={"recent": 1024},
     recall=0.99,

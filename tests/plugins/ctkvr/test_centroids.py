@@ -11,7 +11,6 @@ from tests.plugins.index_cases import KV_HEADS, random_keys
 from torch import Tensor
 
 from kvseek.plugins.ctkvr.centroids import cosines, make_centroids, prompt_means
-from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.reference import ReferenceIndex
 
 HEADS = KV_HEADS * GROUP
@@ -138,7 +137,9 @@ def shared_part_recall(centred: bool, shared: float, seed: int) -> float:
         return topical + shared * (1 + 0.1 * normal(2 * KV_HEADS, count, 1)) * common.repeat_interleave(2, dim=0)
 
     bench = Bench(
-        Config(top_k=64, recent=64, probes=2, recall_factor=1.25, update=False, centred=centred), [keys], group=2
+        replace(SMALL, top_k=64, recent=64, probes=2, recall_factor=1.25, update=False, centred=centred),
+        [keys],
+        group=2,
     )
     bench.build(0, queries(250))
     found = 0

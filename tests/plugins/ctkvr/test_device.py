@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from tests.plugins.ctkvr.settings import BY_KEYS
 from tests.plugins.index_cases import context_of
 
 from kvseek.core.config import ModelConfig
@@ -21,6 +22,7 @@ from kvseek.plugins.ctkvr.workspace import LARGEST_KEYS, Workspace
 from kvseek.plugins.measurements.costs import SelectionCosts
 
 LLAMA = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 << 20)
+FEW = Config(centroids=8, probes=8, **BY_KEYS)
 
 
 def make_context(config: Config, slots: int, tokens: int) -> IndexContext:
@@ -36,7 +38,7 @@ def test_the_work_space_holds_every_batch_and_its_padding(slots: int, most: int)
     max_batch = slots - 1  # of an engine: one slot is for padding
     bucket = 1 << max(0, max_batch - 1).bit_length()
     assert bucket <= most
-    space = Workspace(make_context(Config(centroids=8), slots, 4096), 4, 100)
+    space = Workspace(make_context(FEW, slots, 4096), 4, 100)
     assert space.recalled.shape == (most, 2, 100)
     assert space.statistics.shape == (most, 2, 7, 3, 2)
     space.require(most)
@@ -45,7 +47,7 @@ def test_the_work_space_holds_every_batch_and_its_padding(slots: int, most: int)
 
 
 def test_keys_that_shared_memory_does_not_hold_get_memory_of_their_own() -> None:
-    context = make_context(Config(centroids=8), 2, 4096)
+    context = make_context(FEW, 2, 4096)
     most = LARGEST_KEYS // 4
     small, large = Workspace(context, 4, most), Workspace(context, 4, most + 1)
     assert (small.keys, small.shared_key_bytes) == (None, LARGEST_KEYS)
@@ -58,7 +60,7 @@ def test_regions_that_shared_memory_has_no_bits_for_are_refused(monkeypatch: pyt
     kernels = SimpleNamespace(multiprocessors=132, shared_memory_per_block=99 << 10)
     monkeypatch.setattr(device, "ReferenceIndex", lambda context, _: ReferenceIndex(replace(context, cuda=None)))
     most = ((99 - 9) << 10) // (4 + 128) * 1024
-    context = make_context(Config(centroids=8, top_k=8, recent=8), 1, most + 1)
+    context = make_context(replace(FEW, top_k=8, recent=8), 1, most + 1)
     limit = rf"regions of up to {most + 1024} tokens .* must be at most {most} tokens,.*; lower max_seq_len"
     with pytest.raises(KernelError, match=limit):
         device.CudaIndex(replace(context, cuda=kernels))  # type: ignore[arg-type]
@@ -74,17 +76,17 @@ def test_codes_are_a_macro_of_the_kernels(execution: str, expected: dict[str, in
 
 
 def test_costs_of_a_step() -> None:
-    config = Config()
-    assert costs(config, LLAMA, 512, 2) == SelectionCosts(rows=512, kernels=3)
+    config = Config(execution="cpu")
+    assert costs(config, LLAMA, 256, 2) == SelectionCosts(rows=256, kernels=3)
     found = costs(config, LLAMA, 131072, 2)
-    assert found.rows == 512
+    assert found.rows == 256
     assert found.index_bytes * LLAMA.num_kv_heads == 2048 * 32 * (128 * 2 + 4), "the centroids of all query heads"
-    assert found.reranked_keys == 8 * 1280 / 2
-    assert found.rerank_bytes == 8 * 1280 * 4
+    assert found.reranked_keys == 16 * 1280 / 2
+    assert found.rerank_bytes == 16 * 1280 * 4
     assert (found.kernels, found.host_functions, found.host_cores) == (3, 1, True)
     assert (replace(found, host_functions=0, host_cores=False)) == costs(Config(execution="uva"), LLAMA, 131072, 2)
-    coded = costs(Config(execution="codes"), LLAMA, 131072, 2)
-    assert coded.rerank_bytes == 8 * 1280 * 4 + 8 * 1280 / 2 * 66
+    coded = costs(Config(), LLAMA, 131072, 2)
+    assert coded.rerank_bytes == 16 * 1280 * 4 + 16 * 1280 / 2 * 66
     rest = {"host_functions": 0, "host_cores": False, "rerank_bytes": coded.rerank_bytes, "reranked_keys": 0}
     assert coded == replace(found, **rest), "no key is read from the pool"
     short = costs(config, LLAMA, 600, 2)

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from tests.plugins.ctkvr.settings import BY_KEYS
 from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_keys, random_queries, select_rows
 
 from kvseek.core.cpu_library import CpuLibrary
@@ -17,7 +18,7 @@ from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.native import NativeIndex
 from kvseek.plugins.ctkvr.reference import ReferenceIndex
 
-CONFIG = Config(centroids=64, centroid_divisor=16, top_k=40, recent=60)
+CONFIG = Config(centroids=64, centroid_divisor=16, top_k=40, recent=60, probes=8, **BY_KEYS)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

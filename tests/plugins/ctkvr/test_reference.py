@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.plugins.ctkvr.bench import DIM, GROUP, SMALL, Bench, exact_rows, make, one_query
+from tests.plugins.ctkvr.settings import BY_KEYS
 from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries
 from torch import Tensor
 
@@ -175,14 +176,14 @@ def test_a_region_without_queries_is_refused() -> None:
 
 
 def test_all_rows_whatever_the_lists_hold() -> None:
-    bench = make(Config(top_k=500, recent=500), [490], room=10)
+    bench = make(Config(top_k=500, recent=500, probes=8, **BY_KEYS), [490], room=10)
     bench.index.lists.fill_(-1)
     bench.grow(0, random_keys(10, DIM, seed=3))
     assert bench.step(random_queries(1, KV_HEADS * GROUP, DIM)[0]).tolist() == [list(range(500))] * KV_HEADS
 
 
 def test_wide_lists_make_the_choice_exact() -> None:
-    bench = make(Config(top_k=20, recent=20, recall_factor=40), [777])
+    bench = make(replace(SMALL, recent=20, probes=8, recall_factor=40), [777])
     query = random_queries(1, KV_HEADS * GROUP, DIM)[0]
     assert torch.equal(bench.step(query).long(), exact_rows(query, bench.keys(0), 20))
 
@@ -202,7 +203,8 @@ def test_a_zero_query_has_a_selection() -> None:
 
 def test_rho_is_rounded_up_in_decimals() -> None:
     assert Config().rho == 1280
-    assert Config(top_k=1024).rho == 2560
+    assert Config(top_k=1024).rho == 5120
+    assert Config(top_k=1024, **BY_KEYS).rho == 2560
     assert Config(top_k=10, recall_factor=1.1).rho == 11
     assert Config(top_k=3, recall_factor=2.5).rho == 8
 
@@ -215,7 +217,8 @@ def test_recent_follows_top_k() -> None:
 
 def test_sizes_of_a_slot() -> None:
     config = Config()
-    assert (config.ring(1 << 17), config.list_width(1 << 17), config.recall_capacity(1 << 17)) == (2048, 1280, 11264)
+    assert (config.ring(1 << 17), config.list_width(1 << 17)) == (2048, 1280)
+    assert config.recall_capacity(1 << 17) == 16 * 1280 + 1024
     assert (config.ring(4096), config.list_width(600), config.recall_capacity(600)) == (256, 600, 600)
     assert config.prompt_centroids(131_072, 2048) == 2048
     assert config.prompt_centroids(1601, 2048) == 101
@@ -244,8 +247,7 @@ def test_bad_fields_are_refused(fields: dict[str, object], message: str) -> None
 
 def test_the_method_without_compiled_kernels() -> None:
     assert isinstance(create(make_context(SMALL, DIM, GROUP, [10])), ReferenceIndex)
-    assert traits(Config()).cpu_library_on_gpu
-    for execution in ("uva", "codes"):
-        assert not traits(Config(execution=execution)).cpu_library_on_gpu
-    assert traits(Config()).codebooks(96) == {}
-    assert traits(Config(execution="codes")).codebooks(96)["signs"].shape == (128,)
+    for execution in ("cpu", "uva", "codes"):
+        assert traits(Config(execution=execution)).cpu_library_on_gpu == (execution == "cpu")
+    assert traits(Config(**BY_KEYS)).codebooks(96) == {}
+    assert traits(Config()).codebooks(96)["signs"].shape == (128,)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.plugins.ctkvr.bench import DIM, GROUP, SMALL, Bench, centroids_of, exact_rows, make, one_query
+from tests.plugins.ctkvr.settings import BY_KEYS
 from tests.plugins.index_cases import KV_HEADS, random_keys, random_queries, select_rows
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from kvseek.plugins.ctkvr.config import Config
 
 
 def test_queries_enter_the_ring_after_the_step_and_replace_the_oldest() -> None:
-    config = Config(top_k=8, recent=8, centroids=6, probes=2)
+    config = Config(top_k=8, recent=8, centroids=6, probes=2, **BY_KEYS)
     bench = make(config, [400])
     index = bench.index
     assert (index.ring, index.written[0]) == (6, 6)
@@ -71,7 +72,7 @@ def test_another_prompt_drops_what_is_pending() -> None:
 
 
 def test_without_update_nothing_changes() -> None:
-    bench = make(Config(top_k=20, recent=24, probes=3, update=False), [777])
+    bench = make(replace(SMALL, update=False), [777])
     lists = bench.index.lists[0, :, :49].clone()
     for step in range(3):
         bench.step(random_queries(1, KV_HEADS * GROUP, DIM, seed=step)[0])
@@ -107,7 +108,7 @@ def rounds_of_topics(update: bool, seed: int, **fields: float) -> list[float]:
     topics = torch.nn.functional.normalize(torch.randn(KV_HEADS, 8, DIM, generator=generator), dim=-1)
     own = torch.eye(8)[torch.randint(0, 8, (4000,), generator=generator)]
     bench = Bench(
-        replace(Config(top_k=64, recent=64, update=update), **fields),
+        replace(Config(top_k=64, recent=64, probes=8, update=update, **BY_KEYS), **fields),
         [topical(3 * topics, own, 1.0, generator)],
         group=2,
     )
@@ -154,7 +155,7 @@ def test_tokens_that_were_generated_long_ago_are_still_found() -> None:
         own = torch.eye(4)[torch.randint(0, 4, (count,), generator=generator)]
         return topical(3 * topics, own, 1.0, generator)
 
-    bench = Bench(Config(top_k=64, recent=1024), [keys(500)], room=5000, group=2)
+    bench = Bench(Config(top_k=64, recent=1024, probes=8, **BY_KEYS), [keys(500)], room=5000, group=2)
     bench.build(0, topical(asked, torch.eye(4)[torch.arange(64) % 4], 0.3, generator))
     found = total = 0
     for burst in range(20):

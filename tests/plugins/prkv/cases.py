@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from tests.plugins.cases import MethodCases, NeedleCase
+from tests.plugins.prkv.settings import BOXES
 
 CASES = MethodCases(
     sparse={"top_k": 32, "page": 8, "window_queries": 8, "update_interval": 16},
     index={"top_k": 64, "page": 8},
     everything={"top_k": 8192, "page": 16},  # on a GPU at most 512 pages
-    options=({"page_score": "codes"},),
-    on_gpu={"prkv": {"top_k": 128}, "prkv_codes": {"top_k": 128, "page_score": "codes"}},
-    counted=({"cache_steps": 0, "page": 16}, {"page_score": "codes", "page": 32}),
+    options=(BOXES,),
+    on_gpu={"prkv": {"top_k": 128, **BOXES}, "prkv_codes": {"top_k": 128}},
+    counted=({"cache_steps": 0, "page": 16, **BOXES}, {"page": 32}),
     losses={"top_k": 64, "page": 16},
     recall=0.90,
     needle=NeedleCase(margin=17.0),  # half an answer of three

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_keys, random_queries, select_rows
+from tests.plugins.prkv.settings import BOXES
 from torch import Tensor
 
 from kvseek.core.config import ModelConfig
@@ -166,10 +167,11 @@ def test_candidates_are_the_first_places_and_the_pages_picked_most() -> None:
     assert counts.all()
 
 
+@SCORES
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("rule", ["fixed", "auto"])
-def test_a_prompt_is_only_reordered(share: float, rule: str) -> None:
-    config = Config(top_k=64, page=8, static_share=share, share_rule=rule, window_queries=4)
+def test_a_prompt_is_only_reordered(share: float, rule: str, page_score: str) -> None:
+    config = replace(SMALL, static_share=share, share_rule=rule, page_score=page_score)
     case, n, queries = Case(config, [501]), 501, window()
     keys = random_keys(n, DIM)
     case.prompt(0, keys, queries)
@@ -335,11 +337,12 @@ def test_shapes_that_the_gpu_does_not_support() -> None:
 
 def test_costs() -> None:
     model = ModelConfig("llama", 100, 64, 96, 2, 8, 2, 128, 1e-6, 1e4, 1 << 20)
-    found = costs(Config(), model, 131_072, 2)
+    boxes = Config(**BOXES)
+    found = costs(boxes, model, 131_072, 2)
     assert (found.rows, found.neighbours) == (1024, 8)
     assert found.index_bytes == (131_072 - 512) / 8 * 512
     assert costs(Config(), model, 1000, 2).rows == 1000
-    index = ReferenceIndex(make_context(Config(), 128, 4, [10]))
+    index = ReferenceIndex(make_context(boxes, 128, 4, [10]))
     assert index.bytes_per_token == KV_HEADS * ((2 * 128 * 4 + 4) / 8 + 4)
     for page in (8, 128):
         codes = Config(page=page, page_score="codes")
