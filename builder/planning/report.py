@@ -98,7 +98,7 @@ def _notes(search: FitSearch) -> list[str]:
     else:
         notes = [
             f"{full} Rows take memory when they are written, so an engine begins with less.",
-            "The work space is an upper bound. It contains 1 GiB a rank for its process.",
+            "The work space is estimated high. It contains 1 GiB a rank for its process.",
         ]
     notes += _rank_notes(search)
     if search.model.max_position_embeddings > search.reach:

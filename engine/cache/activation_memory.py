@@ -1,6 +1,7 @@
 """Memory that an engine needs beside weights, index, windows and rows, in bytes (docs/gpu.md).
 
-On the CPU these are upper bounds: copies that a GPU makes ahead of time are made one after the other there.
+They describe the GPU's runtime. For the CPU they are estimates, and high ones: copies that a GPU makes ahead of time are made one
+after the other there.
 """
 
 from __future__ import annotations
