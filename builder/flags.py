@@ -25,7 +25,7 @@ LIMITS = {
 }
 CHOICE_SUMMARIES = {
     "dtype": "of weights and cache; float16 on cuda only (default: float32)",
-    "device": "what the engine runs on (default: cpu; --plan plans for cuda)",
+    "device": "what the engine runs on (default: cpu, with --plan cuda)",
     "kernels": "compiled, or PyTorch (on the CPU) (default: native)",
     "weight_only_precision": "of the layers' matrices: 8 bits and a scale a row, or --dtype (default: none)",
     "runtime": "what computes all but attention (default: torch)",
@@ -34,6 +34,7 @@ CALIBRATE_TOKENS = 2048  # of a text; also the window, unless max_seq_len is les
 USAGE = """
   kvseek build --model MODEL --method METHOD --output_dir DIR [OPTION ...]
   kvseek build --plan --model MODEL --method METHOD --gpu_memory SIZE --host_memory SIZE [OPTION ...]
+  kvseek build --plan --device cpu --model MODEL --method METHOD --host_memory SIZE [OPTION ...]
   kvseek build --inspect DIR [--json]
   kvseek build --verify DIR
   kvseek build --check --output_dir DIR [--model MODEL]"""
@@ -112,12 +113,15 @@ class FlagParser(argparse.ArgumentParser):
         add("--calibrate_window", type=int, metavar="N", help=window)
 
     def _add_plan(self) -> None:
-        about = "print what an engine on a GPU would take and hold; needs neither GPU nor weights, and writes nothing"
+        about = "print what an engine, or each of its ranks, would take and hold; needs neither GPU nor weights, writes nothing"
         add = self.add_argument_group("plan", about).add_argument
         add("--plan", action="store_true", help="plan instead of building")
-        device = "device memory that the engine may use: 80GiB, 80GB, 512MiB or bytes"
+        device = (
+            "device memory that the engine, or each rank, may use: 80GiB, 80GB, 512MiB or bytes; not with --device cpu"
+        )
         add("--gpu_memory", type=memory_size, metavar="SIZE", help=device)
-        add("--host_memory", type=memory_size, metavar="SIZE", help="host memory for the rows that go there")
+        host = "host memory for the rows that go there, with --device cpu for everything; of all ranks together"
+        add("--host_memory", type=memory_size, metavar="SIZE", help=host)
         add("--json", action="store_true", help="with --plan or --inspect: print JSON, sizes in bytes")
 
     def _add_directories(self) -> None:

@@ -88,10 +88,21 @@ class BuildOptions(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(EngineOptions):
-    """An engine, and the bytes of memory that it is to fit into: `--plan`."""
+    """An engine, and the bytes of memory that it is to fit into: `--plan`.
 
-    gpu_memory: int
+    Attributes
+    ----------
+    gpu_memory : int or None
+        Of each rank's GPU; None with device = "cpu".
+    host_memory : int
+        Of all ranks together.
+    tp_size : int
+        Ranks. Not in `limits`, because one may plan ranks on GPUs, which cannot be built yet.
+    """
+
+    gpu_memory: int | None
     host_memory: int
+    tp_size: int = 1
     as_json: bool = False
 
 
@@ -142,7 +153,8 @@ def parse(argv: Sequence[str] | None) -> Options:
         return InspectOptions(values["inspect"], "json" in values)
     if mode == "verify":
         return VerifyOptions(values["verify"])
-    wanted = ("model", "method", *(PLAN_ONLY if mode == "plan" else ("output_dir",)))
+    sizes = PLAN_ONLY[1:] if values.get("device") == "cpu" else PLAN_ONLY
+    wanted = ("model", "method", *(sizes if mode == "plan" else ("output_dir",)))
     wanted = ("output_dir",) if mode == "check" else wanted
     if missing := [f"--{name}" for name in wanted if name not in values]:
         parser.error(f"the following arguments are required{' with --plan' * (mode == 'plan')}: {', '.join(missing)}")
@@ -250,9 +262,11 @@ def _build_options(error: Callable[[str], NoReturn], values: dict[str, Any]) -> 
 
 def _fit_options(parser: FlagParser, values: dict[str, Any]) -> FitOptions:
     engine = _engine_values({"device": "cuda", **values})
-    if engine["device"] != "cuda":
-        parser.error("--device cpu does not go with --plan, which divides the memory of a GPU; leave it out")
-    return FitOptions(**engine, **{name: values[name] for name in PLAN_ONLY}, as_json="json" in values)
+    if engine["device"] != "cuda" and "gpu_memory" in values:
+        parser.error(f"--gpu_memory belongs to --device cuda; --device is {engine['device']}: leave it out")
+    tp_size = engine["limits"].pop("tp_size", EngineConfig.tp_size)
+    sizes: dict[str, Any] = {name: values.get(name) for name in PLAN_ONLY}
+    return FitOptions(**engine, **sizes, tp_size=tp_size, as_json="json" in values)
 
 
 def _engine_values(values: dict[str, Any]) -> dict[str, Any]:

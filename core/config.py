@@ -172,6 +172,17 @@ class ModelConfig:
             limit = f"between 0 and vocab_size - 1 = {self.vocab_size - 1}"
             require(token is None or 0 <= token < self.vocab_size, name, token, limit, remedy)
 
+    def check_ranks(self, tp_size: int) -> None:
+        """Raise ConfigError unless the model can be divided among so many ranks (core/ranks.py)."""
+        require(tp_size >= 1, "tp_size", tp_size, ">= 1", "set --tp_size")
+        remedy = "choose another --tp_size"
+        for name in ("num_heads", "intermediate_size"):
+            limit = f"a divisor of {name} = {getattr(self, name)}"
+            require(getattr(self, name) % tp_size == 0, "tp_size", tp_size, limit, remedy)
+        heads = self.num_kv_heads
+        limit = f"a divisor or a multiple of num_kv_heads = {heads}"
+        require(heads % tp_size == 0 or tp_size % heads == 0, "tp_size", tp_size, limit, remedy)
+
     @property
     def group_size(self) -> int:
         """Query heads that share a KV head."""
@@ -314,9 +325,11 @@ class EngineConfig:
             require(value in choices, name, value, f"one of {choices}", f"choose one with --{name}")
         self._check_device()
         # max_seq_len before max_input_len, which it is the default of: the message is to name the field that was set.
-        for name in ("max_batch_size", "max_seq_len", "max_input_len", "prefill_chunk_tokens", "tp_size"):
+        for name in ("max_batch_size", "max_seq_len", "max_input_len", "prefill_chunk_tokens"):
             require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1", f"set --{name}")
-        self._check_ranks()
+        self.model.check_ranks(self.tp_size)
+        alone = self.tp_size == 1 or self.device == "cpu"
+        require(alone, "tp_size", self.tp_size, "1 with device = 'cuda'", "ranks on GPUs are not built yet")
         limit = f"<= max_seq_len = {self.max_seq_len}"
         require(self.max_input_len <= self.max_seq_len, "max_input_len", self.max_input_len, limit, "raise max_seq_len")
         limit = f"<= max_position_embeddings = {self.model.max_position_embeddings}"
@@ -331,20 +344,6 @@ class EngineConfig:
         limit = f"<= original_max_position_embeddings = {short} with runtime = 'tensorrt'"
         remedy = f"a plan has longrope's short_factor alone: build with --max_seq_len {short}, or with --runtime torch"
         require(within, "max_seq_len", self.max_seq_len, limit, remedy)
-
-    def _check_ranks(self) -> None:
-        """Refuse a number of ranks that the model cannot be divided among, and what several ranks do not have."""
-        model, size = self.model, self.tp_size
-        if size == 1:
-            return
-        require(self.device == "cpu", "tp_size", size, "1 with device = 'cuda'", "ranks on GPUs are not built yet")
-        remedy = "choose another --tp_size"
-        for name in ("num_heads", "intermediate_size"):
-            limit = f"a divisor of {name} = {getattr(model, name)}"
-            require(getattr(model, name) % size == 0, "tp_size", size, limit, remedy)
-        heads = model.num_kv_heads
-        limit = f"a divisor or a multiple of num_kv_heads = {heads}"
-        require(heads % size == 0 or size % heads == 0, "tp_size", size, limit, remedy)
 
     def _why_no_further(self) -> str:
         scaling = self.model.rope_scaling

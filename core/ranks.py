@@ -8,10 +8,13 @@ vocabulary. Rank r has the KV heads that its query heads need; with more ranks t
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import EngineConfig, ModelConfig
+
+
+BOUNDS = ("kv_cache_host_memory_bytes", "kv_cache_device_memory_bytes", "reuse_host_bytes")  # of memory, in CacheConfig
 
 
 def rank_model(model: ModelConfig, tp_size: int) -> ModelConfig:
@@ -25,16 +28,21 @@ def rank_model(model: ModelConfig, tp_size: int) -> ModelConfig:
 
 
 def rank_config(config: EngineConfig) -> EngineConfig:
-    """Return the configuration of each rank's part; bounds of memory are those of all ranks together, divided alike."""
-    if config.tp_size == 1:
+    """Return the configuration of each rank's part of an engine."""
+    return divided(config, config.tp_size)
+
+
+def divided(config: EngineConfig, tp_size: int) -> EngineConfig:
+    """Return the configuration of each part of an engine that `tp_size` ranks would have, whatever its own `tp_size` says.
+
+    Bounds of memory are those of all ranks together, divided alike.
+    """
+    if tp_size == 1:
         return config
-    cache = config.cache
-    host, reuse = (
-        None if budget is None else max(1, budget // config.tp_size)
-        for budget in (cache.kv_cache_host_memory_bytes, cache.reuse_host_bytes)
-    )
-    cache = dataclasses.replace(cache, kv_cache_host_memory_bytes=host, reuse_host_bytes=reuse)
-    return dataclasses.replace(config, model=rank_model(config.model, config.tp_size), cache=cache, tp_size=1)
+    bounds: dict[str, Any] = {name: getattr(config.cache, name) for name in BOUNDS}
+    bounds = {name: None if bound is None else max(1, bound // tp_size) for name, bound in bounds.items()}
+    cache = dataclasses.replace(config.cache, **bounds)
+    return dataclasses.replace(config, model=rank_model(config.model, tp_size), cache=cache, tp_size=1)
 
 
 def vocabulary_rows(model: ModelConfig, tp_size: int) -> int:

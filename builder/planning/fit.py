@@ -1,8 +1,9 @@
-"""Finds which engines fit into a GPU's memory, without the GPU, for `kvseek build --plan`.
+"""Finds which engines fit into a machine's memory, without the machine, for `kvseek build --plan`.
 
-There are no separate formulas. Each answer is the division of the memory that loading would make
+There are no separate formulas for a GPU. Each answer is the division of the memory that loading would make
 (engine/cache/memory_layout.py), with the bytes of the indexes counted on the meta device (engine/loading/dry_run.py), and the
-extents that admission would reserve.
+extents that admission would reserve. On the CPU nothing is divided, and host.py adds up. Ranks are equal: what is planned is one
+of them, and host memory holds all.
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ from functools import cached_property
 
 import torch
 
+from kvseek.builder.checkpoints.weights import WeightFormat, total_size
 from kvseek.builder.compile.cuda import specialise
 from kvseek.builder.options import FitOptions
 from kvseek.builder.weight_storage import weight_storage
-from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig, require
 from kvseek.core.errors import CapacityError, KernelError
 from kvseek.core.extents import extents_for
+from kvseek.core.ranks import divided
+from kvseek.engine.cache.activation_memory import work_bytes
 from kvseek.engine.cache.host_pool import can_pin
 from kvseek.engine.cache.memory_layout import (
     MemoryLayout,
     lay_out_rows,
     layer_extent_bytes,
     retrieval_tokens,
+    slot_count,
     window_bytes,
 )
 from kvseek.engine.loading.dry_run import DryRun
@@ -33,6 +38,8 @@ from kvseek.engine.loading.memory import IndexNeeds, divide_measured
 from kvseek.engine.loading.supported import check_supported
 from kvseek.engine.model.graphs import BUCKETS
 from kvseek.plugins.registry import method_traits
+
+from .host import host_layout, host_weight_bytes, widened_bytes
 
 CONTEXTS = tuple(1 << power for power in range(13, 21))  # 8K to 1M tokens
 BATCHES = (1, 2, 4, 8)
@@ -49,7 +56,7 @@ class Attempt:
     Attributes
     ----------
     memory : MemoryLayout or None
-        How loading would divide the device's memory; None if loading would refuse the engine.
+        The memory of a rank, as loading would divide the device's; None if loading would refuse the engine.
     needs : IndexNeeds or None
         Memory that the engine's indexes take; None if its kernels refuse the length.
     limit : str or None
@@ -85,25 +92,42 @@ class FitSearch:
     reach : int
         Tokens that the model itself allows.
     asked : EngineConfig
-        The engine that the options describe.
-    storage : WeightStorage
-        How that engine holds its weights.
+        The part of the engine of the options that each rank computes: all of it with one rank.
+    weight_bytes : int
+        Bytes of a rank's weights in memory.
+    notes : sequence of str
+        What the numbers of the weights contain.
 
     Raises
     ------
     ConfigError
-        A value is out of range, or the method or its kernels do not support the model on a GPU.
+        A value is out of range, the model cannot be divided among the ranks, or the method or its kernels do not support a
+        rank's part of it on the device.
     """
 
     def __init__(self, options: FitOptions, model: ModelConfig) -> None:
         self.options, self.reach = options, model.max_position_embeddings
         longest = max(self.reach, options.limits.get("max_seq_len", 0))
         self.model = dataclasses.replace(model, max_position_embeddings=longest)
-        self.asked = options.engine_config(self.model)
-        specialise(self.asked)
+        whole, ranks = options.engine_config(self.model), options.tp_size
+        self.model.check_ranks(ranks)
+        remedy = "plans are not divided among ranks: plan with --runtime torch"
+        require(ranks == 1 or whole.runtime == "torch", "tp_size", ranks, "1 with runtime = 'tensorrt'", remedy)
+        self.asked = divided(whole, ranks)
+        self.on_gpu = whole.device == "cuda"
+        if self.on_gpu:
+            specialise(self.asked)
         check_supported(self.asked)
         self.dtype: torch.dtype = getattr(torch, self.asked.dtype)
-        self.storage = weight_storage(self.asked)
+        storage = weight_storage(whole)
+        self.notes = storage.notes
+        self._widened = 0 if self.on_gpu else widened_bytes(whole, ranks)
+        if not self.on_gpu:
+            self.weight_bytes = host_weight_bytes(whole, ranks)
+        elif ranks == 1:
+            self.weight_bytes = storage.weight_bytes
+        else:
+            self.weight_bytes = total_size(self.model, WeightFormat.of(whole), ranks) // ranks
         self._dry_run = DryRun(method_traits(self.asked).codebooks(model.head_dim))
         self._attempts: dict[tuple[int, int], Attempt] = {}
 
@@ -167,7 +191,15 @@ class FitSearch:
     @property
     def slot_window_bytes(self) -> int:
         """Bytes of a slot's window in all layers."""
-        return window_bytes(self.asked, self.dtype) // (self.asked.max_batch_size + 1)
+        return window_bytes(self.asked, self.dtype) // slot_count(self.asked)
+
+    def work_bytes(self, config: EngineConfig) -> int:
+        """Bytes of a rank's work space."""
+        return work_bytes(config, self.dtype) + self._widened
+
+    def host_bytes(self, memory: MemoryLayout) -> int:
+        """Bytes of host memory that all ranks take: of rows, on the CPU of everything."""
+        return self.options.tp_size * (memory.rows.host_bytes + (0 if self.on_gpu else memory.device_bytes))
 
     def _most(self, sizes: Sequence[int], attempt: Callable[[int], Attempt], end: str) -> Most:
         """Find the largest of ascending sizes that fits, by bisection: a size never fits if a smaller one does not."""
@@ -191,7 +223,7 @@ class FitSearch:
         except KernelError as error:
             return Attempt(context, batch, limit=KERNELS, reason=str(error))
         try:
-            memory = divide_measured(config, needs, options.gpu_memory, self.storage.weight_bytes)
+            memory = self._divide(config, needs)
         except CapacityError as error:
             return Attempt(context, batch, None, needs, self._short(config), str(error))
         wanted, held = self._admitted(config), memory.rows.capacity
@@ -199,18 +231,31 @@ class FitSearch:
             limit = self._short(config)
             reason = f"{limit} holds {held * EXTENT_TOKENS:,} tokens, the requests need {wanted * EXTENT_TOKENS:,}"
             return Attempt(context, batch, memory, needs, limit, reason)
-        host_bytes = memory.rows.host_bytes
-        if host_bytes and not can_pin(host_bytes, options.host_memory):
-            reason = f"rows need {host_bytes:,} bytes of host memory and 1 GiB beside them"
-            return Attempt(context, batch, memory, needs, HOST, reason)
-        return Attempt(context, batch, memory, needs)
+        host_bytes, of_ranks = self.host_bytes(memory), f" of {options.tp_size} ranks" * (options.tp_size > 1)
+        if self.on_gpu:
+            fits = not host_bytes or can_pin(host_bytes, options.host_memory)
+            reason = f"rows{of_ranks} need {host_bytes:,} bytes of host memory and 1 GiB beside them"
+        else:
+            fits = host_bytes <= options.host_memory
+            reason = (
+                f"all parts{of_ranks} need {host_bytes:,} bytes of host memory, {options.host_memory:,} are available"
+            )
+        return Attempt(context, batch, memory, needs) if fits else Attempt(context, batch, memory, needs, HOST, reason)
+
+    def _divide(self, config: EngineConfig, needs: IndexNeeds) -> MemoryLayout:
+        """Divide the memory of a rank; raises CapacityError if a GPU's does not suffice."""
+        if self.options.gpu_memory is None:
+            return host_layout(config, needs, self.weight_bytes, self.work_bytes(config))
+        return divide_measured(config, needs, self.options.gpu_memory, self.weight_bytes)
 
     def _admitted(self, config: EngineConfig) -> int:
         """Extents that admission reserves for all requests, each at its full length."""
         return config.max_batch_size * extents_for(retrieval_tokens(config.cache, config.max_seq_len))
 
     def _short(self, config: EngineConfig) -> str:
-        """Name the reason for too few extents: budgets that would be too small on any GPU, or the device's memory."""
+        """Name the reason for too few extents: budgets that would be too small on any machine, or the device's memory."""
+        if not self.on_gpu:
+            return BUDGET
         try:
             enough = lay_out_rows(config, self.dtype, None).capacity >= self._admitted(config)
         except CapacityError:

@@ -13,7 +13,6 @@ from kvseek.builder.options import FitOptions
 from kvseek.builder.printing import Column, print_json, table
 from kvseek.builder.sizes import readable
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.engine.cache.activation_memory import work_bytes
 from kvseek.engine.loading.dry_run import HOPPER
 
 from .fit import Attempt, FitSearch, Most
@@ -29,17 +28,18 @@ def print_fit(options: FitOptions, console: Console) -> None:
         print_json(document)
         return
     model, engine = document["model"], document["engine"]
+    where = f"cache.offload {document['cache']['offload']}" if document["device"] == "cuda" else "device cpu"
+    ranks = f"; sizes are those of each of {options.tp_size} ranks" * (options.tp_size > 1)
     console.print(
         f"{options.model.name}: {model['architecture']}, {model['num_layers']} layers, {model['num_heads']} query and "
         f"{model['num_kv_heads']} KV heads of {model['head_dim']} channels; {document['method']}, {document['dtype']}, "
-        f"weight_only_precision {document['weight_only_precision']}, runtime {document['runtime']}, "
-        f"cache.offload {document['cache']['offload']}"
+        f"weight_only_precision {document['weight_only_precision']}, runtime {document['runtime']}, {where}{ranks}"
     )
-    console.print(_parts_table(document["bytes"]))
+    console.print(_parts_table(document["bytes"], document["device"]))
     console.print(_engine_table(engine, model["num_layers"], document))
     if engine["limit"]:
         console.print(f"does not fit, {engine['limit']}: {engine['reason']}\n")
-    console.print(_contexts_table(document["contexts"], model["num_layers"]))
+    console.print(_contexts_table(document["contexts"], model["num_layers"], document["device"]))
     console.print(_batches_table(document["batches"]))
     for note in document["notes"]:
         console.print(f"- {note}")
@@ -53,6 +53,8 @@ def fit_document(options: FitOptions) -> Document:
     return {
         "model": dataclasses.asdict(search.model),
         "reach": search.reach,
+        "device": asked.device,
+        "tp_size": options.tp_size,
         "method": asked.method,
         "runtime": asked.runtime,
         "tensorrt": dataclasses.asdict(asked.tensorrt) if asked.runtime == "tensorrt" else None,
@@ -60,24 +62,25 @@ def fit_document(options: FitOptions) -> Document:
         "cache": dataclasses.asdict(asked.cache),
         "dtype": asked.dtype,
         "weight_only_precision": asked.weight_only_precision,
-        "gpu": dataclasses.asdict(HOPPER),
+        "gpu": dataclasses.asdict(HOPPER) if search.on_gpu else None,
         "gpu_memory_bytes": options.gpu_memory,
         "host_memory_bytes": options.host_memory,
         "bytes": {
-            "weights": search.storage.weight_bytes,
+            "weights": search.weight_bytes,
             "window_per_slot": search.slot_window_bytes,
             "index_per_token": search.token_index_bytes,
             "index_per_slot": search.slot_index_bytes,
             "rows_per_token": search.token_row_bytes,
-            "work_space": work_bytes(asked, search.dtype),
+            "work_space": search.work_bytes(asked),
         },
-        "engine": _attempt_document(attempt, search.token_row_bytes),
+        "engine": _attempt_document(attempt, search),
         "contexts": [
-            {"context": context, **_most_document(search.largest_batch(context), "batch")}
+            {"context": context, **_most_document(search.largest_batch(context), "batch", search)}
             for context in search.contexts
         ],
         "batches": [
-            {"batch": batch, **_most_document(search.longest_context(batch), "context")} for batch in search.batches
+            {"batch": batch, **_most_document(search.longest_context(batch), "context", search)}
+            for batch in search.batches
         ],
         "notes": _notes(search),
     }
@@ -85,20 +88,45 @@ def fit_document(options: FitOptions) -> Document:
 
 def _notes(search: FitSearch) -> list[str]:
     """What a reader must know to trust the numbers."""
-    notes = [
-        f"Work space and selections are sized for a GPU like {HOPPER.name}. --gpu_memory is what is free once the driver "
-        "has taken its part.",
-        "A request counts at its full length, as admission reserves it. 1 GiB of --host_memory stays free.",
-    ]
+    full = "A request counts at its full length, as admission reserves it."
+    if search.on_gpu:
+        notes = [
+            f"Work space and selections are sized for a GPU like {HOPPER.name}. --gpu_memory is what is free once the driver "
+            "has taken its part.",
+            f"{full} 1 GiB of --host_memory stays free.",
+        ]
+    else:
+        notes = [
+            f"{full} Rows take memory when they are written, so an engine begins with less.",
+            "The work space is estimated high. It contains 1 GiB a rank for its process.",
+        ]
+    notes += _rank_notes(search)
     if search.model.max_position_embeddings > search.reach:
         notes.append(f"The model reaches {search.reach:,} tokens: a build refuses a larger --max_seq_len.")
-    notes += search.storage.notes
+    notes += search.notes
     if search.asked.dtype == "float32":
         notes.append("float32 is the default of kvseek build; --dtype bfloat16 halves weights and rows.")
     return notes
 
 
-def _attempt_document(attempt: Attempt, token_row_bytes: int) -> Document:
+def _rank_notes(search: FitSearch) -> list[str]:
+    """What a reader must know of several ranks."""
+    ranks, heads = search.options.tp_size, search.model.num_kv_heads
+    if ranks == 1:
+        return []
+    notes = ["Ranks are equal, and --host_memory is that of all of them; on several hosts, of these together."]
+    if ranks > heads:
+        notes.append(
+            f"{ranks // heads} ranks have the same KV head: with more than {heads} ranks, rows and index do not shrink."
+        )
+    if search.on_gpu:
+        notes.append(
+            "Ranks on GPUs are not built yet: kvseek build refuses this engine. Buffers of the sums between GPUs are not counted."
+        )
+    return notes
+
+
+def _attempt_document(attempt: Attempt, search: FitSearch) -> Document:
     document: Document = {
         "max_seq_len": attempt.context,
         "max_batch_size": attempt.batch,
@@ -109,7 +137,7 @@ def _attempt_document(attempt: Attempt, token_row_bytes: int) -> Document:
     if attempt.memory is None or attempt.needs is None:
         return document
     memory, rows, fixed = attempt.memory, attempt.memory.rows, attempt.needs.fixed
-    layers = rows.device_layers + rows.host_layers
+    layers, token_row_bytes = rows.device_layers + rows.host_layers, search.token_row_bytes
     return document | {
         "weights": memory.weight_bytes,
         "windows": memory.window_bytes,
@@ -117,8 +145,9 @@ def _attempt_document(attempt: Attempt, token_row_bytes: int) -> Document:
         "index_of_slots": fixed,
         "work_space": memory.work_bytes - fixed,
         "device_rows": rows.device_bytes,
-        "device_total": memory.device_bytes,
+        "device_total": memory.device_bytes if search.on_gpu else 0,
         "host_rows": rows.host_bytes,
+        "host_total": search.host_bytes(memory),
         "device_layers": rows.device_layers,
         "device_rows_per_token": token_row_bytes * rows.device_layers // layers,
         "host_rows_per_token": token_row_bytes * rows.host_layers // layers,
@@ -126,7 +155,7 @@ def _attempt_document(attempt: Attempt, token_row_bytes: int) -> Document:
     }
 
 
-def _most_document(most: Most, name: str) -> Document:
+def _most_document(most: Most, name: str, search: FitSearch) -> Document:
     document: Document = {name: 0, "limit": most.limit, "reason": most.reason}
     if most.best is None or most.best.memory is None:
         return document
@@ -134,16 +163,18 @@ def _most_document(most: Most, name: str) -> Document:
     return document | {
         name: getattr(most.best, name),
         "device_layers": memory.rows.device_layers,
-        "device_total": memory.device_bytes,
+        "device_total": memory.device_bytes if search.on_gpu else 0,
         "host_rows": memory.rows.host_bytes,
+        "host_total": search.host_bytes(memory),
     }
 
 
-def _parts_table(sizes: Document) -> Table:
+def _parts_table(sizes: Document, device: str) -> Table:
+    kept = ", and rows it keeps on the device," * (device == "cuda")
     rows = [
         ("weights", readable(sizes["weights"])),
         ("window of a slot", readable(sizes["window_per_slot"])),
-        ("index, and rows it keeps on the device, of a slot", readable(sizes["index_per_slot"])),
+        (f"index{kept} of a slot", readable(sizes["index_per_slot"])),
         ("index of a token, all layers", readable(sizes["index_per_token"])),
         ("rows of a token, all layers", readable(sizes["rows_per_token"])),
         ("work space, for prompts of max_input_len tokens", readable(sizes["work_space"])),
@@ -162,20 +193,28 @@ def _engine_table(engine: Document, layers: int, document: Document) -> Table:
         (f"index of {engine['tokens']:,} tokens", readable(engine["index_of_tokens"])),
         ("index of slots", readable(engine["index_of_slots"])),
         ("work space", readable(engine["work_space"])),
+    ]
+    ranks, available = document["tp_size"], readable(document["host_memory_bytes"])
+    if document["device"] == "cpu":
+        rows.append((f"rows, {readable(engine['host_rows_per_token'])} a token", readable(engine["host_rows"])))
+        what = f"of all {ranks} ranks" if ranks > 1 else "all parts"
+        rows.append((f"{what}, of {available}", readable(engine["host_total"])))
+        return table(title, ("", "left"), ("size", "right"), rows=rows)
+    held = f"rows in host memory, {readable(engine['host_rows_per_token'])} a token"
+    rows += [
         (f"rows of {on_device} of {layers} layers, {per_device} a token", readable(engine["device_rows"])),
         (f"on the device, of {readable(document['gpu_memory_bytes'])}", readable(engine["device_total"])),
-        (
-            f"rows in host memory, {readable(engine['host_rows_per_token'])} a token, "
-            f"of {readable(document['host_memory_bytes'])}",
-            readable(engine["host_rows"]),
-        ),
+        (held if ranks > 1 else f"{held}, of {available}", readable(engine["host_rows"])),
     ]
+    if ranks > 1:
+        rows.append((f"those of all {ranks} ranks, of {available}", readable(engine["host_total"])))
     return table(title, ("", "left"), ("size", "right"), rows=rows)
 
 
-def _contexts_table(contexts: list[Document], layers: int) -> Table:
-    rows = [(f"{row['context']:,}", str(row["batch"]), *_held(row, layers), row["limit"]) for row in contexts]
-    columns: list[Column] = [("context", "right"), ("batch", "right"), *_HELD, ("limit", "left")]
+def _contexts_table(contexts: list[Document], layers: int, device: str) -> Table:
+    held = slice(2, None) if device == "cpu" else slice(None)
+    rows = [(f"{row['context']:,}", str(row["batch"]), *_held(row, layers)[held], row["limit"]) for row in contexts]
+    columns: list[Column] = [("context", "right"), ("batch", "right"), *_HELD[held], ("limit", "left")]
     return table("Largest batch of a context", *columns, rows=rows)
 
 
@@ -195,5 +234,5 @@ def _held(row: Document, layers: int) -> tuple[str, str, str]:
     return (
         f"{row['device_layers']} of {layers}",
         f"{row['device_total'] / GIB:.1f}",
-        f"{row['host_rows'] / GIB:.1f}",
+        f"{row['host_total'] / GIB:.1f}",
     )

@@ -1,4 +1,8 @@
-"""Device memory that an engine needs beside weights, index, windows and rows, in bytes (docs/gpu.md)."""
+"""Memory that an engine needs beside weights, index, windows and rows, in bytes (docs/gpu.md).
+
+They describe the GPU's runtime. For the CPU they are estimates, and high ones: copies that a GPU makes ahead of time are made one
+after the other there.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,8 @@ from kvseek.plugins.contract import LAST_QUERIES
 from .cache import COPIES_IN_FLIGHT
 from .row_storage import STAGED_EXTENTS
 
-# For memory that cannot be counted: cuBLAS work spaces (32 MiB a stream on Hopper), graphs, blocks that the allocator splits.
+# For memory that cannot be counted: cuBLAS work spaces (32 MiB a stream on Hopper), graphs, blocks that the allocator splits;
+# on the CPU the process itself with PyTorch, and a weight on its way to oneDNN's layout.
 RESERVE_BYTES = 1 << 30
 TOKEN_BYTES = 8  # id and position of a prompt's token, as a plan takes them
 LSE_NUMBERS = 2  # numbers of 16 bits in a log-sum-exp
@@ -91,7 +96,8 @@ def _row_numbers(keys: int) -> int:
 
 def decode_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     """Return the bytes that decode steps hold: logits of all buckets, one layer's activations in the largest, an eviction."""
-    model, sizes = config.model, buckets_for(config.max_batch_size)
+    model = config.model
+    sizes = buckets_for(config.max_batch_size) if config.device == "cuda" else (config.max_batch_size,)
     layer = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     if config.runtime == "tensorrt":  # residual stream in and out, cosines and sines, logits as the plan gives them
         layer += 2 * model.hidden_size + model.head_dim + LOGITS_BYTES // dtype.itemsize * model.vocab_size

@@ -26,7 +26,7 @@ from kvseek.core.streams import InFlight, SideStream, Ticket
 from kvseek.plugins.batch import RequestState
 from kvseek.plugins.contract import Index
 
-from .memory_layout import retrieval_tokens
+from .memory_layout import retrieval_tokens, slot_count
 from .prefix import Prefix
 from .row_storage import RowStorage
 
@@ -80,14 +80,12 @@ class Cache:
         self.rows = rows
         self.ring = self.config.local + self.config.update
         self.padding_slot = config.max_batch_size
-        # The CPU fills up no batches: there the window and the index arrays of one slot more would be waste.
-        padded = config.device == "cuda"
-        slots = config.max_batch_size + padded
+        slots = slot_count(config)
         max_extents = extents_for(max(0, config.max_seq_len - self.config.sink))
         self.extents = ExtentTable(slots, max_extents, rows.layout.capacity, device)
         self.window = _windows(config, slots, dtype, device)
         self.tokens, self.lengths = [0] * slots, [0] * slots
-        if padded:
+        if self.padding_slot < slots:
             self.tokens[self.padding_slot] = 1
         # On the CPU preparing an eviction beside the steps would gain nothing.
         self.evict_ahead = min(EVICT_AHEAD, self.config.update, self.config.local) if device.type == "cuda" else 0

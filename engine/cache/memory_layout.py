@@ -86,10 +86,18 @@ def layer_extent_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     return config.model.num_kv_heads * EXTENT_TOKENS * 2 * config.model.head_dim * dtype.itemsize
 
 
+def slot_count(config: EngineConfig) -> int:
+    """Return the number of slots: one a request, and on a GPU the padding slot.
+
+    The CPU fills up no batches: there the window and the index arrays of one slot more would be waste.
+    """
+    return config.max_batch_size + (config.device == "cuda")
+
+
 def window_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the windows of all layers and slots of an engine on a GPU, the padding slot included."""
+    """Return the bytes of the windows of all layers and slots."""
     model = config.model
-    rows = model.num_layers * (config.max_batch_size + 1) * model.num_kv_heads * config.cache.window
+    rows = model.num_layers * slot_count(config) * model.num_kv_heads * config.cache.window
     return rows * 2 * model.head_dim * dtype.itemsize
 
 

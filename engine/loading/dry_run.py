@@ -1,4 +1,4 @@
-"""Counts the memory that a method's indexes take on a GPU, without a GPU.
+"""Counts the memory that a method's indexes take: on a GPU without a GPU, on the CPU without allocating it.
 
 The method's own classes run on PyTorch's meta device, where tensors have shapes and types but no numbers. What they would
 allocate is counted, so there is no second formula to keep equal.
@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
+from kvseek.core.extents import ExtentTable, extents_for
+from kvseek.engine.cache.memory_layout import slot_count
 from kvseek.plugins.registry import method_traits
 
 from .indexes import IndexMaker
@@ -100,7 +102,9 @@ class MetaBytes(TorchFunctionMode):
 
 
 class DryRun:
-    """Measures engines of one method as loading does, for a GPU that this machine does not have.
+    """Measures engines of one method as loading does, for a GPU that this machine does not have, or for the CPU.
+
+    Those for the CPU are of the methods' reference classes, whose arrays are as large as the native classes'.
 
     Parameters
     ----------
@@ -112,16 +116,16 @@ class DryRun:
         self._codebooks, self._kernels = codebooks, UnloadedKernels(traits)
 
     def index_needs(self, config: EngineConfig, slots: int | None = None) -> IndexNeeds:
-        """Count the bytes of indexes and attentions; `slots`, the padding slot included, is max_batch_size + 1 if left out.
+        """Count the bytes of indexes and attentions; `slots` are those of the engine, a padding slot included, if left out.
 
         Raises
         ------
         ConfigError
-            If the method has no index for the GPU.
+            If the method has no index for the engine's device.
         KernelError
             If the method's kernels do not support the shape or the length.
         """
-        slots = config.max_batch_size + 1 if slots is None else slots
+        slots = slot_count(config) if slots is None else slots
         return IndexNeeds.of(*(self.index_bytes(config, capacity, slots) for capacity in (1, 2)))
 
     def index_bytes(self, config: EngineConfig, capacity: int, slots: int) -> int:
@@ -141,7 +145,12 @@ class DryRun:
         part = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=layers))
         count = MetaBytes()
         with count:
-            made = make_without_rows(IndexMaker(part, self._codebooks, None, self._kernels), capacity, slots)
+            made: Any  # kept until its tensors have been counted
+            if config.device == "cuda":
+                made = make_without_rows(IndexMaker(part, self._codebooks, None, self._kernels), capacity, slots)
+            else:
+                extents = ExtentTable(slots, extents_for(config.max_seq_len), capacity, META)
+                made = IndexMaker(part, self._codebooks).make(extents, [0] * slots, None)
         used = count.used
-        del made  # kept until here, so that its tensors are counted
+        del made
         return used

@@ -21,6 +21,12 @@ FEW_ROWS_OF_BYTES = 32
 FEW_ROWS_OF_BFLOAT16 = 8
 
 
+def stays_quantised(dtype: torch.dtype, stored: torch.dtype, inputs: int) -> bool:
+    """Whether a weight [outputs, inputs] that is stored as `stored` is multiplied with rows of `dtype` as it is."""
+    # The kernel reads beyond the end of rows of other lengths.
+    return dtype is torch.bfloat16 and stored is torch.int8 and inputs % INPUTS_MULTIPLE == 0
+
+
 def multiplies_bfloat16() -> bool:
     """Whether this processor has instructions for bfloat16 products; without them oneDNN's are slower than float32's."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
@@ -93,12 +99,11 @@ class HostProducts(Products):
 
         An int8 weight stays as it is if x is bfloat16. PyTorch has no fast kernel for float32 rows, nor for fp8.
         """
-        if scale is not None and self.dtype is torch.bfloat16 and weight.dtype is torch.int8:
+        if scale is not None and stays_quantised(self.dtype, weight.dtype, weight.shape[1]):
             narrow = scale.bfloat16()
             if not torch.equal(narrow.float(), scale):
                 raise EngineDirectoryError("the scales of 8-bit weights are of an older kvseek: build the engine again")
-            if weight.shape[1] % INPUTS_MULTIPLE == 0:  # the kernel reads beyond the end of other rows
-                return ByteLinear(weight, narrow, bias, self._native)
+            return ByteLinear(weight, narrow, bias, self._native)
         plain = super().linear(weight, bias, scale)
         if self.dtype is torch.float16 or not _has_onednn():  # float16: of a GPU's engine that is calibrated here
             return plain

@@ -158,7 +158,7 @@ def test_weights_are_what_a_build_writes(tmp_path: Path) -> None:
         write_weights(open_checkpoint(model), model, WeightFormat(torch.bfloat16))
         weights = load_weights(model, CPU)
         own = planner(model, method="full")
-        assert own.storage.weight_bytes == sum(tensor.nbytes for tensor in weights.values())
+        assert own.weight_bytes == sum(tensor.nbytes for tensor in weights.values())
 
 
 def test_numbers_of_llama(llama: Path) -> None:
@@ -272,6 +272,9 @@ def test_the_dtype_is_that_of_a_build(small: Path) -> None:
         (("--pariskv.top_k", "0"), "top_k = 0: must be >= 1"),
         (("--max_input_len", "900", "--max_seq_len", "800"), "max_input_len = 900: must be <= max_seq_len = 800"),
         (("--max_batch_size", "65"), "max_batch_size = 65: must be <= 64"),
+        (("--tp_size", "3"), "tp_size = 3: must be a divisor of intermediate_size = 160; choose"),
+        (("--tp_size", "0"), "tp_size = 0: must be >= 1"),
+        (("--tp_size", "2", "--runtime", "tensorrt"), "tp_size = 2: must be 1 with runtime = 'tensorrt'"),
         (("--kernels", "reference"), "kernels = 'reference': must be 'native'"),
     ],
 )
@@ -288,7 +291,7 @@ def test_bad_values(small: Path, capsys: pytest.CaptureFixture[str], flags: tupl
             "argument --gpu_memory: '80GX': must be a number > 0 and a unit, one of KB, KiB, MB",
         ),
         (("--host_memory", "0"), "argument --host_memory: '0': must be a number > 0"),
-        (("--device", "cpu"), "--device cpu does not go with --plan"),
+        (("--device", "cpu"), "--gpu_memory belongs to --device cuda; --device is cpu: leave it out"),
         (("--force",), "--force does not go with --plan; leave it out"),
         (("--inspect", "x"), "--inspect does not go with --plan"),
         (("--prkv.page", "8"), "--prkv.page belongs to --method prkv"),

@@ -14,12 +14,13 @@ from tests.plugins.prkv.settings import BOXES
 from torch import Tensor
 
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import ConfigError, KernelError
-from kvseek.core.extents import extents_for
+from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.engine.loading.dry_run import ALLOCATION_BYTES, HOPPER, META, DryRun, MetaBytes, UnloadedKernels
 from kvseek.engine.loading.indexes import IndexMaker
 from kvseek.engine.loading.memory import IndexNeeds, make_without_rows
-from kvseek.plugins.registry import get_method
+from kvseek.plugins.registry import METHODS, get_method
 
 LLAMA = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 << 20)
 SMALL = ModelConfig("llama", 384, 256, 320, 5, 8, 2, 64, 1e-5, 1e4, 1 << 16)
@@ -82,6 +83,21 @@ def test_the_cpu_allocates_what_was_counted(name: str, fields: dict[str, Any]) -
         copies = max(0, SMALL.num_layers - dense_layers) * sum(rounded(book.nbytes) for book in books.values())
         expected = copies + sum(rounded(size) for size in storages.values())
         assert DryRun(books).index_bytes(config, capacity, slots) == expected > 0
+
+
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize("name", METHODS)
+def test_indexes_of_the_cpu_allocate_what_was_counted(name: str, kernels: str, library: CpuLibrary) -> None:
+    """Exactly but for the codebooks, of which layers on a device have copies, and for rounding."""
+    config = dataclasses.replace(engine(SMALL, name, {}), device="cpu", kernels=kernels)
+    books = codebooks(config)
+    for capacity, slots in ((1, 2), (3, 4)):
+        extents = ExtentTable(slots, extents_for(config.max_seq_len), capacity)
+        maker = IndexMaker(config, books, library if kernels == "native" else None)
+        storages = reachable_storages(maker.make(extents, [0] * slots, None))
+        found = sum(storages.values())
+        spare = SMALL.num_layers * sum(rounded(book.nbytes) for book in books.values()) + 512 * len(storages)
+        assert found <= DryRun(books).index_bytes(config, capacity, slots) + 512 <= found + spare + 512
 
 
 @pytest.mark.parametrize(("name", "fields"), VARIANTS)

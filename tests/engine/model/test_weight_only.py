@@ -229,8 +229,8 @@ def test_the_memory_plan_counts_what_is_stored(precision: str, tmp_path: Path) -
     model = save_random_model(tmp_path / "model", "llama", head_dim=64)
     write_weights(open_checkpoint(model), model, WeightFormat(torch.bfloat16, precision))
     own = planner(model, "--weight_only_precision", precision, method="full")
-    assert own.storage.weight_bytes == sum(tensor.nbytes for tensor in load_weights(model, CPU).values())
-    small = own.storage.weight_bytes < planner(model, method="full").storage.weight_bytes
+    assert own.weight_bytes == sum(tensor.nbytes for tensor in load_weights(model, CPU).values())
+    small = own.weight_bytes < planner(model, method="full").weight_bytes
     assert small == (precision != "none")
 
 
