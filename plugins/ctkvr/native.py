@@ -22,7 +22,7 @@ from kvseek.plugins.contract import IndexContext, LayerRows, ShapeLimits
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import pointers, require_fit
 
-from .native_build import write_lists
+from .native_build import host_lists, write_lists
 from .reference import ReferenceIndex
 
 # MAX_HOST_DIM, MAX_HOST_GROUP and HOST_DIM_STEP of host_step.h
@@ -179,6 +179,7 @@ class NativeIndex(ReferenceIndex):
         super().__init__(context, NativeCodeStore)
         assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
         check_supported(context)
+        host_lists(context.library)  # so that the library of an older engine is refused before there is a request
         self._library = context.library
 
     def make_lists(self, queries: Tensor, keys: Tensor, lists: Tensor) -> None:

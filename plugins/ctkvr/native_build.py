@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_double, c_int64, c_void_p
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,6 +23,12 @@ class HostLists(ctypes.Structure):
         *((name, c_int64) for name in ("bfloat16", "threads")),
         ("scaling", c_double),
     )
+
+
+@lru_cache(maxsize=8)
+def host_lists(library: CpuLibrary) -> ctypes._NamedFuncPointer:
+    """Return kvseek_ctkvr_host_lists of a library, declared once; raises KernelError if the library is older than it."""
+    return library.function("kvseek_ctkvr_host_lists", c_void_p)
 
 
 def write_lists(library: CpuLibrary, queries: Tensor, keys: Tensor, lists: Tensor, scaling: float) -> None:
@@ -64,7 +71,7 @@ def write_lists(library: CpuLibrary, queries: Tensor, keys: Tensor, lists: Tenso
         threads=torch.get_num_threads(),
         scaling=scaling,
     )
-    library.function("kvseek_ctkvr_host_lists", c_void_p)(ctypes.byref(arguments))
+    host_lists(library)(ctypes.byref(arguments))
 
 
 def _operand(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-// The lists of a prompt's centroids on host cores (plugins/ctkvr/build.py defines the result; CTkvr paper, algorithm 1).
+// The lists of a prompt's centroids on host cores (CTkvr paper, algorithm 1; build.py defines the result).
 //
 // The keys of some KV heads are packed, then threads take tiles of centroids: products of the tile's queries with all
 // keys, the log-sum-exp of every query, each key's largest weight in the group, the best keys. Which keys a list holds
@@ -25,11 +25,11 @@ struct HostLists {
 
 namespace {
 
-constexpr int64_t PANEL = WIDE * LANES;        // keys that a product takes at a time, packed next to each other
-constexpr int64_t PACKED_KEYS = 8 * PANEL;     // keys of a unit of packing
-constexpr int64_t PACKED_BYTES = 64 << 20;     // most of packed keys, unless one KV head's take more
-constexpr int64_t TILE_ROWS = 16 * ROWS;       // most queries of a tile, unless one centroid has more
-constexpr int64_t TILE_BYTES = 16 << 20;       // most of a tile's scores, likewise
+constexpr int64_t PANEL = WIDE * LANES;     // keys that a product takes at a time, packed next to each other
+constexpr int64_t PACKED_KEYS = 8 * PANEL;  // keys of a unit of packing
+constexpr int64_t PACKED_BYTES = 64 << 20;  // most of packed keys, unless one KV head's take more
+constexpr int64_t TILE_ROWS = 16 * ROWS;    // most queries of a tile, unless one centroid has more
+constexpr int64_t TILE_BYTES = 16 << 20;    // most of a tile's scores, likewise
 
 inline int64_t up_to(int64_t count, int64_t step) {
     return (count + step - 1) / step * step;
@@ -117,8 +117,7 @@ struct Tile {
         for (int64_t q = 0; q < a.group; q++) sums[q] = scale(scores + q * sizes.padded);
         for (int64_t i = 0; i < a.tokens; i += LANES) {
             Vec value = load(scores + i) - sums[0];
-            for (int64_t q = 1; q < a.group; q++)
-                value = maximum(value, load(scores + q * sizes.padded + i) - sums[q]);
+            for (int64_t q = 1; q < a.group; q++) value = maximum(value, load(scores + q * sizes.padded + i) - sums[q]);
             store(scores + i, value);
         }
     }
