@@ -22,6 +22,7 @@ from kvseek.plugins.contract import IndexContext, LayerRows, ShapeLimits
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import pointers, require_fit
 
+from .native_build import host_lists, write_lists
 from .reference import ReferenceIndex
 
 # MAX_HOST_DIM, MAX_HOST_GROUP and HOST_DIM_STEP of host_step.h
@@ -168,17 +169,24 @@ def raise_error(code: int) -> None:
 
 
 class NativeIndex(ReferenceIndex):
-    """The reference's centroids and lists, recalled and reranked by compiled kernels.
+    """The reference's centroids, whose lists are made, recalled and reranked by compiled kernels.
 
-    Rows equal the reference's, except where values of keys differ only by rounding. Lists of updated centroids hold their
-    places in ascending order, not best first.
+    Rows and lists equal the reference's, except where values of keys differ only by rounding. Lists hold their places in
+    ascending order, not best first.
     """
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context, NativeCodeStore)
         assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
         check_supported(context)
+        host_lists(context.library)  # so that the library of an older engine is refused before there is a request
         self._library = context.library
+
+    def make_lists(self, queries: Tensor, keys: Tensor, lists: Tensor) -> None:
+        """See ReferenceIndex.make_lists."""
+        for name, tensor in (("queries", queries), ("keys", keys)):
+            require_fit(name, tensor, self.context)
+        write_lists(self._library, queries, keys, lists, self.context.scaling)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
         """See ReferenceIndex.select."""

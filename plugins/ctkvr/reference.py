@@ -80,11 +80,15 @@ class ReferenceIndex(Index):
         n = keys.shape[1]
         last = self.take_prompt(slot, n, queries)
         count = last.shape[1]
-        self.lists[slot, :, :count] = build_lists(last, keys, self.width, self.context.scaling)
+        self.make_lists(last, keys, self.lists[slot, :, :count])
         self.written[slot], self.prompted[slot], self.listed[slot] = count, count, n
         if self.codes:
             self.codes.build(slot, keys)
         return Built()
+
+    def make_lists(self, queries: Tensor, keys: Tensor, lists: Tensor) -> None:
+        """Write the lists int32 [G, C, width] of a prompt's centroids: queries [H, C, D] and keys [G, n, D] (build_lists)."""
+        lists.copy_(build_lists(queries, keys, self.width, self.context.scaling))
 
     def take_prompt(self, slot: int, tokens: int, queries: Tensor) -> Tensor:
         """Make the last of a prompt's queries [H, w, D], oldest first, a slot's first centroids; lists are not written.

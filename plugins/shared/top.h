@@ -8,7 +8,7 @@ namespace {
 
 // Replace scores float [count] by their softmax after multiplication by `scaling`. Readable and writable up to the
 // next multiple of LANES.
-void softmax(float* scores, int64_t count, float scaling) {
+inline void softmax(float* scores, int64_t count, float scaling) {
     for (int64_t i = count; i % LANES != 0; i++) scores[i] = -INFINITE;
     Vec best = splat(-INFINITE), total = {};
     for (int64_t i = 0; i < count; i += LANES) {
@@ -27,7 +27,7 @@ void softmax(float* scores, int64_t count, float scaling) {
 }
 
 // Fold lanes [lanes, stride] into the first: the largest, or the sum (which ranks as the mean does).
-void fold(float* scores, int lanes, int64_t stride, int64_t count, bool largest) {
+inline void fold(float* scores, int lanes, int64_t stride, int64_t count, bool largest) {
     for (int lane = 1; lane < lanes; lane++) {
         const float* other = scores + lane * stride;
         for (int64_t i = 0; i < count; i += LANES) {

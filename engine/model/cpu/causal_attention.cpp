@@ -5,8 +5,8 @@
 // multiples of a size that depends on head size and dtype alone, and the sums of a row go through them in order. So
 // what is computed for a row depends neither on the other rows of its unit, nor on the chunk that it is in, nor on
 // threads.
-#include "packing.h"
 #include "plugins/shared/kernel.h"
+#include "plugins/shared/packing.h"
 #include "plugins/shared/parallel.h"
 #include "plugins/shared/phases.h"
 #include "softmax.h"

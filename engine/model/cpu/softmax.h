@@ -1,7 +1,7 @@
 // The running softmax of one row of scores, block by block of keys.
 #pragma once
 
-#include "products.h"
+#include "plugins/shared/products.h"
 
 namespace kvseek {
 namespace {

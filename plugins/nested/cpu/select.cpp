@@ -1,9 +1,9 @@
 // Nested: retrieve rows for the queries of a batch (plugins/nested/reference.py defines the result). One call a layer
 // for all requests and KV heads; threads share even a single head's work.
 #include "../../codes/cpu/estimate.h"
+#include "../../shared/candidates.h"
 #include "../../shared/kernel.h"
 #include "../../shared/selection.h"
-#include "candidates.h"
 
 namespace kvseek {
 

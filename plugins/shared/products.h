@@ -1,10 +1,11 @@
-// Products of small packed matrices, which stay in the caches: the two products of attention over a prompt.
+// Products of small packed matrices, which stay in the caches: those of attention over a prompt, and of queries with
+// the keys that they list (ctkvr).
 //
 // A word is what one lane multiplies in one instruction: a float (`Floats`), or two bfloat16 numbers that are next to
 // each other along the dimension that is summed over (`Pairs`). Sums are float32.
 #pragma once
 
-#include "plugins/shared/simd.h"
+#include "simd.h"
 
 namespace kvseek {
 namespace {

@@ -1,7 +1,7 @@
 // Candidates: the places of the best scores of a whole region.
 #pragma once
 
-#include "../../shared/top.h"
+#include "top.h"
 
 namespace kvseek {
 namespace {
