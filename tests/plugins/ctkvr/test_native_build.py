@@ -145,6 +145,6 @@ def test_a_bad_query_hurts_no_other_list(library: CpuLibrary, level: int) -> Non
 
 
 def test_the_index_refuses_keys_of_another_dtype(library: CpuLibrary) -> None:
-    index = NativeIndex(dataclasses.replace(make_context(Config(), 64, 2, [100]), library=library))
+    index = NativeIndex(dataclasses.replace(make_context(Config(execution="cpu"), 64, 2, [100]), library=library))
     with pytest.raises(KernelError, match=r"keys: torch\.bfloat16.*must be torch\.float32"):
         index.build(0, numbers(2, 100, 64, dtype=torch.bfloat16), numbers(4, 10, 64))
