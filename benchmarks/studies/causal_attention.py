@@ -9,7 +9,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,17 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from kvseek.benchmarks.device.options import numbers
+from kvseek.benchmarks.studies.host_cases import KERNEL, PYTORCH, SHAPES, add_flags, begin
 from kvseek.benchmarks.timing import interleave
-from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.core.errors import ConfigError
 from kvseek.engine.model import attention, native_attention
 from kvseek.measurement.machine import describe
 from kvseek.measurement.output import run_command
-
-SHAPES = {"smollm2-135m": (9, 3, 64), "llama-3.1-8b": (32, 8, 128)}  # query heads, KV heads, head size
-DTYPES = ("float32", "bfloat16")
-PYTORCH, KERNEL = "PyTorch", "kvseek"
 
 
 def operations(heads: int, dim: int, past: int, chunk: int) -> int:
@@ -74,31 +68,17 @@ def print_report(document: dict[str, Any]) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line to settings."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"comma list of {', '.join(SHAPES)}")
-    parser.add_argument("--dtypes", default=",".join(DTYPES), help="comma list")
     parser.add_argument("--pasts", default="0,2048,6144,32768", help="comma list of tokens before the chunk")
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of the chunk")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=5, help="timed calls of each contestant")
-    parser.add_argument("--output", type=Path, help="write the result as JSON to this file")
-    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    add_flags(parser)
     return parser.parse_args(argv)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything that was measured, as it goes into the result file."""
-    shapes, dtypes = arguments.shapes.split(","), arguments.dtypes.split(",")
-    for name, found, known in (("shapes", shapes, tuple(SHAPES)), ("dtypes", dtypes, DTYPES)):
-        if not set(found) <= set(known):
-            raise ConfigError(f"--{name} = {','.join(found)!r}: must be a comma list of {', '.join(known)}")
-    for name in ("chunk", "threads", "repeats"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name} = {getattr(arguments, name)}: must be at least 1")
-    torch.manual_seed(0)
-    torch.set_num_threads(arguments.threads)
-    library = CpuLibrary(cached_cpu_library())
+    kinds, library = begin(arguments, "chunk")
     pasts = numbers("pasts", arguments.pasts, 0)
-    cases = [(shape, getattr(torch, dtype), past) for shape in shapes for dtype in dtypes for past in pasts]
+    cases = [(*kind, past) for kind in kinds for past in pasts]
     return {
         "benchmark": "causal_attention",
         "machine": describe(),

@@ -144,7 +144,7 @@ class ProductKernels:
             inputs=inputs,
         )
         name = f"kvseek_{'gated_' * gated}{'weight_only_' * (weight.itemsize == 1)}linear_{shape.rows}_{shape.warps}"
-        grid = -(-outputs * (2 if gated else 1) // shape.weight_rows), 1, 1
+        grid = -(-weight.shape[0] // shape.weight_rows), 1, 1
         self._kernels.launch(name, grid, shape.warps * WARP, arguments, shape.shared_bytes, overlap=True)
         return out
 

@@ -129,10 +129,8 @@ def may_reuse(engine: Engine, prompt: tuple[int, ...], common: int) -> int:
     return max(0, min(common, len(prompt) - max(1, unread)))
 
 
-@pytest.mark.parametrize("kernels", ["native", "reference"])
-@pytest.mark.parametrize("method", NAMES)
-def test_a_prompt_that_begins_alike_has_the_same_answer(method: str, kernels: str, load: Load, plain: Plain) -> None:
-    engine = load(method, "--kernels", kernels)
+def check_prompts_that_begin_alike(engine: Engine, plain: Plain) -> None:
+    """Prompts that leave DOCUMENT anywhere reuse what they may, and have the answers of an engine that keeps nothing."""
     for prompt, reused in (
         (DOCUMENT, 0),
         (DOCUMENT, len(DOCUMENT) - 1),  # its last token is read, whose logits are needed
@@ -146,6 +144,12 @@ def test_a_prompt_that_begins_alike_has_the_same_answer(method: str, kernels: st
         ((tokens, statistics),) = ask(engine, request)
         assert statistics.reused_tokens == may_reuse(engine, prompt, reused)
         assert tokens == plain(request)
+
+
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize("method", NAMES)
+def test_a_prompt_that_begins_alike_has_the_same_answer(method: str, kernels: str, load: Load, plain: Plain) -> None:
+    check_prompts_that_begin_alike(load(method, "--kernels", kernels), plain)
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])

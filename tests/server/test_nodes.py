@@ -51,6 +51,12 @@ def endpoint() -> Iterator[str]:
         yield f"{LOOPBACK}:{ports.http}"
 
 
+@pytest.fixture
+def of_two(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    """An engine of two ranks."""
+    return build_engine(random_model("llama"), "full", *LIMITS, "--tp_size", "2")
+
+
 @pytest.mark.server
 @pytest.mark.slow
 def test_an_engine_on_two_nodes(
@@ -132,14 +138,12 @@ def test_a_node_with_another_engine_is_told_so(
 def test_what_nodes_cannot_be_is_refused_at_once(
     flags: tuple[str, ...],
     message: str,
-    random_model: RandomModel,
-    build_engine: BuildEngine,
+    of_two: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("KVSEEK_RANKS_KEY", raising=False)
-    directory = build_engine(random_model("llama"), "full", *LIMITS, "--tp_size", "2")
-    assert main(["--engine_dir", str(directory), *flags]) == 1
+    assert main(["--engine_dir", str(of_two), *flags]) == 1
     assert message in capsys.readouterr().err
 
 
@@ -162,12 +166,10 @@ def test_what_nodes_cannot_be_is_refused_at_once(
 def test_what_does_not_fit_the_engine_or_the_node_is_refused(
     flags: tuple[str, ...],
     message: str,
-    random_model: RandomModel,
-    build_engine: BuildEngine,
+    of_two: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KVSEEK_RANKS_KEY", KEY)
-    directory = build_engine(random_model("llama"), "full", *LIMITS, "--tp_size", "2")
-    assert main(["--engine_dir", str(directory), "--rdzv_endpoint", "127.0.0.1:7000", *flags]) == 1
+    assert main(["--engine_dir", str(of_two), "--rdzv_endpoint", "127.0.0.1:7000", *flags]) == 1
     assert message in capsys.readouterr().err

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.conftest import BuildEngine, RandomModel
+from tests.engine.parallel.test_ranks import loaded
 from tests.plugins.cases import CASES, method_flags
 from tests.support.prefill import run_to_end
 
@@ -46,15 +46,6 @@ def build(random_model: RandomModel, build_engine: BuildEngine) -> Build:
         return build_engine(model, method, *flags), build_engine(model, method, *flags, "--tp_size", "2")
 
     return make
-
-
-@contextmanager
-def loaded(directory: Path) -> Iterator[Engine]:
-    engine = Engine.load(directory)
-    try:
-        yield engine
-    finally:
-        engine.close()
 
 
 def ask(engine: Engine, request: Request) -> tuple[list[int], int, int]:

@@ -13,7 +13,7 @@ from tests.conftest import BuildEngine, RandomModel
 from tests.engine import test_cached_prefill as sparse_checks
 from tests.engine import test_prefix_reuse as checks
 from tests.engine.cache.test_isolation import POISONS, poison
-from tests.engine.test_prefix_reuse import DOCUMENT, LIMITS, SINK, WINDOW, Load
+from tests.engine.test_prefix_reuse import DOCUMENT, LIMITS, WINDOW, Load
 from tests.gpu.engine.test_isolation import left_behind
 from tests.gpu.plugins.test_methods import CONTESTANTS
 from tests.gpu.waits import no_host_waits, slow_stream
@@ -104,20 +104,7 @@ def plain(load_gpu: LoadGpu) -> checks.Plain:
 
 @of(REUSING, *ENTRIES)
 def test_a_prompt_that_begins_alike_has_the_same_answer(name: str, load: Load, plain: checks.Plain) -> None:
-    engine = load(name)
-    for prompt, reused in (
-        (DOCUMENT, 0),
-        (DOCUMENT, len(DOCUMENT) - 1),  # its last token is read, whose logits are needed
-        (DOCUMENT + (5,) * 40, len(DOCUMENT)),  # ends in the ring of the first
-        (DOCUMENT[:1500] + (7,) * 40, 1500),  # in the middle of an extent
-        (DOCUMENT[: 1024 + SINK] + (9,) * 30, 1024 + SINK),  # at the end of one
-        (DOCUMENT[: SINK - 1] + (11,) * 60, SINK - 1),  # in the sink
-        (DOCUMENT[:1500] + (7,) * 40 + (6,) * 900, 1540),
-    ):
-        request = Request(prompt, 12)
-        ((tokens, statistics),) = checks.ask(engine, request)
-        assert statistics.reused_tokens == checks.may_reuse(engine, prompt, reused)
-        assert tokens == plain(request)
+    checks.check_prompts_that_begin_alike(load(name), plain)
 
 
 @of(["full", "nested", "pariskv", "clusterkv", "ctkvr-cpu"])
