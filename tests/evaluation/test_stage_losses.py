@@ -261,7 +261,7 @@ def test_command_line_prints_json_and_tables(
     printed = capsys.readouterr().out
     assert "tells no stages" in printed
     assert "contexts of a task and length: 1" in printed
-    assert f"pages {cells[1]['layers'][0]['lost_share_by_stage']['pages']:.1%}, boxes" in printed
+    assert f"pages {cells[1]['layers'][0]['lost_share_by_stage']['pages']:.1%}, codes" in printed
 
 
 @pytest.mark.parametrize(
