@@ -7,6 +7,7 @@ section 4.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 
 import torch
@@ -43,6 +44,8 @@ class ReferenceIndex(Index):
         For the rows of the first S places: approximately where they belong in the sequence. An update pairs rows by it.
     recent : Tensor [slots, w, H, D]
         The last queries, in any order.
+    received : array of int64
+        Queries that `recent` has received from the steps of each slot since its prompt.
     targets : list of Tensor, int64 scalar
         Number of static rows that each slot is to have as soon as it holds so many rows.
     tokens : Tensor, int32 [E, G, 1024], or None
@@ -70,7 +73,7 @@ class ReferenceIndex(Index):
         self.targets: list[Tensor] = [torch.full((), config.fixed_static, device=device)] * slots
         rows = (context.extents.capacity, context.num_kv_heads, EXTENT_TOKENS)
         self.tokens = torch.empty(rows, dtype=torch.int32, device=device) if context.cuda is None else None
-        self._selected = [0] * slots  # queries that `recent` has received
+        self.received = array("q", [0] * slots)
         self._steps = [0] * slots  # decode steps since the prompt
 
     @property
@@ -119,7 +122,7 @@ class ReferenceIndex(Index):
     def _start(self, slot: int, queries: Tensor) -> None:
         # The prompt's last queries become the recent queries; they are repeated if they are too few.
         window, extents = self.config.window_queries, self.context.extents
-        self._selected[slot] = self._steps[slot] = 0
+        self.received[slot] = self._steps[slot] = 0
         self.picked.index_fill_(0, self.extents_of(slot, extents.room(slot)), 0)
         if queries.shape[1]:
             last = queries[:, -window:].transpose(0, 1)
@@ -166,8 +169,8 @@ class ReferenceIndex(Index):
             grouped = queries[request].reshape(kv_heads, -1, queries.shape[-1])
             pages = self._pages(grouped, slot, length)
             rows[request, :, : pages.shape[1]] = pages.int()
-            self.recent[slot, self._selected[slot] % config.window_queries] = queries[request]
-            self._selected[slot] += 1
+            self.recent[slot, self.received[slot] % config.window_queries] = queries[request]
+            self.received[slot] += 1
         return Selection(rows, config.page)
 
     def _pages(self, queries: Tensor, slot: int, length: int) -> Tensor:
