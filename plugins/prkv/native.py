@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_double, c_int64, c_void_p
+from functools import partial
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 from kvseek.plugins.shared.native_selection import NativeSelection
 
+from .native_observe import observe
 from .reference import ReferenceIndex
 from .summaries import CODE_BITS, Codes
 
@@ -43,7 +45,8 @@ class NativeCodes(Codes):
 class NativeIndex(ReferenceIndex):
     """The reference's arrays, filled and searched by compiled kernels.
 
-    From equal codes, estimates equal the reference's to the bit; pages' scores and softmax weights differ by rounding.
+    From equal codes, estimates equal the reference's to the bit; pages' scores and softmax weights differ by rounding, and so do
+    the scores that a static set is chosen by.
     """
 
     summaries: NativeCodes
@@ -51,6 +54,7 @@ class NativeIndex(ReferenceIndex):
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context, NativeCodes(context))
         assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
+        self.observe = partial(observe, context.library)
         arguments = PrkvSelectArguments(
             **self.summaries.store.arguments,
             static_rows=pointer(self.static_rows),

@@ -20,7 +20,9 @@ from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.prkv import method
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.native import NativeIndex
+from kvseek.plugins.prkv.native_observe import observe
 from kvseek.plugins.prkv.reference import ReferenceIndex
+from kvseek.plugins.prkv.static import observation_scores
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS, reduce_scores
 
 SMALL = Config(top_k=64, static_share=0.25, page=8, window_queries=4, update_interval=8)
@@ -203,6 +205,49 @@ def test_strange_queries_still_give_valid_pages(library: CpuLibrary, level: int,
     assert int(pages.min()) >= 0
     assert int(pages.max()) < 375
     assert bool((pages.diff() > 0).all())
+
+
+@pytest.mark.parametrize(("dim", "group", "dtype"), [*SHAPES, (7, 2, torch.bfloat16)])
+def test_observation_equals_the_reference(
+    library: CpuLibrary, level: int, dim: int, group: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(dim)
+    keys = keys_of_slots([1200], dim, dtype)[0]
+    queries = torch.randn(KV_HEADS * group, 5, dim).to(dtype)
+    valid = torch.rand(KV_HEADS, 1200) < 0.4
+    for scaling, counted in ((dim**-0.5, None), (4 * dim**-0.5, None), (dim**-0.5, valid)):
+        expected = observation_scores(queries, keys, scaling, counted)
+        torch.testing.assert_close(observe(library, queries, keys, scaling, counted), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_observation_of_parts_of_tensors(library: CpuLibrary) -> None:
+    """Keys among values, queries of several slots; and no key at all."""
+    rows, recent = torch.randn(KV_HEADS, 50, 2, 64), torch.randn(5, 6, 64)
+    keys, queries = rows[:, :, 0], recent.transpose(0, 1)
+    expected = observation_scores(queries, keys, 0.125)
+    torch.testing.assert_close(observe(library, queries, keys, 0.125), expected, rtol=1e-4, atol=1e-7)
+    assert observe(library, queries, keys[:, :0], 0.125).shape == (KV_HEADS, 0)
+
+
+def test_observation_does_not_read_keys_that_do_not_count_nor_depend_on_threads(library: CpuLibrary) -> None:
+    keys, queries = torch.randn(KV_HEADS, 2500, 64), torch.randn(6, 4, 64)
+    valid = torch.arange(2500).expand(KV_HEADS, -1) % 3 > 0
+    poisoned = keys.masked_fill(~valid[..., None], torch.nan)
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append(observe(library, queries, poisoned, 0.125, valid))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], observation_scores(queries, keys, 0.125, valid), rtol=1e-4, atol=1e-7)
+
+
+def test_observation_refuses_other_dtypes(library: CpuLibrary) -> None:
+    with pytest.raises(KernelError, match=r"queries torch\.float32, keys torch\.float16: must both be"):
+        observe(library, torch.zeros(2, 1, 8), torch.zeros(1, 4, 8, dtype=torch.float16), 1.0)
 
 
 def test_create_follows_library_and_score(library: CpuLibrary) -> None:
