@@ -20,6 +20,8 @@ from torch import Tensor
 
 from kvseek.benchmarks.device.options import numbers
 from kvseek.benchmarks.timing import interleave
+from kvseek.builder.compile.cpu import cached_cpu_library
+from kvseek.core.cpu_library import CpuLibrary
 from kvseek.engine.model import bfloat16
 from kvseek.engine.model.host_products import HostProducts
 from kvseek.engine.model.linear import Linear, Products
@@ -41,7 +43,7 @@ def contestants(outputs: int, inputs: int) -> dict[str, tuple[torch.dtype, list[
         for who, products in (("PyTorch", Products(dtype)), ("kvseek", HostProducts(dtype))):
             made[f"{name}, {who}"] = dtype, [products.linear(weight.to(dtype)) for weight in weights]
     quantised = [quantise(weight, "int8") for weight in weights]
-    products = HostProducts(torch.bfloat16)
+    products = HostProducts(torch.bfloat16, CpuLibrary(cached_cpu_library()))
     made["int8, kvseek"] = torch.bfloat16, [products.linear(weight, None, scale) for weight, scale in quantised]
     return made
 
