@@ -204,7 +204,9 @@ class ReferenceIndex(Index):
         if config.most_static == 0 or whole == 0:
             return
         places, valid = candidates(config, self.by_page(self.picked, slot, whole), whole)
-        keys = self._read(slot, places)[:, :, 0]
+        most = int(valid.sum(dim=1).max())  # those that count come first
+        places, valid = places[:, :most], valid[:, :most]
+        keys = self._read_keys(slot, places)
         queries = self.recent[slot].transpose(0, 1)
         values = self.observe(queries, keys, self.context.scaling, valid)
         count = self.targets[slot].clamp(max=whole)
@@ -214,11 +216,11 @@ class ReferenceIndex(Index):
         self.static_rows[slot] = count
         self.picked.index_fill_(0, self.extents_of(slot, whole), 0)
 
-    def _read(self, slot: int, places: Tensor) -> Tensor:
-        """Copy the rows of the pool at places [G, m]: [G, m, 2, D]."""
+    def _read_keys(self, slot: int, places: Tensor) -> Tensor:
+        """Copy the keys of the pool at places [G, m]: [G, m, D]."""
         extents = self.context.extents.table[slot][places // EXTENT_TOKENS].long()
         heads = torch.arange(places.shape[0], device=places.device)[:, None].expand_as(places)
-        return self._pool[extents, heads, places % EXTENT_TOKENS]
+        return self._pool[extents, heads, places % EXTENT_TOKENS, 0]
 
     @property
     def _pool(self) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.contract import IndexContext
+from kvseek.plugins.contract import IndexContext, LayerRows
 from kvseek.plugins.prkv import method
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.native import NativeIndex
@@ -205,6 +205,34 @@ def test_strange_queries_still_give_valid_pages(library: CpuLibrary, level: int,
     assert int(pages.min()) >= 0
     assert int(pages.max()) < 375
     assert bool((pages.diff() > 0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_exchange_the_rows_that_the_reference_exchanges(library: CpuLibrary, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    keys, prompt = keys_of_slots([1500], 64, dtype)[0], torch.randn(KV_HEADS * 3, 4, 64).to(dtype)
+    indexes, pools = [], []
+    for kind, given_library in ((ReferenceIndex, None), (NativeIndex, library)):
+        context = make_context(given_library, SMALL, 3, 64, [1500], dtype)
+        pool = torch.zeros(context.extents.capacity, KV_HEADS, 1024, 2, 64, dtype=dtype)
+        index = kind(replace(context, rows=LayerRows(pool, pool.data_ptr(), pool.stride(0))))
+        order = index.build(0, keys, prompt).order
+        assert order is not None
+        context.extents.write(pool, 0, 0, keys.gather(1, order[..., None].expand_as(keys))[:, :, None].expand(-1, -1, 2, -1))
+        indexes.append(index)
+        pools.append(pool)
+    for name in ("high", "scales"):  # codes may differ at the border of two cells
+        getattr(indexes[1].summaries.store, name).copy_(getattr(indexes[0].summaries.store, name))
+    before = pools[0].clone()
+    for _ in range(40):
+        queries = torch.randn(1, KV_HEADS * 3, 64).to(dtype)
+        for index in indexes:
+            select_rows(index, queries, [0])
+            index.refresh([0])
+        assert torch.equal(*pools)
+    assert not torch.equal(pools[0], before)
+    assert torch.equal(*(index.static_rows for index in indexes))
+    assert torch.equal(*(index.row_order(0) for index in indexes))
 
 
 @pytest.mark.parametrize(("dim", "group", "dtype"), [*SHAPES, (7, 2, torch.bfloat16)])
