@@ -30,9 +30,7 @@ def kernel(library: CpuLibrary) -> ctypes._NamedFuncPointer:
     return library.function("kvseek_prkv_observe", c_void_p)
 
 
-def observe(
-    library: CpuLibrary, queries: Tensor, keys: Tensor, scaling: float, valid: Tensor | None = None
-) -> Tensor:
+def observe(library: CpuLibrary, queries: Tensor, keys: Tensor, scaling: float, valid: Tensor | None = None) -> Tensor:
     """Compute static.observation_scores: queries [H, w, D] and keys [G, n, D] to float32 [G, n].
 
     To the bit, the result does not depend on the number of threads. Raises KernelError for dtypes other than float32 and

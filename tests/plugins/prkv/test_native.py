@@ -218,7 +218,9 @@ def test_updates_exchange_the_rows_that_the_reference_exchanges(library: CpuLibr
         index = kind(replace(context, rows=LayerRows(pool, pool.data_ptr(), pool.stride(0))))
         order = index.build(0, keys, prompt).order
         assert order is not None
-        context.extents.write(pool, 0, 0, keys.gather(1, order[..., None].expand_as(keys))[:, :, None].expand(-1, -1, 2, -1))
+        context.extents.write(
+            pool, 0, 0, keys.gather(1, order[..., None].expand_as(keys))[:, :, None].expand(-1, -1, 2, -1)
+        )
         indexes.append(index)
         pools.append(pool)
     for name in ("high", "scales"):  # codes may differ at the border of two cells
