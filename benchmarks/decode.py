@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 
 from kvseek.benchmarks.contestants import PART_STEPS, Contestant, EngineContestant, load_transformers, ranked
 from kvseek.benchmarks.report import add_ratios, print_report, result
-from kvseek.benchmarks.timing import Clock, interleave
+from kvseek.benchmarks.timing import CLOCKS, Clock, interleave
 from kvseek.core.config import CHOICES
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.engine.model.weight_only import NONE
@@ -35,7 +34,6 @@ from kvseek.measurement.variants import FORM, Variant, parse_variants
 WARMUP = 2  # steps of each contestant that are not counted
 READ_BYTES = 1 << 30  # of a plain read: more than a last-level cache holds
 READ = "plain read"  # takes turns with the contestants
-CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 T = TypeVar("T")
 
 

@@ -95,7 +95,7 @@ class HostProducts(Products):
     dtype : torch.dtype
         That of x.
     library : CpuLibrary, optional
-        Compiled kernels, which decode steps with int8 weights need; prompts do not.
+        Compiled kernels, which multiply few rows with int8 weights as they are; without them such weights are dequantised.
     native : bool, optional
         Whether the processor multiplies bfloat16; None: what `multiplies_bfloat16` finds.
     """

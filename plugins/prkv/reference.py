@@ -237,9 +237,9 @@ class ReferenceIndex(Index):
             extents = self.context.extents.table[slot].long()
             here = (extents[both // EXTENT_TOKENS], head, both % EXTENT_TOKENS)
             there = (extents[swapped // EXTENT_TOKENS], head, swapped % EXTENT_TOKENS)
-            for array in (pool, self.tokens):
-                if array is not None:
-                    array[here] = array[there]
+            for entries in (pool, self.tokens):
+                if entries is not None:
+                    entries[here] = entries[there]
             self.homes[slot, head, first] = second.int()
             self.summaries.exchange(slot, head, first, second, pool)
 

@@ -1,8 +1,8 @@
 // Products of the few rows of a decode step with int8 weights, which are widened in registers.
 //
-// One row's product waits for the weights, and processors ask for them too late: their own look-ahead ends at the border of
-// a page of 4 KiB, and rows of weights are short. So weights are asked for some thousand bytes ahead. Sums are float32, and a
-// row's results depend neither on the other rows nor on the number of threads.
+// One row's product waits for the weights, and processors ask for them too late: their own look-ahead ends at the
+// border of a page of 4 KiB, and rows of weights are short. So weights are asked for some thousand bytes ahead. Sums
+// are float32, and a row's results depend neither on the other rows nor on the number of threads.
 #include "plugins/shared/kernel.h"
 #include "plugins/shared/parallel.h"
 #include "plugins/shared/simd.h"
@@ -22,9 +22,9 @@ namespace {
 
 typedef int8_t SignedVec __attribute__((vector_size(LANES)));
 
-constexpr int TOGETHER = 4;         // outputs, and rows, whose sums are made at the same time
+constexpr int TOGETHER = 4;           // outputs, and rows, whose sums are made at the same time
 constexpr int64_t UNIT_OUTPUTS = 32;  // that a thread takes at a time
-constexpr int AHEAD = 8192;         // bytes
+constexpr int AHEAD = 8192;           // bytes
 constexpr int LINE = 64;
 
 inline Vec widen(const int8_t* weights) {
@@ -37,7 +37,8 @@ inline Vec widen(const int8_t* weights) {
 #endif
 }
 
-// Sums of ROWS rows x [ROWS, inputs] with TOGETHER outputs' weights, of which `given` exist, into sums [ROWS][TOGETHER].
+// Sums of ROWS rows x [ROWS, inputs] with TOGETHER outputs' weights, of which `given` exist, into sums
+// [ROWS][TOGETHER].
 template <int ROWS>
 inline void multiply(const int8_t* weight, int given, const float* x, int64_t inputs, bool ask,
                      float (*sums)[TOGETHER]) {

@@ -1,6 +1,6 @@
-// What the observation window attends to (observation_scores in plugins/prkv/static.py defines the result): one pass over
-// the keys finds what each query's softmax divides by, a second adds up the weights of each key. Products are taken anew
-// in the second pass: to write them down would take as long.
+// What the observation window attends to (observation_scores in plugins/prkv/static.py defines the result): one pass
+// over the keys finds what each query's softmax divides by, a second adds up the weights of each key. Products are
+// taken anew in the second pass: to write them down would take as long.
 //
 // A vector lane is a query, so that softmaxes need no shuffles. How keys are cut depends on their number alone, so the
 // result does not depend on threads.
@@ -26,8 +26,8 @@ struct PrkvObserveArguments {
 
 namespace {
 
-constexpr int64_t UNIT_KEYS = 1024;      // of a unit of work
-constexpr int BLOCK_KEYS = 8 * ROWS;     // whose products stay in the cache
+constexpr int64_t UNIT_KEYS = 1024;   // of a unit of work
+constexpr int BLOCK_KEYS = 8 * ROWS;  // whose products stay in the cache
 constexpr float NOT_COUNTED = -1.0f;
 
 // Numbers as Words multiplies them, with zeros beyond the last.
@@ -52,7 +52,7 @@ struct Observation {
     uint32_t* queries;       // [kv_heads, steps, columns] words
     float* highest;          // [kv_heads, units, columns] largest exponent of a unit
     float* totals;           // the same: sum of e^(exponent - largest)
-    float* divisors;         // [kv_heads, columns] log of what the softmax divides by; infinite for a column without a query
+    float* divisors;  // [kv_heads, columns] log of what the softmax divides by; infinite for a column without a query
 
     Observation(const PrkvObserveArguments& given, Scratch& memory)
         : a(given),
@@ -123,7 +123,8 @@ struct Observation {
                 Vec largest = before;
                 for (int k = 0; k < count; k++) largest = maximum(largest, load(products + k * columns + c) * scaling);
                 Vec sum = load(sums + c) * exponential(before - largest);
-                for (int k = 0; k < count; k++) sum += exponential(load(products + k * columns + c) * scaling - largest);
+                for (int k = 0; k < count; k++)
+                    sum += exponential(load(products + k * columns + c) * scaling - largest);
                 store(most + c, largest), store(sums + c, sum);
             }
         });

@@ -20,7 +20,8 @@ inline Vec add_neighbours(Vec a, Vec b) {
     return (Vec)_mm256_castpd_ps(_mm256_permute4x64_pd(sums, 0xd8));
 #else
     Vec sums;
-    for (int i = 0; i < LANES / 2; i++) sums[i] = a[2 * i] + a[2 * i + 1], sums[LANES / 2 + i] = b[2 * i] + b[2 * i + 1];
+    for (int i = 0; i < LANES / 2; i++)
+        sums[i] = a[2 * i] + a[2 * i + 1], sums[LANES / 2 + i] = b[2 * i] + b[2 * i + 1];
     return sums;
 #endif
 }
@@ -33,9 +34,9 @@ inline float log_sum(const float* x, int64_t count) {
     return largest + logarithm(splat(total))[0];
 }
 
-// log Σ e^x over the rows of each page, from the exponents of rows [count], behind which whole vectors are filled up with
-// -infinity; the last page may have fewer rows than `page`. Returns the number of pages. `scores` has room for whole
-// vectors.
+// log Σ e^x over the rows of each page, from the exponents of rows [count], behind which whole vectors are filled up
+// with -infinity; the last page may have fewer rows than `page`. Returns the number of pages. `scores` has room for
+// whole vectors.
 //
 // The largest exponent of all rows is taken out of the sums, not that of each page, which takes fewer passes. A page so
 // far below it that its sum may have lost digits is done again by itself.
