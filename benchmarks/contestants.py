@@ -14,6 +14,7 @@ import torch
 
 from kvseek.benchmarks.parts import HostClock
 from kvseek.benchmarks.shapes import matrix_bytes, row_numbers
+from kvseek.benchmarks.timing import Clock
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
@@ -94,18 +95,18 @@ class EngineContestant(Contestant):
         index = self.engine.index_bytes_per_token * self.cached_tokens if sparse else 0.0
         return {"weights": self._weight_bytes, "rows": self.attended_tokens * row, "index": index}
 
-    def part_seconds(self, steps: int) -> dict[str, float]:
+    def part_seconds(self, steps: int, clock: Clock = time.perf_counter) -> dict[str, float]:
         """Median seconds of the parts of `steps` further steps; "outside" is what a step takes beside them."""
-        clock, samples = HostClock(), list[dict[str, float]]()
+        parts, samples = HostClock(clock), list[dict[str, float]]()
         decoder = self.engine.decoder
-        decoder.observe(clock)
+        decoder.observe(parts)
         try:
             for _ in range(steps):
-                start = time.perf_counter()
-                clock.restart()
+                start = clock()
+                parts.restart()
                 self.step()
-                outside = time.perf_counter() - start - sum(clock.seconds.values())
-                samples.append({**clock.seconds, "outside": outside})
+                outside = clock() - start - sum(parts.seconds.values())
+                samples.append({**parts.seconds, "outside": outside})
         finally:
             decoder.observe(Observer())
         return {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}

@@ -23,7 +23,7 @@ import torch
 
 from kvseek.benchmarks.contestants import PART_STEPS, Contestant, EngineContestant, load_transformers, ranked
 from kvseek.benchmarks.report import add_ratios, print_report, result
-from kvseek.benchmarks.timing import interleave
+from kvseek.benchmarks.timing import CLOCKS, Clock, interleave
 from kvseek.core.config import CHOICES
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.engine.model.weight_only import NONE
@@ -57,6 +57,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32, help="decode steps that are timed")
     parser.add_argument("--block", type=int, default=4, help="decode steps in a turn")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads, of all ranks together")
+    parser.add_argument(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="process: time on the processors, for machines that others use; with --threads 1, as threads that wait count",
+    )
     parser.add_argument("--text", type=Path, required=True, help="text whose first tokens are the prompt")
     parser.add_argument("--compare_transformers", action="store_true", help="time Hugging Face transformers too")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
@@ -79,7 +85,15 @@ def check(arguments: argparse.Namespace) -> argparse.Namespace:
     arguments.methods = parse_variants(arguments.methods) if arguments.methods else None
     if arguments.tp_size is not None and arguments.methods is None:
         raise ConfigError("--tp_size: must come with --methods; engine directories have their own")
+    if arguments.clock == "process" and arguments.threads > 1:
+        raise ConfigError(
+            f"--clock process: must come with --threads 1, not {arguments.threads}: threads that wait take time too"
+        )
     sizes = arguments.tp_size = numbers("tp_size", arguments.tp_size or "1", "1")
+    if arguments.clock == "process" and max(sizes) > 1:
+        raise ConfigError(
+            "--clock process: must come with --tp_size 1: the time of other ranks' processes is not known"
+        )
     several = sum(size > 1 for size in sizes) * len(arguments.methods or ())
     if several > 1:
         raise ConfigError(
@@ -148,7 +162,7 @@ def with_threads(count: int, call: Callable[[], T]) -> T:
 
 
 def race(
-    contestants: Sequence[Contestant], read: PlainRead, prompt_ids: list[int], tokens: int, block: int
+    contestants: Sequence[Contestant], read: PlainRead, prompt_ids: list[int], tokens: int, block: int, clock: Clock
 ) -> dict[str, Any]:
     """Prefill, then time decode steps and plain reads in turns."""
     threads = torch.get_num_threads()
@@ -156,14 +170,14 @@ def race(
         with_threads(contestant.threads, partial(contestant.prefill, prompt_ids, WARMUP + tokens))
     calls = {READ: partial(with_threads, threads, read)}
     calls |= {c.name: partial(with_threads, c.threads, c.step) for c in contestants}
-    samples = interleave(calls, tokens, block, WARMUP)
+    samples = interleave(calls, tokens, block, WARMUP, clock)
     results = [result(c, samples[c.name], contestants[0]) for c in contestants]
     bandwidth = READ_BYTES / samples[READ].median
     add_ratios(results, bandwidth)
     for contestant, entry in zip(contestants, results, strict=True):
         if isinstance(contestant, EngineContestant):
             entry["tp_size"] = contestant.config.tp_size
-            entry["parts"] = with_threads(contestant.threads, partial(contestant.part_seconds, PART_STEPS))
+            entry["parts"] = with_threads(contestant.threads, partial(contestant.part_seconds, PART_STEPS, clock))
     for contestant in contestants:
         contestant.close()
     torch.set_num_threads(threads)
@@ -203,7 +217,8 @@ def time_contestants(arguments: argparse.Namespace, engines: Sequence[EngineCont
     prompts = [prompt(engines[0], arguments.text, context) for context in arguments.contexts]
     torch.set_num_threads(arguments.threads)
     read = PlainRead(READ_BYTES)
-    contexts = [race(contestants, read, ids, arguments.tokens, arguments.block) for ids in prompts]
+    clock = CLOCKS[arguments.clock]
+    contexts = [race(contestants, read, ids, arguments.tokens, arguments.block, clock) for ids in prompts]
     return {
         "benchmark": "decode",
         "machine": describe(),
@@ -214,6 +229,7 @@ def time_contestants(arguments: argparse.Namespace, engines: Sequence[EngineCont
         "kernels": config.kernels,
         "tokens": arguments.tokens,
         "block": arguments.block,
+        "clock": arguments.clock,
         "peak_memory_bytes": peak_memory_bytes() - READ_BYTES,
         "contexts": contexts,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from kvseek.benchmarks.timing import Clock
 from kvseek.engine.observer import Observer
 
 GROUPS = {
@@ -23,7 +24,12 @@ def part_groups(parts: dict[str, float]) -> dict[str, float]:
 
 
 class HostClock(Observer):
-    """Wall-clock time of the parts of a step on the CPU, where a part has run when an observer is told of it.
+    """Time of the parts of a step on the CPU, where a part has run when an observer is told of it.
+
+    Parameters
+    ----------
+    clock : callable
+        Tells the time in seconds.
 
     Attributes
     ----------
@@ -31,16 +37,17 @@ class HostClock(Observer):
         Of each part, summed over its occurrences since `restart`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
         self.restart()
 
     def restart(self) -> None:
         """Begin a step."""
         self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
+        self._last = self._clock()
 
     def part_ended(self, name: str) -> None:
         """See Observer."""
-        now = time.perf_counter()
+        now = self._clock()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now

@@ -73,7 +73,7 @@ def print_report(document: dict[str, Any]) -> None:
         console.print(parts_table(part["results"]))
     peak = document["peak_memory_bytes"] / 1e9
     console.print(
-        f"medians of {document['tokens']} steps; HF: transformers, the faster of the two; "
+        f"medians of {document['tokens']} steps, {document['clock']} time; HF: transformers, the faster of the two; "
         f"peak memory of all together {peak:.1f} GB",
         highlight=False,
     )

@@ -19,10 +19,12 @@ from rich.table import Table
 from torch import Tensor
 
 from kvseek.benchmarks.device.options import numbers
-from kvseek.benchmarks.timing import interleave
+from kvseek.benchmarks.timing import CLOCKS, interleave
+from kvseek.builder.compile.cpu import cached_cpu_library
+from kvseek.core.cpu_library import CpuLibrary
 from kvseek.engine.model import bfloat16
 from kvseek.engine.model.host_products import HostProducts
-from kvseek.engine.model.linear import Linear, Products
+from kvseek.engine.model.linear import Product, Products
 from kvseek.engine.model.weight_only import quantise
 from kvseek.measurement.machine import describe
 from kvseek.measurement.output import run_command
@@ -32,21 +34,27 @@ LAYERS = 30
 BASE = "float32, PyTorch"
 
 
-def contestants(outputs: int, inputs: int) -> dict[str, tuple[torch.dtype, list[Linear]]]:
+def contestants(outputs: int, inputs: int) -> dict[str, tuple[torch.dtype, Sequence[Product]]]:
     """Products with the same weights, a product for each layer, as each contestant keeps them; and the dtype of x."""
     weights = [torch.randn(outputs, inputs) / inputs**0.5 for _ in range(LAYERS)]
-    made: dict[str, tuple[torch.dtype, list[Linear]]] = {}
+    made: dict[str, tuple[torch.dtype, Sequence[Product]]] = {}
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         for who, products in (("PyTorch", Products(dtype)), ("kvseek", HostProducts(dtype))):
             made[f"{name}, {who}"] = dtype, [products.linear(weight.to(dtype)) for weight in weights]
     quantised = [quantise(weight, "int8") for weight in weights]
-    products = HostProducts(torch.bfloat16)
+    products = HostProducts(torch.bfloat16, CpuLibrary(cached_cpu_library()))
+    made["int8, PyTorch"] = torch.bfloat16, [pytorch_bytes(weight, scale.bfloat16()) for weight, scale in quantised]
     made["int8, kvseek"] = torch.bfloat16, [products.linear(weight, None, scale) for weight, scale in quantised]
     return made
 
 
-def caller(linears: Sequence[Linear], x: Tensor) -> Callable[[], Tensor]:
+def pytorch_bytes(weight: Tensor, scale: Tensor) -> Product:
+    """Make PyTorch's product of bfloat16 rows with an int8 weight."""
+    return lambda x: torch._weight_int8pack_mm(x, weight, scale)
+
+
+def caller(linears: Sequence[Product], x: Tensor) -> Callable[[], Tensor]:
     """Make a function that multiplies x with the weight of the next layer each time."""
     turn = itertools.cycle(linears)
     return lambda: next(turn)(x)
@@ -65,7 +73,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             x = torch.randn(count, inputs)
             calls = {who: caller(linears, x.to(dtype)) for who, (dtype, linears) in made.items()}
             repeats = LAYERS * (10 if count <= 64 else 1)
-            samples = interleave(calls, repeats, LAYERS, LAYERS if count <= 64 else 3)
+            samples = interleave(calls, repeats, LAYERS, LAYERS if count <= 64 else 3, CLOCKS[arguments.clock])
             times = {who: one.median for who, one in samples.items()}
             results.append({"matrix": name, "outputs": outputs, "inputs": inputs, "rows": count, "seconds": times})
     return {"benchmark": "host_products", "machine": describe(), "layers": LAYERS, "results": results}
@@ -95,6 +103,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Products on the CPU: PyTorch's operator against what engines use.")
     parser.add_argument("--rows", default="1,2,4,8,32,64,512,2048", help="comma list of rows of x")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="as in benchmarks/decode.py")
     parser.add_argument("--output", type=Path, help="write the result as JSON to this file")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
     return parser.parse_args(argv)

@@ -80,7 +80,7 @@ def _load_cpu(
     cache = make_cache(config, dtype, device, RowStorage(config, dtype, device, host_rows(config, dtype)))
     retrieval = host_retrieval(config, cache, maker.over(cache), library)
     weights = load_weights(directory, device, rank=0 if ranks is None else ranks.rank)
-    products = Products(dtype) if library is None else HostProducts(dtype)
+    products = Products(dtype) if library is None else HostProducts(dtype, library)
     if ranks is not None:
         products = RankProducts(products, ranks, config.model.vocab_size)
     if library is None:

@@ -1,4 +1,4 @@
-"""Matrix products on the CPU: oneDNN's, and PyTorch's kernel for weights of 8 bits. docs/cpu.md has what each is worth."""
+"""Matrix products on the CPU: oneDNN's, and a kernel of our own for weights of 8 bits. docs/cpu.md has what each is worth."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import EngineDirectoryError
 
 from .linear import Linear, Products
+from .native_products import ByteProduct
 from .weight_only import INPUTS_MULTIPLE
 
 # oneDNN lays a weight out for a number of rows. What it makes for 32 rows multiplies 1 to 2,048 rows about as fast as what it
@@ -23,7 +25,7 @@ FEW_ROWS_OF_BFLOAT16 = 8
 
 def stays_quantised(dtype: torch.dtype, stored: torch.dtype, inputs: int) -> bool:
     """Whether a weight [outputs, inputs] that is stored as `stored` is multiplied with rows of `dtype` as it is."""
-    # The kernel reads beyond the end of rows of other lengths.
+    # The kernel reads rows in whole vectors.
     return dtype is torch.bfloat16 and stored is torch.int8 and inputs % INPUTS_MULTIPLE == 0
 
 
@@ -56,6 +58,8 @@ class WidenedLinear(Linear):
 class ByteLinear(Linear):
     """A linear map of bfloat16 rows with an int8 weight; the weight is dequantised for more rows than a decode step has.
 
+    Without a library it is dequantised for any number of rows.
+
     Parameters
     ----------
     weight : Tensor, int8 [outputs, inputs]
@@ -63,17 +67,21 @@ class ByteLinear(Linear):
     scale : Tensor, bfloat16 [outputs]
     native : bool
         Whether the processor multiplies bfloat16.
+    library : CpuLibrary or None
+        Compiled kernels.
     """
 
-    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None, native: bool) -> None:
+    def __init__(
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None, native: bool, library: CpuLibrary | None
+    ) -> None:
         super().__init__(weight.contiguous(), bias)
         self.scale, self._native = scale, native
+        self._few = None if library is None else ByteProduct(library, self.weight, scale, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
-        if x.shape[0] <= FEW_ROWS_OF_BYTES:
-            out = torch._weight_int8pack_mm(x.contiguous(), self.weight, self.scale)
-            return out if self.bias is None else out + self.bias
+        if self._few is not None and x.shape[0] <= FEW_ROWS_OF_BYTES:
+            return self._few(x)
         if self._native:
             return F.linear(x, self.weight * self.scale[:, None], self.bias)
         return _widened(x, self.weight * self.scale.float()[:, None], self.bias)
@@ -86,24 +94,27 @@ class HostProducts(Products):
     ----------
     dtype : torch.dtype
         That of x.
+    library : CpuLibrary, optional
+        Compiled kernels, which multiply few rows with int8 weights as they are; without them such weights are dequantised.
     native : bool, optional
         Whether the processor multiplies bfloat16; None: what `multiplies_bfloat16` finds.
     """
 
-    def __init__(self, dtype: torch.dtype, native: bool | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, library: CpuLibrary | None = None, native: bool | None = None) -> None:
         super().__init__(dtype)
+        self._library = library
         self._native = multiplies_bfloat16() if native is None else native
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
         """See Products.linear; raises EngineDirectoryError if the scales have more digits than bfloat16.
 
-        An int8 weight stays as it is if x is bfloat16. PyTorch has no fast kernel for float32 rows, nor for fp8.
+        An int8 weight stays as it is if x is bfloat16.
         """
         if scale is not None and stays_quantised(self.dtype, weight.dtype, weight.shape[1]):
             narrow = scale.bfloat16()
             if not torch.equal(narrow.float(), scale):
                 raise EngineDirectoryError("the scales of 8-bit weights are of an older kvseek: build the engine again")
-            return ByteLinear(weight, narrow, bias, self._native)
+            return ByteLinear(weight, narrow, bias, self._native, self._library)
         plain = super().linear(weight, bias, scale)
         if self.dtype is torch.float16 or not _has_onednn():  # float16: of a GPU's engine that is calibrated here
             return plain

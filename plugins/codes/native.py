@@ -45,10 +45,13 @@ class NativeCodeStore(CodeStore):
 
     @property
     def arguments(self) -> dict[str, int]:
-        """Addresses and sizes that every kernel on these codes is given, by the names of its arguments."""
+        """Addresses and sizes that every kernel on these codes is given, by the names of its arguments.
+
+        There is no `low` if codes have 2 bits.
+        """
         return {
             "high": pointer(self.high),
-            "low": pointer(self.low),
+            **({"low": pointer(self.low)} if self.bits == BITS else {}),
             "scales": pointer(self.scales),
             "signs": pointer(self.signs),
             "kv_heads": self.context.num_kv_heads,

@@ -6,11 +6,13 @@ from functools import partial
 
 from torch import Tensor
 
+from kvseek.plugins.codes.native import LIMITS
 from kvseek.plugins.codes.rotation import padded_dim, rotation_signs
 from kvseek.plugins.contract import Index, IndexContext, Traits
 
 from .config import Config
 from .device import CudaIndex, cuda_macros
+from .native import NativeIndex
 from .reference import ReferenceIndex
 from .summaries import ROTATION_SEED
 
@@ -27,10 +29,14 @@ def traits(config: Config) -> Traits:
         reuse_devices=("cpu",),  # kernels exchange rows without noting where they were
         last_queries=lambda tokens: config.window_queries,
         codebooks=codebooks,
+        cpu_limits=LIMITS if config.page_score == "codes" else None,
         cuda_macros=partial(cuda_macros, config),
     )
 
 
 def create(context: IndexContext) -> Index:
-    """Make the index of one layer: the index for the GPU's kernels if the engine has them, else the reference."""
-    return ReferenceIndex(context) if context.cuda is None else CudaIndex(context)
+    """Make the index of one layer: for the GPU, on compiled code of the CPU, which ranks by codes alone, or the reference."""
+    if context.cuda is not None:
+        return CudaIndex(context)
+    compiled = context.library is not None and context.config.page_score == "codes"
+    return NativeIndex(context) if compiled else ReferenceIndex(context)

@@ -7,6 +7,7 @@ section 4.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 
 import torch
@@ -43,6 +44,8 @@ class ReferenceIndex(Index):
         For the rows of the first S places: approximately where they belong in the sequence. An update pairs rows by it.
     recent : Tensor [slots, w, H, D]
         The last queries, in any order.
+    received : array of int64
+        Queries that `recent` has received from the steps of each slot since its prompt.
     targets : list of Tensor, int64 scalar
         Number of static rows that each slot is to have as soon as it holds so many rows.
     tokens : Tensor, int32 [E, G, 1024], or None
@@ -70,7 +73,7 @@ class ReferenceIndex(Index):
         self.targets: list[Tensor] = [torch.full((), config.fixed_static, device=device)] * slots
         rows = (context.extents.capacity, context.num_kv_heads, EXTENT_TOKENS)
         self.tokens = torch.empty(rows, dtype=torch.int32, device=device) if context.cuda is None else None
-        self._selected = [0] * slots  # queries that `recent` has received
+        self.received = array("q", [0] * slots)
         self._steps = [0] * slots  # decode steps since the prompt
 
     @property
@@ -119,7 +122,7 @@ class ReferenceIndex(Index):
     def _start(self, slot: int, queries: Tensor) -> None:
         # The prompt's last queries become the recent queries; they are repeated if they are too few.
         window, extents = self.config.window_queries, self.context.extents
-        self._selected[slot] = self._steps[slot] = 0
+        self.received[slot] = self._steps[slot] = 0
         self.picked.index_fill_(0, self.extents_of(slot, extents.room(slot)), 0)
         if queries.shape[1]:
             last = queries[:, -window:].transpose(0, 1)
@@ -166,8 +169,8 @@ class ReferenceIndex(Index):
             grouped = queries[request].reshape(kv_heads, -1, queries.shape[-1])
             pages = self._pages(grouped, slot, length)
             rows[request, :, : pages.shape[1]] = pages.int()
-            self.recent[slot, self._selected[slot] % config.window_queries] = queries[request]
-            self._selected[slot] += 1
+            self.recent[slot, self.received[slot] % config.window_queries] = queries[request]
+            self.received[slot] += 1
         return Selection(rows, config.page)
 
     def _pages(self, queries: Tensor, slot: int, length: int) -> Tensor:
@@ -201,7 +204,9 @@ class ReferenceIndex(Index):
         if config.most_static == 0 or whole == 0:
             return
         places, valid = candidates(config, self.by_page(self.picked, slot, whole), whole)
-        keys = self._read(slot, places)[:, :, 0]
+        most = int(valid.sum(dim=1).max())  # those that count come first
+        places, valid = places[:, :most], valid[:, :most]
+        keys = self._read_keys(slot, places)
         queries = self.recent[slot].transpose(0, 1)
         values = self.observe(queries, keys, self.context.scaling, valid)
         count = self.targets[slot].clamp(max=whole)
@@ -211,11 +216,11 @@ class ReferenceIndex(Index):
         self.static_rows[slot] = count
         self.picked.index_fill_(0, self.extents_of(slot, whole), 0)
 
-    def _read(self, slot: int, places: Tensor) -> Tensor:
-        """Copy the rows of the pool at places [G, m]: [G, m, 2, D]."""
+    def _read_keys(self, slot: int, places: Tensor) -> Tensor:
+        """Copy the keys of the pool at places [G, m]: [G, m, D]."""
         extents = self.context.extents.table[slot][places // EXTENT_TOKENS].long()
         heads = torch.arange(places.shape[0], device=places.device)[:, None].expand_as(places)
-        return self._pool[extents, heads, places % EXTENT_TOKENS]
+        return self._pool[extents, heads, places % EXTENT_TOKENS, 0]
 
     @property
     def _pool(self) -> Tensor:
@@ -232,9 +237,9 @@ class ReferenceIndex(Index):
             extents = self.context.extents.table[slot].long()
             here = (extents[both // EXTENT_TOKENS], head, both % EXTENT_TOKENS)
             there = (extents[swapped // EXTENT_TOKENS], head, swapped % EXTENT_TOKENS)
-            for array in (pool, self.tokens):
-                if array is not None:
-                    array[here] = array[there]
+            for entries in (pool, self.tokens):
+                if entries is not None:
+                    entries[here] = entries[there]
             self.homes[slot, head, first] = second.int()
             self.summaries.exchange(slot, head, first, second, pool)
 

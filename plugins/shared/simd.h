@@ -229,5 +229,17 @@ inline float exponential(float x) {
     return exponential(splat(x))[0];
 }
 
+// ln x of positive normal numbers, absolute error about 1e-7 near 1: x = 2^n m with m from √½ to √2, and
+// ln m = 2 artanh t with t = (m - 1) / (m + 1).
+inline Vec logarithm(Vec x) {
+    const IntVec n = ((IntVec)x - 0x3f3504f3) >> 23;  // the bits of √½
+    const Vec m = (Vec)((IntVec)x - (n << 23));
+    const Vec t = (m - 1.0f) / (m + 1.0f), square = t * t;
+    Vec p = square * (1.0f / 9.0f) + (1.0f / 7.0f);
+    p = p * square + (1.0f / 5.0f);
+    p = p * square + (1.0f / 3.0f);
+    return __builtin_convertvector(n, Vec) * 0.693147181f + (p * square + 1.0f) * t * 2.0f;
+}
+
 }  // namespace
 }  // namespace kvseek

@@ -162,12 +162,15 @@ def test_methods_are_built_for_the_occasion(tmp_path: Path, capsys: pytest.Captu
     text.write_text("one ship, two ships, three ships. " * 20, encoding="utf-8")
     arguments = ["--model", str(model), "--methods", "flat,flat:top_k=7", "--text", str(text), "--contexts", "50"]
     flags = ["--tokens", "2", "--dtype", "bfloat16", "--weight_only_precision", "int8", "--json"]
-    assert decode.main([*arguments, *flags]) == 0
+    assert decode.main([*arguments, *flags, "--threads", "1", "--clock", "process"]) == 0
     document = json.loads(capsys.readouterr().out)
+    assert document["clock"] == "process"
     assert [entry["name"] for entry in document["contexts"][0]["results"]] == ["flat", "flat:top_k=7"]
     assert (document["dtype"], document["weight_only_precision"]) == ("bfloat16", "int8")
     print_report(document)
-    assert "bfloat16 with int8 weights" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "bfloat16 with int8 weights" in printed
+    assert "medians of 2 steps, process time" in printed
 
 
 @pytest.mark.usefixtures("small_read")
@@ -198,6 +201,8 @@ def test_engines_of_several_ranks_take_part(tmp_path: Path, capsys: pytest.Captu
     torch.set_num_threads(threads)
     print_report(document)
     assert "full, 2 ranks" in capsys.readouterr().out
+    assert decode.main([*arguments, "--threads", "1", "--clock", "process"]) == 1
+    assert "--clock process: must come with --tp_size 1" in capsys.readouterr().err
     several = [*arguments[:3], "full,pariskv", "--tp_size", "2", "--text", str(text)]
     assert decode.main(several) == 1
     assert "--tp_size, --methods: ask for 2 engines of several ranks, a process can have one" in capsys.readouterr().err
@@ -209,6 +214,7 @@ BAD = {
     "no steps": (["--tokens", "0"], "--tokens = 0: must be >= 1"),
     "context": (["--contexts", "8000,x"], "--contexts = '8000,x': must be a comma list"),
     "ranks": (["--tp_size", "2"], "--tp_size: must come with --methods; engine directories have their own"),
+    "clock": (["--clock", "process"], "--clock process: must come with --threads 1, not 2"),
     "no engine": ([], "no engine directory"),
 }
 

@@ -35,6 +35,22 @@ void round_query(const float* lane, int size, RoundedQuery* query) {
     order_operands(integers, size / FIELDS, query->operands);
 }
 
+// Rotate and round the queries [group, dim] of a KV head that rank on their own: each, or their mean as one.
+template <class T>
+void round_lanes(const T* queries, int64_t group, int64_t dim, bool mean, const float* signs, int size,
+                 RoundedQuery* lanes) {
+    const int64_t summed = mean ? group : 1;
+    for (int64_t first = 0; first < group; first += summed, lanes++) {
+        float x[MAX_PADDED_DIM] = {};
+        for (int64_t q = 0; q < summed; q++, queries += dim)
+            for (int64_t d = 0; d < dim; d++) x[d] += to_float(queries[d]);
+        if (summed > 1)
+            for (int64_t d = 0; d < dim; d++) x[d] /= static_cast<float>(summed);
+        rotate(x, signs, size);
+        round_query(x, size, lanes);
+    }
+}
+
 // What plane_sums does, for any row: ROW, or `row` if ROW is 0.
 template <int ROW>
 void key_sums(const Planes& planes, int row, int count, const RoundedQuery* queries, int lanes, int32_t* sums,

@@ -11,19 +11,6 @@ namespace {
 
 static_assert(MAX_HOST_GROUP <= MAX_QUERIES && MAX_HOST_DIM <= MAX_PADDED_DIM, "estimate.h has room for a group");
 
-// Rotate and round the queries of a task.
-template <class T>
-void round_queries(const Job& job, const Task& task, RoundedQuery* rounded) {
-    const T* query = queries_of<T>(job, task);
-    const int dim = job.a.head_dim;
-    for (int q = 0; q < job.group; q++, query += dim) {
-        float x[MAX_PADDED_DIM] = {};
-        for (int d = 0; d < dim; d++) x[d] = to_float(query[d]);
-        rotate(x, job.a.signs, job.a.padded_dim);
-        round_query(x, job.a.padded_dim, rounded + q);
-    }
-}
-
 // Rows of the codes of keys first .. first + count - 1; row 0 for a place that is wrong, and the step has failed.
 void find_codes(Job& job, const Task& task, int first, int count, int64_t* rows) {
     const int row = job.a.padded_dim / FIELDS;
@@ -49,7 +36,7 @@ void estimate_unit(Job& job, const Task& task, int unit) {
     const int first = unit * SCORE_UNIT, left = task.count - first, count = left < SCORE_UNIT ? left : SCORE_UNIT;
     const int row = a.padded_dim / FIELDS;
     find_codes(job, task, first, count, rows);
-    round_queries<T>(job, task, queries);
+    round_lanes(queries_of<T>(job, task), job.group, a.head_dim, false, a.signs, a.padded_dim, queries);
     gather_rows(a.high, row, rows, count, high);
     if (a.bits == 4) gather_rows(a.low, row, rows, count, low);
     plane_sums({high, a.bits == 4 ? low : nullptr, 0}, row, count, queries, job.group, sums, SCORE_UNIT);

@@ -68,29 +68,17 @@ void lay_out(const Job& job, Task& task, Arena& arena) {
     task.ranks = arena.take<int32_t>(task.stride);
 }
 
-// Rotate and round the queries that rank on their own: their mean if reduction is 0.
 template <class T>
-void load_queries(const Job& job, const Task& task) {
-    const NestedSelectArguments& a = job.a;
-    const int size = static_cast<int>(a.padded_dim);
-    const int64_t summed = a.reduction == 0 ? a.group : 1;
-    const T* query = static_cast<const T*>(a.queries) + (task.request * a.kv_heads + task.head) * a.group * a.dim;
-    for (int lane = 0; lane < job.lanes; lane++) {
-        float x[MAX_PADDED_DIM] = {};
-        for (int64_t q = 0; q < summed; q++, query += a.dim)
-            for (int64_t d = 0; d < a.dim; d++) x[d] += to_float(query[d]);
-        if (summed > 1)
-            for (int64_t d = 0; d < a.dim; d++) x[d] /= static_cast<float>(summed);
-        rotate(x, a.signs, size);
-        round_query(x, size, task.queries + lane);
-    }
+void load_queries(const NestedSelectArguments& a, const Task& task) {
+    const T* queries = static_cast<const T*>(a.queries) + (task.request * a.kv_heads + task.head) * a.group * a.dim;
+    round_lanes(queries, a.group, a.dim, a.reduction == 0, a.signs, static_cast<int>(a.padded_dim), task.queries);
 }
 
 void prepare(const Job& job, const Task& task) {
     if (job.a.bfloat16)
-        load_queries<Bfloat16>(job, task);
+        load_queries<Bfloat16>(job.a, task);
     else
-        load_queries<float>(job, task);
+        load_queries<float>(job.a, task);
 }
 
 // What half a cell of the `bits` highest bits is worth, times an integer's worth.

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvseek.core.errors import EngineDirectoryError
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.core.errors import EngineDirectoryError, KernelError
 from kvseek.engine.model.host_products import (
     FEW_ROWS_OF_BFLOAT16,
     FEW_ROWS_OF_BYTES,
@@ -16,6 +17,7 @@ from kvseek.engine.model.host_products import (
     WidenedLinear,
 )
 from kvseek.engine.model.linear import Linear, Products
+from kvseek.engine.model.native_products import ByteProduct
 from kvseek.engine.model.weight_only import dequantise, quantise
 
 ROWS = (1, 2, FEW_ROWS_OF_BFLOAT16, FEW_ROWS_OF_BFLOAT16 + 1, FEW_ROWS_OF_BYTES, FEW_ROWS_OF_BYTES + 1, 150)
@@ -45,7 +47,7 @@ def test_plain_weights(dtype: torch.dtype, native: bool, with_bias: bool) -> Non
     for outputs, inputs in SHAPES:
         weight = random(outputs, inputs, dtype=dtype, seed=1)
         bias = random(outputs, dtype=dtype, seed=2) if with_bias else None
-        linear = HostProducts(dtype, native).linear(weight, bias)
+        linear = HostProducts(dtype, native=native).linear(weight, bias)
         assert isinstance(linear, WidenedLinear if dtype is torch.bfloat16 and not native else PackedLinear)
         for rows in ROWS:
             check(linear, random(rows, inputs, dtype=dtype), weight, bias)
@@ -55,11 +57,13 @@ def test_plain_weights(dtype: torch.dtype, native: bool, with_bias: bool) -> Non
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_of_8_bits(dtype: torch.dtype, precision: str, native: bool, with_bias: bool) -> None:
+def test_weights_of_8_bits(
+    library: CpuLibrary, dtype: torch.dtype, precision: str, native: bool, with_bias: bool
+) -> None:
     for outputs, inputs in SHAPES:
         stored, scale = quantise(random(outputs, inputs, seed=1), precision)
         bias = random(outputs, dtype=dtype, seed=2) if with_bias else None
-        linear = HostProducts(dtype, native).linear(stored, bias, scale)
+        linear = HostProducts(dtype, library, native).linear(stored, bias, scale)
         kept = dtype is torch.bfloat16 and precision == "int8" and inputs % 16 == 0
         assert isinstance(linear, ByteLinear) == kept
         for rows in ROWS:
@@ -70,18 +74,19 @@ def test_weights_of_8_bits(dtype: torch.dtype, precision: str, native: bool, wit
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_a_larger_tensor(dtype: torch.dtype) -> None:
+def test_rows_of_a_larger_tensor(library: CpuLibrary, dtype: torch.dtype) -> None:
     """Attention's output is a view; a view must be multiplied like its copy."""
     weight, x = random(48, 64, dtype=dtype, seed=1), random(6, 128, dtype=dtype)[:, 32:96]
     stored, scale = quantise(weight, "int8")
-    for linear in (HostProducts(dtype).linear(weight), HostProducts(dtype).linear(stored, None, scale)):
+    products = HostProducts(dtype, library)
+    for linear in (products.linear(weight), products.linear(stored, None, scale)):
         assert torch.equal(linear(x), linear(x.contiguous()))
 
 
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_infinity_stays_in_its_row(dtype: torch.dtype, native: bool) -> None:
-    weight, products = random(32, 64, seed=1), HostProducts(dtype, native)
+def test_an_infinity_stays_in_its_row(library: CpuLibrary, dtype: torch.dtype, native: bool) -> None:
+    weight, products = random(32, 64, seed=1), HostProducts(dtype, library, native)
     for linear in (products.linear(weight.to(dtype)), products.linear(*_with_scale(weight))):
         for rows in ROWS[1:]:
             x = random(rows, 64, dtype=dtype)
@@ -96,6 +101,46 @@ def test_an_infinity_stays_in_its_row(dtype: torch.dtype, native: bool) -> None:
 def _with_scale(weight: Tensor) -> tuple[Tensor, None, Tensor]:
     stored, scale = quantise(weight, "int8")
     return stored, None, scale
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_few_rows_of_bytes_at_every_level(library: CpuLibrary, level: int, with_bias: bool) -> None:
+    for outputs, inputs in ((1, 16), (7, 48), (67, 576), (300, 1536)):
+        stored, scale = quantise(random(outputs, inputs, seed=1), "int8")
+        bias = random(outputs, dtype=torch.bfloat16, seed=2) if with_bias else None
+        linear = HostProducts(torch.bfloat16, library).linear(stored, bias, scale)
+        for rows in (1, 2, 3, 4, 5, FEW_ROWS_OF_BYTES):
+            x = random(rows, inputs, dtype=torch.bfloat16)
+            check(linear, x, stored.double() * scale.double()[:, None], bias)
+
+
+def test_few_rows_depend_neither_on_each_other_nor_on_threads(library: CpuLibrary) -> None:
+    stored, _, scale = _with_scale(random(500, 128, seed=1))
+    linear, x = HostProducts(torch.bfloat16, library).linear(stored, None, scale), random(7, 128, dtype=torch.bfloat16)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([linear(row) for row in x.split(1)])
+        torch.set_num_threads(3)
+        assert torch.equal(linear(x), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_without_a_library_the_weight_is_dequantised() -> None:
+    stored, _, scale = _with_scale(random(48, 64, seed=1))
+    linear, x = HostProducts(torch.bfloat16).linear(stored, None, scale), random(3, 64, dtype=torch.bfloat16)
+    check(linear, x, dequantise(stored, scale, torch.bfloat16), None)
+
+
+def test_what_the_kernel_cannot_read_is_refused(library: CpuLibrary) -> None:
+    weight, scale = torch.ones(4, 32, dtype=torch.int8), torch.ones(4, dtype=torch.bfloat16)
+    with pytest.raises(KernelError, match="must be int8 with a multiple of 16 inputs"):
+        ByteProduct(library, weight[:, :24].contiguous(), scale, None)
+    with pytest.raises(KernelError, match=r"bias: torch\.float32: must be bfloat16"):
+        ByteProduct(library, weight, scale, scale.float())
+    with pytest.raises(KernelError, match=r"x: torch\.float32 \(1, 32\): must be bfloat16 \[rows, 32\]"):
+        ByteProduct(library, weight, scale, None)(torch.ones(1, 32))
 
 
 def test_scales_of_an_older_engine_are_refused() -> None:

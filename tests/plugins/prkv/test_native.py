@@ -1,0 +1,295 @@
+"""PRKV's compiled kernels against its PyTorch reference: the pages they choose from the same codes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.plugins.index_cases import KV_HEADS, context_of, keys_of_slots, select_rows
+from tests.plugins.prkv.settings import BOXES
+from torch import Tensor
+
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.core.errors import KernelError
+from kvseek.core.extents import ExtentTable
+from kvseek.plugins.contract import IndexContext, LayerRows
+from kvseek.plugins.prkv import method
+from kvseek.plugins.prkv.config import Config
+from kvseek.plugins.prkv.native import NativeIndex
+from kvseek.plugins.prkv.native_observe import observe
+from kvseek.plugins.prkv.reference import ReferenceIndex
+from kvseek.plugins.prkv.static import observation_scores
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS, reduce_scores
+
+SMALL = Config(top_k=64, static_share=0.25, page=8, window_queries=4, update_interval=8)
+
+
+def make_context(
+    library: CpuLibrary | None, config: Config, group: int, dim: int, lengths: Sequence[int], dtype: torch.dtype
+) -> IndexContext:
+    table = ExtentTable(len(lengths), 4, 4 * len(lengths))
+    for slot in reversed(range(len(lengths))):
+        table.reserve(slot, lengths[slot])
+    books = method.traits(config).codebooks(dim)
+    return context_of(config, dim, group, table, list(lengths), library=library, dtype=dtype, codebooks=books)
+
+
+def make_pair(
+    library: CpuLibrary, config: Config, group: int, dim: int, keys: Sequence[Tensor]
+) -> tuple[ReferenceIndex, NativeIndex]:
+    """The same keys [G, n, D] per slot in both indexes, with the reference's codes; the native arrays start poisoned."""
+    lengths = [part.shape[1] for part in keys]
+    expected = ReferenceIndex(make_context(None, config, group, dim, lengths, keys[0].dtype))
+    found = NativeIndex(make_context(library, config, group, dim, lengths, keys[0].dtype))
+    store, own = expected.summaries.store, found.summaries.store  # type: ignore[attr-defined]
+    own.high.fill_(255)
+    own.scales.fill_(float("nan"))
+    queries = torch.randn(KV_HEADS * group, config.window_queries, dim).to(keys[0].dtype)
+    for slot, part in enumerate(keys):
+        for index in (expected, found):
+            index.begin(slot, part, queries)
+        store.build(slot, part)
+        codes = store.read(slot, part.shape[1])
+        for name in ("high", "scales"):
+            found.context.extents.write(getattr(own, name), slot, 0, getattr(codes, name))
+    assert torch.equal(expected.static_rows, found.static_rows)
+    return expected, found
+
+
+def page_values(index: ReferenceIndex, queries: Tensor, slot: int) -> Tensor:
+    """What ranks the pages of a slot that are not static, [G, pages]."""
+    first = int(index.static_rows[slot]) // index.config.page
+    grouped = queries.unflatten(0, (KV_HEADS, -1))
+    scores = index.summaries.scores(grouped, slot, index.context.lengths[slot], first)
+    return reduce_scores(scores, index.config.group_reduce, index.context.scaling)
+
+
+def check_choice(expected: ReferenceIndex, found: NativeIndex, queries: Tensor, slots: Sequence[int]) -> None:
+    """The same pages, but for pages whose values differ from the last one taken by rounding; every page is counted."""
+    before = found.picked.clone()
+    wanted, chosen = select_rows(expected, queries, slots), select_rows(found, queries, slots)
+    assert (chosen.rows.dtype, chosen.page, chosen.rows.shape) == (torch.int32, wanted.page, wanted.rows.shape)
+    table, pages_of_extent = found.context.extents.table, found.pages_of_extent
+    for request, slot in enumerate(slots):
+        values, static = page_values(expected, queries[request], slot), int(expected.static_rows[slot]) // wanted.page
+        for head in range(KV_HEADS):
+            ours, theirs = (pages.rows[request, head].tolist() for pages in (chosen, wanted))
+            assert ours.count(-1) == theirs.count(-1)
+            ours, theirs = ([page for page in pages if page >= 0] for pages in (ours, theirs))
+            assert ours == sorted(set(ours))
+            assert ours[:static] == theirs[:static] == list(range(static))
+            last = min((float(values[head, page - static]) for page in theirs[static:]), default=0.0)
+            for page in set(ours) ^ set(theirs):
+                scale = float(values[head].abs().max())
+                assert float(values[head, page - static]) == pytest.approx(last, rel=1e-5, abs=1e-6 * scale)
+            for page in ours[static:]:
+                before[int(table[slot, page // pages_of_extent]), head, page % pages_of_extent] += 1
+    assert torch.equal(found.picked, before)
+    assert torch.equal(found.recent, expected.recent)
+    assert found.received == expected.received
+
+
+SHAPES = [
+    (8, 2, torch.float32),
+    (16, 2, torch.bfloat16),
+    (64, 3, torch.float32),
+    (96, 7, torch.bfloat16),
+    (128, 1, torch.float32),
+    (256, 16, torch.float32),
+]
+PAGES = (8, 16, 128)
+
+
+def queries_for(config: Config, batch: int, group: int, dim: int, dtype: torch.dtype) -> Tensor:
+    if config.group_reduce == "mean":  # sums of queries are rounded differently, whatever they rank
+        return torch.randn(batch, KV_HEADS, 1, dim).expand(-1, -1, group, -1).reshape(batch, -1, dim).to(dtype)
+    return torch.randn(batch, KV_HEADS * group, dim).to(dtype)
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("group_reduce", GROUP_REDUCTIONS)
+@pytest.mark.parametrize(("dim", "group", "dtype"), SHAPES)
+def test_selection_equals_the_reference(
+    library: CpuLibrary, dim: int, group: int, dtype: torch.dtype, group_reduce: str, page: int
+) -> None:
+    torch.manual_seed(group)
+    config = replace(SMALL, top_k=256, page=page, static_share=0.5, group_reduce=group_reduce)
+    keys = keys_of_slots([1500, 1, 3000 if dim < 256 else 700, 100], dim, dtype)
+    expected, found = make_pair(library, config, group, dim, keys)
+    for _ in range(6):  # more than `recent` has room for
+        check_choice(expected, found, queries_for(config, 4, group, dim, dtype), [2, 0, 3, 1])
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(("dim", "group", "dtype"), SHAPES)
+def test_every_level_selects_as_the_reference(
+    library: CpuLibrary, level: int, dim: int, group: int, dtype: torch.dtype, page: int
+) -> None:
+    torch.manual_seed(dim)
+    keys = keys_of_slots([3100 if dim < 256 else 900], dim, dtype)
+    expected, found = make_pair(library, replace(SMALL, top_k=512, page=page), group, dim, keys)
+    check_choice(expected, found, torch.randn(1, KV_HEADS * group, dim).to(dtype), [0])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n=st.integers(1, 3000),
+    pages=st.integers(1, 40),
+    page=st.sampled_from((8, 32)),
+    share=st.sampled_from((0.0, 0.3, 1.0)),
+    group=st.integers(1, 5),
+    seed=st.integers(0, 2**31),
+)
+def test_any_length_and_static_set(
+    library: CpuLibrary, n: int, pages: int, page: int, share: float, group: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    config = replace(SMALL, top_k=pages * page, page=page, static_share=share, group_reduce="max")
+    expected, found = make_pair(library, config, group, 64, keys_of_slots([n], 64))
+    check_choice(expected, found, torch.randn(1, KV_HEADS * group, 64), [0])
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_static_set_beyond_an_extent(library: CpuLibrary, share: float) -> None:
+    config = replace(SMALL, top_k=1280, static_share=share)
+    expected, found = make_pair(library, config, 3, 64, keys_of_slots([3000], 64))
+    for count in (1024, 1032, 1280):
+        for index in (expected, found):
+            index.static_rows[0] = count * share
+        check_choice(expected, found, torch.randn(1, KV_HEADS * 3, 64), [0])
+
+
+@pytest.mark.parametrize("group_reduce", GROUP_REDUCTIONS)
+def test_pages_far_below_the_best_keep_their_order(library: CpuLibrary, level: int, group_reduce: str) -> None:
+    """Weights of most pages are too small for a float if the largest exponent of an extent is taken out of all of them."""
+    torch.manual_seed(0)
+    config = replace(SMALL, top_k=512, static_share=0.0, group_reduce=group_reduce)
+    keys = 60 * keys_of_slots([2000], 64)[0]
+    expected, found = make_pair(library, config, 1, 64, [keys])
+    queries = torch.randn(1, KV_HEADS, 64)
+    scores = expected.summaries.scores(queries[0][:, None], 0, 2000, 0) * expected.context.scaling
+    assert float(scores.amax() - scores.median()) > 200
+    check_choice(expected, found, queries, [0])
+    if group_reduce == "mean":  # ranked by the scores themselves
+        assert torch.equal(select_rows(found, queries, [0]).rows, select_rows(expected, queries, [0]).rows)
+
+
+def test_requests_of_one_slot_count_the_same_pages(library: CpuLibrary) -> None:
+    expected, found = make_pair(library, SMALL, 3, 64, keys_of_slots([1900], 64))
+    check_choice(expected, found, torch.randn(3, KV_HEADS * 3, 64), [0, 0, 0])
+
+
+def test_selection_does_not_depend_on_batch_order_or_threads(library: CpuLibrary) -> None:
+    torch.manual_seed(3)
+    _, found = make_pair(library, SMALL, 3, 64, keys_of_slots([900, 3100, 1300], 64))
+    queries = torch.randn(3, 3 * KV_HEADS, 64)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        together = select_rows(found, queries, [0, 1, 2]).rows
+        torch.set_num_threads(1)
+        for slot in range(3):
+            assert torch.equal(select_rows(found, queries[slot : slot + 1], [slot]).rows[0], together[slot])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 0.0])
+def test_strange_queries_still_give_valid_pages(library: CpuLibrary, level: int, poison: float) -> None:
+    _, found = make_pair(library, SMALL, 3, 64, keys_of_slots([3000], 64))
+    pages = select_rows(found, torch.full((1, 3 * KV_HEADS, 64), poison), [0]).rows
+    assert int(pages.min()) >= 0
+    assert int(pages.max()) < 375
+    assert bool((pages.diff() > 0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_exchange_the_rows_that_the_reference_exchanges(library: CpuLibrary, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    keys, prompt = keys_of_slots([1500], 64, dtype)[0], torch.randn(KV_HEADS * 3, 4, 64).to(dtype)
+    indexes, pools = [], []
+    for kind, given_library in ((ReferenceIndex, None), (NativeIndex, library)):
+        context = make_context(given_library, SMALL, 3, 64, [1500], dtype)
+        pool = torch.zeros(context.extents.capacity, KV_HEADS, 1024, 2, 64, dtype=dtype)
+        index = kind(replace(context, rows=LayerRows(pool, pool.data_ptr(), pool.stride(0))))
+        order = index.build(0, keys, prompt).order
+        assert order is not None
+        context.extents.write(
+            pool, 0, 0, keys.gather(1, order[..., None].expand_as(keys))[:, :, None].expand(-1, -1, 2, -1)
+        )
+        indexes.append(index)
+        pools.append(pool)
+    for name in ("high", "scales"):  # codes may differ at the border of two cells
+        getattr(indexes[1].summaries.store, name).copy_(getattr(indexes[0].summaries.store, name))
+    before = pools[0].clone()
+    for _ in range(40):
+        queries = torch.randn(1, KV_HEADS * 3, 64).to(dtype)
+        for index in indexes:
+            select_rows(index, queries, [0])
+            index.refresh([0])
+        assert torch.equal(*pools)
+    assert not torch.equal(pools[0], before)
+    assert torch.equal(*(index.static_rows for index in indexes))
+    assert torch.equal(*(index.row_order(0) for index in indexes))
+
+
+@pytest.mark.parametrize(("dim", "group", "dtype"), [*SHAPES, (7, 2, torch.bfloat16)])
+def test_observation_equals_the_reference(
+    library: CpuLibrary, level: int, dim: int, group: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(dim)
+    keys = keys_of_slots([1200], dim, dtype)[0]
+    queries = torch.randn(KV_HEADS * group, 5, dim).to(dtype)
+    valid = torch.rand(KV_HEADS, 1200) < 0.4
+    for scaling, counted in ((dim**-0.5, None), (4 * dim**-0.5, None), (dim**-0.5, valid)):
+        expected = observation_scores(queries, keys, scaling, counted)
+        torch.testing.assert_close(observe(library, queries, keys, scaling, counted), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_observation_of_parts_of_tensors(library: CpuLibrary) -> None:
+    """Keys among values, queries of several slots; and no key at all."""
+    rows, recent = torch.randn(KV_HEADS, 50, 2, 64), torch.randn(5, 6, 64)
+    keys, queries = rows[:, :, 0], recent.transpose(0, 1)
+    expected = observation_scores(queries, keys, 0.125)
+    torch.testing.assert_close(observe(library, queries, keys, 0.125), expected, rtol=1e-4, atol=1e-7)
+    assert observe(library, queries, keys[:, :0], 0.125).shape == (KV_HEADS, 0)
+
+
+def test_observation_does_not_read_keys_that_do_not_count_nor_depend_on_threads(library: CpuLibrary) -> None:
+    keys, queries = torch.randn(KV_HEADS, 2500, 64), torch.randn(6, 4, 64)
+    valid = torch.arange(2500).expand(KV_HEADS, -1) % 3 > 0
+    poisoned = keys.masked_fill(~valid[..., None], torch.nan)
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append(observe(library, queries, poisoned, 0.125, valid))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], observation_scores(queries, keys, 0.125, valid), rtol=1e-4, atol=1e-7)
+
+
+def test_observation_refuses_other_dtypes(library: CpuLibrary) -> None:
+    with pytest.raises(KernelError, match=r"queries torch\.float32, keys torch\.float16: must both be"):
+        observe(library, torch.zeros(2, 1, 8), torch.zeros(1, 4, 8, dtype=torch.float16), 1.0)
+
+
+def test_create_follows_library_and_score(library: CpuLibrary) -> None:
+    for given_library, config, kind in (
+        (library, Config(), NativeIndex),
+        (None, Config(), ReferenceIndex),
+        (library, Config(**BOXES), ReferenceIndex),
+    ):
+        assert type(method.create(make_context(given_library, config, 1, 64, [10], torch.float32))) is kind
+
+
+def test_unsupported_queries_are_refused(library: CpuLibrary) -> None:
+    index = NativeIndex(make_context(library, Config(), 1, 64, [10], torch.float32))
+    with pytest.raises(KernelError, match=r"queries: torch\.bfloat16 on cpu: must be torch\.float32 on cpu"):
+        select_rows(index, torch.zeros(1, KV_HEADS, 64, dtype=torch.bfloat16), [0])
