@@ -80,7 +80,7 @@ def matrix_numbers(model: ModelConfig) -> int:
 def prompt_operations(config: EngineConfig, tokens: int) -> dict[str, int]:
     """Additions and multiplications for a prompt: of causal attention to what it reads, and of the layers' matrix products."""
     model = config.model
-    attention = 4 * model.num_layers * model.num_heads * model.head_dim * attended_pairs(config, tokens)
+    attention = 4 * model.num_heads * model.head_dim * attended_pairs(config, tokens)
     return {"attention": attention, "products": 2 * tokens * matrix_numbers(model)}
 
 

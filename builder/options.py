@@ -93,7 +93,17 @@ class BuildOptions(EngineOptions):
     @property
     def settings(self) -> dict[str, Any]:
         """Settings that decide the engine's contents, beside the model, as JSON values."""
-        names = ("method", *CHOICES, "cuda_archs", "limits", "cache", "method_config", "tensorrt", "block_sparse", *CALIBRATE[1:])
+        names = (
+            "method",
+            *CHOICES,
+            "cuda_archs",
+            "limits",
+            "cache",
+            "method_config",
+            "tensorrt",
+            "block_sparse",
+            *CALIBRATE[1:],
+        )
         tokenizer = None if self.tokenizer is None else self.tokenizer.resolve().name
         return {"tokenizer": tokenizer, **{name: getattr(self, name) for name in names}}
 

@@ -303,18 +303,22 @@ class BlockSparseConfig:
         Tokens before a chunk that each KV head attends to, a multiple of 64; chunks with no more before them attend densely.
     dense_tail : int
         Last tokens of a prompt, which attend to all tokens before them.
+    dense_layers: int
+        First layers, in which all tokens attend densely: what attention is spread over cannot be chosen.
     """
 
     budget: int = 8192
     dense_tail: int = 512
+    dense_layers: int = 1
 
     def __post_init__(self) -> None:
         least = 8 * KEY_BLOCK  # so that most blocks are chosen, beside the first and the latest
         fits = self.budget >= least and self.budget % KEY_BLOCK == 0
         limit = f"a multiple of {KEY_BLOCK}, >= {least}"
         require(fits, "block_sparse.budget", self.budget, limit, f"{type(self).budget} is the default")
-        name = "block_sparse.dense_tail"
-        require(self.dense_tail >= 0, name, self.dense_tail, ">= 0", f"{type(self).dense_tail} is the default")
+        for name in ("dense_tail", "dense_layers"):
+            value = getattr(self, name)
+            require(value >= 0, f"block_sparse.{name}", value, ">= 0", f"{getattr(type(self), name)} is the default")
 
 
 @dataclass(frozen=True)
@@ -378,7 +382,10 @@ class EngineConfig:
     def _check_prefill_attention(self) -> None:
         """Refuse sparse attention where attention is inside a plan, and fields that dense attention would ignore."""
         sparse = self.prefill_attention == "block_sparse"
-        own, remedy = dataclasses.asdict(self.block_sparse), "leave it out, or build with --prefill_attention block_sparse"
+        own, remedy = (
+            dataclasses.asdict(self.block_sparse),
+            "leave it out, or build with --prefill_attention block_sparse",
+        )
         fits = sparse or self.block_sparse == BlockSparseConfig()
         require(fits, "block_sparse", own, "left out with prefill_attention = 'dense'", remedy)
         whole = self.runtime == "tensorrt" and self.tensorrt.form == "engine"

@@ -19,7 +19,10 @@ from kvseek.plugins.registry import Method, get_method
 DENSE = "dense"
 CACHE_PREFIX = "cache."
 BLOCK_SPARSE_PREFIX = "block_sparse."
-PRECISION, PREFILL_ATTENTION = "weight_only_precision", "prefill_attention"  # the engine's fields that a variant may set
+PRECISION, PREFILL_ATTENTION = (
+    "weight_only_precision",
+    "prefill_attention",
+)  # the engine's fields that a variant may set
 FORM = (
     f"NAME or NAME:field=value,field=value; fields of the cache are cache.NAME, of the engine {PRECISION}, "
     f"{PREFILL_ATTENTION} and block_sparse.NAME"
@@ -137,7 +140,9 @@ def _parse(label: str) -> Variant:
             block_sparse[name.removeprefix(BLOCK_SPARSE_PREFIX)] = _value(value)
         else:
             own[name] = _value(value)
-    precision, attention = (_choice(own, name, usual) for name, usual in ((PRECISION, NONE), (PREFILL_ATTENTION, DENSE)))
+    precision, attention = (
+        _choice(own, name, usual) for name, usual in ((PRECISION, NONE), (PREFILL_ATTENTION, DENSE))
+    )
     idle, remedy = attention == DENSE and bool(block_sparse), f"name {PREFILL_ATTENTION}=block_sparse, too"
     require(not idle, "--methods: block_sparse", block_sparse, "left out with dense prompts", remedy)
     return Variant(label, method, own, cache, precision, attention, block_sparse)

@@ -30,7 +30,9 @@ float32 [B, H, r]."""
 
 QUERY_BLOCK = 512  # queries that attend to the same blocks; fewer would not occupy a GPU (prompt_attention.py)
 SAMPLES = 16  # queries of a query block and head that look at all keys
-LATEST = 256 // KEY_BLOCK  # blocks before the chunk that are always chosen, and the first one is: every head reads these
+LATEST = (
+    256 // KEY_BLOCK
+)  # blocks before the chunk that are always chosen, and the first one is: every head reads these
 
 
 class BlockSparseAttention:
@@ -93,9 +95,7 @@ def sample(queries: Tensor, kv_heads: int) -> Tensor:
     """
     heads, q, dim = queries.shape
     odd = torch.arange(1, 2 * SAMPLES, 2, device=queries.device)
-    places = [
-        start + odd * min(QUERY_BLOCK, q - start) // (2 * SAMPLES) for start in range(0, q, QUERY_BLOCK)
-    ]
+    places = [start + odd * min(QUERY_BLOCK, q - start) // (2 * SAMPLES) for start in range(0, q, QUERY_BLOCK)]
     taken = queries[:, torch.cat(places)].view(kv_heads, heads // kv_heads, len(places), SAMPLES, dim)
     return taken.transpose(1, 2).reshape(kv_heads, len(places), -1, dim)
 
@@ -111,7 +111,8 @@ def gather(part: Tensor, chosen: Tensor, out: Tensor) -> None:
     heads = torch.arange(len(chosen), device=chosen.device)[:, None]
     # As words of 8 bytes: an index copies number by number.
     blocks, target = (
-        one.view(torch.int64).unflatten(1, (-1, KEY_BLOCK)) if one.shape[2] * one.itemsize % 8 == 0
+        one.view(torch.int64).unflatten(1, (-1, KEY_BLOCK))
+        if one.shape[2] * one.itemsize % 8 == 0
         else one.unflatten(1, (-1, KEY_BLOCK))
         for one in (part, out)
     )
@@ -174,15 +175,16 @@ def mass_of(config: EngineConfig) -> BlockMass:
 
 
 def attended_pairs(config: EngineConfig, tokens: int) -> int:
-    """Count the pairs of a query and a key that a head attends to in a prompt of `tokens` tokens read from its first one."""
-    pairs = tokens * (tokens + 1) // 2
+    """Count the pairs of a query and a key that a head attends to in all layers, in a prompt that is read from its start on."""
+    layers, pairs = config.model.num_layers, tokens * (tokens + 1) // 2
     if config.prefill_attention == "dense":
-        return pairs
+        return layers * pairs
+    sparse_layers, fewer = max(0, layers - config.block_sparse.dense_layers), 0
     tail = max(0, tokens - config.block_sparse.dense_tail)  # the first token of it
     for start in range(0, tail, config.prefill_chunk_tokens):
         unread = start // KEY_BLOCK * KEY_BLOCK - config.block_sparse.budget
-        pairs -= max(0, unread) * (min(start + config.prefill_chunk_tokens, tail) - start)
-    return pairs
+        fewer += max(0, unread) * (min(start + config.prefill_chunk_tokens, tail) - start)
+    return layers * pairs - sparse_layers * fewer
 
 
 def sparse_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int, chunk: int) -> int:

@@ -84,7 +84,7 @@ class KernelModel(LayerwiseModel[Stream]):
         qkv = weights.project(self.ops, x, None, mark)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
         mark("rope")
-        out = self.attend(q, keys, values, pieces_of(prompt.borders, start, stop))
+        out = self.attend(layer, q, keys, values, pieces_of(prompt.borders, start, stop))
         mark("attend")
         x += weights.finish(self.ops, x, out.flatten(1), mark)
         return q

@@ -196,8 +196,8 @@ class LayerwiseModel(ABC, Generic[Prompt]):
         """See PromptModel.prefill."""
         return LayerwisePrefill(self, self.retrieval, prompts, takers)
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        """Attend causally in a chunk, each prompt to itself: queries [H, chunk, D], keys and values [G, pack, D].
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        """Attend causally in a chunk of a layer, each prompt to itself: queries [H, chunk, D], keys and values [G, pack, D].
 
         `pieces` are the pieces of the chunk, in order. Returns [chunk, H, D].
         """
@@ -205,7 +205,7 @@ class LayerwiseModel(ABC, Generic[Prompt]):
         for piece in pieces:
             own = queries[:, piece.start - begin : piece.stop - begin]
             rows = keys[:, piece.first : piece.stop], values[:, piece.first : piece.stop]
-            if self.sparse is None:
+            if self.sparse is None or layer < self.config.block_sparse.dense_layers:
                 parts.append(self.attention(own, *rows, self.scaling))
             else:
                 parts.append(self.sparse(own, *rows, self.scaling, piece.end - piece.stop))

@@ -130,7 +130,7 @@ class TorchModel(LayerwiseModel[Stream]):
         weights, x = self.layers[layer], prompt.residual[start:stop]
         qkv, rotation = weights.project(self.ops, x, None), prompt.rotation_of(start, stop, self.rope)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
-        out = self.attend(q, keys, values, pieces_of(prompt.borders, start, stop))
+        out = self.attend(layer, q, keys, values, pieces_of(prompt.borders, start, stop))
         x += weights.finish(self.ops, x, out.flatten(1))
         return q
 

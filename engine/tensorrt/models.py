@@ -126,7 +126,7 @@ class SegmentsModel(LayerwiseModel[list[Chunk]]):
         for whole, name in ((keys, "keys"), (values, "values")):
             whole[:, start:stop] = made[name].transpose(0, 1)
         queries = made["queries"].transpose(0, 1)
-        out = self.attend(queries, keys, values, [Piece(0, start, stop, keys.shape[1])])
+        out = self.attend(layer, queries, keys, values, [Piece(0, start, stop, keys.shape[1])])
         chunk.state["attended"] = out.contiguous()
         return queries
 
