@@ -57,8 +57,7 @@ def sampled(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
 
 def pooled_queries(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
     """Exact attention of the means of 16 queries each."""
-    means = queries.unflatten(2, (-1, POOLED)).mean(dim=3).flatten(1, 2)
-    return block_sparse.block_mass(means[:, None], keys, scaling)[:, 0]
+    return block_sparse.block_mass(pooled(queries)[:, None], keys, scaling)[:, 0]
 
 
 def pooled_keys(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
@@ -68,22 +67,23 @@ def pooled_keys(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
 
 def pooled_both(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
     """Attention of mean queries to mean keys, as FlexPrefill's query-aware heads."""
-    return over_blocks(queries.unflatten(2, (-1, POOLED)).mean(dim=3).flatten(1, 2), keys, scaling)
+    return over_blocks(pooled(queries), keys, scaling)
 
 
 def mean_and_spread(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
     """As `pooled_keys`, with half of the variance that a block's scores would have with independent channels."""
-    rows, blocks = queries.flatten(1, 2), keys.unflatten(1, (-1, KEY_BLOCK))
-    variance = rows.square() @ blocks.var(dim=2, correction=0).mT
-    return (rows @ blocks.mean(dim=2).mT * scaling + 0.5 * scaling**2 * variance).softmax(dim=-1).sum(dim=1)
+    rows, blocks = queries.flatten(1, 2), block_sparse.cut(keys, KEY_BLOCK)
+    variance = torch.matmul(rows.square(), blocks.var(dim=2, correction=0).mT)
+    scores = torch.matmul(rows, blocks.mean(dim=2).mT) * scaling + 0.5 * scaling**2 * variance
+    return scores.softmax(dim=-1).sum(dim=1)
 
 
 def antidiagonals(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
     """Sums along antidiagonals of 16 queries and keys, as XAttention."""
-    rows = queries.unflatten(2, (-1, STRIDE)).flatten(3).flatten(1, 2)
-    columns = keys.unflatten(1, (-1, STRIDE)).flip(2).flatten(2)
-    weights = (rows @ columns.mT * (scaling / STRIDE)).softmax(dim=-1)
-    return weights.sum(dim=1).unflatten(1, (-1, KEY_BLOCK // STRIDE)).sum(dim=2)
+    rows = block_sparse.cut(queries.flatten(1, 2), STRIDE).flatten(2)
+    columns = block_sparse.cut(keys, STRIDE).flip(2).flatten(2)
+    weights = (torch.matmul(rows, columns.mT) * (scaling / STRIDE)).softmax(dim=-1).sum(dim=1)
+    return weights.view(len(keys), -1, KEY_BLOCK // STRIDE).sum(dim=2)
 
 
 def unlike_queries(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
@@ -91,13 +91,19 @@ def unlike_queries(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
     likeness = F.cosine_similarity(queries, queries.mean(dim=2, keepdim=True), dim=-1)
     places = likeness.topk(QUOKA_QUERIES, dim=-1, largest=False).indices[..., None].expand(-1, -1, -1, queries.shape[3])
     rows = F.normalize(queries.gather(2, places), dim=-1).mean(dim=1)
-    return (rows @ F.normalize(keys, dim=-1).mT).amax(dim=1).unflatten(1, (-1, KEY_BLOCK)).amax(dim=2)
+    likest = torch.matmul(rows, F.normalize(keys, dim=-1).mT).amax(dim=1)
+    return likest.view(len(keys), -1, KEY_BLOCK).amax(dim=2)
+
+
+def pooled(queries: Tensor) -> Tensor:
+    """Return means of POOLED queries each: queries [G, r, q, D] to [G, r * q / POOLED, D]."""
+    return block_sparse.cut(queries.flatten(1, 2), POOLED).mean(dim=2)
 
 
 def over_blocks(rows: Tensor, keys: Tensor, scaling: float) -> Tensor:
     """Attention of rows [G, n, D] to the mean keys of blocks, summed over the rows."""
-    means = keys.unflatten(1, (-1, KEY_BLOCK)).mean(dim=2)
-    return (rows @ means.mT * scaling).softmax(dim=-1).sum(dim=1)
+    means = block_sparse.cut(keys, KEY_BLOCK).mean(dim=2)
+    return (torch.matmul(rows, means.mT) * scaling).softmax(dim=-1).sum(dim=1)
 
 
 RULES: dict[str, Rule] = {
@@ -116,11 +122,11 @@ def measure(layer: CapturedLayer, start: int, query_block: int, budgets: Sequenc
     """Add what is lost by queries start .. start + query_block - 1 of a layer, of which all queries are there."""
     kv_heads = layer.keys.shape[0]
     past, stop = start // KEY_BLOCK * KEY_BLOCK, start + query_block
-    queries, keys = layer.queries[:, start:stop].unflatten(0, (kv_heads, -1)), layer.keys
-    scores = queries.flatten(1, 2) @ keys[:, :stop].mT * layer.scaling
-    later = torch.arange(stop) > torch.arange(start, stop)[:, None]
-    scores.unflatten(1, (-1, query_block)).masked_fill_(later, -torch.inf)
-    mass = scores.softmax(dim=-1)[..., :past].unflatten(2, (-1, KEY_BLOCK)).sum(dim=3)
+    queries = layer.queries[:, start:stop].reshape(kv_heads, -1, query_block, layer.queries.shape[2])
+    keys, later = layer.keys, torch.arange(stop) > torch.arange(start, stop)[:, None]
+    scores = torch.matmul(queries, keys[:, None, :stop].mT) * layer.scaling
+    weights = scores.masked_fill_(later, -torch.inf).softmax(dim=-1)[..., :past].flatten(1, 2)
+    mass = weights.reshape(kv_heads, weights.shape[1], -1, KEY_BLOCK).sum(dim=3)
     sought = mass[..., 1 : -block_sparse.LATEST].max(dim=-1)
     sharp = sought.values > SHARP
     for name, rule in {BEST: None, **RULES}.items():

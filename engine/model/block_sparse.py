@@ -64,14 +64,14 @@ class BlockSparseAttention:
             return self._dense(queries, keys, values, scaling)
         past = blocks * KEY_BLOCK
         mass = self._mass(sample(queries[:, :sparse], keys.shape[0]), keys[:, :past], scaling)
-        gathered = [self._with_room(part, past, q) for part in (keys, values)]
+        own_keys, own_values = (self._with_room(part, past, q) for part in (keys, values))
         out = []
         for number, chosen in enumerate(choose(mass, self._count).unbind(1)):
             start, stop = number * QUERY_BLOCK, min((number + 1) * QUERY_BLOCK, sparse)
-            for rows, part in zip(gathered, (keys, values), strict=True):
-                gather(part[:, :past], chosen, rows[:, : chosen.shape[1] * KEY_BLOCK])
-            seen = rows.shape[1] - (q - stop)
-            out.append(self._dense(queries[:, start:stop], *(rows[:, :seen] for rows in gathered), scaling))
+            for rows, part in ((own_keys, keys), (own_values, values)):
+                gather(part[:, :past], chosen, rows[:, : self._count * KEY_BLOCK])
+            seen = own_keys.shape[1] - (q - stop)
+            out.append(self._dense(queries[:, start:stop], own_keys[:, :seen], own_values[:, :seen], scaling))
         if sparse < q:
             out.append(self._dense(queries[:, sparse:], keys, values, scaling))
         return torch.cat(out)
@@ -101,7 +101,10 @@ def sample(queries: Tensor, kv_heads: int) -> Tensor:
 
 
 def choose(mass: Tensor, count: int) -> Tensor:
-    """Choose `count` blocks of mass [G, b, blocks]: the first, the latest, those of most mass; int64 [G, b, count], ascending."""
+    """Choose `count` blocks by mass [G, b, blocks], which is changed: int64 [G, b, count], ascending.
+
+    The first and the latest blocks are among them.
+    """
     mass[..., 0] = mass[..., -LATEST:] = torch.inf
     return mass.topk(count, dim=-1).indices.sort(dim=-1).values
 
@@ -109,14 +112,14 @@ def choose(mass: Tensor, count: int) -> Tensor:
 def gather(part: Tensor, chosen: Tensor, out: Tensor) -> None:
     """Copy the chosen blocks [G, count] of keys or values [G, p, D] to `out` [G, count * KEY_BLOCK, D]."""
     heads = torch.arange(len(chosen), device=chosen.device)[:, None]
-    # As words of 8 bytes: an index copies number by number.
-    blocks, target = (
-        one.view(torch.int64).unflatten(1, (-1, KEY_BLOCK))
-        if one.shape[2] * one.itemsize % 8 == 0
-        else one.unflatten(1, (-1, KEY_BLOCK))
-        for one in (part, out)
-    )
-    torch.ops.aten.index.Tensor_out(blocks, [heads, chosen], out=target)
+    if part.shape[2] * part.itemsize % 8 == 0:
+        part, out = part.view(torch.int64), out.view(torch.int64)  # an index copies number by number: larger ones
+    torch.ops.aten.index.Tensor_out(cut(part, KEY_BLOCK), [heads, chosen], out=cut(out, KEY_BLOCK))
+
+
+def cut(part: Tensor, size: int) -> Tensor:
+    """View rows [G, n, D] in pieces of `size`, [G, n / size, size, D]."""
+    return part.view(part.shape[0], part.shape[1] // size, size, part.shape[2])
 
 
 def block_mass(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
@@ -139,24 +142,17 @@ def block_mass_by_attention(queries: Tensor, keys: Tensor, scaling: float, atten
     """
     kv_heads, number, samples, dim = queries.shape
     rows, piece = queries.flatten(1, 2), dim * KEY_BLOCK
-    whole = keys.shape[1] // piece
+    whole = keys.shape[1] // piece * piece
     names = torch.eye(dim, dtype=keys.dtype, device=keys.device).repeat_interleave(KEY_BLOCK, dim=0)
-    parts = []
-    for part in (keys[:, : whole * piece].unflatten(1, (whole, -1)) if whole else None, keys[:, None, whole * piece :]):
-        if part is None or not part.shape[2]:
-            continue
+    found = []
+    for part in (cut(keys[:, :whole], piece), keys[:, None, whole:]):
         pieces, length = part.shape[1:3]
-        parts.append(
-            attend(
-                rows.expand(pieces, -1, -1, -1),
-                part.transpose(0, 1),
-                names[:length].expand(pieces, kv_heads, -1, -1),
-                scaling,
-            )
-        )
-    shares, lse = (torch.cat(each) for each in zip(*parts, strict=True))  # [pieces, G, b * s, D] and [pieces, G, b * s]
-    weights = (lse - lse.logsumexp(dim=0)).exp().unflatten(2, (number, 1, samples))
-    mass = weights @ shares.float().unflatten(2, (number, samples))  # [pieces, G, b, 1, D]
+        if pieces and length:
+            shared = rows.expand(pieces, -1, -1, -1), part.transpose(0, 1)
+            found.append(attend(*shared, names[:length].expand(pieces, kv_heads, -1, -1), scaling))
+    shares, lse = (torch.cat(parts) for parts in zip(*found, strict=True))  # [pieces, G, b * s, D], [pieces, G, b * s]
+    weights = (lse - lse.logsumexp(dim=0)).exp().view(-1, kv_heads, number, 1, samples)
+    mass = torch.matmul(weights, shares.float().view(-1, kv_heads, number, samples, dim))  # [pieces, G, b, 1, D]
     return mass.squeeze(3).permute(1, 2, 0, 3).flatten(2)[..., : keys.shape[1] // KEY_BLOCK]
 
 
