@@ -303,8 +303,8 @@ class BlockSparseConfig:
         Tokens before a chunk that each KV head attends to, a multiple of 64; chunks with no more before them attend densely.
     dense_tail : int
         Last tokens of a prompt, which attend to all tokens before them.
-    dense_layers: int
-        First layers, in which all tokens attend densely: what attention is spread over cannot be chosen.
+    dense_layers : int
+        First layers, in which all tokens attend densely: they spread their attention over everything.
     """
 
     budget: int = 8192
@@ -382,11 +382,8 @@ class EngineConfig:
     def _check_prefill_attention(self) -> None:
         """Refuse sparse attention where attention is inside a plan, and fields that dense attention would ignore."""
         sparse = self.prefill_attention == "block_sparse"
-        own, remedy = (
-            dataclasses.asdict(self.block_sparse),
-            "leave it out, or build with --prefill_attention block_sparse",
-        )
-        fits = sparse or self.block_sparse == BlockSparseConfig()
+        fits, own = sparse or self.block_sparse == BlockSparseConfig(), dataclasses.asdict(self.block_sparse)
+        remedy = "leave it out, or build with --prefill_attention block_sparse"
         require(fits, "block_sparse", own, "left out with prefill_attention = 'dense'", remedy)
         whole = self.runtime == "tensorrt" and self.tensorrt.form == "engine"
         remedy = "a plan reads a prompt in one call: build with --tensorrt.form segments, or with --runtime torch"

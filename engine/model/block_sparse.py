@@ -30,9 +30,7 @@ float32 [B, H, r]."""
 
 QUERY_BLOCK = 512  # queries that attend to the same blocks; fewer would not occupy a GPU (prompt_attention.py)
 SAMPLES = 16  # queries of a query block and head that look at all keys
-LATEST = (
-    256 // KEY_BLOCK
-)  # blocks before the chunk that are always chosen, and the first one is: every head reads these
+LATEST = 256 // KEY_BLOCK  # blocks before the chunk that are always chosen, as the first one is
 
 
 class BlockSparseAttention:
@@ -64,14 +62,14 @@ class BlockSparseAttention:
             return self._dense(queries, keys, values, scaling)
         past = blocks * KEY_BLOCK
         mass = self._mass(sample(queries[:, :sparse], keys.shape[0]), keys[:, :past], scaling)
-        own_keys, own_values = (self._with_room(part, past, q) for part in (keys, values))
+        read_keys, read_values = (self._with_room(part, past, q) for part in (keys, values))
         out = []
         for number, chosen in enumerate(choose(mass, self._count).unbind(1)):
             start, stop = number * QUERY_BLOCK, min((number + 1) * QUERY_BLOCK, sparse)
-            for rows, part in ((own_keys, keys), (own_values, values)):
+            for rows, part in ((read_keys, keys), (read_values, values)):
                 gather(part[:, :past], chosen, rows[:, : self._count * KEY_BLOCK])
-            seen = own_keys.shape[1] - (q - stop)
-            out.append(self._dense(queries[:, start:stop], own_keys[:, :seen], own_values[:, :seen], scaling))
+            seen = read_keys.shape[1] - (q - stop)
+            out.append(self._dense(queries[:, start:stop], read_keys[:, :seen], read_values[:, :seen], scaling))
         if sparse < q:
             out.append(self._dense(queries[:, sparse:], keys, values, scaling))
         return torch.cat(out)
