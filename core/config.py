@@ -301,6 +301,10 @@ class BlockSparseConfig:
     ----------
     budget : int
         Tokens before a chunk that each KV head attends to, a multiple of 64; chunks with no more before them attend densely.
+    query_block : int
+        Tokens that attend to the same chosen ones. Fewer find more of what only some of them look for; below 512 a GPU is slower.
+    samples : int
+        Of these tokens, those whose attention decides what is chosen; at most query_block.
     dense_tail : int
         Last tokens of a prompt, which attend to all tokens before them.
     dense_layers : int
@@ -308,6 +312,8 @@ class BlockSparseConfig:
     """
 
     budget: int = 8192
+    query_block: int = 512
+    samples: int = 32
     dense_tail: int = 512
     dense_layers: int = 1
 
@@ -316,9 +322,12 @@ class BlockSparseConfig:
         fits = self.budget >= least and self.budget % KEY_BLOCK == 0
         limit = f"a multiple of {KEY_BLOCK}, >= {least}"
         require(fits, "block_sparse.budget", self.budget, limit, f"{type(self).budget} is the default")
-        for name in ("dense_tail", "dense_layers"):
-            value = getattr(self, name)
-            require(value >= 0, f"block_sparse.{name}", value, ">= 0", f"{getattr(type(self), name)} is the default")
+        for name, fewest in (("query_block", 1), ("samples", 1), ("dense_tail", 0), ("dense_layers", 0)):
+            value, usual = getattr(self, name), getattr(type(self), name)
+            require(value >= fewest, f"block_sparse.{name}", value, f">= {fewest}", f"{usual} is the default")
+        limit = f"<= block_sparse.query_block = {self.query_block}"
+        remedy = "more would look twice"
+        require(self.samples <= self.query_block, "block_sparse.samples", self.samples, limit, remedy)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvseek.core.config import KEY_BLOCK
+from kvseek.core.config import KEY_BLOCK, BlockSparseConfig
 from kvseek.core.errors import ConfigError
 from kvseek.engine.model import block_sparse
 from kvseek.evaluation.capture import CapturedLayer, cached_capture
@@ -51,7 +51,7 @@ class Loss:
 
 def sampled(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
     """The engine's: exact attention of evenly spread queries."""
-    samples = block_sparse.sample(queries.flatten(0, 1), len(keys))
+    samples = block_sparse.sample(queries.flatten(0, 1), len(keys), queries.shape[2], BlockSparseConfig.samples)
     return block_sparse.block_mass(samples, keys, scaling).sum(dim=1)
 
 
@@ -150,7 +150,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tokens", type=int, default=8192, help="of the text")
     add("--budgets", default="1024,2048", help="comma list of tokens that are chosen, multiples of 64")
     add("--starts", default="3072,5120,7168", help="comma list of positions at which a block of queries begins")
-    add("--query_block", type=int, default=block_sparse.QUERY_BLOCK, help="queries that attend to the same blocks")
+    add("--query_block", type=int, default=BlockSparseConfig.query_block, help="queries that attend to the same blocks")
     add("--captures", type=Path, default=CAPTURES, help="folder that keeps what was captured")
     add("--layers", help="comma list; all if left out")
     add("--json", action="store_true", help="print JSON, not a table")

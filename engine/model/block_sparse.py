@@ -1,7 +1,7 @@
 """Sparse attention of prompts: queries attend to chosen blocks of the tokens before their chunk, and to the chunk itself.
 
-Keys before a chunk are cut into blocks of KEY_BLOCK tokens, the chunk's queries into blocks of QUERY_BLOCK. For each KV head and
-query block, some of the queries attend exactly to all keys; the blocks that get most of this attention are gathered, and the
+Keys before a chunk are cut into blocks of KEY_BLOCK tokens, the chunk's queries into larger blocks. For each KV head and query
+block, some of the queries attend exactly to all keys; the blocks that get most of this attention are gathered, and the
 dense attention reads them as if they were all of the past. docs/sparse_prompts.md has the reasons and the measurements.
 """
 
@@ -28,8 +28,6 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """Attention without a mask: queries [B, H, r, D], keys and values [B, H, n, D] and the scale to outputs and log-sum-exps
 float32 [B, H, r]."""
 
-QUERY_BLOCK = 512  # queries that attend to the same blocks; fewer would not occupy a GPU (prompt_attention.py)
-SAMPLES = 16  # queries of a query block and head that look at all keys
 LATEST = 256 // KEY_BLOCK  # blocks before the chunk that are always chosen, as the first one is
 
 
@@ -52,6 +50,7 @@ class BlockSparseAttention:
     def __init__(self, config: EngineConfig, dense: CausalAttention, mass: BlockMass) -> None:
         self._dense, self._mass = dense, mass
         self._count = config.block_sparse.budget // KEY_BLOCK
+        self._size, self._samples = config.block_sparse.query_block, config.block_sparse.samples
         self._tail, self._chunk = config.block_sparse.dense_tail, config.prefill_chunk_tokens
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float, following: int) -> Tensor:
@@ -61,11 +60,13 @@ class BlockSparseAttention:
         if blocks <= self._count or sparse <= 0:
             return self._dense(queries, keys, values, scaling)
         past = blocks * KEY_BLOCK
-        mass = self._mass(sample(queries[:, :sparse], keys.shape[0]), keys[:, :past], scaling)
+        mass = self._mass(
+            sample(queries[:, :sparse], keys.shape[0], self._size, self._samples), keys[:, :past], scaling
+        )
         read_keys, read_values = (self._with_room(part, past, q) for part in (keys, values))
         out = []
         for number, chosen in enumerate(choose(mass, self._count).unbind(1)):
-            start, stop = number * QUERY_BLOCK, min((number + 1) * QUERY_BLOCK, sparse)
+            start, stop = number * self._size, min((number + 1) * self._size, sparse)
             for rows, part in ((read_keys, keys), (read_values, values)):
                 gather(part[:, :past], chosen, rows[:, : self._count * KEY_BLOCK])
             seen = read_keys.shape[1] - (q - stop)
@@ -86,15 +87,15 @@ class BlockSparseAttention:
         return rows
 
 
-def sample(queries: Tensor, kv_heads: int) -> Tensor:
-    """Return SAMPLES queries of each query block, evenly spread: queries [H, q, D] to [G, b, H / G * SAMPLES, D].
+def sample(queries: Tensor, kv_heads: int, size: int, samples: int) -> Tensor:
+    """Return evenly spread queries of each block of `size`: queries [H, q, D] to [G, b, H / G * samples, D].
 
-    A block with fewer than SAMPLES queries gives some of them twice.
+    A block with fewer than `samples` queries gives some of them twice.
     """
     heads, q, dim = queries.shape
-    odd = torch.arange(1, 2 * SAMPLES, 2, device=queries.device)
-    places = [start + odd * min(QUERY_BLOCK, q - start) // (2 * SAMPLES) for start in range(0, q, QUERY_BLOCK)]
-    taken = queries[:, torch.cat(places)].view(kv_heads, heads // kv_heads, len(places), SAMPLES, dim)
+    odd = torch.arange(1, 2 * samples, 2, device=queries.device)
+    places = [start + odd * min(size, q - start) // (2 * samples) for start in range(0, q, size)]
+    taken = queries[:, torch.cat(places)].view(kv_heads, heads // kv_heads, len(places), samples, dim)
     return taken.transpose(1, 2).reshape(kv_heads, len(places), -1, dim)
 
 
@@ -187,13 +188,14 @@ def sparse_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int, chunk: i
     if past // KEY_BLOCK * KEY_BLOCK <= budget:
         return 0
     heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
-    query_blocks, blocks = -(-chunk // QUERY_BLOCK), past // KEY_BLOCK
-    samples = query_blocks * SAMPLES * heads
+    query_blocks, blocks = -(-chunk // config.block_sparse.query_block), past // KEY_BLOCK
+    each = config.block_sparse.samples
+    samples = query_blocks * each * heads
     gathered = 2 * kv_heads * (budget + KEY_BLOCK + chunk) * dim + chunk * heads * dim + 2 * samples * dim
     # Ranks of blocks: their mass, and its order (topk and sort). By attention: shares of all samples, also in float32.
     ranks = query_blocks * kv_heads * blocks * (torch.float32.itemsize + 2 * torch.int64.itemsize)
     if config.device == "cuda" and dtype is not torch.float32:
         scores = samples * (blocks + dim) * (dtype.itemsize + 2 * torch.float32.itemsize)
     else:  # of one KV head: its keys, and weights of a query block's samples before and after softmax
-        scores = past * (dim + 2 * SAMPLES * model.group_size) * torch.float32.itemsize
+        scores = past * (dim + 2 * each * model.group_size) * torch.float32.itemsize
     return gathered * dtype.itemsize + ranks + scores

@@ -49,7 +49,11 @@ def changed(
 ) -> EngineConfig:
     """Configuration of an engine directory, sparse unless the budget is None: prompts need no files of their own."""
     config = dataclasses.replace(read_config(directory), prefill_chunk_tokens=chunk)
-    settings = BlockSparseConfig() if budget is None else BlockSparseConfig(budget, dense_tail, dense_layers)
+    settings = (
+        BlockSparseConfig()
+        if budget is None
+        else BlockSparseConfig(budget, dense_tail=dense_tail, dense_layers=dense_layers)
+    )
     kind = "dense" if budget is None else "block_sparse"
     return dataclasses.replace(config, prefill_attention=kind, block_sparse=settings)
 

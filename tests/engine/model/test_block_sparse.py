@@ -17,8 +17,6 @@ from kvseek.core.errors import ConfigError
 from kvseek.engine.model.attention import causal_attention
 from kvseek.engine.model.block_sparse import (
     LATEST,
-    QUERY_BLOCK,
-    SAMPLES,
     BlockSparseAttention,
     attended_pairs,
     block_mass,
@@ -28,13 +26,13 @@ from kvseek.engine.model.block_sparse import (
     sample,
 )
 
-HEADS, KV_HEADS, DIM = 6, 2, 32
+HEADS, KV_HEADS, DIM, SAMPLES = 6, 2, 32, 16
 MODEL = ModelConfig("llama", 16, 64, 64, 1, HEADS, KV_HEADS, DIM, 1e-5, 1e4, 1 << 20)
 DENSE = EngineConfig(MODEL, "full", {}, max_seq_len=1 << 20, max_input_len=1 << 20)
 
 
-def sparse_config(budget: int, dense_tail: int = 0, **changes: Any) -> EngineConfig:
-    settings = BlockSparseConfig(budget, dense_tail, 0)
+def sparse_config(budget: int, dense_tail: int = 0, query_block: int = 512, **changes: Any) -> EngineConfig:
+    settings = BlockSparseConfig(budget, query_block, SAMPLES, dense_tail, 0)
     return dataclasses.replace(DENSE, prefill_attention="block_sparse", block_sparse=settings, **changes)
 
 
@@ -47,8 +45,9 @@ def visible(queries: Tensor, keys: Tensor, scaling: float, config: EngineConfig,
     sparse = q - max(0, config.block_sparse.dense_tail - following)
     if past // KEY_BLOCK <= count:
         return seen
-    for start in range(0, sparse, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, sparse)
+    size = config.block_sparse.query_block
+    for start in range(0, sparse, size):
+        stop = min(start + size, sparse)
         places = [start + int((i + 0.5) * (stop - start) / SAMPLES) for i in range(SAMPLES)]
         for head in range(kv_heads):
             mass = torch.zeros(past // KEY_BLOCK, dtype=torch.float64)
@@ -70,11 +69,15 @@ def definition(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, se
 
 
 @pytest.mark.parametrize(("q", "past"), [(700, 2000), (512, 1024), (1100, 1087), (5, 3000), (513, 4096), (64, 575)])
-@pytest.mark.parametrize(("dense_tail", "following"), [(0, 0), (300, 0), (300, 170)])
-def test_it_is_attention_to_the_blocks_of_most_mass(q: int, past: int, dense_tail: int, following: int) -> None:
+@pytest.mark.parametrize(
+    ("dense_tail", "following", "query_block"), [(0, 0, 512), (300, 0, 512), (300, 170, 512), (9, 0, 100)]
+)
+def test_it_is_attention_to_the_blocks_of_most_mass(
+    q: int, past: int, dense_tail: int, following: int, query_block: int
+) -> None:
     torch.manual_seed(q + past)
     config, (queries, keys, values) = (
-        sparse_config(576, dense_tail),
+        sparse_config(576, dense_tail, query_block),
         make(q, past + q, HEADS, KV_HEADS, DIM, torch.float32),
     )
     attention = BlockSparseAttention(config, causal_attention, block_mass)
@@ -120,7 +123,7 @@ def test_sharp_attention_finds_its_block() -> None:
 def test_attention_to_one_hot_values_is_the_mass_of_blocks(past: int, dtype: torch.dtype) -> None:
     torch.manual_seed(past)
     queries, keys, _ = make(1030, past + 1030, HEADS, KV_HEADS, DIM, dtype)
-    samples, keys = sample(2 * queries, KV_HEADS), keys[:, :past]
+    samples, keys = sample(2 * queries, KV_HEADS, 512, SAMPLES), keys[:, :past]
     assert samples.shape == (KV_HEADS, 3, HEADS // KV_HEADS * SAMPLES, DIM)
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -136,11 +139,11 @@ def test_attention_to_one_hot_values_is_the_mass_of_blocks(past: int, dtype: tor
 
 def test_samples_are_spread_over_their_block() -> None:
     queries = torch.arange(1200.0).expand(HEADS, DIM, 1200).transpose(1, 2)
-    found = sample(queries, KV_HEADS)[0, :, :SAMPLES, 0].long()
+    found = sample(queries, KV_HEADS, 512, SAMPLES)[0, :, :SAMPLES, 0].long()
     assert found[0].tolist() == list(range(16, 512, 32))
     assert found[1].tolist() == list(range(512 + 16, 1024, 32))
     assert found[2].tolist() == [1024 + (2 * i + 1) * 176 // 32 for i in range(16)]
-    assert sample(queries[:, :1], KV_HEADS).eq(0).all(), "a lone query is all of the samples"
+    assert sample(queries[:, :1], KV_HEADS, 512, SAMPLES).eq(0).all(), "a lone query is all of the samples"
 
 
 def test_the_first_and_the_latest_blocks_are_always_chosen() -> None:
@@ -199,6 +202,10 @@ def test_fields_out_of_range_are_refused() -> None:
             ConfigError, match=f"block_sparse.budget = {budget}: must be a multiple of 64, >= 512; 8192 is"
         ):
             BlockSparseConfig(budget=budget)
+    with pytest.raises(ConfigError, match=r"block_sparse.query_block = 0: must be >= 1; 512 is the default"):
+        BlockSparseConfig(query_block=0)
+    with pytest.raises(ConfigError, match=r"block_sparse.samples = 32: must be <= block_sparse.query_block = 16; more"):
+        BlockSparseConfig(query_block=16)
     with pytest.raises(ConfigError, match=r"block_sparse.dense_tail = -1: must be >= 0"):
         BlockSparseConfig(dense_tail=-1)
     with pytest.raises(ConfigError, match=r"prefill_attention = 'sparse': must be one of \('dense', 'block_sparse'\)"):

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.gpu
 
 
 def sparse_config(model: object, dtype: str, budget: int, dense_tail: int = 0) -> EngineConfig:
-    settings = BlockSparseConfig(budget, dense_tail, 0)
+    settings = BlockSparseConfig(budget, dense_tail=dense_tail, dense_layers=0)
     limits = {"max_seq_len": 9000, "max_input_len": 9000}
     return EngineConfig(
         model,  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def test_mass_of_blocks(dtype: str, dim: int, group: int, past: int, device: tor
     kind = getattr(torch, dtype)
     queries = torch.randn(1100, KV_HEADS * group, dim, device=device).to(kind).transpose(0, 1)
     keys = torch.randn(KV_HEADS, past + 1000, dim, device=device).to(kind)[:, :past]
-    samples = sample(2 * queries, KV_HEADS)
+    samples = sample(2 * queries, KV_HEADS, 512, 32)
     found = block_mass_by_attention(samples, keys, dim**-0.5, attend_by_flash)
     expected = block_mass(samples, keys, dim**-0.5)
     assert found.shape == expected.shape == (KV_HEADS, 3, past // KEY_BLOCK)
@@ -86,7 +86,7 @@ def test_it_is_attention_to_chosen_blocks(
     queries = torch.randn(q, KV_HEADS * group, dim, device=device).to(dense.dtype).transpose(0, 1)
     keys, values = rows(dtype, device, past + q, dim, scale=2.0), rows(dtype, device, past + q, dim)
     found, whole = attention(queries, keys, values, dim**-0.5, 0), past // KEY_BLOCK * KEY_BLOCK
-    chosen = choose(mass_of(config)(sample(queries[:, : q - 100], KV_HEADS), keys[:, :whole], dim**-0.5), 32)
+    chosen = choose(mass_of(config)(sample(queries[:, : q - 100], KV_HEADS, 512, 32), keys[:, :whole], dim**-0.5), 32)
     for number, start in enumerate(range(0, q - 100, 512)):
         stop = min(start + 512, q - 100)
         places = (chosen[:, number, :, None] * KEY_BLOCK + torch.arange(KEY_BLOCK, device=device)).flatten(1)
