@@ -8,6 +8,7 @@ import torch
 
 from kvseek.core.config import EngineConfig, ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
+from kvseek.engine.model.block_sparse import attended_pairs
 from kvseek.engine.model.weight_only import INPUTS_MULTIPLE, NONE
 
 # Source: config.json of meta-llama/Llama-3.1-8B.
@@ -76,10 +77,10 @@ def matrix_numbers(model: ModelConfig) -> int:
     return model.num_layers * (attention + 3 * model.intermediate_size * model.hidden_size)
 
 
-def prompt_operations(model: ModelConfig, tokens: int) -> dict[str, int]:
-    """Additions and multiplications for a prompt: of causal attention, and of the layers' matrix products."""
-    pairs = tokens * (tokens + 1) // 2
-    attention = 4 * model.num_layers * model.num_heads * model.head_dim * pairs
+def prompt_operations(config: EngineConfig, tokens: int) -> dict[str, int]:
+    """Additions and multiplications for a prompt: of causal attention to what it reads, and of the layers' matrix products."""
+    model = config.model
+    attention = 4 * model.num_heads * model.head_dim * attended_pairs(config, tokens)
     return {"attention": attention, "products": 2 * tokens * matrix_numbers(model)}
 
 

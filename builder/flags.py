@@ -13,7 +13,7 @@ from typing import Any
 from kvseek.builder.compile.cuda import ARCHITECTURES
 from kvseek.builder.field_texts import field_texts
 from kvseek.builder.sizes import memory_size
-from kvseek.core.config import CHOICES, CacheConfig, EngineConfig, TensorRtConfig
+from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, EngineConfig, TensorRtConfig
 from kvseek.plugins.registry import METHODS, get_method
 
 LIMITS = {
@@ -29,6 +29,7 @@ CHOICE_SUMMARIES = {
     "kernels": "compiled, or PyTorch (on the CPU) (default: native)",
     "weight_only_precision": "of the layers' matrices: 8 bits and a scale a row, or --dtype (default: none)",
     "runtime": "what computes all but attention (default: torch)",
+    "prefill_attention": "what prompts attend to: all tokens before, or chosen blocks of them (default: dense)",
 }
 CALIBRATE_TOKENS = 2048  # of a text; also the window, unless max_seq_len is less
 USAGE = """
@@ -64,6 +65,8 @@ class FlagParser(argparse.ArgumentParser):
             self._add_fields(method, get_method(method).config_class, f"--method {method}", "")
         about = "plans of TensorRT instead of weights; needs --device cuda, and the module to build with"
         self._add_fields("tensorrt", TensorRtConfig, "--runtime tensorrt", about)
+        about = "prompts that attend to chosen blocks (docs/sparse_prompts.md), sizes in tokens"
+        self._add_fields("block_sparse", BlockSparseConfig, "--prefill_attention block_sparse", about)
         self._add_calibrate()
         self._add_plan()
         self._add_directories()

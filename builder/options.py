@@ -10,7 +10,15 @@ from typing import Any, NoReturn
 
 from kvseek.builder.compile.cuda import ARCHITECTURES
 from kvseek.builder.flags import CALIBRATE_TOKENS, LIMITS, FlagParser
-from kvseek.core.config import CHOICES, CacheConfig, EngineConfig, ModelConfig, TensorRtConfig, require
+from kvseek.core.config import (
+    CHOICES,
+    BlockSparseConfig,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    TensorRtConfig,
+    require,
+)
 from kvseek.core.errors import ConfigError
 from kvseek.core.fields import from_dict, read_fields, refuse_unknown
 from kvseek.plugins.registry import METHODS, get_method
@@ -32,10 +40,12 @@ class EngineOptions:
     device: str
     weight_only_precision: str
     runtime: str
+    prefill_attention: str
     limits: dict[str, int]
     cache: dict[str, Any]
     method_config: dict[str, Any]
     tensorrt: dict[str, Any] = field(default_factory=dict)
+    block_sparse: dict[str, Any] = field(default_factory=dict)
     tokenizer: Path | None = None  # directory of the tokenizer; None: it lies with the model
 
     def engine_config(self, model: ModelConfig) -> EngineConfig:
@@ -61,6 +71,8 @@ class EngineOptions:
             weight_only_precision=self.weight_only_precision,
             runtime=self.runtime,
             tensorrt=tensorrt,
+            prefill_attention=self.prefill_attention,
+            block_sparse=from_dict(BlockSparseConfig, self.block_sparse, "block_sparse"),
             **limits,
         )
 
@@ -81,7 +93,17 @@ class BuildOptions(EngineOptions):
     @property
     def settings(self) -> dict[str, Any]:
         """Settings that decide the engine's contents, beside the model, as JSON values."""
-        names = ("method", *CHOICES, "cuda_archs", "limits", "cache", "method_config", "tensorrt", *CALIBRATE[1:])
+        names = (
+            "method",
+            *CHOICES,
+            "cuda_archs",
+            "limits",
+            "cache",
+            "method_config",
+            "tensorrt",
+            "block_sparse",
+            *CALIBRATE[1:],
+        )
         tokenizer = None if self.tokenizer is None else self.tokenizer.resolve().name
         return {"tokenizer": tokenizer, **{name: getattr(self, name) for name in names}}
 
@@ -162,6 +184,7 @@ def parse(argv: Sequence[str] | None) -> Options:
         return CheckOptions(values["output_dir"], values.get("model"))
     _refuse_other_methods(parser, values)
     _refuse_other_runtimes(parser.error, values)
+    _refuse_idle_budgets(parser.error, values)
     return _fit_options(parser, values) if mode == "plan" else _build_options(parser.error, values)
 
 
@@ -172,7 +195,8 @@ def build_options(values: Mapping[str, Any]) -> BuildOptions:
     ----------
     values : mapping of str to Any
         "model", "method" and "output_dir", and values that differ from the defaults: the other flags of `kvseek build` by
-        their names, without those of calibration. "cache", "method_config" and "tensorrt" are dictionaries of their fields.
+        their names, without those of calibration. "cache", "method_config", "tensorrt" and "block_sparse" are dictionaries of
+        their fields.
 
     Raises
     ------
@@ -180,7 +204,7 @@ def build_options(values: Mapping[str, Any]) -> BuildOptions:
         On an unknown name, a value of the wrong type, or a value that has no effect because of other values. Values
         out of range are found by `EngineOptions.engine_config`.
     """
-    groups = ("cache", "method_config", "tensorrt")
+    groups = ("cache", "method_config", "tensorrt", "block_sparse")
     known = ("model", "output_dir", "method", "tokenizer", *CHOICES, *LIMITS, "cuda_archs", *groups, "quiet", "check")
     refuse_unknown(dict(values), known, "build options")
     get_method(values["method"])  # raises if it is unknown
@@ -197,6 +221,7 @@ def build_options(values: Mapping[str, Any]) -> BuildOptions:
     if not flat.get("quiet"):
         flat.pop("quiet", None)  # as a flag, which is there or is not
     _refuse_other_runtimes(_raise, flat)
+    _refuse_idle_budgets(_raise, flat)
     return _build_options(_raise, flat)
 
 
@@ -248,6 +273,16 @@ def _refuse_other_runtimes(error: Callable[[str], NoReturn], values: dict[str, A
         )
 
 
+def _refuse_idle_budgets(error: Callable[[str], NoReturn], values: dict[str, Any]) -> None:
+    """End with a message if a flag of sparse prompts was given for dense ones."""
+    given, attention = _below(values, "block_sparse"), values.get("prefill_attention", EngineConfig.prefill_attention)
+    if given and attention != "block_sparse":
+        error(
+            f"--block_sparse.{next(iter(given))} belongs to --prefill_attention block_sparse; --prefill_attention is "
+            f"{attention}: leave the flag out"
+        )
+
+
 def _build_options(error: Callable[[str], NoReturn], values: dict[str, Any]) -> BuildOptions:
     engine = _engine_values(values)
     if "cuda_archs" in values and engine["device"] != "cuda":
@@ -281,6 +316,7 @@ def _engine_values(values: dict[str, Any]) -> dict[str, Any]:
         "cache": _below(values, "cache"),
         "method_config": _below(values, values["method"]),
         "tensorrt": _below(values, "tensorrt"),
+        "block_sparse": _below(values, "block_sparse"),
     }
 
 

@@ -18,6 +18,7 @@ CHECK_CONFIG = "check the model's config.json"
 MOST_POSITIONS = 2**31 - 1  # far beyond any model, and what a 32-bit integer holds
 MOST_SIZE = 2**24  # of a vocabulary or a layer; many times more than any published model has
 EXTENT_TOKENS = 1024  # tokens in one extent of the row pool and of every index array
+KEY_BLOCK = 64  # tokens that sparse attention of prompts chooses together
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")  # of RopeScaling
 CHOICES = {  # the values that EngineConfig's fields of type str allow
     "dtype": ("float32", "bfloat16", "float16"),
@@ -25,6 +26,7 @@ CHOICES = {  # the values that EngineConfig's fields of type str allow
     "kernels": ("native", "reference"),
     "weight_only_precision": ("none", "int8", "fp8"),
     "runtime": ("torch", "tensorrt"),
+    "prefill_attention": ("dense", "block_sparse"),
 }
 
 
@@ -292,6 +294,43 @@ class TensorRtConfig:
 
 
 @dataclass(frozen=True)
+class BlockSparseConfig:
+    """What chunks of a prompt attend to with prefill_attention = "block_sparse" (docs/sparse_prompts.md). Sizes in tokens.
+
+    Attributes
+    ----------
+    budget : int
+        Tokens before a chunk that each KV head attends to, a multiple of 64; chunks with no more before them attend densely.
+    query_block : int
+        Tokens that attend to the same chosen ones. Fewer find more of what only some of them look for; below 512 a GPU is slower.
+    samples : int
+        Of these tokens, those whose attention decides what is chosen; at most query_block.
+    dense_tail : int
+        Last tokens of a prompt, which attend to all tokens before them.
+    dense_layers : int
+        First layers, in which all tokens attend densely: they spread their attention over everything.
+    """
+
+    budget: int = 8192
+    query_block: int = 512
+    samples: int = 32
+    dense_tail: int = 512
+    dense_layers: int = 1
+
+    def __post_init__(self) -> None:
+        least = 8 * KEY_BLOCK  # so that most blocks are chosen, beside the first and the latest
+        fits = self.budget >= least and self.budget % KEY_BLOCK == 0
+        limit = f"a multiple of {KEY_BLOCK}, >= {least}"
+        require(fits, "block_sparse.budget", self.budget, limit, f"{type(self).budget} is the default")
+        for name, fewest in (("query_block", 1), ("samples", 1), ("dense_tail", 0), ("dense_layers", 0)):
+            value, usual = getattr(self, name), getattr(type(self), name)
+            require(value >= fewest, f"block_sparse.{name}", value, f">= {fewest}", f"{usual} is the default")
+        limit = f"<= block_sparse.query_block = {self.query_block}"
+        remedy = "more would look twice"
+        require(self.samples <= self.query_block, "block_sparse.samples", self.samples, limit, remedy)
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything that an engine directory fixes.
 
@@ -300,6 +339,7 @@ class EngineConfig:
     the CPU alone); `dtype`, that of weights and cache, is float32, bfloat16 or, on cuda, float16. `weight_only_precision` is
     "none", or "int8" or "fp8" for layers whose matrices have 8 bits a weight (engine/model/weight_only.py). `runtime` names
     the library that computes all but attention: "torch", or on a GPU also "tensorrt", which the field `tensorrt` configures.
+    `prefill_attention` is "dense", or "block_sparse" for prompts that attend to chosen blocks, as `block_sparse` says.
     `tp_size` ranks, processes that each have a part of every layer, compute together (core/ranks.py, docs/parallelism.md).
     """
 
@@ -313,6 +353,8 @@ class EngineConfig:
     weight_only_precision: str = "none"
     runtime: str = "torch"
     tensorrt: TensorRtConfig = field(default_factory=TensorRtConfig)
+    prefill_attention: str = "dense"
+    block_sparse: BlockSparseConfig = field(default_factory=BlockSparseConfig)
     max_batch_size: int = 4
     max_input_len: int = 8192
     max_seq_len: int = 8192
@@ -324,6 +366,7 @@ class EngineConfig:
             value = getattr(self, name)
             require(value in choices, name, value, f"one of {choices}", f"choose one with --{name}")
         self._check_device()
+        self._check_prefill_attention()
         # max_seq_len before max_input_len, which it is the default of: the message is to name the field that was set.
         for name in ("max_batch_size", "max_seq_len", "max_input_len", "prefill_chunk_tokens"):
             require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1", f"set --{name}")
@@ -344,6 +387,17 @@ class EngineConfig:
         limit = f"<= original_max_position_embeddings = {short} with runtime = 'tensorrt'"
         remedy = f"a plan has longrope's short_factor alone: build with --max_seq_len {short}, or with --runtime torch"
         require(within, "max_seq_len", self.max_seq_len, limit, remedy)
+
+    def _check_prefill_attention(self) -> None:
+        """Refuse sparse attention where attention is inside a plan, and fields that dense attention would ignore."""
+        sparse = self.prefill_attention == "block_sparse"
+        fits, own = sparse or self.block_sparse == BlockSparseConfig(), dataclasses.asdict(self.block_sparse)
+        remedy = "leave it out, or build with --prefill_attention block_sparse"
+        require(fits, "block_sparse", own, "left out with prefill_attention = 'dense'", remedy)
+        whole = self.runtime == "tensorrt" and self.tensorrt.form == "engine"
+        remedy = "a plan reads a prompt in one call: build with --tensorrt.form segments, or with --runtime torch"
+        limit = "'dense' with runtime = 'tensorrt' and tensorrt.form = 'engine'"
+        require(not (sparse and whole), "prefill_attention", self.prefill_attention, limit, remedy)
 
     def _why_no_further(self) -> str:
         scaling = self.model.rope_scaling

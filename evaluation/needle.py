@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from kvseek import LLM, SamplingParams
-from kvseek.core.config import CacheConfig, EngineConfig
+from kvseek.core.config import BlockSparseConfig, CacheConfig, EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import FinishReason
 from kvseek.engine.model.weight_only import NONE
@@ -31,6 +31,7 @@ from kvseek.evaluation.needle_tasks.facts import Score, score
 from kvseek.evaluation.needle_tasks.tasks import ROUNDS, TASKS, Dialogue, make_dialogues
 from kvseek.measurement.machine import describe, describe_gpu
 from kvseek.measurement.output import run_command, write_result
+from kvseek.measurement.variants import DENSE
 from kvseek.plugins.registry import get_method
 
 EXTRA_TOKENS = 8  # an answer may be so much longer than the right one
@@ -100,6 +101,10 @@ def described(config: EngineConfig, *, with_cache: bool = False) -> str:
     changed = {name: value for name, value in settings.items() if value != defaults[name]}
     if config.weight_only_precision != NONE:
         changed["weight_only_precision"] = config.weight_only_precision
+    if config.prefill_attention != DENSE:
+        own, usual = dataclasses.asdict(config.block_sparse), dataclasses.asdict(BlockSparseConfig())
+        changed["prefill_attention"] = config.prefill_attention
+        changed |= {f"block_sparse.{name}": value for name, value in own.items() if value != usual[name]}
     if with_cache:
         usual = dataclasses.asdict(CacheConfig(**method.traits().cache_defaults))
         cache = dataclasses.asdict(config.cache)

@@ -10,15 +10,23 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvseek.core.config import CHOICES, CacheConfig, require
+from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, require
 from kvseek.core.errors import ConfigError
 from kvseek.core.fields import from_dict
 from kvseek.engine.model.weight_only import NONE
 from kvseek.plugins.registry import Method, get_method
 
+DENSE = "dense"
 CACHE_PREFIX = "cache."
-PRECISION = "weight_only_precision"  # the engine's field that a variant may set
-FORM = f"NAME or NAME:field=value,field=value; fields of the cache are cache.NAME, of the engine {PRECISION}"
+BLOCK_SPARSE_PREFIX = "block_sparse."
+PRECISION, PREFILL_ATTENTION = (
+    "weight_only_precision",
+    "prefill_attention",
+)  # the engine's fields that a variant may set
+FORM = (
+    f"NAME or NAME:field=value,field=value; fields of the cache are cache.NAME, of the engine {PRECISION}, "
+    f"{PREFILL_ATTENTION} and block_sparse.NAME"
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,10 @@ class Variant:
         Fields that differ from the defaults of the method, and of its cache.
     weight_only_precision : str
         Precision of the layers' weights; see EngineConfig.
+    prefill_attention : str
+        What prompts attend to; see EngineConfig.
+    block_sparse_fields : dict
+        Fields of `block_sparse` that differ from its defaults.
     """
 
     label: str
@@ -40,6 +52,8 @@ class Variant:
     fields: dict[str, Any] = field(default_factory=dict, hash=False)
     cache_fields: dict[str, Any] = field(default_factory=dict, hash=False)
     weight_only_precision: str = NONE
+    prefill_attention: str = DENSE
+    block_sparse_fields: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def entry(self) -> Method:
@@ -57,13 +71,26 @@ class Variant:
         defaults = self.entry.traits(self.settings).cache_defaults
         return from_dict(CacheConfig, {**defaults, **self.cache_fields}, "cache")
 
+    @property
+    def block_sparse(self) -> BlockSparseConfig:
+        """What prompts attend to with prefill_attention = "block_sparse"."""
+        return from_dict(BlockSparseConfig, self.block_sparse_fields, "block_sparse")
+
+    @property
+    def prompt_attention(self) -> tuple[str, BlockSparseConfig]:
+        """What prompts attend to."""
+        return self.prefill_attention, self.block_sparse
+
     def flags(self) -> list[str]:
         """Return the flags of `kvseek build` that make such an engine."""
         named = {f"{self.method}.{name}": value for name, value in self.fields.items()}
         named |= {CACHE_PREFIX + name: value for name, value in self.cache_fields.items()}
+        named |= {BLOCK_SPARSE_PREFIX + name: value for name, value in self.block_sparse_fields.items()}
         words = ["--method", self.method]
         if self.weight_only_precision != NONE:
             words += [f"--{PRECISION}", self.weight_only_precision]
+        if self.prefill_attention != DENSE:
+            words += [f"--{PREFILL_ATTENTION}", self.prefill_attention]
         for name, value in named.items():
             words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
         return words
@@ -94,7 +121,7 @@ def parse_variants(text: str) -> list[Variant]:
         raise ConfigError(f"--methods = {text!r}: must name each once; leave the second out")
     variants = [_parse(label) for label in labels]
     for variant in variants:
-        _ = variant.settings, variant.cache  # raises if a field does not exist or is out of range
+        _ = variant.settings, variant.cache, variant.block_sparse  # raises if a field does not exist or is out of range
     return variants
 
 
@@ -102,17 +129,30 @@ def _parse(label: str) -> Variant:
     method, colon, listed = label.partition(":")
     own: dict[str, Any] = {}
     cache: dict[str, Any] = {}
+    block_sparse: dict[str, Any] = {}
     for assignment in listed.split(",") if colon else ():
         name, equals, value = assignment.partition("=")
         if not name or not equals:
             raise ConfigError(f"--methods = {label!r}: must be {FORM}")
         if name.startswith(CACHE_PREFIX):
             cache[name.removeprefix(CACHE_PREFIX)] = _value(value)
+        elif name.startswith(BLOCK_SPARSE_PREFIX):
+            block_sparse[name.removeprefix(BLOCK_SPARSE_PREFIX)] = _value(value)
         else:
             own[name] = _value(value)
-    precision, choices = own.pop(PRECISION, NONE), CHOICES[PRECISION]
-    require(precision in choices, f"--methods: {PRECISION}", precision, f"one of {choices}", "leave it out for none")
-    return Variant(label, method, own, cache, precision)
+    precision, attention = (
+        _choice(own, name, usual) for name, usual in ((PRECISION, NONE), (PREFILL_ATTENTION, DENSE))
+    )
+    idle, remedy = attention == DENSE and bool(block_sparse), f"name {PREFILL_ATTENTION}=block_sparse, too"
+    require(not idle, "--methods: block_sparse", block_sparse, "left out with dense prompts", remedy)
+    return Variant(label, method, own, cache, precision, attention, block_sparse)
+
+
+def _choice(fields: dict[str, Any], name: str, usual: str) -> str:
+    """Take an engine's field out of a variant's."""
+    value, choices = fields.pop(name, usual), CHOICES[name]
+    require(value in choices, f"--methods: {name}", value, f"one of {choices}", f"leave it out for {usual}")
+    return str(value)
 
 
 def _value(text: str) -> Any:

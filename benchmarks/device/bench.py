@@ -50,6 +50,8 @@ def engine_config(dtype: str, model: ModelConfig, variant: Variant, cells: Seque
         dtype=dtype,
         device="cuda",
         weight_only_precision=variant.weight_only_precision,
+        prefill_attention=variant.prefill_attention,
+        block_sparse=variant.block_sparse,
         max_batch_size=max(cell.batch for cell in cells),
         max_input_len=longest,
         max_seq_len=longest,

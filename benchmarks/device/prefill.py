@@ -11,7 +11,7 @@ from kvseek.benchmarks.parts import part_groups
 from kvseek.benchmarks.shapes import prompt_operations
 from kvseek.benchmarks.timing import Samples, interleave
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.prompt_attention import PromptAttention
+from kvseek.engine.model.prompt_attention import PromptAttention, described_attention
 from kvseek.measurement.variants import Variant
 
 from .bench import Bench
@@ -54,7 +54,7 @@ def run_prefill(bench: Bench, save: Callable[[dict[str, Any]], None]) -> dict[st
 def _measure(bench: Bench, offload: str, cell: Cell) -> list[dict[str, Any]]:
     """The methods one after the other, each in turns with the baseline; the baseline's figures are of all turns.
 
-    What all methods have in common is timed by parts, with the baseline.
+    What all methods have in common is timed by parts, with the baseline; with other variants, if their prompts attend otherwise.
     """
     rows = bench.row_storage(offload, [cell])
     generator = torch.Generator().manual_seed(bench.arguments.seed)
@@ -69,7 +69,10 @@ def _measure(bench: Bench, offload: str, cell: Cell) -> list[dict[str, Any]]:
         seconds += samples[baseline.label].seconds
         if variant is not None:
             entry = prefill_result(variant.label, cell.context, samples[variant.label].seconds)
-            results.append({**entry, "to_baseline": entry["seconds"]["median"] / samples[baseline.label].median})
+            entry["to_baseline"] = entry["seconds"]["median"] / samples[baseline.label].median
+            if variant.prompt_attention != baseline.prompt_attention:
+                entry |= _parts(bench, decoders[variant.label], ids)
+            results.append(entry)
         del decoders
         release()
     return [{**prefill_result(baseline.label, cell.context, seconds), "to_baseline": 1.0, **parts}, *results]
@@ -93,9 +96,9 @@ def _parts(bench: Bench, decoder: BenchDecoder, ids: list[int]) -> dict[str, Any
         prefill(decoder, ids)
     groups = part_groups(clock.seconds())
     return {
-        "attention": attention.name,
+        "attention": described_attention(decoder.config, attention.name),
         "part_seconds": {"attention": groups["attend"], "products": groups["GEMMs"], "others": groups["others"]},
-        "operations": prompt_operations(bench.model, len(ids)),
+        "operations": prompt_operations(decoder.config, len(ids)),
     }
 
 

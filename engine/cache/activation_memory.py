@@ -10,6 +10,7 @@ import torch
 
 from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.engine.loading.supported import reuses_prefixes
+from kvseek.engine.model.block_sparse import sparse_bytes
 from kvseek.engine.model.graphs import buckets_for
 from kvseek.engine.model.prompt_attention import filled_up, most_parts
 from kvseek.engine.model.weight_only import NONE
@@ -38,7 +39,8 @@ def prefill_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
     numbers += 2 * config.model.num_kv_heads * config.model.head_dim * (row_tokens(config, tokens) - tokens)
     if dtype is torch.float32:
         numbers += 2 * tokens * queries  # keys and values of every query head (attention.py)
-    return numbers * dtype.itemsize + TOKEN_BYTES * tokens * plans
+    sparse = sparse_bytes(config, dtype, tokens, chunk) if config.prefill_attention == "block_sparse" else 0
+    return numbers * dtype.itemsize + TOKEN_BYTES * tokens * plans + sparse
 
 
 def _torch_prefill(config: EngineConfig, tokens: int, chunk: int) -> int:

@@ -106,7 +106,7 @@ def open_prefixes(engine_dir: Path, config: EngineConfig, cache: Cache, disk: Di
 def digest(engine_dir: Path, config: EngineConfig) -> str:
     """Return a digest of what an engine's rows depend on, 32 hexadecimal digits.
 
-    These are its weights, codebooks and model, and what its decode steps attend to, as rows of generated tokens depend on that.
+    These are its weights, codebooks and model, and what prompts and decode steps attend to, as rows depend on that.
     Sizes of batches and pools do not matter, nor do the compiled kernels, which differ by rounding.
     """
     files = {name: one.sha256 for name, one in read_manifest(engine_dir).files.items() if name.endswith(TENSORS)}
@@ -118,4 +118,6 @@ def digest(engine_dir: Path, config: EngineConfig) -> str:
         "method": [config.method, config.method_config],
         "cache": [getattr(config.cache, name) for name in ROW_FIELDS],
     }
+    if config.prefill_attention != "dense":
+        document["prefill_attention"] = [config.prefill_attention, dataclasses.asdict(config.block_sparse)]
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:32]

@@ -5,11 +5,16 @@ Attention of decode steps on the CPU is in plugins/attention/host.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvseek.plugins.attention.reference import merge
+
+CausalAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""Queries [H, q, D] of a prompt's last tokens, keys and values [G, n, D] and the softmax scale to outputs [q, H, D]."""
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:

@@ -13,12 +13,13 @@ from torch import Tensor
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.batch import Batch
 
+from .attention import CausalAttention
 from .continuation import BlockReader, Continuation
 from .graphs import StepResult
 from .layer import Head, Layer
 from .layer_kernels import LayerKernels
 from .linear import KernelProducts, Products
-from .prefill import NO_TAKERS, CausalAttention, LayerwiseModel, Prefill, Prompts, Takers, attend_pieces, pieces_of
+from .prefill import NO_TAKERS, LayerwiseModel, Prefill, Prompts, Takers, pieces_of
 from .product_kernels import ProductKernels
 from .torch_model import Stream
 
@@ -49,8 +50,8 @@ class KernelModel(LayerwiseModel[Stream]):
         attention: CausalAttention,
         multiply: ProductKernels | None = None,
     ) -> None:
-        super().__init__(retrieval)
-        self.ops, self.attention = ops, attention
+        super().__init__(retrieval, attention)
+        self.ops = ops
         self.embed, self.norm = weights["embed.weight"], weights["norm.weight"]
         self.lm_head = self.embed if self.model.tie_word_embeddings else weights["lm_head.weight"]
         products = Products(self.norm.dtype) if multiply is None else KernelProducts(multiply)
@@ -83,8 +84,7 @@ class KernelModel(LayerwiseModel[Stream]):
         qkv = weights.project(self.ops, x, None, mark)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
         mark("rope")
-        pieces = pieces_of(prompt.borders, start, stop)
-        out = attend_pieces(self.attention, q, keys, values, self.scaling, pieces)
+        out = self.attend(layer, q, keys, values, pieces_of(prompt.borders, start, stop))
         mark("attend")
         x += weights.finish(self.ops, x, out.flatten(1), mark)
         return q

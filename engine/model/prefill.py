@@ -15,6 +15,8 @@ from torch import Tensor
 from kvseek.core.errors import CapacityError
 from kvseek.core.streams import Ticket
 from kvseek.engine.cache.activation_memory import prefill_bytes
+from kvseek.engine.model.attention import CausalAttention
+from kvseek.engine.model.block_sparse import BlockSparseAttention, mass_of
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.contract import LAST_QUERIES
 
@@ -26,15 +28,13 @@ token's position."""
 Takers = Mapping[int, TakeLogits]  # by slot
 Rows = tuple[Tensor, Tensor]  # keys and values of a layer, [G, n, D]
 NO_TAKERS: Takers = {}
-CausalAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""Queries [H, q, D] of a prompt's last tokens, keys and values [G, n, D] and the softmax scale to outputs [q, H, D]."""
 # Most logits that are computed at once: 16 MiB, for which RESERVE_BYTES of activation_memory.py has room.
 PIECE_LOGITS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows start .. stop - 1 of a pack, which belong to one prompt. The prompt's first token is row `first`.
+    """Rows start .. stop - 1 of a pack, which belong to one prompt: the prompt has rows first .. end - 1.
 
     The token of row r has position r - first, and attends to rows first .. r.
     """
@@ -42,12 +42,13 @@ class Piece:
     first: int
     start: int
     stop: int
+    end: int
 
 
 def pieces_of(borders: Sequence[int], start: int, stop: int) -> list[Piece]:
     """Cut rows start .. stop - 1 at the borders of prompts: prompt i has rows borders[i] .. borders[i + 1] - 1."""
     return [
-        Piece(first, max(first, start), min(end, stop))
+        Piece(first, max(first, start), min(end, stop), end)
         for first, end in pairwise(borders)
         if max(first, start) < min(end, stop)
     ]
@@ -63,7 +64,7 @@ def score_units(prompts: Sequence[tuple[int, tuple[int, int]]], most: int) -> Ge
         start = first
         while start < stop:
             end = min(start + left, stop)
-            unit.append((slot, Piece(first, start, end)))
+            unit.append((slot, Piece(first, start, end, stop)))
             left -= end - start
             start = end
             if left == 0:
@@ -71,31 +72,6 @@ def score_units(prompts: Sequence[tuple[int, tuple[int, int]]], most: int) -> Ge
                 unit, left = [], most
     if unit:
         yield unit
-
-
-def attend_pieces(
-    attention: CausalAttention,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scaling: float,
-    pieces: Sequence[Piece],
-) -> Tensor:
-    """Attend causally in a chunk, each prompt to itself: queries [H, chunk, D], keys and values [G, pack, D] to [chunk, H, D].
-
-    `pieces` are the pieces of the chunk, in order.
-    """
-    begin = pieces[0].start
-    parts = [
-        attention(
-            queries[:, piece.start - begin : piece.stop - begin],
-            keys[:, piece.first : piece.stop],
-            values[:, piece.first : piece.stop],
-            scaling,
-        )
-        for piece in pieces
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class Prefill(ABC):
@@ -198,18 +174,42 @@ def does_not_fit(retrieval: Retrieval, tokens: int) -> CapacityError:
 
 
 class LayerwiseModel(ABC, Generic[Prompt]):
-    """A model that reads prompts layer by layer (LayerwisePrefill). It keeps a `Prompt` from one layer to the next."""
+    """A model that reads prompts layer by layer (LayerwisePrefill). It keeps a `Prompt` from one layer to the next.
+
+    Parameters
+    ----------
+    attention : callable
+        Causal attention over a prompt. With prefill_attention = "block_sparse" it reads what is chosen (block_sparse.py).
+    """
 
     reads_packs: ClassVar[bool] = True
     scores_prompts: ClassVar[bool] = True
 
-    def __init__(self, retrieval: Retrieval) -> None:
+    def __init__(self, retrieval: Retrieval, attention: CausalAttention) -> None:
         self.retrieval, self.config, self.model = retrieval, retrieval.config, retrieval.config.model
         self.scaling = self.model.head_dim**-0.5
+        self.attention = attention
+        sparse = self.config.prefill_attention == "block_sparse"
+        self.sparse = BlockSparseAttention(self.config, attention, mass_of(self.config)) if sparse else None
 
     def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
         """See PromptModel.prefill."""
         return LayerwisePrefill(self, self.retrieval, prompts, takers)
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        """Attend causally in a chunk of a layer, each prompt to itself: queries [H, chunk, D], keys and values [G, pack, D].
+
+        `pieces` are the pieces of the chunk, in order. Returns [chunk, H, D].
+        """
+        begin, parts = pieces[0].start, list[Tensor]()
+        for piece in pieces:
+            own = queries[:, piece.start - begin : piece.stop - begin]
+            rows = keys[:, piece.first : piece.stop], values[:, piece.first : piece.stop]
+            if self.sparse is None or layer < self.config.block_sparse.dense_layers:
+                parts.append(self.attention(own, *rows, self.scaling))
+            else:
+                parts.append(self.sparse(own, *rows, self.scaling, piece.end - piece.stop))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @abstractmethod
     def begin_prompt(self, prefill: Prefill) -> Prompt:

@@ -68,7 +68,7 @@ class Part:
 
 
 class PromptAttention:
-    """A CausalAttention of prefill.py for one model on one GPU.
+    """A CausalAttention (attention.py) for one model on one GPU.
 
     Parameters
     ----------
@@ -140,7 +140,18 @@ class PromptAttention:
 
 
 def expected_attention(config: EngineConfig) -> str:
-    """Say who attends in prompts of an engine, as far as that is known without its GPU."""
+    """Say who attends in prompts of an engine, as far as that is known without its GPU, and to what."""
+    return described_attention(config, _expected_reader(config))
+
+
+def described_attention(config: EngineConfig, reader: str) -> str:
+    """Say what prompts attend to, and by whom it is read."""
+    if config.prefill_attention == "dense":
+        return reader
+    return f"{config.prefill_attention}, {config.block_sparse.budget:,} tokens, read by {reader}"
+
+
+def _expected_reader(config: EngineConfig) -> str:
     if config.device != "cuda":
         return OF_THE_CPU[config.kernels]
     if config.dtype == "float32":

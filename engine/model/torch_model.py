@@ -14,12 +14,13 @@ from torch import Tensor
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.batch import Batch
 
+from .attention import CausalAttention
 from .continuation import Continuation
 from .host_batch import HostBatch
 from .layer import Head, Layer
 from .linear import Products
 from .operations import LayerOperations
-from .prefill import NO_TAKERS, CausalAttention, LayerwiseModel, Prefill, Prompts, Takers, attend_pieces, pieces_of
+from .prefill import NO_TAKERS, LayerwiseModel, Prefill, Prompts, Takers, pieces_of
 from .rope import RotaryEmbedding, Rotation
 
 Attend = Callable[[int, Tensor], Tensor]
@@ -98,8 +99,8 @@ class TorchModel(LayerwiseModel[Stream]):
         products: Products,
         attention: CausalAttention,
     ) -> None:
-        super().__init__(retrieval)
-        self.ops, self._attention, self.windows = ops, attention, retrieval.cache.window.unbind()
+        super().__init__(retrieval, attention)
+        self.ops, self.windows = ops, retrieval.cache.window.unbind()
         embed = weights["embed.weight"]
         lm_head = embed if self.model.tie_word_embeddings else weights["lm_head.weight"]
         self.embed = products.embedding(embed)
@@ -129,8 +130,7 @@ class TorchModel(LayerwiseModel[Stream]):
         weights, x = self.layers[layer], prompt.residual[start:stop]
         qkv, rotation = weights.project(self.ops, x, None), prompt.rotation_of(start, stop, self.rope)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
-        pieces = pieces_of(prompt.borders, start, stop)
-        out = attend_pieces(self._attention, q, keys, values, self.scaling, pieces)
+        out = self.attend(layer, q, keys, values, pieces_of(prompt.borders, start, stop))
         x += weights.finish(self.ops, x, out.flatten(1))
         return q
 

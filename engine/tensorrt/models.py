@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from kvseek.core.errors import KernelError
-from kvseek.engine.model.attention import causal_attention_device
+from kvseek.engine.model.attention import CausalAttention, causal_attention_device
 from kvseek.engine.model.graphs import StepResult, buckets_for
 from kvseek.engine.model.kernel_model import to_device
 from kvseek.engine.model.layer_kernels import LayerKernels
-from kvseek.engine.model.prefill import NO_TAKERS, CausalAttention, LayerwiseModel, Prefill, Prompts, Takers
+from kvseek.engine.model.prefill import NO_TAKERS, LayerwiseModel, Piece, Prefill, Prompts, Takers
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import LAST_QUERIES
@@ -108,8 +108,8 @@ class SegmentsModel(LayerwiseModel[list[Chunk]]):
     def __init__(
         self, plans: Sequence[Runner], retrieval: Retrieval, ops: LayerKernels, attention: CausalAttention
     ) -> None:
-        super().__init__(retrieval)
-        self._plans, self._tensors, self._attention = plans, PlanTensors(retrieval, ops), attention
+        super().__init__(retrieval, attention)
+        self._plans, self._tensors = plans, PlanTensors(retrieval, ops)
 
     def begin_prompt(self, prefill: Prefill) -> list[Chunk]:
         """See LayerwiseModel."""
@@ -126,7 +126,7 @@ class SegmentsModel(LayerwiseModel[list[Chunk]]):
         for whole, name in ((keys, "keys"), (values, "values")):
             whole[:, start:stop] = made[name].transpose(0, 1)
         queries = made["queries"].transpose(0, 1)
-        out = self._attention(queries, keys[:, :stop], values[:, :stop], self.scaling)
+        out = self.attend(layer, queries, keys, values, [Piece(0, start, stop, keys.shape[1])])
         chunk.state["attended"] = out.contiguous()
         return queries
 

@@ -249,7 +249,7 @@ def test_what_is_no_engine_is_left_alone(model: Path, tmp_path: Path, capsys: py
 
 BAD_USAGE = [
     (("--method", "nope"), "invalid choice: 'nope' (choose from"),
-    (("--gemm_plugin", "auto"), "unrecognized arguments: --gemm_plugin auto; known flags: --cache.cached_prefill"),
+    (("--gemm_plugin", "auto"), "unrecognized arguments: --gemm_plugin auto; known flags: --block_sparse.budget"),
     (
         ("--method", "flat", "--pariskv.top_k", "5"),
         "--pariskv.top_k belongs to --method pariskv; flags of --method flat",
@@ -266,6 +266,11 @@ BAD_USAGE = [
         "argument --cuda_archs: invalid architectures value: 'ninety'",
     ),
     (("--cuda_archs", "90"), "--cuda_archs belongs to --device cuda; --device is cpu"),
+    (("--prefill_attention", "sparse"), "argument --prefill_attention: invalid choice: 'sparse'"),
+    (
+        ("--block_sparse.budget", "8192"),
+        "--block_sparse.budget belongs to --prefill_attention block_sparse; --prefill_attention is dense",
+    ),
 ]
 
 

@@ -73,6 +73,7 @@ def test_sections_and_defaults() -> None:
         "cache",
         *methods,
         "--runtime tensorrt",
+        "--prefill_attention block_sparse",
         "calibrate",
         "plan",
         "inspect, verify and check",

@@ -90,6 +90,19 @@ def test_inspection_lists_kernels(model: Path, build_engine: BuildEngine) -> Non
         (directory / "kernels/sm_90.cubin").unlink()
 
 
+def test_inspection_tells_what_prompts_attend_to(model: Path, build_engine: BuildEngine) -> None:
+    flags = ("--prefill_attention", "block_sparse", "--block_sparse.budget", "2048", "--kernels", "reference")
+    document = engine_document(InspectOptions(build_engine(model, "full", *flags)))
+    assert document["prompt_attention"] == "block_sparse, 2,048 tokens, read by PyTorch's flash attention for CPUs"
+    assert document["block_sparse"] == {
+        "budget": 2048,
+        "query_block": 512,
+        "samples": 32,
+        "dense_tail": 512,
+        "dense_layers": 1,
+    }
+
+
 def test_defaults_are_the_methods_own(model: Path, build_engine: BuildEngine) -> None:
     directory = build_engine(model, "clusterkv", "--max_seq_len", "512", "--kernels", "reference")
     assert engine_document(InspectOptions(directory))["changed"] == {"method_config": [], "cache": []}

@@ -95,12 +95,15 @@ def test_gpu_macros_come_from_the_method() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"colour": "red"}, "config.json: build_config: unknown key 'colour'; known keys: cache, device, kernels"),
-        ({"model": {}}, "config.json: build_config: unknown key 'model'; known keys: cache, device, kernels"),
+        ({"colour": "red"}, "config.json: build_config: unknown key 'colour'; known keys: block_sparse, cache, device"),
+        ({"model": {}}, "config.json: build_config: unknown key 'model'; known keys: block_sparse, cache, device"),
         ({"max_batch_size": 0}, "max_batch_size = 0: must be >= 1"),
         ({"max_batch_size": True}, "config.json: build_config: max_batch_size = True: must be int"),
         ({"max_batch_size": "4"}, "max_batch_size = '4': must be int"),
-        ({"dtype": "float32"}, "config.json: build_config: unknown key 'dtype'; known keys: cache, device, kernels"),
+        (
+            {"dtype": "float32"},
+            "config.json: build_config: unknown key 'dtype'; known keys: block_sparse, cache, device",
+        ),
         ({"max_seq_len": 9000}, "max_seq_len = 9000: must be <= max_position_embeddings = 8192"),
         ({"max_input_len": 4000, "max_seq_len": 300}, "max_input_len = 4000: must be <= max_seq_len = 300"),
         ({"cache": {"sink": -1}}, "cache.sink = -1: must be >= 0"),

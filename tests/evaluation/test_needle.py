@@ -13,6 +13,7 @@ from tests.conftest import BuildEngine, RandomModel
 from tests.plugins.cases import CASES
 
 from kvseek import LLM, SamplingParams
+from kvseek.core.config import BlockSparseConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
 from kvseek.evaluation import needle
@@ -138,6 +139,11 @@ def test_engines_of_one_method_are_told_apart(needle_folder: Path, build_engine:
     assert needle.engine_names(directories[:1], configs[:1]) == names[:1]
     eight_bits = replace(configs[0], weight_only_precision="int8", method_config={})
     assert needle.engine_names(directories[:1], [eight_bits]) == ["prkv:weight_only_precision=int8"]
+    sparse = replace(
+        configs[0], prefill_attention="block_sparse", block_sparse=BlockSparseConfig(2048), method_config={}
+    )
+    named = "prkv:prefill_attention=block_sparse,block_sparse.budget=2048"
+    assert needle.engine_names(directories[:1], [sparse]) == [named]
     assert needle.engine_names([tmp_path, tmp_path / "b"], [configs[0]] * 2) == [str(tmp_path), str(tmp_path / "b")]
     cached = replace(configs[0], cache=replace(configs[0].cache, local=128))
     names = ["prkv:top_k=128,cache.full_threshold=256", "prkv:top_k=128,cache.local=128,cache.full_threshold=256"]

@@ -1,0 +1,201 @@
+"""Sparse attention of prompts: queries attend to chosen blocks of the tokens before their chunk, and to the chunk itself.
+
+Keys before a chunk are cut into blocks of KEY_BLOCK tokens, the chunk's queries into larger blocks. For each KV head and query
+block, some of the queries attend exactly to all keys; the blocks that get most of this attention are gathered, and the
+dense attention reads them as if they were all of the past. docs/sparse_prompts.md has the reasons and the measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvseek.core.config import KEY_BLOCK
+
+from .attention import CausalAttention
+
+if TYPE_CHECKING:
+    from kvseek.core.config import EngineConfig
+
+BlockMass = Callable[[Tensor, Tensor, float], Tensor]
+"""Sampled queries [G, b, s, D] of b query blocks, keys [G, p, D] and the softmax scale to float32 [G, b, p / KEY_BLOCK]:
+attention of the samples to each block of keys, softmax over all p keys, summed over the samples. p is a multiple of KEY_BLOCK."""
+Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""Attention without a mask: queries [B, H, r, D], keys and values [B, H, n, D] and the scale to outputs and log-sum-exps
+float32 [B, H, r]."""
+
+LATEST = 256 // KEY_BLOCK  # blocks before the chunk that are always chosen, as the first one is
+
+
+class BlockSparseAttention:
+    """Attends in chunks of long prompts by choosing blocks of keys, and densely by `dense` otherwise.
+
+    Dense are chunks that have no more than `budget` tokens before them, and the prompt's last `dense_tail` tokens, where
+    tasks put the question.
+
+    Parameters
+    ----------
+    config : EngineConfig
+        Of an engine with prefill_attention = "block_sparse".
+    dense : callable
+        Causal attention that reads the gathered keys.
+    mass : callable
+        Tells how much attention blocks get.
+    """
+
+    def __init__(self, config: EngineConfig, dense: CausalAttention, mass: BlockMass) -> None:
+        self._dense, self._mass = dense, mass
+        self._count = config.block_sparse.budget // KEY_BLOCK
+        self._size, self._samples = config.block_sparse.query_block, config.block_sparse.samples
+        self._tail, self._chunk = config.block_sparse.dense_tail, config.prefill_chunk_tokens
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float, following: int) -> Tensor:
+        """Attend as a CausalAttention; `following` tokens of the prompt come after the queries'."""
+        q = queries.shape[1]
+        blocks, sparse = (keys.shape[1] - q) // KEY_BLOCK, q - max(0, self._tail - following)
+        if blocks <= self._count or sparse <= 0:
+            return self._dense(queries, keys, values, scaling)
+        past = blocks * KEY_BLOCK
+        mass = self._mass(
+            sample(queries[:, :sparse], keys.shape[0], self._size, self._samples), keys[:, :past], scaling
+        )
+        read_keys, read_values = (self._with_room(part, past, q) for part in (keys, values))
+        out = []
+        for number, chosen in enumerate(choose(mass, self._count).unbind(1)):
+            start, stop = number * self._size, min((number + 1) * self._size, sparse)
+            for rows, part in ((read_keys, keys), (read_values, values)):
+                gather(part[:, :past], chosen, rows[:, : self._count * KEY_BLOCK])
+            seen = read_keys.shape[1] - (q - stop)
+            out.append(self._dense(queries[:, start:stop], read_keys[:, :seen], read_values[:, :seen], scaling))
+        if sparse < q:
+            out.append(self._dense(queries[:, sparse:], keys, values, scaling))
+        return torch.cat(out)
+
+    def _with_room(self, part: Tensor, past: int, q: int) -> Tensor:
+        """Return part [G, n, D] from token `past` on, with room for the chosen blocks before it.
+
+        KV heads are equally far apart in all chunks: cuDNN compiles a plan for every distance (prompt_attention.py).
+        """
+        kv_heads, n, dim = part.shape
+        room = self._count * KEY_BLOCK
+        rows = part.new_empty(kv_heads, room + KEY_BLOCK + max(q, self._chunk), dim)[:, : room + n - past]
+        rows[:, room:] = part[:, past:]
+        return rows
+
+
+def sample(queries: Tensor, kv_heads: int, size: int, samples: int) -> Tensor:
+    """Return evenly spread queries of each block of `size`: queries [H, q, D] to [G, b, H / G * samples, D].
+
+    A block with fewer than `samples` queries gives some of them twice.
+    """
+    heads, q, dim = queries.shape
+    odd = torch.arange(1, 2 * samples, 2, device=queries.device)
+    places = [start + odd * min(size, q - start) // (2 * samples) for start in range(0, q, size)]
+    taken = queries[:, torch.cat(places)].view(kv_heads, heads // kv_heads, len(places), samples, dim)
+    return taken.transpose(1, 2).reshape(kv_heads, len(places), -1, dim)
+
+
+def choose(mass: Tensor, count: int) -> Tensor:
+    """Choose `count` blocks by mass [G, b, blocks], which is changed: int64 [G, b, count], ascending.
+
+    The first and the latest blocks are among them.
+    """
+    mass[..., 0] = mass[..., -LATEST:] = torch.inf
+    return mass.topk(count, dim=-1).indices.sort(dim=-1).values
+
+
+def gather(part: Tensor, chosen: Tensor, out: Tensor) -> None:
+    """Copy the chosen blocks [G, count] of keys or values [G, p, D] to `out` [G, count * KEY_BLOCK, D]."""
+    heads = torch.arange(len(chosen), device=chosen.device)[:, None]
+    if part.shape[2] * part.itemsize % 8 == 0:
+        part, out = part.view(torch.int64), out.view(torch.int64)  # an index copies number by number: larger ones
+    torch.ops.aten.index.Tensor_out(cut(part, KEY_BLOCK), [heads, chosen], out=cut(out, KEY_BLOCK))
+
+
+def cut(part: Tensor, size: int) -> Tensor:
+    """View rows [G, n, D] in pieces of `size`, [G, n / size, size, D]."""
+    return part.view(part.shape[0], part.shape[1] // size, size, part.shape[2])
+
+
+def block_mass(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
+    """Compute a BlockMass in float32, one KV head and query block at a time; it defines what is correct."""
+    mass = queries.new_empty(*queries.shape[:2], keys.shape[1] // KEY_BLOCK, dtype=torch.float32)
+    for head, samples in enumerate(queries):
+        own = keys[head].float().T
+        for number, rows in enumerate(samples):
+            weights = torch.mm(rows.float() * scaling, own).softmax(dim=1)
+            mass[head, number] = weights.sum(dim=0).view(-1, KEY_BLOCK).sum(dim=1)
+    return mass
+
+
+def block_mass_by_attention(queries: Tensor, keys: Tensor, scaling: float, attend: Attend) -> Tensor:
+    """Compute a BlockMass by a library's attention, which never writes out the weights of single keys.
+
+    Attention to values that say which block a key is in, as one-hot vectors, gives the mass of every block. D channels tell D
+    blocks apart, so keys are cut into pieces of D blocks; these are the batch of one call, and a shorter piece at the end is a
+    second. Their log-sum-exps tell how much of the attention each piece gets.
+    """
+    kv_heads, number, samples, dim = queries.shape
+    rows, piece = queries.flatten(1, 2), dim * KEY_BLOCK
+    whole = keys.shape[1] // piece * piece
+    names = torch.eye(dim, dtype=keys.dtype, device=keys.device).repeat_interleave(KEY_BLOCK, dim=0)
+    found = []
+    for part in (cut(keys[:, :whole], piece), keys[:, None, whole:]):
+        pieces, length = part.shape[1:3]
+        if pieces and length:
+            shared = rows.expand(pieces, -1, -1, -1), part.transpose(0, 1)
+            found.append(attend(*shared, names[:length].expand(pieces, kv_heads, -1, -1), scaling))
+    shares, lse = (torch.cat(parts) for parts in zip(*found, strict=True))  # [pieces, G, b * s, D], [pieces, G, b * s]
+    weights = (lse - lse.logsumexp(dim=0)).exp().view(-1, kv_heads, number, 1, samples)
+    mass = torch.matmul(weights, shares.float().view(-1, kv_heads, number, samples, dim))  # [pieces, G, b, 1, D]
+    return mass.squeeze(3).permute(1, 2, 0, 3).flatten(2)[..., : keys.shape[1] // KEY_BLOCK]
+
+
+def attend_by_flash(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Attend by flash attention on a GPU; see Attend. It does not take float32."""
+    operator: Any = torch.ops.aten._scaled_dot_product_flash_attention
+    found = operator(queries, keys, values, 0.0, False, False, scale=scaling)
+    return found[0], found[1]
+
+
+def mass_of(config: EngineConfig) -> BlockMass:
+    """Return the computation of a BlockMass that suits an engine."""
+    if config.device == "cuda" and config.dtype != "float32":
+        return partial(block_mass_by_attention, attend=attend_by_flash)
+    return block_mass
+
+
+def attended_pairs(config: EngineConfig, tokens: int) -> int:
+    """Count the pairs of a query and a key that a head attends to in all layers, in a prompt that is read from its start on."""
+    layers, pairs = config.model.num_layers, tokens * (tokens + 1) // 2
+    if config.prefill_attention == "dense":
+        return layers * pairs
+    sparse_layers, fewer = max(0, layers - config.block_sparse.dense_layers), 0
+    tail = max(0, tokens - config.block_sparse.dense_tail)  # the first token of it
+    for start in range(0, tail, config.prefill_chunk_tokens):
+        unread = start // KEY_BLOCK * KEY_BLOCK - config.block_sparse.budget
+        fewer += max(0, unread) * (min(start + config.prefill_chunk_tokens, tail) - start)
+    return layers * pairs - sparse_layers * fewer
+
+
+def sparse_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int, chunk: int) -> int:
+    """Return the most bytes that sparse attention in chunks of a prompt of `tokens` tokens allocates beside the dense one's."""
+    model, budget, past = config.model, config.block_sparse.budget, tokens - chunk
+    if past // KEY_BLOCK * KEY_BLOCK <= budget:
+        return 0
+    heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
+    query_blocks, blocks = -(-chunk // config.block_sparse.query_block), past // KEY_BLOCK
+    each = config.block_sparse.samples
+    samples = query_blocks * each * heads
+    gathered = 2 * kv_heads * (budget + KEY_BLOCK + chunk) * dim + chunk * heads * dim + 2 * samples * dim
+    # Ranks of blocks: their mass, and its order (topk and sort). By attention: shares of all samples, also in float32.
+    ranks = query_blocks * kv_heads * blocks * (torch.float32.itemsize + 2 * torch.int64.itemsize)
+    if config.device == "cuda" and dtype is not torch.float32:
+        scores = samples * (blocks + dim) * (dtype.itemsize + 2 * torch.float32.itemsize)
+    else:  # of one KV head: its keys, and weights of a query block's samples before and after softmax
+        scores = past * (dim + 2 * each * model.group_size) * torch.float32.itemsize
+    return gathered * dtype.itemsize + ranks + scores

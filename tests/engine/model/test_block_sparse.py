@@ -1,0 +1,220 @@
+"""Sparse attention of prompts against its definition, without a model. With a GPU: tests/gpu/engine/test_block_sparse.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engine.model.test_native_attention import make
+from torch import Tensor
+
+from kvseek.core.config import KEY_BLOCK, BlockSparseConfig, EngineConfig, ModelConfig, TensorRtConfig
+from kvseek.core.errors import ConfigError
+from kvseek.engine.model.attention import causal_attention
+from kvseek.engine.model.block_sparse import (
+    LATEST,
+    BlockSparseAttention,
+    attended_pairs,
+    block_mass,
+    block_mass_by_attention,
+    choose,
+    gather,
+    sample,
+)
+
+HEADS, KV_HEADS, DIM, SAMPLES = 6, 2, 32, 16
+MODEL = ModelConfig("llama", 16, 64, 64, 1, HEADS, KV_HEADS, DIM, 1e-5, 1e4, 1 << 20)
+DENSE = EngineConfig(MODEL, "full", {}, max_seq_len=1 << 20, max_input_len=1 << 20)
+
+
+def sparse_config(budget: int, dense_tail: int = 0, query_block: int = 512, **changes: Any) -> EngineConfig:
+    settings = BlockSparseConfig(budget, query_block, SAMPLES, dense_tail, 0)
+    return dataclasses.replace(DENSE, prefill_attention="block_sparse", block_sparse=settings, **changes)
+
+
+def visible(queries: Tensor, keys: Tensor, scaling: float, config: EngineConfig, following: int) -> Tensor:
+    """Which keys each query and KV head may attend to, bool [G, q, n], one query block after the other in float64."""
+    q, (kv_heads, n, _) = queries.shape[1], keys.shape
+    past = (n - q) // KEY_BLOCK * KEY_BLOCK
+    position, count = torch.arange(n), config.block_sparse.budget // KEY_BLOCK
+    seen = (position <= position[n - q :, None]).expand(kv_heads, q, n).clone()
+    sparse = q - max(0, config.block_sparse.dense_tail - following)
+    if past // KEY_BLOCK <= count:
+        return seen
+    size = config.block_sparse.query_block
+    for start in range(0, sparse, size):
+        stop = min(start + size, sparse)
+        places = [start + int((i + 0.5) * (stop - start) / SAMPLES) for i in range(SAMPLES)]
+        for head in range(kv_heads):
+            mass = torch.zeros(past // KEY_BLOCK, dtype=torch.float64)
+            for query in queries.unflatten(0, (kv_heads, -1))[head][:, places].reshape(-1, queries.shape[2]):
+                weights = (keys[head, :past].double() @ query.double() * scaling).softmax(dim=0)
+                mass += weights.view(-1, KEY_BLOCK).sum(dim=1)
+            best = sorted(range(1, len(mass) - LATEST), key=lambda block: -float(mass[block]))
+            for block in best[count - LATEST - 1 :]:
+                seen[head, start:stop, block * KEY_BLOCK : (block + 1) * KEY_BLOCK] = False
+    return seen
+
+
+def definition(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, seen: Tensor) -> Tensor:
+    """Attention to the keys that are seen, [q, H, D] in float64."""
+    group = queries.shape[0] // keys.shape[0]
+    keys, values, seen = (part.repeat_interleave(group, dim=0) for part in (keys.double(), values.double(), seen))
+    scores = (queries.double() @ keys.mT * scaling).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(dim=-1) @ values).transpose(0, 1)
+
+
+@pytest.mark.parametrize(("q", "past"), [(700, 2000), (512, 1024), (1100, 1087), (5, 3000), (513, 4096), (64, 575)])
+@pytest.mark.parametrize(
+    ("dense_tail", "following", "query_block"), [(0, 0, 512), (300, 0, 512), (300, 170, 512), (9, 0, 100)]
+)
+def test_it_is_attention_to_the_blocks_of_most_mass(
+    q: int, past: int, dense_tail: int, following: int, query_block: int
+) -> None:
+    torch.manual_seed(q + past)
+    config, (queries, keys, values) = (
+        sparse_config(576, dense_tail, query_block),
+        make(q, past + q, HEADS, KV_HEADS, DIM, torch.float32),
+    )
+    attention = BlockSparseAttention(config, causal_attention, block_mass)
+    found = attention(3 * queries, keys, values, 0.2, following)
+    seen = visible(3 * queries, keys, 0.2, config, following)
+    expected = definition(3 * queries, keys, values, 0.2, seen)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    sparse = q > max(0, dense_tail - following) and past // KEY_BLOCK * KEY_BLOCK > 576
+    assert seen.tril(past).sum() < definition_pairs(q, past) if sparse else seen.sum() == definition_pairs(q, past)
+
+
+def definition_pairs(q: int, past: int) -> int:
+    """Pairs of a query and a key in all KV heads with dense attention."""
+    return KV_HEADS * (q * past + q * (q + 1) // 2)
+
+
+@pytest.mark.parametrize("past", [0, 1, 1000, 1024, 1087])
+def test_a_budget_that_covers_the_past_is_dense_attention(past: int) -> None:
+    attention = BlockSparseAttention(sparse_config(1024), causal_attention, block_mass)
+    queries, keys, values = make(700, past + 700, HEADS, KV_HEADS, DIM, torch.float32)
+    assert torch.equal(attention(queries, keys, values, 0.2, 0), causal_attention(queries, keys, values, 0.2))
+
+
+def test_sharp_attention_finds_its_block() -> None:
+    """One key that all queries look for, in each block in turn: attention to a budget is attention to everything."""
+    torch.manual_seed(0)
+    attention = BlockSparseAttention(sparse_config(512), causal_attention, block_mass)
+    for place in range(30, 2048, 300):
+        queries, keys, values = make(64, 2112, HEADS, KV_HEADS, DIM, torch.float32)
+        sought = torch.randn(DIM)
+        queries, keys = queries * 0.1 + sought, keys * 0.1
+        keys[:, place] = sought
+        found, expected = (
+            one(queries, keys, values, 1.0, *more) for one, more in ((attention, (0,)), (causal_attention, ()))
+        )
+        assert (found - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    "past", [64, 128, DIM * KEY_BLOCK, DIM * KEY_BLOCK + 64, 3 * DIM * KEY_BLOCK, 5 * DIM * KEY_BLOCK - 64]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_to_one_hot_values_is_the_mass_of_blocks(past: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(past)
+    queries, keys, _ = make(1030, past + 1030, HEADS, KV_HEADS, DIM, dtype)
+    samples, keys = sample(2 * queries, KV_HEADS, 512, SAMPLES), keys[:, :past]
+    assert samples.shape == (KV_HEADS, 3, HEADS // KV_HEADS * SAMPLES, DIM)
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        operator: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        found: tuple[Tensor, Tensor] = operator(queries, keys, values, 0.0, False, scale=scaling)
+        return found
+
+    found, expected = block_mass_by_attention(samples, keys, 0.2, attend), block_mass(samples, keys, 0.2)
+    assert found.shape == expected.shape == (KV_HEADS, 3, past // KEY_BLOCK)
+    assert (expected.sum(dim=2) - samples.shape[2]).abs().max() < 1e-3, "the samples' whole attention"
+    torch.testing.assert_close(found, expected, **({} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}))
+
+
+def test_samples_are_spread_over_their_block() -> None:
+    queries = torch.arange(1200.0).expand(HEADS, DIM, 1200).transpose(1, 2)
+    found = sample(queries, KV_HEADS, 512, SAMPLES)[0, :, :SAMPLES, 0].long()
+    assert found[0].tolist() == list(range(16, 512, 32))
+    assert found[1].tolist() == list(range(512 + 16, 1024, 32))
+    assert found[2].tolist() == [1024 + (2 * i + 1) * 176 // 32 for i in range(16)]
+    assert sample(queries[:, :1], KV_HEADS, 512, SAMPLES).eq(0).all(), "a lone query is all of the samples"
+
+
+def test_the_first_and_the_latest_blocks_are_always_chosen() -> None:
+    mass = torch.rand(3, 2, 40)
+    mass[..., 0] = mass[..., 36:] = 0
+    best = mass.topk(7).indices.sort().values
+    chosen = choose(mass.clone(), 12)
+    assert chosen[..., 0].eq(0).all()
+    assert chosen[..., -4:].eq(torch.arange(36, 40)).all()
+    assert torch.equal(chosen[..., 1:-4], best)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [(torch.float32, 2), (torch.bfloat16, 6), (torch.bfloat16, 64), (torch.float16, 80)]
+)
+def test_blocks_are_gathered_to_the_bit(dtype: torch.dtype, dim: int) -> None:
+    _, keys, _ = make(1, 641, 4, 2, dim, dtype)
+    chosen = torch.tensor([[0, 3, 9], [1, 2, 8]])
+    out = torch.full((2, 300, dim), 7.0, dtype=dtype)
+    gather(keys[:, :640], chosen, out[:, :192])
+    for head, blocks in enumerate(chosen.tolist()):
+        rows = torch.cat([keys[head, block * 64 : block * 64 + 64] for block in blocks])
+        assert torch.equal(out[head, :192], rows)
+    assert out[:, 192:].eq(7).all()
+
+
+@given(st.integers(1, 5000), st.sampled_from([512, 1024]), st.sampled_from([0, 512, 900]), st.sampled_from([300, 2048]))
+def test_pairs_are_counted(tokens: int, budget: int, dense_tail: int, chunk: int) -> None:
+    """By an attention that counts what it is asked to read."""
+    read = 0
+
+    def count(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        nonlocal read
+        q, n = queries.shape[1], keys.shape[1]
+        read += q * (n - q) + q * (q + 1) // 2
+        return queries.transpose(0, 1)
+
+    config = sparse_config(budget, dense_tail, prefill_chunk_tokens=chunk)
+    attention = BlockSparseAttention(
+        config, count, lambda queries, keys, _: torch.rand(1, queries.shape[1], keys.shape[1] // 64)
+    )
+    for start in range(0, tokens, chunk):
+        stop = min(start + chunk, tokens)
+        out = attention(torch.zeros(1, stop - start, 2), *torch.zeros(2, 1, stop, 2), 1.0, tokens - stop)
+        assert out.shape == (stop - start, 1, 2)
+    assert read == attended_pairs(config, tokens)
+    settings = dataclasses.replace(config.block_sparse, dense_layers=2)
+    three = dataclasses.replace(config, model=dataclasses.replace(MODEL, num_layers=3), block_sparse=settings)
+    assert attended_pairs(three, tokens) == read + tokens * (tokens + 1)
+    assert attended_pairs(DENSE, tokens) == tokens * (tokens + 1) // 2
+
+
+def test_fields_out_of_range_are_refused() -> None:
+    for budget in (0, 448, 1000):
+        with pytest.raises(
+            ConfigError, match=f"block_sparse.budget = {budget}: must be a multiple of 64, >= 512; 8192 is"
+        ):
+            BlockSparseConfig(budget=budget)
+    with pytest.raises(ConfigError, match=r"block_sparse.query_block = 0: must be >= 1; 512 is the default"):
+        BlockSparseConfig(query_block=0)
+    with pytest.raises(ConfigError, match=r"block_sparse.samples = 32: must be <= block_sparse.query_block = 16; more"):
+        BlockSparseConfig(query_block=16)
+    with pytest.raises(ConfigError, match=r"block_sparse.dense_tail = -1: must be >= 0"):
+        BlockSparseConfig(dense_tail=-1)
+    with pytest.raises(ConfigError, match=r"prefill_attention = 'sparse': must be one of \('dense', 'block_sparse'\)"):
+        dataclasses.replace(DENSE, prefill_attention="sparse")
+    with pytest.raises(ConfigError, match=r"block_sparse = .*: must be left out with prefill_attention = 'dense'"):
+        dataclasses.replace(DENSE, block_sparse=BlockSparseConfig(1024))
+    plan = {"runtime": "tensorrt", "device": "cuda"}
+    with pytest.raises(
+        ConfigError, match=r"prefill_attention = 'block_sparse': must be 'dense' with runtime = 'tensorrt' and"
+    ):
+        sparse_config(1024, **plan)
+    assert sparse_config(1024, **plan, tensorrt=TensorRtConfig(form="segments")).prefill_attention == "block_sparse"

@@ -1,0 +1,146 @@
+"""Sparse attention of prompts on a GPU, against the definition on the CPU's arithmetic and against dense attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conftest import BuildEngine
+from tests.gpu.conftest import MakeKernels
+from tests.gpu.engine.test_prompt_attention import ATTENDED, KV_HEADS, check, definition, make, rows
+from tests.support.prefill import run_prefill
+
+from kvseek.core.config import KEY_BLOCK, BlockSparseConfig, EngineConfig
+from kvseek.core.config_file import read_config
+from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.model.attention import causal_attention_device
+from kvseek.engine.model.block_sparse import (
+    BlockSparseAttention,
+    attend_by_flash,
+    block_mass,
+    block_mass_by_attention,
+    choose,
+    gather,
+    mass_of,
+    sample,
+    sparse_bytes,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+def sparse_config(model: object, dtype: str, budget: int, dense_tail: int = 0) -> EngineConfig:
+    settings = BlockSparseConfig(budget, dense_tail=dense_tail, dense_layers=0)
+    limits = {"max_seq_len": 9000, "max_input_len": 9000}
+    return EngineConfig(
+        model,  # type: ignore[arg-type]
+        "full",
+        dtype=dtype,
+        device="cuda",
+        prefill_attention="block_sparse",
+        block_sparse=settings,
+        **limits,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("past", [64, 2048, 8192 + 64, 3 * 8192])
+@pytest.mark.parametrize(("dtype", "dim", "group"), [("bfloat16", 128, 4), ("float16", 64, 3), ("bfloat16", 96, 1)])
+def test_mass_of_blocks(dtype: str, dim: int, group: int, past: int, device: torch.device) -> None:
+    """By flash attention with one-hot values: as the definition, up to the rounding of shares to 16 bits."""
+    torch.manual_seed(past)
+    kind = getattr(torch, dtype)
+    queries = torch.randn(1100, KV_HEADS * group, dim, device=device).to(kind).transpose(0, 1)
+    keys = torch.randn(KV_HEADS, past + 1000, dim, device=device).to(kind)[:, :past]
+    samples = sample(2 * queries, KV_HEADS, 512, 32)
+    found = block_mass_by_attention(samples, keys, dim**-0.5, attend_by_flash)
+    expected = block_mass(samples, keys, dim**-0.5)
+    assert found.shape == expected.shape == (KV_HEADS, 3, past // KEY_BLOCK)
+    assert (found - expected).abs().max() <= 0.02 * expected.max()
+    assert (found.sum(dim=2) - samples.shape[2]).abs().max() <= 0.01 * samples.shape[2]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_gathered_blocks_are_the_rows(dtype: str, device: torch.device) -> None:
+    keys = rows(dtype, device, 5000, 128)[:, :4992]
+    chosen = torch.stack([torch.randperm(78, device=device)[:32].sort().values for _ in range(KV_HEADS)])
+    out = torch.full((KV_HEADS, 2100, 128), 7.0, dtype=keys.dtype, device=device)
+    gather(keys, chosen, out[:, :2048])
+    for head in range(KV_HEADS):
+        expected = keys[head].view(78, KEY_BLOCK, 128)[chosen[head]].flatten(0, 1)
+        assert torch.equal(out[head, :2048], expected)
+    assert out[:, 2048:].eq(7).all()
+
+
+@pytest.mark.parametrize(("q", "past"), [(2048, 6144), (1000, 4096), (2048, 6001), (300, 5000)])
+@pytest.mark.parametrize(("dtype", "dim", "group"), [("bfloat16", 128, 4), ("bfloat16", 64, 3), ("float32", 64, 3)])
+def test_it_is_attention_to_chosen_blocks(
+    dtype: str, dim: int, group: int, q: int, past: int, kernels: MakeKernels, device: torch.device
+) -> None:
+    """Against dense attention of each query block to the rows that its own choice names."""
+    torch.manual_seed(q + past)
+    dense = make(kernels, dtype, dim, group)
+    config = sparse_config(dense._model, dtype, 2048, 100)
+    attention = BlockSparseAttention(config, dense, mass_of(config))
+    queries = torch.randn(q, KV_HEADS * group, dim, device=device).to(dense.dtype).transpose(0, 1)
+    keys, values = rows(dtype, device, past + q, dim, scale=2.0), rows(dtype, device, past + q, dim)
+    found, whole = attention(queries, keys, values, dim**-0.5, 0), past // KEY_BLOCK * KEY_BLOCK
+    chosen = choose(mass_of(config)(sample(queries[:, : q - 100], KV_HEADS, 512, 32), keys[:, :whole], dim**-0.5), 32)
+    for number, start in enumerate(range(0, q - 100, 512)):
+        stop = min(start + 512, q - 100)
+        places = (chosen[:, number, :, None] * KEY_BLOCK + torch.arange(KEY_BLOCK, device=device)).flatten(1)
+        own = torch.arange(whole, past + stop, device=device).expand(KV_HEADS, -1)
+        index = torch.cat((places, own), dim=1)[..., None].expand(-1, -1, dim)
+        parts = (part.double().gather(1, index) for part in (keys, values))
+        check(found[start:stop], definition(queries[:, start:stop].double(), *parts), ATTENDED[dtype])
+    tail = definition(queries[:, q - 100 :].double(), keys.double(), values.double())
+    check(found[q - 100 :], tail, ATTENDED[dtype])
+
+
+def test_a_budget_that_covers_the_past_is_dense_attention(kernels: MakeKernels, device: torch.device) -> None:
+    dense = make(kernels, "bfloat16", 128, 4)
+    config = sparse_config(dense._model, "bfloat16", 6144)
+    queries = torch.randn(2048, KV_HEADS * 4, 128, device=device).bfloat16().transpose(0, 1)
+    keys = rows("bfloat16", device, 8192, 128)
+    found = BlockSparseAttention(config, dense, mass_of(config))(queries, keys, keys, 0.1, 0)
+    assert torch.equal(found, dense(queries, keys, keys, 0.1))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_its_work_space_is_counted(dtype: str, kernels: MakeKernels, device: torch.device) -> None:
+    """What sparse attention adds to the peak of the dense attention that reads the same keys."""
+    dense = make(kernels, dtype, 64, 3)
+    config = sparse_config(dense._model, dtype, 1024)
+    attention = BlockSparseAttention(config, causal_attention_device, mass_of(config))
+    queries = torch.randn(2048, KV_HEADS * 3, 64, device=device).to(dense.dtype).transpose(0, 1)
+    keys = rows(dtype, device, 8192, 64)
+    peaks = []
+    for attend in (
+        lambda: causal_attention_device(queries, keys, keys, 0.1),
+        lambda: attention(queries, keys, keys, 0.1, 0),
+    ):
+        attend()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        attend()
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
+    assert peaks[1] <= peaks[0] + sparse_bytes(config, dense.dtype, 8192, 2048) + (1 << 20)
+
+
+def test_an_engine_with_sparse_prompts(smollm2_gguf: Path, on_gpu: BuildEngine) -> None:
+    """The GPU's engine beside the CPU's: the same choice but for rounding, so the logits are near."""
+    directory = on_gpu(smollm2_gguf, "full", "--dtype", "bfloat16", "--max_seq_len", "4096", "--max_batch_size", "1")
+    ids = [i * i * 13 % 3000 + 30 for i in range(3500)]
+    logits = []
+    for budget in (None, 3584, 2048, 512):
+        config = dataclasses.replace(read_config(directory), prefill_chunk_tokens=1024)
+        if budget is not None:
+            settings = BlockSparseConfig(budget)
+            config = dataclasses.replace(config, prefill_attention="block_sparse", block_sparse=settings)
+        decoder = load_decoder(directory, config)
+        logits.append(run_prefill(decoder, 0, ids, 4))
+        decoder.close()
+    dense, covered, half, few = logits
+    assert torch.equal(covered, dense)
+    assert 0 < (half - dense).norm() < (few - dense).norm() < dense.norm()

@@ -1,0 +1,42 @@
+"""Variants of methods: what their labels say, and the flags that build them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvseek.core.config import BlockSparseConfig
+from kvseek.core.errors import ConfigError
+from kvseek.measurement.variants import parse_variants
+
+SPARSE = "full:prefill_attention=block_sparse"
+
+
+def test_a_variant_may_have_sparse_prompts() -> None:
+    dense, usual, own = parse_variants(f"full,{SPARSE},{SPARSE},block_sparse.budget=1024")
+    assert dense.prompt_attention == ("dense", BlockSparseConfig())
+    assert usual.prompt_attention == ("block_sparse", BlockSparseConfig())
+    assert own.prompt_attention == ("block_sparse", BlockSparseConfig(1024))
+    expected = ["--method", "full", "--prefill_attention", "block_sparse", "--block_sparse.budget", "1024"]
+    assert own.flags() == expected
+    assert dense.flags() == expected[:2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "full:prefill_attention=sparse",
+            r"--methods: prefill_attention = 'sparse': must be one of \('dense', 'block_sparse'\)",
+        ),
+        (
+            "full:block_sparse.budget=1024",
+            r"--methods: block_sparse = {'budget': 1024}: must be left out with dense prompts",
+        ),
+        (f"{SPARSE},block_sparse.budget=100", r"block_sparse.budget = 100: must be a multiple of 64"),
+        (f"{SPARSE},block_sparse.tokens=100", r"block_sparse: unknown key 'tokens'"),
+        ("full:weight_only_precision=int4", r"--methods: weight_only_precision = 'int4': must be one of"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_variants(text)
