@@ -56,7 +56,9 @@ class DiskMachine(CacheMachine):
         super().__init__()
         self.directory = Path(tempfile.mkdtemp())
         self.kept: dict[str, Stored] = {}
-        self.damaged: set[str] = set()  # names of files that are not what was written, or are gone, and nobody has noticed
+        self.damaged: set[str] = (
+            set()
+        )  # names of files that are not what was written, or are gone, and nobody has noticed
         self.start()
 
     def start(self) -> None:
