@@ -178,6 +178,7 @@ class PrefixFolder:
         """Take in a file that was written, and remove shorter ones that it makes superfluous."""
         with self._lock:
             self._insert(entry)
+            self._touched[entry.key] = time.time_ns()  # the system's own time of a file is some milliseconds coarse
             siblings = [self._entries[key] for key in self._behind[entry.before] if key != entry.key]
         for other in siblings:
             if entry.tokens.startswith(other.tokens):
@@ -261,11 +262,11 @@ class PrefixFolder:
         self.bytes += entry.size
 
     def _best(self, before: bytes, span: bytes, position: int) -> list[Match]:
-        """Find the file behind a key that has the longest beginning with `span` in common."""
+        """Find the file behind a key that has the longest beginning with `span` in common; of several the shortest."""
         siblings = self._behind.get(before, ())
-        best = max(siblings, key=lambda key: common_tokens(self._tokens(key), span), default=None)
-        common = 0 if best is None else common_tokens(self._tokens(best), span)
-        return [Match(self._entries[best], position // TOKEN_BYTES + common)] if best is not None and common else []
+        common = {key: common_tokens(self._tokens(key), span) for key in siblings}
+        best = max(siblings, key=lambda key: (common[key], -len(self._tokens(key)), key), default=None)
+        return [Match(self._entries[best], position // TOKEN_BYTES + common[best])] if best and common[best] else []
 
     def _tokens(self, key: bytes) -> bytes:
         return self._entries[key].tokens

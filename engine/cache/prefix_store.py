@@ -212,7 +212,7 @@ class PrefixStore:
     def _run(self) -> None:
         saved_at = time.perf_counter()
         while (job := self._next()) is not None:
-            self._busy_since = self._resumed_at = begun = time.perf_counter()
+            self._resumed_at = begun = time.perf_counter()
             self._loading = isinstance(job, Load)
             try:
                 if isinstance(job, Load):
@@ -237,18 +237,15 @@ class PrefixStore:
     def _next(self) -> Load | Write | list[bytes] | None:
         """Wait for work, of which keys to erase are a part; None: there will be no more."""
         with self._work:
-            while True:
-                if self._erased:
-                    erased, self._erased = self._erased, []
-                    self._busy_since = time.perf_counter()  # before anybody can see that the list is empty
-                    return erased
-                if self._loads:
-                    return self._loads.popleft()
-                if self._writes:
-                    return next(iter(self._writes.values()))
+            while not (self._erased or self._loads or self._writes):
                 if self._closed:
                     return None
                 self._work.wait()
+            self._busy_since = time.perf_counter()  # before anybody who locks `_work` can see that a job was taken
+            if self._erased:
+                erased, self._erased = self._erased, []
+                return erased
+            return self._loads.popleft() if self._loads else next(iter(self._writes.values()))
 
     def _write(self, write: Write) -> None:
         folder, first = self.folder, write.sink_rows is not None

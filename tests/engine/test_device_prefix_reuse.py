@@ -12,6 +12,7 @@ from tests.conftest import BuildEngine
 from tests.engine import test_cached_prefill as sparse_checks
 from tests.engine import test_prefix_reuse as checks
 from tests.engine.test_prefix_reuse import LIMITS, WINDOW, Load, model  # noqa: F401  a fixture
+from tests.engine.test_reuse_operations import ROOM, check_operations
 from tests.plugins.cases import CASES, method_flags
 from tests.support.device_stand_ins import make_decoder
 
@@ -77,8 +78,9 @@ def test_a_cancelled_request_keeps_what_all_layers_have_read(method: str, load: 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_random_requests_are_answered_as_without_reuse(method: str, load: Load, plain: checks.Plain) -> None:
-    checks.test_random_requests_are_answered_as_without_reuse(method, load, plain)
+def test_random_operations(method: str, load: Load, plain: checks.Plain) -> None:
+    engine = load(method, kv_cache_host_memory_bytes=ROOM * checks.EXTENT_BYTES)
+    check_operations(lambda folder: engine, plain, restarts=False, examples=2)
 
 
 def test_a_layer_that_is_read_ahead_is_given_up_with_its_request(load: Load, plain: checks.Plain) -> None:

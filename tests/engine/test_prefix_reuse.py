@@ -318,48 +318,6 @@ def test_what_is_free_tells_nothing(method: str, load: Load, plain: Plain) -> No
     assert (tokens, statistics.reused_tokens) == (plain(second), may_reuse(engine, second.prompt_ids, 1500))
 
 
-@pytest.mark.parametrize("method", NAMES)
-def test_random_requests_are_answered_as_without_reuse(method: str, load: Load, plain: Plain) -> None:
-    """Submissions, shared and longer prompts, cancellations and steps, in a pool that is short of extents."""
-    chance, engine = random.Random(5), load(method, kv_cache_host_memory_bytes=8 * EXTENT_BYTES)
-    requests, tokens, ended = dict[int, Request](), dict[int, list[int]](), list[int]()
-    beginnings, kept = [DOCUMENT[:length] for length in (30, 900, 1100, 2060)], KeptRows(engine)
-    for _ in range(300):
-        kept.check()
-        action = chance.random()
-        if action < 0.2 and len(requests) - len(ended) < 6:
-            prompt = chance.choice(beginnings) + (chance.randrange(3, 6),) * chance.choice((1, 30, 300))
-            request = Request(prompt, chance.choice((1, 12, 60)), cache_salt=chance.choice((None, None, "other")))
-            number = engine.submit(request)
-            requests[number], tokens[number] = request, []
-            continue
-        alive = [number for number in requests if number not in ended]
-        cancels = action < 0.25 and alive
-        outputs = [engine.cancel(chance.choice(alive))] if cancels else engine.step()
-        for output in outputs:
-            assert output is not None
-            if output.token_id is not None:
-                tokens[output.request_id].append(output.token_id)
-            if output.finish_reason is not None:
-                assert output.finish_reason in (FinishReason.LENGTH, FinishReason.CANCELLED)
-                ended.append(output.request_id)
-        if ended and chance.random() < 0.1:
-            last = ended[-1]
-            beginnings[0] = (*requests[last].prompt_ids, *tokens[last])[:2400]
-    for output in run_to_end(engine):
-        if output.token_id is not None:
-            tokens[output.request_id].append(output.token_id)
-    assert len(requests) > 30
-    for number, request in requests.items():
-        alone = plain(dataclasses.replace(request, cache_salt=None))
-        assert tokens[number] == alone[: len(tokens[number])]
-        assert number in ended or len(tokens[number]) == request.max_tokens
-    usage = engine.cache_usage
-    assert usage.extents_used == 0
-    assert usage.reuse.reused_tokens > 10_000
-    assert usage.reuse.evicted_extents > 10
-
-
 def test_longrope_rotates_the_keys_of_longer_requests_differently(tmp_path: Path, build_engine: BuildEngine) -> None:
     """A request on the far side of the short factors finds nothing of those on this side, and leaves nothing for them."""
     parameters = {"rope_theta": 10000.0, "rope_type": "longrope", "original_max_position_embeddings": 1400}

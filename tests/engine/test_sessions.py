@@ -97,6 +97,18 @@ def test_the_lower_priority_makes_room_first(engine: Engine, one: int, other: in
     assert read(engine, text(kept), Session("d", 100)) == 2199
 
 
+@pytest.mark.parametrize("session", [None, Session("system", 100)])
+def test_a_beginning_has_a_priority_of_its_own(engine: Engine, session: Session | None) -> None:
+    """A system prompt stays, which was asked once with a session, when all conversations behind it have made room."""
+    system = text(3, 1100)
+    read(engine, system, session)
+    for first in (4, 5, 6):
+        assert read(engine, (*system, *text(first, 1000))) == 1100
+    for first in (7, 8):
+        read(engine, text(first))
+    assert read(engine, (*system, *text(5, 20))) == (0 if session is None else 1100)
+
+
 def test_a_priority_lapses(engine: Engine, clock: Clock) -> None:
     read(engine, text(3), Session("a", 90, retention_seconds=60))
     read(engine, text(4))

@@ -16,12 +16,14 @@ from kvseek import LLM, SamplingParams
 from kvseek.core.config import BlockSparseConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
-from kvseek.evaluation import needle
+from kvseek.engine.engine import Engine
+from kvseek.evaluation import needle, one_request
 from kvseek.evaluation.needle_results import Cell, compared, print_table
 from kvseek.evaluation.needle_tasks import vocabulary
 from kvseek.evaluation.needle_tasks.facts import Score
 from kvseek.evaluation.needle_tasks.tasks import Dialogue
 
+LIMITS = ("--max_seq_len", "300", "--max_batch_size", "2")
 LENGTH = 4096
 CONTEXTS = 1
 NEEDLE = [method for method, cases in CASES.items() if cases.needle is not None]
@@ -32,7 +34,7 @@ RIGHT, WRONG = (Score(True, 1.0), 0.5), (Score(False, 0.5), 0.5)
 
 @pytest.fixture(scope="module")
 def llm(random_model: RandomModel, build_engine: BuildEngine) -> Iterator[LLM]:
-    with LLM(build_engine(random_model("qwen3"), "full", "--max_seq_len", "300", "--max_batch_size", "2")) as llm:
+    with LLM(build_engine(random_model("qwen3"), "full", *LIMITS)) as llm:
         yield llm
 
 
@@ -43,8 +45,12 @@ def greedy(llm: LLM, prompt: list[int], limit: int) -> list[int]:
     return ids[: ids.index(stop) + 1] if stop in ids else ids
 
 
-def test_later_rounds_see_the_generated_answers(llm: LLM) -> None:
-    """Two dialogues of three rounds: the tokens are those that one growing prompt generates step by step."""
+def test_later_rounds_see_the_generated_answers(llm: LLM, random_model: RandomModel, build_engine: BuildEngine) -> None:
+    """Two dialogues of three rounds: the tokens are those that one growing prompt generates step by step.
+
+    One request, to which the questions are fed, gives the same.
+    """
+    engine = Engine.load(build_engine(random_model("qwen3"), "full", *LIMITS))
     right, wrong = [], []
     for number in range(2):
         context = [5 + number, *range(10, 60)]
@@ -59,6 +65,9 @@ def test_later_rounds_see_the_generated_answers(llm: LLM) -> None:
     for dialogues, part in ((right, 1), (wrong, 0.75)):
         answers = needle.converse(llm, dialogues)
         assert [[score.part for score, _ in answer] for answer in answers] == [[part] * 3] * 2
+        for dialogue in dialogues:
+            assert [found.part for found, _ in one_request.converse(engine, dialogue)] == [part] * 3
+    assert engine.running == 0
 
 
 def test_an_answer_ends_with_its_full_stop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

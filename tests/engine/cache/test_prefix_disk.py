@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -48,13 +50,15 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 class DiskMachine(CacheMachine):
-    """The requests of CacheMachine; `kept` says what each file stands for that ended requests may have left."""
+    """The requests of CacheMachine; `kept` says what each file stands for that requests may have left."""
 
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp())
         self.kept: dict[str, Stored] = {}
-        self.damaged: set[str] = set()  # names of files whose rows are not what was written
+        self.damaged: set[str] = (
+            set()
+        )  # names of files that are not what was written, or are gone, and nobody has noticed
         self.start()
 
     def start(self) -> None:
@@ -63,16 +67,28 @@ class DiskMachine(CacheMachine):
         folder = open_folder(self.directory, MOST_BYTES, ORIGIN, SHAPE)
         self.folder, self.store = folder.path, PrefixStore(folder, self.cache.rows.pool.rows, self.cache.window.device)
         self.prefixes = PrefixCache(prefixes.rows, prefixes._traits, enabled=True, store=self.store)
-        self.damaged &= self.files()
+        self.settle()
 
     def files(self) -> set[str]:
         return {path.name for path in self.directory.glob("*/*")}
 
     def settle(self, slow: bool = False) -> None:
         """Wait until everything that can be written is, unless the disk is to be `slow`."""
-        store = self.store
-        while not slow and (store._erased or store._loads or store._writes or store._busy_since is not None):
+        if slow:
+            return
+        while not self.idle():
             time.sleep(0.0002)
+        self.forget_damage()
+
+    def forget_damage(self) -> None:
+        """Files that the store has found to be damaged are no longer there for it."""
+        self.damaged &= self.files() | {file_name(key) for key in self.store.folder._entries}
+
+    def idle(self) -> bool:
+        """Whether the store's thread waits for work."""
+        store = self.store
+        with store._work:
+            return not (store._erased or store._loads or store._writes or store._busy_since is not None)
 
     def look_up(self, slot: int, one: Running) -> Prefix | None:
         self.settle()
@@ -83,7 +99,7 @@ class DiskMachine(CacheMachine):
         least, most = self.findable(one, have)
         while not self.prefixes.load(slot, pack_tokens(one.tokens), one.salt, patience=1.0):
             pass
-        self.damaged &= self.files()
+        self.forget_damage()
         prefix = self.cache.prefixes.get(slot)
         found = 0 if prefix is None else prefix.tokens
         assert (least if room else have) <= found <= most
@@ -91,7 +107,7 @@ class DiskMachine(CacheMachine):
 
     def findable(self, one: Running, have: int) -> tuple[int, int]:
         """How many first tokens of a prompt are in memory or on disk, if memory has `have`; two numbers if that is open."""
-        files, tokens, stop = self.files(), one.tokens[:-1], have
+        files, tokens, stop = self.files() | self.damaged, one.tokens[:-1], have
         start = SINK + max(0, have - SINK) // EXTENT_TOKENS * EXTENT_TOKENS
         start = 0 if start == SINK else start
         while True:
@@ -122,10 +138,18 @@ class DiskMachine(CacheMachine):
         self.settle()
 
     def end_at_once(self, slot: int, failed: bool) -> None:
-        one, cached = self.running[slot], self.cache.tokens[slot]
-        for end in ends_of(cached):
-            self.kept[name_of(one.salt, one.tokens[:end])] = (one.salt, one.tokens[:end])
+        self.leave(self.running[slot], ends_of(self.cache.tokens[slot]))
         super().end(slot, failed)
+
+    def read_first(self, layers: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """While it runs, others may end that have used its whole extents, which are then written."""
+        one = next(one for one in self.running.values() if not one.read)
+        self.leave(one, ends_of(len(one.tokens))[:-1])
+        super().read_first(layers, meanwhile)
+
+    def leave(self, one: Running, ends: list[int]) -> None:
+        for end in ends:
+            self.kept[name_of(one.salt, one.tokens[:end])] = (one.salt, one.tokens[:end])
 
     @precondition(lambda self: len(self.running) < SLOTS)
     @rule(
@@ -192,7 +216,6 @@ class DiskMachine(CacheMachine):
                 load.ended.wait()
             super().end(slot, failed=False)
             self.evict_and_overwrite(0)
-        self.damaged &= self.files()
 
     @rule(count=st.integers(1, 9))
     def evict(self, count: int) -> None:
@@ -202,23 +225,24 @@ class DiskMachine(CacheMachine):
     @rule()
     def restart(self) -> None:
         self.running.clear()
-        self.store.close()
+        self.store.close(seconds=60)
         self.start()
 
     @precondition(lambda self: self.kept)
     @rule(number=st.integers(0, 99), how=st.sampled_from(["flip", "cut", "delete"]))
     def damage(self, number: int, how: str) -> None:
-        paths = sorted(self.folder.iterdir())
-        if not paths:
+        whole = sorted(self.files() - self.damaged)
+        if not whole:
             return
-        path = paths[number % len(paths)]
-        contents = bytearray(path.read_bytes())
+        path = self.folder / whole[number % len(whole)]
+        contents, used_at = bytearray(path.read_bytes()), path.stat().st_mtime_ns
         contents[-1] ^= 1
         self.damaged.add(path.name)
         if how == "delete":
             path.unlink()
         else:
             path.write_bytes(contents[: -1 if how == "cut" else None])
+            os.utime(path, ns=(used_at, used_at))  # files go in the order of their use
 
     @invariant()
     def the_disk_has_what_requests_have_left(self) -> None:

@@ -110,6 +110,15 @@ def test_a_few_tokens_are_read_rather_than_loaded(run: Run) -> None:
     assert run.store.counts.loaded == 1
 
 
+def test_of_files_with_as_much_of_a_prompt_the_smallest_is_loaded(run: Run) -> None:
+    for own in ([2] * 400, [3] * 100):
+        run.ask([1] * 600 + own)
+    (larger := run.folder / name_of(None, [1] * 600 + [2] * 400)).unlink()
+    run.damaged.add(larger.name)
+    run.forget_memory()
+    assert run.ask([1] * 600 + [4] * 100) == 600
+
+
 def test_damaged_files_are_removed_by_name(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     run.ask([1] * 1500)
     run.ask([2] * 1500)

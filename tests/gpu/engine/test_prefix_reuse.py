@@ -14,6 +14,7 @@ from tests.engine import test_cached_prefill as sparse_checks
 from tests.engine import test_prefix_reuse as checks
 from tests.engine.cache.test_isolation import POISONS, poison
 from tests.engine.test_prefix_reuse import DOCUMENT, LIMITS, WINDOW, Load
+from tests.engine.test_reuse_operations import ROOM, check_operations
 from tests.gpu.engine.test_isolation import left_behind
 from tests.gpu.plugins.test_methods import CONTESTANTS
 from tests.gpu.waits import no_host_waits, slow_stream
@@ -118,12 +119,11 @@ def test_two_requests_go_on_differently_from_one_partial_extent(name: str, load:
 
 
 @of(["full", "nested", "pariskv", "clusterkv", "ctkvr-cpu"], "full", "pariskv")
-def test_random_requests_are_answered_as_without_reuse(
-    name: str, load: Load, plain: checks.Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_operations(name: str, load: Load, plain: checks.Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies on side streams come late, so that whoever does not wait for them shows."""
     monkeypatch.setattr(cache_module, "SideStream", slow_stream(SIDE_CYCLES))
-    checks.test_random_requests_are_answered_as_without_reuse(name, load, plain)
+    engine = load(name, kv_cache_host_memory_bytes=ROOM * checks.EXTENT_BYTES)
+    check_operations(lambda folder: engine, plain, restarts=False, examples=2)
 
 
 @of(["full", "pariskv"])
