@@ -197,7 +197,10 @@ def test_a_damaged_engine_directory_is_not_taken_for_a_checkpoint(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"page_size": 16}, "build options: unknown key 'page_size'; known keys: block_sparse, cache, check, cuda_archs, device"),
+        (
+            {"page_size": 16},
+            "build options: unknown key 'page_size'; known keys: block_sparse, cache, check, cuda_archs, device",
+        ),
         ({"force": True}, "unknown key 'force'"),
         ({"method": "best"}, "method = 'best': unknown; choose one of"),
         ({"max_seq_len": "long"}, "build options: max_seq_len = 'long': must be int"),
