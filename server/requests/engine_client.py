@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,7 @@ class EngineClient:
         self._callbacks: dict[int, Callback] = {}  # used on the loop alone
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._writer: asyncio.StreamWriter | None = None
+        self._connected_at = 0.0  # time.monotonic of the last connection
         self._uncounted: Counter[str] = (
             Counter()
         )  # requests that ended while there was no engine to count them, by code
@@ -89,6 +91,11 @@ class EngineClient:
     def connected(self) -> bool:
         """Whether there is an engine process to submit to."""
         return self._writer is not None
+
+    @property
+    def connected_seconds(self) -> float:
+        """Seconds since there is this engine process to submit to; 0 if there is none."""
+        return time.monotonic() - self._connected_at if self.connected else 0.0
 
     def submit(self, request: Request, on_output: Callback, trace: str = "") -> int:
         """Send a request; returns its number for `cancel`. A refusal arrives as the request's only output.
@@ -188,6 +195,7 @@ class EngineClient:
             except OSError:  # it does not listen yet
                 self._call_absent()
             else:
+                self._connected_at = time.monotonic()
                 await self._receive(reader)
             await asyncio.sleep(RETRY_SECONDS)
 

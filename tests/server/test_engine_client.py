@@ -39,8 +39,11 @@ def test_requests_that_met_no_engine_are_counted_by_the_next_one(
         ends: list[StepOutput] = []
         with engine_process(directory, path, SETTINGS) as process:  # dies without requests: there is nothing to count
             await connected(client, True)
+            await asyncio.sleep(0.2)
+            assert client.connected_seconds >= 0.2
             process.kill()
             await connected(client, False)
+            assert client.connected_seconds == 0
         with engine_process(directory, path, SETTINGS) as process:
             await connected(client, True)
             first = asyncio.Event()
