@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable
 from kvseek.plugins.batch import Batch, RequestState
-from kvseek.plugins.contract import Index, IndexContext
+from kvseek.plugins.contract import Index, IndexContext, Traits
 from kvseek.plugins.flat import config as flat_config
 from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.pariskv import codebook
@@ -44,6 +45,37 @@ def make_context(config: object, head_dim: int, group: int, lengths: list[int], 
         table.reserve(slot, lengths[slot])
     books = codebook.build_codebooks(config, head_dim) if isinstance(config, Config) else {}
     return context_of(config, head_dim, group, table, lengths, codebooks=books)
+
+
+def native_context(
+    traits: Callable[[Any], Traits],
+    library: CpuLibrary | None,
+    config: object,
+    group: int,
+    dim: int,
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+) -> IndexContext:
+    """Slots of up to four extents, for compiled kernels or, without a library, for their reference; `traits` are the method's."""
+    table = ExtentTable(len(lengths), 4, 4 * len(lengths))
+    for slot in reversed(range(len(lengths))):
+        table.reserve(slot, lengths[slot])
+    books = traits(config).codebooks(dim)
+    return context_of(config, dim, group, table, list(lengths), library=library, dtype=dtype, codebooks=books)
+
+
+def check_batch_order_and_threads(index: Index) -> None:
+    """Three slots, for 3 query heads of 64 channels a KV head, select the same in any order, alone, and by any threads."""
+    queries, threads = torch.randn(3, 3 * KV_HEADS, 64), torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        together = select_rows(index, queries, [0, 1, 2]).rows
+        assert torch.equal(select_rows(index, queries[[2, 0, 1]], [2, 0, 1]).rows, together[[2, 0, 1]])
+        torch.set_num_threads(1)
+        for slot in range(3):
+            assert torch.equal(select_rows(index, queries[slot : slot + 1], [slot]).rows[0], together[slot])
+    finally:
+        torch.set_num_threads(threads)
 
 
 def select(index: Index, queries: Tensor, slots: Sequence[int]) -> Selection | None:

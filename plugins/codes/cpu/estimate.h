@@ -51,6 +51,18 @@ void round_lanes(const T* queries, int64_t group, int64_t dim, bool mean, const 
     }
 }
 
+// The same for a KV head of a request, from a selection's arguments: queries [batch, kv_heads * group, dim].
+template <class Arguments>
+void round_queries(const Arguments& a, int64_t request, int64_t head, RoundedQuery* lanes) {
+    const int64_t first = (request * a.kv_heads + head) * a.group * a.dim;
+    const bool mean = a.reduction == 0;
+    const int size = static_cast<int>(a.padded_dim);
+    if (a.bfloat16)
+        round_lanes(static_cast<const Bfloat16*>(a.queries) + first, a.group, a.dim, mean, a.signs, size, lanes);
+    else
+        round_lanes(static_cast<const float*>(a.queries) + first, a.group, a.dim, mean, a.signs, size, lanes);
+}
+
 // What plane_sums does, for any row: ROW, or `row` if ROW is 0.
 template <int ROW>
 void key_sums(const Planes& planes, int row, int count, const RoundedQuery* queries, int lanes, int32_t* sums,

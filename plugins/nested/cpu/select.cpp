@@ -68,19 +68,6 @@ void lay_out(const Job& job, Task& task, Arena& arena) {
     task.ranks = arena.take<int32_t>(task.stride);
 }
 
-template <class T>
-void load_queries(const NestedSelectArguments& a, const Task& task) {
-    const T* queries = static_cast<const T*>(a.queries) + (task.request * a.kv_heads + task.head) * a.group * a.dim;
-    round_lanes(queries, a.group, a.dim, a.reduction == 0, a.signs, static_cast<int>(a.padded_dim), task.queries);
-}
-
-void prepare(const Job& job, const Task& task) {
-    if (job.a.bfloat16)
-        load_queries<Bfloat16>(job.a, task);
-    else
-        load_queries<float>(job.a, task);
-}
-
 // What half a cell of the `bits` highest bits is worth, times an integer's worth.
 float worth_of(const Job& job, int bits, float step) {
     return step * static_cast<float>(job.a.step * (1 << (ALL_BITS - bits)) / 2);
@@ -172,7 +159,7 @@ int64_t parts_of(const Job& job, const Task& task, int phase) {
 void run_part(const Job& job, const Task& task, int phase, int64_t part) {
     switch (phase) {
         case PREPARE:
-            return prepare(job, task);
+            return round_queries(job.a, task.request, task.head, task.queries);
         case SCAN:
             return scan(job, task, part);
         case COLLECT:

@@ -77,12 +77,6 @@ void lay_out(const Job& job, Task& task, Arena& arena) {
     task.places = arena.take<int32_t>(task.stride);
 }
 
-template <class T>
-void load_queries(const PrkvSelectArguments& a, const Task& task) {
-    const T* queries = static_cast<const T*>(a.queries) + (task.request * a.kv_heads + task.head) * a.group * a.dim;
-    round_lanes(queries, a.group, a.dim, a.reduction == 0, a.signs, static_cast<int>(a.padded_dim), task.queries);
-}
-
 // Extents that have rows of pages that are not static.
 int64_t first_extent(const Job& job, const Task& task) {
     return task.static_pages * job.a.page / INDEX_EXTENT;
@@ -151,7 +145,7 @@ int64_t parts_of(const Job& job, const Task& task, int phase) {
 void run_part(const Job& job, const Task& task, int phase, int64_t part) {
     switch (phase) {
         case PREPARE:
-            return job.a.bfloat16 ? load_queries<Bfloat16>(job.a, task) : load_queries<float>(job.a, task);
+            return round_queries(job.a, task.request, task.head, task.queries);
         case SCAN:
             return task.pages > 0 ? scan(job, task, first_extent(job, task) + part) : void();
         default:

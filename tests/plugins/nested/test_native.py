@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plugins.index_cases import KV_HEADS, context_of, keys_of_slots, select_rows
+from tests.plugins.index_cases import (
+    KV_HEADS,
+    check_batch_order_and_threads,
+    keys_of_slots,
+    native_context,
+    select_rows,
+)
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
-from kvseek.core.extents import ExtentTable
 from kvseek.plugins.codes.key_codes import estimate_at
-from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.nested import method
 from kvseek.plugins.nested.config import Config
 from kvseek.plugins.nested.native import NativeIndex
 from kvseek.plugins.nested.reference import ReferenceIndex
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS, reduce_scores
 
-
-def make_context(
-    library: CpuLibrary | None, config: Config, group: int, dim: int, lengths: Sequence[int], dtype: torch.dtype
-) -> IndexContext:
-    table = ExtentTable(len(lengths), 4, 4 * len(lengths))
-    for slot in reversed(range(len(lengths))):
-        table.reserve(slot, lengths[slot])
-    books = method.traits(config).codebooks(dim)
-    return context_of(config, dim, group, table, list(lengths), library=library, dtype=dtype, codebooks=books)
+make_context = partial(native_context, method.traits)
 
 
 def make_pair(
@@ -138,16 +135,7 @@ def test_ties_are_cut_as_the_reference_cuts_them(
 def test_selection_does_not_depend_on_batch_order_or_threads(library: CpuLibrary) -> None:
     torch.manual_seed(3)
     _, found = make_pair(library, Config(top_k=20), 3, 64, keys_of_slots([900, 3100, 1300], 64))
-    queries = torch.randn(3, 3 * KV_HEADS, 64)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        together = select_rows(found, queries, [0, 1, 2]).rows
-        torch.set_num_threads(1)
-        for slot in range(3):
-            assert torch.equal(select_rows(found, queries[slot : slot + 1], [slot]).rows[0], together[slot])
-    finally:
-        torch.set_num_threads(threads)
+    check_batch_order_and_threads(found)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 0.0])

@@ -4,40 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plugins.index_cases import extend, keys_of_slots, select_rows
+from tests.plugins.index_cases import (
+    KV_HEADS,
+    check_batch_order_and_threads,
+    extend,
+    keys_of_slots,
+    native_context,
+    select_rows,
+)
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
-from kvseek.core.extents import ExtentTable
 from kvseek.plugins.codes.rotation import rotate
-from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.pariskv import codebook, method, reference
 from kvseek.plugins.pariskv.config import Config, ScheduleStep
 from kvseek.plugins.pariskv.native import NativeIndex
 from kvseek.plugins.pariskv.reference import ReferenceIndex
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS, best_positions, query_lanes, reduce_scores
 
-KV_HEADS = 2
 EFFORT = (ScheduleStep(None, 0.3, 0.25),)
 NO_RERANK = (ScheduleStep(None, 0.3, 1e-9),)  # as many candidates as rows: the choice is the votes' alone
 
 
-def make_context(
-    library: CpuLibrary | None, config: Config, group: int, dim: int, lengths: Sequence[int], dtype: torch.dtype
-) -> IndexContext:
-    table = ExtentTable(len(lengths), 4, 4 * len(lengths))
-    for slot in reversed(range(len(lengths))):
-        table.reserve(slot, lengths[slot])
-    books = codebook.build_codebooks(config, dim)
-    device = torch.device("cpu")
-    heads = KV_HEADS * group
-    return IndexContext(0, heads, KV_HEADS, dim, dim**-0.5, config, books, table, list(lengths), dtype, device, library)
+make_context = partial(native_context, method.traits)
 
 
 def make_pair(
@@ -201,17 +197,7 @@ def test_ties_are_cut_as_the_reference_cuts_them(
 def test_selection_does_not_depend_on_batch_order_or_threads(library: CpuLibrary) -> None:
     torch.manual_seed(3)
     _, found = make_pair(library, Config(top_k=20), 3, 64, keys_of_slots([900, 2100, 1300], 64))
-    queries = torch.randn(3, 3 * KV_HEADS, 64)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        together = select_rows(found, queries, [0, 1, 2]).rows
-        assert torch.equal(select_rows(found, queries[[2, 0, 1]], [2, 0, 1]).rows, together[[2, 0, 1]])
-        torch.set_num_threads(1)
-        for slot in range(3):
-            assert torch.equal(select_rows(found, queries[slot : slot + 1], [slot]).rows[0], together[slot])
-    finally:
-        torch.set_num_threads(threads)
+    check_batch_order_and_threads(found)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 0.0])
