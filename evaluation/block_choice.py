@@ -27,7 +27,8 @@ from kvseek.core.config import KEY_BLOCK, BlockSparseConfig
 from kvseek.core.errors import ConfigError
 from kvseek.engine.model import block_sparse
 from kvseek.evaluation.capture import CapturedLayer, cached_capture
-from kvseek.evaluation.recall import CAPTURES
+from kvseek.evaluation.recall import CAPTURES, chosen_layers
+from kvseek.measurement.flags import numbers
 from kvseek.measurement.machine import describe
 from kvseek.measurement.output import run_command
 
@@ -161,14 +162,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 @torch.inference_mode()
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure all rules; returns the document."""
-    budgets, starts = ([int(part) for part in text.split(",")] for text in (arguments.budgets, arguments.starts))
+    budgets = numbers("budgets", arguments.budgets, (1 + block_sparse.LATEST) * KEY_BLOCK)
+    starts = numbers("starts", arguments.starts, 1)
     last = arguments.tokens - arguments.query_block
     if not all(max(budgets) < start <= last for start in starts):
         raise ConfigError(f"--starts = {arguments.starts}: must be > {max(budgets)}, the largest budget, and <= {last}")
     layers = cached_capture(arguments.model, arguments.text, arguments.tokens, arguments.tokens, arguments.captures)
-    numbers = [int(part) for part in arguments.layers.split(",")] if arguments.layers else range(len(layers))
     found: dict[Any, Loss] = {}
-    for number in numbers:
+    for number in chosen_layers(arguments.layers, len(layers)) or range(len(layers)):
         for start in starts:
             measure(layers[number], start, arguments.query_block, budgets, found)
     results = [

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvseek.benchmarks.shapes import SHAPES
 from kvseek.core.errors import ConfigError
+from kvseek.measurement.flags import numbers
 from kvseek.measurement.variants import FORM, parse_variants
 
 from .memory_plan import OFFLOADS
@@ -70,11 +71,3 @@ def check(arguments: argparse.Namespace) -> argparse.Namespace:
         if value is not None and value <= 0:
             raise ConfigError(f"--{name} = {value}: must be > 0; leave it out for the default")
     return arguments
-
-
-def numbers(name: str, text: str, least: int) -> list[int]:
-    """A comma list of numbers, ascending, each once; raises ConfigError."""
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) >= least for part in parts):
-        raise ConfigError(f"--{name} = {text!r}: must be a comma list of numbers >= {least}; e.g. {max(least, 131072)}")
-    return sorted({int(part) for part in parts})

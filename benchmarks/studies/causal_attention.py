@@ -15,11 +15,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvseek.benchmarks.device.options import numbers
 from kvseek.benchmarks.studies.host_cases import KERNEL, PYTORCH, SHAPES, add_flags, begin
 from kvseek.benchmarks.timing import interleave
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.engine.model import attention, native_attention
+from kvseek.measurement.flags import numbers
 from kvseek.measurement.machine import describe
 from kvseek.measurement.output import run_command
 

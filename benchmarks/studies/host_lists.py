@@ -15,10 +15,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvseek.benchmarks.device.options import numbers
 from kvseek.benchmarks.studies.host_cases import KERNEL, PYTORCH, SHAPES, add_flags, begin
 from kvseek.benchmarks.timing import interleave
 from kvseek.core.cpu_library import CpuLibrary
+from kvseek.measurement.flags import numbers
 from kvseek.measurement.machine import describe
 from kvseek.measurement.output import run_command
 from kvseek.plugins.ctkvr.build import build_lists

@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvseek.benchmarks.device.options import numbers
 from kvseek.benchmarks.timing import CLOCKS, interleave
 from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.core.cpu_library import CpuLibrary
@@ -26,6 +25,7 @@ from kvseek.engine.model import bfloat16
 from kvseek.engine.model.host_products import HostProducts
 from kvseek.engine.model.linear import Product, Products
 from kvseek.engine.model.weight_only import quantise
+from kvseek.measurement.flags import numbers
 from kvseek.measurement.machine import describe
 from kvseek.measurement.output import run_command
 

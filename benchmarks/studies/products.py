@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvseek.benchmarks.device.options import numbers
 from kvseek.benchmarks.shapes import SHAPES, get_shape
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.config import ModelConfig
@@ -27,6 +26,7 @@ from kvseek.core.cuda import cuda_device
 from kvseek.engine.model.linear import KernelLinear
 from kvseek.engine.model.product_kernels import ProductKernels
 from kvseek.engine.model.weight_only import NONE, PRECISIONS, quantise
+from kvseek.measurement.flags import numbers
 from kvseek.measurement.gpu_kernels import load_kernels
 from kvseek.measurement.machine import describe, describe_gpu, installed_version
 from kvseek.measurement.output import run_command

@@ -19,13 +19,13 @@ from rich.table import Table
 from torch import Tensor
 
 from kvseek.benchmarks.device.memory_rates import elapsed_seconds, product_rate, timing_event
-from kvseek.benchmarks.device.options import numbers
 from kvseek.benchmarks.timing import interleave
 from kvseek.core.config import ModelConfig
 from kvseek.core.cuda import cuda_device
 from kvseek.core.errors import ConfigError
 from kvseek.engine.model.attention import causal_attention_device
 from kvseek.engine.model.prompt_attention import FLASH, PromptAttention
+from kvseek.measurement.flags import numbers
 from kvseek.measurement.gpu_kernels import method_kernels
 from kvseek.measurement.machine import describe
 from kvseek.measurement.output import run_command

@@ -18,10 +18,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvseek.benchmarks.device.options import numbers
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
+from kvseek.measurement.flags import numbers
 from kvseek.measurement.machine import describe
 from kvseek.measurement.output import run_command
 

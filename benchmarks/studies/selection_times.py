@@ -26,9 +26,10 @@ from kvseek.benchmarks.device.main import describe_variant
 from kvseek.benchmarks.device.memory_plan import Cell
 from kvseek.benchmarks.device.memory_rates import elapsed_seconds, timing_event
 from kvseek.benchmarks.device.observers import capture_stream
-from kvseek.benchmarks.device.options import DTYPES, SHORTEST, numbers
+from kvseek.benchmarks.device.options import DTYPES, SHORTEST
 from kvseek.benchmarks.timing import Samples
 from kvseek.core.errors import ConfigError
+from kvseek.measurement.flags import numbers
 from kvseek.measurement.machine import describe, describe_gpu
 from kvseek.measurement.output import run_command
 from kvseek.measurement.variants import FORM, Variant, parse_variants

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvseek.core.config import KEY_BLOCK
-from kvseek.evaluation.block_choice import BEST, RULES, Loss, measure
+from kvseek.evaluation.block_choice import BEST, RULES, Loss, main, measure
 from kvseek.evaluation.capture import CapturedLayer
 
 
@@ -37,3 +37,18 @@ def test_what_is_lost_is_the_share_of_the_blocks_that_are_left_out() -> None:
     for loss in found.values():
         assert loss.lost == pytest.approx(expected, rel=1e-4)
         assert loss.sharp == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--budgets", "1024,x"), "--budgets = '1024,x': must be a comma list of numbers >= 320"),
+        (("--starts", ""), "--starts = '': must be a comma list of numbers >= 1"),
+        (("--starts", "900"), "--starts = 900: must be > 2048, the largest budget, and <= 7680"),
+    ],
+)
+def test_bad_flags_are_refused_by_name(
+    flags: tuple[str, str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model", "model", "--text", "text", *flags]) == 1
+    assert message in capsys.readouterr().err
