@@ -24,7 +24,7 @@ from .generate_json import MODEL_VERSION
 
 ASK_SECONDS = 1.0  # time between two questions
 ANSWER_SECONDS = 10.0  # an older answer counts for nothing
-SETTLE_SECONDS = 5 * RETRY_SECONDS  # in which the other processes' clients have found a new engine process, too
+SETTLE_SECONDS = 5 * RETRY_SECONDS  # in which Triton's models have found a new engine process, too
 logger = logging.getLogger(__name__)
 
 
@@ -99,7 +99,7 @@ class ServerState:
             found.append("the engine process does not run, or is loading the engine")
         elif not self._engine.fresh:
             found.append(f"the engine has not answered for {ANSWER_SECONDS:g} s")
-        elif self._client.connected_seconds < SETTLE_SECONDS:
+        elif self._triton is not None and self._client.connected_seconds < SETTLE_SECONDS:
             found.append("Triton's models may still be looking for the engine process")
         if self._triton is not None and not (self._triton.connected and self._triton_answers.fresh):
             found.append("Triton does not answer on its gRPC port, or is not ready")
