@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from .bench import BenchDecoder
 
+WARM_TOKENS = 131_072  # cuDNN has met all its sizes by then; an uncounted prompt of 512K tokens would take minutes
+
 
 def run_prefill(bench: Bench, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Every context as a prompt of random tokens, the methods in turns, by the host's clock until the device is done."""
@@ -55,22 +57,25 @@ def _measure(bench: Bench, offload: str, cell: Cell) -> list[dict[str, Any]]:
     """The methods one after the other, each in turns with the baseline; the baseline's figures are of all turns.
 
     What all methods have in common is timed by parts, with the baseline; with other variants, if their prompts attend otherwise.
+    Prompts of more than WARM_TOKENS are not timed by parts, which takes one more prompt.
     """
     rows = bench.row_storage(offload, [cell])
     generator = torch.Generator().manual_seed(bench.arguments.seed)
     ids = torch.randint(0, bench.model.vocab_size, (cell.context,), generator=generator).tolist()
     baseline, results, seconds = bench.variants[0], [], []
+    by_parts = cell.context <= WARM_TOKENS
     parts: dict[str, Any] = {}
     for variant in compared_variants(bench.variants):
         turns = [baseline] if variant is None else [baseline, variant]
         decoders = _decoders(bench, rows, cell, turns)
         samples = _take_turns(bench, decoders, ids)
-        parts = parts or _parts(bench, decoders[baseline.label], ids)
+        if by_parts and not parts:
+            parts = _parts(bench, decoders[baseline.label], ids)
         seconds += samples[baseline.label].seconds
         if variant is not None:
             entry = prefill_result(variant.label, cell.context, samples[variant.label].seconds)
             entry["to_baseline"] = entry["seconds"]["median"] / samples[baseline.label].median
-            if variant.prompt_attention != baseline.prompt_attention:
+            if by_parts and variant.prompt_attention != baseline.prompt_attention:
                 entry |= _parts(bench, decoders[variant.label], ids)
             results.append(entry)
         del decoders
@@ -103,9 +108,11 @@ def _parts(bench: Bench, decoder: BenchDecoder, ids: list[int]) -> dict[str, Any
 
 
 def _take_turns(bench: Bench, decoders: dict[str, BenchDecoder], ids: list[int]) -> dict[str, Samples]:
-    """Prompts of the decoders in turns."""
+    """Prompts of the decoders in turns, after one of each, of WARM_TOKENS at most, that is not counted."""
+    for decoder in decoders.values():
+        prefill(decoder, ids[:WARM_TOKENS])
     calls = {label: lambda decoder=decoder: prefill(decoder, ids) for label, decoder in decoders.items()}
-    return interleave(calls, bench.arguments.repeats, block=1, warmup=1)
+    return interleave(calls, bench.arguments.repeats, block=1, warmup=0)
 
 
 def prefill(decoder: BenchDecoder, ids: list[int]) -> None:
