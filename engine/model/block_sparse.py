@@ -17,6 +17,7 @@ from torch import Tensor
 from kvseek.core.config import KEY_BLOCK
 
 from .attention import CausalAttention
+from .prompt_attention import FEWEST_QUERIES, PromptAttention
 
 if TYPE_CHECKING:
     from kvseek.core.config import EngineConfig
@@ -25,10 +26,11 @@ BlockMass = Callable[[Tensor, Tensor, float], Tensor]
 """Sampled queries [G, b, s, D] of b query blocks, keys [G, p, D] and the softmax scale to float32 [G, b, p / KEY_BLOCK]:
 attention of the samples to each block of keys, softmax over all p keys, summed over the samples. p is a multiple of KEY_BLOCK."""
 Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-"""Attention without a mask: queries [B, H, r, D], keys and values [B, H, n, D] and the scale to outputs and log-sum-exps
-float32 [B, H, r]."""
+"""Attention of the same queries [G, r, D] to each of B pieces of the keys, [B, G, n, D], without a mask. The values [n, D] are
+those of every piece and head. With the scale to outputs [B, G, r, D] and log-sum-exps float32 [B, G, r]."""
 
 LATEST = 256 // KEY_BLOCK  # blocks before the chunk that are always chosen, as the first one is
+PIECES_TOGETHER = 8  # that cuDNN reads at once: always as many, since it compiles a plan for each number
 
 
 class BlockSparseAttention:
@@ -147,26 +149,48 @@ def block_mass_by_attention(queries: Tensor, keys: Tensor, scaling: float, atten
     for part in (cut(keys[:, :whole], piece), keys[:, None, whole:]):
         pieces, length = part.shape[1:3]
         if pieces and length:
-            shared = rows.expand(pieces, -1, -1, -1), part.transpose(0, 1)
-            found.append(attend(*shared, names[:length].expand(pieces, kv_heads, -1, -1), scaling))
+            found.append(attend(rows, part.transpose(0, 1), names[:length], scaling))
     shares, lse = (torch.cat(parts) for parts in zip(*found, strict=True))  # [pieces, G, b * s, D], [pieces, G, b * s]
     weights = (lse - lse.logsumexp(dim=0)).exp().view(-1, kv_heads, number, 1, samples)
     mass = torch.matmul(weights, shares.float().view(-1, kv_heads, number, samples, dim))  # [pieces, G, b, 1, D]
     return mass.squeeze(3).permute(1, 2, 0, 3).flatten(2)[..., : keys.shape[1] // KEY_BLOCK]
 
 
-def attend_by_flash(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+def attend_by_flash(queries: Tensor, pieces: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Attend by flash attention on a GPU; see Attend. It does not take float32."""
     operator: Any = torch.ops.aten._scaled_dot_product_flash_attention
-    found = operator(queries, keys, values, 0.0, False, False, scale=scaling)
+    shape = (*pieces.shape[:2], -1, -1)
+    found = operator(queries.expand(shape), pieces, values.expand(shape), 0.0, False, False, scale=scaling)
     return found[0], found[1]
 
 
-def mass_of(config: EngineConfig) -> BlockMass:
-    """Return the computation of a BlockMass that suits an engine."""
-    if config.device == "cuda" and config.dtype != "float32":
-        return partial(block_mass_by_attention, attend=attend_by_flash)
-    return block_mass
+def attend_by_cudnn(queries: Tensor, pieces: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Attend by cuDNN, PIECES_TOGETHER at a time, and to those left over by flash attention; see Attend.
+
+    cuDNN is asked where PromptAttention asks it: with at least FEWEST_QUERIES queries.
+    """
+    together = len(pieces) // PIECES_TOGETHER * PIECES_TOGETHER
+    if not together or queries.shape[1] < FEWEST_QUERIES:
+        return attend_by_flash(queries, pieces, values, scaling)
+    operator: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
+    shape, found = (PIECES_TOGETHER, pieces.shape[1], -1, -1), []
+    rows, names = queries.expand(shape).contiguous(), values.expand(shape).contiguous()
+    for start in range(0, together, PIECES_TOGETHER):
+        part = pieces[start : start + PIECES_TOGETHER]
+        shares, lse = operator(rows, part, names, None, True, 0.0, False, False, scale=scaling)[:2]
+        found.append((shares, lse.view(shares.shape[:3])))
+    if together < len(pieces):
+        found.append(attend_by_flash(queries, pieces[together:], values, scaling))
+    shares, lse = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return shares, lse
+
+
+def mass_of(config: EngineConfig, dense: CausalAttention) -> BlockMass:
+    """Return the computation of a BlockMass that suits an engine whose prompts `dense` reads."""
+    if config.device != "cuda" or config.dtype == "float32":
+        return block_mass
+    by_cudnn = isinstance(dense, PromptAttention) and dense.refusal is None
+    return partial(block_mass_by_attention, attend=attend_by_cudnn if by_cudnn else attend_by_flash)
 
 
 def attended_pairs(config: EngineConfig, tokens: int) -> int:
@@ -195,7 +219,9 @@ def sparse_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int, chunk: i
     # Ranks of blocks: their mass, and its order (topk and sort). By attention: shares of all samples, also in float32.
     ranks = query_blocks * kv_heads * blocks * (torch.float32.itemsize + 2 * torch.int64.itemsize)
     if config.device == "cuda" and dtype is not torch.float32:
-        scores = samples * (blocks + dim) * (dtype.itemsize + 2 * torch.float32.itemsize)
+        scores = samples * (blocks + dim) * (2 * dtype.itemsize + 2 * torch.float32.itemsize)
+        if blocks >= PIECES_TOGETHER * dim:  # values and queries as cuDNN reads them
+            gathered += PIECES_TOGETHER * (kv_heads * KEY_BLOCK * dim + samples) * dim
     else:  # of one KV head: its keys, and weights of a query block's samples before and after softmax
         scores = past * (dim + 2 * each * model.group_size) * torch.float32.itemsize
     return gathered * dtype.itemsize + ranks + scores

@@ -190,7 +190,7 @@ class LayerwiseModel(ABC, Generic[Prompt]):
         self.scaling = self.model.head_dim**-0.5
         self.attention = attention
         sparse = self.config.prefill_attention == "block_sparse"
-        self.sparse = BlockSparseAttention(self.config, attention, mass_of(self.config)) if sparse else None
+        self.sparse = BlockSparseAttention(self.config, attention, mass_of(self.config, attention)) if sparse else None
 
     def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
         """See PromptModel.prefill."""

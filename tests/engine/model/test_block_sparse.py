@@ -128,7 +128,10 @@ def test_attention_to_one_hot_values_is_the_mass_of_blocks(past: int, dtype: tor
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         operator: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        found: tuple[Tensor, Tensor] = operator(queries, keys, values, 0.0, False, scale=scaling)
+        shape = (*keys.shape[:2], -1, -1)
+        found: tuple[Tensor, Tensor] = operator(
+            queries.expand(shape), keys, values.expand(shape), 0.0, False, scale=scaling
+        )
         return found
 
     found, expected = block_mass_by_attention(samples, keys, 0.2, attend), block_mass(samples, keys, 0.2)

@@ -17,7 +17,10 @@ from kvseek.core.config_file import read_config
 from kvseek.engine.loading.load import load_decoder
 from kvseek.engine.model.attention import causal_attention_device
 from kvseek.engine.model.block_sparse import (
+    PIECES_TOGETHER,
+    Attend,
     BlockSparseAttention,
+    attend_by_cudnn,
     attend_by_flash,
     block_mass,
     block_mass_by_attention,
@@ -48,13 +51,25 @@ def sparse_config(model: object, dtype: str, budget: int, dense_tail: int = 0) -
 @pytest.mark.parametrize("past", [64, 2048, 8192 + 64, 3 * 8192])
 @pytest.mark.parametrize(("dtype", "dim", "group"), [("bfloat16", 128, 4), ("float16", 64, 3), ("bfloat16", 96, 1)])
 def test_mass_of_blocks(dtype: str, dim: int, group: int, past: int, device: torch.device) -> None:
-    """By flash attention with one-hot values: as the definition, up to the rounding of shares to 16 bits."""
+    """By flash attention with one-hot values."""
+    check_mass(dtype, dim, group, past, device, attend_by_flash)
+
+
+@pytest.mark.parametrize("pieces", [PIECES_TOGETHER, 2 * PIECES_TOGETHER + 1])
+@pytest.mark.parametrize(("dtype", "dim", "group"), [("bfloat16", 128, 6), ("float16", 64, 8)])
+def test_mass_of_blocks_by_cudnn(dtype: str, dim: int, group: int, pieces: int, device: torch.device) -> None:
+    """Whole groups of pieces by cuDNN, the others and the last, short one by flash attention."""
+    check_mass(dtype, dim, group, pieces * dim * KEY_BLOCK + 640, device, attend_by_cudnn)
+
+
+def check_mass(dtype: str, dim: int, group: int, past: int, device: torch.device, attend: Attend) -> None:
+    """As the definition, up to the rounding of shares to 16 bits."""
     torch.manual_seed(past)
     kind = getattr(torch, dtype)
     queries = torch.randn(1100, KV_HEADS * group, dim, device=device).to(kind).transpose(0, 1)
     keys = torch.randn(KV_HEADS, past + 1000, dim, device=device).to(kind)[:, :past]
     samples = sample(2 * queries, KV_HEADS, 512, 32)
-    found = block_mass_by_attention(samples, keys, dim**-0.5, attend_by_flash)
+    found = block_mass_by_attention(samples, keys, dim**-0.5, attend)
     expected = block_mass(samples, keys, dim**-0.5)
     assert found.shape == expected.shape == (KV_HEADS, 3, past // KEY_BLOCK)
     assert (found - expected).abs().max() <= 0.02 * expected.max()
@@ -82,11 +97,12 @@ def test_it_is_attention_to_chosen_blocks(
     torch.manual_seed(q + past)
     dense = make(kernels, dtype, dim, group)
     config = sparse_config(dense._model, dtype, 2048, 100)
-    attention = BlockSparseAttention(config, dense, mass_of(config))
+    attention = BlockSparseAttention(config, dense, mass_of(config, dense))
     queries = torch.randn(q, KV_HEADS * group, dim, device=device).to(dense.dtype).transpose(0, 1)
     keys, values = rows(dtype, device, past + q, dim, scale=2.0), rows(dtype, device, past + q, dim)
     found, whole = attention(queries, keys, values, dim**-0.5, 0), past // KEY_BLOCK * KEY_BLOCK
-    chosen = choose(mass_of(config)(sample(queries[:, : q - 100], KV_HEADS, 512, 32), keys[:, :whole], dim**-0.5), 32)
+    samples = sample(queries[:, : q - 100], KV_HEADS, 512, 32)
+    chosen = choose(mass_of(config, dense)(samples, keys[:, :whole], dim**-0.5), 32)
     for number, start in enumerate(range(0, q - 100, 512)):
         stop = min(start + 512, q - 100)
         places = (chosen[:, number, :, None] * KEY_BLOCK + torch.arange(KEY_BLOCK, device=device)).flatten(1)
@@ -103,7 +119,7 @@ def test_a_budget_that_covers_the_past_is_dense_attention(kernels: MakeKernels, 
     config = sparse_config(dense._model, "bfloat16", 6144)
     queries = torch.randn(2048, KV_HEADS * 4, 128, device=device).bfloat16().transpose(0, 1)
     keys = rows("bfloat16", device, 8192, 128)
-    found = BlockSparseAttention(config, dense, mass_of(config))(queries, keys, keys, 0.1, 0)
+    found = BlockSparseAttention(config, dense, mass_of(config, dense))(queries, keys, keys, 0.1, 0)
     assert torch.equal(found, dense(queries, keys, keys, 0.1))
 
 
@@ -112,7 +128,7 @@ def test_its_work_space_is_counted(dtype: str, kernels: MakeKernels, device: tor
     """What sparse attention adds to the peak of the dense attention that reads the same keys."""
     dense = make(kernels, dtype, 64, 3)
     config = sparse_config(dense._model, dtype, 1024)
-    attention = BlockSparseAttention(config, causal_attention_device, mass_of(config))
+    attention = BlockSparseAttention(config, causal_attention_device, mass_of(config, causal_attention_device))
     queries = torch.randn(2048, KV_HEADS * 3, 64, device=device).to(dense.dtype).transpose(0, 1)
     keys = rows(dtype, device, 8192, 64)
     peaks = []
