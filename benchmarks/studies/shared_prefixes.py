@@ -2,8 +2,8 @@
 
     python benchmarks/studies/shared_prefixes.py --methods full,pariskv,nested --offload always,never
 
-On a GPU, in an engine over random weights of a shape, whose documents are synthetic (cached_prompts.py). Both kinds of batches are
-as large and as long, and take turns.
+On a GPU, in an engine over random weights of a shape, whose documents are synthetic (cached_prompts.py). Both kinds of batches
+are as large and as long, and take turns.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kvseek.measurement.output import write_result
 
 QUESTION = 40  # tokens
 WARM_STEPS = 8  # that a batch is not timed for, after its last request has begun to decode
+ROOM = 8192  # tokens of the pool for each request beside its document: for what ended requests leave
 
 
 def step_seconds(engine: Engine, documents: Sequence[Sequence[int]], steps: int, seed: int) -> list[float]:
@@ -86,7 +87,7 @@ def run(own: argparse.Namespace) -> dict[str, Any]:
                 max_seq_len=longest,
                 max_input_len=longest,
             )
-            rows = rows or make_rows(bench, config, own.requests * longest, offload)
+            rows = rows or make_rows(bench, config, own.requests * (longest + ROOM), offload)
             engine = make_engine(bench, config, variant, rows)
             found = measure(engine, own, arguments.seed)
             results.append({"method": variant.label, "offload": offload, **found})
