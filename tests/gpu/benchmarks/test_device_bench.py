@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvseek.benchmarks import decode, shapes
-from kvseek.benchmarks.studies import cache_hits, selection_times
+from kvseek.benchmarks.studies import cache_hits, cached_prompts, selection_times, shared_prefixes
 from kvseek.core.config import ModelConfig
 
 pytestmark = pytest.mark.gpu
@@ -156,3 +156,21 @@ def test_selections_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     )
     assert nested == SHAPE.num_kv_heads * ((4096 - WINDOW) * (64 / 4 + 2) + 800 * (64 / 2 + 2))
     assert "nested" in capsys.readouterr().out
+
+
+def test_questions_about_kept_documents(tmp_path: Path) -> None:
+    """Documents that were not read but left in the cache: one question at a time, and batches that share them or do not."""
+    files = [tmp_path / "cached.json", tmp_path / "shared.json"]
+    common = ["--shape", "tiny", "--methods", "full,pariskv", "--offload", "always,never", "--context", "5000"]
+    cached = [*common, "--rounds", "1", "--max_batch_size", "4", "--questions", "20", "--output", str(files[0])]
+    assert cached_prompts.main(cached) == 0
+    shared = [*common, "--requests", "2", "--steps", "3", "--turns", "1", "--output", str(files[1])]
+    assert shared_prefixes.main(shared) == 0
+    questions, steps = (json.loads(file.read_text(encoding="utf-8"))["results"] for file in files)
+    forms = [(entry["method"], entry["form"]) for entry in questions if entry["offload"] == "never"]
+    assert forms == [("full", "dense"), ("pariskv", "dense"), ("pariskv", "sparse")]
+    assert all(entry["questions"]["20"]["seconds"] > 0 for entry in questions)
+    assert [(entry["method"], entry["offload"]) for entry in steps] == [
+        (method, offload) for offload in ("always", "never") for method in ("full", "pariskv")
+    ]
+    assert all(seconds > 0 for entry in steps for seconds in entry["seconds"].values())
