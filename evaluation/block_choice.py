@@ -116,6 +116,7 @@ RULES: dict[str, Rule] = {
     "pooled queries and keys": pooled_both,
     "unlike queries": unlike_queries,
 }
+NOTHING_MORE = torch.zeros(1, 1, dtype=torch.int64)  # no block is chosen for its text: scores are compared
 BEST = "best blocks"  # by the exact attention of all queries
 
 
@@ -133,7 +134,7 @@ def measure(layer: CapturedLayer, start: int, query_block: int, budgets: Sequenc
     for name, rule in {BEST: None, **RULES}.items():
         marks = mass.sum(dim=1) if rule is None else rule(queries, keys[:, :past], layer.scaling)
         for budget in budgets:
-            chosen = block_sparse.choose(marks[:, None].clone(), budget // KEY_BLOCK)[:, 0]
+            chosen = block_sparse.choose(marks[:, None].clone(), budget // KEY_BLOCK, NOTHING_MORE)[:, 0]
             taken = torch.zeros(marks.shape, dtype=torch.bool).scatter_(1, chosen, value=True)
             loss = found.setdefault((name, budget), Loss())
             loss.lost += float((mass * ~taken[:, None]).sum(dim=2).mean())

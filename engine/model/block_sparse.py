@@ -1,8 +1,9 @@
 """Sparse attention of prompts: queries attend to chosen blocks of the tokens before their chunk, and to the chunk itself.
 
 Keys before a chunk are cut into blocks of KEY_BLOCK tokens, the chunk's queries into larger blocks. For each KV head and query
-block, some of the queries attend exactly to all keys; the blocks that get most of this attention are gathered, and the
-dense attention reads them as if they were all of the past. docs/sparse_prompts.md has the reasons and the measurements.
+block, some of the queries attend exactly to all keys; the blocks that get most of this attention, and those where the block's
+tokens stood before, are gathered, and the dense attention reads them as if they were all of the past. docs/sparse_prompts.md has
+the reasons and the measurements.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvseek.core.config import KEY_BLOCK
 
 from .attention import CausalAttention
 from .prompt_attention import FEWEST_QUERIES, PromptAttention
+from .repeated_tokens import RepeatedTokens
 
 if TYPE_CHECKING:
     from kvseek.core.config import EngineConfig
@@ -52,11 +54,14 @@ class BlockSparseAttention:
     def __init__(self, config: EngineConfig, dense: CausalAttention, mass: BlockMass) -> None:
         self._dense, self._mass = dense, mass
         self._count = config.block_sparse.budget // KEY_BLOCK
+        self._repeated = repeated_blocks(self._count)
         self._size, self._samples = config.block_sparse.query_block, config.block_sparse.samples
         self._tail, self._chunk = config.block_sparse.dense_tail, config.prefill_chunk_tokens
 
-    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float, following: int) -> Tensor:
-        """Attend as a CausalAttention; `following` tokens of the prompt come after the queries'."""
+    def __call__(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float, following: int, repeated: RepeatedTokens
+    ) -> Tensor:
+        """Attend as a CausalAttention; `following` tokens of the prompt come after the queries', and `repeated` knows all."""
         q = queries.shape[1]
         blocks, sparse = (keys.shape[1] - q) // KEY_BLOCK, q - max(0, self._tail - following)
         if blocks <= self._count or sparse <= 0:
@@ -66,8 +71,10 @@ class BlockSparseAttention:
             sample(queries[:, :sparse], keys.shape[0], self._size, self._samples), keys[:, :past], scaling
         )
         read_keys, read_values = (self._with_room(part, past, q) for part in (keys, values))
+        first = keys.shape[1] - q
+        again = repeated.blocks(first, first + sparse, self._size, blocks, self._repeated)
         out = []
-        for number, chosen in enumerate(choose(mass, self._count).unbind(1)):
+        for number, chosen in enumerate(choose(mass, self._count, again).unbind(1)):
             start, stop = number * self._size, min((number + 1) * self._size, sparse)
             for rows, part in ((read_keys, keys), (read_values, values)):
                 gather(part[:, :past], chosen, rows[:, : self._count * KEY_BLOCK])
@@ -101,12 +108,18 @@ def sample(queries: Tensor, kv_heads: int, size: int, samples: int) -> Tensor:
     return taken.transpose(1, 2).reshape(kv_heads, len(places), -1, dim)
 
 
-def choose(mass: Tensor, count: int) -> Tensor:
+def repeated_blocks(count: int) -> int:
+    """Return how many of `count` blocks may be chosen because the tokens stood there before: half of those not fixed."""
+    return (count - 1 - LATEST) // 2
+
+
+def choose(mass: Tensor, count: int, again: Tensor) -> Tensor:
     """Choose `count` blocks by mass [G, b, blocks], which is changed: int64 [G, b, count], ascending.
 
-    The first and the latest blocks are among them.
+    The first and the latest blocks are among them, and those of `again`, int64 [b, few].
     """
     mass[..., 0] = mass[..., -LATEST:] = torch.inf
+    mass.scatter_(2, again.expand(len(mass), -1, -1), torch.inf)
     return mass.topk(count, dim=-1).indices.sort(dim=-1).values
 
 
@@ -224,4 +237,5 @@ def sparse_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int, chunk: i
             gathered += PIECES_TOGETHER * (kv_heads * KEY_BLOCK * dim + samples) * dim
     else:  # of one KV head: its keys, and weights of a query block's samples before and after softmax
         scores = past * (dim + 2 * each * model.group_size) * torch.float32.itemsize
-    return gathered * dtype.itemsize + ranks + scores
+    # Places of tokens, and what sorts them.
+    return gathered * dtype.itemsize + ranks + scores + 8 * torch.int64.itemsize * tokens

@@ -19,7 +19,7 @@ from .graphs import StepResult
 from .layer import Head, Layer
 from .layer_kernels import LayerKernels
 from .linear import KernelProducts, Products
-from .prefill import NO_TAKERS, LayerwiseModel, Prefill, Prompts, Takers, pieces_of
+from .prefill import NO_TAKERS, AttendChunk, LayerwiseModel, Prefill, Prompts, Takers
 from .product_kernels import ProductKernels
 from .torch_model import Stream
 
@@ -77,14 +77,16 @@ class KernelModel(LayerwiseModel[Stream]):
         residual = F.embedding(ids, self.embed)
         return Stream.begin(residual, prefill.borders, self.ops.rotation, self.model.short_reach)
 
-    def read_chunk(self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
+    def read_chunk(
+        self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor, attend: AttendChunk
+    ) -> Tensor:
         """See LayerwiseModel."""
         weights, x, mark = self.layers[layer], prompt.residual[start:stop], self.retrieval.observer.prompt_part_ended
         rotation = prompt.rotation_of(start, stop, self.ops.rotation)
         qkv = weights.project(self.ops, x, None, mark)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
         mark("rope")
-        out = self.attend(layer, q, keys, values, pieces_of(prompt.borders, start, stop))
+        out = attend(q)
         mark("attend")
         x += weights.finish(self.ops, x, out.flatten(1), mark)
         return q

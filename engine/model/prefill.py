@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -17,6 +18,7 @@ from kvseek.core.streams import Ticket
 from kvseek.engine.cache.activation_memory import prefill_bytes
 from kvseek.engine.model.attention import CausalAttention
 from kvseek.engine.model.block_sparse import BlockSparseAttention, mass_of
+from kvseek.engine.model.repeated_tokens import RepeatedTokens
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.contract import LAST_QUERIES
 
@@ -26,6 +28,8 @@ TakeLogits = Callable[[int, Tensor], None]
 """Takes logits of consecutive tokens of a prompt, float32 [tokens, vocabulary] on the engine's device; the number is the first
 token's position."""
 Takers = Mapping[int, TakeLogits]  # by slot
+AttendChunk = Callable[[Tensor], Tensor]
+"""Causal attention of a chunk's queries [H, chunk, D], each prompt to itself; returns [chunk, H, D]."""
 Rows = tuple[Tensor, Tensor]  # keys and values of a layer, [G, n, D]
 NO_TAKERS: Takers = {}
 # Most logits that are computed at once: 16 MiB, for which RESERVE_BYTES of activation_memory.py has room.
@@ -196,30 +200,17 @@ class LayerwiseModel(ABC, Generic[Prompt]):
         """See PromptModel.prefill."""
         return LayerwisePrefill(self, self.retrieval, prompts, takers)
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        """Attend causally in a chunk of a layer, each prompt to itself: queries [H, chunk, D], keys and values [G, pack, D].
-
-        `pieces` are the pieces of the chunk, in order. Returns [chunk, H, D].
-        """
-        begin, parts = pieces[0].start, list[Tensor]()
-        for piece in pieces:
-            own = queries[:, piece.start - begin : piece.stop - begin]
-            rows = keys[:, piece.first : piece.stop], values[:, piece.first : piece.stop]
-            if self.sparse is None or layer < self.config.block_sparse.dense_layers:
-                parts.append(self.attention(own, *rows, self.scaling))
-            else:
-                parts.append(self.sparse(own, *rows, self.scaling, piece.end - piece.stop))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
     @abstractmethod
     def begin_prompt(self, prefill: Prefill) -> Prompt:
         """Make what the first layer begins with, such as the embeddings."""
 
     @abstractmethod
-    def read_chunk(self, layer: int, prompt: Prompt, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
+    def read_chunk(
+        self, layer: int, prompt: Prompt, start: int, stop: int, keys: Tensor, values: Tensor, attend: AttendChunk
+    ) -> Tensor:
         """Run one layer over rows start .. stop - 1, and write their keys and values to `keys` and `values` [G, n, D].
 
-        Returns the chunk's queries, [H, stop - start, D]. `keys` and `values` are those of all rows.
+        Returns the chunk's queries, [H, stop - start, D]. `keys` and `values` are those of all rows; `attend` attends to them.
         """
 
     @abstractmethod
@@ -271,7 +262,8 @@ class LayerwisePrefill(Prefill):
         start = self._row
         size = max_tokens if self._model.reads_packs else self._model.config.prefill_chunk_tokens
         stop = self.tokens if len(self.slots) > 1 else min(start + size, self.tokens)
-        queries = self._model.read_chunk(self._layer, self._prompt, start, stop, *self._rows)
+        attend = partial(self._attend, start)
+        queries = self._model.read_chunk(self._layer, self._prompt, start, stop, *self._rows, attend)
         # An index is given each prompt's last queries. A pack is one chunk, so this chunk has the queries of all its prompts.
         part = queries if len(self.slots) > 1 else queries[:, max(0, self.tokens - LAST_QUERIES - start) :]
         if part.shape[1] > 0:  # an empty part would keep the queries of its chunk
@@ -281,6 +273,25 @@ class LayerwisePrefill(Prefill):
         if stop == self.tokens:
             self._end_layer()
         return stop - start
+
+    def _attend(self, start: int, queries: Tensor) -> Tensor:
+        """Attend in the chunk that begins with row `start` of this layer; see AttendChunk."""
+        assert self._rows is not None, "the chunk's keys and values have been written"
+        model, (keys, values), parts = self._model, self._rows, list[Tensor]()
+        for piece in pieces_of(self.borders, start, start + queries.shape[1]):
+            own = queries[:, piece.start - start : piece.stop - start]
+            rows = keys[:, piece.first : piece.stop], values[:, piece.first : piece.stop]
+            # A pack is one chunk, of prompts without anything before it.
+            if model.sparse is None or self._layer < model.config.block_sparse.dense_layers or len(self.slots) > 1:
+                parts.append(model.attention(own, *rows, model.scaling))
+            else:
+                parts.append(model.sparse(own, *rows, model.scaling, piece.end - piece.stop, self._repeated))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @cached_property
+    def _repeated(self) -> RepeatedTokens:
+        assert len(self.slots) == 1, "the tokens are those of one prompt"
+        return RepeatedTokens(self.ids, self.retrieval.cache.window.device)
 
     def _begin_layer(self) -> Rows:
         """Allocate keys and values of the layer, with those of the tokens that are not read; meanwhile the next layer's come."""

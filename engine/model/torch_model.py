@@ -20,7 +20,7 @@ from .host_batch import HostBatch
 from .layer import Head, Layer
 from .linear import Products
 from .operations import LayerOperations
-from .prefill import NO_TAKERS, LayerwiseModel, Prefill, Prompts, Takers, pieces_of
+from .prefill import NO_TAKERS, AttendChunk, LayerwiseModel, Prefill, Prompts, Takers
 from .rope import RotaryEmbedding, Rotation
 
 Attend = Callable[[int, Tensor], Tensor]
@@ -125,12 +125,14 @@ class TorchModel(LayerwiseModel[Stream]):
         residual = self.embed(torch.tensor(prefill.ids))
         return Stream.begin(residual, prefill.borders, self.rope, self.model.short_reach)
 
-    def read_chunk(self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor) -> Tensor:
+    def read_chunk(
+        self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor, attend: AttendChunk
+    ) -> Tensor:
         """See LayerwiseModel."""
         weights, x = self.layers[layer], prompt.residual[start:stop]
         qkv, rotation = weights.project(self.ops, x, None), prompt.rotation_of(start, stop, self.rope)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
-        out = self.attend(layer, q, keys, values, pieces_of(prompt.borders, start, stop))
+        out = attend(q)
         x += weights.finish(self.ops, x, out.flatten(1))
         return q
 

@@ -19,7 +19,7 @@ from kvseek.engine.model.attention import CausalAttention, causal_attention_devi
 from kvseek.engine.model.graphs import StepResult, buckets_for
 from kvseek.engine.model.kernel_model import to_device
 from kvseek.engine.model.layer_kernels import LayerKernels
-from kvseek.engine.model.prefill import NO_TAKERS, LayerwiseModel, Piece, Prefill, Prompts, Takers
+from kvseek.engine.model.prefill import NO_TAKERS, AttendChunk, LayerwiseModel, Prefill, Prompts, Takers
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import LAST_QUERIES
@@ -118,7 +118,7 @@ class SegmentsModel(LayerwiseModel[list[Chunk]]):
         return [Chunk(self._tensors.tokens_from(ids[start : start + size], start), {}) for start in starts]
 
     def read_chunk(
-        self, layer: int, prompt: list[Chunk], start: int, stop: int, keys: Tensor, values: Tensor
+        self, layer: int, prompt: list[Chunk], start: int, stop: int, keys: Tensor, values: Tensor, attend: AttendChunk
     ) -> Tensor:
         """See LayerwiseModel."""
         chunk = prompt[start // self.config.prefill_chunk_tokens]
@@ -126,7 +126,7 @@ class SegmentsModel(LayerwiseModel[list[Chunk]]):
         for whole, name in ((keys, "keys"), (values, "values")):
             whole[:, start:stop] = made[name].transpose(0, 1)
         queries = made["queries"].transpose(0, 1)
-        out = self.attend(layer, queries, keys, values, [Piece(0, start, stop, keys.shape[1])])
+        out = attend(queries)
         chunk.state["attended"] = out.contiguous()
         return queries
 

@@ -23,8 +23,10 @@ from kvseek.engine.model.block_sparse import (
     block_mass_by_attention,
     choose,
     gather,
+    repeated_blocks,
     sample,
 )
+from kvseek.engine.model.repeated_tokens import RepeatedTokens
 
 HEADS, KV_HEADS, DIM, SAMPLES = 6, 2, 32, 16
 MODEL = ModelConfig("llama", 16, 64, 64, 1, HEADS, KV_HEADS, DIM, 1e-5, 1e4, 1 << 20)
@@ -36,7 +38,14 @@ def sparse_config(budget: int, dense_tail: int = 0, query_block: int = 512, **ch
     return dataclasses.replace(DENSE, prefill_attention="block_sparse", block_sparse=settings, **changes)
 
 
-def visible(queries: Tensor, keys: Tensor, scaling: float, config: EngineConfig, following: int) -> Tensor:
+def text(tokens: int, vocabulary: int) -> RepeatedTokens:
+    """A prompt of random tokens, the last ones of which stood there before if the vocabulary is small."""
+    return RepeatedTokens(torch.randint(vocabulary, (tokens,)).tolist(), torch.device("cpu"))
+
+
+def visible(
+    queries: Tensor, keys: Tensor, scaling: float, config: EngineConfig, following: int, repeated: RepeatedTokens
+) -> Tensor:
     """Which keys each query and KV head may attend to, bool [G, q, n], one query block after the other in float64."""
     q, (kv_heads, n, _) = queries.shape[1], keys.shape
     past = (n - q) // KEY_BLOCK * KEY_BLOCK
@@ -46,6 +55,9 @@ def visible(queries: Tensor, keys: Tensor, scaling: float, config: EngineConfig,
     if past // KEY_BLOCK <= count:
         return seen
     size = config.block_sparse.query_block
+    again = (
+        repeated.blocks(n - q, n - q + sparse, size, past // KEY_BLOCK, repeated_blocks(count)) if sparse > 0 else []
+    )
     for start in range(0, sparse, size):
         stop = min(start + size, sparse)
         places = [start + int((i + 0.5) * (stop - start) / SAMPLES) for i in range(SAMPLES)]
@@ -54,6 +66,7 @@ def visible(queries: Tensor, keys: Tensor, scaling: float, config: EngineConfig,
             for query in queries.unflatten(0, (kv_heads, -1))[head][:, places].reshape(-1, queries.shape[2]):
                 weights = (keys[head, :past].double() @ query.double() * scaling).softmax(dim=0)
                 mass += weights.view(-1, KEY_BLOCK).sum(dim=1)
+            mass[again[start // size]] = torch.inf
             best = sorted(range(1, len(mass) - LATEST), key=lambda block: -float(mass[block]))
             for block in best[count - LATEST - 1 :]:
                 seen[head, start:stop, block * KEY_BLOCK : (block + 1) * KEY_BLOCK] = False
@@ -70,19 +83,20 @@ def definition(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, se
 
 @pytest.mark.parametrize(("q", "past"), [(700, 2000), (512, 1024), (1100, 1087), (5, 3000), (513, 4096), (64, 575)])
 @pytest.mark.parametrize(
-    ("dense_tail", "following", "query_block"), [(0, 0, 512), (300, 0, 512), (300, 170, 512), (9, 0, 100)]
+    ("dense_tail", "following", "query_block", "vocabulary"),
+    [(0, 0, 512, 1 << 30), (300, 0, 512, 40), (300, 170, 512, 300), (9, 0, 100, 20)],
 )
-def test_it_is_attention_to_the_blocks_of_most_mass(
-    q: int, past: int, dense_tail: int, following: int, query_block: int
+def test_it_is_attention_to_the_blocks_of_most_mass_and_to_repeated_text(
+    q: int, past: int, dense_tail: int, following: int, query_block: int, vocabulary: int
 ) -> None:
     torch.manual_seed(q + past)
     config, (queries, keys, values) = (
         sparse_config(576, dense_tail, query_block),
         make(q, past + q, HEADS, KV_HEADS, DIM, torch.float32),
     )
-    attention = BlockSparseAttention(config, causal_attention, block_mass)
-    found = attention(3 * queries, keys, values, 0.2, following)
-    seen = visible(3 * queries, keys, 0.2, config, following)
+    attention, repeated = BlockSparseAttention(config, causal_attention, block_mass), text(past + q, vocabulary)
+    found = attention(3 * queries, keys, values, 0.2, following, repeated)
+    seen = visible(3 * queries, keys, 0.2, config, following, repeated)
     expected = definition(3 * queries, keys, values, 0.2, seen)
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     sparse = q > max(0, dense_tail - following) and past // KEY_BLOCK * KEY_BLOCK > 576
@@ -98,7 +112,8 @@ def definition_pairs(q: int, past: int) -> int:
 def test_a_budget_that_covers_the_past_is_dense_attention(past: int) -> None:
     attention = BlockSparseAttention(sparse_config(1024), causal_attention, block_mass)
     queries, keys, values = make(700, past + 700, HEADS, KV_HEADS, DIM, torch.float32)
-    assert torch.equal(attention(queries, keys, values, 0.2, 0), causal_attention(queries, keys, values, 0.2))
+    found = attention(queries, keys, values, 0.2, 0, text(past + 700, 50))
+    assert torch.equal(found, causal_attention(queries, keys, values, 0.2))
 
 
 def test_sharp_attention_finds_its_block() -> None:
@@ -111,7 +126,8 @@ def test_sharp_attention_finds_its_block() -> None:
         queries, keys = queries * 0.1 + sought, keys * 0.1
         keys[:, place] = sought
         found, expected = (
-            one(queries, keys, values, 1.0, *more) for one, more in ((attention, (0,)), (causal_attention, ()))
+            one(queries, keys, values, 1.0, *more)
+            for one, more in ((attention, (0, text(2112, 1 << 30))), (causal_attention, ()))
         )
         assert (found - expected).abs().max() < 1e-3
 
@@ -153,10 +169,19 @@ def test_the_first_and_the_latest_blocks_are_always_chosen() -> None:
     mass = torch.rand(3, 2, 40)
     mass[..., 0] = mass[..., 36:] = 0
     best = mass.topk(7).indices.sort().values
-    chosen = choose(mass.clone(), 12)
+    chosen = choose(mass.clone(), 12, torch.zeros(2, 3, dtype=torch.int64))
     assert chosen[..., 0].eq(0).all()
     assert chosen[..., -4:].eq(torch.arange(36, 40)).all()
     assert torch.equal(chosen[..., 1:-4], best)
+    least = mass[..., 1:36].argmin(dim=2) + 1
+    for block in least.flatten().tolist():
+        again = torch.tensor([[0, 0], [0, block]])
+        assert (choose(mass.clone(), 12, again)[:, 1] == block).any(dim=1).all()
+
+
+def test_what_must_be_chosen_fits_into_the_smallest_budget() -> None:
+    for blocks in range(8, 200):
+        assert 1 <= repeated_blocks(blocks) <= blocks - 1 - LATEST
 
 
 @pytest.mark.parametrize(
@@ -188,9 +213,11 @@ def test_pairs_are_counted(tokens: int, budget: int, dense_tail: int, chunk: int
     attention = BlockSparseAttention(
         config, count, lambda queries, keys, _: torch.rand(1, queries.shape[1], keys.shape[1] // 64)
     )
+    repeated = text(tokens, 100)
     for start in range(0, tokens, chunk):
         stop = min(start + chunk, tokens)
-        out = attention(torch.zeros(1, stop - start, 2), *torch.zeros(2, 1, stop, 2), 1.0, tokens - stop)
+        rows = torch.zeros(2, 1, stop, 2)
+        out = attention(torch.zeros(1, stop - start, 2), *rows, 1.0, tokens - stop, repeated)
         assert out.shape == (stop - start, 1, 2)
     assert read == attended_pairs(config, tokens)
     settings = dataclasses.replace(config.block_sparse, dense_layers=2)

@@ -27,9 +27,11 @@ from kvseek.engine.model.block_sparse import (
     choose,
     gather,
     mass_of,
+    repeated_blocks,
     sample,
     sparse_bytes,
 )
+from kvseek.engine.model.repeated_tokens import RepeatedTokens
 
 pytestmark = pytest.mark.gpu
 
@@ -100,9 +102,12 @@ def test_it_is_attention_to_chosen_blocks(
     attention = BlockSparseAttention(config, dense, mass_of(config, dense))
     queries = torch.randn(q, KV_HEADS * group, dim, device=device).to(dense.dtype).transpose(0, 1)
     keys, values = rows(dtype, device, past + q, dim, scale=2.0), rows(dtype, device, past + q, dim)
-    found, whole = attention(queries, keys, values, dim**-0.5, 0), past // KEY_BLOCK * KEY_BLOCK
+    repeated = RepeatedTokens(torch.randint(3000, (past + q,)).tolist(), device)
+    found, whole = attention(queries, keys, values, dim**-0.5, 0, repeated), past // KEY_BLOCK * KEY_BLOCK
     samples = sample(queries[:, : q - 100], KV_HEADS, 512, 32)
-    chosen = choose(mass_of(config, dense)(samples, keys[:, :whole], dim**-0.5), 32)
+    again = repeated.blocks(past, past + q - 100, 512, whole // KEY_BLOCK, repeated_blocks(32))
+    assert again.any(), "some pairs of tokens stood there before"
+    chosen = choose(mass_of(config, dense)(samples, keys[:, :whole], dim**-0.5), 32, again)
     for number, start in enumerate(range(0, q - 100, 512)):
         stop = min(start + 512, q - 100)
         places = (chosen[:, number, :, None] * KEY_BLOCK + torch.arange(KEY_BLOCK, device=device)).flatten(1)
@@ -119,7 +124,9 @@ def test_a_budget_that_covers_the_past_is_dense_attention(kernels: MakeKernels, 
     config = sparse_config(dense._model, "bfloat16", 6144)
     queries = torch.randn(2048, KV_HEADS * 4, 128, device=device).bfloat16().transpose(0, 1)
     keys = rows("bfloat16", device, 8192, 128)
-    found = BlockSparseAttention(config, dense, mass_of(config, dense))(queries, keys, keys, 0.1, 0)
+    found = BlockSparseAttention(config, dense, mass_of(config, dense))(
+        queries, keys, keys, 0.1, 0, RepeatedTokens(range(8192), device)
+    )
     assert torch.equal(found, dense(queries, keys, keys, 0.1))
 
 
@@ -134,7 +141,7 @@ def test_its_work_space_is_counted(dtype: str, kernels: MakeKernels, device: tor
     peaks = []
     for attend in (
         lambda: causal_attention_device(queries, keys, keys, 0.1),
-        lambda: attention(queries, keys, keys, 0.1, 0),
+        lambda: attention(queries, keys, keys, 0.1, 0, RepeatedTokens([i % 3000 for i in range(8192)], device)),
     ):
         attend()
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,0 +1,74 @@
+"""Where the text of a prompt stands a second time, for attention that reads chosen blocks of tokens (block_sparse.py).
+
+Heads that copy look for what followed the same tokens before. They are sure of what they look for, but few tokens of a text do
+it at a time, so a sample of queries misses them. The tokens themselves tell where they will look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvseek.core.config import KEY_BLOCK
+
+MOST_PLACES = 16  # a pair of tokens that was there more often says little about where to look
+
+
+class RepeatedTokens:
+    """Pairs of neighbouring tokens of one prompt, each with its earlier places.
+
+    Parameters
+    ----------
+    ids : sequence of int
+        Tokens of the whole prompt.
+    device : torch.device
+        Where blocks are looked up, in four numbers a token.
+    """
+
+    def __init__(self, ids: Sequence[int], device: torch.device) -> None:
+        tokens = torch.tensor(ids, device=device)
+        number = torch.arange(len(ids), device=device)
+        pairs = tokens.clone()
+        pairs[1:] += tokens[:-1] * (
+            1 + tokens.max()
+        )  # the first token has none before it, and repeats nothing that matters
+        self._by_pair = pairs.argsort(stable=True)  # places, those of one pair in the order of the text
+        ordered = pairs[self._by_pair]
+        begins = torch.ones_like(ordered, dtype=torch.bool)
+        begins[1:] = ordered[1:] != ordered[:-1]
+        first = torch.where(begins, number, 0).cummax(dim=0).values
+        self._own = torch.empty_like(number).scatter_(0, self._by_pair, number)  # where a token's pair is in that list
+        self._earlier = torch.empty_like(number).scatter_(0, self._by_pair, number - first)  # places before it
+        self._blocks: dict[int, Tensor] = {}  # by `start`: the same in all layers
+
+    def blocks(self, start: int, stop: int, size: int, past: int, count: int) -> Tensor:
+        """Find the key blocks in which the tokens start .. stop - 1, in query blocks of `size`, stood before.
+
+        A place counts with its next token, and the less the more places a pair has. `past` is the number of key blocks, counted
+        from the first token, that may be found.
+
+        Returns
+        -------
+        Tensor, int64 [query blocks, at most `count`]
+            The blocks that count most; 0 where there are no more.
+        """
+        if start not in self._blocks:
+            self._blocks[start] = self._find(start, stop, size, past, count)
+        return self._blocks[start]
+
+    def _find(self, start: int, stop: int, size: int, past: int, count: int) -> Tensor:
+        earlier, own = self._earlier[start:stop, None], self._own[start:stop, None]
+        back = torch.arange(1, MOST_PLACES + 1, device=own.device)
+        there = (back <= earlier) & (earlier <= MOST_PLACES)
+        places = self._by_pair[(own - back).clamp_min(0)]
+        worth = torch.where(there, 1.0 / earlier.clamp_min(1), 0.0).flatten()
+        number = torch.arange(stop - start, device=own.device).div(size, rounding_mode="floor")
+        number = number[:, None].expand_as(places).flatten()
+        mass = worth.new_zeros(-(-(stop - start) // size), past + 1)  # the last one takes what stands behind the past
+        for place in (places, places + 1):
+            block = place.div(KEY_BLOCK, rounding_mode="floor").clamp_max(past).flatten()
+            mass.index_put_((number, block), worth, accumulate=True)
+        best = mass[:, :past].topk(min(count, past), dim=1)
+        return torch.where(best.values > 0, best.indices, 0)
