@@ -88,7 +88,9 @@ def test_rows_that_have_changed_places_are_kept_in_token_order(load: Load) -> No
 
 
 def test_a_reused_prefix_has_the_static_set_of_a_fresh_prompt(load: Load) -> None:
-    checks.check_few_rows(*(load("prkv", *checks.UPDATES, sparse=True, reuse=reuse) for reuse in (None, False)), tokens=30)
+    checks.check_few_rows(
+        *(load("prkv", *checks.UPDATES, sparse=True, reuse=reuse) for reuse in (None, False)), tokens=30
+    )
 
 
 def test_a_layer_that_is_read_ahead_is_given_up_with_its_request(load: Load, plain: checks.Plain) -> None:

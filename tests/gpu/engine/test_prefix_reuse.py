@@ -135,7 +135,9 @@ def test_rows_that_have_changed_places_are_kept_in_token_order(name: str, load: 
 
 @of(MOVING, *MOVING)
 def test_a_reused_prefix_has_the_static_set_of_a_fresh_prompt(name: str, load: Load) -> None:
-    checks.check_few_rows(*(load(name, *checks.UPDATES, sparse=True, reuse=reuse) for reuse in (None, False)), tokens=30)
+    checks.check_few_rows(
+        *(load(name, *checks.UPDATES, sparse=True, reuse=reuse) for reuse in (None, False)), tokens=30
+    )
 
 
 @of(["full", "pariskv", "prkv", "prkv_codes"])
