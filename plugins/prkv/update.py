@@ -182,7 +182,7 @@ class Updater:
         `table` int32 [max_extents] is a slot's row of the extent table.
         """
         out = torch.empty((*places.shape, width), dtype=self._context.dtype, device=self._context.device)
-        self._copy("kvseek_prkv_gather", table, 0, places, out)
+        self._copy("kvseek_prkv_gather", table, 0, places.int().contiguous(), out)
         return out
 
     def sort_rows(self, slot: int, first: int) -> None:
@@ -190,14 +190,15 @@ class Updater:
 
         There may be no memory for a copy of the rows of all heads; the work space counts two (activation_memory.py).
         """
-        context, sources = self._context, self._arrays.places_from(slot, first)
+        context, sources = self._context, self._arrays.places_from(slot, first).int()
         heads, count = sources.shape
         if count == 0:
             return
-        table, targets = context.extents.device_table[slot], first + torch.arange(count, device=context.device)
+        table = context.extents.device_table[slot]
+        targets = first + torch.arange(count, dtype=torch.int32, device=context.device)
         rows = torch.empty((2, 1, count, 2 * context.head_dim), dtype=context.dtype, device=context.device)
 
-        def read(head: int) -> Ticket:
+        def read(head: int) -> Ticket:  # allocates nothing, so that no error leaves work behind that nobody waits for
             places, out = sources[head][None], rows[head % 2]
             return self._side.run(lambda: self._copy("kvseek_prkv_gather", table, head, places, out))
 
@@ -209,13 +210,12 @@ class Updater:
             self._copy("kvseek_prkv_scatter", table, head, targets[None], rows[head % 2])
 
     def _copy(self, kernel: str, table: Tensor, head: int, places: Tensor, rows: Tensor) -> None:
-        """Copy between the pool and rows [heads, m, width]: those at places int64 [heads, m] of KV heads `head` and on."""
-        numbers = places.int().contiguous()
+        """Copy between the pool and rows [heads, m, width]: those at places int32 [heads, m] of KV heads `head` and on."""
         (heads, count, width), (_, _, of_head, *row) = rows.shape, self._rows.pool.shape
         arguments = RowsArguments(
             pool=self._rows.pointer + head * of_head * math.prod(row) * rows.element_size(),
             table=table.data_ptr(),
-            places=numbers.data_ptr(),
+            places=places.data_ptr(),
             rows=rows.data_ptr(),
             extent_stride=self._rows.extent_stride,
             count=count,

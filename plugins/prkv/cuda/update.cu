@@ -1,6 +1,5 @@
 // A new static set (PRKV paper, section 4.1, "Periodic static token update"): read rows beside the decode steps, and
-// let rows change places between two of them. When a request has ended, its rows are read and written back in token
-// order.
+// let rows change places between two of them. When a request has ended, its rows are written back in token order.
 #include "layout.cuh"
 #include "plugins/shared/frames.cuh"
 #ifdef PRKV_CODES
