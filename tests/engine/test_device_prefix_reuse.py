@@ -11,6 +11,7 @@ import pytest
 from tests.conftest import BuildEngine
 from tests.engine import test_cached_prefill as sparse_checks
 from tests.engine import test_prefix_reuse as checks
+from tests.engine.test_moved_rows import UPDATES, check_rows_are_kept_in_order
 from tests.engine.test_prefix_reuse import LIMITS, WINDOW, Load, model  # noqa: F401  a fixture
 from tests.engine.test_reuse_operations import ROOM, check_operations
 from tests.plugins.cases import CASES, method_flags
@@ -84,13 +85,11 @@ def test_random_operations(method: str, load: Load, plain: checks.Plain) -> None
 
 
 def test_rows_that_have_changed_places_are_kept_in_token_order(load: Load) -> None:
-    checks.check_rows_are_kept_in_order(load("prkv", *checks.UPDATES, sparse=True), load(sparse=True))
+    check_rows_are_kept_in_order(load("prkv", *UPDATES, sparse=True), load(sparse=True))
 
 
 def test_a_reused_prefix_has_the_static_set_of_a_fresh_prompt(load: Load) -> None:
-    checks.check_few_rows(
-        *(load("prkv", *checks.UPDATES, sparse=True, reuse=reuse) for reuse in (None, False)), tokens=30
-    )
+    checks.check_few_rows(*(load("prkv", *UPDATES, sparse=True, reuse=reuse) for reuse in (None, False)), tokens=30)
 
 
 def test_a_layer_that_is_read_ahead_is_given_up_with_its_request(load: Load, plain: checks.Plain) -> None:

@@ -19,7 +19,7 @@ from tests.support.random_models import save_random_model
 from kvseek.core.config_file import read_config
 from kvseek.core.request import FinishReason, Request, SamplingParams
 from kvseek.core.statistics import RequestStatistics
-from kvseek.engine.cache.prefix_tree import TOKEN_BYTES, Node, pack_tokens
+from kvseek.engine.cache.prefix_tree import TOKEN_BYTES, Node
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.load import load_decoder
 from kvseek.plugins.registry import METHODS, method_traits
@@ -38,7 +38,6 @@ WINDOW = (
 )
 LIMITS = ("--max_batch_size", "8", "--max_seq_len", "3200", "--prefill_chunk_tokens", "512")
 DOCUMENT = tuple(i * i * 13 % 379 + 3 for i in range(2300))
-UPDATES = method_flags("prkv", {"window_queries": 8, "update_interval": 16})  # several in an answer
 Answer = tuple[list[int], RequestStatistics]
 # By name: a method, and flags. Requests of `ctkvr` share rows only where it keeps no codes.
 NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -177,40 +176,6 @@ def check_few_rows(engine: Engine, other: Engine, tokens: int) -> None:
         ((answer, statistics),) = ask(engine, request)
         assert statistics.reused_tokens == may_reuse(engine, request.prompt_ids, 1300)
         assert answer == ask(other, request)[0][0]
-
-
-def kept_rows(engine: Engine, prompt: tuple[int, ...]) -> torch.Tensor:
-    """Keys and values of a prompt's beginning as the engine keeps them, [layers, 2, G, n, D]; the end is not looked for."""
-    prefix, model = engine._prefixes.find(pack_tokens(prompt), None), engine.config.model
-    assert prefix is not None
-    place = engine._cache.window.device
-    rows = torch.empty(model.num_layers, 2, model.num_kv_heads, prefix.tokens, model.head_dim, device=place)
-    for layer, (keys, values) in enumerate(rows):
-        prefix.read(engine._cache.rows, layer, keys, values)
-    return rows
-
-
-def check_rows_are_kept_in_order(engine: Engine, other: Engine) -> None:
-    """Two requests go through prompts and updates; each leaves the rows that another engine does, whose rows stay in place."""
-    document = DOCUMENT[:1300]
-    for prompt in (document, document + (7,) * 1000):  # the second leaves what follows the first one's whole extents
-        for one in (engine, other):
-            ask(one, Request(prompt, 50))
-        found, expected = (kept_rows(one, prompt)[:, :, :, : len(prompt) - 64] for one in (engine, other))
-        assert found.shape[3] > len(prompt) - 70
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("kernels", ["native", "reference"])
-def test_rows_that_have_changed_places_are_kept_in_token_order(
-    kernels: str, model: Path, build_engine: BuildEngine
-) -> None:
-    few = method_flags("prkv", CASES["prkv"].sparse)
-    engine, other = (
-        Engine.load(build_engine(model, method, *WINDOW, *LIMITS, *flags, "--kernels", kernels))
-        for method, flags in (("prkv", (*few, *UPDATES)), ("full", ()))
-    )
-    check_rows_are_kept_in_order(engine, other)
 
 
 @pytest.mark.parametrize("method", NAMES)

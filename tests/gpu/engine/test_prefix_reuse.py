@@ -13,6 +13,7 @@ from tests.conftest import BuildEngine, RandomModel
 from tests.engine import test_cached_prefill as sparse_checks
 from tests.engine import test_prefix_reuse as checks
 from tests.engine.cache.test_isolation import POISONS, poison
+from tests.engine.test_moved_rows import UPDATES, check_rows_are_kept_in_order
 from tests.engine.test_prefix_reuse import DOCUMENT, LIMITS, WINDOW, Load
 from tests.engine.test_reuse_operations import ROOM, check_operations
 from tests.gpu.engine.test_isolation import left_behind
@@ -130,14 +131,12 @@ def test_random_operations(name: str, load: Load, plain: checks.Plain, monkeypat
 
 @of(MOVING, *MOVING)
 def test_rows_that_have_changed_places_are_kept_in_token_order(name: str, load: Load) -> None:
-    checks.check_rows_are_kept_in_order(load(name, *checks.UPDATES, sparse=True), load(sparse=True))
+    check_rows_are_kept_in_order(load(name, *UPDATES, sparse=True), load(sparse=True))
 
 
 @of(MOVING, *MOVING)
 def test_a_reused_prefix_has_the_static_set_of_a_fresh_prompt(name: str, load: Load) -> None:
-    checks.check_few_rows(
-        *(load(name, *checks.UPDATES, sparse=True, reuse=reuse) for reuse in (None, False)), tokens=30
-    )
+    checks.check_few_rows(*(load(name, *UPDATES, sparse=True, reuse=reuse) for reuse in (None, False)), tokens=30)
 
 
 @of(["full", "pariskv", "prkv", "prkv_codes"])
