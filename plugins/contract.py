@@ -88,6 +88,7 @@ class IndexContext:
     frames: Tensor | None = None
     shared: dict[str, Any] = field(default_factory=dict)  # one dictionary for all layers: work space that they share
     shares_extents: bool = False  # whether slots may have extents in common, and a batch several requests of a slot
+    reuses_prefixes: bool = False  # whether rows of requests that have ended are kept for later ones
 
     @property
     def group_size(self) -> int:
@@ -212,13 +213,12 @@ class Index(ABC):
             What `prefix_state` gave for the slot that wrote the entries.
         """
 
-    def row_order(self, slot: int) -> Tensor | None:
-        """Copy the retrieval token of each place of a slot, int64 [G, n]; None: token order, for as long as the slot is open.
+    def sort_rows(self, slot: int, first: int) -> None:  # noqa: B027  rows of most methods are in token order
+        """Move the rows of retrieval tokens `first` and later to the places of their numbers; other rows in these are lost.
 
-        When a request ends, the engine puts its rows back into token order by it, for later requests. So an index that gives
-        Built.order or lets rows change places must say so. Only called on the CPU, between steps.
+        The engine keeps the rows of a request that has ended in this order. On a GPU it is done on the current stream, and the
+        host does not wait.
         """
-        return None
 
     @abstractmethod
     def effort(self, length: int) -> Effort:
@@ -318,8 +318,9 @@ class Traits:
         "rows": whole extents with their rows. `build` indexes all keys of every prompt; the index keeps nothing in extents,
         and the places of a prompt follow its tokens.
         "copies": no extents. Rows are copied into a request's own extents, and `build` indexes all keys of every prompt.
-    reuse_devices : tuple of str
-        Devices on which requests may have that in common. Where not, every prompt is read from its first token on.
+    moves_rows : bool
+        Whether rows may lie at other places than their tokens' (Built.order), so that a running request leaves nothing to others
+        and `Index.sort_rows` is needed when it ends. Only with `prefix_reuse` "copies".
     last_queries : callable
         Takes the retrieval tokens n of a prompt; returns how many of its last queries `build` makes use of. So many of a
         prompt's last tokens are read, and not reused.
@@ -337,7 +338,7 @@ class Traits:
     cpu_library_on_gpu: bool = False
     cpu_limits: ShapeLimits | None = None
     prefix_reuse: Literal["entries", "rows", "copies"] = "copies"
-    reuse_devices: tuple[str, ...] = ("cpu", "cuda")
+    moves_rows: bool = False
     last_queries: Callable[[int], int] = _no_queries
     codebooks: Callable[[int], dict[str, Tensor]] = _no_codebooks
     cuda_macros: Callable[[int, int], dict[str, int]] = _no_macros

@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,8 +43,9 @@ SPARE_EXTENTS = 8  # of the pool, for questions and what they leave
 
 
 def make_rows(bench: Bench, config: EngineConfig, context: int, offload: str) -> RowStorage:
-    """Random rows for a document."""
-    layers, capacity = config.model.num_layers, extents_for(context) + SPARE_EXTENTS
+    """Random rows for a document, and room for a copy of them if a method's requests share none."""
+    copies = any(variant.entry.traits(variant.settings).prefix_reuse == "copies" for variant in bench.variants)
+    layers, capacity = config.model.num_layers, (1 + copies) * extents_for(context) + SPARE_EXTENTS
     on_device = layers if offload == "never" else 0
     layout = RowLayout(capacity, on_device, layers - on_device, layer_extent_bytes(config, bench.dtype))
     rows = RowStorage(config, bench.dtype, bench.device, layout)
@@ -66,8 +68,11 @@ def make_engine(bench: Bench, config: EngineConfig, variant: Variant, rows: RowS
 
 
 @torch.inference_mode()
-def leave(engine: Engine, document: Sequence[int]) -> None:
-    """Make the engine keep a document, in the rows that its pool has, and index these."""
+def leave(engine: Engine, document: Sequence[int]) -> float:
+    """Make the engine keep a document, in the rows that its pool has, and index these.
+
+    Returns the seconds from the end of its request until the rows are kept, for which decode steps of others would wait.
+    """
     cache, prefixes, model = engine._cache, engine._prefixes, engine.config.model
     cache.open(0, len(document) + 1)
     cache.begin_prefill(0, len(document))
@@ -80,16 +85,18 @@ def leave(engine: Engine, document: Sequence[int]) -> None:
         index.build(0, keys, queries)
     packed = pack_tokens(document)
     prefixes.share(0, packed, None)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
     prefixes.close(0, packed)
     torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def measure(engine: Engine, context: int, questions: Sequence[int], rounds: int, seed: int) -> dict[str, Any]:
     """Seconds to the first token of questions of so many tokens, the median; the first question of each length warms up."""
     generator = torch.Generator().manual_seed(seed)
     document = torch.randint(engine.config.model.vocab_size, (context,), generator=generator).tolist()
-    leave(engine, document)
-    found = {}
+    found: dict[str, Any] = {"left": leave(engine, document)}
     for count in questions:
         asked = [ask(engine, document, count, generator) for _ in range(rounds + 1)][1:]
         assert all(reused >= context for _, reused in asked), "the whole document is reused"
@@ -108,7 +115,10 @@ def run(own: argparse.Namespace) -> dict[str, Any]:
     for offload in arguments.offload:
         rows: RowStorage | None = None
         for variant in bench.variants:
+            shares = variant.entry.traits(variant.settings).prefix_reuse == "entries"
             for form in own.forms.split(","):
+                if form == "sparse" and not shares:  # such an engine is refused (engine/loading/supported.py)
+                    continue
                 config = engine_config(arguments.dtype, bench.model, variant, cells)
                 cache = dataclasses.replace(config.cache, offload=offload, reuse=True, cached_prefill=form)
                 longest = own.context + max(questions) + 2
@@ -120,9 +130,11 @@ def run(own: argparse.Namespace) -> dict[str, Any]:
                 if form == "sparse" and not engine.decoder.retrieval.selects(own.context):
                     continue
                 found = measure(engine, own.context, questions, own.rounds, arguments.seed)
-                results.append({"method": variant.label, "form": form, "offload": offload, "questions": found})
+                left = found.pop("left")
+                place = {"method": variant.label, "form": form, "offload": offload}
+                results.append({**place, "questions": found, "left": left})
                 times = "  ".join(f"{count}: {one['seconds']:.3f} s" for count, one in found.items())
-                print(f"{variant.label:12} {form:7} rows {offload:7} {times}", flush=True)
+                print(f"{variant.label:12} {form:7} rows {offload:7} {times}  kept in {left:.3f} s", flush=True)
                 del engine
                 torch.cuda.empty_cache()
     machine = {**describe(), "gpu": describe_gpu(bench.device)}

@@ -205,18 +205,6 @@ class Cache:
         """Return the number of a slot's first places that lie in shared extents."""
         return self.prefixes[slot].shared * EXTENT_TOKENS if slot in self.prefixes else 0
 
-    def sort_rows(self, layer: int, slot: int, order: Tensor, first: int) -> None:
-        """Move the rows of retrieval tokens `first` and later of a layer to the places of their numbers.
-
-        Rows of earlier tokens in these places are lost. `order` int64 [G, n] is the token of each place before.
-        """
-        pool, extents = self.rows.of_layer(layer).pool, self.extents.table[slot].long()
-        for head, tokens in enumerate(order):
-            places = ((tokens >= first) & (tokens != torch.arange(tokens.shape[0]))).nonzero()[:, 0]
-            there = tokens[places]
-            rows = pool[extents[places // EXTENT_TOKENS], head, places % EXTENT_TOKENS]
-            pool[extents[there // EXTENT_TOKENS], head, there % EXTENT_TOKENS] = rows
-
     def write_ring(self, slot: int, start: int, stop: int) -> None:
         """Write the rows of all layers of tokens in the ring to places start .. stop - 1, which they would have later.
 

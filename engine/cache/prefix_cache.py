@@ -193,9 +193,7 @@ class PrefixCache:
         self._read.add(slot)
         whole = self.cache.lengths[slot] // EXTENT_TOKENS
         # Rows that change places are not shared before they are back in token order.
-        if not self.enabled or not whole or self.cache.tokens[slot] > self._reach:
-            return
-        if any(index.row_order(slot) is not None for index in self.rows.indexes):
+        if not self.enabled or not whole or self._traits.moves_rows or self.cache.tokens[slot] > self._reach:
             return
         tokens = prompt[: (self.cache.config.sink + whole * EXTENT_TOKENS) * TOKEN_BYTES]
         extents, nodes = self._extents.of_slot(slot), self._tree.whole_nodes(salt, tokens)

@@ -57,9 +57,8 @@ class PrefixRows:
         first : int or None
             The first of the extents that have the places kept.
         """
-        for layer, index in enumerate(self.indexes):
-            if (order := index.row_order(slot)) is not None:
-                self.cache.sort_rows(layer, slot, order, kept)
+        for index in self.indexes:
+            index.sort_rows(slot, kept)
         self.cache.write_ring(slot, max(kept, self.cache.lengths[slot]), places)
         if self.shares_entries:
             self._index(slot, kept, places // EXTENT_TOKENS * EXTENT_TOKENS, first)

@@ -24,7 +24,7 @@ from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.contract import Attention, Index, IndexContext, LayerRows
 from kvseek.plugins.registry import get_method, method_traits
 
-from .supported import check_device, shares_extents
+from .supported import check_device, reuses_prefixes, shares_extents
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class IndexMaker:
                     frames=empty_frames(extents, model.num_kv_heads) if keeps[layer] else None,
                     shared=shared,
                     shares_extents=shares_extents(config),
+                    reuses_prefixes=reuses_prefixes(config),
                 )
             )
             for layer in range(model.num_layers)

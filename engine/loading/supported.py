@@ -48,8 +48,7 @@ def check_device(config: EngineConfig) -> None:
 
 def reuses_prefixes(config: EngineConfig) -> bool:
     """Whether an engine keeps the rows of requests for later ones that begin alike."""
-    able = config.runtime == "torch" and config.device in method_traits(config).reuse_devices
-    return able and config.cache.reuse is not False
+    return config.runtime == "torch" and config.cache.reuse is not False
 
 
 def shares_extents(config: EngineConfig) -> bool:
@@ -58,13 +57,6 @@ def shares_extents(config: EngineConfig) -> bool:
 
 
 def _check_reuse(config: EngineConfig) -> None:
-    cache, devices = config.cache, method_traits(config).reuse_devices
-    for name, value in (("reuse", cache.reuse or None), ("reuse_host_bytes", cache.reuse_host_bytes)):
-        if value is not None and config.device not in devices:
-            raise ConfigError(
-                f"cache.{name} = {value}: must be left out with method = {config.method!r} and device = {config.device!r}, "
-                f"which keep no rows for later requests; leave it out, or build with --device {' or '.join(devices)}"
-            )
     if config.cache.cached_prefill == "sparse" and method_traits(config).prefix_reuse != "entries":
         sharing = [name for name in METHODS if get_method(name).traits().prefix_reuse == "entries"]
         raise ConfigError(

@@ -117,6 +117,10 @@ class CudaIndex(Index):
         """See Index.publish."""
         self.reference.publish(slot, start, count)
 
+    def sort_rows(self, slot: int, first: int) -> None:
+        """See Index.sort_rows."""
+        self.updater.sort_rows(slot, first)
+
     def refresh(self, slots: Sequence[int]) -> None:
         """See Index.refresh. Publishes updates that began PUBLISH_STEPS steps ago, and starts those that are due."""
         for slot in slots:

@@ -22,7 +22,7 @@ def publish_fields(computed: Sequence[str], summaries: Sequence[str]) -> Fields:
     """Fields of PublishArguments, with pointers to summaries that an update has computed, and to those that it changes."""
     return (
         *((name, c_void_p) for name in ("pool", "table", "leaving", "entering", "entered", "left", *computed)),
-        *((name, c_void_p) for name in ("count", *summaries, "frames", "static_rows", "homes")),
+        *((name, c_void_p) for name in ("count", *summaries, "frames", "static_rows", "homes", "tokens")),
         ("extent_stride", c_int64),
         *((name, c_int32) for name in ("kv_heads", "pairs", "most_static")),
     )

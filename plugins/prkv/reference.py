@@ -49,7 +49,7 @@ class ReferenceIndex(Index):
     targets : list of Tensor, int64 scalar
         Number of static rows that each slot is to have as soon as it holds so many rows.
     tokens : Tensor, int32 [E, G, 1024], or None
-        Retrieval token of each place, for `row_order`; None on a GPU, whose kernels exchange rows without it.
+        Retrieval token of each place, for `sort_rows`; None if no row ever changes its place, or none is kept.
     observe : callable
         static.observation_scores, or a function that computes the same: (queries, keys, scaling, valid) to scores.
     """
@@ -72,7 +72,8 @@ class ReferenceIndex(Index):
         self.recent = torch.zeros(recent, dtype=context.dtype, device=device)
         self.targets: list[Tensor] = [torch.full((), config.fixed_static, device=device)] * slots
         rows = (context.extents.capacity, context.num_kv_heads, EXTENT_TOKENS)
-        self.tokens = torch.empty(rows, dtype=torch.int32, device=device) if context.cuda is None else None
+        known = context.reuses_prefixes and config.most_static > 0
+        self.tokens = torch.empty(rows, dtype=torch.int32, device=device) if known else None
         self.received = array("q", [0] * slots)
         self._steps = [0] * slots  # decode steps since the prompt
 
@@ -91,7 +92,6 @@ class ReferenceIndex(Index):
         """See Index.build. In the pool the static tokens come first, then the others, both in token order."""
         order = self.begin(slot, keys, queries)
         self.summaries.build(slot, ordered(keys, order))
-        self._note_tokens(slot, 0, keys.shape[1], order)
         return Built(order=order)
 
     def begin(self, slot: int, keys: Tensor, queries: Tensor) -> Tensor | None:
@@ -100,6 +100,11 @@ class ReferenceIndex(Index):
         Reads nothing back from a device. Returns the order, int64 [G, n], or None for token order.
         """
         self._start(slot, queries)
+        order = self._choose(slot, keys, queries)
+        self._note_tokens(slot, order)
+        return order
+
+    def _choose(self, slot: int, keys: Tensor, queries: Tensor) -> Tensor | None:
         config, n = self.config, keys.shape[1]
         self.static_rows[slot] = 0
         self.homes[slot] = torch.arange(config.most_static, device=keys.device)  # for rows yet to come: their places
@@ -131,19 +136,42 @@ class ReferenceIndex(Index):
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See Index.append. New rows fill up the last page, then new pages."""
         self.summaries.append(slot, start, keys)
-        self._note_tokens(slot, start, keys.shape[1])
 
-    def _note_tokens(self, slot: int, start: int, count: int, order: Tensor | None = None) -> None:
-        """Note the tokens of places start .. start + count - 1: `order` int64 [G, count], or the same numbers."""
-        if self.tokens is not None:
-            numbers = torch.arange(start, start + count).expand(self.tokens.shape[1], -1) if order is None else order
-            self.context.extents.write(self.tokens, slot, start, numbers.int())
+    def _note_tokens(self, slot: int, order: Tensor | None) -> None:
+        """Note the tokens of all places that a slot has room for: the first in the order given, each other one its own number.
+
+        So nothing is left to note when tokens leave the window. A few operations do it, whatever the number of extents.
+        """
+        if self.tokens is None:
+            return
+        heads, room = self.tokens.shape[1], self.context.extents.room(slot)
+        numbers = torch.arange(room, dtype=torch.int32, device=self.tokens.device).repeat(heads, 1)
+        if order is not None:
+            numbers[:, : order.shape[1]] = order
+        by_extent = numbers.view(heads, room // EXTENT_TOKENS, EXTENT_TOKENS).transpose(0, 1)
+        self.tokens.index_copy_(0, self.extents_of(slot, room), by_extent)
 
     def row_order(self, slot: int) -> Tensor | None:
-        """See Index.row_order. Without a static set no row ever changes its place."""
-        if self.tokens is None or self.config.most_static == 0:
+        """Copy the retrieval token of each place of a slot, int64 [G, n]; None: token order."""
+        if self.tokens is None:
             return None
         return self.context.extents.read(self.tokens, slot, self.context.lengths[slot]).long()
+
+    def places_from(self, slot: int, first: int) -> Tensor:
+        """Find the places of retrieval tokens `first` and later of a slot: int64 [G, n - first], or [G, 0] in token order."""
+        order = self.row_order(slot)
+        if order is None:
+            return torch.empty((self.context.num_kv_heads, 0), dtype=torch.int64, device=self.context.device)
+        tokens = torch.arange(order.shape[1], device=order.device).expand_as(order)
+        return torch.empty_like(order).scatter_(1, order, tokens)[:, first:]
+
+    def sort_rows(self, slot: int, first: int) -> None:
+        """See Index.sort_rows."""
+        sources, table = self.places_from(slot, first), self.context.extents.table[slot].long()
+        targets = first + torch.arange(sources.shape[1])
+        for head, places in enumerate(sources):
+            rows = self._pool[table[places // EXTENT_TOKENS], head, places % EXTENT_TOKENS]
+            self._pool[table[targets // EXTENT_TOKENS], head, targets % EXTENT_TOKENS] = rows
 
     def publish(self, slot: int, start: int, count: int) -> None:
         """See Index.publish. The length alone makes new pages visible, and scores of the page that earlier rows began follow."""

@@ -9,6 +9,7 @@ Only whole pages take part, so an eviction, which appends places, never touches 
 from __future__ import annotations
 
 import ctypes
+import math
 from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field
 
@@ -33,11 +34,11 @@ PUBLISH_THREADS = 128
 PUBLISH_STEPS = 4
 
 
-class GatherArguments(ctypes.Structure):
-    """Arguments of kvseek_prkv_gather, as in update.cu."""
+class RowsArguments(ctypes.Structure):
+    """Arguments of kvseek_prkv_gather and kvseek_prkv_scatter, as in update.cu."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("pool", "table", "places", "out")),
+        *((name, c_void_p) for name in ("pool", "table", "places", "rows")),
         ("extent_stride", c_int64),
         *((name, c_int32) for name in ("count", "width")),
     )
@@ -180,21 +181,48 @@ class Updater:
 
         `table` int32 [max_extents] is a slot's row of the extent table.
         """
-        numbers = places.int().contiguous()
         out = torch.empty((*places.shape, width), dtype=self._context.dtype, device=self._context.device)
-        arguments = GatherArguments(
-            pool=self._rows.pointer,
+        self._copy("kvseek_prkv_gather", table, 0, places.int().contiguous(), out)
+        return out
+
+    def sort_rows(self, slot: int, first: int) -> None:
+        """See Index.sort_rows. The rows of one KV head are read, on the side stream, while those of the head before are written.
+
+        There may be no memory for a copy of the rows of all heads; the work space counts two (activation_memory.py).
+        """
+        context, sources = self._context, self._arrays.places_from(slot, first).int()
+        heads, count = sources.shape
+        if count == 0:
+            return
+        table = context.extents.device_table[slot]
+        targets = first + torch.arange(count, dtype=torch.int32, device=context.device)
+        rows = torch.empty((2, 1, count, 2 * context.head_dim), dtype=context.dtype, device=context.device)
+
+        def read(head: int) -> Ticket:  # allocates nothing, so that no error leaves work behind that nobody waits for
+            places, out = sources[head][None], rows[head % 2]
+            return self._side.run(lambda: self._copy("kvseek_prkv_gather", table, head, places, out))
+
+        ticket = read(0)
+        for head in range(heads):
+            ticket.wait()
+            if head + 1 < heads:
+                ticket = read(head + 1)  # into the buffer that the head before this one has been written from
+            self._copy("kvseek_prkv_scatter", table, head, targets[None], rows[head % 2])
+
+    def _copy(self, kernel: str, table: Tensor, head: int, places: Tensor, rows: Tensor) -> None:
+        """Copy between the pool and rows [heads, m, width]: those at places int32 [heads, m] of KV heads `head` and on."""
+        (heads, count, width), (_, _, of_head, *row) = rows.shape, self._rows.pool.shape
+        arguments = RowsArguments(
+            pool=self._rows.pointer + head * of_head * math.prod(row) * rows.element_size(),
             table=table.data_ptr(),
-            places=numbers.data_ptr(),
-            out=out.data_ptr(),
+            places=places.data_ptr(),
+            rows=rows.data_ptr(),
             extent_stride=self._rows.extent_stride,
-            count=places.shape[1],
+            count=count,
             width=width,
         )
-        heads = places.shape[0]
         grid = (max(1, GATHER_BLOCKS // heads), heads, 1)
-        self._kernels.launch("kvseek_prkv_gather", grid, GATHER_THREADS, arguments)
-        return out
+        self._kernels.launch(kernel, grid, GATHER_THREADS, arguments)
 
     def _publish(self, slot: int, update: Update) -> None:
         (exchange,) = update.results
@@ -207,6 +235,7 @@ class Updater:
             frames=address(self._context.frames),
             static_rows=arrays.static_rows[slot].data_ptr(),
             homes=arrays.homes[slot].data_ptr(),
+            tokens=address(arrays.tokens),
             extent_stride=self._rows.extent_stride,
             kv_heads=self._context.num_kv_heads,
             pairs=exchange.leaving.shape[1],

@@ -46,12 +46,6 @@ REFUSED = [
     ("full", {"head_dim": 100}, CUDA, "head_dim = 100: must be a multiple of 32 up to 256 with device = 'cuda'; build"),
     (
         "prkv",
-        {"head_dim": 64},
-        (*CUDA, "--cache.reuse", "true"),
-        "cache.reuse = True: must be left out with method = 'prkv' and device = 'cuda', which keep no rows",
-    ),
-    (
-        "prkv",
         {},
         CUDA,
         "head_dim = 32: must be >= 64 with page_score = 'codes' on the GPU; build with page_score = \"box\"",

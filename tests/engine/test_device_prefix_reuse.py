@@ -11,6 +11,7 @@ import pytest
 from tests.conftest import BuildEngine
 from tests.engine import test_cached_prefill as sparse_checks
 from tests.engine import test_prefix_reuse as checks
+from tests.engine.test_moved_rows import UPDATES, check_rows_are_kept_in_order
 from tests.engine.test_prefix_reuse import LIMITS, WINDOW, Load, model  # noqa: F401  a fixture
 from tests.engine.test_reuse_operations import ROOM, check_operations
 from tests.plugins.cases import CASES, method_flags
@@ -22,7 +23,7 @@ from kvseek.engine.engine import Engine
 from kvseek.engine.tokenizer import Tokenizer
 
 # What PyTorch stands in for.
-METHODS = ("full", "flat")
+METHODS = ("full", "flat", "prkv")
 OFFLOADS = ("always", "never")
 LoadDevice = Callable[..., Engine]
 
@@ -34,7 +35,7 @@ def load_device(model: Path, build_engine: BuildEngine) -> LoadDevice:  # noqa: 
     def make(offload: str, method: str = "full", *flags: str, sparse: bool = False, **cache: object) -> Engine:
         window, limits = (sparse_checks.FLAGS, sparse_checks.LIMITS) if sparse else (WINDOW, LIMITS)
         attends = method_flags(method, CASES[method].sparse if sparse else CASES[method].everything)
-        directory = build_engine(model, method, *window, *limits, *attends, "--kernels", "reference")
+        directory = build_engine(model, method, *window, *limits, *attends, *flags, "--kernels", "reference")
         config = read_config(directory)
         if offload == "never" and "kv_cache_host_memory_bytes" in cache:
             cache["kv_cache_device_memory_bytes"] = cache.pop("kv_cache_host_memory_bytes")
@@ -81,6 +82,14 @@ def test_a_cancelled_request_keeps_what_all_layers_have_read(method: str, load: 
 def test_random_operations(method: str, load: Load, plain: checks.Plain) -> None:
     engine = load(method, kv_cache_host_memory_bytes=ROOM * checks.EXTENT_BYTES)
     check_operations(lambda folder: engine, plain, restarts=False, examples=2)
+
+
+def test_rows_that_have_changed_places_are_kept_in_token_order(load: Load) -> None:
+    check_rows_are_kept_in_order(load("prkv", *UPDATES, sparse=True), load(sparse=True))
+
+
+def test_a_reused_prefix_has_the_static_set_of_a_fresh_prompt(load: Load) -> None:
+    checks.check_few_rows(*(load("prkv", *UPDATES, sparse=True, reuse=reuse) for reuse in (None, False)), tokens=30)
 
 
 def test_a_layer_that_is_read_ahead_is_given_up_with_its_request(load: Load, plain: checks.Plain) -> None:

@@ -163,15 +163,19 @@ def test_few_selected_rows_are_those_of_a_fresh_prompt(
     directory = build_engine(model, method, *WINDOW, *LIMITS, *few, *own, "--kernels", kernels)
     config, engine = read_config(directory), Engine.load(directory)
     fresh = dataclasses.replace(config, cache=dataclasses.replace(config.cache, reuse=False))
-    other = Engine(fresh, load_decoder(directory, fresh), engine.tokenizer)
+    check_few_rows(engine, Engine(fresh, load_decoder(directory, fresh), engine.tokenizer), 80)
+
+
+def check_few_rows(engine: Engine, other: Engine, tokens: int) -> None:
+    """Answers of so many tokens to questions about one document are those of another engine, which keeps nothing."""
     chance = random.Random(3)
     document, *questions = [tuple(chance.randrange(3, 380) for _ in range(size)) for size in (1300, 200, 100)]
     ask(engine, Request(document, 3))
     for question in questions:
-        request = Request(document + question, 80)
-        ((tokens, statistics),) = ask(engine, request)
+        request = Request(document + question, tokens)
+        ((answer, statistics),) = ask(engine, request)
         assert statistics.reused_tokens == may_reuse(engine, request.prompt_ids, 1300)
-        assert tokens == ask(other, request)[0][0]
+        assert answer == ask(other, request)[0][0]
 
 
 @pytest.mark.parametrize("method", NAMES)

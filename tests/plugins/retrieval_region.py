@@ -18,6 +18,7 @@ from kvseek.core.extents import ExtentTable
 from kvseek.plugins.attention.reference import selected_places
 from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.contract import Index, LayerRows
+from kvseek.plugins.prkv.reference import ReferenceIndex
 from kvseek.plugins.registry import get_method
 from kvseek.plugins.selection import Selection
 
@@ -53,6 +54,7 @@ class Region:
             codebooks=chosen.traits(config).codebooks(DIM),
             library=library,
             rows=LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)),
+            reuses_prefixes=True,
         )
         self.index: Index = chosen.create(self.context)
 
@@ -109,7 +111,9 @@ class Region:
 
     def _check_order(self, slot: int) -> None:
         """Check that an index knows where the rows of a slot's tokens are after all that it has exchanged."""
-        n, order = self.lengths[slot], self.index.row_order(slot)
+        n, order = self.lengths[slot], None
+        if isinstance(self.index, ReferenceIndex):
+            order = self.index.row_order(slot)
         tokens = self.extents.read(self.pool, slot, n)[:, :, 1, 1].long()
         assert torch.equal(tokens, torch.arange(n).expand(KV_HEADS, n) if order is None else order)
 

@@ -27,6 +27,7 @@ from kvseek.plugins.nested.config import Config as NestedConfig
 from kvseek.plugins.prkv.config import Config as PRKVConfig
 from kvseek.plugins.prkv.device import CudaIndex as PRKVIndex
 from kvseek.plugins.prkv.static import observation_scores
+from kvseek.plugins.prkv.update import PUBLISH_STEPS
 from kvseek.plugins.registry import get_method
 
 HOST = torch.device("cpu")
@@ -131,6 +132,44 @@ def test_prkv_with_codes(page: int, shape: tuple[str, int, int, str]) -> None:
     rows = world.select(queries, [1, 0]).rows
     for request, slot in enumerate((1, 0)):
         prkv_checks.check_request(world, queries[request], slot, rows[request])
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_prkv_puts_rows_back_that_it_has_exchanged(shape: tuple[str, int, int, str]) -> None:
+    """After updates the index knows the token of each place, and puts the rows of each slot into token order."""
+    dtype, dim, group, reduce = shape
+    torch.manual_seed(dim)
+    fields = {"top_k": 256, "static_share": 0.25, "page": 16, "window_queries": 4, "update_interval": 4}
+    config = PRKVConfig(group_reduce=reduce, update_scope="all", **fields)
+    lengths = [2125, 1100, 513]
+    world = prkv_world.World(config, dtype, dim, group, lengths, on_host=False, room=100)
+    index = world.index
+    assert isinstance(index, PRKVIndex)
+
+    def observe(queries: Tensor, keys: Tensor, scaling: float, valid: Tensor | None = None) -> Tensor:
+        """Its kernel is not emulated."""
+        counted = None if valid is None else torch.arange(keys.shape[1]) < valid[:, None]
+        return observation_scores(queries, keys, scaling, counted)
+
+    index.reference.observe = observe
+    for slot, n in enumerate(lengths):
+        rows = prkv_world.random_rows(n + 60, dim, world.dtype)
+        world.prompt(slot, rows[:, :n], torch.randn(KV_HEADS * group, 100, dim).to(world.dtype))
+        world.truth[slot] = rows
+    before = [prkv_world.token_numbers(world.places(slot)) for slot in range(3)]
+    for step in range(4 * 3 + PUBLISH_STEPS):
+        world.select(2 * torch.randn(3, KV_HEADS * group, dim).to(world.dtype), [0, 1, 2], step)
+        index.refresh([0, 1, 2])
+        if step == 6:  # tokens leave the window of a slot
+            start, part = lengths[1], world.truth[1][:, lengths[1] :]
+            world.context.extents.write(world.pool, 1, start, part)
+            index.append(1, start, part[:, :, 0].contiguous())
+            world.context.lengths[1] += part.shape[1]
+            index.publish(1, start, part.shape[1])
+    for slot, first in enumerate((0, 1024, 513)):
+        tokens = prkv_world.token_numbers(world.places(slot))
+        assert not torch.equal(tokens[:, : lengths[slot]], before[slot]), "rows have changed places"
+        prkv_world.check_sorting(world, slot, first)
 
 
 @pytest.mark.parametrize(

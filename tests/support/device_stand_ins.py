@@ -17,6 +17,7 @@ from kvseek.engine.cache.memory_layout import lay_out_rows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.indexes import host_retrieval
+from kvseek.engine.loading.supported import reuses_prefixes
 from kvseek.engine.model.attention import causal_attention_device
 from kvseek.engine.model.graph_steps import GraphSteps
 from kvseek.engine.model.graphs import buckets_for
@@ -31,6 +32,7 @@ from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import Effort, Index, IndexContext
 from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.full.method import FullIndex
+from kvseek.plugins.prkv.reference import ReferenceIndex
 from kvseek.plugins.registry import get_method
 from kvseek.plugins.selection import Selection
 
@@ -74,7 +76,23 @@ class SelectedRows(FlatIndex):
         return Selection(rows)
 
 
-INDEXES: dict[str, Callable[[IndexContext], Index]] = {"full": FullIndex, "flat": SelectedRows}
+class SelectedPages(ReferenceIndex):
+    """PRKV as an index of a GPU does it: it skips requests that are dense."""
+
+    def select(self, queries: Tensor, batch: Batch) -> Selection:
+        shape = (batch.size, self.context.num_kv_heads, self.config.top_k // self.config.page)
+        rows = torch.full(shape, UNDEFINED, dtype=torch.int32)
+        for request, fields in enumerate(batch.requests.tolist()):
+            if not fields[8]:
+                rows[request] = super().select(queries[request, None], batch.part([request])).rows[0]
+        return Selection(rows, self.config.page)
+
+
+INDEXES: dict[str, Callable[[IndexContext], Index]] = {
+    "full": FullIndex,
+    "flat": SelectedRows,
+    "prkv": SelectedPages,
+}
 
 
 def make_retrieval(directory: Path, offload: str = "always", **changes: Any) -> Retrieval:
@@ -95,7 +113,8 @@ def gpu_config(config: EngineConfig, offload: str, **changes: Any) -> EngineConf
 
 def make_indexes(config: EngineConfig, cache: Cache) -> list[Index]:
     """Indexes of all layers, on the CPU."""
-    model, settings = config.model, get_method(config.method).configure(config.method_config)
+    model, method = config.model, get_method(config.method)
+    settings = method.configure(config.method_config)
     return [
         INDEXES[config.method](
             IndexContext(
@@ -105,12 +124,13 @@ def make_indexes(config: EngineConfig, cache: Cache) -> list[Index]:
                 head_dim=model.head_dim,
                 scaling=model.head_dim**-0.5,
                 config=settings,
-                codebooks={},
+                codebooks=method.traits(settings).codebooks(model.head_dim),
                 extents=cache.extents,
                 lengths=cache.lengths,
                 dtype=torch.float32,
                 device=CPU,
                 rows=cache.rows.of_layer(layer),
+                reuses_prefixes=reuses_prefixes(config),
             )
         )
         for layer in range(model.num_layers)

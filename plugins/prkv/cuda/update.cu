@@ -1,5 +1,5 @@
 // A new static set (PRKV paper, section 4.1, "Periodic static token update"): read rows beside the decode steps, and
-// let rows change places between two of them.
+// let rows change places between two of them. When a request has ended, its rows are written back in token order.
 #include "layout.cuh"
 #include "plugins/shared/frames.cuh"
 #ifdef PRKV_CODES
@@ -10,11 +10,11 @@ namespace kvseek {
 namespace prkv {
 
 // Mirrored field by field in update.py.
-struct GatherArguments {
-    const Number* pool;       // rows of the layer, in host or device memory
+struct RowsArguments {
+    Number* pool;             // rows of the layer from the first of these KV heads on, in host or device memory
     const int* table;         // [max_extents] of the slot
-    const int* places;        // [kv_heads, count]; -1: zeros
-    Number* out;              // [kv_heads, count, width]
+    const int* places;        // [kv_heads, count]; -1, for reading alone: zeros
+    Number* rows;             // [kv_heads, count, width]
     long long extent_stride;  // numbers from one extent of the pool to the next
     int count;
     int width;  // numbers from the start of a row on: HEAD_DIM for the key, twice that for all
@@ -41,6 +41,7 @@ struct PublishArguments {
     FrameNumber* frames;  // [extents, kv_heads, 1024] of the pool's rows; null: there are no hot rows
     int* static_rows;     // [1] of the slot
     int* homes;           // [kv_heads, most_static] of the slot
+    int* tokens;          // [extents, kv_heads, 1024] retrieval token of each place; null: nobody asks for it
     long long extent_stride;
     int kv_heads, pairs, most_static;
 };
@@ -75,7 +76,7 @@ __device__ __forceinline__ void swap_codes(const PublishArguments& a, long long 
 
 // grid: blocks, kv_heads. Few blocks suffice for PCIe: they run beside decode steps.
 extern "C" __global__ void __launch_bounds__(256)
-    kvseek_prkv_gather(const __grid_constant__ kvseek::prkv::GatherArguments a) {
+    kvseek_prkv_gather(const __grid_constant__ kvseek::prkv::RowsArguments a) {
     using namespace kvseek;
     using namespace kvseek::prkv;
     const int head = blockIdx.y, pieces = a.width / EACH;
@@ -88,7 +89,24 @@ extern "C" __global__ void __launch_bounds__(256)
         uint4 piece = make_uint4(0, 0, 0, 0);
         if (place >= 0)
             piece = *reinterpret_cast<const uint4*>(a.pool + row_start(a.table, a.extent_stride, head, place) + offset);
-        *reinterpret_cast<uint4*>(a.out + row * a.width + offset) = piece;
+        *reinterpret_cast<uint4*>(a.rows + row * a.width + offset) = piece;
+    }
+}
+
+// grid: as kvseek_prkv_gather, the other way. No place occurs twice.
+extern "C" __global__ void __launch_bounds__(256)
+    kvseek_prkv_scatter(const __grid_constant__ kvseek::prkv::RowsArguments a) {
+    using namespace kvseek;
+    using namespace kvseek::prkv;
+    const int head = blockIdx.y, pieces = a.width / EACH;
+    const long long items = static_cast<long long>(a.count) * pieces;
+    const long long first = static_cast<long long>(head) * a.count;
+#pragma unroll 4
+    for (long long item = blockIdx.x * blockDim.x + threadIdx.x; item < items; item += gridDim.x * blockDim.x) {
+        const long long row = first + item / pieces;
+        const int offset = static_cast<int>(item % pieces) * EACH;
+        *reinterpret_cast<uint4*>(a.pool + row_start(a.table, a.extent_stride, head, a.places[row]) + offset) =
+            *reinterpret_cast<const uint4*>(a.rows + row * a.width + offset);
     }
 }
 
@@ -112,7 +130,13 @@ extern "C" __global__ void __launch_bounds__(128)
 #endif
     if (threadIdx.x) return;
     a.homes[static_cast<long long>(head) * a.most_static + leaving] = entering;
+    const long long row = extent_row(a.table, a.kv_heads, head, leaving);
+    const long long other = extent_row(a.table, a.kv_heads, head, entering);
+    if (a.tokens) {
+        const int kept = a.tokens[row];
+        a.tokens[row] = a.tokens[other];
+        a.tokens[other] = kept;
+    }
     if (!a.frames) return;
-    a.frames[extent_row(a.table, a.kv_heads, head, leaving)] = NO_FRAME;  // copies hold the rows of before
-    a.frames[extent_row(a.table, a.kv_heads, head, entering)] = NO_FRAME;
+    a.frames[row] = a.frames[other] = NO_FRAME;  // copies hold the rows of before
 }

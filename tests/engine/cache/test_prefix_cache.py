@@ -99,8 +99,13 @@ class MovingIndex(BareIndex):
                 pool[here], pool[there] = pool[there].clone(), pool[here].clone()
                 self.orders[slot][0, [one, other]] = self.orders[slot][0, [other, one]]
 
-    def row_order(self, slot: int) -> Tensor:
-        return self.orders[slot].clone()
+    def sort_rows(self, slot: int, first: int) -> None:
+        assert self.context.rows is not None
+        n = self.context.lengths[slot]
+        if first < n:
+            pool, extents = self.context.rows.pool, self.context.extents
+            rows = extents.read(pool, slot, n)[:, self.orders[slot][0].argsort()]
+            extents.write(pool, slot, first, rows[:, first:])
 
 
 # Methods whose requests share entries, rows, and nothing; the last index moves rows as well.
@@ -305,8 +310,8 @@ class CacheMachine(RuleBasedStateMachine):
             for layer, index in enumerate(self.retrieval.indexes):
                 rows = rows_of(one.tokens, layer)
                 found = self.extents.read(self.cache.rows.of_layer(layer).pool, slot, n)
-                order = index.row_order(slot)
-                assert torch.equal(found, rows[:, SINK : SINK + n] if order is None else rows[:, SINK + order[0]])
+                order = index.orders[slot][0] if isinstance(index, MovingIndex) else torch.arange(n)
+                assert torch.equal(found, rows[:, SINK + order])
                 near = torch.cat((rows[:, :SINK], rows[:, SINK + n :]), dim=1)
                 assert torch.equal(window_rows(batch, 0, self.cache.window[layer], SINK), near)
                 if isinstance(index, BareIndex):

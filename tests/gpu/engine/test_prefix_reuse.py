@@ -13,6 +13,7 @@ from tests.conftest import BuildEngine, RandomModel
 from tests.engine import test_cached_prefill as sparse_checks
 from tests.engine import test_prefix_reuse as checks
 from tests.engine.cache.test_isolation import POISONS, poison
+from tests.engine.test_moved_rows import UPDATES, check_rows_are_kept_in_order
 from tests.engine.test_prefix_reuse import DOCUMENT, LIMITS, WINDOW, Load
 from tests.engine.test_reuse_operations import ROOM, check_operations
 from tests.gpu.engine.test_isolation import left_behind
@@ -29,14 +30,15 @@ from kvseek.engine.engine import Engine
 from kvseek.engine.loading.load import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.engine.tokenizer import Tokenizer
+from kvseek.plugins.prkv import update as prkv_update
 from kvseek.plugins.registry import get_method
 
 pytestmark = pytest.mark.gpu
 
 SPARSE = {"full": ("full", ()), **CONTESTANTS}  # by name: a method, and flags with which it selects few rows
-REUSING = [name for name, (method, _) in SPARSE.items() if "cuda" in get_method(method).traits().reuse_devices]
-ENTRIES = [name for name in REUSING if get_method(SPARSE[name][0]).traits().prefix_reuse == "entries"]
+ENTRIES = [name for name in SPARSE if get_method(SPARSE[name][0]).traits().prefix_reuse == "entries"]
 SELECTING = [name for name in ENTRIES if name != "full"]
+MOVING = ["prkv", "prkv_codes"]
 OFFLOADS = ("always", "never")
 SIDE_CYCLES = 4_000_000  # about 2 ms: side streams fall behind the current one
 LoadGpu = Callable[..., Engine]
@@ -103,30 +105,41 @@ def plain(load_gpu: LoadGpu) -> checks.Plain:
     return answer
 
 
-@of(REUSING, *ENTRIES)
+@of(list(SPARSE), *ENTRIES, "prkv", "prkv_codes")
 def test_a_prompt_that_begins_alike_has_the_same_answer(name: str, load: Load, plain: checks.Plain) -> None:
     checks.check_prompts_that_begin_alike(load(name), plain)
 
 
-@of(["full", "nested", "pariskv", "clusterkv", "ctkvr-cpu"])
+@of(["full", "nested", "pariskv", "clusterkv", "ctkvr-cpu", "prkv", "prkv_codes"], "prkv_codes")
 def test_a_conversation_goes_on(name: str, load: Load, plain: checks.Plain) -> None:
     checks.test_a_conversation_goes_on(name, load, plain)
 
 
-@of(["pariskv", "clusterkv", "ctkvr-cpu"])
+@of(["pariskv", "clusterkv", "ctkvr-cpu", "prkv_codes"], "prkv_codes")
 def test_two_requests_go_on_differently_from_one_partial_extent(name: str, load: Load, plain: checks.Plain) -> None:
     checks.test_two_requests_go_on_differently_from_one_partial_extent(name, load, plain)
 
 
-@of(["full", "nested", "pariskv", "clusterkv", "ctkvr-cpu"], "full", "pariskv")
+@of(["full", "nested", "pariskv", "clusterkv", "ctkvr-cpu", "prkv", "prkv_codes"], "full", "pariskv", "prkv_codes")
 def test_random_operations(name: str, load: Load, plain: checks.Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies on side streams come late, so that whoever does not wait for them shows."""
-    monkeypatch.setattr(cache_module, "SideStream", slow_stream(SIDE_CYCLES))
+    for module in (cache_module, prkv_update):
+        monkeypatch.setattr(module, "SideStream", slow_stream(SIDE_CYCLES))
     engine = load(name, kv_cache_host_memory_bytes=ROOM * checks.EXTENT_BYTES)
     check_operations(lambda folder: engine, plain, restarts=False, examples=2)
 
 
-@of(["full", "pariskv"])
+@of(MOVING, *MOVING)
+def test_rows_that_have_changed_places_are_kept_in_token_order(name: str, load: Load) -> None:
+    check_rows_are_kept_in_order(load(name, *UPDATES, sparse=True), load(sparse=True))
+
+
+@of(MOVING, *MOVING)
+def test_a_reused_prefix_has_the_static_set_of_a_fresh_prompt(name: str, load: Load) -> None:
+    checks.check_few_rows(*(load(name, *UPDATES, sparse=True, reuse=reuse) for reuse in (None, False)), tokens=30)
+
+
+@of(["full", "pariskv", "prkv", "prkv_codes"])
 def test_a_cancelled_request_keeps_what_all_layers_have_read(name: str, load: Load, plain: checks.Plain) -> None:
     checks.test_a_cancelled_request_keeps_what_all_layers_have_read(name, load, plain)
 
@@ -158,7 +171,7 @@ def test_the_rest_of_a_prompt_is_read_as_by_decode_steps(name: str, load: Load) 
     sparse_checks.test_the_rest_of_a_prompt_is_read_as_by_decode_steps(name, "native", sparse)
 
 
-@of(["nested", "pariskv", "clusterkv", "ctkvr-cpu"], "pariskv")
+@of(["nested", "pariskv", "clusterkv", "ctkvr-cpu", "prkv", "prkv_codes"], "pariskv", "prkv_codes")
 def test_what_is_free_tells_nothing(name: str, load: Load, plain: checks.Plain) -> None:
     """Windows, entries of slots, hot rows and all extents but the kept ones may hold anything."""
     engine, generator = load(name), torch.Generator().manual_seed(3)
@@ -180,7 +193,7 @@ def test_what_is_free_tells_nothing(name: str, load: Load, plain: checks.Plain) 
         kept = set(range(extents.capacity)) - set(extents._free)
 
 
-@of(["full", "nested"])
+@of(["full", "nested", "prkv_codes"])
 def test_a_prompt_is_not_read_again_after_a_restart(
     name: str, load: Load, model: Path, on_gpu: BuildEngine, plain: checks.Plain, tmp_path: Path
 ) -> None:
@@ -196,7 +209,7 @@ def test_a_prompt_is_not_read_again_after_a_restart(
         engine = Engine.load(directory, disk=DiskSettings(tmp_path))
         ((tokens, statistics),) = checks.ask(engine, request := Request(prompt, 12))
         engine.close()
-        assert (tokens, statistics.reused_tokens) == (plain(request), reused)
+        assert (tokens, statistics.reused_tokens) == (plain(request), checks.may_reuse(engine, prompt, reused))
 
 
 def test_rows_on_the_device_are_not_written_to_disk(model: Path, on_gpu: BuildEngine, tmp_path: Path) -> None:
@@ -205,7 +218,7 @@ def test_rows_on_the_device_are_not_written_to_disk(model: Path, on_gpu: BuildEn
         Engine.load(directory, disk=DiskSettings(tmp_path))
 
 
-@of(["pariskv"], "pariskv")
+@of(["pariskv", "prkv_codes"], "pariskv", "prkv_codes")
 def test_the_host_waits_for_nothing_but_tokens(name: str, load: Load) -> None:
     engine = load(name)
     for _ in range(2):  # the first time pinned memory is allocated

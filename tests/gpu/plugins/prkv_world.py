@@ -62,6 +62,7 @@ class World:
             context,
             rows=LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)),
             frames=empty_frames(context.extents, KV_HEADS) if cuda and on_host else None,
+            reuses_prefixes=True,
         )
         self.hot = make_hot_rows(self.context)
         self.index = CudaIndex(self.context) if cuda else ReferenceIndex(self.context)
@@ -112,8 +113,9 @@ def poison(index: CudaIndex | ReferenceIndex) -> None:
         arrays.summaries.store.high.fill_(255)
         arrays.summaries.store.scales.fill_(torch.nan)
     arrays.recent.fill_(torch.nan)
-    for integers in (arrays.picked, arrays.static_rows, arrays.homes):
-        integers.fill_(-77)
+    for integers in (arrays.picked, arrays.static_rows, arrays.homes, arrays.tokens):
+        if integers is not None:
+            integers.fill_(-77)
     if isinstance(index, CudaIndex):
         index.workspace.scores.fill_(torch.nan)
 
@@ -214,6 +216,18 @@ def check_attended(world: World, slot: int, n: int, chosen: Tensor, rows: Tensor
         assert len(tokens.unique()) == len(tokens), "a token is attended to at most once"
         assert tokens.max() < n
         assert torch.equal(own, world.truth[slot][head, tokens.to(world.device)].cpu()), "rows are exact"
+
+
+def check_sorting(world: World, slot: int, first: int) -> None:
+    """The index knows the token of each place, and puts the rows of tokens `first` and later in their order; once for a slot."""
+    n, order = world.context.lengths[slot], world.arrays.row_order(slot)
+    assert order is not None
+    before = world.places(slot)
+    assert torch.equal(order.cpu(), token_numbers(before))
+    world.index.sort_rows(slot, first)
+    after = world.places(slot)
+    assert torch.equal(after[:, first:], world.truth[slot][:, first:n].cpu())
+    assert torch.equal(after[:, :first], before[:, :first])
 
 
 def boxes_of(world: World, slot: int, places: int) -> Tensor:

@@ -13,6 +13,7 @@ from tests.gpu.plugins.prkv_world import (
     World,
     attend,
     check_attended,
+    check_sorting,
     check_summaries,
     make_pair,
     random_rows,
@@ -164,6 +165,7 @@ def test_every_step_sees_one_order(scope: str, on_host: bool, page_score: str) -
         n = world.context.lengths[slot]
         tokens = token_numbers(world.places(slot))
         assert torch.equal(tokens.sort(dim=1).values, torch.arange(n).expand(KV_HEADS, -1))
+        check_sorting(world, slot, (0, 1024, n)[slot])
 
 
 def check_steps(world: World, steps: list[Step]) -> None:

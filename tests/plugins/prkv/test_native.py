@@ -205,7 +205,8 @@ def test_updates_exchange_the_rows_that_the_reference_exchanges(library: CpuLibr
     for kind, given_library in ((ReferenceIndex, None), (NativeIndex, library)):
         context = make_context(given_library, SMALL, 3, 64, [1500], dtype)
         pool = torch.zeros(context.extents.capacity, KV_HEADS, 1024, 2, 64, dtype=dtype)
-        index = kind(replace(context, rows=LayerRows(pool, pool.data_ptr(), pool.stride(0))))
+        rows = LayerRows(pool, pool.data_ptr(), pool.stride(0))
+        index = kind(replace(context, rows=rows, reuses_prefixes=True))
         order = index.build(0, keys, prompt).order
         assert order is not None
         context.extents.write(

@@ -342,13 +342,14 @@ def test_costs() -> None:
     assert (found.rows, found.neighbours) == (1024, 8)
     assert found.index_bytes == (131_072 - 512) / 8 * 512
     assert costs(Config(), model, 1000, 2).rows == 1000
-    index = ReferenceIndex(make_context(boxes, 128, 4, [10]))
-    assert index.bytes_per_token == KV_HEADS * ((2 * 128 * 4 + 4) / 8 + 4)
+    for keeps, tokens in ((False, 0), (True, 4)):
+        index = ReferenceIndex(replace(make_context(boxes, 128, 4, [10]), reuses_prefixes=keeps))
+        assert index.bytes_per_token == KV_HEADS * ((2 * 128 * 4 + 4) / 8 + tokens)
     for page in (8, 128):
         codes = Config(page=page, page_score="codes")
         assert costs(codes, model, 131_072, 2).index_bytes == (131_072 - 512) * 34
         context = replace(make_context(codes, 128, 4, [10]), codebooks={"signs": rotation_signs(0, 128)})
-        assert ReferenceIndex(context).bytes_per_token == KV_HEADS * (34 + 4 / page + 4) <= KV_HEADS * 44
+        assert ReferenceIndex(context).bytes_per_token == KV_HEADS * (34 + 4 / page) <= KV_HEADS * 40
 
 
 @pytest.mark.parametrize(("page_score", "last"), [("box", "boxes"), ("codes", "codes")])
