@@ -47,6 +47,7 @@ from .commands import (
 )
 from .nodes import Nodes, join_ranks
 from .ranks import Ranks, find_store
+from .watch import end_with_rank_0
 
 READY = b""  # what a rank answers to Load if nothing is wrong; anything else is an error
 logger = logging.getLogger(__name__)
@@ -78,7 +79,8 @@ class Follower:
                 found = digest(self._decoder.cache)
                 if found != expected:
                     raise RuntimeError(f"checksum of the cache's state = {found:08x}: must be rank 0's, {expected:08x}")
-                self._decoder.decode(tokens, slots)
+                # Rank 0 draws from the logits. This rank only waits for its part of the step, of which a token is less to copy.
+                self._decoder.decode_tokens(tokens, slots, [True] * len(slots))
             case Reserve(slot, tokens):
                 self._rows.reserve(slot, tokens)
             case Complete(slot, kept, places, first):
@@ -115,6 +117,11 @@ def serve(connection: Connection, load: Load, up: Path | None = None) -> None:
     ranks = Ranks.join(
         find_store(load.host, load.port, load.timeout_seconds), load.rank, load.config.tp_size, load.timeout_seconds
     )
+    if load.config.device == "cuda":
+        from .device_ranks import DeviceRanks
+
+        end_with_rank_0(connection)
+        ranks = DeviceRanks.over(ranks, load.config, [])
     part = rank_config(load.config)
     follower = Follower(load_part(Path(load.directory), part, ranks))
     connection.send_bytes(READY)

@@ -35,6 +35,7 @@ from .commands import (
     digest,
 )
 from .followers import TIMEOUT_SECONDS, Followers
+from .gpus import check_gpus
 from .nodes import ONE_NODE, Nodes
 from .ranks import Ranks
 
@@ -158,6 +159,7 @@ class LeadDecoder(Decoder):
             self._closed = True
             self._followers.close()
             self._ranks.leave()
+            self._followers.stop_watching()
 
     def _decode(self, tokens: Sequence[int], slots: Sequence[int]) -> Decode:
         return Decode(tuple(tokens), tuple(slots), digest(self.cache))
@@ -170,6 +172,7 @@ def lead(
 
     Waits for ranks of other nodes, however long they take.
     """
+    check_gpus(config, nodes.count)
     followers = Followers(directory, config, nodes, timeout_seconds)
     try:
         ranks = followers.join()
@@ -177,9 +180,11 @@ def lead(
             decoder = load_part(directory, rank_config(config), ranks, partial(LeadCache, followers))
             followers.wait_until_loaded()
         except BaseException:
+            followers.free()
             ranks.leave()
             raise
     except BaseException:
         followers.close()
+        followers.stop_watching()
         raise
     return LeadDecoder(decoder, followers, ranks)
