@@ -8,7 +8,8 @@ before it starts others and before the row pool is allocated: the threads that t
 from __future__ import annotations
 
 import os
-from collections.abc import Set
+from collections.abc import Generator, Set
+from contextlib import contextmanager
 from pathlib import Path
 
 SYSTEM = Path("/sys")
@@ -75,6 +76,16 @@ def cores_for(nodes: list[int | None], number: int, allowed: Set[int], system: P
     node = nodes[number]
     assert node is not None, "every GPU has a node here"
     return share_of_cores(near[node], nodes.count(node), nodes[:number].count(node))
+
+
+@contextmanager
+def bound_meanwhile() -> Generator[None]:
+    """Give the calling thread its cores back at the end; threads that it has started meanwhile keep those of `bind`."""
+    before = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        bind(before)
 
 
 def bind(cores: Set[int]) -> None:

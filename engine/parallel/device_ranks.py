@@ -73,7 +73,7 @@ class DeviceRanks(Ranks):
         makers: dict[str, Callable[[], Sums]] = {SYMMETRIC: partial(SymmetricSums, dist.group.WORLD, device, dtype)}
         if _most(loading, sharers) == 1:  # NCCL refuses several ranks on one GPU
             makers[NCCL] = partial(NcclSums, device)
-        ways, seconds = dict[str, Sums](), dict[str, float]()
+        names, ways, seconds = list(makers), dict[str, Sums](), dict[str, float]()
         rows, hidden = buckets_for(config.max_batch_size)[-1], config.model.hidden_size
         for name, make in makers.items():
             sums, reason = try_to_make(make)
@@ -83,15 +83,16 @@ class DeviceRanks(Ranks):
                 continue
             made.append(sums)
             ways[name] = sums
-            seconds[name] = _most(loading, measure(sums, rows, hidden, dtype, device))
-        small = choose(seconds)
+            seconds[name] = _most(loading, measure(sums, rows, hidden, dtype, device))  # as slow as the slowest rank
+        chosen = names.index(choose(seconds))
+        small = names[int(_most(loading, chosen if ranks.rank == 0 else -1))]  # clocks differ, so rank 0 decides
         taken = ", ".join(f"{name} {own * 1e6:.1f} us" for name, own in seconds.items())
         logger.info("ranks on GPUs sum decode steps by %s; a sum of [%d, %d] takes: %s", small, rows, hidden, taken)
         return cls(ranks.rank, ranks.size, device, sharers, ways[small], ways.get(NCCL, ways[small]), loading)
 
     @property
-    def description(self) -> str:
-        """How tensors are summed, for the statistics and the log."""
+    def way(self) -> str:
+        """See Ranks."""
         return self.small.name
 
     def leave(self) -> None:

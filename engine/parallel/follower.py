@@ -42,6 +42,7 @@ from .commands import (
     Keep,
     Load,
     Open,
+    Prepare,
     Reserve,
     digest,
 )
@@ -81,6 +82,8 @@ class Follower:
                     raise RuntimeError(f"checksum of the cache's state = {found:08x}: must be rank 0's, {expected:08x}")
                 # Rank 0 draws from the logits. This rank only waits for its part of the step, of which a token is less to copy.
                 self._decoder.decode_tokens(tokens, slots, [True] * len(slots))
+            case Prepare():
+                self._decoder.steps.prepare()
             case Reserve(slot, tokens):
                 self._rows.reserve(slot, tokens)
             case Complete(slot, kept, places, first):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.config import EngineConfig
+from kvseek.core.numa import bound_meanwhile
 from kvseek.core.ranks import rank_config
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefix import Prefix, Reuse
@@ -19,6 +20,7 @@ from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.load import load_part
 from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Prompts, Takers
+from kvseek.engine.observer import Observer
 
 from .commands import (
     Advance,
@@ -31,6 +33,7 @@ from .commands import (
     Forget,
     Keep,
     Open,
+    Prepare,
     Reserve,
     digest,
 )
@@ -131,6 +134,11 @@ class LeadDecoder(Decoder):
         super().__init__(decoder.model, decoder.retrieval, decoder.steps)
         self._followers, self._ranks, self._numbers, self._closed = followers, ranks, itertools.count(), False
 
+    @property
+    def sums(self) -> str:
+        """How the ranks sum what they compute in decode steps."""
+        return self._ranks.way
+
     def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
         """See Decoder."""
         number = next(self._numbers)
@@ -148,6 +156,11 @@ class LeadDecoder(Decoder):
         """See Decoder."""
         with self._followers.doing(self._decode(tokens, slots)):
             return super().decode_tokens(tokens, slots, greedy)
+
+    def observe(self, observer: Observer) -> None:
+        """See Decoder."""
+        with self._followers.doing(Prepare()):
+            super().observe(observer)
 
     def prefix_rows(self) -> PrefixRows:
         """See Decoder."""
@@ -175,16 +188,24 @@ def lead(
     check_gpus(config, nodes.count)
     followers = Followers(directory, config, nodes, timeout_seconds)
     try:
-        ranks = followers.join()
-        try:
-            decoder = load_part(directory, rank_config(config), ranks, partial(LeadCache, followers))
-            followers.wait_until_loaded()
-        except BaseException:
-            followers.free()
-            ranks.leave()
-            raise
+        with (
+            bound_meanwhile()
+        ):  # ranks on GPUs bind themselves to cores near them, and this process may load other engines
+            ranks = followers.join()
+            return LeadDecoder(_load(directory, config, followers, ranks), followers, ranks)
     except BaseException:
         followers.close()
         followers.stop_watching()
         raise
-    return LeadDecoder(decoder, followers, ranks)
+
+
+def _load(directory: Path, config: EngineConfig, followers: Followers, ranks: Ranks) -> Decoder:
+    """Load the part of rank 0, and wait until the others have loaded theirs."""
+    try:
+        decoder = load_part(directory, rank_config(config), ranks, partial(LeadCache, followers))
+        followers.wait_until_loaded()
+    except BaseException:
+        followers.free()
+        ranks.leave()
+        raise
+    return decoder

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from kvseek.core.numa import cores_for, cores_of_node, node_of_gpu, parse_cores, share_of_cores
+from kvseek.core.numa import bind, bound_meanwhile, cores_for, cores_of_node, node_of_gpu, parse_cores, share_of_cores
 
 
 @pytest.fixture
@@ -34,6 +35,14 @@ def test_lists_of_cores(system: Path) -> None:
     assert parse_cores("\n") == frozenset()
     assert cores_of_node(1, system) == {4, 5, 6, 7, 12, 13, 14, 15}
     assert cores_of_node(2, system) == frozenset()
+
+
+def test_a_thread_gets_its_cores_back() -> None:
+    before = os.sched_getaffinity(0)
+    with bound_meanwhile():
+        bind({min(before)})
+        assert os.sched_getaffinity(0) == {min(before)}
+    assert os.sched_getaffinity(0) == before
 
 
 def test_shares_of_cores() -> None:
