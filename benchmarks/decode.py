@@ -179,7 +179,7 @@ def race(
     add_ratios(results, bandwidth)
     for contestant, entry in zip(contestants, results, strict=True):
         if isinstance(contestant, EngineContestant):
-            entry["tp_size"] = contestant.config.tp_size
+            entry["tp_size"], entry["sums"] = contestant.config.tp_size, contestant.engine.decoder.sums
             if contestant.config.device == "cpu":  # on a GPU the host only launches them
                 entry["parts"] = with_threads(contestant.threads, partial(contestant.part_seconds, PART_STEPS, clock))
     for contestant in contestants:

@@ -14,6 +14,7 @@ from kvseek.plugins.batch import Batch
 
 from .attention import CausalAttention
 from .continuation import BlockReader, Continuation
+from .graph_steps import GraphSteps
 from .graphs import StepResult
 from .layer import Head, Layer
 from .layer_kernels import LayerKernels
@@ -61,6 +62,11 @@ class KernelModel(LayerwiseModel[Stream]):
         if self.reader is not None and self.retrieval.resumes([slot for slot, _ in prompts]):
             return Continuation(self.reader, self.retrieval, prompts)
         return super().prefill(prompts, takers)
+
+    def close(self) -> None:
+        """Forget what has been captured: no prompts are read any more."""
+        if isinstance(self.reader, GraphSteps):
+            self.reader.close()
 
     def with_retrieval(self, retrieval: Retrieval) -> KernelModel:
         """Return a model of the same weights whose layers attend by another retrieval over the same cache."""

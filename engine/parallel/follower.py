@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -174,7 +175,10 @@ def main(argv: Sequence[str]) -> int:
         # These may reach all processes of a terminal or a unit at once: rank 0 decides what they mean.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        return follow(Connection(int(argv[0])))
+        status = follow(Connection(int(argv[0])))
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # kernels may wait for other ranks, and an end in order would wait for them
+            os._exit(status)
+        return status
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     arguments = parse_arguments(argv)
     try:

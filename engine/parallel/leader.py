@@ -19,6 +19,7 @@ from kvseek.engine.cache.prefix_rows import PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.load import load_part
+from kvseek.engine.model.kernel_model import KernelModel
 from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Prompts, Takers
 from kvseek.engine.observer import Observer
 
@@ -136,7 +137,7 @@ class LeadDecoder(Decoder):
 
     @property
     def sums(self) -> str:
-        """How the ranks sum what they compute in decode steps."""
+        """See Decoder."""
         return self._ranks.way
 
     def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
@@ -171,6 +172,9 @@ class LeadDecoder(Decoder):
         if not self._closed:
             self._closed = True
             self._followers.close()
+            self.steps.close()  # NCCL's communicator ends only when no graph uses it
+            if isinstance(self.model, KernelModel):
+                self.model.close()
             self._ranks.leave()
             self._followers.stop_watching()
 

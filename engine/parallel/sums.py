@@ -8,6 +8,7 @@ sums to all (`two_shot_all_reduce_`). NCCL is there for machines on which that d
 from __future__ import annotations
 
 import statistics
+import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Protocol
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kvseek.core.config import EngineConfig
 from kvseek.core.errors import KvseekError
 
 SYMMETRIC, NCCL = "symmetric memory", "NCCL"
@@ -139,7 +141,7 @@ class NcclSums:
     def __init__(self, device: torch.device) -> None:
         timeout = timedelta(seconds=WATCHED_SECONDS)
         self._group = dist.new_group(backend="nccl", timeout=timeout, device_id=device)
-        self._device, self._aborted = device, False
+        self._device, self._aborted, self._lock = device, False, threading.Lock()
         self.sum(torch.zeros(ALIGNMENT, device=device))  # connects: that cannot be captured
         torch.cuda.synchronize(device)
 
@@ -150,14 +152,24 @@ class NcclSums:
         return whole
 
     def release(self) -> None:
-        """See Sums. The communicator is of no use afterwards."""
-        if not self._aborted:
-            self._aborted = True
-            self._group._get_backend(self._device).abort()
+        """See Sums. The communicator is of no use afterwards. The first call returns when all graphs that use it are gone."""
+        with self._lock:
+            if not self._aborted:
+                self._group._get_backend(self._device).abort()
+                self._aborted = True
 
     def close(self) -> None:
-        """See Sums. Graphs that have been captured still hold the communicator, so it is given up rather than ended in order."""
+        """See Sums."""
         self.release()
+
+
+def expected_sums(config: EngineConfig) -> str:
+    """Say how the ranks of an engine sum, as far as that is known without its GPUs."""
+    if config.tp_size == 1:
+        return "none"
+    if config.device == "cpu":
+        return "gloo"
+    return f"{SYMMETRIC} or {NCCL}, whichever is faster when the engine is loaded, as the log then says"
 
 
 def measure(sums: Sums, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> float:

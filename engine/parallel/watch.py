@@ -76,7 +76,13 @@ class Watch:
                 logger.error("%s: what waits for it on this GPU is released", self._failure)
                 break
         while not self._closed.wait(RELEASE_SECONDS):
-            self._release()
+            try:
+                self._release()
+            except (
+                RuntimeError
+            ):  # of CUDA: after a fault of a kernel nothing runs on this GPU any more, so nothing waits
+                logger.exception("kernels cannot be released")
+                return
 
     def _find_failure(self) -> str:
         for rank, connection in self._connections.items():
