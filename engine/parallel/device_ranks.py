@@ -70,6 +70,7 @@ class DeviceRanks(Ranks):
         sharers, dtype = ranks_on(device, ranks.size), getattr(torch, config.dtype)
         loading = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOADING_SECONDS))
         assert dist.group.WORLD is not None, "the ranks have joined"
+        SymmetricSums.catch_up(int(_most(loading, SymmetricSums.exchanges)), ranks.rank, device)
         makers: dict[str, Callable[[], Sums]] = {SYMMETRIC: partial(SymmetricSums, dist.group.WORLD, device, dtype)}
         if _most(loading, sharers) == 1:  # NCCL refuses several ranks on one GPU
             makers[NCCL] = partial(NcclSums, device)

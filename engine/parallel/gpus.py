@@ -15,8 +15,9 @@ from .nodes import check_nodes
 
 SHARE_VARIABLE = "KVSEEK_RANKS_SHARE_GPUS"
 # What PyTorch's symmetric memory and NCCL read from the environment, once, when they are first used. NVLink's multicast needs a
-# service of the host that hosts with several tenants may lack, and then fails or hangs.
-ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+# service of the host that hosts with several tenants may lack, and then fails or hangs. Without the pool, memory that earlier
+# ranks have been told of is never given to a later engine of the process.
+ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_SYMMMEM_IMPLICIT_POOL": "0", "NCCL_NVLS_ENABLE": "0"}
 SHARED_ENVIRONMENT = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 logger = logging.getLogger(__name__)
 

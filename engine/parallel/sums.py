@@ -11,7 +11,7 @@ import statistics
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -74,16 +74,37 @@ class SymmetricSums:
     """
 
     name = SYMMETRIC
+    exchanges: ClassVar[int] = 0  # of handles to memory, in this process so far
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
+    @classmethod
+    def catch_up(cls, exchanges: int, rank: int, device: torch.device) -> None:
+        """Exchange handles with nobody until this process has done so `exchanges` times.
+
+        PyTorch numbers the exchanges of a process and finds those of other ranks by the number (StoreExchange of
+        CUDASymmetricMemoryUtils.hpp). Rank 0 may be in a process that has had an engine of several ranks before, and the other
+        ranks are in new ones.
+        """
+        if cls.exchanges < exchanges:
+            alone = dist.new_group([rank], backend="gloo", use_local_synchronization=True)
+            while cls.exchanges < exchanges:
+                cls._exchange(torch.uint8, ALIGNMENT, alone, device)
+
+    @classmethod
+    def _exchange(
+        cls, dtype: torch.dtype, size: int, group: dist.ProcessGroup, device: torch.device
+    ) -> tuple[Tensor, Any]:
+        """Allocate symmetric memory; returns it and what gives access to that of the other ranks of a group."""
         import torch.distributed._symmetric_memory as symmetric
 
+        buffer = symmetric.empty(size, dtype=dtype, device=device)
+        cls.exchanges += 1
+        return buffer, symmetric.rendezvous(buffer, group)
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
         if dtype not in SYMMETRIC_DTYPES:
             raise SumError(f"dtype = {dtype}: must be one of {SYMMETRIC_DTYPES} for sums in symmetric memory")
         self._group = group.group_name
-        # One buffer a process: a second one could lie behind it in one allocation.
-        self._buffer = symmetric.empty(BUFFER_BYTES // dtype.itemsize, dtype=dtype, device=device)
-        self._memory = symmetric.rendezvous(self._buffer, self._group)
+        self._buffer, self._memory = self._exchange(dtype, BUFFER_BYTES // dtype.itemsize, group, device)
         self._unit = ALIGNMENT // dtype.itemsize
         rank, size = group.rank(), group.size()
         self._own = self._memory.get_signal_pad(rank)
