@@ -7,6 +7,7 @@ sums to all (`two_shot_all_reduce_`). NCCL is there for machines on which that d
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import threading
 from collections.abc import Callable, Mapping
@@ -110,8 +111,9 @@ class SymmetricSums:
         self._own = self._memory.get_signal_pad(rank)
         self._others = [self._memory.get_signal_pad(other) for other in range(size) if other != rank]
         # Copied by `release`: copy engines work while kernels wait, and no kernel has to be loaded for that.
-        self._ones = torch.ones(self._own.shape, dtype=torch.int32).view(self._own.dtype).pin_memory()
-        self._zeros = torch.zeros(self._own.shape, dtype=torch.int32).view(self._own.dtype).pin_memory()
+        signals = [*release_signals(self._own.numel(), rank, size), torch.zeros(self._own.numel(), dtype=torch.int32)]
+        *own, self._zeros = (one.view(self._own.dtype).view(self._own.shape).pin_memory() for one in signals)
+        self._signals = itertools.cycle(own)
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -140,13 +142,9 @@ class SymmetricSums:
             out.copy_(operations.one_shot_all_reduce(whole, "sum", self._group)[: out.numel()])
 
     def release(self) -> None:
-        """See Sums.
-
-        A kernel waits until a signal of its own GPU's memory is 1, and makes it 0; and, before, until one of another's memory is
-        0, and makes it 1 (CUDASymmetricMemory of PyTorch). A step waits twice a sum, so one call seldom suffices.
-        """
+        """See Sums. A sum waits several times, so many calls are needed for a step."""
         with torch.cuda.stream(self._beside):
-            self._own.copy_(self._ones, non_blocking=True)
+            self._own.copy_(next(self._signals), non_blocking=True)
             for pad in self._others:
                 pad.copy_(self._zeros, non_blocking=True)
 
@@ -182,6 +180,19 @@ class NcclSums:
     def close(self) -> None:
         """See Sums."""
         self.release()
+
+
+def release_signals(count: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """Make two states of a rank's own signals, int32 [count], that free its kernels if they are written in turn.
+
+    With symmetric memory each block of a kernel has a signal for each rank, of all ranks in turn. For each rank, its own too, a
+    thread waits until its rank's signal there is 0, makes it 1, and waits until that rank's signal here is 1, and makes it 0
+    (sync_remote_blocks of PyTorch's CUDASymmetricMemory-inl.h). Signals there are to be 0, and here 1; but the rank's own
+    is both, so it has to change.
+    """
+    ones = torch.ones(count, dtype=torch.int32)
+    itself = torch.arange(count) % size == rank
+    return ones.masked_fill(itself, 0), ones
 
 
 def expected_sums(config: EngineConfig) -> str:

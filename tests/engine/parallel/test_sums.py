@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
+from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -13,7 +15,7 @@ from tests.support.waiting import wait_for
 
 from kvseek.core.errors import ConfigError
 from kvseek.engine.parallel.gpus import gpu_of_rank
-from kvseek.engine.parallel.sums import NCCL, SYMMETRIC, SumError, SymmetricSums, choose, try_to_make
+from kvseek.engine.parallel.sums import NCCL, SYMMETRIC, SumError, SymmetricSums, choose, release_signals, try_to_make
 from kvseek.engine.parallel.watch import Watch, has_failed
 
 
@@ -23,6 +25,32 @@ def test_the_faster_way_is_chosen() -> None:
     assert choose({NCCL: 21e-6}) == NCCL
     with pytest.raises(SumError, match="the ranks' GPUs can sum neither in symmetric memory nor by NCCL"):
         choose({})
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_signals_free_a_kernel_whose_neighbours_are_dead(rank: int) -> None:
+    """Threads of a block as PyTorch's kernels have them, which wait eight times for three ranks; only this one lives."""
+    size, blocks, passed = 3, 2, 0
+    pads = [[one % 2] * (size * blocks) for one in range(size)]  # whatever the others left
+    here = pads[rank]
+
+    def thread(block: int, target: int) -> Iterator[None]:
+        for _ in range(8):
+            for pad, number, wanted in ((pads[target], rank, 0), (here, target, 1)):
+                while pad[block * size + number] != wanted:
+                    yield
+                pad[block * size + number] = 1 - wanted
+
+    waiting = [thread(block, target) for block in range(blocks) for target in range(size)]
+    turns = itertools.cycle(signals.tolist() for signals in release_signals(size * blocks, rank, size))
+    for _ in range(200):
+        here[:] = next(turns)
+        for other, pad in enumerate(pads):
+            if other != rank:
+                pad[:] = [0] * len(pad)
+        waiting = [one for one in waiting if next(one, "ended") != "ended"]
+        passed = size * blocks - len(waiting)
+    assert passed == size * blocks
 
 
 def test_a_way_that_is_not_there_says_why() -> None:
