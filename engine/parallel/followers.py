@@ -186,14 +186,15 @@ class Followers:
         try:
             yield
             if self._watch is not None and self._watch.failure:
-                raise RuntimeError(self._watch.failure)
+                raise RuntimeError("what this rank has computed is wrong")
         except RankError:
             raise
         except Exception as error:
             # A rank that has died may end this rank's communication a moment before its connection is seen closed.
             wait([member.connection for member in self._members], FAILED_SECONDS)
             self._check()
-            raise self._failed(f"rank 0: {type(error).__name__}: {error}") from error
+            hangs = "" if self._watch is None else self._watch.failure
+            raise self._failed(hangs or f"rank 0: {type(error).__name__}: {error}") from error
         finally:
             if self._watch is not None:
                 self._watch.end()

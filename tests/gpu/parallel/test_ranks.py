@@ -130,9 +130,7 @@ def test_a_rank_that_hangs_ends_the_engine(directory: Path) -> None:
     follower = follower_of(decoder)
     os.kill(follower, signal.SIGSTOP)
     watch._timeout = 1.0  # loading may take long on a slow machine; what follows is to be quick
-    with pytest.raises(
-        RankError, match=r"rank 0: RuntimeError: rank 1: no answer within 1 s; the engine's ranks cannot"
-    ):
+    with pytest.raises(RankError, match=r"^rank 1: no answer within 1 s; the engine's ranks cannot"):
         decoder.decode([8], [0])
     os.kill(follower, signal.SIGCONT)
     decoder.close()
