@@ -112,7 +112,7 @@ class SymmetricSums:
         self._others = [self._memory.get_signal_pad(other) for other in range(size) if other != rank]
         # Copied by `release`: copy engines work while kernels wait, and no kernel has to be loaded for that.
         signals = [*release_signals(self._own.numel(), rank, size), torch.zeros(self._own.numel(), dtype=torch.int32)]
-        *own, self._zeros = (one.view(self._own.dtype).view(self._own.shape).pin_memory() for one in signals)
+        *own, self._zeros = (one.pin_memory().view(self._own.dtype).view(self._own.shape) for one in signals)
         self._signals = itertools.cycle(own)
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
