@@ -21,7 +21,8 @@ from kvseek.engine.cache.host_pool import can_pin
 from kvseek.engine.model.graphs import buckets_for
 
 from .gpus import ranks_on, take_gpu
-from .ranks import Ranks
+from .nodes import LOOPBACK
+from .ranks import Ranks, using_interface_to
 from .sums import NCCL, SMALL_BYTES, SYMMETRIC, NcclSums, Sums, SymmetricSums, choose, measure, try_to_make
 
 LOADING_SECONDS = 3600.0  # that a rank waits for another one while weights are read
@@ -68,9 +69,10 @@ class DeviceRanks(Ranks):
         """
         device = take_gpu(ranks.rank, ranks.size)
         sharers, dtype = ranks_on(device, ranks.size), getattr(torch, config.dtype)
-        loading = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOADING_SECONDS))
         assert dist.group.WORLD is not None, "the ranks have joined"
-        SymmetricSums.catch_up(int(_most(loading, SymmetricSums.exchanges)), ranks.rank, device)
+        with using_interface_to(LOOPBACK):
+            loading = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOADING_SECONDS))
+            SymmetricSums.catch_up(int(_most(loading, SymmetricSums.exchanges)), ranks.rank, device)
         makers: dict[str, Callable[[], Sums]] = {SYMMETRIC: partial(SymmetricSums, dist.group.WORLD, device, dtype)}
         if _most(loading, sharers) == 1:  # NCCL refuses several ranks on one GPU
             makers[NCCL] = partial(NcclSums, device)

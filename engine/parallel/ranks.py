@@ -46,7 +46,7 @@ class Ranks:
         timeout_seconds : float
             After so long a rank that waits for another raises RuntimeError.
         """
-        with _interface_to(store.host):
+        with using_interface_to(store.host):
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds)
             )
@@ -96,7 +96,7 @@ def find_store(host: str, port: int, timeout_seconds: float) -> TCPStore:
 
 
 @contextmanager
-def _interface_to(host: str) -> Iterator[None]:
+def using_interface_to(host: str) -> Iterator[None]:
     """Let gloo use the interface that leads to `host`, unless the environment names one: it would look up the host's name."""
     name = "GLOO_SOCKET_IFNAME"
     if name in os.environ:
