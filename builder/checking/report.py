@@ -89,7 +89,7 @@ def _cannot_run(config: EngineConfig) -> str:
     """Say why this machine cannot run the engine, or why there is nothing to compare; empty if it can."""
     if config.device == "cuda" and not torch.cuda.is_available():
         return "the engine is for device = 'cuda', and PyTorch sees no GPU here; run kvseek build --check where there is one"
-    if config.device == "cuda" and config.tp_size > torch.cuda.device_count() and not ranks_share_gpus():
+    if config.device == "cuda" and config.tp_size > max(1, torch.cuda.device_count()) and not ranks_share_gpus():
         return f"PyTorch sees fewer GPUs here than tp_size = {config.tp_size}; run kvseek build --check where there are as many"
     if config.max_seq_len <= GREEDY_TOKENS:
         return f"max_seq_len = {config.max_seq_len} has no room for a prompt and {GREEDY_TOKENS} tokens"
