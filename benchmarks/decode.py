@@ -40,7 +40,7 @@ T = TypeVar("T")
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line to settings; exits with a message on unknown or missing flags."""
     parser = argparse.ArgumentParser(prog="kvseek bench", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="cpu", help="cpu; cuda has flags of its own: --device cuda --help")
+    parser.add_argument("--device", default="cpu", help="cpu; cuda has flags of its own, but for those of --tp_size")
     parser.add_argument("--model", type=Path, help="Hugging Face directory or GGUF file, to build and to compare with")
     engines = parser.add_mutually_exclusive_group(required=True)
     engines.add_argument("--engine_dirs", type=Path, nargs="+", help="engine directories, the baseline first")
@@ -74,7 +74,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def check(arguments: argparse.Namespace) -> argparse.Namespace:
     """Convert lists and raise ConfigError on settings that cannot work together."""
-    if arguments.device != "cpu":
+    if arguments.device not in CHOICES["device"]:
         raise ConfigError(f"--device = {arguments.device!r}: must be cpu or cuda; cpu is the default")
     if arguments.model is None and (arguments.methods or arguments.compare_transformers):
         raise ConfigError("--model = None: must be given with --methods or --compare_transformers; name the model")
@@ -142,6 +142,9 @@ def build_variant(arguments: argparse.Namespace, variant: Variant, tp_size: int,
     from kvseek.builder.build import main as build
 
     flags = [*variant.flags(), "--output_dir", str(directory), "--dtype", arguments.dtype, "--quiet"]
+    flags += ["--device", arguments.device]
+    if arguments.device == "cuda":
+        flags += ["--cuda_archs", "{}{}".format(*torch.cuda.get_device_capability())]
     sizes = ["--max_seq_len", str(longest), "--max_input_len", str(longest), "--max_batch_size", "1"]
     if build(["--model", str(arguments.model), *flags, *sizes, "--tp_size", str(tp_size)]) != 0:
         raise KvseekError(f"--methods: the build of {variant.label!r} failed; its message stands above")
@@ -176,8 +179,9 @@ def race(
     add_ratios(results, bandwidth)
     for contestant, entry in zip(contestants, results, strict=True):
         if isinstance(contestant, EngineContestant):
-            entry["tp_size"] = contestant.config.tp_size
-            entry["parts"] = with_threads(contestant.threads, partial(contestant.part_seconds, PART_STEPS, clock))
+            entry["tp_size"], entry["sums"] = contestant.config.tp_size, contestant.engine.decoder.sums
+            if contestant.config.device == "cpu":  # on a GPU the host only launches them
+                entry["parts"] = with_threads(contestant.threads, partial(contestant.part_seconds, PART_STEPS, clock))
     for contestant in contestants:
         contestant.close()
     torch.set_num_threads(threads)
@@ -236,12 +240,16 @@ def time_contestants(arguments: argparse.Namespace, engines: Sequence[EngineCont
 
 
 def wants_gpu(argv: Sequence[str] | None) -> bool:
-    """Whether the flags are those of the GPU benchmark: --device cuda, or a --shape, which only that knows."""
+    """Whether the flags are those of the GPU benchmark: --device cuda, or a --shape, which only that knows.
+
+    Engines of several ranks are built from a model, and timed as on the CPU.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--device")
     parser.add_argument("--shape")
+    parser.add_argument("--tp_size")
     known, _ = parser.parse_known_args(argv)
-    return known.device == "cuda" or known.shape is not None
+    return (known.device == "cuda" and known.tp_size is None) or known.shape is not None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,6 +32,7 @@ from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.core.errors import KvseekError
 from kvseek.core.manifest import CODEBOOKS_FILE, write_manifest
+from kvseek.core.ranks import rank_config
 from kvseek.engine.loading.supported import check_supported, needs_cpu_library
 from kvseek.engine.model.weight_only import FASTER_ROWS, NONE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
@@ -117,9 +118,10 @@ class _Build:
 
         Also if the checkpoint contradicts itself, or transformers would compute something else from its files.
         """
-        if self.config.device == "cuda":
-            specialise(self.config)
-        check_supported(self.config)
+        own = rank_config(self.config)
+        if own.device == "cuda":
+            specialise(own)
+        check_supported(own)
         needed = needed_room(self.checkpoint, self.config, len(self.options.cuda_archs))
         refuse_too_little(needed, available_room(output_dir), self.options.output_dir, self.options.model)
         self.checkpoint.check()
@@ -240,7 +242,7 @@ def _write_kernels(
         shutil.copyfile(cached_cpu_library(), directory / LIBRARY_FILE)
     if config.device == "cpu":
         return
-    for arch, image in cached_cubins(specialise(config), cuda_archs, progress).items():
+    for arch, image in cached_cubins(specialise(rank_config(config)), cuda_archs, progress).items():
         cubin_path(directory, arch).write_bytes(image)
 
 

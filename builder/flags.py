@@ -21,7 +21,7 @@ LIMITS = {
     "max_input_len": "most tokens of a prompt (default: max_seq_len)",
     "max_seq_len": "most tokens of a prompt and its answer (default: what the model allows, at most 131072)",
     "prefill_chunk_tokens": "prompt tokens that one unit of prefill processes; not with --tensorrt.form engine",
-    "tp_size": "processes that each compute a part of every layer; on the CPU",
+    "tp_size": "processes that each compute a part of every layer, each on a GPU of its own",
 }
 CHOICE_SUMMARIES = {
     "dtype": "of weights and cache; float16 on cuda only (default: float32)",

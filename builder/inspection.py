@@ -21,6 +21,7 @@ from kvseek.core.cuda import cubin_architectures
 from kvseek.core.manifest import read_manifest
 from kvseek.engine.loading.supported import reuses_prefixes
 from kvseek.engine.model.prompt_attention import expected_attention
+from kvseek.engine.parallel.sums import expected_sums
 from kvseek.plugins.registry import get_method, method_traits
 
 
@@ -43,6 +44,7 @@ def print_engine(options: InspectOptions, console: Console) -> None:
         "runtime",
         "prompt_attention",
         "prefix_reuse",
+        "rank_sums",
         *LIMITS,
     )
     described = [(name, _text(document[name])) for name in names]
@@ -82,6 +84,7 @@ def engine_document(options: InspectOptions) -> dict[str, Any]:
         "kernels": _kernels(options, config, set(manifest.files)),
         "prompt_attention": expected_attention(config),
         "prefix_reuse": method_traits(config).prefix_reuse if reuses_prefixes(config) else "off",
+        "rank_sums": expected_sums(config),
         "changed": changed,
         "plans": weight_storage(config).describe(options.directory),
         "calibration": _calibration(options, set(manifest.files)),

@@ -371,8 +371,8 @@ class EngineConfig:
         for name in ("max_batch_size", "max_seq_len", "max_input_len", "prefill_chunk_tokens"):
             require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1", f"set --{name}")
         self.model.check_ranks(self.tp_size)
-        alone = self.tp_size == 1 or self.device == "cpu"
-        require(alone, "tp_size", self.tp_size, "1 with device = 'cuda'", "ranks on GPUs are not built yet")
+        alone = self.tp_size == 1 or self.runtime == "torch"
+        require(alone, "tp_size", self.tp_size, "1 with runtime = 'tensorrt'", "plans are not divided among ranks")
         limit = f"<= max_seq_len = {self.max_seq_len}"
         require(self.max_input_len <= self.max_seq_len, "max_input_len", self.max_input_len, limit, "raise max_seq_len")
         limit = f"<= max_position_embeddings = {self.model.max_position_embeddings}"

@@ -76,6 +76,9 @@ class Steps(Protocol):
         Does nothing on the CPU.
         """
 
+    def close(self) -> None:
+        """Forget what has been captured: no steps are run any more."""
+
 
 class Decoder:
     """Reads prompts and runs decode steps. Only one thread may use it.
@@ -100,6 +103,11 @@ class Decoder:
     def cache(self) -> Cache:
         """The cache of all layers."""
         return self.retrieval.cache
+
+    @property
+    def sums(self) -> str:
+        """How several ranks sum what they compute in decode steps; empty for one rank."""
+        return ""
 
     def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
         """See PromptModel.prefill."""

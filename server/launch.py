@@ -21,6 +21,7 @@ from kvseek.core.config import require
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
 from kvseek.core.manifest import verify
+from kvseek.engine.parallel.nodes import check_nodes
 from kvseek.server.openai_door.keys import read_keys
 from kvseek.server.requests.layouts import LAYOUTS
 from kvseek.server.triton.find import SHARED_MEMORY_PREFIX, TritonServer, find_server
@@ -296,7 +297,9 @@ def _check_node(arguments: argparse.Namespace) -> None:
 def _check_ranks(engine_dir: Path, tp_size: int | None, settings: ServeSettings, node_rank: int) -> None:
     """Raise ConfigError unless the engine has so many ranks, and this host some of them."""
     if settings.nnodes > 1 or node_rank:
-        settings.nodes.ranks(read_config(engine_dir).tp_size, node_rank)
+        config = read_config(engine_dir)
+        settings.nodes.ranks(config.tp_size, node_rank)
+        check_nodes(config, settings.nnodes)
     if tp_size is not None:
         found = read_config(engine_dir).tp_size
         remedy = f"the engine is divided when it is built: kvseek build --tp_size {tp_size}"

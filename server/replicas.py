@@ -19,6 +19,8 @@ from pathlib import Path
 
 import requests
 
+from kvseek.core.config_file import read_config
+
 from .errors import ServerError
 from .launch import LOOPBACK, READY_SECONDS, STANDARD_OUTPUT, RunningServer, get, reachable, running_server
 from .ports import Ports, start_on_free_ports
@@ -71,8 +73,8 @@ def running_replicas(
     Parameters
     ----------
     replicas : int
-        Number of servers. Each has free ports of its own, and its share of the CPU threads or, with device "cuda", the GPU
-        of its number among those of CUDA_VISIBLE_DEVICES.
+        Number of servers. Each has free ports of its own, and its share of the CPU threads or, with device "cuda", GPUs of
+        its own among those of CUDA_VISIBLE_DEVICES: one for each rank of the engine, in order.
     openai_port : int
         Port of the router; 0 picks a free one.
     log : Path, optional
@@ -88,6 +90,7 @@ def running_replicas(
     command, wanted = router_command(), [(host, Ports(0, 0, 0, openai_port)), (LOOPBACK, Ports(0, 0, 0, 0))]
     with wanted[0][1].hold(host):
         pass  # an error now, before replicas are started in vain
+    ranks = read_config(engine_dir).tp_size
     threads = settings.threads or len(os.sched_getaffinity(0))
     settings = dataclasses.replace(settings, threads=max(1, threads // replicas))
     with ExitStack() as running, tempfile.TemporaryDirectory(prefix="kvseek-router-") as folder:
@@ -100,7 +103,7 @@ def running_replicas(
                     log=_log_of(log, str(number)),
                     verbose=verbose,
                     ready_seconds=ready_seconds,
-                    environment=_devices(device, number),
+                    environment=_devices(device, number, ranks),
                     open_models=True,  # as the router has no key to ask for them, and lists them itself without one
                 )
             )
@@ -172,16 +175,19 @@ def _settings_of(settings: ServeSettings, number: int) -> ServeSettings:
     return dataclasses.replace(settings, disk_dir=str(Path(settings.disk_dir) / f"replica{number}"))
 
 
-def _devices(device: str, number: int) -> dict[str, str]:
-    """Return the environment that shows a replica its own GPU alone."""
+def _devices(device: str, number: int, ranks: int) -> dict[str, str]:
+    """Return the environment that shows a replica its own GPUs alone, one for each rank of its engine."""
     if device != "cuda":
         return {}
     listed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    if listed and number >= len(listed):
+    first, stop = number * ranks, (number + 1) * ranks
+    if listed and stop > len(listed):
+        needed = "no GPU of its own" if ranks == 1 else f"no {ranks} GPUs of its own"
         raise ServerError(
-            f"--replicas: replica {number} has no GPU of its own, CUDA_VISIBLE_DEVICES names {len(listed)}; start fewer"
+            f"--replicas: replica {number} has {needed}, CUDA_VISIBLE_DEVICES names {len(listed)}; start fewer"
         )
-    return {"CUDA_VISIBLE_DEVICES": listed[number] if listed else str(number)}
+    own = listed[first:stop] if listed else map(str, range(first, stop))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
 
 
 def _log_of(log: Path | None, name: str) -> Path | None:

@@ -58,6 +58,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+    if torch.cuda.device_count() < 2:
+        for item in items:
+            if item.get_closest_marker("multi_gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
 
 
 @pytest.fixture(scope="session")

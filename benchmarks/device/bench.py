@@ -18,11 +18,10 @@ from kvseek.engine.cache.memory_layout import RowLayout, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.indexes import IndexMaker, device_retrieval, make_attentions
-from kvseek.engine.loading.runtime import layer_kernels, prompt_attention
+from kvseek.engine.loading.runtime import device_products, layer_kernels, prompt_attention
 from kvseek.engine.loading.supported import needs_cpu_library
 from kvseek.engine.model.graph_steps import GraphSteps
 from kvseek.engine.model.kernel_model import KernelModel
-from kvseek.engine.model.product_kernels import product_kernels
 from kvseek.engine.retrieval import Retrieval
 from kvseek.measurement.gpu_kernels import load_kernels
 from kvseek.measurement.variants import Variant
@@ -183,8 +182,8 @@ class Bench:
         """A decoder of the random weights; several may share a cache and indexes."""
         retrieval, kernels = self.retrieval(variant, cache, indexes, cells, hot_rows), self.kernels(variant)
         tensors = self._tensors[variant.weight_only_precision]
-        attention, multiply = prompt_attention(retrieval, kernels), product_kernels(retrieval.config, kernels)
-        model = KernelModel(tensors, retrieval, layer_kernels(retrieval, kernels), attention, multiply)
+        attention, products = prompt_attention(retrieval, kernels), device_products(retrieval.config, kernels)
+        model = KernelModel(tensors, retrieval, layer_kernels(retrieval, kernels), attention, products)
         return BenchDecoder(model, retrieval, GraphSteps(model, retrieval))
 
     def allocated(self, variant: Variant, extents: int, batch: int) -> int:

@@ -16,6 +16,7 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import CapacityError, CheckError, ConfigError, KernelError
 from kvseek.core.manifest import read_manifest, verify
 from kvseek.engine.model import bfloat16
+from kvseek.engine.parallel.gpus import ranks_share_gpus
 
 from .comparison import GREEDY_TOKENS, Comparison, compare
 
@@ -88,6 +89,8 @@ def _cannot_run(config: EngineConfig) -> str:
     """Say why this machine cannot run the engine, or why there is nothing to compare; empty if it can."""
     if config.device == "cuda" and not torch.cuda.is_available():
         return "the engine is for device = 'cuda', and PyTorch sees no GPU here; run kvseek build --check where there is one"
+    if config.device == "cuda" and config.tp_size > max(1, torch.cuda.device_count()) and not ranks_share_gpus():
+        return f"PyTorch sees fewer GPUs here than tp_size = {config.tp_size}; run kvseek build --check where there are as many"
     if config.max_seq_len <= GREEDY_TOKENS:
         return f"max_seq_len = {config.max_seq_len} has no room for a prompt and {GREEDY_TOKENS} tokens"
     if config.device == "cpu" and config.dtype == "bfloat16" and not bfloat16.usable():

@@ -37,6 +37,7 @@ from kvseek.engine.loading.dry_run import DryRun
 from kvseek.engine.loading.memory import IndexNeeds, divide_measured
 from kvseek.engine.loading.supported import check_supported
 from kvseek.engine.model.graphs import BUCKETS
+from kvseek.engine.parallel.sums import BUFFER_BYTES, NCCL_BYTES
 from kvseek.plugins.registry import method_traits
 
 from .host import host_layout, host_weight_bytes, widened_bytes
@@ -121,7 +122,8 @@ class FitSearch:
         self.dtype: torch.dtype = getattr(torch, self.asked.dtype)
         storage = weight_storage(whole)
         self.notes = storage.notes
-        self._widened = 0 if self.on_gpu else widened_bytes(whole, ranks)
+        of_sums = BUFFER_BYTES + NCCL_BYTES if ranks > 1 else 0  # whichever way is chosen when the engine is loaded
+        self._beside = of_sums if self.on_gpu else widened_bytes(whole, ranks)
         if not self.on_gpu:
             self.weight_bytes = host_weight_bytes(whole, ranks)
         elif ranks == 1:
@@ -195,7 +197,7 @@ class FitSearch:
 
     def work_bytes(self, config: EngineConfig) -> int:
         """Bytes of a rank's work space."""
-        return work_bytes(config, self.dtype) + self._widened
+        return work_bytes(config, self.dtype) + self._beside
 
     def host_bytes(self, memory: MemoryLayout) -> int:
         """Bytes of host memory that all ranks take: of rows, on the CPU of everything."""
@@ -246,7 +248,7 @@ class FitSearch:
         """Divide the memory of a rank; raises CapacityError if a GPU's does not suffice."""
         if self.options.gpu_memory is None:
             return host_layout(config, needs, self.weight_bytes, self.work_bytes(config))
-        return divide_measured(config, needs, self.options.gpu_memory, self.weight_bytes)
+        return divide_measured(config, needs, self.options.gpu_memory, self.weight_bytes, self._beside)
 
     def _admitted(self, config: EngineConfig) -> int:
         """Extents that admission reserves for all requests, each at its full length."""

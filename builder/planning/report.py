@@ -14,6 +14,7 @@ from kvseek.builder.printing import Column, print_json, table
 from kvseek.builder.sizes import readable
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.engine.loading.dry_run import HOPPER
+from kvseek.engine.parallel.sums import BUFFER_BYTES, NCCL_BYTES
 
 from .fit import Attempt, FitSearch, Most
 
@@ -121,7 +122,8 @@ def _rank_notes(search: FitSearch) -> list[str]:
         )
     if search.on_gpu:
         notes.append(
-            "Ranks on GPUs are not built yet: kvseek build refuses this engine. Buffers of the sums between GPUs are not counted."
+            f"The work space contains {readable(BUFFER_BYTES)} in which ranks sum, and {readable(NCCL_BYTES)} for NCCL: an "
+            "estimate, and more than is taken where NCCL is not used."
         )
     return notes
 

@@ -14,6 +14,7 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.cpu_library import LIBRARY_FILE, CpuLibrary
 from kvseek.core.errors import CapacityError, KvseekError
 from kvseek.core.manifest import CODEBOOKS_FILE
+from kvseek.core.ranks import rank_config
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.row_storage import RowStorage
@@ -42,7 +43,7 @@ def load_decoder(directory: Path, config: EngineConfig, nodes: Nodes = ONE_NODE)
 
     With several ranks, the processes of the others are started, but for those of other nodes; `Decoder.close` ends them.
     """
-    check_supported(config)
+    check_supported(rank_config(config))
     nodes.ranks(config.tp_size, 0)
     if config.tp_size == 1:
         return load_part(directory, config)
@@ -59,7 +60,7 @@ def load_part(
     codebooks = load_file(path) if path.exists() else {}
     library = CpuLibrary(directory / LIBRARY_FILE) if needs_cpu_library(config) else None
     if config.device == "cuda":
-        return _load_cuda(directory, config, codebooks, library)
+        return _load_cuda(directory, config, codebooks, library, ranks, make_cache)
     return _load_cpu(directory, config, codebooks, library, ranks, make_cache)
 
 
@@ -93,9 +94,15 @@ def _load_cpu(
 
 
 def _load_cuda(
-    directory: Path, config: EngineConfig, codebooks: dict[str, Tensor], library: CpuLibrary | None
+    directory: Path,
+    config: EngineConfig,
+    codebooks: dict[str, Tensor],
+    library: CpuLibrary | None,
+    ranks: Ranks | None,
+    make_cache: MakeCache,
 ) -> Decoder:
     from kvseek.core.cuda import CudaKernels
+    from kvseek.engine.parallel.device_ranks import DeviceRanks
 
     from .memory import divide_device_memory
     from .runtime import load_runtime
@@ -103,10 +110,13 @@ def _load_cuda(
     kernels = CudaKernels.load(directory)
     device, dtype = kernels.device, getattr(torch, config.dtype)
     maker = IndexMaker(config, codebooks, library, kernels)
+    assert ranks is None or isinstance(ranks, DeviceRanks), "ranks of an engine on GPUs compute there"
     try:
-        runtime = load_runtime(directory, config, device)
-        layout = divide_device_memory(maker, runtime.footprint)
-        cache = Cache(config, dtype, device, RowStorage(config, dtype, device, layout.rows))
+        runtime = load_runtime(directory, config, device, ranks)
+        layout = divide_device_memory(maker, runtime.footprint, ranks)
+        if ranks is not None:
+            ranks.check_host_memory(layout.rows.host_bytes)
+        cache = make_cache(config, dtype, device, RowStorage(config, dtype, device, layout.rows))
         decoder = runtime.decoder(device_retrieval(config, cache, maker.over(cache), kernels), kernels)
         decoder.steps.prepare()
     except torch.OutOfMemoryError as error:

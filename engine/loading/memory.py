@@ -18,6 +18,8 @@ from kvseek.plugins.contract import Index
 from .indexes import IndexMaker, make_attentions
 
 if TYPE_CHECKING:
+    from kvseek.engine.parallel.device_ranks import DeviceRanks
+
     from .runtime import Footprint
 
 
@@ -42,18 +44,21 @@ class IndexNeeds:
         return cls(two - one, max(0, 2 * one - two))
 
 
-def divide_device_memory(maker: IndexMaker, footprint: Footprint) -> MemoryLayout:
+def divide_device_memory(maker: IndexMaker, footprint: Footprint, ranks: DeviceRanks | None = None) -> MemoryLayout:
     """Divide the GPU's free memory and that of the loaded weights or plans; raises CapacityError with the bytes of each part.
 
     The memory that a method allocates is measured: its indexes and the attentions are made twice, for pools of one and of two
-    extents, and thrown away.
+    extents, and thrown away. Ranks divide alike, so that they have equally many extents: each as the one with the least memory.
     """
     assert maker.kernels is not None, "an engine on a GPU has kernels"
     device = maker.kernels.device
     one, two = (measured_bytes(maker, capacity) for capacity in (1, 2))
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    device_bytes = free + torch.cuda.memory_allocated(device) + footprint.outside
+    if ranks is None:
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        device_bytes = free + torch.cuda.memory_allocated(device) + footprint.outside
+    else:
+        device_bytes = ranks.free_bytes() + footprint.weights
     return divide_measured(maker.config, IndexNeeds.of(one, two), device_bytes, footprint.weights, footprint.plan_work)
 
 
@@ -63,7 +68,7 @@ def divide_measured(
     """Divide `device_bytes`, which include the weights' bytes.
 
     The part of the indexes and attentions that does not grow with the cached tokens counts as work space. So does
-    `plan_work_bytes`, the work space of TensorRT's plans.
+    `plan_work_bytes`, the work space of TensorRT's plans, or what ranks sum in.
     """
     dtype = getattr(torch, config.dtype)
     return divide_memory(

@@ -16,9 +16,11 @@ from kvseek.engine.model.graph_steps import GraphSteps
 from kvseek.engine.model.graphs import buckets_for
 from kvseek.engine.model.kernel_model import KernelModel
 from kvseek.engine.model.layer_kernels import LayerKernels
+from kvseek.engine.model.linear import KernelProducts, Products
 from kvseek.engine.model.product_kernels import product_kernels
 from kvseek.engine.model.prompt_attention import PromptAttention
 from kvseek.engine.model.weights import load_weights
+from kvseek.engine.parallel.ranks import RankProducts, Ranks
 from kvseek.engine.retrieval import Retrieval
 
 from .indexes import without_hot_rows
@@ -66,6 +68,7 @@ class TorchRuntime:
 
     config: EngineConfig
     weights: dict[str, Tensor]
+    ranks: Ranks | None = None
 
     @property
     def footprint(self) -> Footprint:
@@ -79,7 +82,7 @@ class TorchRuntime:
             retrieval,
             layer_kernels(retrieval, kernels),
             prompt_attention(retrieval, kernels),
-            product_kernels(self.config, kernels),
+            device_products(self.config, kernels, self.ranks),
         )
         if self.config.cache.cached_prefill == "sparse":
             cold = without_hot_rows(retrieval)
@@ -95,13 +98,20 @@ def layer_kernels(retrieval: Retrieval, kernels: CudaKernels) -> LayerKernels:
     return LayerKernels(kernels, retrieval.config.model, window.dtype, window.device, most)
 
 
+def device_products(config: EngineConfig, kernels: CudaKernels, ranks: Ranks | None = None) -> Products:
+    """Make what makes the products of a model on a GPU, or of a rank's part of it."""
+    few = product_kernels(config, kernels)
+    products = Products(getattr(torch, config.dtype)) if few is None else KernelProducts(few)
+    return products if ranks is None else RankProducts(products, ranks, config.model.vocab_size)
+
+
 def prompt_attention(retrieval: Retrieval, kernels: CudaKernels) -> PromptAttention:
     """Make the attention of prompts that are read in chunks."""
     return PromptAttention(kernels, retrieval.config.model, retrieval.cache.window.dtype)
 
 
-def load_runtime(directory: Path, config: EngineConfig, device: torch.device) -> Runtime:
-    """Load the runtime that `config.runtime` names from an engine directory.
+def load_runtime(directory: Path, config: EngineConfig, device: torch.device, ranks: Ranks | None = None) -> Runtime:
+    """Load the runtime that `config.runtime` names from an engine directory, or the part of a rank.
 
     Raises
     ------
@@ -116,4 +126,4 @@ def load_runtime(directory: Path, config: EngineConfig, device: torch.device) ->
         )
 
         return load_plans(directory, config, device)
-    return TorchRuntime(config, load_weights(directory, device))
+    return TorchRuntime(config, load_weights(directory, device, rank=0 if ranks is None else ranks.rank), ranks)

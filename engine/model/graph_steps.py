@@ -105,6 +105,11 @@ class GraphSteps:
         for size in self.buckets:
             self.step(size)
 
+    def close(self) -> None:
+        """See Steps.close."""
+        self._steps.clear()
+        self._replaced.clear()
+
     def _launch(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[StepResult, list[float]]:
         step = self.step(bucket_of(len(slots)))
         states, attended = self._retrieval.begin_step(tokens, slots)

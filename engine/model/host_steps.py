@@ -40,3 +40,6 @@ class HostSteps:
 
     def prepare(self) -> None:
         """See Steps.prepare. It does nothing: no steps are captured on the CPU."""
+
+    def close(self) -> None:
+        """See Steps.close; likewise."""

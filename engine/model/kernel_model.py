@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvseek.engine.retrieval import Retrieval
@@ -15,12 +14,12 @@ from kvseek.plugins.batch import Batch
 
 from .attention import CausalAttention
 from .continuation import BlockReader, Continuation
+from .graph_steps import GraphSteps
 from .graphs import StepResult
 from .layer import Head, Layer
 from .layer_kernels import LayerKernels
-from .linear import KernelProducts, Products
+from .linear import Products
 from .prefill import NO_TAKERS, AttendChunk, LayerwiseModel, Prefill, Prompts, Takers
-from .product_kernels import ProductKernels
 from .torch_model import Stream
 
 
@@ -33,8 +32,8 @@ class KernelModel(LayerwiseModel[Stream]):
         Weights as engine/model/weights.py loads them, on the cache's device and in its dtype.
     attention : callable
         Causal attention over a prompt.
-    multiply : ProductKernels or None
-        Kernels that multiply few rows; None: PyTorch multiplies.
+    products : Products
+        Makes the products of the weights.
 
     Attributes
     ----------
@@ -48,13 +47,12 @@ class KernelModel(LayerwiseModel[Stream]):
         retrieval: Retrieval,
         ops: LayerKernels,
         attention: CausalAttention,
-        multiply: ProductKernels | None = None,
+        products: Products,
     ) -> None:
         super().__init__(retrieval, attention)
         self.ops = ops
-        self.embed, self.norm = weights["embed.weight"], weights["norm.weight"]
-        self.lm_head = self.embed if self.model.tie_word_embeddings else weights["lm_head.weight"]
-        products = Products(self.norm.dtype) if multiply is None else KernelProducts(multiply)
+        self.embed, self.norm = products.embedding(weights["embed.weight"]), weights["norm.weight"]
+        self.lm_head = self.embed.weight if self.model.tie_word_embeddings else weights["lm_head.weight"]
         self.layers = [Layer(self.model, weights, number, products) for number in range(self.model.num_layers)]
         self.head = Head(self.model, self.norm, self.lm_head, products)
         self.reader: BlockReader | None = None
@@ -65,6 +63,11 @@ class KernelModel(LayerwiseModel[Stream]):
             return Continuation(self.reader, self.retrieval, prompts)
         return super().prefill(prompts, takers)
 
+    def close(self) -> None:
+        """Forget what has been captured: no prompts are read any more."""
+        if isinstance(self.reader, GraphSteps):
+            self.reader.close()
+
     def with_retrieval(self, retrieval: Retrieval) -> KernelModel:
         """Return a model of the same weights whose layers attend by another retrieval over the same cache."""
         other = copy.copy(self)
@@ -73,8 +76,8 @@ class KernelModel(LayerwiseModel[Stream]):
 
     def begin_prompt(self, prefill: Prefill) -> Stream:
         """See LayerwiseModel."""
-        ids = to_device(prefill.ids, torch.int64, self.embed.device)
-        residual = F.embedding(ids, self.embed)
+        ids = to_device(prefill.ids, torch.int64, self.norm.device)
+        residual = self.embed(ids)
         return Stream.begin(residual, prefill.borders, self.ops.rotation, self.model.short_reach)
 
     def read_chunk(
@@ -99,7 +102,8 @@ class KernelModel(LayerwiseModel[Stream]):
     def run_layers(self, batch: Batch) -> StepResult:
         """See StepModel.run_layers."""
         mark = self.retrieval.observer.part_ended
-        x, rotation = self.ops.step_begin(batch, self.embed)
+        x, rotation = self.ops.step_begin(batch, self.embed.weight, self.embed.first)
+        x = self.embed.complete(x)
         mark("begin")
         delta: Tensor | None = None
         for number, layer in enumerate(self.layers):

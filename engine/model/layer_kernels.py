@@ -57,6 +57,8 @@ class StepBeginArguments(ctypes.Structure):
         ("hidden", c_int32),
         ("factor", c_float),
         ("short_reach", c_int32),
+        ("first_token", c_int32),
+        ("tokens", c_int32),
     )
 
 
@@ -128,8 +130,11 @@ class LayerKernels:
         self._best = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._arrived = torch.zeros(max_batch, dtype=torch.int32, device=device)
 
-    def step_begin(self, batch: Batch, embed: Tensor) -> tuple[Tensor, Rotation]:
-        """Compute the embeddings [batch, hidden] of the requests' tokens, from embed [vocabulary, hidden], and their rotation."""
+    def step_begin(self, batch: Batch, embed: Tensor, first: int = 0) -> tuple[Tensor, Rotation]:
+        """Compute the embeddings [batch, hidden] of the requests' tokens, from embed [vocabulary, hidden], and their rotation.
+
+        The rows of `embed` are those of tokens `first`, first + 1, …; the embeddings of other tokens are zeros.
+        """
         x = embed.new_empty(batch.size, embed.shape[1])
         cosines = torch.empty(batch.size, self.model.head_dim // 2, device=self.device)
         sines = torch.empty_like(cosines)
@@ -143,6 +148,8 @@ class LayerKernels:
             hidden=embed.shape[1],
             factor=self._factor,
             short_reach=self.model.short_reach,
+            first_token=first,
+            tokens=embed.shape[0],
         )
         self._launch("kvseek_step_begin", (batch.size, 1, 1), BEGIN_THREADS, arguments)
         return x, (cosines, sines)

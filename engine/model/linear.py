@@ -50,14 +50,21 @@ class Embedding:
     Parameters
     ----------
     weight : Tensor [vocabulary, hidden]
+        One of several ranks has some rows of the vocabulary.
+    first : int
+        The token of the first row.
     """
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
+    def __init__(self, weight: Tensor, first: int = 0) -> None:
+        self.weight, self.first = weight, first
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Copy the rows of tokens."""
         return F.embedding(tokens, self.weight)
+
+    def complete(self, rows: Tensor) -> Tensor:
+        """Make the rows [tokens, hidden] of all tokens of those that this rank has, which are zeros for other ranks' tokens."""
+        return rows
 
 
 class KernelLinear(Linear):
@@ -107,7 +114,7 @@ class Products:
         """Make the product with a weight [outputs, inputs]; `scale`, float32 [outputs], is that of a weight of 8 bits."""
         return Linear(weight if scale is None else dequantise(weight, scale, self.dtype), bias)
 
-    # An engine of several ranks has parts of weights (engine/parallel/products.py). Here there is one rank.
+    # An engine of several ranks has parts of weights (engine/parallel/ranks.py). Here there is one rank.
 
     def row_parallel(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Product:
         """Make a product as `linear`, whose inputs are divided among the ranks: each gets the sum of all ranks' outputs."""

@@ -123,7 +123,12 @@ class Forget:
     extents: tuple[int, ...]
 
 
-Command = Open | Close | Begin | Advance | Drop | Finish | Decode | Reserve | Complete | Keep | Forget
+@dataclass(frozen=True)
+class Prepare:
+    """Steps.prepare: on GPUs it runs steps, whose sums all ranks compute."""
+
+
+Command = Open | Close | Begin | Advance | Drop | Finish | Decode | Prepare | Reserve | Complete | Keep | Forget
 
 
 def digest(cache: Cache) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -42,11 +43,13 @@ from .commands import (
     Keep,
     Load,
     Open,
+    Prepare,
     Reserve,
     digest,
 )
 from .nodes import Nodes, join_ranks
 from .ranks import Ranks, find_store
+from .watch import end_with_rank_0
 
 READY = b""  # what a rank answers to Load if nothing is wrong; anything else is an error
 logger = logging.getLogger(__name__)
@@ -78,7 +81,10 @@ class Follower:
                 found = digest(self._decoder.cache)
                 if found != expected:
                     raise RuntimeError(f"checksum of the cache's state = {found:08x}: must be rank 0's, {expected:08x}")
-                self._decoder.decode(tokens, slots)
+                # Rank 0 draws from the logits. This rank only waits for its part of the step, of which a token is less to copy.
+                self._decoder.decode_tokens(tokens, slots, [True] * len(slots))
+            case Prepare():
+                self._decoder.steps.prepare()
             case Reserve(slot, tokens):
                 self._rows.reserve(slot, tokens)
             case Complete(slot, kept, places, first):
@@ -115,6 +121,11 @@ def serve(connection: Connection, load: Load, up: Path | None = None) -> None:
     ranks = Ranks.join(
         find_store(load.host, load.port, load.timeout_seconds), load.rank, load.config.tp_size, load.timeout_seconds
     )
+    if load.config.device == "cuda":
+        from .device_ranks import DeviceRanks
+
+        end_with_rank_0(connection)
+        ranks = DeviceRanks.over(ranks, load.config, [])
     part = rank_config(load.config)
     follower = Follower(load_part(Path(load.directory), part, ranks))
     connection.send_bytes(READY)
@@ -164,7 +175,10 @@ def main(argv: Sequence[str]) -> int:
         # These may reach all processes of a terminal or a unit at once: rank 0 decides what they mean.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        return follow(Connection(int(argv[0])))
+        status = follow(Connection(int(argv[0])))
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # kernels may wait for other ranks, and an end in order would wait for them
+            os._exit(status)
+        return status
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     arguments = parse_arguments(argv)
     try:

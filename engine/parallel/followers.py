@@ -23,6 +23,8 @@ from .commands import Command, Load
 from .follower import READY
 from .nodes import Nodes, accept_ranks
 from .ranks import Ranks, create_store
+from .sums import Sums
+from .watch import Watch
 
 TIMEOUT_SECONDS = 60.0  # that a rank waits for another in a layer, or while the engine is loaded
 END_SECONDS = 10.0  # that a rank has to end before it is killed
@@ -78,6 +80,7 @@ class Followers:
         self, directory: Path, config: EngineConfig, nodes: Nodes, timeout_seconds: float = TIMEOUT_SECONDS
     ) -> None:
         self._failure = ""
+        self._watch: Watch | None = None  # of ranks on GPUs
         self._timeout_seconds = timeout_seconds
         here = nodes.ranks(config.tp_size, 0)
         threads = max(1, torch.get_num_threads() // len(here))
@@ -108,7 +111,22 @@ class Followers:
                 ),
             )
         with self._together():
-            return Ranks.join(self._store, 0, len(self._members) + 1, self._timeout_seconds)
+            ranks = Ranks.join(self._store, 0, len(self._members) + 1, self._timeout_seconds)
+            return ranks if self._config.device == "cpu" else self._on_gpus(ranks)
+
+    def _on_gpus(self, ranks: Ranks) -> Ranks:
+        """Find out with the others how they sum on GPUs, and watch them from now on."""
+        from .device_ranks import DeviceRanks
+
+        ways = list[Sums]()
+
+        def release() -> None:
+            for sums in list(ways):
+                sums.release()
+
+        connections = {member.rank: member.connection for member in self._members}
+        self._watch = Watch(connections, release, self._timeout_seconds)
+        return DeviceRanks.over(ranks, self._config, ways)
 
     def wait_until_loaded(self) -> None:
         """Wait until all ranks have loaded their parts; raises RankError with the first error."""
@@ -138,7 +156,8 @@ class Followers:
             yield
 
     def close(self) -> None:
-        """Let the ranks end, and kill those that do not. May be called twice."""
+        """Let the ranks end, and kill those that do not; what waits for them on this rank's GPU ends. May be called twice."""
+        self.free()
         for member in self._members:
             member.connection.close()
         deadline = time.monotonic() + END_SECONDS
@@ -150,17 +169,35 @@ class Followers:
                 process.wait()
         self._failure = self._failure or "the engine is closed"
 
+    def free(self) -> None:
+        """Let what waits for other ranks on this rank's GPU end, until `stop_watching`."""
+        if self._watch is not None:
+            self._watch.free()
+
+    def stop_watching(self) -> None:
+        """End the thread that frees this rank's GPU: nothing waits for other ranks there any more. May be called twice."""
+        if self._watch is not None:
+            self._watch.close()
+
     @contextmanager
     def _together(self) -> Iterator[None]:
+        if self._watch is not None:
+            self._watch.begin()
         try:
             yield
+            if self._watch is not None and self._watch.failure:
+                raise RuntimeError("what this rank has computed is wrong")
         except RankError:
             raise
         except Exception as error:
             # A rank that has died may end this rank's communication a moment before its connection is seen closed.
             wait([member.connection for member in self._members], FAILED_SECONDS)
             self._check()
-            raise self._failed(f"rank 0: {type(error).__name__}: {error}") from error
+            hangs = "" if self._watch is None else self._watch.failure
+            raise self._failed(hangs or f"rank 0: {type(error).__name__}: {error}") from error
+        finally:
+            if self._watch is not None:
+                self._watch.end()
 
     def _check(self) -> None:
         """Raise RankError if a rank has told of an error, or has ended."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.config import EngineConfig
+from kvseek.core.numa import bound_meanwhile
 from kvseek.core.ranks import rank_config
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefix import Prefix, Reuse
@@ -18,7 +19,9 @@ from kvseek.engine.cache.prefix_rows import PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.load import load_part
+from kvseek.engine.model.kernel_model import KernelModel
 from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Prompts, Takers
+from kvseek.engine.observer import Observer
 
 from .commands import (
     Advance,
@@ -31,10 +34,12 @@ from .commands import (
     Forget,
     Keep,
     Open,
+    Prepare,
     Reserve,
     digest,
 )
 from .followers import TIMEOUT_SECONDS, Followers
+from .gpus import check_gpus
 from .nodes import ONE_NODE, Nodes
 from .ranks import Ranks
 
@@ -130,6 +135,11 @@ class LeadDecoder(Decoder):
         super().__init__(decoder.model, decoder.retrieval, decoder.steps)
         self._followers, self._ranks, self._numbers, self._closed = followers, ranks, itertools.count(), False
 
+    @property
+    def sums(self) -> str:
+        """See Decoder."""
+        return self._ranks.way
+
     def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
         """See Decoder."""
         number = next(self._numbers)
@@ -148,6 +158,11 @@ class LeadDecoder(Decoder):
         with self._followers.doing(self._decode(tokens, slots)):
             return super().decode_tokens(tokens, slots, greedy)
 
+    def observe(self, observer: Observer) -> None:
+        """See Decoder."""
+        with self._followers.doing(Prepare()):
+            super().observe(observer)
+
     def prefix_rows(self) -> PrefixRows:
         """See Decoder."""
         return LeadPrefixRows(super().prefix_rows(), self._followers)
@@ -157,7 +172,11 @@ class LeadDecoder(Decoder):
         if not self._closed:
             self._closed = True
             self._followers.close()
+            self.steps.close()  # NCCL's communicator ends only when no graph uses it
+            if isinstance(self.model, KernelModel):
+                self.model.close()
             self._ranks.leave()
+            self._followers.stop_watching()
 
     def _decode(self, tokens: Sequence[int], slots: Sequence[int]) -> Decode:
         return Decode(tuple(tokens), tuple(slots), digest(self.cache))
@@ -170,16 +189,27 @@ def lead(
 
     Waits for ranks of other nodes, however long they take.
     """
+    check_gpus(config, nodes.count)
     followers = Followers(directory, config, nodes, timeout_seconds)
     try:
-        ranks = followers.join()
-        try:
-            decoder = load_part(directory, rank_config(config), ranks, partial(LeadCache, followers))
-            followers.wait_until_loaded()
-        except BaseException:
-            ranks.leave()
-            raise
+        with (
+            bound_meanwhile()
+        ):  # ranks on GPUs bind themselves to cores near them, and this process may load other engines
+            ranks = followers.join()
+            return LeadDecoder(_load(directory, config, followers, ranks), followers, ranks)
     except BaseException:
         followers.close()
+        followers.stop_watching()
         raise
-    return LeadDecoder(decoder, followers, ranks)
+
+
+def _load(directory: Path, config: EngineConfig, followers: Followers, ranks: Ranks) -> Decoder:
+    """Load the part of rank 0, and wait until the others have loaded theirs."""
+    try:
+        decoder = load_part(directory, rank_config(config), ranks, partial(LeadCache, followers))
+        followers.wait_until_loaded()
+    except BaseException:
+        followers.free()
+        ranks.leave()
+        raise
+    return decoder

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvseek.core.config import require
+from kvseek.core.config import EngineConfig, require
 from kvseek.core.errors import ConfigError, KvseekError
 
 KEY_VARIABLE = "KVSEEK_RANKS_KEY"
@@ -88,6 +88,13 @@ class Nodes:
 
 
 ONE_NODE = Nodes()
+
+
+def check_nodes(config: EngineConfig, nnodes: int) -> None:
+    """Raise ConfigError if the ranks of an engine on GPUs are to be on several hosts."""
+    remedy = "give one host as many GPUs, or build with --device cpu"
+    together = config.device == "cpu" or nnodes == 1
+    require(together, "nnodes", nnodes, "1 with device = 'cuda', whose ranks are on one host", remedy)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from .nodes import LOOPBACK, interface_to
 class Ranks:
     """The ranks of an engine, in one of their processes, joined with gloo. A process has at most one engine of several ranks.
 
+    Those of an engine on GPUs are DeviceRanks of device_ranks.py.
+
     Attributes
     ----------
     rank, size : int
@@ -44,11 +46,16 @@ class Ranks:
         timeout_seconds : float
             After so long a rank that waits for another raises RuntimeError.
         """
-        with _interface_to(store.host):
+        with using_interface_to(store.host):
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds)
             )
         return cls(rank, size)
+
+    @property
+    def way(self) -> str:
+        """How the tensors of decode steps are summed."""
+        return "gloo"
 
     def leave(self) -> None:
         """End the communication, which must not be under way."""
@@ -89,7 +96,7 @@ def find_store(host: str, port: int, timeout_seconds: float) -> TCPStore:
 
 
 @contextmanager
-def _interface_to(host: str) -> Iterator[None]:
+def using_interface_to(host: str) -> Iterator[None]:
     """Let gloo use the interface that leads to `host`, unless the environment names one: it would look up the host's name."""
     name = "GLOO_SOCKET_IFNAME"
     if name in os.environ:
@@ -127,7 +134,7 @@ class RankProducts(Products):
     def head(self, weight: Tensor) -> Product:
         """See Products."""
         own, ranks, vocab_size = self.linear(weight), self._ranks, self._vocab_size
-        return lambda x: ranks.gather(own(x))[:, :vocab_size]
+        return lambda x: ranks.gather(own(x))[:, :vocab_size].contiguous()
 
     def embedding(self, weight: Tensor) -> Embedding:
         """See Products."""
@@ -138,12 +145,16 @@ class RankEmbedding(Embedding):
     """The embedding of all ranks, each of which has some rows of the vocabulary."""
 
     def __init__(self, weight: Tensor, ranks: Ranks) -> None:
-        super().__init__(weight)
-        self._ranks, self._first = ranks, ranks.rank * weight.shape[0]
+        super().__init__(weight, ranks.rank * weight.shape[0])
+        self._ranks = ranks
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """See Embedding. All but one rank add zeros, so the sum is exact."""
-        own = tokens.long() - self._first
+        """See Embedding."""
+        own = tokens.long() - self.first
         foreign = (own < 0) | (own >= self.weight.shape[0])
         rows = F.embedding(own.masked_fill(foreign, 0), self.weight)
-        return self._ranks.sum(rows.masked_fill(foreign[:, None], 0))
+        return self.complete(rows.masked_fill(foreign[:, None], 0))
+
+    def complete(self, rows: Tensor) -> Tensor:
+        """See Embedding. All but one rank add zeros, so the sum is exact."""
+        return self._ranks.sum(rows)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.config_file import read_config
+from kvseek.core.ranks import rank_config
 from kvseek.engine.cache.cache import EVICT_AHEAD, Cache
 from kvseek.engine.cache.memory_layout import lay_out_rows
 from kvseek.engine.cache.row_storage import RowStorage
@@ -23,9 +24,11 @@ from kvseek.engine.model.graph_steps import GraphSteps
 from kvseek.engine.model.graphs import buckets_for
 from kvseek.engine.model.kernel_model import KernelModel
 from kvseek.engine.model.layer_kernels import LayerKernels
+from kvseek.engine.model.linear import Products
 from kvseek.engine.model.operations import TorchOperations
 from kvseek.engine.model.rope import Rotation
 from kvseek.engine.model.weights import load_weights
+from kvseek.engine.parallel.ranks import RankProducts, Ranks
 from kvseek.engine.retrieval import Retrieval
 from kvseek.engine.schedule.sampling import greedy_token
 from kvseek.plugins.batch import Batch
@@ -47,10 +50,12 @@ class TorchLayer(TorchOperations, LayerKernels):
         kernels: Any = None
         LayerKernels.__init__(self, kernels, model, torch.float32, CPU, max_batch)
 
-    def step_begin(self, batch: Batch, embed: Tensor) -> tuple[Tensor, Rotation]:
+    def step_begin(self, batch: Batch, embed: Tensor, first: int = 0) -> tuple[Tensor, Rotation]:
         parts = [self.rotation(position, position + 1, position + 1) for position in batch.column("position").tolist()]
         rotation = torch.cat([cosines for cosines, _ in parts]), torch.cat([sines for _, sines in parts])
-        return embed[batch.column("token").long()], rotation
+        own = batch.column("token").long() - first
+        held = (own >= 0) & (own < embed.shape[0])
+        return embed[own * held] * held[:, None], rotation
 
     def append(self, keys: Tensor, values: Tensor, batch: Batch, window: Tensor) -> None:
         for request, (slot, row) in enumerate(zip(batch.slots, batch.column("write_row").tolist(), strict=True)):
@@ -97,7 +102,7 @@ INDEXES: dict[str, Callable[[IndexContext], Index]] = {
 
 def make_retrieval(directory: Path, offload: str = "always", **changes: Any) -> Retrieval:
     """Retrieval of a CPU engine's method over the cache of a GPU engine, whose configuration gets `changes`."""
-    config = gpu_config(read_config(directory), offload, **changes)
+    config = gpu_config(rank_config(read_config(directory)), offload, **changes)
     rows = RowStorage(config, torch.float32, CPU, lay_out_rows(config, torch.float32, None))
     cache = Cache(config, torch.float32, CPU, rows)
     cache.evict_ahead = min(EVICT_AHEAD, config.cache.update, config.cache.local)  # as on a GPU
@@ -142,10 +147,13 @@ def layer_ops(retrieval: Retrieval) -> TorchLayer:
     return TorchLayer(retrieval.config.model, buckets_for(retrieval.config.max_batch_size)[-1])
 
 
-def make_decoder(directory: Path, offload: str = "always", **changes: Any) -> Decoder:
-    """A GPU's decoder over the weights of a CPU engine."""
+def make_decoder(directory: Path, offload: str = "always", ranks: Ranks | None = None, **changes: Any) -> Decoder:
+    """A GPU's decoder over the weights of a CPU engine, or a rank's over its part."""
     retrieval = make_retrieval(directory, offload, **changes)
-    model = KernelModel(load_weights(directory, CPU), retrieval, layer_ops(retrieval), causal_attention_device)
+    weights, products = load_weights(directory, CPU, rank=0 if ranks is None else ranks.rank), Products(torch.float32)
+    if ranks is not None:
+        products = RankProducts(products, ranks, retrieval.config.model.vocab_size)
+    model = KernelModel(weights, retrieval, layer_ops(retrieval), causal_attention_device, products)
     if retrieval.config.cache.cached_prefill == "sparse":
         model.reader = GraphSteps(model, retrieval, graphs=False)
     return Decoder(model, retrieval, GraphSteps(model, retrieval, graphs=False))

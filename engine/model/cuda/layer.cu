@@ -23,7 +23,7 @@ struct AddRmsNormArguments {
 
 struct StepBeginArguments {
     const void* requests;     // Request [batch]
-    const void* embed;        // Number [vocabulary, hidden]
+    const void* embed;        // Number [tokens, hidden], of tokens first_token, first_token + 1, ...
     const void* frequencies;  // float [sets, D/2], angle per position
     void* x;                  // Number [batch, hidden]
     void* cosines;            // float [batch, D/2]
@@ -31,6 +31,8 @@ struct StepBeginArguments {
     int hidden;               // multiple of 8
     float factor;             // on cosines and sines
     int short_reach;          // tokens of the longest sequence that the first set is for; the second is for longer ones
+    int first_token;
+    int tokens;  // other tokens' embeddings are zeros, as another rank has them
 };
 
 struct RopeAppendArguments {
@@ -225,11 +227,13 @@ extern "C" __global__ void __launch_bounds__(BEGIN_THREADS)
     kvseek_step_begin(const __grid_constant__ kvseek::StepBeginArguments a) {
     await_earlier_kernels();
     const Request& request = static_cast<const Request*>(a.requests)[blockIdx.x];
-    const Number* from = static_cast<const Number*>(a.embed) + static_cast<long long>(request.token) * a.hidden;
+    const int token = request.token - a.first_token;
+    const bool held = token >= 0 && token < a.tokens;
+    const Number* from = static_cast<const Number*>(a.embed) + static_cast<long long>(token) * a.hidden;
     Number* to = static_cast<Number*>(a.x) + static_cast<long long>(blockIdx.x) * a.hidden;
     for (int piece = threadIdx.x; piece < a.hidden / 8; piece += BEGIN_THREADS) {
-        Eight<Number> eight;
-        eight.load(from + piece * 8);
+        Eight<Number> eight{};
+        if (held) eight.load(from + piece * 8);
         eight.store(to + piece * 8);
     }
     const float position = static_cast<float>(request.position);

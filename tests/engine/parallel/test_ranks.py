@@ -186,7 +186,10 @@ def test_ranks_ignore_the_signals_that_a_terminal_sends_to_all(directory: Path) 
     [
         (("--tp_size", "0"), "tp_size = 0: must be >= 1"),
         (("--tp_size", "3"), "tp_size = 3: must be a divisor of num_heads = 4"),
-        (("--tp_size", "2", "--device", "cuda"), "tp_size = 2: must be 1 with device = 'cuda'"),
+        (
+            ("--tp_size", "2", "--device", "cuda", "--runtime", "tensorrt"),
+            "tp_size = 2: must be 1 with runtime = 'tensorrt'",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

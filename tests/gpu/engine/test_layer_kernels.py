@@ -92,6 +92,8 @@ def test_step_begin(dtype: str, scaling: RopeScaling | None, kernels: MakeKernel
     states = [state(token, 0, position, 0) for token, position in zip((0, 999, 5, 5, 5), positions, strict=True)]
     x, rotation = ops.step_begin(requests(device, states), embed)
     assert torch.equal(x, embed[[0, 999, 5, 5, 5]])
+    part, _ = ops.step_begin(requests(device, states), embed[5:999].contiguous(), 5)  # a rank's rows of the vocabulary
+    assert torch.equal(part, x * torch.tensor([0, 0, 1, 1, 1], device=device, dtype=x.dtype)[:, None])
     expected = RotaryEmbedding(ops.model, torch.device("cpu")).at(positions)
     for found, table in zip(rotation, expected, strict=True):
         torch.testing.assert_close(found.cpu(), table, rtol=0, atol=3e-6)

@@ -1,0 +1,154 @@
+"""The ranks of an engine on GPUs: sums on the device, and what all ranks must agree on while they load."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import CapacityError
+from kvseek.engine.cache.host_memory import available_bytes
+from kvseek.engine.cache.host_pool import can_pin
+from kvseek.engine.model.graphs import buckets_for
+
+from .gpus import ranks_on, take_gpu
+from .nodes import LOOPBACK
+from .ranks import Ranks, using_interface_to
+from .sums import NCCL, SMALL_BYTES, SYMMETRIC, NcclSums, Sums, SymmetricSums, choose, measure, try_to_make
+
+LOADING_SECONDS = 3600.0  # that a rank waits for another one while weights are read
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DeviceRanks(Ranks):
+    """Ranks that compute on GPUs of one host. gloo joins them, and they sum on their GPUs.
+
+    Attributes
+    ----------
+    device : torch.device
+        This rank's GPU.
+    sharers : int
+        Ranks that compute on it.
+    small, large : Sums
+        How tensors of decode steps are summed, and larger ones.
+    """
+
+    device: torch.device
+    sharers: int
+    small: Sums
+    large: Sums
+    loading: dist.ProcessGroup
+
+    @classmethod
+    def over(cls, ranks: Ranks, config: EngineConfig, made: list[Sums]) -> DeviceRanks:
+        """Take this rank's GPU, and find out with the others how they sum.
+
+        Parameters
+        ----------
+        config : EngineConfig
+            Of all ranks.
+        made : list of Sums
+            Ways to sum are added to it as soon as they are there, for a thread that may have to release their kernels.
+
+        Raises
+        ------
+        ConfigError
+            If there are fewer GPUs than ranks.
+        SumError
+            If the GPUs cannot sum.
+        """
+        device = take_gpu(ranks.rank, ranks.size)
+        sharers, dtype = ranks_on(device, ranks.size), getattr(torch, config.dtype)
+        assert dist.group.WORLD is not None, "the ranks have joined"
+        with using_interface_to(LOOPBACK):
+            loading = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOADING_SECONDS))
+            SymmetricSums.catch_up(int(_most(loading, SymmetricSums.exchanges)), ranks.rank, device)
+        makers: dict[str, Callable[[], Sums]] = {SYMMETRIC: partial(SymmetricSums, dist.group.WORLD, device, dtype)}
+        if _most(loading, sharers) == 1:  # NCCL refuses several ranks on one GPU
+            makers[NCCL] = partial(NcclSums, device)
+        names, ways, seconds = list(makers), dict[str, Sums](), dict[str, float]()
+        rows, hidden = buckets_for(config.max_batch_size)[-1], config.model.hidden_size
+        for name, make in makers.items():
+            sums, reason = try_to_make(make)
+            if sums is None:
+                logger.warning("rank %d cannot sum by %s: %s", ranks.rank, name, reason)
+            if _most(loading, sums is None) or sums is None:
+                continue
+            made.append(sums)
+            ways[name] = sums
+            seconds[name] = _most(loading, measure(sums, rows, hidden, dtype, device))  # as slow as the slowest rank
+        chosen = names.index(choose(seconds))
+        small = names[int(_most(loading, chosen if ranks.rank == 0 else -1))]  # clocks differ, so rank 0 decides
+        taken = ", ".join(f"{name} {own * 1e6:.1f} us" for name, own in seconds.items())
+        logger.info("ranks on GPUs sum decode steps by %s; a sum of [%d, %d] takes: %s", small, rows, hidden, taken)
+        return cls(ranks.rank, ranks.size, device, sharers, ways[small], ways.get(NCCL, ways[small]), loading)
+
+    @property
+    def way(self) -> str:
+        """See Ranks."""
+        return self.small.name
+
+    def leave(self) -> None:
+        """See Ranks. What waits on the GPU for other ranks has been released."""
+        with suppress(RuntimeError):  # of a kernel that failed, which has been told
+            torch.cuda.synchronize(self.device)
+        for sums in {id(one): one for one in (self.small, self.large)}.values():
+            sums.close()
+        super().leave()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """See Ranks. On the GPU, and captured in a graph if one is being captured; `tensor` may be overwritten."""
+        return (self.small if tensor.nbytes <= SMALL_BYTES else self.large).sum(tensor)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """See Ranks; all ranks get the result, as all draw the token with the largest logit.
+
+        It is a sum in which all but one rank add zeros, so it is exact, and needs no other way than sums.
+        """
+        rows, own = tensor.shape
+        whole = tensor.new_zeros(rows, self.size * own)
+        whole[:, self.rank * own : (self.rank + 1) * own] = tensor
+        return self.sum(whole)
+
+    def free_bytes(self) -> int:
+        """Return the device memory that this rank may still take, in bytes, the same on all ranks: that of the fullest GPU.
+
+        Ranks that share a GPU divide what it has free. All ranks call this when each has read its weights.
+        """
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize(self.device)
+        self._wait()  # until the others have freed what they do not need
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return -int(_most(self.loading, -(free // self.sharers)))  # and until they have looked, too
+
+    def check_host_memory(self, size: int) -> None:
+        """Raise CapacityError unless all ranks can pin `size` bytes of host memory each; all ranks call this before they do."""
+        available = available_bytes()
+        fits = can_pin(self.size * size, available)
+        self._wait()  # nobody pins before all have looked
+        if not fits:
+            raise CapacityError(
+                f"the row pools of {self.size} ranks need {self.size * size:,} bytes of host memory together, {available:,} are "
+                "available; lower cache.kv_cache_host_memory_bytes, max_batch_size or max_seq_len"
+            )
+
+    def _wait(self) -> None:
+        _most(self.loading, 0)
+
+
+def _most(group: dist.ProcessGroup, number: float) -> float:
+    """Return the largest number of all ranks, which all call this; float64 is exact for bytes."""
+    found = torch.tensor(float(number), dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return found.item()

@@ -1,0 +1,123 @@
+"""Threads that notice when another rank of an engine on GPUs has ended or hangs.
+
+A kernel that sums waits for the other ranks' GPUs, for as long as it takes, and the host waits for that kernel. So a rank that
+dies would leave the others waiting for ever, and no thread that computes could notice. On rank 0 a Watch lets its kernels end
+with wrong sums, and the call that waited for them fails with the name of the rank; in the process of another rank,
+`end_with_rank_0` ends the process, which ends its kernels too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+
+PERIOD_SECONDS = 0.2  # between two looks at the other ranks
+RELEASE_SECONDS = 0.001  # between two attempts to free kernels: each lets them pass one of their waits
+GRACE_SECONDS = 3.0  # that the process of a rank has to end by itself once rank 0 has closed its connection
+HEADER_BYTES = 4  # of a message of multiprocessing.connection: its length, 0 for READY of follower.py
+logger = logging.getLogger(__name__)
+
+
+class Watch:
+    """Watches the other ranks for rank 0, in a thread, from now until `close`.
+
+    Parameters
+    ----------
+    connections : mapping of int to Connection
+        By rank. They are looked at, and nothing is read.
+    release : callable
+        Lets kernels that wait for other ranks pass one wait; called repeatedly once a rank has failed.
+    timeout_seconds : float
+        After so long a call of `begin` without `end` means that a rank hangs.
+    """
+
+    def __init__(
+        self, connections: Mapping[int, Connection], release: Callable[[], None], timeout_seconds: float
+    ) -> None:
+        self._connections, self._release, self._timeout = connections, release, timeout_seconds
+        self._since: float | None = None
+        self._failure = ""
+        self._freeing, self._closed = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvseek-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> str:
+        """Why kernels have been released, so that what they computed is wrong; empty as long as all is well."""
+        return self._failure
+
+    def begin(self) -> None:
+        """Note that this rank begins something that waits for the others."""
+        self._since = time.monotonic()
+
+    def end(self) -> None:
+        """Note that it has ended."""
+        self._since = None
+
+    def free(self) -> None:
+        """Release kernels from now on, as the other ranks are about to end."""
+        self._freeing.set()
+
+    def close(self) -> None:
+        """End the thread. Kernels that wait for other ranks must have ended. May be called twice."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._freeing.wait(PERIOD_SECONDS) and not self._closed.is_set():
+            self._failure = self._find_failure()
+            if self._failure:
+                logger.error("%s: what waits for it on this GPU is released", self._failure)
+                break
+        while not self._closed.wait(RELEASE_SECONDS):
+            try:
+                self._release()
+            except (
+                RuntimeError
+            ):  # of CUDA: after a fault of a kernel nothing runs on this GPU any more, so nothing waits
+                logger.exception("kernels cannot be released")
+                return
+
+    def _find_failure(self) -> str:
+        for rank, connection in self._connections.items():
+            if has_failed(connection):
+                return f"rank {rank}: it has ended or failed"
+        since = self._since
+        if since is not None and time.monotonic() - since > self._timeout:
+            ranks = ", ".join(map(str, self._connections))
+            return f"rank {ranks}: no answer within {self._timeout:.0f} s"
+        return ""
+
+
+def has_failed(connection: Connection) -> bool:
+    """Whether the other end of a connection is closed, or has told of an error; nothing is read."""
+    try:
+        with socket.socket(fileno=os.dup(connection.fileno())) as peer:
+            seen = peer.recv(HEADER_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return seen != bytes(HEADER_BYTES)  # empty: closed
+
+
+def end_with_rank_0(connection: Connection) -> None:
+    """End this process soon after rank 0 has closed its end of the connection, even if a kernel keeps the main thread waiting."""
+    threading.Thread(target=_end_after, args=(connection.fileno(),), name="kvseek-watch", daemon=True).start()
+
+
+def _end_after(descriptor: int) -> None:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLRDHUP)
+    poll.poll()
+    time.sleep(GRACE_SECONDS)
+    logger.error(
+        "rank 0 has closed its connection, and this process did not end within %g s: it is ended", GRACE_SECONDS
+    )
+    os._exit(1)

@@ -1,0 +1,187 @@
+"""Engines of two ranks on GPUs, real processes: what one rank answers, and faults that end the engine by name.
+
+The ranks share a GPU where there is one. They then take turns of a few milliseconds, so every sum takes about as long.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conftest import BuildEngine, RandomModel
+from tests.engine.parallel.test_ranks import FLAGS, WINDOW, check_equal, follower_of, loaded
+from tests.engine.parallel.test_ranks_reuse import conversation
+from tests.plugins.cases import CASES, method_flags
+from tests.support.prefill import run_prefill
+from tests.support.waiting import wait_for
+from torch import Tensor
+
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import ErrorCode
+from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.engine.engine import Engine
+from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.parallel import device_ranks
+from kvseek.engine.parallel.followers import RankError
+from kvseek.engine.parallel.gpus import SHARE_VARIABLE
+from kvseek.engine.parallel.leader import LeadDecoder, lead
+from kvseek.engine.parallel.sums import NCCL, SYMMETRIC
+from kvseek.engine.service import EngineService
+
+pytestmark = pytest.mark.gpu
+
+FAULT_SECONDS = 30.0  # that an engine may take to end; without the watch it would wait for ever
+SPARSE = {
+    name: method_flags(name, next(iter(CASES[name].on_gpu.values()), {})) for name in ("full", "nested", "pariskv")
+}
+REUSE = ("--max_batch_size", "4", "--max_seq_len", "3200", "--prefill_chunk_tokens", "512")
+POOL = ("--cache.kv_cache_host_memory_bytes", str(6 * 2 * 2 * 1024 * 2 * 64 * 4))  # two layers, two heads, float32
+TEACHER = [i * i * 7 % 250 + 3 for i in range(300)]
+
+
+@pytest.fixture(autouse=True)
+def _one_gpu_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SHARE_VARIABLE, "1")
+
+
+def model_of(random_model: RandomModel, architecture: str, **shape: object) -> Path:
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "max_position_embeddings": 4096}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    return random_model(architecture, **{**sizes, **heads, **shape})
+
+
+@pytest.mark.parametrize("offload", ["always", "never"])
+@pytest.mark.parametrize(
+    ("method", "architecture"), [("full", "llama"), ("nested", "llama"), ("pariskv", "llama"), ("nested", "qwen3")]
+)
+def test_tokens_are_those_of_one_rank(
+    method: str, architecture: str, offload: str, random_model: RandomModel, on_gpu: BuildEngine
+) -> None:
+    """Prompts in chunks, a request that is given up, sampling, and log probabilities of a prompt."""
+    model = model_of(random_model, architecture)
+    flags = (*FLAGS, *WINDOW, *SPARSE[method], "--cache.offload", offload, "--dtype", "float32")
+    check_equal(on_gpu(model, method, *flags), on_gpu(model, method, *flags, "--tp_size", "2"))
+
+
+def logits_of(directory: Path) -> Tensor:
+    """Of a prompt in chunks, and of steps with given tokens."""
+    decoder = load_decoder(directory, read_config(directory))
+    try:
+        rows = [run_prefill(decoder, 0, TEACHER, 40)[None]]
+        rows += [decoder.decode([token], [0])[0] for token in TEACHER[:30]]
+        return torch.cat(rows)
+    finally:
+        decoder.close()
+
+
+@pytest.mark.parametrize("precision", ["none", "int8", "fp8"])
+def test_logits_are_close_in_sixteen_bits(precision: str, random_model: RandomModel, on_gpu: BuildEngine) -> None:
+    """Rank 0 alone adds biases; rows of the vocabulary are left over; sums of parts are rounded to bfloat16."""
+    model = model_of(random_model, "llama", attention_bias=True, mlp_bias=True, vocab_size=401)
+    flags = (*FLAGS, *WINDOW, "--dtype", "bfloat16", "--weight_only_precision", precision)
+    expected, found = (logits_of(on_gpu(model, "full", *flags, *more)) for more in ((), ("--tp_size", "2")))
+    assert found.shape == expected.shape
+    assert (found - expected).norm() / expected.norm() <= 5e-2
+
+
+@pytest.mark.parametrize("method", ["full", "nested"])
+def test_prefixes_are_reused_as_by_one_rank(method: str, random_model: RandomModel, on_gpu: BuildEngine) -> None:
+    model = model_of(random_model, "llama", hidden_size=64, intermediate_size=64)
+    flags = (*WINDOW, *REUSE, *POOL, *SPARSE[method], "--cache.offload", "always", "--dtype", "float32")
+    found = []
+    for more in ((), ("--tp_size", "2")):
+        with loaded(on_gpu(model, method, *flags, *more)) as engine:
+            found.append(conversation(engine))
+            assert engine.cache_usage.reuse.reused_tokens > 4000
+    assert found[0] == found[1]
+
+
+@pytest.fixture(scope="module")
+def directory(random_model: RandomModel, on_gpu: BuildEngine) -> Path:
+    return on_gpu(model_of(random_model, "llama"), "full", *FLAGS, "--dtype", "bfloat16", "--tp_size", "2")
+
+
+def test_a_rank_that_dies_ends_the_engine(directory: Path) -> None:
+    service = EngineService.load(directory)
+    try:
+        outputs: list[StepOutput] = []
+        service.submit(Request((5, 6, 7), 1500), outputs.append)
+        wait_for(lambda: len(outputs) > 3, "tokens")
+        os.kill(follower_of(service.engine.decoder), signal.SIGKILL)  # type: ignore[arg-type]
+        wait_for(lambda: outputs[-1].finish_reason is not None, "the request's end", FAULT_SECONDS)
+        assert (outputs[-1].finish_reason, outputs[-1].code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
+        wait_for(lambda: service.failure, "the engine's end", FAULT_SECONDS)
+        assert "rank 1: its process" in service.failure
+        assert "has ended with status -9" in service.failure
+    finally:
+        service.close()
+    with loaded(directory) as engine:  # nothing of it is left on the GPU, or waits there
+        assert len(engine.generate([Request((5, 6), 3)])[0]) == 3
+
+
+def test_a_rank_that_hangs_ends_the_engine(directory: Path) -> None:
+    decoder = lead(directory, read_config(directory))
+    run_prefill(decoder, 0, [5, 6, 7], 5)
+    watch = decoder._followers._watch
+    assert watch is not None
+    follower = follower_of(decoder)
+    os.kill(follower, signal.SIGSTOP)
+    watch._timeout = 1.0  # loading may take long on a slow machine; what follows is to be quick
+    with pytest.raises(RankError, match=r"^rank 1: no answer within 1 s; the engine's ranks cannot"):
+        decoder.decode([8], [0])
+    os.kill(follower, signal.SIGCONT)
+    decoder.close()
+
+
+def test_a_rank_whose_cache_differs_ends_the_engine(directory: Path) -> None:
+    decoder = lead(directory, read_config(directory))
+    run_prefill(decoder, 0, [5, 6, 7], 5)
+    decoder.cache.tokens[1] += 1
+    with pytest.raises(RankError, match=r"rank 1: RuntimeError: checksum of the cache's state = .*: must be rank 0's"):
+        decoder.decode([8], [0])
+    decoder.close()
+
+
+def test_cores_are_given_back(directory: Path) -> None:
+    before = os.sched_getaffinity(0)
+    for _ in range(2):
+        with loaded(directory):
+            pass
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("way", [SYMMETRIC, NCCL])
+@pytest.mark.parametrize("method", ["full", "nested", "pariskv"])
+def test_both_ways_to_sum_on_two_gpus(
+    method: str, way: str, random_model: RandomModel, on_gpu: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SHARE_VARIABLE)
+    monkeypatch.setattr(device_ranks, "choose", lambda seconds: next(name for name in seconds if name == way))
+    flags = (*FLAGS, *WINDOW, *SPARSE[method], "--dtype", "float32")
+    model = model_of(random_model, "llama")
+    directory = on_gpu(model, method, *flags, "--tp_size", "2")
+    with loaded(directory) as engine:
+        assert isinstance(engine.decoder, LeadDecoder)
+        assert engine.decoder.sums == way
+    check_equal(on_gpu(model, method, *flags), directory)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("way", [SYMMETRIC, NCCL])
+def test_a_rank_that_dies_ends_the_engine_on_two_gpus(
+    way: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SHARE_VARIABLE)
+    monkeypatch.setattr(device_ranks, "choose", lambda seconds: next(name for name in seconds if name == way))
+    test_a_rank_that_dies_ends_the_engine(directory)
+
+
+def test_too_few_gpus_are_refused_by_name(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SHARE_VARIABLE)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(Exception, match="tp_size = 2: must be <= 1, the GPUs that PyTorch sees on this host"):
+        Engine.load(directory)
