@@ -34,12 +34,17 @@ WARM_STEPS = 8  # that a batch is not timed for, after its last request has begu
 ROOM = 8192  # tokens of the pool for each request beside its document: for what ended requests leave
 
 
+def answer_tokens(requests: int, steps: int) -> int:
+    """Tokens that a request generates: requests begin to decode one after another, and end so."""
+    return 4 * requests + WARM_STEPS + steps
+
+
 def step_seconds(engine: Engine, documents: Sequence[Sequence[int]], steps: int, seed: int) -> list[float]:
     """Seconds of `steps` steps in which one request about each of the documents decodes."""
     generator = torch.Generator().manual_seed(seed)
     for document in documents:
         question = torch.randint(engine.config.model.vocab_size, (QUESTION,), generator=generator).tolist()
-        engine.submit(Request((*document, *question), 4 * len(documents) + WARM_STEPS + steps))
+        engine.submit(Request((*document, *question), answer_tokens(len(documents), steps)))
     found, together = [], 0
     while engine.has_work:
         started = time.perf_counter()
@@ -79,9 +84,10 @@ def run(own: argparse.Namespace) -> dict[str, Any]:
         rows: RowStorage | None = None
         for variant in bench.variants:
             config = engine_config(arguments.dtype, bench.model, variant, cells)
-            longest = own.context + 1024
+            longest = own.context + QUESTION + answer_tokens(own.requests, own.steps)
             config = dataclasses.replace(
                 config,
+                model=dataclasses.replace(config.model, max_position_embeddings=longest),
                 cache=dataclasses.replace(config.cache, offload=offload, reuse=True),
                 max_batch_size=own.requests,
                 max_seq_len=longest,

@@ -102,7 +102,7 @@ def test_it_is_attention_to_chosen_blocks(
     attention = BlockSparseAttention(config, dense, mass_of(config, dense))
     queries = torch.randn(q, KV_HEADS * group, dim, device=device).to(dense.dtype).transpose(0, 1)
     keys, values = rows(dtype, device, past + q, dim, scale=2.0), rows(dtype, device, past + q, dim)
-    repeated = RepeatedTokens(torch.randint(3000, (past + q,)).tolist(), device)
+    repeated = RepeatedTokens(torch.randint(200, (past + q,)).tolist(), device)
     found, whole = attention(queries, keys, values, dim**-0.5, 0, repeated), past // KEY_BLOCK * KEY_BLOCK
     samples = sample(queries[:, : q - 100], KV_HEADS, 512, 32)
     again = repeated.blocks(past, past + q - 100, 512, whole // KEY_BLOCK, repeated_blocks(32))
