@@ -14,10 +14,13 @@ from tests.support.device_stand_ins import make_decoder
 from tests.support.prefill import run_prefill
 from torch import Tensor
 
+from kvseek.core.config import EngineConfig
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.parallel import device_ranks
 from kvseek.engine.parallel.device_ranks import DeviceRanks
-from kvseek.engine.parallel.sums import SMALL_BYTES
+from kvseek.engine.parallel.followers import Followers
+from kvseek.engine.parallel.ranks import Ranks
+from kvseek.engine.parallel.sums import SMALL_BYTES, SumError
 
 CPU = torch.device("cpu")
 WAIT_SECONDS = 60.0  # after which a thread that waits for another one fails
@@ -133,3 +136,24 @@ def test_host_memory_must_hold_the_pools_of_all_ranks(
     )
     with pytest.raises(device_ranks.CapacityError, match=message):
         own.check_host_memory(1 << 30)
+
+
+def test_ranks_leave_if_their_gpus_cannot_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the process may load another engine of several ranks."""
+
+    def over(*_: object) -> DeviceRanks:
+        raise SumError("the ranks' GPUs can sum neither way")
+
+    class Joined(Ranks):
+        def leave(self) -> None:
+            left.append(self.rank)
+
+    left: list[int] = []
+    monkeypatch.setattr(DeviceRanks, "over", over)
+    followers = Followers.__new__(Followers)
+    followers._members, followers._timeout_seconds = [], WAIT_SECONDS
+    followers._config = cast("EngineConfig", None)  # which only DeviceRanks.over reads
+    with pytest.raises(SumError):
+        followers._on_gpus(Joined(0, 2))
+    followers.stop_watching()
+    assert left == [0]
