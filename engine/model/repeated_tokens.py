@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.config import KEY_BLOCK
+from kvseek.core.streams import to_device
 
 MOST_PLACES = 16  # a pair of tokens that was there more often says little about where to look
 
@@ -24,16 +25,14 @@ class RepeatedTokens:
     ids : sequence of int
         Tokens of the whole prompt.
     device : torch.device
-        Where blocks are looked up, in four numbers a token.
+        Where blocks are looked up, in three numbers a token. The host does not wait for it.
     """
 
     def __init__(self, ids: Sequence[int], device: torch.device) -> None:
-        tokens = torch.tensor(ids, device=device)
+        tokens = to_device(ids, torch.int64, device)
         number = torch.arange(len(ids), device=device)
-        pairs = tokens.clone()
-        pairs[1:] += tokens[:-1] * (
-            1 + tokens.max()
-        )  # the first token has none before it, and repeats nothing that matters
+        pairs = tokens.clone()  # the first token has none before it, and repeats nothing that matters
+        pairs[1:] += tokens[:-1] * (1 + tokens.max())
         self._by_pair = pairs.argsort(stable=True)  # places, those of one pair in the order of the text
         ordered = pairs[self._by_pair]
         begins = torch.ones_like(ordered, dtype=torch.bool)
@@ -41,7 +40,7 @@ class RepeatedTokens:
         first = torch.where(begins, number, 0).cummax(dim=0).values
         self._own = torch.empty_like(number).scatter_(0, self._by_pair, number)  # where a token's pair is in that list
         self._earlier = torch.empty_like(number).scatter_(0, self._by_pair, number - first)  # places before it
-        self._blocks: dict[int, Tensor] = {}  # by `start`: the same in all layers
+        self._blocks: dict[tuple[int, int], Tensor] = {}  # by `start` and `stop`: the same in all layers
 
     def blocks(self, start: int, stop: int, size: int, past: int, count: int) -> Tensor:
         """Find the key blocks in which the tokens start .. stop - 1, in query blocks of `size`, stood before.
@@ -54,9 +53,9 @@ class RepeatedTokens:
         Tensor, int64 [query blocks, at most `count`]
             The blocks that count most; 0 where there are no more.
         """
-        if start not in self._blocks:
-            self._blocks[start] = self._find(start, stop, size, past, count)
-        return self._blocks[start]
+        if (start, stop) not in self._blocks:
+            self._blocks[start, stop] = self._find(start, stop, size, past, count)
+        return self._blocks[start, stop]
 
     def _find(self, start: int, stop: int, size: int, past: int, count: int) -> Tensor:
         earlier, own = self._earlier[start:stop, None], self._own[start:stop, None]
