@@ -190,9 +190,8 @@ def lead(
     check_gpus(config, nodes.count)
     followers = Followers(directory, config, nodes, timeout_seconds)
     try:
-        with (
-            bound_meanwhile()
-        ):  # ranks on GPUs bind themselves to cores near them, and this process may load other engines
+        # Ranks on GPUs bind themselves to cores near them, and this process may load other engines.
+        with bound_meanwhile():
             ranks = followers.join()
             return LeadDecoder(_load(directory, config, followers, ranks), followers, ranks)
     except BaseException:

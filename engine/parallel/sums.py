@@ -25,9 +25,9 @@ from kvseek.core.errors import KvseekError
 SYMMETRIC, NCCL = "symmetric memory", "NCCL"
 BUFFER_BYTES = 16 << 20  # of a rank's symmetric memory; larger tensors are summed in pieces
 NCCL_BYTES = 512 << 20  # of a GPU's memory that NCCL is expected to take; an estimate
-SMALL_BYTES = (
-    1 << 20
-)  # tensors up to this size are those of decode steps: each rank reads all of every other one's part
+# Tensors up to this size are those of decode steps, but for the logits of large batches: each rank reads all of every other
+# one's part.
+SMALL_BYTES = 1 << 20
 ALIGNMENT = 16  # bytes: what the kernels of symmetric memory read at once
 SYMMETRIC_DTYPES = (torch.bfloat16, torch.float32)  # that its sums are compiled for
 MEASURED_SUMS = 50  # in the graph that is timed, about those of a step
@@ -253,12 +253,9 @@ def choose(seconds: Mapping[str, float]) -> str:
 
 def try_to_make(make: Callable[[], Sums]) -> tuple[Sums | None, str]:
     """Make a way to sum; if that fails, return None and why."""
+    # What PyTorch raises where it has no such way, and what these classes raise.
+    expected = (RuntimeError, SumError, ImportError, AttributeError)
     try:
         return make(), ""
-    except (
-        RuntimeError,
-        SumError,
-        ImportError,
-        AttributeError,
-    ) as error:  # what PyTorch raises where it has no such way
+    except expected as error:
         return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
