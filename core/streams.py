@@ -6,7 +6,7 @@ The CPU has no streams: there the work runs at once, so the code that uses side 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -131,3 +131,11 @@ def on_default_stream(device: torch.device) -> bool:
 def stream_handle(device: torch.device) -> int:
     """Return CUDA's handle of the current stream; 0 on the CPU, which has no streams."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
+def to_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copy numbers of the host to the device, [n], on the current stream; the host does not wait."""
+    on_host = torch.tensor(numbers, dtype=dtype)
+    if device.type == "cuda":
+        on_host = on_host.pin_memory()  # a copy from pageable memory would wait for the stream
+    return on_host.to(device, non_blocking=True)

@@ -118,7 +118,7 @@ def _load_cuda(
             ranks.check_host_memory(layout.rows.host_bytes)
         cache = make_cache(config, dtype, device, RowStorage(config, dtype, device, layout.rows))
         decoder = runtime.decoder(device_retrieval(config, cache, maker.over(cache), kernels), kernels)
-        decoder.steps.prepare()
+        _prepare(decoder)
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
         raise CapacityError(
@@ -127,3 +127,12 @@ def _load_cuda(
             "prefill_chunk_tokens or cache.kv_cache_device_memory_bytes"
         ) from None
     return decoder
+
+
+def _prepare(decoder: Decoder) -> None:
+    """Capture the steps. If one fails, drop the others: the error keeps the decoder, and NCCL ends only when no graph uses it."""
+    try:
+        decoder.steps.prepare()
+    except BaseException:
+        decoder.steps.close()
+        raise

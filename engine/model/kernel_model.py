@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvseek.core.streams import to_device
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.batch import Batch
 
@@ -114,11 +115,3 @@ class KernelModel(LayerwiseModel[Stream]):
         result = StepResult(logits, self.ops.argmax(logits))
         mark("head")
         return result
-
-
-def to_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy numbers of the host to the device, [n], on the current stream; the host does not wait."""
-    on_host = torch.tensor(numbers, dtype=dtype)
-    if device.type == "cuda":
-        on_host = on_host.pin_memory()  # a copy from pageable memory would wait for the stream
-    return on_host.to(device, non_blocking=True)

@@ -7,11 +7,13 @@ it at a time, so a sample of queries misses them. The tokens themselves tell whe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from kvseek.core.config import KEY_BLOCK
+from kvseek.core.streams import to_device
 
 MOST_PLACES = 16  # a pair of tokens that was there more often says little about where to look
 
@@ -24,24 +26,29 @@ class RepeatedTokens:
     ids : sequence of int
         Tokens of the whole prompt.
     device : torch.device
-        Where blocks are looked up, in four numbers a token.
+        Where blocks are looked up, in three numbers a token. The host does not wait for it.
     """
 
     def __init__(self, ids: Sequence[int], device: torch.device) -> None:
-        tokens = torch.tensor(ids, device=device)
-        number = torch.arange(len(ids), device=device)
-        pairs = tokens.clone()
-        pairs[1:] += tokens[:-1] * (
-            1 + tokens.max()
-        )  # the first token has none before it, and repeats nothing that matters
-        self._by_pair = pairs.argsort(stable=True)  # places, those of one pair in the order of the text
-        ordered = pairs[self._by_pair]
+        self._ids, self._device = ids, device
+        self._blocks: dict[tuple[int, int], Tensor] = {}  # by `start` and `stop`: the same in all layers
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Places sorted by their pair, those of one pair in the order of the text; of each token, its place in that list, and how
+        many of its pair are before it. Made when a chunk is sparse: all of a short prompt is dense.
+        """
+        tokens = to_device(self._ids, torch.int64, self._device)
+        number = torch.arange(len(tokens), device=self._device)
+        pairs = tokens.clone()  # the first token has none before it, and repeats nothing that matters
+        pairs[1:] += tokens[:-1] * (1 + tokens.max())
+        by_pair = pairs.argsort(stable=True)
+        ordered = pairs[by_pair]
         begins = torch.ones_like(ordered, dtype=torch.bool)
         begins[1:] = ordered[1:] != ordered[:-1]
         first = torch.where(begins, number, 0).cummax(dim=0).values
-        self._own = torch.empty_like(number).scatter_(0, self._by_pair, number)  # where a token's pair is in that list
-        self._earlier = torch.empty_like(number).scatter_(0, self._by_pair, number - first)  # places before it
-        self._blocks: dict[int, Tensor] = {}  # by `start`: the same in all layers
+        own = torch.empty_like(number).scatter_(0, by_pair, number)
+        return by_pair, own, torch.empty_like(number).scatter_(0, by_pair, number - first)
 
     def blocks(self, start: int, stop: int, size: int, past: int, count: int) -> Tensor:
         """Find the key blocks in which the tokens start .. stop - 1, in query blocks of `size`, stood before.
@@ -54,15 +61,16 @@ class RepeatedTokens:
         Tensor, int64 [query blocks, at most `count`]
             The blocks that count most; 0 where there are no more.
         """
-        if start not in self._blocks:
-            self._blocks[start] = self._find(start, stop, size, past, count)
-        return self._blocks[start]
+        if (start, stop) not in self._blocks:
+            self._blocks[start, stop] = self._find(start, stop, size, past, count)
+        return self._blocks[start, stop]
 
     def _find(self, start: int, stop: int, size: int, past: int, count: int) -> Tensor:
-        earlier, own = self._earlier[start:stop, None], self._own[start:stop, None]
+        by_pair, own, earlier = self._places
+        earlier, own = earlier[start:stop, None], own[start:stop, None]
         back = torch.arange(1, MOST_PLACES + 1, device=own.device)
         there = (back <= earlier) & (earlier <= MOST_PLACES)
-        places = self._by_pair[(own - back).clamp_min(0)]
+        places = by_pair[(own - back).clamp_min(0)]
         worth = torch.where(there, 1.0 / earlier.clamp_min(1), 0.0).flatten()
         number = torch.arange(stop - start, device=own.device).div(size, rounding_mode="floor")
         number = number[:, None].expand_as(places).flatten()

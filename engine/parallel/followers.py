@@ -126,7 +126,11 @@ class Followers:
 
         connections = {member.rank: member.connection for member in self._members}
         self._watch = Watch(connections, release, self._timeout_seconds)
-        return DeviceRanks.over(ranks, self._config, ways)
+        try:
+            return DeviceRanks.over(ranks, self._config, ways)
+        except KvseekError:  # nothing waits on the GPU, and this process may load another engine of several ranks
+            ranks.leave()
+            raise
 
     def wait_until_loaded(self) -> None:
         """Wait until all ranks have loaded their parts; raises RankError with the first error."""

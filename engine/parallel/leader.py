@@ -172,9 +172,7 @@ class LeadDecoder(Decoder):
         if not self._closed:
             self._closed = True
             self._followers.close()
-            self.steps.close()  # NCCL's communicator ends only when no graph uses it
-            if isinstance(self.model, KernelModel):
-                self.model.close()
+            _forget_graphs(self)
             self._ranks.leave()
             self._followers.stop_watching()
 
@@ -192,9 +190,8 @@ def lead(
     check_gpus(config, nodes.count)
     followers = Followers(directory, config, nodes, timeout_seconds)
     try:
-        with (
-            bound_meanwhile()
-        ):  # ranks on GPUs bind themselves to cores near them, and this process may load other engines
+        # Ranks on GPUs bind themselves to cores near them, and this process may load other engines.
+        with bound_meanwhile():
             ranks = followers.join()
             return LeadDecoder(_load(directory, config, followers, ranks), followers, ranks)
     except BaseException:
@@ -205,11 +202,21 @@ def lead(
 
 def _load(directory: Path, config: EngineConfig, followers: Followers, ranks: Ranks) -> Decoder:
     """Load the part of rank 0, and wait until the others have loaded theirs."""
+    decoder: Decoder | None = None
     try:
         decoder = load_part(directory, rank_config(config), ranks, partial(LeadCache, followers))
         followers.wait_until_loaded()
     except BaseException:
         followers.free()
+        if decoder is not None:
+            _forget_graphs(decoder)
         ranks.leave()
         raise
     return decoder
+
+
+def _forget_graphs(decoder: Decoder) -> None:
+    """Drop what has been captured: NCCL's communicator ends only when no graph uses it."""
+    decoder.steps.close()
+    if isinstance(decoder.model, KernelModel):
+        decoder.model.close()

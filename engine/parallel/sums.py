@@ -8,6 +8,7 @@ sums to all (`two_shot_all_reduce_`). NCCL is there for machines on which that d
 from __future__ import annotations
 
 import itertools
+import logging
 import statistics
 import threading
 from collections.abc import Callable, Mapping
@@ -24,14 +25,15 @@ from kvseek.core.errors import KvseekError
 SYMMETRIC, NCCL = "symmetric memory", "NCCL"
 BUFFER_BYTES = 16 << 20  # of a rank's symmetric memory; larger tensors are summed in pieces
 NCCL_BYTES = 512 << 20  # of a GPU's memory that NCCL is expected to take; an estimate
-SMALL_BYTES = (
-    1 << 20
-)  # tensors up to this size are those of decode steps: each rank reads all of every other one's part
+# Tensors up to this size are those of decode steps, but for the logits of large batches: each rank reads all of every other
+# one's part.
+SMALL_BYTES = 1 << 20
 ALIGNMENT = 16  # bytes: what the kernels of symmetric memory read at once
 SYMMETRIC_DTYPES = (torch.bfloat16, torch.float32)  # that its sums are compiled for
 MEASURED_SUMS = 50  # in the graph that is timed, about those of a step
 MEASURED_REPLAYS = 9
 WATCHED_SECONDS = 3600.0  # until NCCL gives up by itself: long, as watch.py notices earlier
+logger = logging.getLogger(__name__)
 
 
 class SumError(KvseekError):
@@ -160,7 +162,11 @@ class NcclSums:
     def __init__(self, device: torch.device) -> None:
         timeout = timedelta(seconds=WATCHED_SECONDS)
         self._group = dist.new_group(backend="nccl", timeout=timeout, device_id=device)
-        self._device, self._aborted, self._lock = device, False, threading.Lock()
+        self._device = device
+        self._aborting, self._lock = (
+            threading.Thread(target=self._abort, name="kvseek-nccl", daemon=True),
+            threading.Lock(),
+        )
         self.sum(torch.zeros(ALIGNMENT, device=device))  # connects: that cannot be captured
         torch.cuda.synchronize(device)
 
@@ -171,15 +177,25 @@ class NcclSums:
         return whole
 
     def release(self) -> None:
-        """See Sums. The communicator is of no use afterwards. The first call returns when all graphs that use it are gone."""
+        """See Sums. The communicator is of no use afterwards.
+
+        NCCL frees kernels at once, but its call returns only when all graphs that use the communicator are gone. A thread of its
+        own waits for that, as whoever calls this has other kernels to free: a graph may have sums of both ways.
+        """
         with self._lock:
-            if not self._aborted:
-                self._group._get_backend(self._device).abort()
-                self._aborted = True
+            if self._aborting.ident is None:
+                self._aborting.start()
 
     def close(self) -> None:
-        """See Sums."""
+        """See Sums. It returns when all graphs that use the communicator are gone."""
         self.release()
+        self._aborting.join()
+
+    def _abort(self) -> None:
+        try:
+            self._group._get_backend(self._device).abort()
+        except RuntimeError:  # of NCCL or CUDA, after a fault of which nothing can be freed
+            logger.exception("NCCL's communicator cannot be aborted")
 
 
 def release_signals(count: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
@@ -237,12 +253,9 @@ def choose(seconds: Mapping[str, float]) -> str:
 
 def try_to_make(make: Callable[[], Sums]) -> tuple[Sums | None, str]:
     """Make a way to sum; if that fails, return None and why."""
+    # What PyTorch raises where it has no such way, and what these classes raise.
+    expected = (RuntimeError, SumError, ImportError, AttributeError)
     try:
         return make(), ""
-    except (
-        RuntimeError,
-        SumError,
-        ImportError,
-        AttributeError,
-    ) as error:  # what PyTorch raises where it has no such way
+    except expected as error:
         return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -78,9 +78,7 @@ class Watch:
         while not self._closed.wait(RELEASE_SECONDS):
             try:
                 self._release()
-            except (
-                RuntimeError
-            ):  # of CUDA: after a fault of a kernel nothing runs on this GPU any more, so nothing waits
+            except RuntimeError:  # of CUDA: after a fault of a kernel nothing runs on this GPU any more, nor waits
                 logger.exception("kernels cannot be released")
                 return
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kvseek.core.errors import KernelError
+from kvseek.core.streams import to_device
 from kvseek.engine.model.attention import CausalAttention, causal_attention_device
 from kvseek.engine.model.graphs import StepResult, buckets_for
-from kvseek.engine.model.kernel_model import to_device
 from kvseek.engine.model.layer_kernels import LayerKernels
 from kvseek.engine.model.prefill import NO_TAKERS, AttendChunk, LayerwiseModel, Prefill, Prompts, Takers
 from kvseek.engine.retrieval import Retrieval

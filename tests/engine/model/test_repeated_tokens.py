@@ -61,3 +61,11 @@ def test_a_rare_pair_is_found_and_frequent_ones_are_not() -> None:
 @pytest.mark.parametrize("ids", [list(range(400)), [5] * 400])
 def test_text_that_repeats_nothing_or_only_itself_chooses_nothing(ids: list[int]) -> None:
     assert RepeatedTokens(ids, CPU).blocks(300, 400, 50, 4, 3).eq(0).all()
+
+
+def test_chunks_that_begin_together_may_end_apart() -> None:
+    ids = [*range(200), *range(400)]
+    repeated = RepeatedTokens(ids, CPU)
+    short, long = (repeated.blocks(400, stop, 50, 6, 3) for stop in (450, 600))
+    assert (len(short), len(long)) == (1, 4)
+    assert torch.equal(long[:1], short)

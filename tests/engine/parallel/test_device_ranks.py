@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -14,10 +16,14 @@ from tests.support.device_stand_ins import make_decoder
 from tests.support.prefill import run_prefill
 from torch import Tensor
 
+from kvseek.core.config import EngineConfig
 from kvseek.engine.decoder import Decoder
-from kvseek.engine.parallel import device_ranks
+from kvseek.engine.loading import load
+from kvseek.engine.parallel import device_ranks, leader
 from kvseek.engine.parallel.device_ranks import DeviceRanks
-from kvseek.engine.parallel.sums import SMALL_BYTES
+from kvseek.engine.parallel.followers import Followers, RankError
+from kvseek.engine.parallel.ranks import Ranks
+from kvseek.engine.parallel.sums import SMALL_BYTES, SumError
 
 CPU = torch.device("cpu")
 WAIT_SECONDS = 60.0  # after which a thread that waits for another one fails
@@ -133,3 +139,53 @@ def test_host_memory_must_hold_the_pools_of_all_ranks(
     )
     with pytest.raises(device_ranks.CapacityError, match=message):
         own.check_host_memory(1 << 30)
+
+
+def test_ranks_leave_if_their_gpus_cannot_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the process may load another engine of several ranks."""
+
+    def over(*_: object) -> DeviceRanks:
+        raise SumError("the ranks' GPUs can sum neither way")
+
+    class Joined(Ranks):
+        def leave(self) -> None:
+            left.append(self.rank)
+
+    left: list[int] = []
+    monkeypatch.setattr(DeviceRanks, "over", over)
+    followers = Followers.__new__(Followers)
+    followers._members, followers._timeout_seconds = [], WAIT_SECONDS
+    followers._config = cast("EngineConfig", None)  # which only DeviceRanks.over reads
+    with pytest.raises(SumError):
+        followers._on_gpus(Joined(0, 2))
+    followers.stop_watching()
+    assert left == [0]
+
+
+def test_an_engine_that_does_not_load_drops_its_graphs_before_its_ranks_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's communicator would wait for the graphs: those of a step that failed, or while another rank fails later."""
+    done: list[str] = []
+
+    class Stub:
+        def __getattr__(self, name: str) -> Callable[[], None]:
+            return lambda: done.append(name)
+
+    class Steps(Stub):
+        def prepare(self) -> None:
+            raise torch.OutOfMemoryError
+
+    class Late(Stub):
+        def wait_until_loaded(self) -> None:
+            raise RankError("rank 1 cannot load its part")
+
+    decoder: Any = SimpleNamespace(steps=Steps(), model=None)
+    with pytest.raises(torch.OutOfMemoryError):
+        load._prepare(decoder)
+    assert done == ["close"]
+    done.clear()
+    monkeypatch.setattr(leader, "load_part", lambda *_: decoder)
+    monkeypatch.setattr(leader, "rank_config", lambda config: config)
+    late, ranks = cast("Followers", Late()), cast("Ranks", Stub())
+    with pytest.raises(RankError, match="rank 1 cannot load"):
+        leader._load(Path(), cast("EngineConfig", None), late, ranks)
+    assert done == ["free", "close", "leave"]

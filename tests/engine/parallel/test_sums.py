@@ -14,8 +14,18 @@ import torch
 from tests.support.waiting import wait_for
 
 from kvseek.core.errors import ConfigError
+from kvseek.engine.parallel import sums as sums_module
 from kvseek.engine.parallel.gpus import gpu_of_rank
-from kvseek.engine.parallel.sums import NCCL, SYMMETRIC, SumError, SymmetricSums, choose, release_signals, try_to_make
+from kvseek.engine.parallel.sums import (
+    NCCL,
+    SYMMETRIC,
+    NcclSums,
+    SumError,
+    SymmetricSums,
+    choose,
+    release_signals,
+    try_to_make,
+)
 from kvseek.engine.parallel.watch import Watch, has_failed
 
 
@@ -66,6 +76,37 @@ def test_a_way_that_is_not_there_says_why() -> None:
 
     _, reason = try_to_make(refused)
     assert "dtype = torch.float16: must be one of" in reason
+
+
+def test_kernels_are_freed_while_nccl_waits_for_graphs() -> None:
+    """A graph may have sums of both ways: those in symmetric memory must be freed before NCCL's abort has returned."""
+    gone, begun = threading.Event(), threading.Semaphore(0)
+
+    class Backend:
+        def abort(self) -> None:
+            begun.release()
+            gone.wait()
+
+    class Group:
+        def _get_backend(self, device: torch.device) -> Backend:
+            return Backend()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sums_module.dist, "new_group", lambda **_: Group())
+        patch.setattr(sums_module.torch.cuda, "synchronize", lambda _: None)
+        patch.setattr(sums_module.dist, "all_reduce", lambda tensor, group: None)
+        sums = NcclSums(torch.device("cpu"))
+    for _ in range(3):
+        sums.release()  # returns although no graph is gone
+    assert begun.acquire(timeout=60)
+    closing = threading.Thread(target=sums.close, daemon=True)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive(), "the group must not end before"
+    gone.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert not begun.acquire(blocking=False), "it is aborted once"
 
 
 def test_each_rank_takes_a_gpu_of_its_own() -> None:

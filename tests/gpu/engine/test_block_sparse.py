@@ -10,6 +10,7 @@ import torch
 from tests.conftest import BuildEngine
 from tests.gpu.conftest import MakeKernels
 from tests.gpu.engine.test_prompt_attention import ATTENDED, KV_HEADS, check, definition, make, rows
+from tests.gpu.waits import no_host_waits
 from tests.support.prefill import run_prefill
 
 from kvseek.core.config import KEY_BLOCK, BlockSparseConfig, EngineConfig
@@ -128,6 +129,17 @@ def test_a_budget_that_covers_the_past_is_dense_attention(kernels: MakeKernels, 
         queries, keys, keys, 0.1, 0, RepeatedTokens(range(8192), device)
     )
     assert torch.equal(found, dense(queries, keys, keys, 0.1))
+
+
+def test_the_host_does_not_wait(kernels: MakeKernels, device: torch.device) -> None:
+    dense = make(kernels, "bfloat16", 128, 4)
+    config = sparse_config(dense._model, "bfloat16", 2048)
+    attention = BlockSparseAttention(config, dense, mass_of(config, dense))
+    queries = torch.randn(2048, KV_HEADS * 4, 128, device=device).bfloat16().transpose(0, 1)
+    keys, ids = rows("bfloat16", device, 8192, 128), [i % 3000 for i in range(8192)]
+    attention(queries, keys, keys, 0.1, 0, RepeatedTokens(ids, device))  # cuDNN compiles, pinned memory is allocated
+    with no_host_waits():
+        attention(queries, keys, keys, 0.1, 0, RepeatedTokens(ids, device))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -130,19 +130,25 @@ def test_a_rank_that_hangs_ends_the_engine(directory: Path) -> None:
     follower = follower_of(decoder)
     os.kill(follower, signal.SIGSTOP)
     watch._timeout = 1.0  # loading may take long on a slow machine; what follows is to be quick
-    with pytest.raises(RankError, match=r"^rank 1: no answer within 1 s; the engine's ranks cannot"):
-        decoder.decode([8], [0])
-    os.kill(follower, signal.SIGCONT)
-    decoder.close()
+    try:
+        with pytest.raises(RankError, match=r"^rank 1: no answer within 1 s; the engine's ranks cannot"):
+            decoder.decode([8], [0])
+    finally:
+        os.kill(follower, signal.SIGCONT)
+        decoder.close()
 
 
 def test_a_rank_whose_cache_differs_ends_the_engine(directory: Path) -> None:
     decoder = lead(directory, read_config(directory))
     run_prefill(decoder, 0, [5, 6, 7], 5)
     decoder.cache.tokens[1] += 1
-    with pytest.raises(RankError, match=r"rank 1: RuntimeError: checksum of the cache's state = .*: must be rank 0's"):
-        decoder.decode([8], [0])
-    decoder.close()
+    try:
+        with pytest.raises(
+            RankError, match=r"rank 1: RuntimeError: checksum of the cache's state = .*: must be rank 0's"
+        ):
+            decoder.decode([8], [0])
+    finally:
+        decoder.close()
 
 
 def test_cores_are_given_back(directory: Path) -> None:
@@ -177,6 +183,18 @@ def test_a_rank_that_dies_ends_the_engine_on_two_gpus(
 ) -> None:
     monkeypatch.delenv(SHARE_VARIABLE)
     monkeypatch.setattr(device_ranks, "choose", lambda seconds: next(name for name in seconds if name == way))
+    test_a_rank_that_dies_ends_the_engine(directory)
+
+
+@pytest.mark.multi_gpu
+def test_a_rank_that_dies_ends_an_engine_with_sums_of_both_ways(
+    random_model: RandomModel, on_gpu: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of several requests exceed SMALL_BYTES: they are summed by NCCL, in graphs whose other sums are not."""
+    monkeypatch.delenv(SHARE_VARIABLE)
+    monkeypatch.setattr(device_ranks, "choose", lambda seconds: next(name for name in seconds if name == SYMMETRIC))
+    model = model_of(random_model, "llama", vocab_size=300_000, tie_word_embeddings=True)
+    directory = on_gpu(model, "full", *FLAGS, "--dtype", "bfloat16", "--tp_size", "2")
     test_a_rank_that_dies_ends_the_engine(directory)
 
 
