@@ -14,7 +14,7 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,23 +142,33 @@ def run(own: argparse.Namespace) -> dict[str, Any]:
     return {"benchmark": "cached_prompts", "machine": machine, **settings, "results": results}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line for each engine; with --output, write JSON too."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def study_parser(description: str | None, context: int) -> argparse.ArgumentParser:
+    """Flags that studies of kept documents have in common; documents have `context` tokens by default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b", help="default: %(default)s")
     parser.add_argument("--methods", default="full,pariskv,nested", help="default: %(default)s")
     parser.add_argument("--offload", default="always,never", help="where rows lie (default: %(default)s)")
-    parser.add_argument("--forms", default="dense,sparse", help="cache.cached_prefill (default: %(default)s)")
-    parser.add_argument("--context", type=int, default=131_000, help="tokens of the document (default: %(default)s)")
-    parser.add_argument("--questions", default="100", help="comma list of tokens of a question (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="questions of each length (default: %(default)s)")
-    parser.add_argument("--max_batch_size", type=int, default=32, help="default: %(default)s")
+    parser.add_argument("--context", type=int, default=context, help="tokens of a document (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="write JSON there")
-    own = parser.parse_args(argv)
-    document = run(own)
+    return parser
+
+
+def run_study(own: argparse.Namespace, study: Callable[[argparse.Namespace], dict[str, Any]]) -> int:
+    """Run a study, which prints its lines, and write what it returns to `--output`; returns 0."""
+    document = study(own)
     if own.output:
         write_result(own.output, document)
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a line for each engine; with --output, write JSON too."""
+    parser = study_parser(__doc__, 131_000)
+    parser.add_argument("--forms", default="dense,sparse", help="cache.cached_prefill (default: %(default)s)")
+    parser.add_argument("--questions", default="100", help="comma list of tokens of a question (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="questions of each length (default: %(default)s)")
+    parser.add_argument("--max_batch_size", type=int, default=32, help="default: %(default)s")
+    return run_study(parser.parse_args(argv), run)
 
 
 if __name__ == "__main__":

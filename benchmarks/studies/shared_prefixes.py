@@ -14,7 +14,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +21,11 @@ import torch
 from kvseek.benchmarks.device.bench import Bench, engine_config
 from kvseek.benchmarks.device.memory_plan import Cell
 from kvseek.benchmarks.device.options import parse
-from kvseek.benchmarks.studies.cached_prompts import leave, make_engine, make_rows
+from kvseek.benchmarks.studies.cached_prompts import leave, make_engine, make_rows, run_study, study_parser
 from kvseek.core.request import Request
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.engine import Engine
 from kvseek.measurement.machine import describe, describe_gpu
-from kvseek.measurement.output import write_result
 
 QUESTION = 40  # tokens
 WARM_STEPS = 8  # that a batch is not timed for, after its last request has begun to decode
@@ -108,20 +106,11 @@ def run(own: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a line for each engine; with --output, write JSON too."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-3.1-8b", help="default: %(default)s")
-    parser.add_argument("--methods", default="full,pariskv,nested", help="default: %(default)s")
-    parser.add_argument("--offload", default="always,never", help="where rows lie (default: %(default)s)")
-    parser.add_argument("--context", type=int, default=32_000, help="tokens of a document (default: %(default)s)")
+    parser = study_parser(__doc__, 32_000)
     parser.add_argument("--requests", type=int, default=4, help="of a batch (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=40, help="that a batch is timed for (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=3, help="batches of each kind (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="write JSON there")
-    own = parser.parse_args(argv)
-    document = run(own)
-    if own.output:
-        write_result(own.output, document)
-    return 0
+    return run_study(parser.parse_args(argv), run)
 
 
 if __name__ == "__main__":

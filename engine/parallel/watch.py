@@ -71,9 +71,10 @@ class Watch:
 
     def _run(self) -> None:
         while not self._freeing.wait(PERIOD_SECONDS) and not self._closed.is_set():
-            self._failure = self._find_failure()
-            if self._failure:
-                logger.error("%s: what waits for it on this GPU is released", self._failure)
+            failure = self._find_failure()
+            if failure and not self._freeing.is_set():  # else the connections were closed on purpose meanwhile
+                self._failure = failure
+                logger.error("%s: what waits for it on this GPU is released", failure)
                 break
         while not self._closed.wait(RELEASE_SECONDS):
             try:
