@@ -296,9 +296,10 @@ def _check_node(arguments: argparse.Namespace) -> None:
 
 def _check_ranks(engine_dir: Path, tp_size: int | None, settings: ServeSettings, node_rank: int) -> None:
     """Raise ConfigError unless the engine has so many ranks, and this host some of them."""
+    nodes = settings.nodes  # made here too, so that wrong flags are an error before anything is started
     if settings.nnodes > 1 or node_rank:
         config = read_config(engine_dir)
-        settings.nodes.ranks(config.tp_size, node_rank)
+        nodes.ranks(config.tp_size, node_rank)
         check_nodes(config, settings.nnodes)
     if tp_size is not None:
         found = read_config(engine_dir).tp_size
