@@ -9,13 +9,13 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvseek.core.errors import KernelError
 
 from .cache import cache_folder
 from .roots import package_roots
+from .threads import compiling_threads
 
 COMPILERS = ("c++", "g++", "clang++")
 # No -ffast-math: softmax relies on infinities, and poisoned rows must show. No -fopenmp: plugins/shared/parallel.h.
@@ -63,7 +63,7 @@ def compile_cpu_library(output: Path) -> None:
             [*compiler, *unit_flags(level), *include_flags(), "-c", str(source), "-o", str(target)]
             for (source, level), target in zip(units, objects, strict=True)
         ]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with compiling_threads() as pool:
             list(pool.map(_run, commands))
         library = folder / output.name
         _run([*compiler, "-shared", "-o", str(library), *map(str, objects)])

@@ -8,12 +8,10 @@ NVRTC compiles it, so neither a CUDA toolkit nor a GPU is needed.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from kvseek.plugins.registry import method_traits
 
 from .cache import cache_folder
 from .roots import package_roots
+from .threads import compiling_threads
 
 ARCHITECTURES = (80, 89, 90, 100, 120)  # A100; L4, L40, RTX 40; H100, H200; B200; RTX 50
 DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2}  # plugins/shared/numbers.cuh
@@ -182,7 +181,7 @@ def cached_cubins(
             progress(1)
         return image
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with compiling_threads() as pool:
         return dict(zip(archs, pool.map(make, archs), strict=True))
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.builder import build
 from kvseek.builder.atomic_directory import atomic_directory, remove_leftovers
+from kvseek.builder.compile.threads import compiling_threads
 from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import verify
 
@@ -203,6 +205,20 @@ def test_ctrl_c_ends_a_build_with_a_line(random_model: RandomModel, tmp_path: Pa
     assert errors == "\nkvseek build: interrupted\n"
     assert not output.parent.exists()
     assert list((cache / "kvseek").iterdir()) == []
+
+
+def test_an_interrupt_while_work_is_handed_out_does_not_begin_the_rest() -> None:
+    free = threading.Event()  # until then all threads are busy
+
+    def interrupted() -> None:
+        with compiling_threads() as pool:
+            last = [pool.submit(free.wait, SECONDS) for _ in range(1000)][-1]
+            last.add_done_callback(lambda _: free.set())  # which nothing but its cancellation can make done
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert free.is_set()
 
 
 @pytest.mark.parametrize(
