@@ -37,28 +37,25 @@ class Stream:
     ----------
     residual : Tensor [rows, hidden]
         The residual stream, which every layer changes in place.
-    borders : tuple of int
-        See Prefill.borders.
     rotation : Rotation or None
         That of all rows of a pack, in which positions begin anew with every prompt. None for a single prompt,
         in which a row's number is its position.
     """
 
     residual: Tensor
-    borders: tuple[int, ...]
     rotation: Rotation | None
 
     @classmethod
     def begin(cls, residual: Tensor, borders: tuple[int, ...], rotate: RotatePrompt, short_reach: int) -> Stream:
-        """Begin with embeddings [rows, hidden]; `short_reach` is that of ModelConfig."""
+        """Begin with embeddings [rows, hidden]; `borders` are those of Prefill, `short_reach` is that of ModelConfig."""
         lengths = [stop - start for start, stop in pairwise(borders)]
         if len(lengths) == 1:
-            return cls(residual, borders, None)
+            return cls(residual, None)
         # Prompts on one side of short_reach are rotated alike: the longest of them has the rotation of all.
         longest = {n > short_reach: n for n in sorted(lengths)}
         tables = {beyond: rotate(0, n, n) for beyond, n in longest.items()}
         cos, sin = ([tables[n > short_reach][part][:n] for n in lengths] for part in (0, 1))
-        return cls(residual, borders, (torch.cat(cos), torch.cat(sin)))
+        return cls(residual, (torch.cat(cos), torch.cat(sin)))
 
     def rows(self, spans: Sequence[tuple[int, int]]) -> Tensor:
         """Return rows start .. stop - 1 of each (start, stop), [rows, hidden]."""
@@ -69,7 +66,7 @@ class Stream:
     def rotation_of(self, start: int, stop: int, rotate: RotatePrompt) -> Rotation:
         """Return the rotation of rows start .. stop - 1."""
         if self.rotation is None:
-            return rotate(start, stop, self.borders[-1])
+            return rotate(start, stop, self.residual.shape[0])
         cos, sin = self.rotation
         return cos[start:stop], sin[start:stop]
 

@@ -17,7 +17,7 @@ import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.plugins.cases import CASES, method_flags
 from tests.support.prefill import run_prefill, run_to_end
-from tests.support.waiting import wait_for
+from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, ErrorCode, UnavailableError
@@ -111,20 +111,25 @@ def follower_of(decoder: LeadDecoder) -> int:
     return decoder._followers._members[0].process.pid
 
 
+def check_a_rank_that_dies(service: EngineService, seconds: float = SECONDS) -> None:
+    """Kill rank 1 while a request generates: within `seconds` each, request and engine end with an error that names it."""
+    outputs: list[StepOutput] = []
+    service.submit(Request((5, 6, 7), 1500), outputs.append)
+    wait_for(lambda: len(outputs) > 3, "tokens")
+    os.kill(follower_of(service.engine.decoder), signal.SIGKILL)  # type: ignore[arg-type]
+    wait_for(lambda: outputs[-1].finish_reason is not None, "the request's end", seconds)
+    assert (outputs[-1].finish_reason, outputs[-1].code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
+    wait_for(lambda: service.failure, "the engine's end", seconds)
+    assert "rank 1: its process" in service.failure
+    assert "has ended with status -9" in service.failure
+
+
 def test_a_rank_that_dies_ends_the_engine(directory: Path) -> None:
     service = EngineService.load(directory)
     try:
-        outputs: list[StepOutput] = []
-        service.submit(Request((5, 6, 7), 1500), outputs.append)
-        wait_for(lambda: len(outputs) > 3, "tokens")
-        os.kill(follower_of(service.engine.decoder), signal.SIGKILL)  # type: ignore[arg-type]
-        wait_for(lambda: outputs[-1].finish_reason is not None, "the request's end")
-        assert (outputs[-1].finish_reason, outputs[-1].code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
-        wait_for(lambda: service.failure, "the engine's end")
-        assert "rank 1: its process" in service.failure
-        assert "has ended with status -9" in service.failure
+        check_a_rank_that_dies(service)
         with pytest.raises(UnavailableError, match="rank 1: its process"):
-            service.submit(Request((5,), 1), outputs.append)
+            service.submit(Request((5,), 1), [].append)
     finally:
         service.close()
 

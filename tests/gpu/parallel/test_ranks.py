@@ -12,16 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
-from tests.engine.parallel.test_ranks import FLAGS, WINDOW, check_equal, follower_of, loaded
+from tests.engine.parallel.test_ranks import FLAGS, WINDOW, check_a_rank_that_dies, check_equal, follower_of, loaded
 from tests.engine.parallel.test_ranks_reuse import conversation
 from tests.plugins.cases import CASES, method_flags
 from tests.support.prefill import run_prefill
-from tests.support.waiting import wait_for
 from torch import Tensor
 
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import ErrorCode
-from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.load import load_decoder
 from kvseek.engine.parallel import device_ranks
@@ -107,15 +105,7 @@ def directory(random_model: RandomModel, on_gpu: BuildEngine) -> Path:
 def test_a_rank_that_dies_ends_the_engine(directory: Path) -> None:
     service = EngineService.load(directory)
     try:
-        outputs: list[StepOutput] = []
-        service.submit(Request((5, 6, 7), 1500), outputs.append)
-        wait_for(lambda: len(outputs) > 3, "tokens")
-        os.kill(follower_of(service.engine.decoder), signal.SIGKILL)  # type: ignore[arg-type]
-        wait_for(lambda: outputs[-1].finish_reason is not None, "the request's end", FAULT_SECONDS)
-        assert (outputs[-1].finish_reason, outputs[-1].code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
-        wait_for(lambda: service.failure, "the engine's end", FAULT_SECONDS)
-        assert "rank 1: its process" in service.failure
-        assert "has ended with status -9" in service.failure
+        check_a_rank_that_dies(service, FAULT_SECONDS)
     finally:
         service.close()
     with loaded(directory) as engine:  # nothing of it is left on the GPU, or waits there
