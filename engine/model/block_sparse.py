@@ -238,4 +238,4 @@ def sparse_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int, chunk: i
     else:  # of one KV head: its keys, and weights of a query block's samples before and after softmax
         scores = past * (dim + 2 * each * model.group_size) * torch.float32.itemsize
     # Places of tokens, and what sorts them.
-    return gathered * dtype.itemsize + ranks + scores + 8 * torch.int64.itemsize * tokens
+    return gathered * dtype.itemsize + ranks + scores + 10 * torch.int64.itemsize * tokens

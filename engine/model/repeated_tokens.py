@@ -26,7 +26,7 @@ class RepeatedTokens:
     ids : sequence of int
         Tokens of the whole prompt.
     device : torch.device
-        Where blocks are looked up, in three numbers a token. The host does not wait for it.
+        Where blocks are looked up, in four numbers a token. The host does not wait for it.
     """
 
     def __init__(self, ids: Sequence[int], device: torch.device) -> None:
@@ -34,11 +34,16 @@ class RepeatedTokens:
         self._blocks: dict[tuple[int, int], Tensor] = {}  # by `start` and `stop`: the same in all layers
 
     @cached_property
-    def _places(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Places sorted by their pair, those of one pair in the order of the text; of each token, its place in that list, and how
-        many of its pair are before it. Made when a chunk is sparse: all of a short prompt is dense.
+    def _places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Places sorted by their pair, those of one pair in the order of the text; of each token, its place in that list, how
+        many of its pair are before it, and how surprising its pair is. Made when a chunk is sparse: all of a short prompt is dense.
+
+        Two frequent tokens meet again by chance. Surprise is the logarithm of how much more often the pair was seen, this time
+        counted, than it would be by chance in the whole prompt (pointwise mutual information); at least 0.
         """
-        tokens = to_device(self._ids, torch.int64, self._device)
+        ids = torch.tensor(self._ids)
+        tokens = to_device(ids, torch.int64, self._device)
+        seen_alone = to_device(ids.bincount()[ids], torch.float32, self._device)
         number = torch.arange(len(tokens), device=self._device)
         pairs = tokens.clone()  # the first token has none before it, and repeats nothing that matters
         pairs[1:] += tokens[:-1] * (1 + tokens.max())
@@ -48,13 +53,16 @@ class RepeatedTokens:
         begins[1:] = ordered[1:] != ordered[:-1]
         first = torch.where(begins, number, 0).cummax(dim=0).values
         own = torch.empty_like(number).scatter_(0, by_pair, number)
-        return by_pair, own, torch.empty_like(number).scatter_(0, by_pair, number - first)
+        earlier = torch.empty_like(number).scatter_(0, by_pair, number - first)
+        surprise = (earlier + 1) * len(tokens) / seen_alone
+        surprise[1:] /= seen_alone[:-1]
+        return by_pair, own, earlier, surprise.log_().clamp_min_(0)
 
     def blocks(self, start: int, stop: int, size: int, past: int, count: int) -> Tensor:
         """Find the key blocks in which the tokens start .. stop - 1, in query blocks of `size`, stood before.
 
-        A place counts with its next token, and the less the more places a pair has. `past` is the number of key blocks, counted
-        from the first token, that may be found.
+        A place counts with its next token: by the surprise of its pair, divided by the number of places. `past` is the number of
+        key blocks, counted from the first token, that may be found.
 
         Returns
         -------
@@ -66,12 +74,12 @@ class RepeatedTokens:
         return self._blocks[start, stop]
 
     def _find(self, start: int, stop: int, size: int, past: int, count: int) -> Tensor:
-        by_pair, own, earlier = self._places
-        earlier, own = earlier[start:stop, None], own[start:stop, None]
+        by_pair, *of_tokens = self._places
+        own, earlier, surprise = (part[start:stop, None] for part in of_tokens)
         back = torch.arange(1, MOST_PLACES + 1, device=own.device)
         there = (back <= earlier) & (earlier <= MOST_PLACES)
         places = by_pair[(own - back).clamp_min(0)]
-        worth = torch.where(there, 1.0 / earlier.clamp_min(1), 0.0).flatten()
+        worth = torch.where(there, surprise / earlier.clamp_min(1), 0.0).flatten()
         number = torch.arange(stop - start, device=own.device).div(size, rounding_mode="floor")
         number = number[:, None].expand_as(places).flatten()
         mass = worth.new_zeros(-(-(stop - start) // size), past + 1)  # the last one takes what stands behind the past

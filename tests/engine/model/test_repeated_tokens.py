@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -17,15 +18,17 @@ CPU = torch.device("cpu")
 
 def worth_of_blocks(ids: list[int], start: int, stop: int, past: int) -> list[float]:
     """What each of the first `past` blocks is worth for the tokens start .. stop - 1."""
-    places, worth = defaultdict[tuple[int, int], list[int]](list), [0.0] * past
+    places, worth, alone = defaultdict[tuple[int, int], list[int]](list), [0.0] * past, Counter(ids)
     for place in range(stop):
         before = ids[place - 1] if place else -1
         earlier = places[before, ids[place]]
         if place >= start and 0 < len(earlier) <= MOST_PLACES:
+            by_chance = alone[before] * alone[ids[place]] / len(ids)
+            surprise = max(0.0, math.log((len(earlier) + 1) / by_chance))
             for one in earlier:
                 for block in (one // KEY_BLOCK, (one + 1) // KEY_BLOCK):
                     if block < past:
-                        worth[block] += 1 / len(earlier)
+                        worth[block] += surprise / len(earlier)
         earlier.append(place)
     return worth
 
@@ -56,6 +59,15 @@ def test_a_rare_pair_is_found_and_frequent_ones_are_not() -> None:
     ids[5500:5502] = [7, 8]
     (found,) = RepeatedTokens(ids, CPU).blocks(5300, 5812, 512, 80, 20).tolist()
     assert set(found) == {0, 700 // KEY_BLOCK}
+
+
+def test_a_pair_of_rare_tokens_goes_before_pairs_of_frequent_ones() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(100, (20_000,)).tolist()  # any pair stands there twice, by chance
+    for place in (3210, 7410, 12_800, 19_500):
+        ids[place : place + 2] = [200, 201]
+    (found,) = RepeatedTokens(ids, CPU).blocks(19_456, 19_968, 512, 19_456 // KEY_BLOCK, 3).tolist()
+    assert set(found) == {place // KEY_BLOCK for place in (3210, 7410, 12_800)}
 
 
 @pytest.mark.parametrize("ids", [list(range(400)), [5] * 400])
