@@ -6,6 +6,7 @@ The contract with the kernels: `extern "C"`, one struct passed by value as the o
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +19,20 @@ from .errors import KernelError
 KERNELS_FOLDER = "kernels"  # inside an engine directory
 REBUILD = "build the engine again"
 DEFAULT_SHARED_BYTES = 48 << 10  # static and dynamic shared memory of a block that has not asked for more (CUDA guide)
+RESERVED_SHARED_BYTES = 1 << 10  # that a block takes beside its own, from compute capability 8.0 on
+SHARED_STEP = 128  # bytes, in which shared memory is given out
 
 
 @dataclass
 class _Kernel:
-    """A loaded kernel: its handle, the bytes of its parameter, and the bytes of dynamic shared memory that launches may use.
+    """A loaded kernel: its handle, and bytes: of its parameter, of a block's static shared memory, and of the dynamic that may be used.
 
     `shared_bytes` is raised by the first launch that needs more.
     """
 
     function: Any
     argument_bytes: int
+    static_bytes: int
     shared_bytes: int
 
 
@@ -52,8 +56,8 @@ class CudaKernels:
         Compute capability of the GPU: major and minor version.
     multiprocessors : int
         Streaming multiprocessors of the GPU; persistent grids are sized by them.
-    shared_memory_per_block : int
-        Most bytes of shared memory that a block may ask for.
+    shared_memory_per_block, shared_memory_per_multiprocessor : int
+        Most bytes of shared memory that a block may ask for, and that all blocks of a multiprocessor have together.
 
     Raises
     ------
@@ -69,6 +73,7 @@ class CudaKernels:
         properties: Any = torch.cuda.get_device_properties(self.device)  # the stubs lag behind
         self.multiprocessors: int = properties.multi_processor_count
         self.shared_memory_per_block: int = properties.shared_memory_per_block_optin
+        self.shared_memory_per_multiprocessor: int = properties.shared_memory_per_multiprocessor
         gpu = self._call("cuDeviceGet", self.device.index)
         # Streams and memory of PyTorch belong to the primary context.
         self._context = self._call("cuDevicePrimaryCtxRetain", gpu)
@@ -103,6 +108,7 @@ class CudaKernels:
         arguments: ctypes.Structure,
         shared_bytes: int = 0,
         overlap: bool = False,
+        even: bool = False,
     ) -> None:
         """Launch a kernel on PyTorch's current stream of the device, and make the device current in the calling thread.
 
@@ -122,6 +128,9 @@ class CudaKernels:
         overlap : bool
             Let the kernel start while the preceding kernel on the stream ends: only for kernels that follow
             plugins/shared/overlap.cuh. Without effect below compute capability 9.0.
+        even : bool
+            With overlap, blocks start where the preceding kernel's end first. Let no multiprocessor take more of them than an
+            even share, so that a grid whose blocks all run at once, with equal work, ends everywhere at the same time.
 
         Raises
         ------
@@ -130,6 +139,9 @@ class CudaKernels:
             launch or reports the failure of an earlier launch.
         """
         kernel = self._find(name, arguments)
+        overlap = overlap and self.capability >= (9, 0)
+        if overlap and even:
+            shared_bytes = max(shared_bytes, self._bytes_of_even_share(kernel, math.prod(grid)))
         what = f"{name}, grid {grid}, {threads} threads, {shared_bytes} bytes of dynamic shared memory"
         self._call("cuCtxSetCurrent", self._context, what=what)
         if shared_bytes > kernel.shared_bytes:
@@ -138,7 +150,7 @@ class CudaKernels:
             kernel.shared_bytes = shared_bytes
         stream = torch.cuda.current_stream(self.device).cuda_stream
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        if overlap and self.capability >= (9, 0):
+        if overlap:
             config = self._overlapping(grid, threads, shared_bytes, stream)
             self._call("cuLaunchKernelEx", config, kernel.function, ctypes.addressof(parameters), 0, what=what)
         else:
@@ -156,6 +168,12 @@ class CudaKernels:
         config.hStream = stream
         config.attrs, config.numAttrs = [attribute], 1
         return config
+
+    def _bytes_of_even_share(self, kernel: _Kernel, blocks: int) -> int:
+        """Return dynamic shared memory of which a multiprocessor has just not enough for one block more than its share."""
+        share = -(-blocks // self.multiprocessors)
+        taken = self.shared_memory_per_multiprocessor // (share + 1) + SHARED_STEP
+        return min(taken - RESERVED_SHARED_BYTES, self.shared_memory_per_block) - kernel.static_bytes
 
     def _find(self, name: str, arguments: ctypes.Structure) -> _Kernel:
         kernel = self._kernels.get(name)
@@ -189,7 +207,7 @@ class CudaKernels:
         if [status == success for status, *_ in found] != [True, False]:
             raise KernelError(f"kernel {name} takes not exactly one parameter; pass one struct, by value")
         _, _offset, argument_bytes = found[0]
-        return _Kernel(function, argument_bytes, DEFAULT_SHARED_BYTES - static_bytes)
+        return _Kernel(function, argument_bytes, static_bytes, DEFAULT_SHARED_BYTES - static_bytes)
 
     def _call(self, function: str, *arguments: Any, what: str = "") -> Any:
         """Call a function of the driver; returns its result, or raises KernelError with the driver's own words."""

@@ -71,6 +71,7 @@ class UnloadedKernels(CudaKernels):
         arguments: ctypes.Structure,
         shared_bytes: int = 0,
         overlap: bool = False,
+        even: bool = False,
     ) -> None:
         """Do nothing: the meta device holds no numbers to compute with."""
 

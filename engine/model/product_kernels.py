@@ -145,7 +145,7 @@ class ProductKernels:
         )
         name = f"kvseek_{'gated_' * gated}{'weight_only_' * (weight.itemsize == 1)}linear_{shape.rows}_{shape.warps}"
         grid = -(-weight.shape[0] // shape.weight_rows), 1, 1
-        self._kernels.launch(name, grid, shape.warps * WARP, arguments, shape.shared_bytes, overlap=True)
+        self._kernels.launch(name, grid, shape.warps * WARP, arguments, shape.shared_bytes, overlap=True, even=True)
         return out
 
     def dequantise(self, weight: Tensor, scale: Tensor) -> Tensor:

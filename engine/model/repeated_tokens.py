@@ -36,7 +36,8 @@ class RepeatedTokens:
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Places sorted by their pair, those of one pair in the order of the text; of each token, its place in that list, how
-        many of its pair are before it, and how surprising its pair is. Made when a chunk is sparse: all of a short prompt is dense.
+        many of its pair are before it, and how surprising its pair is. Made when a chunk is sparse: all of a short prompt is
+        dense.
 
         Two frequent tokens meet again by chance. Surprise is the logarithm of how much more often the pair was seen, this time
         counted, than it would be by chance in the whole prompt (pointwise mutual information); at least 0.

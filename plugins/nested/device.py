@@ -22,7 +22,7 @@ from .reference import ReferenceIndex
 
 BINS = 4096  # of a histogram of scores
 SCAN_THREADS, CHOOSE_THREADS = 256, 512
-SCAN_BLOCKS = 2  # blocks of the scan of a multiprocessor; a block of the choice has room beside them
+SCAN_BLOCKS = 2  # blocks of the scan of a multiprocessor
 MOST_BLOCKS = 16  # blocks of a task in the choice, which share a multiprocessor each
 HELD_CANDIDATES = 1600  # that the choice ranks without reading them again
 
@@ -145,7 +145,8 @@ class CudaIndex(ReferenceIndex):
             ("scan", scratch["chunks"], SCAN_THREADS),
             ("choose", scratch["blocks"], CHOOSE_THREADS),
         ):
-            self._kernels.launch(f"kvseek_nested_{kernel}", (blocks, tasks, 1), threads, arguments, overlap=True)
+            grid = (blocks, tasks, 1)
+            self._kernels.launch(f"kvseek_nested_{kernel}", grid, threads, arguments, overlap=True, even=True)
         return Selection(rows)
 
 

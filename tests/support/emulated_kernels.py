@@ -61,6 +61,7 @@ class EmulatedKernels(UnloadedKernels):
         arguments: ctypes.Structure,
         shared_bytes: int = 0,
         overlap: bool = False,
+        even: bool = False,
     ) -> None:
         """Run a kernel; raises AttributeError if it is none of those that are emulated."""
         assert grid[2] == 1

@@ -10,9 +10,8 @@
 namespace kvseek {
 namespace nested {
 
-// Few enough threads and registers to wait beside the blocks of the scan.
 constexpr int CHOOSE_THREADS = 512;
-constexpr int CHOOSE_REGISTERS = 56;
+constexpr int CHOOSE_REGISTERS = 64;
 constexpr int CHOOSE_WARPS = CHOOSE_THREADS / WARP;
 constexpr int LISTED = 1600;  // candidates that are ranked in shared memory (HELD_CANDIDATES of device.py)
 constexpr int LISTED_EACH = (LISTED + CHOOSE_THREADS - 1) / CHOOSE_THREADS;
@@ -27,13 +26,19 @@ static_assert(BINS == largest::BINS, "the totals of the scan are searched as a h
 
 constexpr int AT_ONCE = 8;                 // scores that a thread reads at a time
 constexpr int UNIT_KEYS = AT_ONCE * WARP;  // keys that a warp judges at a time
-constexpr int GROUP_UNITS = 2;             // units whose scores a warp holds
+constexpr int GROUP_UNITS = 3;             // units whose scores a warp holds
 constexpr int MOST_BLOCKS = 16;            // of a task
 using Ranking = codes::Ranking<4, LANES, REDUCTION, CHOOSE_THREADS>;
 
 // Keys above the border, and keys in its bin.
 struct Counts {
     int above, ties;
+};
+
+// Which groups of a warp's units have candidates; the last bit is for all groups from the 32nd on.
+struct Groups {
+    unsigned bits = 0;
+    __device__ __forceinline__ static unsigned bit(int group) { return 1u << min(group, 31); }
 };
 
 struct Memory : Top::Memory {
@@ -108,16 +113,21 @@ __device__ __forceinline__ int both_counts(unsigned bits) {
     return __popc(bits & 255) | __popc(bits >> 8) << 16;
 }
 
-// Count the candidates of a warp's units first .. last - 1, the first of which `scores` holds already.
+// Count the candidates of a warp's units first .. last - 1, the first of which `scores` holds already, and tell which
+// groups they are in.
 __device__ __forceinline__ Counts count_units(const SelectArguments& a, const Task& task, const Border& border,
-                                              Scores& scores, int first, int last) {
+                                              Scores& scores, int first, int last, Groups& found) {
     Counts own = {0, 0};
     for (int start = first; start < last; start += GROUP_UNITS) {
         if (start != scores.first) scores.load(a, task, start, last);
         scores.judge(last, task.length(), border);
+        unsigned any = 0;
 #pragma unroll
-        for (int u = 0; u < GROUP_UNITS; u++)
+        for (int u = 0; u < GROUP_UNITS; u++) {
             own.above += __popc(scores.verdicts[u] & 255), own.ties += __popc(scores.verdicts[u] >> 8);
+            any |= scores.verdicts[u];
+        }
+        if (__any_sync(EVERYONE, any != 0)) found.bits |= Groups::bit((start - first) / GROUP_UNITS);
     }
     return {sum_of_warp(own.above), sum_of_warp(own.ties)};
 }
@@ -128,7 +138,8 @@ __device__ __forceinline__ int ties_before(const SelectArguments& a, const Task&
     const Share own(units, CHOOSE_WARPS, threadIdx.x / WARP);
     Scores scores;
     scores.first = -1;
-    const Counts counts = count_units(a, task, border, scores, own.first, own.last);
+    Groups found;
+    const Counts counts = count_units(a, task, border, scores, own.first, own.last, found);
     if (threadIdx.x == 0) memory.appended = 0;
     __syncthreads();
     if (threadIdx.x % WARP == 0) atomicAdd(&memory.appended, counts.ties);
@@ -141,7 +152,8 @@ __device__ __forceinline__ int ties_before(const SelectArguments& a, const Task&
 __device__ __forceinline__ int collect(const SelectArguments& a, const Task& task, Memory& memory, const Border& border,
                                        Scores& scores, const Share& own, int start, int* places) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const Counts counted = count_units(a, task, border, scores, own.first, own.last);
+    Groups found;
+    const Counts counted = count_units(a, task, border, scores, own.first, own.last, found);
     if (lane == 0) memory.counts[warp] = counted;
     const int earlier = border.held > border.room ? ties_before(a, task, memory, border, start) : 0;
     __syncthreads();
@@ -152,8 +164,8 @@ __device__ __forceinline__ int collect(const SelectArguments& a, const Task& tas
         if (w < warp) here = {here.above + memory.counts[w].above, here.ties + memory.counts[w].ties};
     }
     const int missing = min(earlier, border.room);  // ties that stand in other blocks' lists
-    const int groups = counted.above + counted.ties > 0 ? own.last : own.first;
-    for (int group = own.first; group < groups; group += GROUP_UNITS) {
+    for (int group = own.first; group < own.last; group += GROUP_UNITS) {
+        if ((found.bits & Groups::bit((group - own.first) / GROUP_UNITS)) == 0) continue;
         if (group != scores.first) {
             scores.load(a, task, group, own.last);
             scores.judge(own.last, task.length(), border);

@@ -36,8 +36,37 @@ extern "C" __global__ void __launch_bounds__(128) kvseek_scale(const __grid_cons
     if (a.rounds < 0) room[threadIdx.x] = 0.0f;  // the dynamic shared memory is used, as far as the compiler knows
 }
 
+__device__ void wait_microseconds(int count) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    while (now < start + 1000ull * count);
+}
+
+// Lets the next kernel start, and ends sooner in every other block.
+extern "C" __global__ void kvseek_busy(const __grid_constant__ ScaleArguments a) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+    wait_microseconds(blockIdx.x % 2 ? a.rounds : 1);
+}
+
+// Writes down where each block runs.
+extern "C" __global__ void kvseek_where(const __grid_constant__ ScaleArguments a) {
+    unsigned multiprocessor;
+    asm volatile("mov.u32 %0, %smid;" : "=r"(multiprocessor));
+    if (threadIdx.x == 0) a.values[blockIdx.x] = multiprocessor;
+    wait_microseconds(a.rounds);
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 extern "C" __global__ void kvseek_trap(const __grid_constant__ ScaleArguments a) { __trap(); }
 """
+
+
+NAMES = ["kvseek_busy", "kvseek_scale", "kvseek_trap", "kvseek_where"]
 
 
 class ScaleArguments(ctypes.Structure):
@@ -77,7 +106,7 @@ def arguments(values: torch.Tensor, rounds: int = 1, factor: float = 2.0) -> Sca
 
 
 def test_launch(kernels: CudaKernels) -> None:
-    assert kernels.names == ["kvseek_scale", "kvseek_trap"]
+    assert kernels.names == NAMES
     assert kernels.multiprocessors == torch.cuda.get_device_properties(kernels.device).multi_processor_count
     values = torch.arange(1000.0, device=kernels.device)
     kernels.launch("kvseek_scale", (3, 1, 1), 128, arguments(values, rounds=3))
@@ -110,6 +139,21 @@ def test_a_graph_replays_the_launch(image: bytes) -> None:
     assert torch.equal(values, torch.full_like(values, 64.0))
 
 
+@pytest.mark.parametrize("share", [1, 2, 3])
+def test_an_even_launch_gives_no_multiprocessor_more_than_its_share(kernels: CudaKernels, share: int) -> None:
+    """Blocks of 1,024 threads leave room for no others, and every second one of them ends at once."""
+    count = kernels.multiprocessors * share - 5
+    places = torch.empty(count, device=kernels.device)
+    for _ in range(5):
+        kernels.launch("kvseek_busy", (2 * kernels.multiprocessors, 1, 1), 1024, arguments(places, rounds=50))
+        where = arguments(places, rounds=50)
+        kernels.launch("kvseek_where", (count, 1, 1), 64, where, overlap=True, even=True)
+        found = places.int().bincount()
+        assert found.sum() == count
+        if kernels.capability >= (9, 0):
+            assert found.max() <= share
+
+
 def test_shared_memory_beyond_the_default(kernels: CudaKernels) -> None:
     limit = torch.cuda.get_device_properties(kernels.device).shared_memory_per_block_optin
     values = torch.ones(100, device=kernels.device)
@@ -134,7 +178,7 @@ class Longer(ctypes.Structure):
 
 
 def test_what_does_not_match_a_kernel_is_refused(kernels: CudaKernels) -> None:
-    with pytest.raises(KernelError, match="kernel 'kvseek_three' is not among kvseek_scale, kvseek_trap; build"):
+    with pytest.raises(KernelError, match=f"kernel 'kvseek_three' is not among {', '.join(NAMES)}; build"):
         kernels.launch("kvseek_three", (1, 1, 1), 128, ScaleArguments())
     with pytest.raises(KernelError, match="Longer has 32 bytes: kvseek_scale takes 24; make both list the same fields"):
         kernels.launch("kvseek_scale", (1, 1, 1), 128, Longer())
@@ -153,7 +197,7 @@ def test_a_new_thread_may_launch(kernels: CudaKernels) -> None:
 def test_load(image: bytes, tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     cubin_path(tmp_path, choose_architecture(ARCHITECTURES, capability())).write_bytes(image)
-    assert CudaKernels.load(tmp_path, torch.device("cuda")).names == ["kvseek_scale", "kvseek_trap"]
+    assert CudaKernels.load(tmp_path, torch.device("cuda")).names == NAMES
 
 
 def test_an_image_that_is_no_cubin() -> None:
