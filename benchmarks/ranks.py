@@ -49,9 +49,9 @@ class Contest:
 
 
 def contests(arguments: argparse.Namespace) -> Iterator[Contest]:
-    """All engines; the baseline's rows lie on the device, where dense attention is fastest, if there is one."""
-    for number, variant in enumerate(arguments.methods):
-        on_device = number == 0 and arguments.device == "cuda"
+    """All engines; the rows of `full` lie on the device, where dense attention is fastest, if there is one."""
+    for variant in arguments.methods:
+        on_device = variant.method == "full" and arguments.device == "cuda"
         for offload, tp_size in itertools.product(["never"] if on_device else arguments.offload, arguments.tp_size):
             yield Contest(variant, offload, tp_size)
 
@@ -135,12 +135,15 @@ def _prompts(contestant: EngineContestant, ids: list[int], repeats: int) -> Samp
 
 
 def add_ratios(results: list[dict[str, Any]], baseline: str) -> None:
-    """Add the time over that of one rank of the same method and place, and over the baseline's of as many ranks; None without."""
+    """Add the time over that of one rank, and over the baseline's of as many ranks; None without.
+
+    Both are of the same context and offload; the baseline's may be "never", as that of `full` is.
+    """
     medians = {_key(entry): entry["seconds"]["median"] for entry in results}
-    dense = {(e["context"], e["tp_size"]): e["seconds"]["median"] for e in results if e["method"] == baseline}
     for entry in results:
-        own, one = entry["seconds"]["median"], medians.get((*_key(entry)[:3], 1))
-        base = dense.get((entry["context"], entry["tp_size"]))
+        own, (method, offload, context, tp_size) = entry["seconds"]["median"], _key(entry)
+        one = medians.get((method, offload, context, 1))
+        base = medians.get((baseline, offload, context, tp_size)) or medians.get((baseline, "never", context, tp_size))
         entry["to_one_rank"] = None if one is None else own / one
         entry["to_baseline"] = None if base is None else own / base
 

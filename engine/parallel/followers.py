@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import subprocess
 import sys
 import time
@@ -130,9 +129,7 @@ class Followers:
         own_connection = find_store(self._store.host, self._store.port, self._timeout_seconds)
         self._reports = Reports(own_connection, self._reporter, numbers)
         connections = {member.rank: member.connection for member in self._members}
-        # On the CPU gloo gives up by itself, and a call may take long whose sums do not.
-        limit = math.inf if self._config.device == "cpu" else self._timeout_seconds
-        self._watch = Watch(connections, self._release, limit, self._reports)
+        self._watch = Watch(connections, self._release, self._timeout_seconds, self._reports)
         try:
             with self._named():
                 self._wait_for_all()
@@ -173,7 +170,9 @@ class Followers:
             wait([member.connection for member in self._members if member.rank not in self._ready], FAILED_SECONDS)
             self._check()
             self._check_watch()
-        if self._watch is not None:
+        if self._watch is not None and self._config.device == "cpu":
+            self._watch.close()  # nothing waits but in gloo, which notices what happens
+        elif self._watch is not None:
             self._watch.loaded()
 
     def tell(self, command: Command) -> None:

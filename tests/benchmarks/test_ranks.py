@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from kvseek.benchmarks import decode, ranks, shapes
+from kvseek.benchmarks.device.options import parse
+from kvseek.benchmarks.random_engine import write_random_engine
 from kvseek.benchmarks.ranks import add_ratios
 from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.config_file import read_config
+from kvseek.core.cuda import cubin_path
 from kvseek.core.ranks import rank_config, vocabulary_rows
 from kvseek.engine.model.random_weights import RANDOM_FILE, make_weights, random_seed, weight_shapes, write_random
 
@@ -138,3 +142,30 @@ def test_a_directory_says_whether_its_weights_are_random(tmp_path: Path) -> None
     (tmp_path / RANDOM_FILE).write_text("{}", encoding="utf-8")
     with pytest.raises(Exception, match=r"random_weights.json is corrupt .*; run the benchmark again"):
         random_seed(tmp_path)
+
+
+def test_a_directory_for_gpus_has_kernels_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled here; what loads it needs a GPU (tests/gpu/parallel/test_bench.py)."""
+    pytest.importorskip("cuda.core")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    flags = [
+        "--shape",
+        "llama-3.1-8b",
+        "--methods",
+        "full,pariskv",
+        "--offload",
+        "always,never,auto",
+        "--tp_size",
+        "1,2",
+    ]
+    arguments = parse([*flags, "--contexts", "131072"])
+    found = list(ranks.contests(arguments))
+    places = [(contest.variant.label, contest.offload) for contest in found if contest.tp_size == 2]
+    assert places == [("full", "never"), *(("pariskv", offload) for offload in ("always", "never", "auto"))]
+    config = ranks.config_of(arguments, found[3])
+    assert (config.device, config.tp_size, config.max_batch_size, config.cache.offload) == ("cuda", 2, 1, "always")
+    assert config.cache.kv_cache_host_memory_bytes == int(arguments.host_gib * 2**30)
+    assert ranks.config_of(arguments, found[0]).cache.kv_cache_host_memory_bytes is None
+    write_random_engine(tmp_path / "engine", config, 0)
+    assert cubin_path(tmp_path / "engine", 90).stat().st_size > 0
+    assert read_config(tmp_path / "engine") == config

@@ -1,4 +1,4 @@
-"""`kvseek bench --shape NAME --tp_size 1,2` on GPUs; the ranks share one where there is no other. No test asserts how long it takes."""
+"""`kvseek bench --shape NAME --tp_size 1,2` on GPUs. No test asserts how long anything takes."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_a_rank_that_hangs_ends_the_engine(directory: Path) -> None:
 
 
 def check_a_way_that_fails(directory: Path, way: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On rank 1 alone: rank 0 would wait in it, and ends all within seconds. Rank 0 is a process of its own, which may leave it."""
+    """On rank 1 alone: rank 0 would wait in it, and ends all. Rank 0 is a process of its own, as a thread of it stays there."""
     monkeypatch.setenv(WAY, way)
     program = (
         "import os, sys, time; from pathlib import Path\n"
